@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The environment that tests/run and benchmarks/run share: a virtual
+environment in .venv with torch, the build tools and this checkout installed.
+
+Only the standard library; any Python from 3.10 on. A second run changes
+nothing and takes a moment: stamps in .venv say what was done."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+BUILD = ROOT / "build"
+RELEASES = ("2.11", "2.12", "2.13")
+TORCH = "torch==2.13.0"
+REQUIREMENTS = [
+    "meson>=1.3",
+    "meson-python>=0.16",
+    "ninja",
+    "numpy",
+    "pytest",
+    "ruff",
+    "scikit-learn",
+    "matplotlib",
+]
+BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
+
+
+def say(message: str) -> None:
+    print(f"-- {message}", flush=True)
+
+
+def fail(message: str) -> None:
+    sys.exit(f"error: {message}")
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with .venv first and no settings of ours."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("OPTFUSE_")}
+    for name in ("PYTHONPATH", "PYTHONHOME"):
+        kept.pop(name, None)
+    kept["VIRTUAL_ENV"] = str(VENV)
+    kept["PATH"] = os.pathsep.join([str(VENV / "bin"), kept.get("PATH", os.defpath)])
+    return kept
+
+
+def check_machine() -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036 - any Python may call
+        fail(f"Python 3.10 or newer is needed, this is {platform.python_version()}")
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        fail(f"optfuse runs on Linux x86-64, not on {sys.platform} {platform.machine()}")
+    for variable, names in (("CC", ["cc", "gcc", "clang"]), ("CXX", ["c++", "g++", "clang++"])):
+        chosen = os.environ.get(variable, "").split()[:1]
+        if not any(shutil.which(name) for name in chosen or names):
+            fail(
+                f"no {'C++' if variable == 'CXX' else 'C'} compiler: install one "
+                "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
+            )
+
+
+def torch_of_caller() -> tuple[str, Path] | None:
+    """Version and directory of the calling Python's torch, without importing it."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    package = Path(found.origin).parent
+    try:
+        text = (package / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    version = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
+    return (version.group(1), package.parent) if version else None
+
+
+def describe_base() -> dict[str, str]:
+    """Which Python and which torch .venv is to stand on."""
+    base = {"python": sys.executable, "version": platform.python_version(), "torch": "", "path": ""}
+    found = torch_of_caller()
+    if found is not None:
+        version, path = found
+        if ".".join(version.split("+")[0].split(".")[:2]) in RELEASES:
+            base.update(torch=version, path=str(path))
+        else:
+            say(f"torch {version} of this Python is not supported and will not be used")
+    return base
+
+
+def read_stamp(name: str) -> str:
+    try:
+        return (VENV / name).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def write_stamp(name: str, text: str) -> None:
+    (VENV / name).write_text(text, encoding="utf-8")
+
+
+def run(command: list[str], quiet: bool = True) -> None:
+    """Runs one step; what it printed is shown only if it fails."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE if quiet else None,
+        stderr=subprocess.STDOUT if quiet else None,
+        text=True,
+    )
+    if done.returncode != 0:
+        print(done.stdout or "", flush=True)
+        fail(f"`{' '.join(command)}` failed with status {done.returncode}")
+
+
+def make_venv() -> None:
+    if Path(sys.prefix).resolve() == VENV.resolve():
+        return  # called from inside: it is there already
+    base = describe_base()
+    stamp = json.dumps(base, sort_keys=True)
+    if PYTHON.exists() and read_stamp("stamp-base") == stamp:
+        return
+    say(f"making .venv for Python {base['version']}")
+    if importlib.util.find_spec("ensurepip") is None:
+        fail(
+            "this Python can't make virtual environments (Debian, Ubuntu: apt install python3-venv)"
+        )
+    run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+    if base["torch"]:
+        say(f"using torch {base['torch']} of {base['python']}")
+        # Not system-site-packages: the caller may itself be a virtual environment.
+        site = next(VENV.glob("lib/python3*/site-packages"))
+        (site / "torch-of-caller.pth").write_text(base["path"] + "\n", encoding="utf-8")
+    else:
+        say(f"this Python has no supported torch: installing {TORCH} with pip, as it is configured")
+        run([str(PYTHON), "-m", "pip", "install", "--progress-bar", "off", TORCH], quiet=False)
+    write_stamp("stamp-base", stamp)
+
+
+def install_requirements() -> None:
+    stamp = "\n".join(REQUIREMENTS)
+    if read_stamp("stamp-requirements") == stamp:
+        return
+    say(f"installing {', '.join(REQUIREMENTS)}")
+    run([str(PYTHON), "-m", "pip", "install", "--quiet", *REQUIREMENTS])
+    write_stamp("stamp-requirements", stamp)
+
+
+def source_hash() -> str:
+    digest = hashlib.sha256()
+    files = [ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE"]
+    for name in BUILT_FROM:
+        path = ROOT / name
+        files += sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if file.is_file() and "__pycache__" not in file.parts:
+            digest.update(f"{file.relative_to(ROOT)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def install_package() -> None:
+    stamp = source_hash()
+    if read_stamp("stamp-package") == stamp:
+        return
+    say("building and installing optfuse: pip install --no-build-isolation .")
+    started = time.monotonic()
+    # A directory that lives on, so that only what changed is compiled again.
+    # It belongs to this .venv's Python and torch, so it lies inside.
+    keep = f"--config-settings=build-dir={VENV / 'build'}"
+    run([str(PYTHON), "-m", "pip", "install", "--no-build-isolation", "--no-deps", keep, "."])
+    write_stamp("stamp-package", stamp)
+    say(f"installed in {time.monotonic() - started:.0f} s")
+
+
+def prepare() -> Path:
+    """Makes all of it; returns the Python to use."""
+    check_machine()
+    make_venv()
+    install_requirements()
+    install_package()
+    return PYTHON
