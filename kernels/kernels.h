@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* kernels.h: the C ABI of the update kernels.
+ *
+ * A rule is one optimizer's update formula. A kernel is one rule compiled for
+ * one reference, element type, device and instruction set; the kernels form a
+ * table of const rows that the plugin, the checker and the benchmarks
+ * enumerate. Every row of one (rule, reference, dtype) gives the same bits.
+ */
+#ifndef OPTFUSE_KERNELS_H
+#define OPTFUSE_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { OF_MAX_STATE = 3, OF_MAX_HYPER = 10, OF_MAX_SCALARS = 192 };
+
+typedef enum of_dtype { OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16, OF_FLOAT16, OF_DTYPE_COUNT } of_dtype;
+
+typedef enum of_device { OF_CPU, OF_CUDA } of_device;
+
+/* OF_ISA_C is the plain C row, one element at a time: the yardstick. */
+typedef enum of_isa { OF_ISA_C, OF_ISA_BASELINE, OF_ISA_AVX2, OF_ISA_AVX512, OF_ISA_COUNT } of_isa;
+
+/* The implementation of PyTorch whose bits a row reproduces: its fused CPU
+ * kernel as compiled for AVX2 or AVX-512 (written fused multiply-adds), or as
+ * compiled for plain x86-64 (none). docs/numerics.md has the formulas. */
+typedef enum of_reference { OF_REF_CPU_FUSED, OF_REF_CPU_FUSED_PLAIN, OF_REF_COUNT } of_reference;
+
+/* A run of consecutive elements of one parameter. param, state[] are updated
+ * in place; grad is only read. All hold elements of the row's dtype, need no
+ * alignment beyond that of one element, and do not overlap. Unused state
+ * pointers are NULL. The last `tail` of the n elements take the reference's
+ * scalar formula, the others its vector formula. */
+typedef struct of_span {
+    void *param;
+    const void *grad;
+    void *state[OF_MAX_STATE];
+    size_t n;
+    size_t tail;
+} of_span;
+
+typedef void of_kernel_fn(const of_span *span, const void *scalars);
+
+typedef struct of_kernel {
+    const char *rule;
+    of_reference reference;
+    of_dtype dtype;
+    of_device device;
+    of_isa isa;
+    of_kernel_fn *run;
+} of_kernel;
+
+typedef struct of_rule {
+    const char *name;          /* "adam", "sgd" */
+    const char *const *state;  /* n_state keys of torch.optim's state, in of_span order */
+    size_t n_state;
+    const char *const *hyper;  /* n_hyper names, in the order of the hyper[] arrays; */
+    size_t n_hyper;            /* booleans are 0.0 or 1.0 */
+    size_t scalars_size;       /* bytes, at most OF_MAX_SCALARS */
+    /* Bit i is set if state[i] is used under these hyper-parameters. */
+    unsigned (*state_used)(const double *hyper);
+    /* Fills `scalars` (scalars_size bytes, aligned for double) for the
+     * step-th update of a parameter, step >= 1. */
+    void (*prepare)(const double *hyper, double step, void *scalars);
+} of_rule;
+
+/* The rules, ended by a row whose name is NULL. */
+extern const of_rule of_rules[];
+const of_rule *of_rule_find(const char *name); /* NULL if there is none */
+
+/* The kernels, ended by a row whose rule is NULL. */
+extern const of_kernel of_kernels[];
+
+/* The best kernel whose ISA is at most `isa`, or NULL. */
+const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dtype dtype,
+                                of_device device, of_isa isa);
+
+of_isa of_isa_detect(void); /* the best this CPU runs */
+const char *of_isa_name(of_isa isa);
+bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "avx512" */
+
+/* How many of a parameter's numel elements, its last ones, take the reference's
+ * scalar formula. vector_bytes: width of the reference's vectors. PyTorch
+ * splits a parameter between threads at multiples of that width, so only the
+ * span that ends the parameter has a tail. */
+size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel);
+
+size_t of_dtype_size(of_dtype dtype); /* bytes an element */
+const char *of_dtype_name(of_dtype dtype);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* adam.h: the update rule of Adam and AdamW (AdamW is Adam with decoupled
+ * weight decay). The formulas are those of PyTorch's fused CPU kernel; see
+ * docs/numerics.md for how each was established. */
+#ifndef OPTFUSE_RULES_ADAM_H
+#define OPTFUSE_RULES_ADAM_H
+
+#include "real.h"
+
+enum { ADAM_EXP_AVG, ADAM_EXP_AVG_SQ, ADAM_MAX_EXP_AVG_SQ, ADAM_N_STATE };
+
+enum {
+    ADAM_LR,
+    ADAM_BETA1,
+    ADAM_BETA2,
+    ADAM_EPS,
+    ADAM_WEIGHT_DECAY,
+    ADAM_AMSGRAD,
+    ADAM_MAXIMIZE,
+    ADAM_DECOUPLED,
+    ADAM_N_HYPER
+};
+
+/* Options that get a loop of their own. */
+enum { ADAM_WITH_AMSGRAD = 1, ADAM_WITH_L2 = 2 };
+#define ADAM_VARIANTS(X) X(0) X(1) X(2) X(3)
+
+/* The reference has usable vector code for 16-bit types. */
+enum { adam_narrow_is_scalar = 0 };
+
+/* The scalars of one update, in double as the reference computes them. */
+typedef struct adam_scalars {
+    double weight_decay;
+    double decay_fused; /* 1 - lr * weight_decay, rounded once ... */
+    double decay_plain; /* ... and twice; both are 1 without decoupled decay */
+    double average_weight;
+    double square_weight;
+    double beta2;
+    double step_size;
+    double correction; /* square root of the second bias correction */
+    double eps;
+    double sign; /* -1 to maximize */
+    unsigned variant;
+} adam_scalars;
+
+/* The same, rounded to the type of the computation. */
+typedef struct adam_constants {
+    of_real weight_decay, decay, average_weight, square_weight;
+    of_real beta2, step_size, correction, eps, sign;
+    bool from_average; /* the running average moves from itself, not from the gradient */
+} adam_constants;
+
+static inline unsigned adam_state_used(const double *hyper)
+{
+    return hyper[ADAM_AMSGRAD] != 0.0 ? 7u : 3u;
+}
+
+static inline void adam_prepare(const double *hyper, double step, void *scalars)
+{
+    adam_scalars *s = (adam_scalars *)scalars;
+    const double lr = hyper[ADAM_LR];
+    const double decay = hyper[ADAM_WEIGHT_DECAY];
+    const bool decoupled = hyper[ADAM_DECOUPLED] != 0.0;
+    const bool l2 = decay != 0.0 && !decoupled;
+
+    s->weight_decay = decay;
+    s->decay_fused = decoupled ? fma(-lr, decay, 1.0) : 1.0;
+    s->decay_plain = decoupled ? 1.0 - lr * decay : 1.0;
+    s->average_weight = 1.0 - hyper[ADAM_BETA1];
+    s->square_weight = 1.0 - hyper[ADAM_BETA2];
+    s->beta2 = hyper[ADAM_BETA2];
+    s->step_size = lr / (1.0 - pow(hyper[ADAM_BETA1], step));
+    s->correction = sqrt(1.0 - pow(hyper[ADAM_BETA2], step));
+    s->eps = hyper[ADAM_EPS];
+    s->sign = hyper[ADAM_MAXIMIZE] != 0.0 ? -1.0 : 1.0;
+    s->variant = (hyper[ADAM_AMSGRAD] != 0.0 ? (unsigned)ADAM_WITH_AMSGRAD : 0u) |
+                 (l2 ? (unsigned)ADAM_WITH_L2 : 0u);
+}
+
+OF_RULE_FN unsigned adam_variant(const void *scalars)
+{
+    return ((const adam_scalars *)scalars)->variant;
+}
+
+/* Bit i is set if state[i] takes part in a variant. */
+OF_RULE_FN unsigned adam_variant_state(unsigned variant)
+{
+    return variant & ADAM_WITH_AMSGRAD ? 7u : 3u;
+}
+
+OF_RULE_FN adam_constants adam_round(const void *scalars, bool fused)
+{
+    const adam_scalars *s = (const adam_scalars *)scalars;
+    adam_constants k;
+    k.weight_decay = (of_real)s->weight_decay;
+    k.decay = (of_real)(fused ? s->decay_fused : s->decay_plain);
+    k.average_weight = (of_real)s->average_weight;
+    k.from_average = of_absolute(k.average_weight) < (of_real)0.5;
+    if (!k.from_average)
+        k.average_weight -= (of_real)1;
+    k.square_weight = (of_real)s->square_weight;
+    k.beta2 = (of_real)s->beta2;
+    k.step_size = -(of_real)s->step_size;
+    k.correction = (of_real)s->correction;
+    k.eps = (of_real)s->eps;
+    k.sign = (of_real)s->sign;
+    return k;
+}
+
+/* The reference's vector code gives NaN if one side is NaN; its scalar code is
+ * std::max, which keeps the old value when the new one is NaN. */
+OF_RULE_FN of_real adam_maximum(bool tail, of_real old, of_real now)
+{
+    if (tail)
+        return old < now ? now : old;
+    const of_real larger = old > now ? old : now;
+    return old != old ? old : larger;
+}
+
+OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form form, of_element *e)
+{
+    const bool fused = form.fused;
+    of_real *average = &e->state[ADAM_EXP_AVG];
+    of_real *square = &e->state[ADAM_EXP_AVG_SQ];
+    of_real *largest = &e->state[ADAM_MAX_EXP_AVG_SQ];
+
+    of_real grad = e->grad * k->sign;
+    if (variant & ADAM_WITH_L2)
+        grad = of_multiply_add(fused, e->param, k->weight_decay, grad);
+    const of_real param = e->param * k->decay;
+
+    const of_real base = k->from_average ? *average : grad;
+    *average = of_multiply_add(fused, k->average_weight, grad - *average, base);
+
+    const of_real weighted = k->square_weight * grad;
+    if (form.tail)
+        *square = of_multiply_add(fused, *square, k->beta2, weighted * grad);
+    else
+        *square = of_multiply_add(fused, weighted, grad, *square * k->beta2);
+
+    of_real denominator = *square;
+    if (variant & ADAM_WITH_AMSGRAD)
+        denominator = *largest = adam_maximum(form.tail, *largest, *square);
+    denominator = of_square_root(denominator) / k->correction + k->eps;
+    e->param = param + k->step_size * *average / denominator;
+}
+
+#endif

@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* real.h: the number type a rule computes in, chosen by whoever includes it.
+ *
+ * Define OF_REAL_FLOAT to compute in float (float32, bfloat16, float16), else
+ * the rules compute in double. Rules are written with these names only, so
+ * that one text compiles as C11 and as CUDA C++.
+ */
+#ifndef OPTFUSE_RULES_REAL_H
+#define OPTFUSE_RULES_REAL_H
+
+#include <math.h>
+#include <stdbool.h>
+
+#ifdef __FAST_MATH__
+#error "-ffast-math changes the bits: build without it"
+#endif
+
+#include "../kernels.h"
+
+#ifdef OF_REAL_FLOAT
+typedef float of_real;
+#else
+typedef double of_real;
+#endif
+
+#ifdef __CUDACC__
+#define OF_RULE_FN __host__ __device__ static __forceinline__
+#elif defined(__GNUC__)
+#define OF_RULE_FN static inline __attribute__((always_inline, unused))
+#else
+#define OF_RULE_FN static inline
+#endif
+
+/* One element of a parameter and what belongs to it. */
+typedef struct of_element {
+    of_real param;
+    of_real grad;
+    of_real state[OF_MAX_STATE];
+} of_element;
+
+/* Which of the reference's codes an element takes. Always a constant where it
+ * matters, so that no branch is left in the loop. */
+typedef struct of_form {
+    bool fused; /* products and sums contracted as on CPUs with an FMA unit */
+    bool tail;  /* the reference's scalar code for the last elements */
+} of_form;
+
+/* a * b + c, rounded once if fused and twice if not. */
+OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c)
+{
+#ifdef OF_REAL_FLOAT
+    return fused ? fmaf(a, b, c) : a * b + c;
+#else
+    return fused ? fma(a, b, c) : a * b + c;
+#endif
+}
+
+OF_RULE_FN of_real of_square_root(of_real x)
+{
+#ifdef OF_REAL_FLOAT
+    return sqrtf(x);
+#else
+    return sqrt(x);
+#endif
+}
+
+OF_RULE_FN of_real of_absolute(of_real x)
+{
+#ifdef OF_REAL_FLOAT
+    return fabsf(x);
+#else
+    return fabs(x);
+#endif
+}
+
+#endif

@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* sgd.h: the update rule of SGD with momentum. The formulas are those of
+ * PyTorch's fused CPU kernel; see docs/numerics.md, also for the 16-bit types,
+ * where that kernel's vector code is broken and its scalar code is the
+ * reference for every element. */
+#ifndef OPTFUSE_RULES_SGD_H
+#define OPTFUSE_RULES_SGD_H
+
+#include "real.h"
+
+enum { SGD_MOMENTUM_BUFFER, SGD_N_STATE };
+
+enum { SGD_LR, SGD_MOMENTUM, SGD_DAMPENING, SGD_WEIGHT_DECAY, SGD_NESTEROV, SGD_MAXIMIZE, SGD_N_HYPER };
+
+/* Options that get a loop of their own. FIRST: the buffer does not exist yet
+ * and starts as the gradient. */
+enum { SGD_WITH_DECAY = 1, SGD_WITH_MOMENTUM = 2, SGD_WITH_FIRST = 4, SGD_WITH_NESTEROV = 8 };
+#define SGD_VARIANTS(X) X(0) X(1) X(2) X(3) X(6) X(7) X(10) X(11) X(14) X(15)
+
+/* For 16-bit types the reference's scalar code holds for every element. */
+enum { sgd_narrow_is_scalar = 1 };
+
+typedef struct sgd_scalars {
+    double lr;
+    double momentum;
+    double grad_weight; /* 1 - dampening */
+    double weight_decay;
+    double sign; /* -1 to maximize */
+    unsigned variant;
+} sgd_scalars;
+
+typedef struct sgd_constants {
+    of_real step_size, momentum, grad_weight, weight_decay, sign;
+} sgd_constants;
+
+static inline unsigned sgd_state_used(const double *hyper)
+{
+    return hyper[SGD_MOMENTUM] != 0.0 ? 1u : 0u;
+}
+
+static inline void sgd_prepare(const double *hyper, double step, void *scalars)
+{
+    sgd_scalars *s = (sgd_scalars *)scalars;
+    const bool momentum = hyper[SGD_MOMENTUM] != 0.0;
+
+    s->lr = hyper[SGD_LR];
+    s->momentum = hyper[SGD_MOMENTUM];
+    s->grad_weight = 1.0 - hyper[SGD_DAMPENING];
+    s->weight_decay = hyper[SGD_WEIGHT_DECAY];
+    s->sign = hyper[SGD_MAXIMIZE] != 0.0 ? -1.0 : 1.0;
+    s->variant = s->weight_decay != 0.0 ? (unsigned)SGD_WITH_DECAY : 0u;
+    if (momentum)
+        s->variant |= SGD_WITH_MOMENTUM;
+    if (momentum && step <= 1.0)
+        s->variant |= SGD_WITH_FIRST;
+    if (momentum && hyper[SGD_NESTEROV] != 0.0)
+        s->variant |= SGD_WITH_NESTEROV;
+}
+
+OF_RULE_FN unsigned sgd_variant(const void *scalars)
+{
+    return ((const sgd_scalars *)scalars)->variant;
+}
+
+OF_RULE_FN unsigned sgd_variant_state(unsigned variant)
+{
+    return variant & SGD_WITH_MOMENTUM ? 1u : 0u;
+}
+
+OF_RULE_FN sgd_constants sgd_round(const void *scalars, bool fused)
+{
+    const sgd_scalars *s = (const sgd_scalars *)scalars;
+    sgd_constants k;
+    (void)fused;
+    k.step_size = -(of_real)s->lr;
+    k.momentum = (of_real)s->momentum;
+    k.grad_weight = (of_real)s->grad_weight;
+    k.weight_decay = (of_real)s->weight_decay;
+    k.sign = (of_real)s->sign;
+    return k;
+}
+
+OF_RULE_FN of_real sgd_buffer(const sgd_constants *k, of_form form, of_real buffer, of_real grad)
+{
+    if (form.tail)
+        return of_multiply_add(form.fused, buffer, k->momentum, grad * k->grad_weight);
+    return of_multiply_add(form.fused, k->grad_weight, grad, buffer * k->momentum);
+}
+
+OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form form, of_element *e)
+{
+    const bool fused = form.fused;
+    of_real *buffer = &e->state[SGD_MOMENTUM_BUFFER];
+
+    of_real grad = e->grad * k->sign;
+    if (variant & SGD_WITH_DECAY)
+        grad = of_multiply_add(fused, e->param, k->weight_decay, grad);
+    if (variant & SGD_WITH_MOMENTUM) {
+        *buffer = variant & SGD_WITH_FIRST ? grad : sgd_buffer(k, form, *buffer, grad);
+        if (variant & SGD_WITH_NESTEROV)
+            grad = of_multiply_add(fused, *buffer, k->momentum, grad);
+        else
+            grad = *buffer;
+    }
+    e->param = of_multiply_add(fused, grad, k->step_size, e->param);
+}
+
+#endif
