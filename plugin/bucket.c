@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* bucket.c: backward fusion. A gradient is complete; its update is created and
+ * joins the open bucket, which is the plan's list of pending updates. */
+#include "internal.h"
+
+/* Claims the slot for this update, or says why not. Lock held. */
+static of_status claim(of_plan *plan, of_update *update)
+{
+    of_slot *slot = &plan->slots[update->slot];
+    if (slot->updated && OF_GUARD(twice))
+        return of_fail(OF_TWICE, "a second gradient arrived before step(): backward fusion has "
+                                 "already updated this parameter; call step() after each "
+                                 "backward, or use mode=\"forward\" for gradient accumulation");
+    of_status status = of_update_complete(plan, update);
+    if (status != OF_OK)
+        return status;
+    plan->n_updated += !slot->updated;
+    slot->updated = true;
+    plan->counts.created++;
+    return OF_OK;
+}
+
+/* The update that fills the bucket is launched with it and never deferred.
+ * One that would fill a bucket alone doesn't wait for the open one. */
+static void create(of_plan *plan, of_update *update, of_list *done)
+{
+    of_list batch = { 0 };
+    bool alone = update->bytes >= plan->bucket_bytes || plan->stopped ||
+                 plan->slots[update->slot].eager;
+    bool fills = !alone && plan->pending.bytes + update->bytes >= plan->bucket_bytes;
+    if (!alone && !fills && of_create_pending(plan, update, &batch, done))
+        return;
+    of_create_now(plan, update, &batch, done);
+    if (!fills || !batch.first) {
+        of_launch(plan, &batch, OF_AT_ONCE, done);
+        return;
+    }
+    of_list_append(&plan->pending, update);
+    of_launch(plan, &plan->pending, OF_AT_CLOSE, done);
+}
+
+static of_status status_of(of_found found)
+{
+    switch (found) {
+    case OF_FOUND_NOTHING: return OF_OK;
+    case OF_FOUND_NEEDS_STATE:
+        return of_fail(OF_NEEDS_STATE, "the parameter has a gradient but no optimizer state yet");
+    default: return OF_INVALID;
+    }
+}
+
+static of_status update_slot(of_plan *plan, of_update *update, of_list *done)
+{
+    of_slot *slot = &plan->slots[update->slot];
+    update->in = (of_inputs){ 0 };
+    of_found found = plan->host.collect(plan->host.ctx, slot->tensor, &update->in);
+    if (found != OF_FOUND_INPUTS) {
+        of_pool_give(plan, update);
+        return status_of(found);
+    }
+    pthread_mutex_lock(&plan->lock);
+    of_status status = claim(plan, update);
+    pthread_mutex_unlock(&plan->lock);
+    if (status != OF_OK) {
+        of_list_append(done, update);
+        return status;
+    }
+    plan->host.commit(plan->host.ctx, update->in.hold);
+    pthread_mutex_lock(&plan->lock);
+    create(plan, update, done);
+    pthread_mutex_unlock(&plan->lock);
+    return OF_OK;
+}
+
+static of_status find_slot(of_plan *plan, size_t slot, of_update **update)
+{
+    if (plan->mode != OF_BACKWARD)
+        return of_fail(OF_INVALID, "of_plan_gradient() is for backward mode");
+    if (slot >= plan->n_slots)
+        return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slot, plan->n_slots);
+    pthread_mutex_lock(&plan->lock);
+    *update = of_pool_take(plan);
+    pthread_mutex_unlock(&plan->lock);
+    if (!*update)
+        return OF_NO_MEMORY;
+    (*update)->slot = slot;
+    return OF_OK;
+}
+
+of_status of_plan_gradient(of_plan *plan, size_t slot)
+{
+    of_list done = { 0 };
+    of_update *update = NULL;
+    pthread_rwlock_rdlock(&plan->layout);
+    of_status status = find_slot(plan, slot, &update);
+    if (status == OF_OK)
+        status = update_slot(plan, update, &done);
+    pthread_rwlock_unlock(&plan->layout);
+    of_updates_release(plan, &done);
+    return status;
+}
+
+bool of_plan_unconfirmed(of_plan *plan)
+{
+    pthread_mutex_lock(&plan->lock);
+    bool unconfirmed = plan->n_updated != 0;
+    pthread_mutex_unlock(&plan->lock);
+    return unconfirmed;
+}
+
+void of_plan_close(of_plan *plan)
+{
+    if (plan->mode == OF_BACKWARD)
+        of_plan_flush(plan);
+}

@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* internal.h: the structs behind optfuse.h.
+ *
+ * Life of an update: a record is taken from the plan's pool, filled by
+ * collect(), committed, entered in the registry under its keys, and then
+ * either launched at once or left pending in the plan's list. Launching runs
+ * the kernel, settles, and takes the keys out. The hold is released and the
+ * record goes back to the pool when no plan lock is held any more.
+ *
+ * Locks, in the order in which they may be taken:
+ *   plan->layout   slots and groups; written by step, add_slot, set_group and
+ *                  clear, read by gradient. The one lock that is held while
+ *                  the host's collect(), commit() and release() run.
+ *   plans list     which plans exist
+ *   plan->lock     everything about updates; held by a launch. Nobody holds
+ *                  two, except around a fork.
+ *   registry lock  the table of keys; a leaf
+ */
+#ifndef OPTFUSE_INTERNAL_H
+#define OPTFUSE_INTERNAL_H
+
+#include <pthread.h>
+#include <stdalign.h>
+#include <stdatomic.h>
+
+#include "guard.h"
+#include "optfuse.h"
+
+typedef struct of_update of_update;
+
+/* A list of updates, in order of creation. */
+typedef struct of_list {
+    of_update *first;
+    of_update *last;
+    size_t count;
+    size_t bytes; /* of parameters */
+} of_list;
+
+struct of_update {
+    of_plan *plan; /* constant */
+    of_update *prev;
+    of_update *next; /* in a list or in the pool */
+    of_inputs in;
+    const of_kernel *kernel;
+    size_t slot;
+    size_t bytes;
+    size_t n_registered; /* how many of in.keys are in the registry; its lock */
+    int64_t first_chunk; /* position in the flat chunk space of its launch */
+    int64_t n_chunks;
+    bool pending;        /* in plan->pending; plan->lock, false in the pool */
+    bool deferred;       /* defer() said yes */
+    alignas(16) unsigned char scalars[OF_MAX_SCALARS];
+};
+
+typedef struct of_slot {
+    void *tensor;
+    size_t group;
+    bool eager;
+    bool updated; /* backward mode: since the last step(); plan->lock */
+} of_slot;
+
+/* One parameter group with the scalars of the step value last asked for,
+ * since nearly always all parameters of a group are at the same step. */
+typedef struct of_group {
+    double hyper[OF_MAX_HYPER];
+    unsigned used;       /* bit i: state[i] is needed */
+    double scalars_step; /* 0: scalars are stale */
+    alignas(16) unsigned char scalars[OF_MAX_SCALARS];
+} of_group;
+
+struct of_plan {
+    of_host host; /* constant, like all up to the locks */
+    const of_rule *rule;
+    of_mode mode;
+    of_reference reference;
+    size_t vector_bytes;
+    size_t bucket_bytes;
+    const of_kernel *kernels[2][OF_DTYPE_COUNT]; /* by device; NULL: none */
+
+    atomic_size_t users; /* references of hosts */
+    atomic_size_t refs;  /* all users together hold one; of_touch() one while it runs */
+    of_plan *older;      /* in the list of plans; the list's lock */
+    of_plan *newer;
+
+    pthread_rwlock_t layout;
+    of_slot *slots;
+    size_t n_slots;
+    size_t slots_capacity;
+    of_group *groups;
+    size_t n_groups;
+
+    pthread_mutex_t lock;
+    of_list pending; /* backward mode: the open bucket */
+    size_t n_updated;
+    bool stopped; /* no more deferring */
+    of_counts counts;
+
+    /* The pool. `spare`, like a group's scalars, belongs to whoever has
+     * layout written, or layout read and the lock. Records come back through
+     * `returned` without a lock. */
+    of_update *spare;
+    _Atomic(of_update *) returned;
+};
+
+typedef enum of_reason { OF_AT_ONCE, OF_AT_USE, OF_AT_CLOSE } of_reason;
+
+/* update.c: lists and the pool */
+void of_list_append(of_list *list, of_update *update);
+void of_list_remove(of_list *list, of_update *update);
+of_update *of_pool_take(of_plan *plan); /* NULL: no memory, error is set */
+void of_pool_give(of_plan *plan, of_update *update);
+void of_pool_free(of_plan *plan);
+/* Completes what collect() left open, or sets the error: kernel, scalars. */
+of_status of_update_complete(of_plan *plan, of_update *update);
+/* Releases the holds and returns the records; no plan lock held. */
+void of_updates_release(of_plan *plan, of_list *list);
+
+/* launch.c: all with plan->lock held. What was launched ends up in *done,
+ * whose holds the caller releases after unlocking. */
+void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done);
+void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done);
+void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
+
+/* create.c: with plan->lock held */
+bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done);
+void of_create_now(of_plan *plan, of_update *update, of_list *batch, of_list *done);
+
+/* registry.c: memory identity -> update */
+typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;
+/* Enters the first n keys, all or none. On a conflict *key is taken by another
+ * update, *own, or by one of another plan (*own is NULL). */
+of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own);
+void of_registry_remove(of_list *list);
+/* The update with this key, with a reference to its plan; or NULL. */
+of_update *of_registry_find(const void *key);
+void of_registry_lock(void);
+void of_registry_unlock(void);
+
+/* plans.c: every plan of the process */
+void of_plans_add(of_plan *plan);
+void of_plans_remove(of_plan *plan);
+void of_plans_lock(void);   /* the list and every plan->lock */
+void of_plans_unlock(void);
+void of_plans_adopt(void);  /* in a forked child, with all of them locked */
+
+/* plan.c */
+void of_plan_unref(of_plan *plan);
+
+/* error.c */
+of_status of_fail(of_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* log.c */
+enum { OF_LOG_ERROR, OF_LOG_WARNING, OF_LOG_INFO, OF_LOG_DEBUG };
+bool of_log_wanted(int level);
+void of_log(const of_host *host, int level, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+#endif

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* launch.c: runs the kernels of a list of updates.
+ *
+ * All elements of the list form one flat space of chunks, which the host's
+ * parallel_for splits over its threads: a launch is one parallel region
+ * whatever the number and the sizes of its updates. Chunks are whole cache
+ * lines of every dtype, so a reference's vectors are never cut, and the
+ * kernels give the same bits however the space is split. */
+#include "internal.h"
+
+/* Below this many elements in all, the calling thread does the work itself:
+ * starting the host's threads would cost more. */
+enum { SERIAL_ELEMENTS = 16384 };
+enum { CHUNK_SHIFT = 11, CHUNK_ELEMENTS = 1 << CHUNK_SHIFT };
+
+static void *advance(const void *base, size_t bytes)
+{
+    return base ? (char *)(uintptr_t)base + bytes : NULL;
+}
+
+/* Chunks [from, to) of one update. */
+static void run_update(const of_update *update, int64_t from, int64_t to)
+{
+    const of_inputs *in = &update->in;
+    size_t numel = (size_t)in->numel;
+    size_t begin = (size_t)from << CHUNK_SHIFT;
+    size_t end = (size_t)to << CHUNK_SHIFT;
+    if (end > numel)
+        end = numel;
+    size_t offset = begin * of_dtype_size(in->dtype);
+    of_span span = { .param = advance(in->param, offset), .grad = advance(in->grad, offset) };
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        span.state[i] = advance(in->state[i], offset);
+    span.n = end - begin;
+    if (end == numel)
+        span.tail = of_tail(update->plan->reference, in->dtype, update->plan->vector_bytes, numel);
+    update->kernel->run(&span, update->scalars);
+}
+
+/* Chunks [begin, end) of the list that starts with arg. */
+static void run_chunks(void *arg, int64_t begin, int64_t end)
+{
+    for (const of_update *u = arg; u && u->first_chunk < end; u = u->next) {
+        int64_t from = begin > u->first_chunk ? begin - u->first_chunk : 0;
+        int64_t to = end - u->first_chunk < u->n_chunks ? end - u->first_chunk : u->n_chunks;
+        if (from < to)
+            run_update(u, from, to);
+    }
+}
+
+static void run_list(of_plan *plan, of_list *list)
+{
+    int64_t chunks = 0;
+    int64_t elements = 0;
+    for (of_update *u = list->first; u; u = u->next) {
+        u->first_chunk = chunks;
+        u->n_chunks = (u->in.numel + CHUNK_ELEMENTS - 1) >> CHUNK_SHIFT;
+        chunks += u->n_chunks;
+        elements += u->in.numel;
+    }
+    if (elements < SERIAL_ELEMENTS)
+        run_chunks(list->first, 0, chunks);
+    else
+        plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, list->first);
+}
+
+static void count(of_plan *plan, const of_list *list, of_reason reason)
+{
+    plan->counts.launches++;
+    switch (reason) {
+    case OF_AT_ONCE: plan->counts.at_once += list->count; break;
+    case OF_AT_USE: plan->counts.at_use += list->count; break;
+    case OF_AT_CLOSE: plan->counts.at_close += list->count; break;
+    }
+}
+
+/* The host lifts its marks before the keys go: a thread that still sees a mark
+ * finds the key, waits for this plan's lock, and is then right to go on. */
+static void settle(of_plan *plan, of_list *list, of_list *done)
+{
+    for (of_update *u = list->first; u; u = u->next)
+        plan->host.settle(plan->host.ctx, u->in.hold, u->deferred);
+    of_registry_remove(list);
+    for (of_update *u = list->first, *next; u; u = next) {
+        next = u->next;
+        u->pending = u->deferred = false;
+        of_list_append(done, u);
+    }
+    *list = (of_list){ 0 };
+}
+
+void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done)
+{
+    if (!list->first)
+        return;
+    run_list(plan, list);
+    count(plan, list, reason);
+    settle(plan, list, done);
+}
+
+void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done)
+{
+    of_list one = { 0 };
+    if (update->pending)
+        of_list_remove(&plan->pending, update);
+    of_list_append(&one, update);
+    of_launch(plan, &one, reason, done);
+}
+
+void of_discard_pending(of_plan *plan, of_list *done)
+{
+    settle(plan, &plan->pending, done);
+}

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* log.c: messages for people, through the host or to stderr. The level comes
+ * from OPTFUSE_LOG, read once. Never called with a lock held. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+static const char *const names[] = { "error", "warning", "info", "debug" };
+
+static int level_from_environment(void)
+{
+    const char *text = getenv("OPTFUSE_LOG");
+    if (!text || !*text)
+        return OF_LOG_WARNING;
+    for (int level = OF_LOG_ERROR; level <= OF_LOG_DEBUG; level++)
+        if (strcmp(text, names[level]) == 0)
+            return level;
+    fprintf(stderr, "optfuse: warning: OPTFUSE_LOG=%s is not one of error, warning, info, debug\n",
+            text);
+    return OF_LOG_WARNING;
+}
+
+bool of_log_wanted(int level)
+{
+    static atomic_int chosen = -1;
+    int known = atomic_load_explicit(&chosen, memory_order_relaxed);
+    if (known < 0) {
+        known = level_from_environment();
+        atomic_store_explicit(&chosen, known, memory_order_relaxed);
+    }
+    return level <= known;
+}
+
+void of_log(const of_host *host, int level, const char *format, ...)
+{
+    if (!of_log_wanted(level))
+        return;
+    char text[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (host && host->log)
+        host->log(host->ctx, level, text);
+    else
+        fprintf(stderr, "optfuse: %s: %s\n", names[level], text);
+}

@@ -1,0 +1,227 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* optfuse.h: the core of optfuse, without PyTorch.
+ *
+ * A plan belongs to one fused optimizer and has one slot per parameter. An
+ * update is one parameter, its gradient and the scalars of this step. It is
+ * created when its inputs are complete and launched when the schedule says so;
+ * in between it is pending, and the host marks its memory so that whatever
+ * touches it calls of_touch() first.
+ *
+ *   forward fusion    of_plan_step() creates every update and leaves it
+ *                     pending; of_touch() launches it at its first use.
+ *   backward fusion   of_plan_gradient() creates one update and puts it into
+ *                     the open bucket; a full bucket is launched at once.
+ *
+ * The core reaches tensors, threads and logs only through the host vtable.
+ *
+ * Threads: every function may be called from any thread. No lock that
+ * of_touch() needs is held while the host's collect(), commit(), release() and
+ * drop() run: they may cause calls of of_touch() and of_any_pending(), and
+ * read of_plan_rule() and of_plan_hyper(), but must not call the other
+ * functions of the same plan. settle(), defer() and parallel_for() run under
+ * the lock of one plan and must not call back at all. A host with a global
+ * lock of its own (the GIL) calls without it.
+ *
+ * Errors: functions that can fail return an of_status; on anything but OF_OK
+ * of_error_message() says what happened and what to do, and nothing was
+ * changed unless the function says otherwise.
+ */
+#ifndef OPTFUSE_H
+#define OPTFUSE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels.h"
+
+#if defined(OF_STATIC)
+#define OF_API
+#else
+#define OF_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { OF_ABI_VERSION = 1, OF_MAX_KEYS = 2 + OF_MAX_STATE };
+
+typedef enum of_status {
+    OF_OK = 0,
+    OF_INVALID,     /* a bad argument or an unsupported parameter, gradient or state */
+    OF_NO_MEMORY,
+    OF_NEEDS_STATE, /* not an error: optimizer state must be made first, then call again */
+    OF_TWICE,       /* backward mode: a second gradient before step() */
+    OF_REFUSED      /* the host said no */
+} of_status;
+
+typedef enum of_mode { OF_FORWARD, OF_BACKWARD } of_mode;
+
+typedef struct of_plan of_plan;
+
+/* What collect() found. */
+typedef enum of_found {
+    OF_FOUND_NOTHING,     /* no gradient, or the parameter no longer exists */
+    OF_FOUND_INPUTS,      /* inputs are filled in */
+    OF_FOUND_NEEDS_STATE, /* there is a gradient but no optimizer state yet */
+    OF_FOUND_ERROR        /* the host called of_set_error() */
+} of_found;
+
+/* The inputs of one update, as the host sees them. */
+typedef struct of_inputs {
+    void *param;
+    const void *grad;
+    void *state[OF_MAX_STATE];
+    int64_t numel;
+    of_dtype dtype;
+    of_device device;
+    double step;                   /* number of this update, from 1; with the
+                                      state counter not yet advanced */
+    const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_touch();
+                                      the parameter's first */
+    size_t n_keys;
+    bool alone;                    /* others may see the parameter's memory: launch this
+                                      update by itself, in the order of the slots, between
+                                      its commit() and the next slot's; never defer it */
+    void *hold;                    /* the host's references; freed by release() */
+} of_inputs;
+
+/* The host: who owns tensors and threads. Function pointers marked optional
+ * may be NULL. */
+typedef struct of_host {
+    uint32_t abi_version; /* OF_ABI_VERSION */
+    uint32_t struct_size; /* sizeof(of_host) of the host's build */
+    void *ctx;            /* first argument of every function below */
+
+    /* Looks up the gradient and state of `tensor` and fills in *in. Changes
+     * nothing that a user can see. If it returns OF_FOUND_INPUTS it has taken
+     * the references that keep every pointer in *in valid until
+     * release(in->hold); else it keeps nothing. *in comes zeroed. */
+    of_found (*collect)(void *ctx, void *tensor, of_inputs *in);
+    /* The update is now certain: advances the step counter, bumps version
+     * counters. Called once per update, no lock held, before defer or launch.
+     * If in->alone it may replace the pointers of *in by those of dense copies,
+     * which release() writes back. */
+    void (*commit)(void *ctx, of_inputs *in);
+    /* Makes every access to the update's memory call of_touch() first and
+     * returns true; or returns false, and the update is launched at once,
+     * because someone else may see the memory. */
+    bool (*defer)(void *ctx, void *hold);
+    /* The kernel has run (was_deferred: after defer() returned true): lifts
+     * what defer() did, marks the gradient as spent in backward mode. */
+    void (*settle)(void *ctx, void *hold, bool was_deferred);
+    /* Drops the references. */
+    void (*release)(void *ctx, void *hold);
+    /* The slot is gone: frees `tensor`. */
+    void (*drop)(void *ctx, void *tensor);
+    /* Runs fn over [0, n) in contiguous ranges, about one for each thread, and
+     * returns when all is done. Asked only where threads pay: an item is a few
+     * thousand elements. fn never fails and never blocks. */
+    void (*parallel_for)(void *ctx, int64_t n, void (*fn)(void *arg, int64_t begin, int64_t end),
+                         void *arg);
+    /* optional; level: 1 warning, 2 info, 3 debug */
+    void (*log)(void *ctx, int level, const char *message);
+} of_host;
+
+/* How a plan computes and schedules. Zero means the default. */
+typedef struct of_plan_options {
+    uint32_t struct_size; /* sizeof(of_plan_options) */
+    of_mode mode;
+    of_reference reference;
+    size_t vector_bytes;  /* width of the reference's vectors: 64 (AVX-512) or 32;
+                             default: this CPU's widest */
+    of_isa isa;           /* the best to use; the row chosen is at most this.
+                             No default: zero is OF_ISA_C, plain C */
+    size_t bucket_bytes;  /* a bucket is launched when its parameters reach this;
+                             OF_BUCKET_NONE: every update by itself */
+} of_plan_options;
+#define OF_BUCKET_NONE SIZE_MAX
+
+/* What has happened to a plan, for summary(). Counts since creation. */
+typedef struct of_counts {
+    uint64_t created;
+    uint64_t at_once;     /* launched where they were created: not private, eager, large enough */
+    uint64_t at_use;      /* launched by of_touch() */
+    uint64_t at_close;    /* launched with a bucket, by flush or by the next step */
+    uint64_t pending;     /* now */
+    uint64_t launches;    /* parallel regions or single calls */
+    bool threads_seen;    /* a foreign thread used a pending parameter: no more deferring */
+} of_counts;
+
+/* Version of this library's ABI: OF_ABI_VERSION it was built with. */
+OF_API uint32_t of_abi_version(void);
+
+/* The message of the last failure on this thread; never NULL, valid until the
+ * next failure on this thread. */
+OF_API const char *of_error_message(void);
+/* For hosts: sets it (printf format). */
+OF_API void of_set_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Makes a plan for the named rule. *host is copied. options may be NULL: all
+ * defaults and the best ISA. Fails on an unknown rule or a host of another ABI
+ * version. The caller owns one reference. */
+OF_API of_status of_plan_create(const of_host *host, const char *rule, const of_plan_options *options,
+                                of_plan **out);
+OF_API void of_plan_retain(of_plan *plan);
+/* Drops a reference; the last one launches what is pending and frees all. */
+OF_API void of_plan_release(of_plan *plan);
+
+/* Adds a parameter group (group == number of groups) or changes the
+ * hyper-parameters of one. hyper: as many doubles as the rule has. Updates
+ * already created keep their scalars. */
+OF_API of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, size_t n_hyper);
+
+/* Adds a slot for one parameter. The plan owns `tensor` from here on, also on
+ * failure, and gives it back through drop(). eager: never left pending. */
+OF_API of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager,
+                                  size_t *slot_out);
+/* Launches everything pending and drops every slot and group. */
+OF_API void of_plan_clear(of_plan *plan);
+
+OF_API const of_rule *of_plan_rule(const of_plan *plan);
+/* Hyper-parameters of a slot's group, n_hyper doubles, valid until changed. */
+OF_API const double *of_plan_hyper(const of_plan *plan, size_t slot);
+
+/* optimizer.step(). First collects all slots; if one fails, or lacks state,
+ * nothing has been changed. On OF_NEEDS_STATE *needs (room for capacity slot
+ * numbers) is filled and *n_needs says how many lack state in all; call again
+ * once they have it. Forward mode: creates an update for every gradient.
+ * Backward mode: closes the bucket, then updates every parameter that has a
+ * gradient and was not updated since the last step. */
+OF_API of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
+
+/* Backward mode: the gradient of this slot is complete. */
+OF_API of_status of_plan_gradient(of_plan *plan, size_t slot);
+/* Backward mode: true if slots were updated that no step() has confirmed. */
+OF_API bool of_plan_unconfirmed(of_plan *plan);
+
+/* Launches what is pending: the open bucket, one plan, every plan. */
+OF_API void of_plan_close(of_plan *plan);
+OF_API void of_plan_flush(of_plan *plan);
+OF_API void of_flush_all(void);
+
+/* Launches the update that is pending on this memory, if there is one.
+ * foreign: the calling thread is neither the one that called step() nor one of
+ * the host's engine threads. Returns whether there was one. */
+OF_API bool of_touch(const void *key, bool foreign);
+/* Whether anything is pending in the process. Cheap; no lock. */
+OF_API bool of_any_pending(void);
+
+/* No update created from now on is left pending. Those that are stay safe:
+ * they are launched at their first use as before. */
+OF_API void of_plan_stop_deferring(of_plan *plan);
+
+OF_API void of_plan_counts(of_plan *plan, of_counts *out);
+/* Name of the kernel's ISA that the plan uses for a dtype. */
+OF_API const char *of_plan_isa(const of_plan *plan, of_dtype dtype);
+
+/* Around fork(): prepare launches everything and takes every lock. */
+OF_API void of_fork_prepare(void);
+OF_API void of_fork_parent(void);
+OF_API void of_fork_child(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

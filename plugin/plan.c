@@ -1,0 +1,245 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* plan.c: plans from creation to the end, their groups and slots. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* Enough for small parameters to share a launch, small enough for their
+ * gradients to be in cache still. */
+static const size_t DEFAULT_BUCKET_BYTES = (size_t)1 << 20;
+
+uint32_t of_abi_version(void)
+{
+    return OF_ABI_VERSION;
+}
+
+static of_status check_host(const of_host *host)
+{
+    if (host->abi_version != OF_ABI_VERSION)
+        return of_fail(OF_INVALID, "the host was built for ABI version %u, this library has %d",
+                       (unsigned)host->abi_version, (int)OF_ABI_VERSION);
+    if (host->struct_size < sizeof *host)
+        return of_fail(OF_INVALID, "the host's of_host has %u bytes, this library needs %zu",
+                       (unsigned)host->struct_size, sizeof *host);
+    if (!host->collect || !host->commit || !host->defer || !host->settle || !host->release ||
+        !host->drop || !host->parallel_for)
+        return of_fail(OF_INVALID, "a function of of_host that is not optional is NULL");
+    return OF_OK;
+}
+
+static of_status check_options(const of_plan_options *options)
+{
+    if (options->struct_size < sizeof *options)
+        return of_fail(OF_INVALID, "of_plan_options has %u bytes, this library needs %zu",
+                       (unsigned)options->struct_size, sizeof *options);
+    if ((unsigned)options->mode > OF_BACKWARD || (unsigned)options->reference >= OF_REF_COUNT ||
+        (unsigned)options->isa >= OF_ISA_COUNT)
+        return of_fail(OF_INVALID, "of_plan_options has an unknown mode, reference or ISA");
+    return OF_OK;
+}
+
+static of_status find_rule(const char *name, const of_rule **rule)
+{
+    *rule = name ? of_rule_find(name) : NULL;
+    if (*rule)
+        return OF_OK;
+    char known[256] = "";
+    for (const of_rule *r = of_rules; r->name; r++) {
+        size_t length = strlen(known);
+        snprintf(known + length, sizeof known - length, "%s%s", length ? ", " : "", r->name);
+    }
+    return of_fail(OF_INVALID, "unknown rule '%s'; known: %s", name ? name : "(null)", known);
+}
+
+static void choose(of_plan *plan, const of_plan_options *options)
+{
+    plan->mode = options->mode;
+    plan->reference = options->reference;
+    plan->vector_bytes = options->vector_bytes ? options->vector_bytes
+                         : of_isa_detect() == OF_ISA_AVX512 ? 64 : 32;
+    plan->bucket_bytes = options->bucket_bytes ? options->bucket_bytes : DEFAULT_BUCKET_BYTES;
+    if (options->bucket_bytes == OF_BUCKET_NONE)
+        plan->bucket_bytes = 0;
+    for (int device = OF_CPU; device <= OF_CUDA; device++)
+        for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
+            plan->kernels[device][dtype] =
+                of_kernel_find(plan->rule->name, options->reference, (of_dtype)dtype,
+                               (of_device)device, options->isa);
+}
+
+of_status of_plan_create(const of_host *host, const char *rule, const of_plan_options *options,
+                         of_plan **out)
+{
+    of_plan_options defaults = { .struct_size = sizeof defaults, .isa = of_isa_detect() };
+    const of_rule *found = NULL;
+    *out = NULL;
+    if (!options)
+        options = &defaults;
+    if (check_host(host) != OF_OK || check_options(options) != OF_OK ||
+        find_rule(rule, &found) != OF_OK)
+        return OF_INVALID;
+    of_plan *plan = calloc(1, sizeof *plan);
+    if (!plan)
+        return of_fail(OF_NO_MEMORY, "out of memory for a plan");
+    memcpy(&plan->host, host, sizeof plan->host);
+    plan->rule = found;
+    choose(plan, options);
+    atomic_init(&plan->users, 1);
+    atomic_init(&plan->refs, 1);
+    pthread_rwlock_init(&plan->layout, NULL);
+    pthread_mutex_init(&plan->lock, NULL);
+    of_plans_add(plan);
+    of_log(host, OF_LOG_INFO, "plan for %s, %s fusion, float32 kernel %s", found->name,
+           plan->mode == OF_FORWARD ? "forward" : "backward", of_plan_isa(plan, OF_FLOAT32));
+    *out = plan;
+    return OF_OK;
+}
+
+/* Launches what is pending and drops every slot and group. */
+static void empty(of_plan *plan)
+{
+    of_list done = { 0 };
+    pthread_rwlock_wrlock(&plan->layout);
+    pthread_mutex_lock(&plan->lock);
+    if (OF_GUARD(clear))
+        of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
+    else
+        of_discard_pending(plan, &done);
+    of_slot *slots = plan->slots;
+    size_t n_slots = plan->n_slots;
+    free(plan->groups);
+    plan->slots = NULL;
+    plan->groups = NULL;
+    plan->n_slots = plan->slots_capacity = plan->n_groups = plan->n_updated = 0;
+    pthread_mutex_unlock(&plan->lock);
+    pthread_rwlock_unlock(&plan->layout);
+    of_updates_release(plan, &done);
+    for (size_t i = 0; i < n_slots; i++)
+        plan->host.drop(plan->host.ctx, slots[i].tensor);
+    free(slots);
+}
+
+void of_plan_clear(of_plan *plan)
+{
+    empty(plan);
+}
+
+void of_plan_retain(of_plan *plan)
+{
+    atomic_fetch_add_explicit(&plan->users, 1, memory_order_relaxed);
+}
+
+/* Nothing is pending any more when the users' common reference goes, so
+ * of_touch() never finds a plan that is being freed. */
+void of_plan_release(of_plan *plan)
+{
+    if (!plan || atomic_fetch_sub_explicit(&plan->users, 1, memory_order_acq_rel) != 1)
+        return;
+    empty(plan);
+    of_plan_unref(plan);
+}
+
+void of_plan_unref(of_plan *plan)
+{
+    if (atomic_fetch_sub_explicit(&plan->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    of_plans_remove(plan);
+    of_pool_free(plan);
+    pthread_mutex_destroy(&plan->lock);
+    pthread_rwlock_destroy(&plan->layout);
+    free(plan);
+}
+
+static of_status put_group(of_plan *plan, size_t index, const double *hyper)
+{
+    if (index > plan->n_groups)
+        return of_fail(OF_INVALID, "group %zu: the plan has %zu groups, the next is %zu", index,
+                       plan->n_groups, plan->n_groups);
+    if (index == plan->n_groups) {
+        of_group *groups = realloc(plan->groups, (index + 1) * sizeof *groups);
+        if (!groups)
+            return of_fail(OF_NO_MEMORY, "out of memory for a parameter group");
+        plan->groups = groups;
+        plan->n_groups++;
+    }
+    of_group *group = &plan->groups[index];
+    memcpy(group->hyper, hyper, plan->rule->n_hyper * sizeof *hyper);
+    group->used = plan->rule->state_used(group->hyper);
+    group->scalars_step = 0;
+    return OF_OK;
+}
+
+of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, size_t n_hyper)
+{
+    if (n_hyper != plan->rule->n_hyper)
+        return of_fail(OF_INVALID, "%s has %zu hyper-parameters, not %zu", plan->rule->name,
+                       plan->rule->n_hyper, n_hyper);
+    pthread_rwlock_wrlock(&plan->layout);
+    of_status status = put_group(plan, group, hyper);
+    pthread_rwlock_unlock(&plan->layout);
+    return status;
+}
+
+static of_status put_slot(of_plan *plan, const of_slot *slot)
+{
+    if (slot->group >= plan->n_groups)
+        return of_fail(OF_INVALID, "a slot for group %zu: the plan has %zu groups", slot->group,
+                       plan->n_groups);
+    if (plan->n_slots == plan->slots_capacity) {
+        size_t capacity = plan->slots_capacity ? plan->slots_capacity * 2 : 16;
+        of_slot *slots = realloc(plan->slots, capacity * sizeof *slots);
+        if (!slots)
+            return of_fail(OF_NO_MEMORY, "out of memory for a slot");
+        plan->slots = slots;
+        plan->slots_capacity = capacity;
+    }
+    plan->slots[plan->n_slots++] = *slot;
+    return OF_OK;
+}
+
+of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager, size_t *slot_out)
+{
+    of_slot slot = { .tensor = tensor, .group = group, .eager = eager };
+    pthread_rwlock_wrlock(&plan->layout);
+    of_status status = put_slot(plan, &slot);
+    size_t index = plan->n_slots - 1;
+    pthread_rwlock_unlock(&plan->layout);
+    if (status != OF_OK)
+        plan->host.drop(plan->host.ctx, tensor);
+    else if (slot_out)
+        *slot_out = index;
+    return status;
+}
+
+const of_rule *of_plan_rule(const of_plan *plan)
+{
+    return plan->rule;
+}
+
+const double *of_plan_hyper(const of_plan *plan, size_t slot)
+{
+    return plan->groups[plan->slots[slot].group].hyper;
+}
+
+void of_plan_stop_deferring(of_plan *plan)
+{
+    pthread_mutex_lock(&plan->lock);
+    plan->stopped = true;
+    pthread_mutex_unlock(&plan->lock);
+}
+
+void of_plan_counts(of_plan *plan, of_counts *out)
+{
+    pthread_mutex_lock(&plan->lock);
+    *out = plan->counts;
+    out->pending = plan->pending.count;
+    pthread_mutex_unlock(&plan->lock);
+}
+
+const char *of_plan_isa(const of_plan *plan, of_dtype dtype)
+{
+    bool known = (unsigned)dtype < OF_DTYPE_COUNT && plan->kernels[OF_CPU][dtype];
+    return known ? of_isa_name(plan->kernels[OF_CPU][dtype]->isa) : "none";
+}

@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* step.c: optimizer.step() of both schedules. */
+#include "internal.h"
+
+typedef struct needs {
+    size_t *slots;
+    size_t capacity;
+    size_t n;
+} needs;
+
+static void add_need(needs *lacking, size_t slot)
+{
+    if (lacking->n < lacking->capacity)
+        lacking->slots[lacking->n] = slot;
+    lacking->n++;
+}
+
+/* Asks the host for one slot's inputs. Appends *update to the list and takes
+ * it from the caller if there is something to update. */
+static of_status collect_slot(of_plan *plan, of_update **update, of_list *created, needs *lacking)
+{
+    of_update *u = *update;
+    u->in = (of_inputs){ 0 };
+    switch (plan->host.collect(plan->host.ctx, plan->slots[u->slot].tensor, &u->in)) {
+    case OF_FOUND_NOTHING: return OF_OK;
+    case OF_FOUND_NEEDS_STATE: add_need(lacking, u->slot); return OF_OK;
+    case OF_FOUND_ERROR: return OF_INVALID;
+    case OF_FOUND_INPUTS: break;
+    }
+    u->bytes = 0;
+    of_list_append(created, u);
+    *update = NULL;
+    return of_update_complete(plan, u);
+}
+
+/* Everything that can fail happens here, before anything has changed. */
+static of_status collect_all(of_plan *plan, of_list *created, needs *lacking)
+{
+    of_status status = OF_OK;
+    of_update *update = NULL;
+    for (size_t i = 0; i < plan->n_slots && status == OF_OK; i++) {
+        if (plan->slots[i].updated)
+            continue;
+        if (!update && !(update = of_pool_take(plan)))
+            return OF_NO_MEMORY;
+        update->slot = i;
+        status = collect_slot(plan, &update, created, lacking);
+    }
+    if (update)
+        of_pool_give(plan, update);
+    if (status == OF_OK && lacking->n)
+        return of_fail(OF_NEEDS_STATE, "%zu parameters have a gradient but no optimizer state yet",
+                       lacking->n);
+    return status;
+}
+
+static void commit_all(of_plan *plan, const of_list *created)
+{
+    for (of_update *u = created->first; u; u = u->next)
+        plan->host.commit(plan->host.ctx, u->in.hold);
+}
+
+/* What is not left pending is run together, in one launch at the end. */
+static void create_all(of_plan *plan, of_list *created, of_list *done)
+{
+    of_list batch = { 0 };
+    pthread_mutex_lock(&plan->lock);
+    plan->counts.created += created->count;
+    for (of_update *u = created->first, *next; u; u = next) {
+        next = u->next;
+        if (plan->mode == OF_BACKWARD || !of_create_pending(plan, u, &batch, done))
+            of_create_now(plan, u, &batch, done);
+    }
+    of_launch(plan, &batch, OF_AT_ONCE, done);
+    *created = (of_list){ 0 };
+    pthread_mutex_unlock(&plan->lock);
+}
+
+/* Backward mode: the updates made in backward belong to this step. */
+static void confirm(of_plan *plan)
+{
+    pthread_mutex_lock(&plan->lock);
+    for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++) {
+        plan->n_updated -= plan->slots[i].updated;
+        plan->slots[i].updated = false;
+    }
+    pthread_mutex_unlock(&plan->lock);
+}
+
+/* What is still pending goes first, and its holds with it: the references in
+ * them would make this step's memory look shared. */
+of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_needs)
+{
+    of_list created = { 0 };
+    of_list done = { 0 };
+    needs lacking = { slots, slots ? capacity : 0, 0 };
+    if (OF_GUARD(rearm))
+        of_plan_flush(plan);
+    pthread_rwlock_wrlock(&plan->layout);
+    of_status status = collect_all(plan, &created, &lacking);
+    if (status == OF_OK) {
+        commit_all(plan, &created);
+        create_all(plan, &created, &done);
+        confirm(plan);
+    }
+    pthread_rwlock_unlock(&plan->layout);
+    of_updates_release(plan, &created);
+    of_updates_release(plan, &done);
+    if (n_needs)
+        *n_needs = lacking.n;
+    return status;
+}

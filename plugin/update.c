@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* update.c: update records, the lists they are in and the pool they come from. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+void of_list_append(of_list *list, of_update *update)
+{
+    update->prev = list->last;
+    update->next = NULL;
+    if (list->last)
+        list->last->next = update;
+    else
+        list->first = update;
+    list->last = update;
+    list->count++;
+    list->bytes += update->bytes;
+}
+
+void of_list_remove(of_list *list, of_update *update)
+{
+    if (update->prev)
+        update->prev->next = update->next;
+    else
+        list->first = update->next;
+    if (update->next)
+        update->next->prev = update->prev;
+    else
+        list->last = update->prev;
+    list->count--;
+    list->bytes -= update->bytes;
+}
+
+/* Records are freed with their plan and not before: of_touch() may look at one
+ * that was launched meanwhile. So the pool grows to the most that was ever in
+ * use and then allocates no more. */
+of_update *of_pool_take(of_plan *plan)
+{
+    if (!plan->spare)
+        plan->spare = atomic_exchange_explicit(&plan->returned, NULL, memory_order_acquire);
+    of_update *update = plan->spare;
+    if (update) {
+        plan->spare = update->next;
+        return update;
+    }
+    update = calloc(1, sizeof *update);
+    if (!update) {
+        of_set_error("out of memory for an update");
+        return NULL;
+    }
+    update->plan = plan;
+    return update;
+}
+
+void of_pool_give(of_plan *plan, of_update *update)
+{
+    of_update *head = atomic_load_explicit(&plan->returned, memory_order_relaxed);
+    do
+        update->next = head;
+    while (!atomic_compare_exchange_weak_explicit(&plan->returned, &head, update,
+                                                  memory_order_release, memory_order_relaxed));
+}
+
+static void free_chain(of_update *update)
+{
+    while (update) {
+        of_update *next = update->next;
+        free(update);
+        update = next;
+    }
+}
+
+void of_pool_free(of_plan *plan)
+{
+    free_chain(plan->spare);
+    free_chain(atomic_load_explicit(&plan->returned, memory_order_acquire));
+}
+
+void of_updates_release(of_plan *plan, of_list *list)
+{
+    of_update *update = list->first;
+    *list = (of_list){ 0 };
+    while (update) {
+        of_update *next = update->next;
+        plan->host.release(plan->host.ctx, update->in.hold);
+        of_pool_give(plan, update);
+        update = next;
+    }
+}
+
+static of_status check_state(const of_plan *plan, const of_inputs *in, unsigned used)
+{
+    for (size_t i = 0; i < plan->rule->n_state; i++)
+        if ((used >> i & 1) && !in->state[i])
+            return of_fail(OF_INVALID, "the optimizer state '%s' is missing", plan->rule->state[i]);
+    return OF_OK;
+}
+
+static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned used)
+{
+    if (in->numel < 0 || in->n_keys > OF_MAX_KEYS || !(in->step >= 1))
+        return of_fail(OF_INVALID,
+                       "bad inputs of an update: %lld elements, %zu keys, step %g (first is 1)",
+                       (long long)in->numel, in->n_keys, in->step);
+    if ((unsigned)in->dtype >= OF_DTYPE_COUNT || (unsigned)in->device > OF_CUDA)
+        return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
+                       (int)in->device);
+    if (!plan->kernels[in->device][in->dtype])
+        return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
+                       of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
+    if (in->numel == 0)
+        return OF_OK;
+    if (!in->param || !in->grad)
+        return of_fail(OF_INVALID, "the parameter or its gradient has elements but no memory");
+    return check_state(plan, in, used);
+}
+
+of_status of_update_complete(of_plan *plan, of_update *update)
+{
+    of_inputs *in = &update->in;
+    of_group *group = &plan->groups[plan->slots[update->slot].group];
+    of_status status = check_inputs(plan, in, group->used);
+    if (status != OF_OK)
+        return status;
+    if (group->scalars_step != in->step) {
+        plan->rule->prepare(group->hyper, in->step, group->scalars);
+        group->scalars_step = in->step;
+    }
+    memcpy(update->scalars, group->scalars, plan->rule->scalars_size);
+    update->kernel = plan->kernels[in->device][in->dtype];
+    update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
+    return OF_OK;
+}
