@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the installed library exports, needs and contains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from tree import ROOT, library, output
+
+# Functions of optfuse.h that the loader calls; the others are shim.h's.
+OF_THE_CORE = {"of_error_message", "of_abi_version", "of_flush_all"}
+SYSTEM = {"libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}
+OPENMP = re.compile(r"^(GOMP|omp)_")
+SWITCHES = (b"OPTFUSE_TEST_GUARDS_OFF", b"of_guard_enabled")
+
+
+def declared() -> set[str]:
+    text = (ROOT / "shim" / "shim.h").read_text()
+    return set(re.findall(r"^OF_API[^;(]*?\b(of_\w+)\(", text, re.MULTILINE))
+
+
+def exported(path: Path) -> set[str]:
+    lines = output("nm", "-D", "--defined-only", path).splitlines()
+    return {line.split()[-1].split("@")[0] for line in lines}
+
+
+def undefined(path: Path) -> set[str]:
+    lines = [line.split() for line in output("nm", "-D", "-u", path).splitlines()]
+    return {parts[-1].split("@")[0] for parts in lines if parts[0] == "U"}
+
+
+def dynamic(tag: str) -> set[str]:
+    text = output("readelf", "-dW", library())
+    return set(re.findall(rf"\({tag}\)[^\[]*\[([^\]]*)\]", text))
+
+
+def test_the_library_exports_the_functions_of_shim_h_and_nothing_else() -> None:
+    expected = declared() | OF_THE_CORE
+    assert declared(), "no declarations found in shim.h"
+    assert exported(library()) == expected
+
+
+def test_the_library_needs_torch_cpu_and_the_system_only() -> None:
+    needed = dynamic("NEEDED")
+    assert "libtorch_cpu.so" in needed
+    assert needed <= SYSTEM | {"libtorch_cpu.so", "libc10.so"}, sorted(needed)
+
+
+def test_the_library_remembers_no_path_of_the_build_machine() -> None:
+    assert not dynamic("RPATH") | dynamic("RUNPATH")
+    assert str(ROOT).encode() not in library().read_bytes()
+
+
+def test_every_symbol_comes_from_torch_cpu_or_the_system() -> None:
+    import torch
+
+    torch_lib = Path(torch.__file__).parent / "lib"
+    missing = undefined(library())
+    for name in dynamic("NEEDED"):
+        path = torch_lib / name
+        if not path.is_file():
+            path = Path(output("cc", f"-print-file-name={name}").strip())
+        missing -= exported(path)
+    openmp = {name for name in missing if OPENMP.match(name)}
+    assert openmp, "the shim uses no OpenMP: at::parallel_for would be serial"
+    assert missing == openmp, f"nobody defines {sorted(missing - openmp)}"
+
+
+def test_the_library_shares_the_openmp_runtime_of_torch() -> None:
+    code = (
+        "import ctypes, torch\n"
+        f"ctypes.CDLL({str(library())!r})\n"
+        "maps = open('/proc/self/maps').read().split()\n"
+        "print(len({part for part in maps if 'libgomp' in part or 'libiomp' in part}))"
+    )
+    assert output(os.sys.executable, "-c", code).strip() == "1"
+
+
+def test_the_json_beside_the_library_describes_it() -> None:
+    import torch
+
+    fields = json.loads(library().with_suffix(".json").read_text())
+    release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    assert fields["torch"] == release
+    assert fields["cxx11_abi"] is torch.compiled_with_cxx11_abi()
+    abi = int(fields["cxx11_abi"])
+    assert library().name == f"liboptfuse_torch-{release}-cxx11abi{abi}-{fields['platform']}.so"
+
+
+def contains_switch(path: Path) -> list[bytes]:
+    code = path.read_bytes()
+    return [switch for switch in SWITCHES if switch in code]
+
+
+def test_the_release_library_has_no_switch_for_its_guards() -> None:
+    assert not contains_switch(library())
+
+
+def test_the_test_only_library_has_that_switch() -> None:
+    guards = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
+    if not guards:
+        pytest.skip("OPTFUSE_GUARDS_LIBRARY is not set; tests/run sets it")
+    assert SWITCHES[0] in contains_switch(Path(guards))
+
+
+def test_the_library_opens_with_every_symbol_bound() -> None:
+    code = f"import torch, os, ctypes; ctypes.CDLL({str(library())!r}, mode=os.RTLD_NOW)"
+    done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every header compiles alone, in each language whose files include it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, sources
+
+HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix == ".h"]
+# What the build defines for the headers that are compiled once per instance.
+MACROS = {
+    "kernels/cpu/instance.h": [
+        "-DOF_RULE=adam",
+        "-DOF_VARIANTS=ADAM_VARIANTS",
+        "-DOF_DTYPE=float32",
+        "-DOF_DTYPE_FLOAT32",
+        "-DOF_ISA=baseline",
+    ]
+}
+TORCH = re.compile(r"#include <(torch|ATen|c10)/")
+
+
+def sees_torch(path: Path) -> bool:
+    """Directly, or through another header of the shim."""
+    text = path.read_text()
+    included = re.findall(r'#include "([^"]+)"', text)
+    ours = [path.parent / file for file in included if (path.parent / file).is_file()]
+    return bool(TORCH.search(text)) or any(sees_torch(file) for file in ours)
+
+
+def for_both(path: Path) -> bool:
+    """C, but included from C++ too."""
+    return "__cplusplus" in path.read_text() or path.parent.name == "rules"
+
+
+def compiles(path: Path, compiler: list[str], *flags: str) -> None:
+    wrapper = f'#include "{path}"\n#include "{path}"\n'  # twice: the include guard works
+    done = subprocess.run(
+        [
+            *compiler,
+            *flags,
+            *MACROS.get(name(path), []),
+            *WARNINGS,
+            *INCLUDES,
+            "-fsyntax-only",
+            "-",
+        ],
+        input=wrapper,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{name(path)} does not compile alone:\n{done.stderr}"
+
+
+C_HEADERS = [p for p in HEADERS if p.parent.name != "shim" or for_both(p)]
+SHARED_HEADERS = [p for p in HEADERS if for_both(p)]
+CPP_HEADERS = [p for p in HEADERS if p not in C_HEADERS]
+
+
+def test_the_public_headers_are_among_those_checked() -> None:
+    shared = {name(path) for path in SHARED_HEADERS}
+    wanted = {"kernels/kernels.h", "plugin/optfuse.h", "plugin/guard.h", "shim/shim.h"}
+    rules = {name(path) for path in (ROOT / "kernels" / "rules").glob("*.h")}
+    assert rules and wanted | rules <= shared
+
+
+@pytest.mark.parametrize("header", C_HEADERS, ids=name)
+def test_header_compiles_alone_as_c11(header: Path) -> None:
+    compiles(header, CC, "-xc", "-std=c11", "-D_POSIX_C_SOURCE=200809L")
+
+
+@pytest.mark.parametrize("header", SHARED_HEADERS, ids=name)
+def test_header_compiles_alone_as_cpp17(header: Path) -> None:
+    compiles(header, CXX, "-xc++", "-std=c++17")
+
+
+@pytest.mark.parametrize("header", CPP_HEADERS, ids=name)
+def test_header_of_the_shim_compiles_alone(header: Path) -> None:
+    flags = ["-xc++", "-std=c++17", "-fopenmp"]
+    if sees_torch(header):
+        torch = pytest.importorskip("torch")
+        include = Path(torch.__file__).parent / "include"
+        flags += [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}"]
+    compiles(header, CXX, *flags)
