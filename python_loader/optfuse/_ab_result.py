@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ab() reports: medians with their intervals, equality by bits, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+RESAMPLES = 4000  # of the bootstrap
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median and the bounds of its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def median_interval(samples: Sequence[float], seed: int = 0) -> Interval:
+    """The median of the samples and its 95 % bootstrap interval."""
+    values = torch.tensor(samples, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    medians = values[picks].quantile(0.5, dim=1)
+    bounds = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    return Interval(values.quantile(0.5).item(), bounds[0].item(), bounds[1].item())
+
+
+@dataclass
+class Row:
+    """What ab() found out about one variant. `note` says why a variant could not run."""
+
+    name: str
+    note: str = ""
+    ms: Interval | None = None  # per iteration
+    speed: Interval | None = None  # baseline's time / this one's, round by round
+    final_loss: float | None = None
+    equal_bits: bool | None = None  # parameters against the reference's, at the end
+    max_difference: float | None = None  # parameters against the default variant's
+    rounds_ms: list[float] = field(default_factory=list)  # each round, per iteration
+    losses: list[float] = field(default_factory=list)  # each iteration, warm-up included
+
+
+@dataclass
+class Comparison:
+    """The result of ab(); print it, or take to_dict() to JSON."""
+
+    rows: list[Row]
+    baseline: str  # of `speed`
+    reference: str  # of `equal_bits`
+    steps: int  # each variant took
+    settings: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = ("variant", "ms an iteration", f"speed, {self.baseline} = 1", "final loss")
+        head += (f"bits of {self.reference}", "from default")
+        cells = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
+        notes = [f"{row.name} left out: {row.note}" for row in self.rows if row.note]
+        tail = f"Medians with 95 % bootstrap intervals; {self.steps} steps each."
+        return "\n".join([line.rstrip() for line in lines] + notes + [tail])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.ms is None:
+        return (row.name, "-", "-", "-", "-", "-")
+    loss = "-" if row.final_loss is None else f"{row.final_loss:.6g}"
+    bits = {None: "-", True: "equal", False: "differ"}[row.equal_bits]
+    far = "-" if row.max_difference is None else f"{row.max_difference:.1e}"
+    return (row.name, str(row.ms), str(row.speed or "-"), loss, bits, far)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN equals NaN whatever its payload; -0 differs from +0."""
+    bits = _BITS[a.element_size()]
+    same = a.contiguous().view(bits) == b.contiguous().view(bits)
+    return bool((same | (a.isnan() & b.isnan())).all())
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return torch.where(same, 0.0, (a - b).abs()).max().item()
+
+
+def judge(row: Row, baseline: Row) -> None:
+    """Fills in what follows from the row's own times and losses and the baseline's times."""
+    row.ms = median_interval(row.rounds_ms)
+    pairs = zip(baseline.rounds_ms, row.rounds_ms, strict=True)
+    row.speed = median_interval([theirs / own for theirs, own in pairs])
+    row.final_loss = row.losses[-1] if row.losses else None
+
+
+def compare_parameters(
+    row: Row,
+    own: Sequence[torch.Tensor],
+    reference: Sequence[torch.Tensor],
+    default: Sequence[torch.Tensor],
+) -> None:
+    """Fills in how far the parameters are from the reference's and the default variant's."""
+    row.equal_bits = all(_same_bits(a, b) for a, b in zip(own, reference, strict=True))
+    row.max_difference = max(_difference(a, b) for a, b in zip(own, default, strict=True))
