@@ -97,15 +97,14 @@ OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form fo
 
 #endif
 
-/* All but the tail: one loop per variant. */
-OF_RULE_FN void update_body(const of_constants *k, unsigned variant, bool fused,
-                            const of_arrays *arrays, size_t n)
+/* One loop per variant. */
+OF_RULE_FN void update_body(const void *scalars, of_form form, const of_arrays *arrays, size_t n)
 {
-    const of_form form = {fused, OF_ALL_TAIL};
-    switch (variant) {
+    const of_constants k = OF_RULE_NAME(round)(scalars, form);
+    switch (OF_RULE_NAME(variant)(scalars)) {
 #define OF_CASE(constant)                                                                          \
     case constant:                                                                                 \
-        update_array(k, constant, form, arrays, n);                                                \
+        update_array(&k, constant, form, arrays, n);                                               \
         break;
         OF_VARIANTS(OF_CASE)
 #undef OF_CASE
@@ -114,25 +113,23 @@ OF_RULE_FN void update_body(const of_constants *k, unsigned variant, bool fused,
     }
 }
 
-/* A few elements, less than one vector of the reference. */
-OF_RULE_FN void update_tail(const of_constants *k, unsigned variant, bool fused,
-                            const of_arrays *arrays, size_t n)
+/* A few elements, less than one vector of the reference: one loop for all. */
+OF_RULE_FN void update_tail(const void *scalars, of_form form, const of_arrays *arrays, size_t n)
 {
-    const of_form form = {fused, true};
-    update_array(k, variant, form, arrays, n);
+    const of_constants k = OF_RULE_NAME(round)(scalars, form);
+    update_array(&k, OF_RULE_NAME(variant)(scalars), form, arrays, n);
 }
 
 OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused)
 {
-    const of_constants k = OF_RULE_NAME(round)(scalars, fused);
-    const unsigned variant = OF_RULE_NAME(variant)(scalars);
+    const of_form form = {fused, OF_ALL_TAIL}, tail = {fused, true};
     const of_arrays arrays = {span->param, span->grad,
                               {span->state[0], span->state[1], span->state[2]}};
     const size_t body = OF_ALL_TAIL ? span->n : span->n - span->tail;
-    update_body(&k, variant, fused, &arrays, body);
+    update_body(scalars, form, &arrays, body);
     if (body < span->n) {
         const of_arrays rest = advance(&arrays, body);
-        update_tail(&k, variant, fused, &rest, span->n - body);
+        update_tail(scalars, tail, &rest, span->n - body);
     }
 }
 

@@ -22,16 +22,17 @@ static void store(of_stored *to, of_real value)
 #endif
 }
 
-static void update_one(const of_constants *k, unsigned variant, of_form form, const of_span *span,
-                       size_t at)
+static void update_one(const of_span *span, const void *scalars, of_form form, size_t at)
 {
+    const of_constants k = OF_RULE_NAME(round)(scalars, form);
+    const unsigned variant = OF_RULE_NAME(variant)(scalars);
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     of_stored *param = (of_stored *)span->param + at;
     of_element e = {load(param), load((const of_stored *)span->grad + at), {0}};
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             e.state[i] = load((const of_stored *)span->state[i] + at);
-    OF_RULE_NAME(element)(k, variant, form, &e);
+    OF_RULE_NAME(element)(&k, variant, form, &e);
     store(param, e.param);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
@@ -40,11 +41,9 @@ static void update_one(const of_constants *k, unsigned variant, of_form form, co
 
 static void update_span(const of_span *span, const void *scalars, bool fused)
 {
-    const of_constants k = OF_RULE_NAME(round)(scalars, fused);
-    const unsigned variant = OF_RULE_NAME(variant)(scalars);
     for (size_t i = 0; i < span->n; i++) {
         const of_form form = {fused, OF_ALL_TAIL || i >= span->n - span->tail};
-        update_one(&k, variant, form, span, i);
+        update_one(span, scalars, form, i);
     }
 }
 

@@ -88,16 +88,17 @@ OF_RULE_FN unsigned adam_variant_state(unsigned variant)
     return variant & ADAM_WITH_AMSGRAD ? 7u : 3u;
 }
 
-OF_RULE_FN adam_constants adam_round(const void *scalars, bool fused)
+OF_RULE_FN adam_constants adam_round(const void *scalars, of_form form)
 {
     const adam_scalars *s = (const adam_scalars *)scalars;
     adam_constants k;
     k.weight_decay = (of_real)s->weight_decay;
-    k.decay = (of_real)(fused ? s->decay_fused : s->decay_plain);
+    k.decay = (of_real)(form.fused ? s->decay_fused : s->decay_plain);
     k.average_weight = (of_real)s->average_weight;
     k.from_average = of_absolute(k.average_weight) < (of_real)0.5;
-    if (!k.from_average)
-        k.average_weight -= (of_real)1;
+    if (!k.from_average) /* equal but for the sign of zero, when beta1 is 0 */
+        k.average_weight =
+            form.tail ? -((of_real)1 - k.average_weight) : k.average_weight - (of_real)1;
     k.square_weight = (of_real)s->square_weight;
     k.beta2 = (of_real)s->beta2;
     k.step_size = -(of_real)s->step_size;

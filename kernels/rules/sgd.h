@@ -67,11 +67,11 @@ OF_RULE_FN unsigned sgd_variant_state(unsigned variant)
     return variant & SGD_WITH_MOMENTUM ? 1u : 0u;
 }
 
-OF_RULE_FN sgd_constants sgd_round(const void *scalars, bool fused)
+OF_RULE_FN sgd_constants sgd_round(const void *scalars, of_form form)
 {
     const sgd_scalars *s = (const sgd_scalars *)scalars;
     sgd_constants k;
-    (void)fused;
+    (void)form;
     k.step_size = -(of_real)s->lr;
     k.momentum = (of_real)s->momentum;
     k.grad_weight = (of_real)s->grad_weight;
