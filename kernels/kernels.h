@@ -26,8 +26,9 @@ typedef enum of_device { OF_CPU, OF_CUDA } of_device;
 typedef enum of_isa { OF_ISA_C, OF_ISA_BASELINE, OF_ISA_AVX2, OF_ISA_AVX512, OF_ISA_COUNT } of_isa;
 
 /* The implementation of PyTorch whose bits a row reproduces: its fused CPU
- * kernel as compiled for AVX2 or AVX-512 (written fused multiply-adds), or as
- * compiled for plain x86-64 (none). docs/numerics.md has the formulas. */
+ * kernel as compiled for AVX2 (fused multiply-adds), which also serves CPUs
+ * with AVX-512, or as compiled for plain x86-64 (none). docs/numerics.md has
+ * the formulas. */
 typedef enum of_reference { OF_REF_CPU_FUSED, OF_REF_CPU_FUSED_PLAIN, OF_REF_COUNT } of_reference;
 
 /* A run of consecutive elements of one parameter. param, state[] are updated
@@ -84,9 +85,11 @@ const char *of_isa_name(of_isa isa);
 bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "avx512" */
 
 /* How many of a parameter's numel elements, its last ones, take the reference's
- * scalar formula. vector_bytes: width of the reference's vectors. PyTorch
- * splits a parameter between threads at multiples of that width, so only the
- * span that ends the parameter has a tail. */
+ * scalar formula. vector_bytes: width of the vectors PyTorch has chosen for
+ * this CPU; of more than 32 only 32 count, because its fused optimizers have no
+ * AVX-512 build and run the AVX2 one there. PyTorch splits a parameter between
+ * threads at multiples of 64 bytes, so only the span that ends the parameter
+ * has a tail. */
 size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel);
 
 size_t of_dtype_size(of_dtype dtype); /* bytes an element */

@@ -104,5 +104,6 @@ const char *of_dtype_name(of_dtype dtype)
 size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel)
 {
     (void)reference; /* both have the same shape: whole vectors, then the rest */
-    return numel % (vector_bytes / of_dtype_size(dtype));
+    const size_t width = vector_bytes < 32 ? vector_bytes : 32;
+    return numel % (width / of_dtype_size(dtype));
 }

@@ -11,13 +11,6 @@
 #define OF_NO_ALIAS
 #endif
 
-#ifdef OF_IS_NARROW
-#define OF_WIDEN OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))
-#define OF_NARROW_BLOCK OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))
-/* Six blocks of floats stay in the first-level cache. */
-enum { OF_BLOCK = 256 };
-#endif
-
 typedef struct of_arrays {
     of_stored *param;
     const of_stored *grad;
@@ -65,24 +58,39 @@ OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of
 
 #ifdef OF_IS_NARROW
 
+/* Five blocks of floats stay in the first-level cache. */
+enum { BLOCK = 256 };
+
+/* Called, not inlined: a call per block costs nothing and keeps every variant
+ * small. */
+__attribute__((noinline)) static void widen(float *to, const uint16_t *from, size_t n)
+{
+    OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))(to, from, n);
+}
+
+__attribute__((noinline)) static void narrow(uint16_t *to, const float *from, size_t n)
+{
+    OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))(to, from, n);
+}
+
 /* Widens a block into floats on the stack, updates it there, narrows it. */
 OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form,
                              const of_arrays *arrays, size_t n)
 {
-    _Alignas(64) float param[OF_BLOCK], grad[OF_BLOCK], state[OF_MAX_STATE][OF_BLOCK];
+    _Alignas(64) float param[BLOCK], grad[BLOCK], state[OF_MAX_STATE][BLOCK];
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
-    for (size_t at = 0; at < n; at += OF_BLOCK) {
-        const size_t count = n - at < OF_BLOCK ? n - at : OF_BLOCK;
-        OF_WIDEN(param, arrays->param + at, count);
-        OF_WIDEN(grad, arrays->grad + at, count);
+    for (size_t at = 0; at < n; at += BLOCK) {
+        const size_t count = n - at < BLOCK ? n - at : BLOCK;
+        widen(param, arrays->param + at, count);
+        widen(grad, arrays->grad + at, count);
         for (unsigned i = 0; i < OF_MAX_STATE; i++)
             if (used & (1u << i))
-                OF_WIDEN(state[i], arrays->state[i] + at, count);
+                widen(state[i], arrays->state[i] + at, count);
         update_reals(k, variant, form, count, param, grad, state[0], state[1], state[2]);
-        OF_NARROW_BLOCK(arrays->param + at, param, count);
+        narrow(arrays->param + at, param, count);
         for (unsigned i = 0; i < OF_MAX_STATE; i++)
             if (used & (1u << i))
-                OF_NARROW_BLOCK(arrays->state[i] + at, state[i], count);
+                narrow(arrays->state[i] + at, state[i], count);
     }
 }
 
