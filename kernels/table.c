@@ -105,5 +105,6 @@ size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size
 {
     (void)reference; /* both have the same shape: whole vectors, then the rest */
     const size_t width = vector_bytes < 32 ? vector_bytes : 32;
-    return numel % (width / of_dtype_size(dtype));
+    const size_t lanes = width / of_dtype_size(dtype);
+    return lanes > 1 ? numel % lanes : 0;
 }

@@ -1,0 +1,205 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _DEFAULT_SOURCE
+#include "arrays.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "cpu/narrow.h"
+
+enum { PATTERN = 0xa5, MARGIN = 128 };
+
+uint64_t random_next(uint64_t *state)
+{
+    uint64_t x = *state; /* xorshift64* */
+    x ^= x >> 12;
+    x ^= x << 25;
+    x ^= x >> 27;
+    *state = x;
+    return x * 0x2545f4914f6cdd1dull;
+}
+
+double random_real(uint64_t *state)
+{
+    return (double)(random_next(state) >> 11) * 0x1p-53;
+}
+
+guarded guarded_create(size_t bytes)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    guarded area = {NULL, (bytes + page - 1) / page * page};
+    unsigned char *all = mmap(NULL, area.bytes + 2 * page, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED || mprotect(all, page, PROT_NONE) ||
+        mprotect(all + page + area.bytes, page, PROT_NONE)) {
+        perror("guard pages");
+        exit(2);
+    }
+    area.pages = all + page;
+    return area;
+}
+
+void guarded_destroy(guarded *area)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    munmap(area->pages - page, area->bytes + 2 * page);
+    area->pages = NULL;
+}
+
+void arrays_create(arrays *a, size_t most_bytes)
+{
+    memset(a, 0, sizeof *a);
+    for (int i = 0; i < N_ARRAYS; i++)
+        a->areas[i] = guarded_create(most_bytes + 2 * MARGIN);
+}
+
+void arrays_destroy(arrays *a)
+{
+    for (int i = 0; i < N_ARRAYS; i++)
+        guarded_destroy(&a->areas[i]);
+}
+
+/* At the start, at the end, or up to MARGIN bytes from the start. */
+static size_t random_offset(size_t room, size_t size, uint64_t *random)
+{
+    switch (random_next(random) % 4) {
+    case 0:
+        return 0;
+    case 1:
+        return random_next(random) % (MARGIN / size) * size;
+    default:
+        return room;
+    }
+}
+
+void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint64_t *random)
+{
+    const size_t size = of_dtype_size(dtype);
+    a->dtype = dtype;
+    a->n = n;
+    for (int i = 0; i < N_ARRAYS; i++) {
+        const bool present = i < 2 || (state_used >> (i - 2) & 1u);
+        const size_t room = a->areas[i].bytes - n * size;
+        memset(a->areas[i].pages, PATTERN, a->areas[i].bytes);
+        a->at[i] = present ? a->areas[i].pages + random_offset(room, size, random) : NULL;
+    }
+}
+
+static void put(unsigned char *to, of_dtype dtype, double value)
+{
+    const float single = (float)value;
+    uint16_t narrow;
+    switch (dtype) {
+    case OF_FLOAT32:
+        memcpy(to, &single, sizeof single);
+        return;
+    case OF_FLOAT64:
+        memcpy(to, &value, sizeof value);
+        return;
+    case OF_BFLOAT16:
+        narrow = of_bfloat16_narrow(single);
+        break;
+    default:
+        narrow = of_float16_narrow(single);
+        break;
+    }
+    memcpy(to, &narrow, sizeof narrow);
+}
+
+static double random_value(of_dtype dtype, bool negative, uint64_t *random)
+{
+    static const double denormal[OF_DTYPE_COUNT] = {1e-40, 1e-310, 1e-39, 1e-6};
+    static const double special[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1e4, 3e38, 1e300};
+    const uint64_t kind = random_next(random) % 24;
+    double value = random_real(random) * 2.0 - 1.0;
+    if (kind < sizeof special / sizeof *special)
+        value = special[kind];
+    else if (kind < 10)
+        value *= denormal[dtype];
+    else if (kind < 16)
+        value = ldexp(value, (int)(random_next(random) % 40) - 30);
+    return negative ? value : fabs(value);
+}
+
+void arrays_fill(arrays *a, uint64_t *random)
+{
+    /* Running averages of squares are never negative. */
+    static const bool negative[N_ARRAYS] = {true, true, true, false, false};
+    const size_t size = of_dtype_size(a->dtype);
+    for (int i = 0; i < N_ARRAYS; i++)
+        for (size_t k = 0; a->at[i] && k < a->n; k++)
+            put(a->at[i] + k * size, a->dtype, random_value(a->dtype, negative[i], random));
+}
+
+void arrays_copy(arrays *to, const arrays *from)
+{
+    for (int i = 0; i < N_ARRAYS; i++)
+        if (from->at[i])
+            memcpy(to->at[i], from->at[i], from->n * of_dtype_size(from->dtype));
+}
+
+of_span arrays_span(const arrays *a, size_t tail)
+{
+    of_span span = {a->at[0], a->at[1], {a->at[2], a->at[3], a->at[4]}, a->n, tail};
+    return span;
+}
+
+static bool is_nan(const unsigned char *at, of_dtype dtype)
+{
+    float single;
+    double value;
+    uint16_t narrow;
+    switch (dtype) {
+    case OF_FLOAT32:
+        memcpy(&single, at, sizeof single);
+        return isnan(single);
+    case OF_FLOAT64:
+        memcpy(&value, at, sizeof value);
+        return isnan(value);
+    default:
+        memcpy(&narrow, at, sizeof narrow);
+        return (narrow & 0x7fffu) > (dtype == OF_BFLOAT16 ? 0x7f80u : 0x7c00u);
+    }
+}
+
+size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *element)
+{
+    const size_t size = of_dtype_size(a->dtype);
+    size_t count = 0;
+    for (int i = 0; i < N_ARRAYS; i++) {
+        for (size_t k = 0; a->at[i] && k < a->n; k++) {
+            const unsigned char *x = a->at[i] + k * size, *y = b->at[i] + k * size;
+            if (memcmp(x, y, size) == 0 || (is_nan(x, a->dtype) && is_nan(y, b->dtype)))
+                continue;
+            if (count++ == 0) {
+                *array = i;
+                *element = k;
+            }
+        }
+    }
+    return count;
+}
+
+static bool is_pattern(const unsigned char *from, const unsigned char *to)
+{
+    for (; from < to; from++)
+        if (*from != PATTERN)
+            return false;
+    return true;
+}
+
+bool arrays_intact(const arrays *a)
+{
+    const size_t bytes = a->n * of_dtype_size(a->dtype);
+    for (int i = 0; i < N_ARRAYS; i++) {
+        const unsigned char *begin = a->areas[i].pages, *end = begin + a->areas[i].bytes;
+        const unsigned char *at = a->at[i] ? a->at[i] : end;
+        if (!is_pattern(begin, at) || !is_pattern(at + (a->at[i] ? bytes : 0), end))
+            return false;
+    }
+    return true;
+}

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* arrays.h: the arrays of one update, between guard pages. */
+#ifndef OPTFUSE_TEST_ARRAYS_H
+#define OPTFUSE_TEST_ARRAYS_H
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+enum { N_ARRAYS = 2 + OF_MAX_STATE }; /* parameter, gradient, states */
+
+/* Pages with an unreadable page before and after them. */
+typedef struct guarded {
+    unsigned char *pages;
+    size_t bytes;
+} guarded;
+
+guarded guarded_create(size_t bytes); /* exits if there is no memory */
+void guarded_destroy(guarded *area);
+
+/* The arrays of one update: array i holds n elements somewhere in areas[i],
+ * or is NULL if absent. Around them lies a known pattern. */
+typedef struct arrays {
+    of_dtype dtype;
+    size_t n;
+    guarded areas[N_ARRAYS];
+    unsigned char *at[N_ARRAYS];
+} arrays;
+
+void arrays_create(arrays *a, size_t most_bytes);
+void arrays_destroy(arrays *a);
+
+/* Places arrays of n elements at random, often touching a guard page. Bit i of
+ * state_used says whether state i is present. */
+void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint64_t *random);
+/* Fills them with random numbers, a few of them special. */
+void arrays_fill(arrays *a, uint64_t *random);
+void arrays_copy(arrays *to, const arrays *from);
+of_span arrays_span(const arrays *a, size_t tail);
+
+/* Number of elements that differ; NaN equals NaN, -0 differs from +0.
+ * *array and *element say where the first one is. */
+size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *element);
+/* Whether the pattern around every array is untouched. */
+bool arrays_intact(const arrays *a);
+
+uint64_t random_next(uint64_t *state); /* never 0 as a seed */
+double random_real(uint64_t *state);   /* in [0, 1) */
+
+#endif

@@ -1,0 +1,244 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* kernel_check: compares every row of the kernel table with the plain C row of
+ * the same rule, reference and dtype, bit for bit, on random input between
+ * guard pages; with --bench it times each row instead.
+ *
+ *   kernel_check [--seed N] [--rounds N] [--bench] [--only TEXT]
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "arrays.h"
+#include "bench.h"
+#include "kernels.h"
+
+enum { MOST_ELEMENTS = 3000 };
+
+typedef struct settings {
+    uint64_t seed;
+    int rounds;
+    bool bench;
+    const char *only; /* part of a row's name, or NULL */
+} settings;
+
+/* One update to compare: its rule's options, step and the arrays of both rows. */
+typedef struct trial {
+    double hyper[OF_MAX_HYPER];
+    double step;
+    size_t n, tail;
+} trial;
+
+static const char *reference_name(of_reference reference)
+{
+    return reference == OF_REF_CPU_FUSED ? "fused" : "plain";
+}
+
+static void row_name(const of_kernel *row, char *name, size_t size)
+{
+    snprintf(name, size, "%s %s %s %s", row->rule, of_dtype_name(row->dtype),
+             reference_name(row->reference), of_isa_name(row->isa));
+}
+
+static double pick(uint64_t *random, const double *values, size_t n)
+{
+    return values[random_next(random) % n];
+}
+
+static bool is_one_of(const char *name, const char *names)
+{
+    const char *found = strstr(names, name);
+    const size_t length = strlen(name);
+    return found && (found == names || found[-1] == ' ') &&
+           (found[length] == ' ' || !found[length]);
+}
+
+/* A random value for the option of this name, often the one that switches it
+ * off. */
+static double random_hyper(const char *name, uint64_t *random)
+{
+    static const double flags[] = {0.0, 1.0};
+    static const double betas[] = {0.0, 0.3, 0.5, 0.9, 0.999};
+    static const double weights[] = {0.0, 0.0, 0.01, 0.3};
+    static const double rates[] = {0.0, 1e-3, 0.1, 7.0};
+    static const double eps[] = {0.0, 1e-8, 1e-3};
+    if (is_one_of(name, "amsgrad maximize decoupled nesterov"))
+        return pick(random, flags, 2);
+    if (is_one_of(name, "beta1 beta2 momentum dampening"))
+        return pick(random, betas, 5);
+    if (strcmp(name, "weight_decay") == 0)
+        return pick(random, weights, 4);
+    return strcmp(name, "eps") == 0 ? pick(random, eps, 3) : pick(random, rates, 4);
+}
+
+static size_t random_length(uint64_t *random)
+{
+    switch (random_next(random) % 8) {
+    case 0:
+        return random_next(random) % MOST_ELEMENTS;
+    case 1:
+        return random_next(random) % 600;
+    default:
+        return random_next(random) % 100;
+    }
+}
+
+static trial random_trial(const of_rule *rule, uint64_t *random)
+{
+    static const double steps[] = {1, 2, 3, 100, 100000};
+    trial t;
+    for (size_t i = 0; i < rule->n_hyper; i++)
+        t.hyper[i] = random_hyper(rule->hyper[i], random);
+    t.step = pick(random, steps, 5);
+    t.n = random_length(random);
+    t.tail = random_next(random) % 16;
+    if (t.tail > t.n || random_next(random) % 8 == 0)
+        t.tail = t.n;
+    return t;
+}
+
+static void print_trial(const of_rule *rule, const trial *t)
+{
+    printf("  step %g, %zu elements, tail %zu;", t->step, t->n, t->tail);
+    for (size_t i = 0; i < rule->n_hyper; i++)
+        printf(" %s %g", rule->hyper[i], t->hyper[i]);
+    printf("\n");
+}
+
+static void run(const of_kernel *row, const of_rule *rule, const trial *t, const arrays *a)
+{
+    double scalars[OF_MAX_SCALARS / sizeof(double)];
+    const of_span span = arrays_span(a, t->tail);
+    rule->prepare(t->hyper, t->step, scalars);
+    row->run(&span, scalars);
+}
+
+/* The number of elements in which two rows differ on one random update. The
+ * rows' arrays are placed differently. */
+static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule *rule,
+                      arrays *mine, arrays *theirs, bool report, uint64_t *random)
+{
+    const trial t = random_trial(rule, random);
+    const unsigned used = rule->state_used(t.hyper);
+    arrays_place(mine, row->dtype, t.n, used, random);
+    arrays_place(theirs, row->dtype, t.n, used, random);
+    arrays_fill(theirs, random);
+    arrays_copy(mine, theirs);
+    run(with, rule, &t, theirs);
+    run(row, rule, &t, mine);
+
+    static const char *const names[] = {"parameter", "gradient", "state 0", "state 1", "state 2"};
+    int array = 0;
+    size_t element = 0, count = arrays_differ(mine, theirs, &array, &element);
+    if (count && report)
+        printf("  %zu elements differ, the first: %s[%zu]\n", count, names[array], element);
+    if (!arrays_intact(mine) || !arrays_intact(theirs)) {
+        printf("  wrote outside of the arrays\n");
+        count++;
+    }
+    if (count && report)
+        print_trial(rule, &t);
+    return count;
+}
+
+static bool check_row(const of_kernel *row, const settings *how, arrays *mine, arrays *theirs)
+{
+    char name[80];
+    const of_rule *rule = of_rule_find(row->rule);
+    const of_kernel *with =
+        of_kernel_find(row->rule, row->reference, row->dtype, row->device, OF_ISA_C);
+    uint64_t random = how->seed;
+    int bad = 0;
+    for (int i = 0; i < how->rounds; i++)
+        bad += compare(row, with, rule, mine, theirs, bad < 3, &random) != 0;
+    row_name(row, name, sizeof name);
+    printf("%-4s %s: %d of %d updates differ from c\n", bad ? "FAIL" : "ok", name, bad,
+           how->rounds);
+    return bad == 0;
+}
+
+/* A check of the checker: the two references do differ. */
+static bool sees_differences(const settings *how, arrays *mine, arrays *theirs)
+{
+    const of_kernel *fused =
+        of_kernel_find("adam", OF_REF_CPU_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C);
+    const of_kernel *plain =
+        of_kernel_find("adam", OF_REF_CPU_FUSED_PLAIN, OF_FLOAT32, OF_CPU, OF_ISA_C);
+    uint64_t random = how->seed;
+    size_t count = 0;
+    for (int i = 0; i < 20; i++)
+        count += compare(fused, plain, of_rule_find("adam"), mine, theirs, false, &random);
+    printf("%-4s between the references adam fused and plain %zu elements differ\n",
+           count ? "ok" : "FAIL", count);
+    return count != 0;
+}
+
+static int check_rows(const settings *how, of_isa best)
+{
+    arrays mine, theirs;
+    arrays_create(&mine, MOST_ELEMENTS * sizeof(double));
+    arrays_create(&theirs, MOST_ELEMENTS * sizeof(double));
+    bool skipped[OF_ISA_COUNT] = {false};
+    int failed = !sees_differences(how, &mine, &theirs);
+    for (const of_kernel *row = of_kernels; row->rule; row++) {
+        char name[80];
+        row_name(row, name, sizeof name);
+        if (row->device != OF_CPU || row->isa == OF_ISA_C || (how->only && !strstr(name, how->only)))
+            continue;
+        if (row->isa > best)
+            skipped[row->isa] = true;
+        else
+            failed += !check_row(row, how, &mine, &theirs);
+    }
+    for (int isa = 0; isa < OF_ISA_COUNT; isa++)
+        if (skipped[isa])
+            printf("skip %s: this CPU lacks it\n", of_isa_name((of_isa)isa));
+    arrays_destroy(&mine);
+    arrays_destroy(&theirs);
+    printf(failed ? "%d rows FAILED\n" : "all rows agree\n", failed);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
+static int bench_rows(const settings *how, of_isa best)
+{
+    bench_header();
+    for (const of_kernel *row = of_kernels; row->rule; row++) {
+        char name[80];
+        row_name(row, name, sizeof name);
+        if (row->device == OF_CPU && row->isa <= best && (!how->only || strstr(name, how->only)))
+            bench_row(row, name);
+    }
+    return EXIT_SUCCESS;
+}
+
+static settings parse(int argc, char **argv)
+{
+    settings how = {1, 300, false, NULL};
+    for (int i = 1; i < argc; i++) {
+        const bool more = i + 1 < argc;
+        if (strcmp(argv[i], "--bench") == 0)
+            how.bench = true;
+        else if (more && strcmp(argv[i], "--seed") == 0)
+            how.seed = strtoull(argv[++i], NULL, 0);
+        else if (more && strcmp(argv[i], "--rounds") == 0)
+            how.rounds = atoi(argv[++i]);
+        else if (more && strcmp(argv[i], "--only") == 0)
+            how.only = argv[++i];
+        else {
+            fprintf(stderr, "usage: %s [--seed N] [--rounds N] [--bench] [--only TEXT]\n", argv[0]);
+            exit(2);
+        }
+    }
+    if (how.seed == 0)
+        how.seed = 1;
+    return how;
+}
+
+int main(int argc, char **argv)
+{
+    const settings how = parse(argc, argv);
+    const of_isa best = of_isa_detect();
+    printf("this CPU runs up to %s; seed %" PRIu64 "\n", of_isa_name(best), how.seed);
+    return how.bench ? bench_rows(&how, best) : check_rows(&how, best);
+}
