@@ -25,7 +25,7 @@ static of_status claim(of_plan *plan, of_update *update)
 static void create(of_plan *plan, of_update *update, of_list *done)
 {
     of_list batch = { 0 };
-    bool alone = update->bytes >= plan->bucket_bytes || plan->stopped ||
+    bool alone = update->in.alone || update->bytes >= plan->bucket_bytes || plan->stopped ||
                  plan->slots[update->slot].eager;
     bool fills = !alone && plan->pending.bytes + update->bytes >= plan->bucket_bytes;
     if (!alone && !fills && of_create_pending(plan, update, &batch, done))
@@ -65,7 +65,7 @@ static of_status update_slot(of_plan *plan, of_update *update, of_list *done)
         of_list_append(done, update);
         return status;
     }
-    plan->host.commit(plan->host.ctx, update->in.hold);
+    plan->host.commit(plan->host.ctx, &update->in);
     pthread_mutex_lock(&plan->lock);
     create(plan, update, done);
     pthread_mutex_unlock(&plan->lock);

@@ -57,23 +57,42 @@ static of_status collect_all(of_plan *plan, of_list *created, needs *lacking)
 static void commit_all(of_plan *plan, const of_list *created)
 {
     for (of_update *u = created->first; u; u = u->next)
-        plan->host.commit(plan->host.ctx, u->in.hold);
+        if (!u->in.alone)
+            plan->host.commit(plan->host.ctx, &u->in);
 }
 
 /* What is not left pending is run together, in one launch at the end. */
-static void create_all(of_plan *plan, of_list *created, of_list *done)
+static void create_all(of_plan *plan, of_list *created, of_list *alone, of_list *done)
 {
     of_list batch = { 0 };
     pthread_mutex_lock(&plan->lock);
     plan->counts.created += created->count;
     for (of_update *u = created->first, *next; u; u = next) {
         next = u->next;
-        if (plan->mode == OF_BACKWARD || !of_create_pending(plan, u, &batch, done))
+        if (u->in.alone)
+            of_list_append(alone, u);
+        else if (plan->mode == OF_BACKWARD || !of_create_pending(plan, u, &batch, done))
             of_create_now(plan, u, &batch, done);
     }
     of_launch(plan, &batch, OF_AT_ONCE, done);
     *created = (of_list){ 0 };
     pthread_mutex_unlock(&plan->lock);
+}
+
+/* Parameters that overlap: each sees the result of the one before it. */
+static void run_alone(of_plan *plan, const of_list *alone)
+{
+    for (of_update *u = alone->first, *next; u; u = next) {
+        next = u->next;
+        of_list batch = { 0 };
+        of_list done = { 0 };
+        plan->host.commit(plan->host.ctx, &u->in);
+        pthread_mutex_lock(&plan->lock);
+        of_create_now(plan, u, &batch, &done);
+        of_launch(plan, &batch, OF_AT_ONCE, &done);
+        pthread_mutex_unlock(&plan->lock);
+        of_updates_release(plan, &done);
+    }
 }
 
 /* Backward mode: the updates made in backward belong to this step. */
@@ -92,6 +111,7 @@ static void confirm(of_plan *plan)
 of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_needs)
 {
     of_list created = { 0 };
+    of_list alone = { 0 };
     of_list done = { 0 };
     needs lacking = { slots, slots ? capacity : 0, 0 };
     if (OF_GUARD(rearm))
@@ -100,7 +120,8 @@ of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_
     of_status status = collect_all(plan, &created, &lacking);
     if (status == OF_OK) {
         commit_all(plan, &created);
-        create_all(plan, &created, &done);
+        create_all(plan, &created, &alone, &done);
+        run_alone(plan, &alone);
         confirm(plan);
     }
     pthread_rwlock_unlock(&plan->layout);

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""optfuse: the optimizer's update inside backward or the next forward pass.
+
+    opt = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    opt = optfuse.fuse(opt)              # or mode="backward"
+
+Everything else in the training loop stays as it is."""
+
+from optfuse._ab import ab
+from optfuse._fuse import Summary, flush, fuse, summary, unfuse
+from optfuse._native import Error
+
+__version__ = "0.1.0"
+__all__ = ["Error", "Summary", "ab", "flush", "fuse", "summary", "unfuse"]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One real subclass for each stock class: a fused optimizer is still an
+instance of its class, has its name, and pickles as the stock class."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from optfuse._native import BACKWARD, Error, lib
+from optfuse._refuse import check_group
+
+if TYPE_CHECKING:
+    from optfuse._link import Link
+
+LINK = "_optfuse_link"  # the optimizer's attribute that holds its Link
+
+
+def link_of(optimizer: Optimizer) -> Link:
+    return optimizer.__dict__[LINK]  # type: ignore[no-any-return]
+
+
+def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Creates this step's updates; they are launched by the schedule."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    link_of(self).step(self)
+    return loss
+
+
+def _make_step() -> Callable[..., Any]:
+    step = torch._dynamo.disable(Optimizer.profile_hook_step(_step))
+    step.hooked = True  # type: ignore[attr-defined]
+    return step  # type: ignore[no-any-return]
+
+
+class _Fused:
+    """What a fused optimizer does differently; the rest is the stock class."""
+
+    step = _make_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        link = link_of(self)  # type: ignore[arg-type]
+        if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
+            raise Error(
+                "optfuse: zero_grad() before step(): backward fusion has already applied the "
+                "gradients that this would discard. Call step() after each backward; where "
+                "gradients are to be thrown away or accumulated, use "
+                'optfuse.fuse(optimizer, mode="forward")'
+            )
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        optimizer: Any = self
+        super().add_param_group(param_group)  # type: ignore[misc]
+        try:
+            check_group(optimizer.param_groups[-1], len(optimizer.param_groups) - 1, False)
+            link_of(optimizer).rebuild(optimizer)
+        except Error:
+            optimizer.param_groups.pop()
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        stock = link_of(self).stock  # type: ignore[arg-type]
+        return copyreg.__newobj__, (stock,), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        from optfuse._fuse import fuse_like
+
+        link = link_of(self)  # type: ignore[arg-type]
+        twin = link.stock.__new__(link.stock)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        return fuse_like(twin, link, [copy.deepcopy(p, memo) for p in link.eager])
+
+
+class FusedSGD(_Fused, SGD):
+    pass
+
+
+class FusedAdam(_Fused, Adam):
+    pass
+
+
+class FusedAdamW(_Fused, AdamW):
+    pass
+
+
+FUSED: dict[type[Optimizer], type[Optimizer]] = {SGD: FusedSGD, Adam: FusedAdam, AdamW: FusedAdamW}
+for _stock, _fused in FUSED.items():
+    _fused.__name__ = _stock.__name__
+    _fused.__qualname__ = _stock.__qualname__
+    _fused.__doc__ = _stock.__doc__

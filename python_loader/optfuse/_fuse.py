@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""fuse(), unfuse(), flush() and summary(): the public functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse import _link
+from optfuse._classes import FUSED, LINK, link_of
+from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
+from optfuse._refuse import check_eager, check_optimizer
+from optfuse._scheduler import check_step, rewrap
+
+_MODES = {"forward": FORWARD, "backward": BACKWARD}
+_AMP = "_step_supports_amp_scaling"
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    return LINK in optimizer.__dict__
+
+
+def fuse(
+    optimizer: OptimizerT,
+    mode: str = "forward",
+    eager: Iterable[Tensor] = (),
+    strict: bool = False,
+) -> OptimizerT:
+    """Makes the optimizer's updates run inside the training passes.
+
+    optimizer: a torch.optim.SGD, Adam or AdamW over dense CPU parameters of
+        dtype float32, float64, bfloat16 or float16.
+    mode: "forward": step() leaves every update pending until the first use of
+        its parameter, gradient or state, usually in the next forward pass; any
+        training loop works. "backward": each update runs inside backward() as
+        soon as its gradient is complete, and frees the gradient; what needs
+        gradients after backward() (clipping, loss scaling, accumulation)
+        raises.
+    eager: parameters of the optimizer whose raw address is known outside of
+        PyTorch across steps (ctypes, a NumPy array made from an address);
+        their updates are never left pending.
+    strict: refuse an optimizer whose flags make PyTorch use another
+        implementation than its fused one, the reference for equal bits.
+
+    Returns the same object, still an instance of its class. Raises
+    optfuse.Error, with nothing changed, if it can't be fused. With
+    OPTFUSE_DISABLE=1 in the environment it returns the optimizer unchanged.
+    """
+    if os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0"):
+        return optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise Error(f"optfuse: fuse() takes a torch.optim.Optimizer, not {type(optimizer)}")
+    if is_fused(optimizer):
+        raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
+    if mode not in _MODES:
+        raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
+    check_optimizer(optimizer, strict)
+    check_step(optimizer)
+    chosen = check_eager(eager, optimizer)
+    _link.start()
+    return _fuse(optimizer, _MODES[mode], chosen)
+
+
+def _fuse(optimizer: OptimizerT, mode: int, eager: list[Tensor]) -> OptimizerT:
+    stock = type(optimizer)
+    link = _link.Link(optimizer, mode, eager)
+    optimizer.__dict__[LINK] = link
+    optimizer.__class__ = FUSED[stock]
+    rewrap(optimizer)
+    # GradScaler must unscale and skip by itself: fused kernels that fold the
+    # scale in are not used.
+    if _AMP in optimizer.__dict__:
+        link.saved[_AMP] = optimizer.__dict__[_AMP]
+    optimizer.__dict__[_AMP] = False
+    return optimizer
+
+
+def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
+    """Fuses a copy of an optimizer in the way the original was."""
+    return _fuse(optimizer, link.mode, eager)
+
+
+def unfuse(optimizer: OptimizerT) -> OptimizerT:
+    """Launches what is pending and makes the optimizer the stock one again,
+    with its state. Raises optfuse.Error if it is not fused."""
+    if not is_fused(optimizer):
+        raise Error("optfuse: unfuse() takes an optimizer that optfuse.fuse() returned")
+    link = link_of(optimizer)
+    link.close(optimizer)
+    del optimizer.__dict__[LINK], optimizer.__dict__[_AMP]
+    optimizer.__dict__.update(link.saved)
+    optimizer.__class__ = link.stock
+    rewrap(optimizer)
+    return optimizer
+
+
+def flush(optimizer: Optimizer | None = None) -> None:
+    """Launches every pending update of the optimizer, or of all optimizers."""
+    if optimizer is None:
+        _link.flush_all()
+    elif is_fused(optimizer):
+        link_of(optimizer).flush()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a fused optimizer has done. Counts are updates since fuse()."""
+
+    optimizer: str
+    mode: str
+    parameters: int
+    elements: int
+    reference: str  # the implementation of PyTorch whose bits are reproduced
+    reference_differs: tuple[int, ...]  # groups whose flags select another one
+    isa: dict[str, str]  # dtype -> instruction set of the kernel
+    eager: int
+    created: int
+    at_use: int  # launched by the first use of their memory
+    at_close: int  # launched with a bucket, by flush() or by the next step()
+    at_once: int  # launched where they were created
+    pending: int
+    launches: int
+    threads_seen: bool  # another thread used a pending parameter: no more deferring
+
+    def __str__(self) -> str:
+        lines = [
+            f"optfuse: {self.optimizer}, {self.mode} fusion, {self.parameters} parameters "
+            f"({self.elements:,} elements)",
+            f"  kernels: {', '.join(f'{d} {i}' for d, i in self.isa.items()) or 'none'}; "
+            f"bits of {self.reference}",
+            f"  updates: {self.created} created, {self.at_use} at first use, "
+            f"{self.at_close} with others, {self.at_once} at once, {self.pending} pending, "
+            f"in {self.launches} launches",
+        ]
+        if self.reference_differs:
+            groups = ", ".join(map(str, self.reference_differs))
+            lines.append(
+                f"  note: the flags of group {groups} select another implementation of "
+                "PyTorch than fused=True; it rounds differently (docs/numerics.md). "
+                "strict=True refuses this"
+            )
+        if self.eager:
+            lines.append(f"  note: {self.eager} parameters are eager, as asked")
+        if self.threads_seen:
+            lines.append(
+                "  note: another thread used a pending parameter; updates run at once since then"
+            )
+        if self.mode == "forward" and self.created and self.at_once > self.created // 2:
+            lines.append(
+                "  note: most updates ran inside step(), because their memory is shared with "
+                "other tensors; fusion saves less then"
+            )
+        return "\n".join(lines)
+
+
+def summary(optimizer: Optimizer) -> Summary:
+    """What the fused optimizer has done so far, and what it fell back from.
+    Raises optfuse.Error if the optimizer is not fused."""
+    if not is_fused(optimizer):
+        raise Error("optfuse: summary() takes an optimizer that optfuse.fuse() returned")
+    link = link_of(optimizer)
+    counts = Counts()
+    lib.of_shim_counts(link.plan, ctypes.byref(counts))
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
+    return Summary(
+        optimizer=type(optimizer).__name__,
+        mode="forward" if link.mode == FORWARD else "backward",
+        parameters=len(params),
+        elements=sum(p.numel() for p in params),
+        reference="torch's fused=True on the CPU",
+        reference_differs=tuple(i for i, group in enumerate(groups) if not group.get("fused")),
+        isa={
+            name: lib.of_shim_isa(link.plan, i).decode()
+            for i, name in enumerate(DTYPES)
+            if name in dtypes
+        },
+        eager=len(link.eager),
+        created=counts.created,
+        at_use=counts.at_use,
+        at_close=counts.at_close,
+        at_once=counts.at_once,
+        pending=counts.pending,
+        launches=counts.launches,
+        threads_seen=counts.threads_seen,
+    )

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What joins one fused optimizer to its plan in the library.
+
+The optimizer stays the owner of everything a user can see: param_groups and
+state are read again at every step, because load_state_dict, schedulers, resume
+and users replace what is in them. Most steps find nothing changed; the checks
+below are written to find that out quickly."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse import _compiled, _scaled
+from optfuse._native import BACKWARD, EVENT_BACKWARD, NEEDS_STATE, OK, Error, check, lib, message
+from optfuse._native import start as start_library
+from optfuse._refuse import label
+from optfuse._rules import RULES
+
+_params_of = itemgetter("params")
+links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
+_generation = 0  # changes when tensors may have traded places behind their Python objects
+_State = tuple[Tensor | None, ...]
+
+
+def tensors_moved() -> None:
+    """Every plan looks up its parameters again at its next step."""
+    global _generation
+    _generation += 1
+
+
+class Link:
+    """Owned by the optimizer; frees the plan when the optimizer dies."""
+
+    def __init__(
+        self, optimizer: Optimizer, mode: int, eager: list[Tensor], bucket_bytes: int = 0
+    ) -> None:
+        self.stock = type(optimizer)
+        self.rule = RULES[self.stock]
+        self.mode = mode
+        self.eager = eager
+        self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
+        handle = ctypes.c_void_p()
+        isa = os.environ.get("OPTFUSE_ISA", "").encode()
+        check(
+            lib.of_shim_plan_new(
+                self.rule.name.encode(), mode, isa, bucket_bytes, ctypes.byref(handle)
+            )
+        )
+        assert handle.value is not None
+        self.plan: int = handle.value
+        self._optimizer = weakref.ref(optimizer)
+        self._free = weakref.finalize(optimizer, lib.of_shim_plan_free, self.plan)
+        self._free.atexit = False  # at exit nothing is launched
+        self.marked = False  # tensors may carry the pending mark
+        self._params: list[Tensor] = []
+        links[self.plan] = self
+        self.rebuild(optimizer)
+
+    def close(self, optimizer: Optimizer) -> None:
+        """Launches what is pending and gives the parameters back."""
+        self.flush()
+        if self.mode == BACKWARD:
+            torch.ops.optfuse.detach(self.plan, self._params)
+        links.pop(self.plan, None)
+        self._free()
+
+    # ---- parameters and groups
+
+    def rebuild(self, optimizer: Optimizer) -> None:
+        """Tells the library about all parameters and groups from the start."""
+        groups = optimizer.param_groups
+        params = list(chain.from_iterable(map(_params_of, groups)))
+        lib.of_shim_clear(self.plan)
+        if self.mode == BACKWARD:
+            gone = [p for p in self._params if not any(p is q for q in params)]
+            torch.ops.optfuse.detach(self.plan, gone)
+        self._hyper: list[tuple[float, ...]] = []
+        self._sync_hyper(groups)
+        eager = set(map(id, self.eager))
+        torch.ops.optfuse.set_slots(
+            self.plan,
+            params,
+            [i for i, group in enumerate(groups) for _ in group["params"]],
+            [int(id(p) in eager) for p in params],
+            [label(g, i, j) for i, g in enumerate(groups) for j in range(len(g["params"]))],
+        )
+        self._params = params
+        self._group_of = [g for g in groups for _ in g["params"]]
+        self._counted = [len(g["params"]) for g in groups]
+        self._generation = _generation
+        self._needs = (ctypes.c_size_t * max(1, len(params)))()
+        self._slot_states: list[_State | None] = [None] * len(params)
+        self._forget_state()
+        if self.mode == BACKWARD:
+            self.attach()
+
+    def attach(self) -> None:
+        for param in self._params:
+            # Makes PyTorch keep one dict of Python hooks for this tensor, so that
+            # hooks registered later join it and never take our place.
+            if param.requires_grad and param._post_accumulate_grad_hooks is None:
+                param.register_post_accumulate_grad_hook(_nothing).remove()
+        torch.ops.optfuse.attach(self.plan, self._params)
+
+    def _params_unchanged(self, groups: list[dict[str, Any]]) -> bool:
+        lists = list(map(_params_of, groups))
+        return (
+            self._generation == _generation
+            and list(map(len, lists)) == self._counted
+            and all(map(is_, chain.from_iterable(lists), self._params))
+        )
+
+    def _sync_hyper(self, groups: list[dict[str, Any]]) -> None:
+        hyper_of = self.rule.hyper
+        known = self._hyper
+        for i, group in enumerate(groups):
+            hyper = hyper_of(group)
+            if i < len(known) and known[i] == hyper:
+                continue
+            values = (ctypes.c_double * len(hyper))(*hyper)
+            check(lib.of_shim_group(self.plan, i, values, len(hyper)))
+            known[i : i + 1] = [hyper]
+
+    # ---- optimizer state
+
+    def _forget_state(self) -> None:
+        self._keys: list[Tensor] = []
+        self._entries: list[dict[str, Any]] = []
+        self._values: list[Any] = [None]  # never equal to what is there
+
+    def _state_unchanged(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        entries = self._entries
+        return (
+            len(state) == len(entries)
+            and all(map(is_, state, self._keys))
+            and all(map(is_, state.values(), entries))
+            and sum(map(len, entries)) == len(self._values)
+            and all(map(is_, chain.from_iterable(map(dict.values, entries)), self._values))
+        )
+
+    def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        for slot, param in enumerate(self._params):
+            self._set_state(slot, state.get(param, {}), fresh=False)
+        self._remember_state(state)
+
+    def _remember_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        self._keys = list(state)
+        self._entries = list(state.values())
+        self._values = list(chain.from_iterable(map(dict.values, self._entries)))
+
+    def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool) -> None:
+        tensors: _State = tuple(entry.get(name) for name in self.rule.state)
+        step = entry.get("step") if self.rule.counts_steps else None
+        known = self._slot_states[slot]
+        if known is not None and all(map(is_, known, (*tensors, step))):
+            return
+        if step is not None and (not isinstance(step, Tensor) or not _countable(step)):
+            raise Error(
+                f"optfuse: state['step'] of {self._label(slot)} must be a 0-dim float tensor on "
+                f"the CPU, as torch.optim makes it, not {step!r}"
+            )
+        lib.of_shim_flush(self.plan)
+        torch.ops.optfuse.set_state(self.plan, slot, list(tensors), step, fresh)
+        self._slot_states[slot] = (*tensors, step)
+
+    def _label(self, slot: int) -> str:
+        group = self._group_of[slot]
+        groups = self.optimizer().param_groups
+        first = sum(self._counted[: groups.index(group)]) if group in groups else 0
+        return label(group, groups.index(group), slot - first)
+
+    def make_state(self, optimizer: Optimizer, slots: list[int]) -> None:
+        """As stock does at a parameter's first gradient."""
+        for slot in slots:
+            param = self._params[slot]
+            self.rule.make_state(optimizer, self.stock, self._group_of[slot], param)
+            self._set_state(slot, optimizer.state[param], fresh=True)
+        self._remember_state(optimizer.state)
+
+    # ---- the two schedules
+
+    def optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise Error("optfuse: the optimizer no longer exists")
+        return optimizer
+
+    def sync(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        if not self._params_unchanged(groups):
+            self.rebuild(optimizer)
+        self._sync_hyper(groups)
+        if not self._state_unchanged(optimizer.state):
+            self._sync_state(optimizer.state)
+
+    def step(self, optimizer: Optimizer) -> None:
+        self.sync(optimizer)
+        if self.mode == BACKWARD and lib.of_shim_evicted(self.plan):
+            self.attach()
+        self.marked = True
+        missing = ctypes.c_size_t()
+        while True:
+            status = lib.of_shim_step(
+                self.plan, self._needs, len(self._params), ctypes.byref(missing)
+            )
+            if status != NEEDS_STATE:
+                break
+            self.make_state(optimizer, self._needs[: missing.value])
+        if status != OK:
+            raise Error(f"optfuse: {message()}")
+        if _compiled.running():
+            self.flush()
+
+    def begin_backward(self) -> None:
+        """At the first complete gradient of a backward pass."""
+        optimizer = self.optimizer()
+        _scaled.refuse_if_scaled()
+        self._sync_hyper(optimizer.param_groups)
+        if not self._state_unchanged(optimizer.state):
+            self._sync_state(optimizer.state)
+        self.marked = True
+
+    def flush(self) -> None:
+        """Launches what is pending and takes the mark off every tensor."""
+        optimizer = self._optimizer()  # keeps the parameters alive meanwhile
+        if optimizer is not None:
+            lib.of_shim_flush(self.plan)
+            self.marked = False
+
+
+def _nothing(param: Tensor) -> None:
+    pass
+
+
+def _countable(step: Tensor) -> bool:
+    return (
+        step.dim() == 0
+        and step.device.type == "cpu"
+        and step.dtype in (torch.float32, torch.float64)
+    )
+
+
+def flush_all() -> None:
+    """Launches everything pending in the process."""
+    for link in list(links.values()):
+        if link.marked:
+            link.flush()
+
+
+def _on_event(plan: int, event: int, slot: int) -> None:
+    link = links.get(plan)
+    if link is None:
+        return
+    if event == EVENT_BACKWARD:
+        link.begin_backward()
+    else:
+        link.make_state(link.optimizer(), [slot])
+
+
+_started = False
+
+
+def start() -> None:
+    """At the first fuse(): connects the library, PyTorch and this process."""
+    global _started
+    if _started:
+        return
+    from optfuse import _raw
+
+    start_library(_on_event)
+    _raw.install(tensors_moved, flush_all)
+    _compiled.install(flush_all)
+    _scaled.install()
+    _started = True

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The compiled library's C functions (shim/shim.h), typed for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from optfuse._library import load
+
+FORWARD, BACKWARD = 0, 1
+OK, NEEDS_STATE = 0, 3
+EVENT_BACKWARD, EVENT_STATE = 0, 1
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class Error(RuntimeError):
+    """What optfuse refuses to do, with the parameter, the reason and what to do."""
+
+
+class Counts(ctypes.Structure):
+    """of_counts of plugin/optfuse.h."""
+
+    _fields_ = [
+        ("created", ctypes.c_uint64),
+        ("at_once", ctypes.c_uint64),
+        ("at_use", ctypes.c_uint64),
+        ("at_close", ctypes.c_uint64),
+        ("pending", ctypes.c_uint64),
+        ("launches", ctypes.c_uint64),
+        ("threads_seen", ctypes.c_bool),
+    ]
+
+
+Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+Doubles = ctypes.POINTER(ctypes.c_double)
+Sizes = ctypes.POINTER(ctypes.c_size_t)
+
+_PROTOTYPES: dict[str, tuple[object, list[object]]] = {
+    "of_error_message": (ctypes.c_char_p, []),
+    "of_any_pending": (ctypes.c_bool, []),
+    "of_flush_all": (None, []),
+    "of_shim_init": (ctypes.c_int, [ctypes.c_void_p, Callback]),
+    "of_shim_set_error": (None, [ctypes.c_char_p]),
+    "of_shim_plan_new": (
+        ctypes.c_int,
+        [
+            ctypes.c_char_p,
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+            ctypes.POINTER(ctypes.c_void_p),
+        ],
+    ),
+    "of_shim_plan_free": (None, [ctypes.c_void_p]),
+    "of_shim_clear": (None, [ctypes.c_void_p]),
+    "of_shim_group": (
+        ctypes.c_int,
+        [ctypes.c_void_p, ctypes.c_size_t, Doubles, ctypes.c_size_t],
+    ),
+    "of_shim_step": (ctypes.c_int, [ctypes.c_void_p, Sizes, ctypes.c_size_t, Sizes]),
+    "of_shim_flush": (None, [ctypes.c_void_p]),
+    "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
+    "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
+    "of_shim_counts": (None, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
+    "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),
+    "of_shim_evicted": (ctypes.c_size_t, [ctypes.c_void_p]),
+}
+
+
+def _open() -> ctypes.CDLL:
+    library = load()
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+lib = _open()
+
+
+def message() -> str:
+    """The text of the last failure on this thread."""
+    return lib.of_error_message().decode(errors="replace")
+
+
+def check(status: int) -> None:
+    if status != OK:
+        raise Error(f"optfuse: {message()}")
+
+
+def guard(name: str) -> bool:
+    """True, unless a test-only build of the library switched this check off."""
+    enabled = getattr(lib, "of_guard_enabled", None)
+    return enabled is None or bool(ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p)(
+        ctypes.cast(enabled, ctypes.c_void_p).value
+    )(name.encode()))
+
+
+_on_event: Callable[[int, int, int], None] | None = None
+
+
+@Callback
+def _callback(plan: int, event: int, slot: int) -> int:
+    try:
+        assert _on_event is not None
+        _on_event(plan, event, slot)
+        return OK
+    except BaseException as error:  # noqa: BLE001  (ctypes would swallow it)
+        text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+        lib.of_shim_set_error(text.removeprefix("optfuse: ").encode())
+        return 1
+
+
+def start(on_event: Callable[[int, int, int], None]) -> None:
+    """Once per process: registers the first-use fallback with PyTorch, and
+    checks that errors raised in the library arrive as optfuse.Error."""
+    global _on_event
+    import torch
+
+    _on_event = on_event
+    if lib.of_shim_init(id(Error), _callback) != OK:
+        raise ImportError(f"optfuse: {message()}")
+    try:
+        torch.ops.optfuse.raise_error("check")
+    except Error:
+        return
+    except RuntimeError as error:
+        raise ImportError(
+            "optfuse: this torch does not pass on the library's errors; rebuild with "
+            "`pip install --no-build-isolation .`"
+        ) from error
+    raise ImportError("optfuse: the library's own check did not raise")

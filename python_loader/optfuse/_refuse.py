@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What fuse() refuses, before any state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse._native import Error
+from optfuse._rules import RULES
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def label(group: dict[str, Any], group_index: int, index: int) -> str:
+    """How errors name a parameter."""
+    param = group["params"][index]
+    shape = f"of shape {tuple(param.shape)}"
+    names = group.get("param_names")
+    if names is not None and index < len(names):
+        return f"parameter {names[index]!r} {shape}"
+    return f"parameter {index} of group {group_index}, {shape},"
+
+
+def check_class(optimizer: Optimizer) -> None:
+    stock = type(optimizer)
+    if stock in RULES:
+        return
+    known = ", ".join(sorted(f"torch.optim.{cls.__name__}" for cls in RULES))
+    if stock is torch.optim.LBFGS:
+        reason = "it evaluates the loss several times a step and needs all gradients at once"
+    elif any(issubclass(stock, cls) for cls in RULES):
+        reason = "it is a subclass, whose step() may do more than the class it extends"
+    else:
+        reason = "there is no fused rule for it"
+    raise Error(
+        f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: {reason}. "
+        f"Fused today: {known}. Use the optimizer as it is"
+    )
+
+
+def check_group(group: dict[str, Any], index: int, strict: bool) -> None:
+    for flag in ("differentiable", "capturable"):
+        if group.get(flag):
+            raise Error(
+                f"optfuse: parameter group {index} has {flag}=True, which has no fused CPU "
+                f"update; set {flag}=False or keep the optimizer as it is"
+            )
+    if strict and not group.get("fused"):
+        raise Error(
+            f"optfuse: strict=True, but parameter group {index} has fused={group.get('fused')}: "
+            "PyTorch would compute it with another implementation, whose roundings differ from "
+            "the fused one that optfuse reproduces bit for bit. Build the optimizer with "
+            "fused=True, or pass strict=False"
+        )
+    for i, param in enumerate(group["params"]):
+        check_param(param, label(group, index, i))
+
+
+def check_param(param: Tensor, name: str) -> None:
+    reason = _why_not(param)
+    if reason is not None:
+        raise Error(f"optfuse: can't fuse {name}: {reason}")
+
+
+def _why_not(param: Tensor) -> str | None:
+    if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+        return "it is not initialized yet; run one forward pass first"
+    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"it is a tensor subclass ({type(param).__name__}), which optfuse does not support"
+    if param.device.type == "meta":
+        return "it is on the meta device and has no memory; materialize the model first"
+    if param.device.type != "cpu":
+        return f"device {param.device} is not supported yet; only cpu is"
+    if param.is_complex():
+        return "it is complex; view it as real (torch.view_as_real) and optimize that"
+    if param.layout != torch.strided:
+        return f"its layout is {param.layout}; only dense (strided) parameters have fused updates"
+    if param.dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        return f"dtype {param.dtype} has no fused update; supported are {names}"
+    return None
+
+
+def check_optimizer(optimizer: Optimizer, strict: bool) -> None:
+    check_class(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        check_group(group, index, strict)
+
+
+def check_eager(eager: Iterable[Tensor], optimizer: Optimizer) -> list[Tensor]:
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    listed = list(eager)
+    for i, param in enumerate(listed):
+        if id(param) not in known:
+            raise Error(
+                f"optfuse: eager[{i}] is not a parameter of this optimizer; pass the very "
+                "tensors that are in its param_groups"
+            )
+    return listed

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// compat.h: what differs between the supported releases of PyTorch.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <torch/version.h>
+
+#define OF_TORCH_AT_LEAST(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
+
+#if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR < 11 || TORCH_VERSION_MINOR > 13
+#error "optfuse supports torch 2.11 to 2.13"
+#endif
+
+namespace optfuse {
+
+// Present in every supported release, above autograd and autocast, and meant
+// for whoever wants a key of their own in one process.
+constexpr c10::DispatchKey kPendingKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
+// key_set_ is a protected member; a derived class may form a pointer to it.
+struct KeySet : c10::TensorImpl {
+    static c10::DispatchKeySet &of(c10::TensorImpl *impl) { return impl->*(&KeySet::key_set_); }
+};
+
+inline bool has_mark(const c10::TensorImpl *impl) { return impl->key_set().has(kPendingKey); }
+
+inline void mark(c10::TensorImpl *impl) {
+    auto &keys = KeySet::of(impl);
+    keys = keys.add(kPendingKey);
+}
+
+inline void unmark(c10::TensorImpl *impl) {
+    auto &keys = KeySet::of(impl);
+    keys = keys.remove(kPendingKey);
+}
+
+// A sealed storage raises when C++ asks for its address. Despite its name the
+// function that seals releases nothing.
+inline void seal(c10::StorageImpl *storage) {
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
+}
+
+#if OF_TORCH_AT_LEAST(12)
+inline void unseal(c10::StorageImpl *storage) { storage->clear_data_ptr_access_error_msg_(); }
+#else
+// 2.11 has no way back. An explicit instantiation may name private members.
+template <bool c10::StorageImpl::*Flag> struct ImmutableFlag {
+    friend bool &immutable_flag(c10::StorageImpl *storage) { return storage->*Flag; }
+};
+bool &immutable_flag(c10::StorageImpl *storage);
+template struct ImmutableFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+template <void (c10::StorageImpl::*Refresh)()> struct RefreshCheck {
+    friend void refresh_check(c10::StorageImpl *storage) { (storage->*Refresh)(); }
+};
+void refresh_check(c10::StorageImpl *storage);
+template struct RefreshCheck<&c10::StorageImpl::refresh_has_data_ptr_check>;
+
+inline void unseal(c10::StorageImpl *storage) {
+    immutable_flag(storage) = false;
+    refresh_check(storage);
+}
+#endif
+
+// The address without the seal's check.
+inline void *address(c10::StorageImpl *storage) {
+    return storage->_mutable_data_ptr_no_checks().mutable_get();
+}
+
+// References to the storage that stand for no second owner: from 2.13 on a
+// Python wrapper that nobody in Python holds any more is kept for re-use.
+inline size_t idle_references(const c10::StorageImpl &storage) {
+#if OF_TORCH_AT_LEAST(13)
+    return storage.pyobj_slot()->has_unique_reference() ? 1 : 0;
+#else
+    (void)storage;
+    return 0;
+#endif
+}
+
+} // namespace optfuse

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// first_use.cpp: a pending tensor carries one more dispatch key. The fallback
+// registered for that key sees every operator that receives such a tensor,
+// launches the pending update, takes the key off and passes the operator on.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "compat.h"
+#include "guard.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+thread_local bool steps_here = false;
+
+void use(const char *op, const at::Tensor &tensor) {
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (!has_mark(impl) || !impl->has_storage())
+        return;
+    if (is_spent(impl)) {
+        answer_spent(op, impl);
+        return;
+    }
+    of_touch(impl->unsafe_storage().unsafeGetStorageImpl(), called_by_stranger());
+    unmark(impl);
+}
+
+void use_value(const char *op, const c10::IValue &value) {
+    if (value.isTensor())
+        use(op, value.toTensor());
+    else if (value.isList())
+        for (const c10::IValue &element : value.toListRef())
+            if (element.isTensor())
+                use(op, element.toTensor());
+}
+
+void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+    const auto &schema = op.schema();
+    const char *name = schema.operator_name().name.c_str();
+    const size_t n = schema.arguments().size();
+    for (const c10::IValue &value : torch::jit::last(*stack, n))
+        use_value(name, value);
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey),
+                       stack);
+}
+
+} // namespace
+
+void note_stepping_thread() { steps_here = true; }
+
+bool called_by_stranger() {
+    return !steps_here && torch::autograd::get_current_graph_task_id() == -1;
+}
+
+int register_first_use() {
+    auto &dispatcher = c10::Dispatcher::singleton();
+    if (dispatcher.hasBackendFallbackForDispatchKey(kPendingKey)) {
+        of_set_error("another library has registered a fallback for PyTorch's dispatch key %s, "
+                     "which optfuse needs for pending updates; import only one of the two",
+                     c10::toString(kPendingKey));
+        return OF_REFUSED;
+    }
+    // Never unregistered: pending tensors may live until the process ends.
+    new c10::RegistrationHandleRAII(dispatcher.registerFallback(
+        kPendingKey, c10::KernelFunction::makeFromBoxedFunction<&first_use>(), "optfuse"));
+    return OF_OK;
+}
+
+} // namespace optfuse

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// ops.cpp: the operators through which Python hands over tensors. `plan` is
+// the address of an of_shim_plan.
+#include <torch/library.h>
+
+#include "error.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+Plan &plan_at(int64_t address) { return *reinterpret_cast<Plan *>(address); }
+
+Slot &slot_at(Plan &plan, int64_t index) {
+    if (index < 0 || static_cast<size_t>(index) >= plan.slots.size())
+        throw Error("optfuse: no parameter number " + std::to_string(index));
+    return *plan.slots[static_cast<size_t>(index)];
+}
+
+void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, std::string label) {
+    auto *slot = new Slot(param);
+    slot->plan = &plan;
+    slot->label = std::move(label);
+    // The core owns the slot from here on, also when this fails.
+    if (of_plan_add_slot(plan.core, slot, static_cast<size_t>(group), eager, &slot->index) != OF_OK)
+        throw Error(std::string("optfuse: ") + of_error_message());
+    plan.slots.push_back(slot);
+}
+
+// For a plan without slots whose groups are set. One entry a parameter in each
+// list; label: how errors name the parameter.
+void set_slots(int64_t address, const std::vector<at::Tensor> &params,
+               const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
+               const std::vector<std::string> &labels) {
+    Plan &plan = plan_at(address);
+    for (size_t i = 0; i < params.size(); i++)
+        add_slot(plan, params[i], groups[i], eager[i] != 0, labels[i]);
+}
+
+// state: the rule's state tensors in its order, None where there is none.
+// step: the counter, or None. first: the rule has no counter and this state
+// is new.
+void set_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
+               const std::optional<at::Tensor> &step, bool first) {
+    Slot &slot = slot_at(plan_at(address), index);
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        slot.state[i] = i < state.size() && state[i] ? *state[i] : at::Tensor();
+    slot.step = step ? *step : at::Tensor();
+    slot.first = first;
+}
+
+void attach(int64_t address, const std::vector<at::Tensor> &params) {
+    Plan &plan = plan_at(address);
+    for (size_t i = 0; i < params.size(); i++)
+        if (has_other_gradient_hook(&plan, params[i]))
+            throw Error("optfuse: " + plan.slots[i]->label +
+                        " already belongs to another optimizer in backward mode; use "
+                        "mode=\"forward\" for both, or unfuse the other first");
+    for (size_t i = 0; i < params.size(); i++)
+        attach_gradient_hook(plan.self, plan.slots[i], params[i]);
+}
+
+void detach(int64_t address, const std::vector<at::Tensor> &params) {
+    for (const at::Tensor &param : params)
+        detach_gradient_hook(&plan_at(address), param);
+}
+
+// Nothing: the first-use fallback has launched the update by now.
+void touch(const at::Tensor &) {}
+
+// For the loader's check that errors arrive as optfuse.Error.
+void raise_error(const std::string &message) { throw Error(message); }
+
+} // namespace
+} // namespace optfuse
+
+TORCH_LIBRARY(optfuse, m) {
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, str[] labels) -> ()",
+          optfuse::set_slots);
+    m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
+          optfuse::set_state);
+    m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
+    m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
+    m.def("touch(Tensor tensor) -> ()", optfuse::touch);
+    m.def("raise_error(str message) -> ()", optfuse::raise_error);
+}

@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* shim.h: the C ABI between the Python loader and the shared library that
+ * joins the core (optfuse.h) to libtorch.
+ *
+ * Tensors cross as arguments of the operators that the library registers in
+ * the namespace `optfuse` (ops.cpp lists them); everything else is here. A
+ * plan is an opaque pointer made by of_shim_plan_new() and freed once by
+ * of_shim_plan_free().
+ *
+ * No exception leaves these functions. Those that return an int give an
+ * of_status; on anything but 0 of_error_message() says what happened. They may
+ * be called from any thread and do not need the GIL.
+ */
+#ifndef OPTFUSE_SHIM_H
+#define OPTFUSE_SHIM_H
+
+#include "optfuse.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct of_shim_plan of_shim_plan;
+
+/* What a plan asks of Python, and when. Returns 0, or anything else after
+ * of_set_error() or of_shim_set_error(). */
+typedef enum of_shim_event {
+    OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete */
+    OF_SHIM_STATE     /* optimizer state of this slot must be made now */
+} of_shim_event;
+typedef int of_shim_callback(of_shim_plan *plan, int event, size_t slot);
+
+/* Once per process: registers the first-use fallback and the fork handlers.
+ * error_type: borrowed PyObject* of the Python exception class that errors
+ * raised inside operators and backward arrive as, alive for ever. callback:
+ * alive for ever. OF_REFUSED if another library owns the dispatch key. */
+OF_API int of_shim_init(void *error_type, of_shim_callback *callback);
+
+/* of_set_error() for callers without printf. */
+OF_API void of_shim_set_error(const char *message);
+
+/* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
+ * 0 for the default. */
+OF_API int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
+                            of_shim_plan **out);
+/* Launches what is pending and frees the plan; its hooks stay but do nothing. */
+OF_API void of_shim_plan_free(of_shim_plan *plan);
+
+/* of_plan_clear(): afterwards the plan has no slots and no groups. */
+OF_API void of_shim_clear(of_shim_plan *plan);
+OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, size_t n_hyper);
+
+/* of_plan_step(). The caller keeps the plan's parameters alive meanwhile. */
+OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
+
+/* Launches what is pending and takes the mark off every parameter, gradient
+ * and state tensor. The caller keeps the plan's parameters alive meanwhile. */
+OF_API void of_shim_flush(of_shim_plan *plan);
+OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
+OF_API void of_shim_stop_deferring(of_shim_plan *plan);
+OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
+OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);
+
+/* Backward mode: how many parameters lost our gradient hook because someone
+ * replaced it. The caller keeps the parameters alive meanwhile. */
+OF_API size_t of_shim_evicted(of_shim_plan *plan);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// shim_torch.cpp: the C ABI of shim.h.
+#include <pthread.h>
+
+#include <string>
+
+#include "compat.h"
+#include "error.h"
+#include "tensors.h"
+
+using optfuse::plan_of;
+
+namespace {
+
+int failed(const std::exception &e) {
+    of_set_error("%s", e.what());
+    return OF_REFUSED;
+}
+
+bool has_step_counter(const of_rule *rule) { return std::string(rule->name) != "sgd"; }
+
+int choose_isa(const char *name, of_isa *out) {
+    const of_isa best = of_isa_detect();
+    *out = best;
+    if (*name == '\0')
+        return OF_OK;
+    if (!of_isa_parse(name, out)) {
+        of_set_error("OPTFUSE_ISA=%s is not one of c, baseline, avx2, avx512", name);
+        return OF_INVALID;
+    }
+    if (*out > best) {
+        of_set_error("OPTFUSE_ISA=%s: this processor runs at most %s", name, of_isa_name(best));
+        return OF_INVALID;
+    }
+    return OF_OK;
+}
+
+} // namespace
+
+extern "C" {
+
+int of_shim_init(void *error_type, of_shim_callback *callback) {
+    try {
+        const int status = optfuse::register_first_use();
+        if (status != OF_OK)
+            return status;
+        optfuse::Error::type = static_cast<_object *>(error_type);
+        optfuse::python_callback = callback;
+        pthread_atfork(of_fork_prepare, of_fork_parent, of_fork_child);
+        return OF_OK;
+    } catch (const std::exception &e) {
+        return failed(e);
+    }
+}
+
+void of_shim_set_error(const char *message) { of_set_error("%s", message); }
+
+int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
+                     of_shim_plan **out) {
+    try {
+        of_plan_options options = {};
+        options.struct_size = sizeof options;
+        options.mode = static_cast<of_mode>(mode);
+        options.bucket_bytes = bucket_bytes;
+        optfuse::fill_reference(&options);
+        const int bad_isa = choose_isa(isa, &options.isa);
+        if (bad_isa != OF_OK)
+            return bad_isa;
+        auto plan = std::make_shared<optfuse::Plan>();
+        const of_host host = optfuse::make_host(plan.get());
+        const of_status status = of_plan_create(&host, rule, &options, &plan->core);
+        if (status != OF_OK)
+            return status;
+        plan->mode = options.mode;
+        plan->rule = of_plan_rule(plan->core);
+        plan->counts_steps = has_step_counter(plan->rule);
+        plan->self = plan;
+        *out = optfuse::handle_of(plan.get());
+        return OF_OK;
+    } catch (const std::exception &e) {
+        return failed(e);
+    }
+}
+
+void of_shim_plan_free(of_shim_plan *handle) {
+    optfuse::Plan *plan = plan_of(handle);
+    plan->closed.store(true, std::memory_order_release);
+    of_plan_release(plan->core);
+    const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
+}
+
+void of_shim_clear(of_shim_plan *handle) {
+    optfuse::Plan *plan = plan_of(handle);
+    plan->slots.clear();
+    of_plan_clear(plan->core);
+}
+
+int of_shim_group(of_shim_plan *handle, size_t group, const double *hyper, size_t n_hyper) {
+    return of_plan_set_group(plan_of(handle)->core, group, hyper, n_hyper);
+}
+
+int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
+    optfuse::note_stepping_thread();
+    return of_plan_step(plan_of(handle)->core, needs, capacity, n_needs);
+}
+
+void of_shim_flush(of_shim_plan *handle) {
+    optfuse::Plan *plan = plan_of(handle);
+    of_plan_flush(plan->core);
+    for (optfuse::Slot *slot : plan->slots) {
+        if (slot->param.use_count() == 0)
+            continue;
+        c10::TensorImpl *param = slot->param._unsafe_get_target();
+        optfuse::unmark(param);
+        const at::Tensor &grad = param->grad();
+        if (grad.defined() && !optfuse::is_spent(grad.unsafeGetTensorImpl()))
+            optfuse::unmark(grad.unsafeGetTensorImpl());
+        for (const at::Tensor &state : slot->state)
+            if (state.defined())
+                optfuse::unmark(state.unsafeGetTensorImpl());
+    }
+}
+
+bool of_shim_unconfirmed(of_shim_plan *handle) { return of_plan_unconfirmed(plan_of(handle)->core); }
+
+void of_shim_stop_deferring(of_shim_plan *handle) { of_plan_stop_deferring(plan_of(handle)->core); }
+
+void of_shim_counts(of_shim_plan *handle, of_counts *out) {
+    of_plan_counts(plan_of(handle)->core, out);
+}
+
+const char *of_shim_isa(of_shim_plan *handle, int dtype) {
+    return of_plan_isa(plan_of(handle)->core, static_cast<of_dtype>(dtype));
+}
+
+size_t of_shim_evicted(of_shim_plan *handle) {
+    optfuse::Plan *plan = plan_of(handle);
+    size_t n = 0;
+    for (const optfuse::Slot *slot : plan->slots)
+        n += optfuse::lost_gradient_hook(plan, slot) ? 1 : 0;
+    return n;
+}
+
+} // extern "C"

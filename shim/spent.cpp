@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// spent.cpp: what .grad holds in backward mode once the update has consumed
+// it. Metadata (shape, dtype, device) reads as usual; any operator that would
+// read numbers raises, because no numbers are left.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <cstring>
+
+#include "compat.h"
+#include "error.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+// Every spent gradient shares this empty storage; it is how one is known.
+const c10::Storage &spent_storage() {
+    static const c10::Storage *storage = [] {
+        auto *made = new c10::Storage(c10::Storage::use_byte_size_t(), 0,
+                                      c10::GetAllocator(c10::kCPU), false);
+        seal(made->unsafeGetStorageImpl());
+        return made; // leaked: tensors may outlive static destructors
+    }();
+    return *storage;
+}
+
+bool is_zeroing(const char *op) {
+    return std::strcmp(op, "aten::zero_") == 0 || std::strcmp(op, "aten::_foreach_zero_") == 0;
+}
+
+bool reads_no_numbers(const char *op) {
+    return std::strcmp(op, "aten::detach_") == 0 || std::strcmp(op, "aten::requires_grad_") == 0;
+}
+
+// zero_grad(set_to_none=False): the gradient becomes a real tensor again.
+void make_real_zeros(c10::TensorImpl *impl) {
+    const auto sizes = impl->sizes().vec();
+    PlainMode plain;
+    const at::Tensor zeros = at::zeros(sizes, at::TensorOptions().dtype(impl->dtype()));
+    impl->set_storage_keep_dtype(zeros.storage());
+    impl->set_sizes_and_strides(zeros.sizes(), zeros.strides());
+    unmark(impl);
+}
+
+} // namespace
+
+at::Tensor make_spent(const at::Tensor &param) {
+    auto spent = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(spent_storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), param.dtype());
+    const std::vector<int64_t> strides(static_cast<size_t>(param.dim()), 0);
+    spent.unsafeGetTensorImpl()->set_sizes_and_strides(param.sizes(), strides);
+    mark(spent.unsafeGetTensorImpl());
+    return spent;
+}
+
+bool is_spent(const c10::TensorImpl *impl) {
+    return impl->has_storage() &&
+           impl->unsafe_storage().unsafeGetStorageImpl() == spent_storage().unsafeGetStorageImpl();
+}
+
+void answer_spent(const char *op, c10::TensorImpl *impl) {
+    if (is_zeroing(op)) {
+        make_real_zeros(impl);
+        return;
+    }
+    if (reads_no_numbers(op))
+        return;
+    std::string shape;
+    for (const auto size : impl->sizes())
+        shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+    throw Error(std::string("optfuse: ") + op + " read the gradient of a parameter of shape (" + shape +
+                "), but backward fusion has already applied it and freed it. Clipping, loss "
+                "scaling, gradient accumulation (a second backward before zero_grad()) and "
+                "anything else that needs gradients after backward work with "
+                "optfuse.fuse(optimizer, mode=\"forward\"); if this is the next iteration, call "
+                "zero_grad() before backward.");
+}
+
+} // namespace optfuse

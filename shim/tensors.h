@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// tensors.h: the shim's own data. A Plan holds one Slot per parameter; a Hold
+// carries the references of one update from collect() to release().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "optfuse.h"
+#include "shim.h"
+
+namespace optfuse {
+
+struct Plan;
+
+struct Slot {
+    Plan *plan = nullptr;
+    size_t index = 0;
+    std::string label; // how errors name the parameter
+    // The optimizer owns the parameter. A strong reference would keep its
+    // Python wrapper, and through its attributes perhaps the optimizer, alive
+    // for ever; the weak one keeps the address from being used again.
+    c10::weak_intrusive_ptr<c10::TensorImpl> param;
+    at::Tensor state[OF_MAX_STATE];
+    at::Tensor step;    // 0-dim CPU tensor that counts updates, or undefined
+    bool first = false; // rules without a counter: the next update is the first
+    at::Tensor spent;   // backward mode: what .grad becomes after the update
+
+    explicit Slot(const at::Tensor &tensor) : param(tensor.getIntrusivePtr()) {}
+};
+
+struct Hold {
+    Slot *slot = nullptr;
+    bool backward = false;
+    size_t n = 0; // tensors that take part: parameter, gradient, state
+    c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
+    c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
+    c10::TensorImpl *grad = nullptr; // backward mode: the gradient to be replaced
+    at::Tensor param;                // backward mode or alone
+    at::Tensor copy;                 // a gradient in the parameter's strides
+    at::Tensor old_grad, old_spent;  // replaced by settle(), dropped by release()
+    std::vector<std::pair<at::Tensor, at::Tensor>> back; // alone: {tensor, its dense copy}
+};
+
+// of_shim_plan is a Plan. Gradient hooks share it, so that it outlives them;
+// `self` is the loader's share.
+struct Plan {
+    std::shared_ptr<Plan> self;
+    of_plan *core = nullptr;
+    of_mode mode = OF_FORWARD;
+    const of_rule *rule = nullptr;
+    bool counts_steps = false;     // the rule's state has a step counter
+    std::vector<Slot *> slots;     // owned by the core, in its order
+    std::atomic<bool> closed{false};
+    std::atomic<int> last_backward{-1}; // graph task whose first gradient was seen
+};
+
+inline Plan *plan_of(of_shim_plan *handle) { return reinterpret_cast<Plan *>(handle); }
+inline of_shim_plan *handle_of(Plan *plan) { return reinterpret_cast<of_shim_plan *>(plan); }
+
+// Our own tensor operations must not be seen by the user's modes: no autograd,
+// no Python dispatch, no functorch, no autocast, no inference mode.
+struct PlainMode {
+    c10::InferenceMode normal{false};
+    c10::AutoGradMode no_grad{false};
+    c10::impl::ExcludeDispatchKeyGuard no_modes{
+        c10::python_ks | c10::functorch_transforms_ks | c10::autocast_dispatch_keyset |
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+};
+
+// host.cpp
+of_host make_host(Plan *plan);
+// The CPU reference that this build of ATen computes with.
+void fill_reference(of_plan_options *options);
+
+// first_use.cpp
+int register_first_use();
+bool called_by_stranger(); // neither a thread that steps nor one of the engine's
+void note_stepping_thread();
+
+// spent.cpp
+at::Tensor make_spent(const at::Tensor &param);
+bool is_spent(const c10::TensorImpl *impl);
+// Answers an operator that received a spent gradient: real zeros for zero_(),
+// an error for everything else.
+void answer_spent(const char *op, c10::TensorImpl *impl);
+
+// gradient_hook.cpp
+void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const at::Tensor &param);
+void detach_gradient_hook(const Plan *plan, const at::Tensor &param);
+bool lost_gradient_hook(const Plan *plan, const Slot *slot);
+bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param);
+
+extern of_shim_callback *python_callback;
+
+} // namespace optfuse
