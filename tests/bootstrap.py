@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 BUILD = ROOT / "build"
+# What pip builds. It belongs to this .venv's Python and torch and lives on, so
+# that only what changed is compiled again.
+INSTALLED = VENV / "build"
 RELEASES = ("2.11", "2.12", "2.13")
 TORCH = "torch==2.13.0"
 REQUIREMENTS = [
@@ -175,9 +178,7 @@ def install_package() -> None:
         return
     say("building and installing optfuse: pip install --no-build-isolation .")
     started = time.monotonic()
-    # A directory that lives on, so that only what changed is compiled again.
-    # It belongs to this .venv's Python and torch, so it lies inside.
-    keep = f"--config-settings=build-dir={VENV / 'build'}"
+    keep = f"--config-settings=build-dir={INSTALLED}"
     run([str(PYTHON), "-m", "pip", "install", "--no-build-isolation", "--no-deps", keep, "."])
     write_stamp("stamp-package", stamp)
     say(f"installed in {time.monotonic() - started:.0f} s")
