@@ -111,7 +111,7 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
     if (in->numel == 0)
         return OF_OK;
-    if (!in->param || !in->grad)
+    if (!in->param || (!in->grad && !in->alone)) /* commit() may make a dense copy */
         return of_fail(OF_INVALID, "the parameter or its gradient has elements but no memory");
     return check_state(plan, in, used);
 }
