@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the tests share: bits, scripts, and the small things to train.
+
+A *script* is a generator function that takes `wrap`, trains something with
+`wrap(optimizer)` and yields (name, value) pairs. same() runs it twice, with
+stock optimizers and with fused ones, and compares every value bit by bit. A
+value is copied at the moment it is yielded, so a script decides when a weight
+is looked at, and leaves updates pending until then.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import optfuse
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# Bits
+
+
+def differing(ours, stock):
+    """Mask of the elements whose bits differ; NaN equals NaN, -0 is not +0."""
+    ours, stock = (t.detach().resolve_conj().contiguous() for t in (ours, stock))
+    integer = INTEGER[stock.element_size()]
+    mask = ours.view(integer) != stock.view(integer)
+    if stock.is_floating_point() and mask.any():
+        mask &= ~(ours.isnan() & stock.isnan())
+    return mask
+
+
+def assert_same_tensor(name, ours, stock):
+    for what in ("dtype", "shape", "requires_grad"):
+        a, b = getattr(ours, what), getattr(stock, what)
+        assert a == b, f"{name}: {what} is {a}, in stock {b}"
+    mask = differing(ours, stock)
+    if mask.any():
+        where = tuple(mask.nonzero()[0].tolist())
+        a, b = (t.detach()[where].item() for t in (ours, stock))
+        raise AssertionError(
+            f"{name}: {int(mask.sum())} of {mask.numel()} elements differ from stock; "
+            f"first at {where}: {a!r}, in stock {b!r}"
+        )
+
+
+def assert_same(name, ours, stock):
+    """Equal values, all the way down; tensors by their bits."""
+    assert type(ours) is type(stock), f"{name}: a {type(ours)}, in stock a {type(stock)}"
+    if isinstance(stock, torch.Tensor):
+        assert_same_tensor(name, ours, stock)
+    elif isinstance(stock, dict):
+        assert list(ours) == list(stock), f"{name}: keys {list(ours)}, in stock {list(stock)}"
+        for key in stock:
+            assert_same(f"{name}[{key!r}]", ours[key], stock[key])
+    elif isinstance(stock, list | tuple):
+        assert len(ours) == len(stock), f"{name}: length {len(ours)}, in stock {len(stock)}"
+        for i, pair in enumerate(zip(ours, stock, strict=True)):
+            assert_same(f"{name}[{i}]", *pair)
+    else:
+        assert ours == stock, f"{name}: {ours!r}, in stock {stock!r}"
+
+
+def snapshot(value):
+    """A copy that later training can't change."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(snapshot(item) for item in value)
+    return value
+
+
+# Scripts
+
+
+class Stock:
+    """wrap() for the run that others are compared with."""
+
+    fused = False
+
+    def __call__(self, optimizer, **options):
+        return optimizer
+
+    def pending(self, *optimizers):
+        pass
+
+
+class Fused(Stock):
+    """wrap() for the run under test."""
+
+    fused = True
+
+    def __init__(self, mode, **options):
+        self.options = {"mode": mode, **options}
+        self.optimizers = []
+
+    def __call__(self, optimizer, **options):
+        optimizer = optfuse.fuse(optimizer, **{**self.options, **options})
+        self.optimizers.append(optimizer)
+        return optimizer
+
+    def pending(self, *optimizers):
+        """Where a script relies on an update not having been launched yet."""
+        for optimizer in optimizers or self.optimizers:
+            if self.options["mode"] == "forward":
+                n = counts(optimizer)["pending"]
+                assert n > 0, "no update is pending here: the test would prove nothing"
+
+    def prove(self):
+        """That the updates took our way at all."""
+        made = sum(counts(o)["created"] for o in self.optimizers)
+        late = made - sum(counts(o)["at_once"] for o in self.optimizers)
+        assert made > 0, "optfuse made no update: the test would prove nothing"
+        if self.options["mode"] == "forward":
+            assert late > 0, f"none of {made} updates was deferred: the test would prove nothing"
+
+
+def counts(optimizer):
+    """The counters of a fused optimizer, by the names of plugin/optfuse.h."""
+    return optfuse.summary(optimizer).counts
+
+
+def run(script, wrap):
+    torch.manual_seed(0)
+    return [(name, snapshot(value)) for name, value in script(wrap)]
+
+
+def same(script, mode="forward", prove=True, **options):
+    """Runs the script with stock and with fused optimizers; every yield agrees."""
+    stock = run(script, Stock())
+    wrap = Fused(mode, **options)
+    ours = run(script, wrap)
+    assert stock, "the script yielded nothing"
+    for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
+        assert_same(f"yield {i}, {b[0]}", a, b)
+    if prove:
+        wrap.prove()
+
+
+# Small things to train
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def adamw(parameters, **options):
+    options = {"lr": 1e-2, "weight_decay": 1e-1, "fused": True, **options}
+    return torch.optim.AdamW(parameters, **options)
+
+
+def sgd(parameters, **options):
+    options = {"lr": 1e-2, "momentum": 0.9, "fused": True, **options}
+    return torch.optim.SGD(parameters, **options)
+
+
+def batch(i, n=5, inputs=6, outputs=3):
+    """The i-th batch; the same in every run, whatever else draws numbers."""
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(n, inputs, generator=generator), torch.randn(n, outputs, generator=generator)
+
+
+def loss_of(model, i):
+    x, y = batch(i)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def train(model, optimizer, i, set_to_none=True):
+    """One iteration; in forward mode its updates are pending afterwards."""
+    optimizer.zero_grad(set_to_none)
+    loss = loss_of(model, i)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def everything(model, optimizer):
+    """All that stock shows after a step, gradients excepted."""
+    yield "parameters", dict(model.state_dict())
+    yield "optimizer state", optimizer.state_dict()
+
+
+def copied(value):
+    """What state_dict() gave, detached from further training."""
+    return snapshot(value)
+
+
+# Other processes
+
+
+def python(code, timeout=120, **env):
+    """Runs code in a new interpreter beside the tests; its CompletedProcess."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=HERE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def python_ok(code, timeout=120, **env):
+    """The same, and it must succeed without a word on stderr; its stdout."""
+    done = python(code, timeout, **env)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert not done.stderr.strip(), f"it exited well but said\n{done.stderr}"
+    return done.stdout
