@@ -101,9 +101,9 @@ GradientHook *find(const Plan *plan, const at::Tensor &param) {
 } // namespace
 
 bool lost_gradient_hook(const Plan *plan, const Slot *slot) {
-    if (!OF_GUARD(recheck) || slot->param.use_count() == 0)
+    if (!OF_GUARD(recheck))
         return false;
-    auto *meta = slot->param._unsafe_get_target()->autograd_meta();
+    auto *meta = slot->param->autograd_meta();
     if (meta == nullptr)
         return true;
     auto *hook = dynamic_cast<GradientHook *>(

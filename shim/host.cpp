@@ -174,9 +174,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
 
 of_found collect(void *ctx, void *tensor, of_inputs *in) {
     Slot *slot = slot_of(tensor);
-    if (slot->param.use_count() == 0)
-        return OF_FOUND_NOTHING;
-    c10::TensorImpl *p = slot->param._unsafe_get_target();
+    c10::TensorImpl *p = slot->param;
     const at::Tensor &grad = p->grad();
     if (!grad.defined() || is_spent(grad.unsafeGetTensorImpl()))
         return OF_FOUND_NOTHING;
@@ -213,7 +211,7 @@ void commit(void *ctx, of_inputs *in) {
     Slot *slot = hold->slot;
     advance_step(slot);
     if (OF_GUARD(version))
-        slot->param._unsafe_get_target()->bump_version();
+        slot->param->bump_version();
     if (in->grad != nullptr || in->numel == 0)
         return;
     PlainMode plain;

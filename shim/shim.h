@@ -7,6 +7,9 @@
  * plan is an opaque pointer made by of_shim_plan_new() and freed once by
  * of_shim_plan_free().
  *
+ * The loader keeps every parameter alive from set_slots() until the plan is
+ * cleared or freed.
+ *
  * No exception leaves these functions. Those that return an int give an
  * of_status; on anything but 0 of_error_message() says what happened. They may
  * be called from any thread and do not need the GIL.
@@ -50,11 +53,11 @@ OF_API void of_shim_plan_free(of_shim_plan *plan);
 OF_API void of_shim_clear(of_shim_plan *plan);
 OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, size_t n_hyper);
 
-/* of_plan_step(). The caller keeps the plan's parameters alive meanwhile. */
+/* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
 
 /* Launches what is pending and takes the mark off every parameter, gradient
- * and state tensor. The caller keeps the plan's parameters alive meanwhile. */
+ * and state tensor. */
 OF_API void of_shim_flush(of_shim_plan *plan);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 OF_API void of_shim_stop_deferring(of_shim_plan *plan);
@@ -62,7 +65,7 @@ OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
 OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);
 
 /* Backward mode: how many parameters lost our gradient hook because someone
- * replaced it. The caller keeps the parameters alive meanwhile. */
+ * replaced it. */
 OF_API size_t of_shim_evicted(of_shim_plan *plan);
 
 #ifdef __cplusplus

@@ -108,11 +108,8 @@ void of_shim_flush(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     of_plan_flush(plan->core);
     for (optfuse::Slot *slot : plan->slots) {
-        if (slot->param.use_count() == 0)
-            continue;
-        c10::TensorImpl *param = slot->param._unsafe_get_target();
-        optfuse::unmark(param);
-        const at::Tensor &grad = param->grad();
+        optfuse::unmark(slot->param);
+        const at::Tensor &grad = slot->param->grad();
         if (grad.defined() && !optfuse::is_spent(grad.unsafeGetTensorImpl()))
             optfuse::unmark(grad.unsafeGetTensorImpl());
         for (const at::Tensor &state : slot->state)

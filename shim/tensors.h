@@ -24,16 +24,17 @@ struct Slot {
     Plan *plan = nullptr;
     size_t index = 0;
     std::string label; // how errors name the parameter
-    // The optimizer owns the parameter. A strong reference would keep its
-    // Python wrapper, and through its attributes perhaps the optimizer, alive
-    // for ever; the weak one keeps the address from being used again.
-    c10::weak_intrusive_ptr<c10::TensorImpl> param;
+    // Borrowed: the loader keeps the parameter alive as long as the slot. A
+    // reference from here would hide a cycle (parameter -> Python attribute or
+    // hook -> optimizer) from Python's garbage collector, and even a weak one
+    // makes torch.utils.swap_tensors refuse the parameter.
+    c10::TensorImpl *param;
     at::Tensor state[OF_MAX_STATE];
     at::Tensor step;    // 0-dim CPU tensor that counts updates, or undefined
     bool first = false; // rules without a counter: the next update is the first
     at::Tensor spent;   // backward mode: what .grad becomes after the update
 
-    explicit Slot(const at::Tensor &tensor) : param(tensor.getIntrusivePtr()) {}
+    explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
 
 struct Hold {

@@ -70,7 +70,7 @@ class _Fused:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         stock = link_of(self).stock  # type: ignore[arg-type]
-        return copyreg.__newobj__, (stock,), self.__getstate__()  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (stock, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         from optfuse._fuse import fuse_like

@@ -9,8 +9,10 @@ below are written to find that out quickly."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
+from collections.abc import Callable
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -27,14 +29,7 @@ from optfuse._rules import RULES
 
 _params_of = itemgetter("params")
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
-_generation = 0  # changes when tensors may have traded places behind their Python objects
 _State = tuple[Tensor | None, ...]
-
-
-def tensors_moved() -> None:
-    """Every plan looks up its parameters again at its next step."""
-    global _generation
-    _generation += 1
 
 
 class Link:
@@ -96,7 +91,6 @@ class Link:
         self._params = params
         self._group_of = [g for g in groups for _ in g["params"]]
         self._counted = [len(g["params"]) for g in groups]
-        self._generation = _generation
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
         self._slot_states: list[_State | None] = [None] * len(params)
         self._forget_state()
@@ -111,11 +105,13 @@ class Link:
                 param.register_post_accumulate_grad_hook(_nothing).remove()
         torch.ops.optfuse.attach(self.plan, self._params)
 
+    def knows(self, tensor: Tensor) -> bool:
+        return any(tensor is param for param in self._params)
+
     def _params_unchanged(self, groups: list[dict[str, Any]]) -> bool:
         lists = list(map(_params_of, groups))
         return (
-            self._generation == _generation
-            and list(map(len, lists)) == self._counted
+            list(map(len, lists)) == self._counted
             and all(map(is_, chain.from_iterable(lists), self._params))
         )
 
@@ -256,6 +252,26 @@ def flush_all() -> None:
             link.flush()
 
 
+def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """torch.utils.swap_tensors exchanges what is behind two Python tensors; the
+    plans that know one of them must look it up again."""
+
+    @functools.wraps(swap)
+    def swap_and_rebuild(a: Tensor, b: Tensor) -> None:
+        concerned = [link for link in list(links.values()) if link.knows(a) or link.knows(b)]
+        for link in concerned:
+            link.flush()
+            if link.mode == BACKWARD:
+                torch.ops.optfuse.detach(link.plan, [a, b])
+        try:
+            swap(a, b)
+        finally:
+            for link in concerned:
+                link.rebuild(link.optimizer())
+
+    return swap_and_rebuild
+
+
 def _on_event(plan: int, event: int, slot: int) -> None:
     link = links.get(plan)
     if link is None:
@@ -277,7 +293,7 @@ def start() -> None:
     from optfuse import _raw
 
     start_library(_on_event)
-    _raw.install(tensors_moved, flush_all)
+    _raw.install(flush_all, _swap_and_tell)
     _compiled.install(flush_all)
     _scaled.install()
     _started = True

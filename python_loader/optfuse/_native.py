@@ -107,7 +107,7 @@ def _callback(plan: int, event: int, slot: int) -> int:
         assert _on_event is not None
         _on_event(plan, event, slot)
         return OK
-    except BaseException as error:  # noqa: BLE001  (ctypes would swallow it)
+    except BaseException as error:  # ctypes would swallow it
         text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
         lib.of_shim_set_error(text.removeprefix("optfuse: ").encode())
         return 1

@@ -58,17 +58,13 @@ def _wrap_function(owner: Any, name: str, before: Callable[[], None]) -> None:
     setattr(owner, name, launch_first)
 
 
-def install(tensors_moved: Callable[[], None], flush_all: Callable[[], None]) -> None:
+def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) -> None:
     """Once per process."""
     for name in _METHODS:
         _wrap_method(name)
 
-    def before_swap() -> None:
-        flush_all()
-        tensors_moved()
-
-    _wrap_function(torch._C, "_swap_tensor_impl", before_swap)
     # TorchScript's serializer reads the memory of a whole module in C++.
-    script = torch.jit.RecursiveScriptModule
-    for name in ("save", "save_to_buffer", "_save_for_lite_interpreter"):
-        _wrap_function(script, name, flush_all)
+    for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
+        _wrap_function(torch._C.ScriptModule, name, flush_all)
+    _wrap_function(torch._C, "_freeze_module", flush_all)
+    torch._C._swap_tensor_impl = swap_and_tell(torch._C._swap_tensor_impl)

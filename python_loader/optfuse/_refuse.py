@@ -23,7 +23,7 @@ def label(group: dict[str, Any], group_index: int, index: int) -> str:
     names = group.get("param_names")
     if names is not None and index < len(names):
         return f"parameter {names[index]!r} {shape}"
-    return f"parameter {index} of group {group_index}, {shape},"
+    return f"parameter {index} of group {group_index} {shape}"
 
 
 def check_class(optimizer: Optimizer) -> None:
