@@ -1,0 +1,310 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fake_host.c: see fake_host.h. Allocates with aligned_alloc() throughout, so
+ * that a test can let malloc() fail for the core alone. */
+#include "fake_host.h"
+
+#include <check.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_BUFFERS = 2 + OF_MAX_STATE };
+
+typedef struct fake_hold {
+    fake_tensor *tensor;
+    fake_buffer *buffers[MAX_BUFFERS]; /* parameter, gradient, state */
+    size_t n_buffers;
+    bool committed;
+    bool deferred;
+    bool settled;
+} fake_hold;
+
+static void *allocate(size_t bytes)
+{
+    size_t rounded = (bytes + 63) / 64 * 64;
+    void *memory = aligned_alloc(64, rounded);
+    if (!memory)
+        abort();
+    memset(memory, 0, rounded);
+    return memory;
+}
+
+static void record(fake_host *host, const char *event, int id)
+{
+    pthread_mutex_lock(&host->lock);
+    size_t length = strlen(host->events);
+    if (host->recording && id >= 0)
+        snprintf(host->events + length, sizeof host->events - length, "%s%s:%d",
+                 length ? " " : "", event, id);
+    else if (host->recording)
+        snprintf(host->events + length, sizeof host->events - length, "%s%s", length ? " " : "",
+                 event);
+    pthread_mutex_unlock(&host->lock);
+}
+
+void fake_record(fake_host *host)
+{
+    host->recording = true;
+    host->events[0] = '\0';
+}
+
+const char *fake_events(fake_host *host)
+{
+    static char copy[sizeof host->events];
+    memcpy(copy, host->events, sizeof copy);
+    host->events[0] = '\0';
+    return copy;
+}
+
+fake_buffer *fake_buffer_new(size_t bytes)
+{
+    fake_buffer *buffer = allocate(sizeof *buffer + bytes);
+    atomic_init(&buffer->refs, 1);
+    buffer->bytes = bytes;
+    return buffer;
+}
+
+void fake_buffer_retain(fake_buffer *buffer)
+{
+    atomic_fetch_add(&buffer->refs, 1);
+}
+
+void fake_buffer_release(fake_buffer *buffer)
+{
+    if (buffer && atomic_fetch_sub(&buffer->refs, 1) == 1)
+        free(buffer);
+}
+
+static fake_tensor *next_tensor(fake_host *host)
+{
+    ck_assert_int_lt(host->n_tensors, FAKE_MAX_TENSORS);
+    fake_tensor *tensor = &host->tensors[host->n_tensors];
+    *tensor = (fake_tensor){ .host = host, .id = host->n_tensors++ };
+    return tensor;
+}
+
+fake_tensor *fake_tensor_new(fake_host *host, of_dtype dtype, int64_t numel, size_t n_state)
+{
+    fake_tensor *tensor = next_tensor(host);
+    size_t bytes = (size_t)numel * of_dtype_size(dtype);
+    tensor->dtype = dtype;
+    tensor->numel = numel;
+    tensor->param = fake_buffer_new(bytes);
+    tensor->n_state = n_state;
+    for (size_t i = 0; i < n_state; i++)
+        tensor->state[i] = fake_buffer_new(bytes);
+    return tensor;
+}
+
+fake_tensor *fake_tensor_alias(fake_tensor *of)
+{
+    fake_tensor *tensor = next_tensor(of->host);
+    tensor->dtype = of->dtype;
+    tensor->numel = of->numel;
+    tensor->n_state = of->n_state;
+    tensor->param = of->param;
+    fake_buffer_retain(of->param);
+    for (size_t i = 0; i < of->n_state; i++)
+        tensor->state[i] = fake_buffer_new(of->param->bytes);
+    return tensor;
+}
+
+void fake_set_grad(fake_tensor *tensor, fake_buffer *grad)
+{
+    fake_buffer_release(tensor->grad);
+    tensor->grad = grad;
+}
+
+const void *fake_use(fake_buffer *buffer, bool foreign)
+{
+    if (atomic_load(&buffer->marked))
+        of_touch(buffer, foreign);
+    return buffer->data;
+}
+
+static void hold_buffer(fake_hold *hold, fake_buffer *buffer, of_inputs *in)
+{
+    fake_buffer_retain(buffer);
+    hold->buffers[hold->n_buffers++] = buffer;
+    in->keys[in->n_keys++] = buffer;
+}
+
+static void fill(fake_tensor *tensor, of_inputs *in)
+{
+    fake_hold *hold = allocate(sizeof *hold);
+    hold->tensor = tensor;
+    hold_buffer(hold, tensor->param, in);
+    hold_buffer(hold, tensor->grad, in);
+    in->param = tensor->param->data;
+    in->grad = tensor->alone ? NULL : tensor->grad->data;
+    in->alone = tensor->alone;
+    for (size_t i = 0; i < tensor->n_state; i++) {
+        hold_buffer(hold, tensor->state[i], in);
+        in->state[i] = tensor->state[i]->data;
+    }
+    in->numel = tensor->numel;
+    in->dtype = tensor->dtype;
+    in->device = tensor->device;
+    in->step = tensor->step + 1;
+    in->hold = hold;
+}
+
+static of_found collect(void *ctx, void *opaque, of_inputs *in)
+{
+    fake_host *host = ctx;
+    fake_tensor *tensor = opaque;
+    record(host, "collect", tensor->id);
+    if (tensor->used_on_look)
+        fake_use(tensor->used_on_look, false);
+    if (tensor->broken) {
+        of_set_error("tensor %d is broken", tensor->id);
+        return OF_FOUND_ERROR;
+    }
+    if (!tensor->grad)
+        return OF_FOUND_NOTHING;
+    if (tensor->lacks_state)
+        return OF_FOUND_NEEDS_STATE;
+    atomic_fetch_add(&host->holds, 1);
+    fill(tensor, in);
+    return OF_FOUND_INPUTS;
+}
+
+/* What is alone and comes without gradient memory is given a dense copy. */
+static void commit(void *ctx, of_inputs *in)
+{
+    fake_hold *hold = in->hold;
+    if (!in->grad)
+        in->grad = hold->buffers[1]->data;
+    record(ctx, "commit", hold->tensor->id);
+    ck_assert(!hold->committed);
+    hold->committed = true;
+    hold->tensor->step++;
+}
+
+static void mark(fake_host *host, fake_hold *hold, bool marked)
+{
+    for (size_t i = 0; i < hold->n_buffers; i++)
+        if (atomic_exchange(&hold->buffers[i]->marked, marked) != marked)
+            atomic_fetch_add(&host->waiting, marked ? 1 : -1);
+}
+
+static bool defer(void *ctx, void *opaque)
+{
+    fake_hold *hold = opaque;
+    record(ctx, hold->tensor->shared ? "refuse" : "defer", hold->tensor->id);
+    ck_assert(hold->committed && !hold->deferred && !hold->settled);
+    if (hold->tensor->shared)
+        return false;
+    mark(ctx, hold, true);
+    hold->deferred = true;
+    return true;
+}
+
+static void settle(void *ctx, void *opaque, bool was_deferred)
+{
+    fake_host *host = ctx;
+    fake_hold *hold = opaque;
+    fake_tensor *tensor = hold->tensor;
+    record(host, "settle", tensor->id);
+    ck_assert(hold->committed && !hold->settled);
+    ck_assert_int_eq(was_deferred, hold->deferred);
+    hold->settled = true;
+    if (was_deferred)
+        mark(host, hold, false);
+    if (host->spends && tensor->grad == hold->buffers[1])
+        fake_set_grad(tensor, NULL);
+}
+
+/* A real host frees tensors here, which may make it use others. */
+static void release(void *ctx, void *opaque)
+{
+    fake_host *host = ctx;
+    fake_hold *hold = opaque;
+    record(host, "release", hold->tensor->id);
+    ck_assert(hold->settled || !hold->committed);
+    for (size_t i = 0; i < hold->n_buffers; i++)
+        fake_buffer_release(hold->buffers[i]);
+    free(hold);
+    atomic_fetch_sub(&host->holds, 1);
+    if (host->flushes_on_release)
+        of_flush_all();
+}
+
+static void drop(void *ctx, void *opaque)
+{
+    fake_tensor *tensor = opaque;
+    record(ctx, "drop", tensor->id);
+    tensor->drops++;
+}
+
+typedef struct range {
+    void (*fn)(void *arg, int64_t begin, int64_t end);
+    void *arg;
+    int64_t begin;
+    int64_t end;
+} range;
+
+static void *run_range(void *opaque)
+{
+    range *r = opaque;
+    r->fn(r->arg, r->begin, r->end);
+    return NULL;
+}
+
+static void parallel_for(void *ctx, int64_t n, void (*fn)(void *arg, int64_t begin, int64_t end),
+                         void *arg)
+{
+    fake_host *host = ctx;
+    pthread_t threads[16];
+    range ranges[16];
+    record(host, "region", -1);
+    atomic_fetch_add(&host->regions, 1);
+    for (int i = 0; i < host->n_threads; i++) {
+        ranges[i] = (range){ fn, arg, n * i / host->n_threads, n * (i + 1) / host->n_threads };
+        if (i && pthread_create(&threads[i], NULL, run_range, &ranges[i]) != 0)
+            abort();
+    }
+    run_range(&ranges[0]);
+    for (int i = 1; i < host->n_threads; i++)
+        pthread_join(threads[i], NULL);
+}
+
+static void log_message(void *ctx, int level, const char *message)
+{
+    fake_host *host = ctx;
+    snprintf(host->last_log, sizeof host->last_log, "%d %s", level, message);
+}
+
+fake_host *fake_host_new(void)
+{
+    fake_host *host = allocate(sizeof *host);
+    host->n_threads = 3;
+    pthread_mutex_init(&host->lock, NULL);
+    host->table = (of_host){ .abi_version = OF_ABI_VERSION,
+                             .struct_size = sizeof(of_host),
+                             .ctx = host,
+                             .collect = collect,
+                             .commit = commit,
+                             .defer = defer,
+                             .settle = settle,
+                             .release = release,
+                             .drop = drop,
+                             .parallel_for = parallel_for,
+                             .log = log_message };
+    return host;
+}
+
+void fake_host_free(fake_host *host)
+{
+    ck_assert_int_eq(atomic_load(&host->holds), 0);
+    for (int i = 0; i < host->n_tensors; i++) {
+        fake_tensor *tensor = &host->tensors[i];
+        ck_assert_int_eq(tensor->drops, tensor->owned);
+        fake_buffer_release(tensor->param);
+        fake_buffer_release(tensor->grad);
+        for (size_t k = 0; k < tensor->n_state; k++)
+            fake_buffer_release(tensor->state[k]);
+    }
+    pthread_mutex_destroy(&host->lock);
+    free(host);
+}

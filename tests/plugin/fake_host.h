@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fake_host.h: a complete host without PyTorch. Tensors are buffers with a
+ * count of their users, so that memory released too early or kept too long is
+ * seen; a marked buffer stands for a tensor with the first-use key, and
+ * fake_use() for an operator that receives it. */
+#ifndef FAKE_HOST_H
+#define FAKE_HOST_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "optfuse.h"
+
+enum { FAKE_MAX_TENSORS = 256 };
+
+typedef struct fake_buffer {
+    atomic_int refs;
+    atomic_bool marked; /* by defer(): whoever uses it calls of_touch() first */
+    size_t bytes;
+    _Alignas(64) unsigned char data[];
+} fake_buffer;
+
+typedef struct fake_host fake_host;
+
+typedef struct fake_tensor {
+    fake_host *host;
+    int id; /* in the record of events */
+    of_dtype dtype;
+    of_device device;
+    int64_t numel;
+    fake_buffer *param;
+    fake_buffer *grad; /* NULL: none */
+    fake_buffer *state[OF_MAX_STATE];
+    size_t n_state;
+    bool lacks_state; /* collect() finds no state */
+    bool broken;      /* collect() fails */
+    bool shared;      /* defer() refuses */
+    bool alone;       /* to be launched by itself */
+    bool owned;       /* a plan has it */
+    int drops;
+    double step;               /* updates committed */
+    fake_buffer *used_on_look; /* collect() uses this buffer */
+} fake_tensor;
+
+struct fake_host {
+    of_host table; /* what the core gets */
+    bool spends;   /* settle() takes the gradient away: backward mode */
+    bool flushes_on_release;
+    int n_threads;
+    fake_tensor tensors[FAKE_MAX_TENSORS];
+    int n_tensors;
+    atomic_int holds;   /* collected and not released */
+    atomic_int regions; /* calls of parallel_for() */
+    atomic_int waiting; /* marked buffers */
+    pthread_mutex_t lock; /* guards events */
+    bool recording;
+    char events[8192];
+    char last_log[512];
+};
+
+fake_host *fake_host_new(void);
+/* Fails the test if a hold is left or an owned tensor was not dropped once. */
+void fake_host_free(fake_host *host);
+
+fake_buffer *fake_buffer_new(size_t bytes); /* zeros */
+void fake_buffer_retain(fake_buffer *buffer);
+void fake_buffer_release(fake_buffer *buffer);
+
+fake_tensor *fake_tensor_new(fake_host *host, of_dtype dtype, int64_t numel, size_t n_state);
+/* Another parameter in the same memory, with state of its own. */
+fake_tensor *fake_tensor_alias(fake_tensor *tensor);
+/* Takes over the reference; NULL: no gradient. */
+void fake_set_grad(fake_tensor *tensor, fake_buffer *grad);
+
+/* An operator uses the buffer: launches what is pending on it, and returns its
+ * bytes. foreign: on a thread that isn't the host's. */
+const void *fake_use(fake_buffer *buffer, bool foreign);
+
+/* The events since the last call, as "collect:0 commit:0 ..." */
+void fake_record(fake_host *host);
+const char *fake_events(fake_host *host);
+
+#endif

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fixture.h: one plan, its parameters, and the yardstick: each parameter has a
+ * twin that gets the same gradients and is updated by one direct call of the
+ * kernel, with no plan in between. Equal means equal bits. */
+#ifndef FIXTURE_H
+#define FIXTURE_H
+
+#include <check.h>
+
+#include "fake_host.h"
+
+enum { MAX_TWINS = 64 };
+
+typedef struct twin {
+    fake_tensor *tensor;
+    size_t slot;
+    unsigned char *param; /* what the tensor must become */
+    unsigned char *state[OF_MAX_STATE];
+    double step;
+    const double *hyper;
+} twin;
+
+typedef struct fixture {
+    fake_host *host;
+    of_plan *plan;
+    of_mode mode;
+    double hyper[2][OF_MAX_HYPER]; /* two groups of Adam */
+    twin twins[MAX_TWINS];
+    size_t n;
+} fixture;
+
+/* A plan with two groups of Adam in this mode; bucket_bytes 0: the default. */
+fixture *setup(of_mode mode, size_t bucket_bytes);
+/* A second plan of the same host, with settings of its own. */
+fixture *setup_beside(fixture *first, of_mode mode);
+/* Drops the plan, checks every twin and that nothing is pending or held. */
+void teardown(fixture *f);
+/* Without the checks of values, for tests that expect them to differ. */
+void teardown_unchecked(fixture *f);
+
+/* Adds a float32 parameter of random values and returns its twin. */
+twin *add(fixture *f, int64_t numel);
+twin *add_to_group(fixture *f, int64_t numel, size_t group);
+twin *add_eager(fixture *f, int64_t numel);
+twin *add_dtype(fixture *f, int64_t numel, of_dtype dtype);
+twin *add_tensor(fixture *f, fake_tensor *tensor, size_t group, bool eager);
+
+/* Gives a random gradient to one parameter, or to all. */
+void backward(twin *t);
+void backward_all(fixture *f);
+
+/* The yardstick's update of one twin, from its tensor's present gradient. */
+void expect_update(fixture *f, twin *t);
+void expect_update_at(twin *t, void *param, void **state);
+/* optimizer.step() of plan and twins; must succeed. */
+void step(fixture *f);
+/* Backward mode: gives a gradient and says that it is complete. */
+void gradient(fixture *f, twin *t);
+
+/* Uses parameter and state, as a reader would, and compares them. */
+void check_twin(const twin *t);
+bool twin_equal(const twin *t);
+/* Compares without a use: only what was launched can be equal. */
+bool launched(const twin *t);
+
+void set_lr(fixture *f, size_t group, double lr);
+of_counts counts(const fixture *f);
+int run(Suite *suite); /* for main(): 0 if all passed */
+
+#endif

@@ -1,0 +1,296 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Backward fusion: gradients are updated as they complete, in buckets. */
+#include <string.h>
+
+#include "fixture.h"
+
+enum { BUCKET = 4000 }; /* bytes: 1000 float32 elements */
+
+START_TEST(bucket_is_launched_when_it_is_full_in_one_go)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    for (int i = 0; i < 4; i++)
+        add(f, 300);
+    for (size_t i = 0; i < 3; i++) {
+        gradient(f, &f->twins[i]);
+        ck_assert_uint_eq(counts(f).pending, i + 1);
+    }
+    gradient(f, &f->twins[3]);
+    for (size_t i = 0; i < 4; i++)
+        ck_assert(launched(&f->twins[i]));
+    of_counts c = counts(f);
+    ck_assert_uint_eq(c.pending, 0);
+    ck_assert_uint_eq(c.launches, 1);
+    ck_assert_uint_eq(c.at_close, 4);
+    step(f);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(bucket_is_full_at_its_limit_exactly)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 999);
+    twin *b = add(f, 1);
+    gradient(f, a);
+    ck_assert(!launched(a));
+    gradient(f, b);
+    ck_assert(launched(a) && launched(b));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(the_update_that_fills_the_bucket_is_not_deferred)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 600);
+    twin *b = add(f, 600);
+    fake_record(f->host);
+    gradient(f, a);
+    gradient(f, b);
+    ck_assert_str_eq(fake_events(f->host), "collect:0 commit:0 defer:0 collect:1 commit:1 settle:0 "
+                                           "settle:1 release:0 release:1");
+    teardown(f);
+}
+END_TEST
+
+START_TEST(large_update_does_not_wait_for_the_open_bucket)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *small = add(f, 10);
+    twin *large = add(f, 1000);
+    gradient(f, small);
+    gradient(f, large);
+    ck_assert(launched(large) && !launched(small));
+    ck_assert_uint_eq(counts(f).at_once, 1);
+    ck_assert_uint_eq(counts(f).pending, 1);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(without_buckets_every_update_goes_alone)
+{
+    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    for (int i = 0; i < 3; i++) {
+        twin *t = add(f, i * 5);
+        gradient(f, t);
+        ck_assert(launched(t));
+    }
+    ck_assert_uint_eq(counts(f).launches, 3);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(member_of_the_open_bucket_is_launched_alone_at_first_use)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 400);
+    twin *b = add(f, 400);
+    twin *c = add(f, 400);
+    gradient(f, a);
+    gradient(f, b);
+    fake_use(a->tensor->param, false);
+    ck_assert(launched(a) && !launched(b));
+    gradient(f, c);
+    ck_assert_msg(!launched(c), "the bucket lost %d bytes with the member that left it", 1600);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(close_launches_the_open_bucket)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *t = add(f, 10);
+    gradient(f, t);
+    of_plan_close(f->plan);
+    ck_assert(launched(t));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(shared_and_eager_members_do_not_wait)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *shared = add(f, 10);
+    twin *eager = add_eager(f, 10);
+    shared->tensor->shared = true;
+    gradient(f, shared);
+    gradient(f, eager);
+    ck_assert(launched(shared) && launched(eager));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(after_a_foreign_thread_nothing_waits_in_a_bucket)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 10);
+    twin *b = add(f, 10);
+    gradient(f, a);
+    fake_use(a->tensor->param, true);
+    gradient(f, b);
+    ck_assert(launched(b));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(step_closes_the_bucket_and_confirms)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *t = add(f, 10);
+    ck_assert(!of_plan_unconfirmed(f->plan));
+    gradient(f, t);
+    ck_assert(of_plan_unconfirmed(f->plan));
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    ck_assert(launched(t));
+    ck_assert(!of_plan_unconfirmed(f->plan));
+    ck_assert_uint_eq(counts(f).created, 1);
+    for (int i = 0; i < 50; i++) {
+        gradient(f, t);
+        ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+        check_twin(t);
+    }
+    teardown(f);
+}
+END_TEST
+
+START_TEST(step_updates_gradients_set_by_hand)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *hooked = add(f, 10);
+    twin *by_hand = add(f, 10);
+    gradient(f, hooked);
+    backward(by_hand);
+    expect_update(f, by_hand);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    ck_assert(launched(hooked) && launched(by_hand));
+    ck_assert(!of_any_pending());
+    ck_assert_ptr_null(by_hand->tensor->grad);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(second_gradient_before_step_is_refused_and_changes_nothing)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *t = add(f, 10);
+    gradient(f, t);
+    backward(t);
+    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_TWICE);
+    ck_assert_ptr_nonnull(strstr(of_error_message(), "step()"));
+    ck_assert_ptr_nonnull(strstr(of_error_message(), "mode=\"forward\""));
+    ck_assert_uint_eq(counts(f).created, 1);
+    fake_set_grad(t->tensor, NULL);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    gradient(f, t);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(missing_state_and_errors_are_reported_and_change_nothing)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *t = add(f, 10);
+    t->tensor->lacks_state = true;
+    backward(t);
+    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_NEEDS_STATE);
+    t->tensor->lacks_state = false;
+    t->tensor->broken = true;
+    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_INVALID);
+    ck_assert_str_eq(of_error_message(), "tensor 0 is broken");
+    ck_assert(!of_plan_unconfirmed(f->plan));
+    t->tensor->broken = false;
+    gradient(f, t);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(failed_step_keeps_what_backward_updated)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 10);
+    twin *b = add(f, 10);
+    gradient(f, a);
+    backward(b);
+    b->tensor->broken = true;
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_INVALID);
+    ck_assert(of_plan_unconfirmed(f->plan));
+    b->tensor->broken = false;
+    expect_update(f, b);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    ck_assert(!of_plan_unconfirmed(f->plan));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(hook_without_gradient_is_nothing)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *t = add(f, 10);
+    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_OK);
+    ck_assert(!of_plan_unconfirmed(f->plan));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(aliased_parameters_share_no_bucket)
+{
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 100);
+    twin *b = add_tensor(f, fake_tensor_alias(a->tensor), 0, false);
+    for (int i = 0; i < 3; i++) {
+        void *state[] = { b->state[0], b->state[1] };
+        gradient(f, a);
+        backward(b);
+        expect_update_at(b, a->param, state);
+        ck_assert_int_eq(of_plan_gradient(f->plan, b->slot), OF_OK);
+        ck_assert_uint_eq(counts(f).pending, 1);
+        ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    }
+    memcpy(b->param, a->param, a->tensor->param->bytes);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(gradient_needs_backward_mode_and_a_slot)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    add(f, 10);
+    ck_assert_int_eq(of_plan_gradient(f->plan, 0), OF_INVALID);
+    teardown(f);
+    f = setup(OF_BACKWARD, 0);
+    add(f, 10);
+    ck_assert_int_eq(of_plan_gradient(f->plan, 1), OF_INVALID);
+    ck_assert_str_eq(of_error_message(), "there is no slot 1: the plan has 1");
+    teardown(f);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("backward fusion");
+    TCase *bucket = tcase_create("bucket");
+    tcase_add_test(bucket, bucket_is_launched_when_it_is_full_in_one_go);
+    tcase_add_test(bucket, bucket_is_full_at_its_limit_exactly);
+    tcase_add_test(bucket, the_update_that_fills_the_bucket_is_not_deferred);
+    tcase_add_test(bucket, large_update_does_not_wait_for_the_open_bucket);
+    tcase_add_test(bucket, without_buckets_every_update_goes_alone);
+    tcase_add_test(bucket, member_of_the_open_bucket_is_launched_alone_at_first_use);
+    tcase_add_test(bucket, close_launches_the_open_bucket);
+    tcase_add_test(bucket, shared_and_eager_members_do_not_wait);
+    tcase_add_test(bucket, after_a_foreign_thread_nothing_waits_in_a_bucket);
+    tcase_add_test(bucket, aliased_parameters_share_no_bucket);
+    suite_add_tcase(suite, bucket);
+    TCase *stepping = tcase_create("step");
+    tcase_add_test(stepping, step_closes_the_bucket_and_confirms);
+    tcase_add_test(stepping, step_updates_gradients_set_by_hand);
+    tcase_add_test(stepping, second_gradient_before_step_is_refused_and_changes_nothing);
+    tcase_add_test(stepping, failed_step_keeps_what_backward_updated);
+    suite_add_tcase(suite, stepping);
+    TCase *refusals = tcase_create("refusals");
+    tcase_add_test(refusals, missing_state_and_errors_are_reported_and_change_nothing);
+    tcase_add_test(refusals, hook_without_gradient_is_nothing);
+    tcase_add_test(refusals, gradient_needs_backward_mode_and_a_slot);
+    suite_add_tcase(suite, refusals);
+    return run(suite);
+}
