@@ -1,0 +1,189 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Guards: with one switched off the same scenario gives wrong numbers, so the
+ * tests that pass with it on prove something. Built twice: in the library that
+ * people get, the switch must do nothing. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "fixture.h"
+
+#ifdef OF_TEST_GUARDS
+static const bool switchable = true;
+#else
+static const bool switchable = false;
+#endif
+
+static void guard_off(const char *name)
+{
+    setenv("OPTFUSE_TEST_GUARDS_OFF", name, 1);
+}
+
+static void guards_on(void)
+{
+    unsetenv("OPTFUSE_TEST_GUARDS_OFF");
+}
+
+/* Runs the scenario with all guards on, with others off, and with this one. */
+static void check_guard(const char *name, bool (*right)(void))
+{
+    guards_on();
+    ck_assert_msg(right(), "wrong with all guards on");
+    guard_off("other,others");
+    ck_assert_msg(right(), "wrong with another guard off");
+    guard_off(name);
+    ck_assert_msg(right() != switchable, "guard %s %s", name,
+                  switchable ? "can be off without harm" : "can be switched off");
+    char list[64] = "other,";
+    strcat(list, name);
+    guard_off(list);
+    ck_assert_msg(right() != switchable, "guard %s in a list", name);
+    guards_on();
+}
+
+static bool finish(fixture *f)
+{
+    of_plan_flush(f->plan);
+    bool right = true;
+    for (size_t i = 0; i < f->n; i++)
+        right = right && launched(&f->twins[i]);
+    teardown_unchecked(f);
+    return right;
+}
+
+/* Two steps without a use in between: the first must run first. */
+static bool two_steps_are_in_order(void)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 100);
+    for (int i = 0; i < 2; i++) {
+        backward(t);
+        step(f);
+    }
+    fake_use(t->tensor->param, false);
+    return finish(f);
+}
+
+static bool two_optimizers_are_in_order(void)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    fixture *g = setup_beside(f, OF_FORWARD);
+    twin *a = add(f, 100);
+    twin *b = add_tensor(g, fake_tensor_alias(a->tensor), 1, false);
+    void *state[] = { b->state[0], b->state[1] };
+    backward(a);
+    backward(b);
+    step(f);
+    expect_update_at(b, a->param, state);
+    of_plan_step(g->plan, NULL, 0, NULL);
+    memcpy(b->param, a->param, a->tensor->param->bytes);
+    fake_use(b->tensor->param, false);
+    bool right = finish(g);
+    return finish(f) && right;
+}
+
+START_TEST(rearm)
+{
+    check_guard("rearm", two_steps_are_in_order);
+    check_guard("rearm", two_optimizers_are_in_order);
+}
+END_TEST
+
+static bool second_gradient_is_not_applied(void)
+{
+    fixture *f = setup(OF_BACKWARD, 0);
+    twin *t = add(f, 100);
+    gradient(f, t);
+    backward(t);
+    of_plan_gradient(f->plan, t->slot);
+    return finish(f);
+}
+
+START_TEST(twice)
+{
+    check_guard("twice", second_gradient_is_not_applied);
+}
+END_TEST
+
+/* A foreign thread that read the parameter once reads it again, now without
+ * looking for a mark. */
+static bool foreign_reader_sees_the_next_update(void)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 100);
+    backward(t);
+    step(f);
+    fake_use(t->tensor->param, true);
+    backward(t);
+    step(f);
+    bool right = launched(t);
+    finish(f);
+    return right;
+}
+
+START_TEST(foreign)
+{
+    check_guard("foreign", foreign_reader_sees_the_next_update);
+}
+END_TEST
+
+static bool cleared_plan_has_updated(void)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 100);
+    backward(t);
+    step(f);
+    of_plan_clear(f->plan);
+    return finish(f);
+}
+
+static bool released_plan_has_updated(void)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 100);
+    backward(t);
+    step(f);
+    of_plan_release(f->plan);
+    f->plan = NULL;
+    bool right = launched(t);
+    teardown_unchecked(f);
+    return right;
+}
+
+START_TEST(clear)
+{
+    check_guard("clear", cleared_plan_has_updated);
+    check_guard("clear", released_plan_has_updated);
+}
+END_TEST
+
+static bool all_is_launched_before_a_fork(void)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 100);
+    backward(t);
+    step(f);
+    of_fork_prepare();
+    bool right = launched(t); /* what a child would get a copy of */
+    of_fork_parent();
+    finish(f);
+    return right;
+}
+
+START_TEST(fork_)
+{
+    check_guard("fork", all_is_launched_before_a_fork);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create(switchable ? "guards, switchable" : "guards, fixed");
+    TCase *all = tcase_create("guards");
+    tcase_add_test(all, rearm);
+    tcase_add_test(all, twice);
+    tcase_add_test(all, foreign);
+    tcase_add_test(all, clear);
+    tcase_add_test(all, fork_);
+    suite_add_tcase(suite, all);
+    return run(suite);
+}

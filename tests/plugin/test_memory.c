@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Out of memory: each allocation of the core fails in turn. The failure is
+ * reported, nothing has changed, and the call works when repeated. The linker
+ * puts the functions below in place of malloc() and its like; the fake host
+ * allocates by another way. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "fixture.h"
+
+static int until_failure = -1; /* allocations that still succeed; -1: all */
+static bool failed;
+
+static bool fails_now(void)
+{
+    if (until_failure < 0)
+        return false;
+    if (until_failure-- > 0)
+        return false;
+    failed = true;
+    return true;
+}
+
+void *__real_malloc(size_t size);
+void *__real_calloc(size_t n, size_t size);
+void *__real_realloc(void *old, size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_calloc(size_t n, size_t size);
+void *__wrap_realloc(void *old, size_t size);
+
+void *__wrap_malloc(size_t size)
+{
+    return fails_now() ? NULL : __real_malloc(size);
+}
+
+void *__wrap_calloc(size_t n, size_t size)
+{
+    return fails_now() ? NULL : __real_calloc(n, size);
+}
+
+void *__wrap_realloc(void *old, size_t size)
+{
+    return fails_now() ? NULL : __real_realloc(old, size);
+}
+
+/* Lets the nth allocation of a call fail. */
+#define WITH_FAILURE(n, status, call)                                                              \
+    do {                                                                                           \
+        until_failure = (n);                                                                       \
+        failed = false;                                                                            \
+        (status) = (call);                                                                         \
+        until_failure = -1;                                                                        \
+    } while (0)
+
+START_TEST(plan_reports_it)
+{
+    fake_host *host = fake_host_new();
+    of_plan *plan = NULL;
+    of_status status;
+    WITH_FAILURE(0, status, of_plan_create(&host->table, "adam", NULL, &plan));
+    ck_assert_int_eq(status, OF_NO_MEMORY);
+    ck_assert_ptr_null(plan);
+    ck_assert_str_eq(of_error_message(), "out of memory for a plan");
+    fake_host_free(host);
+}
+END_TEST
+
+START_TEST(group_and_slot_report_it)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    of_status status;
+    WITH_FAILURE(0, status, of_plan_set_group(f->plan, 2, f->hyper[0], 8));
+    ck_assert_int_eq(status, OF_NO_MEMORY);
+    fake_tensor *tensor = fake_tensor_new(f->host, OF_FLOAT32, 1, 2);
+    tensor->owned = true;
+    WITH_FAILURE(0, status, of_plan_add_slot(f->plan, tensor, 0, false, NULL));
+    ck_assert_int_eq(status, OF_NO_MEMORY);
+    ck_assert_int_eq(tensor->drops, 1);
+    twin *t = add(f, 10);
+    backward(t);
+    step(f);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(step_reports_it)
+{
+    for (int n = 0; n < 20; n++) {
+        fixture *f = setup(OF_FORWARD, 0);
+        for (int i = 0; i < 20; i++)
+            add(f, 5);
+        backward_all(f);
+        of_status status;
+        WITH_FAILURE(n, status, of_plan_step(f->plan, NULL, 0, NULL));
+        ck_assert_int_eq(status, OF_NO_MEMORY);
+        ck_assert_str_eq(of_error_message(), "out of memory for an update");
+        ck_assert_int_eq(atomic_load(&f->host->holds), 0);
+        ck_assert_uint_eq(counts(f).created, 0);
+        step(f);
+        teardown(f);
+    }
+}
+END_TEST
+
+/* Must come first: the registry's table is made once in a process. */
+START_TEST(update_that_finds_no_room_in_the_registry_is_launched_at_once)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    for (int i = 0; i < 5; i++)
+        add(f, 5);
+    backward_all(f);
+    for (size_t i = 0; i < f->n; i++)
+        expect_update(f, &f->twins[i]);
+    of_status status;
+    WITH_FAILURE(5, status, of_plan_step(f->plan, NULL, 0, NULL));
+    ck_assert_int_eq(status, OF_OK);
+    ck_assert(failed);
+    ck_assert_uint_eq(counts(f).at_once, 1);
+    ck_assert_uint_eq(counts(f).pending, 4);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(gradient_reports_it)
+{
+    fixture *f = setup(OF_BACKWARD, 0);
+    twin *t = add(f, 10);
+    backward(t);
+    of_status status;
+    WITH_FAILURE(0, status, of_plan_gradient(f->plan, t->slot));
+    ck_assert_int_eq(status, OF_NO_MEMORY);
+    ck_assert_int_eq(atomic_load(&f->host->holds), 0);
+    expect_update(f, t);
+    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_OK);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(repeated_steps_allocate_nothing)
+{
+    fixture *f = setup(OF_FORWARD, 0);
+    for (int i = 0; i < 20; i++)
+        add(f, 50);
+    backward_all(f);
+    step(f);
+    for (int i = 0; i < 10; i++) {
+        of_status status;
+        backward_all(f);
+        for (size_t k = 0; k < f->n; k++)
+            expect_update(f, &f->twins[k]);
+        WITH_FAILURE(0, status, of_plan_step(f->plan, NULL, 0, NULL));
+        ck_assert_int_eq(status, OF_OK);
+        ck_assert_msg(!failed, "step() allocated");
+    }
+    teardown(f);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("out of memory");
+    TCase *all = tcase_create("out of memory");
+    tcase_set_timeout(all, 60);
+    tcase_add_test(all, update_that_finds_no_room_in_the_registry_is_launched_at_once);
+    tcase_add_test(all, step_reports_it);
+    tcase_add_test(all, plan_reports_it);
+    tcase_add_test(all, group_and_slot_report_it);
+    tcase_add_test(all, gradient_reports_it);
+    tcase_add_test(all, repeated_steps_allocate_nothing);
+    suite_add_tcase(suite, all);
+    return run(suite);
+}
