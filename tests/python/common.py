@@ -109,21 +109,17 @@ class Fused(Stock):
         """Where a script relies on an update not having been launched yet."""
         for optimizer in optimizers or self.optimizers:
             if self.options["mode"] == "forward":
-                n = counts(optimizer)["pending"]
+                n = optfuse.summary(optimizer).pending
                 assert n > 0, "no update is pending here: the test would prove nothing"
 
     def prove(self):
         """That the updates took our way at all."""
-        made = sum(counts(o)["created"] for o in self.optimizers)
-        late = made - sum(counts(o)["at_once"] for o in self.optimizers)
+        summaries = [optfuse.summary(o) for o in self.optimizers]
+        made = sum(s.created for s in summaries)
+        late = made - sum(s.at_once for s in summaries)
         assert made > 0, "optfuse made no update: the test would prove nothing"
         if self.options["mode"] == "forward":
             assert late > 0, f"none of {made} updates was deferred: the test would prove nothing"
-
-
-def counts(optimizer):
-    """The counters of a fused optimizer, by the names of plugin/optfuse.h."""
-    return optfuse.summary(optimizer).counts
 
 
 def run(script, wrap):
