@@ -10,13 +10,11 @@
 
 static const char *const names[OF_ISA_COUNT] = {"c", "baseline", "avx2", "avx512"};
 
-const char *of_isa_name(of_isa isa)
-{
+const char *of_isa_name(of_isa isa) {
     return names[isa];
 }
 
-bool of_isa_parse(const char *name, of_isa *out)
-{
+bool of_isa_parse(const char *name, of_isa *out) {
     for (int i = 0; i < OF_ISA_COUNT; i++) {
         if (strcmp(names[i], name) == 0) {
             *out = (of_isa)i;
@@ -30,14 +28,12 @@ bool of_isa_parse(const char *name, of_isa *out)
 
 /* __builtin_cpu_supports also asks whether the system saves the registers;
  * not every compiler lets it answer for F16C, which needs no more than AVX. */
-static bool has_f16c(void)
-{
+static bool has_f16c(void) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
-of_isa of_isa_detect(void)
-{
+of_isa of_isa_detect(void) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c())
         return OF_ISA_BASELINE;
@@ -49,8 +45,7 @@ of_isa of_isa_detect(void)
 
 #else
 
-of_isa of_isa_detect(void)
-{
+of_isa of_isa_detect(void) {
     return OF_ISA_BASELINE;
 }
 

@@ -56,12 +56,12 @@ typedef struct of_kernel {
 } of_kernel;
 
 typedef struct of_rule {
-    const char *name;          /* "adam", "sgd" */
-    const char *const *state;  /* n_state keys of torch.optim's state, in of_span order */
+    const char *name;         /* "adam", "sgd" */
+    const char *const *state; /* n_state keys of torch.optim's state, in of_span order */
     size_t n_state;
-    const char *const *hyper;  /* n_hyper names, in the order of the hyper[] arrays; */
-    size_t n_hyper;            /* booleans are 0.0 or 1.0 */
-    size_t scalars_size;       /* bytes, at most OF_MAX_SCALARS */
+    const char *const *hyper; /* n_hyper names, in the order of the hyper[] arrays; */
+    size_t n_hyper;           /* booleans are 0.0 or 1.0 */
+    size_t scalars_size;      /* bytes, at most OF_MAX_SCALARS */
     /* Bit i is set if state[i] is used under these hyper-parameters. */
     unsigned (*state_used)(const double *hyper);
     /* Fills `scalars` (scalars_size bytes, aligned for double) for the

@@ -30,8 +30,7 @@ const of_rule of_rules[] = {
     {NULL, NULL, 0, NULL, 0, 0, NULL, NULL},
 };
 
-const of_rule *of_rule_find(const char *name)
-{
+const of_rule *of_rule_find(const char *name) {
     for (const of_rule *rule = of_rules; rule->name; rule++)
         if (strcmp(rule->name, name) == 0)
             return rule;
@@ -65,19 +64,18 @@ const of_rule *of_rule_find(const char *name)
     of_kernel_fn of_##rule##_##dtype##_##isa##_plain;
 
 #define OF_ROWS(rule, dtype, dtype_code, isa, isa_code)                                            \
-    {#rule,  OF_REF_CPU_FUSED, dtype_code,                                                         \
-     OF_CPU, isa_code,         of_##rule##_##dtype##_##isa##_fused},                               \
-        {#rule,  OF_REF_CPU_FUSED_PLAIN, dtype_code,                                               \
-         OF_CPU, isa_code,               of_##rule##_##dtype##_##isa##_plain},
+    {#rule, OF_REF_CPU_FUSED, dtype_code, OF_CPU, isa_code, of_##rule##_##dtype##_##isa##_fused},  \
+        {#rule,      OF_REF_CPU_FUSED_PLAIN,                                                       \
+         dtype_code, OF_CPU,                                                                       \
+         isa_code,   of_##rule##_##dtype##_##isa##_plain},
 
 OF_RULES(OF_DECLARE)
 
 const of_kernel of_kernels[] = {
-    OF_RULES(OF_ROWS) {NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL}};
+    OF_RULES(OF_ROWS){NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL}};
 
 const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dtype dtype,
-                                of_device device, of_isa isa)
-{
+                                of_device device, of_isa isa) {
     const of_kernel *best = NULL;
     for (const of_kernel *row = of_kernels; row->rule; row++) {
         if (strcmp(row->rule, rule) != 0 || row->reference != reference || row->dtype != dtype ||
@@ -89,20 +87,17 @@ const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dty
     return best;
 }
 
-size_t of_dtype_size(of_dtype dtype)
-{
+size_t of_dtype_size(of_dtype dtype) {
     static const size_t sizes[OF_DTYPE_COUNT] = {4, 8, 2, 2};
     return sizes[dtype];
 }
 
-const char *of_dtype_name(of_dtype dtype)
-{
+const char *of_dtype_name(of_dtype dtype) {
     static const char *const names[OF_DTYPE_COUNT] = {"float32", "float64", "bfloat16", "float16"};
     return names[dtype];
 }
 
-size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel)
-{
+size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel) {
     (void)reference; /* both have the same shape: whole vectors, then the rest */
     const size_t width = vector_bytes < 32 ? vector_bytes : 32;
     const size_t lanes = width / of_dtype_size(dtype);

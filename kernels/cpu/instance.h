@@ -38,7 +38,7 @@ enum { OF_NARROW = 1 };
 #define OF_PASTE2(a, b) a##_##b
 #define OF_PASTE(a, b) OF_PASTE2(a, b)
 #define OF_RULE_NAME(name) OF_PASTE(OF_RULE, name)
-#define OF_KERNEL_NAME(reference) \
+#define OF_KERNEL_NAME(reference)                                                                  \
     OF_PASTE(of, OF_PASTE(OF_PASTE(OF_RULE, OF_DTYPE), OF_PASTE(OF_ISA, reference)))
 
 typedef OF_RULE_NAME(constants) of_constants;

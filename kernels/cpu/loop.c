@@ -3,7 +3,7 @@
  * instruction set. It is plain C that the compiler vectorizes: options are
  * constants inside a loop, and there is one loop per combination of options. */
 #include "instance.h"
-#include "narrow.h"
+#include "narrow_block.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #define OF_NO_ALIAS _Pragma("GCC ivdep")
@@ -18,8 +18,7 @@ typedef struct of_arrays {
 } of_arrays;
 
 /* Pointers to what is left after the first n elements. */
-static of_arrays advance(const of_arrays *arrays, size_t n)
-{
+static of_arrays advance(const of_arrays *arrays, size_t n) {
     of_arrays rest = *arrays;
     rest.param += n;
     rest.grad += n;
@@ -29,11 +28,10 @@ static of_arrays advance(const of_arrays *arrays, size_t n)
     return rest;
 }
 
-OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of_form form, size_t n,
-                             of_real *restrict param, const of_real *restrict grad,
+OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of_form form,
+                             size_t n, of_real *restrict param, const of_real *restrict grad,
                              of_real *restrict state0, of_real *restrict state1,
-                             of_real *restrict state2)
-{
+                             of_real *restrict state2) {
     const of_constants k = *constants;
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     OF_NO_ALIAS
@@ -58,47 +56,57 @@ OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of
 
 #ifdef OF_IS_NARROW
 
-/* Five blocks of floats stay in the first-level cache. */
-enum { BLOCK = 256 };
+#define WIDEN OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))
+#define NARROW OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))
 
-/* Called, not inlined: a call per block costs nothing and keeps every variant
- * small. */
-__attribute__((noinline)) static void widen(float *to, const uint16_t *from, size_t n)
-{
-    OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))(to, from, n);
-}
-
-__attribute__((noinline)) static void narrow(uint16_t *to, const float *from, size_t n)
-{
-    OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))(to, from, n);
-}
-
-/* Widens a block into floats on the stack, updates it there, narrows it. */
-OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form,
-                             const of_arrays *arrays, size_t n)
-{
-    _Alignas(64) float param[BLOCK], grad[BLOCK], state[OF_MAX_STATE][BLOCK];
+/* Widens a block into floats, updates it there, narrows it. */
+OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form form,
+                             const of_arrays *arrays, size_t at) {
+    _Alignas(64) float param[OF_BLOCK], grad[OF_BLOCK], state[OF_MAX_STATE][OF_BLOCK];
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
-    for (size_t at = 0; at < n; at += BLOCK) {
-        const size_t count = n - at < BLOCK ? n - at : BLOCK;
-        widen(param, arrays->param + at, count);
-        widen(grad, arrays->grad + at, count);
-        for (unsigned i = 0; i < OF_MAX_STATE; i++)
-            if (used & (1u << i))
-                widen(state[i], arrays->state[i] + at, count);
-        update_reals(k, variant, form, count, param, grad, state[0], state[1], state[2]);
-        narrow(arrays->param + at, param, count);
-        for (unsigned i = 0; i < OF_MAX_STATE; i++)
-            if (used & (1u << i))
-                narrow(arrays->state[i] + at, state[i], count);
-    }
+    WIDEN(param, arrays->param + at);
+    WIDEN(grad, arrays->grad + at);
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (used & (1u << i))
+            WIDEN(state[i], arrays->state[i] + at);
+    update_reals(k, variant, form, OF_BLOCK, param, grad, state[0], state[1], state[2]);
+    NARROW(arrays->param + at, param);
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (used & (1u << i))
+            NARROW(arrays->state[i] + at, state[i]);
+}
+
+/* Less than a block: updates a copy that is padded with zeros. */
+OF_RULE_FN void update_rest(const of_constants *k, unsigned variant, of_form form,
+                            const of_arrays *arrays, size_t at, size_t n) {
+    uint16_t param[OF_BLOCK] = {0}, grad[OF_BLOCK] = {0}, state[OF_MAX_STATE][OF_BLOCK] = {{0}};
+    const of_arrays padded = {param, grad, {state[0], state[1], state[2]}};
+    const unsigned used = OF_RULE_NAME(variant_state)(variant);
+    memcpy(param, arrays->param + at, n * sizeof *param);
+    memcpy(grad, arrays->grad + at, n * sizeof *grad);
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (used & (1u << i))
+            memcpy(state[i], arrays->state[i] + at, n * sizeof *state[i]);
+    update_block(k, variant, form, &padded, 0);
+    memcpy(arrays->param + at, param, n * sizeof *param);
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (used & (1u << i))
+            memcpy(arrays->state[i] + at, state[i], n * sizeof *state[i]);
+}
+
+OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form,
+                             const of_arrays *arrays, size_t n) {
+    size_t at = 0;
+    for (; at + OF_BLOCK <= n; at += OF_BLOCK)
+        update_block(k, variant, form, arrays, at);
+    if (at < n)
+        update_rest(k, variant, form, arrays, at, n - at);
 }
 
 #else
 
 OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form,
-                             const of_arrays *arrays, size_t n)
-{
+                             const of_arrays *arrays, size_t n) {
     update_reals(k, variant, form, n, arrays->param, arrays->grad, arrays->state[0],
                  arrays->state[1], arrays->state[2]);
 }
@@ -106,8 +114,7 @@ OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form fo
 #endif
 
 /* One loop per variant. */
-OF_RULE_FN void update_body(const void *scalars, of_form form, const of_arrays *arrays, size_t n)
-{
+OF_RULE_FN void update_body(const void *scalars, of_form form, const of_arrays *arrays, size_t n) {
     const of_constants k = OF_RULE_NAME(round)(scalars, form);
     switch (OF_RULE_NAME(variant)(scalars)) {
 #define OF_CASE(constant)                                                                          \
@@ -122,17 +129,15 @@ OF_RULE_FN void update_body(const void *scalars, of_form form, const of_arrays *
 }
 
 /* A few elements, less than one vector of the reference: one loop for all. */
-OF_RULE_FN void update_tail(const void *scalars, of_form form, const of_arrays *arrays, size_t n)
-{
+OF_RULE_FN void update_tail(const void *scalars, of_form form, const of_arrays *arrays, size_t n) {
     const of_constants k = OF_RULE_NAME(round)(scalars, form);
     update_array(&k, OF_RULE_NAME(variant)(scalars), form, arrays, n);
 }
 
-OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused)
-{
+OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused) {
     const of_form form = {fused, OF_ALL_TAIL}, tail = {fused, true};
-    const of_arrays arrays = {span->param, span->grad,
-                              {span->state[0], span->state[1], span->state[2]}};
+    const of_arrays arrays = {
+        span->param, span->grad, {span->state[0], span->state[1], span->state[2]}};
     const size_t body = OF_ALL_TAIL ? span->n : span->n - span->tail;
     update_body(scalars, form, &arrays, body);
     if (body < span->n) {
@@ -141,12 +146,10 @@ OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused
     }
 }
 
-void OF_KERNEL_NAME(fused)(const of_span *span, const void *scalars)
-{
+void OF_KERNEL_NAME(fused)(const of_span *span, const void *scalars) {
     update_span(span, scalars, true);
 }
 
-void OF_KERNEL_NAME(plain)(const of_span *span, const void *scalars)
-{
+void OF_KERNEL_NAME(plain)(const of_span *span, const void *scalars) {
     update_span(span, scalars, false);
 }

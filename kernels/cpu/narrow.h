@@ -1,39 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* narrow.h: bfloat16 and float16 to float and back, one element at a time and
- * in blocks. Rounds to nearest, ties to even; denormals are kept; NaN becomes
+/* narrow.h: bfloat16 and float16 to float and back, one element at a
+ * time. Rounds to nearest, ties to even; denormals are kept; NaN becomes
  * a quiet NaN whose payload is not preserved. */
 #ifndef OPTFUSE_CPU_NARROW_H
 #define OPTFUSE_CPU_NARROW_H
 
-#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
-static inline float of_float_of_bits(uint32_t bits)
-{
+static inline float of_float_of_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline uint32_t of_bits_of_float(float value)
-{
+static inline uint32_t of_bits_of_float(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-static inline float of_bfloat16_widen(uint16_t stored)
-{
+static inline float of_bfloat16_widen(uint16_t stored) {
     return of_float_of_bits((uint32_t)stored << 16);
 }
 
-static inline uint16_t of_bfloat16_narrow(float value)
-{
+static inline uint16_t of_bfloat16_narrow(float value) {
     const uint32_t bits = of_bits_of_float(value);
     const uint32_t odd = (bits >> 16) & 1u;
     const uint32_t rounded = (bits + 0x7fffu + odd) >> 16;
@@ -42,8 +33,7 @@ static inline uint16_t of_bfloat16_narrow(float value)
 
 /* Shifted left, a float16 is a float32 whose exponent is too small by 112;
  * the product corrects it and makes denormals normal. */
-static inline float of_float16_widen(uint16_t stored)
-{
+static inline float of_float16_widen(uint16_t stored) {
     const uint32_t sign = (uint32_t)(stored & 0x8000u) << 16;
     const uint32_t rest = (uint32_t)(stored & 0x7fffu) << 13;
     if (rest >= 0x0f800000u) /* infinity, NaN */
@@ -52,8 +42,7 @@ static inline float of_float16_widen(uint16_t stored)
     return of_float_of_bits(sign | of_bits_of_float(magnitude));
 }
 
-static inline uint16_t of_float16_narrow(float value)
-{
+static inline uint16_t of_float16_narrow(float value) {
     const uint32_t bits = of_bits_of_float(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t rest = bits & 0x7fffffffu;
@@ -70,42 +59,6 @@ static inline uint16_t of_float16_narrow(float value)
         result = (rest - 0x38000000u + 0x0fffu + odd) >> 13;
     }
     return (uint16_t)(sign | result);
-}
-
-/* n elements of `from`; the blocks do not overlap. */
-static inline void of_bfloat16_widen_block(float *restrict to, const uint16_t *restrict from, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        to[i] = of_bfloat16_widen(from[i]);
-}
-
-static inline void of_bfloat16_narrow_block(uint16_t *restrict to, const float *restrict from, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        to[i] = of_bfloat16_narrow(from[i]);
-}
-
-static inline void of_float16_widen_block(float *restrict to, const uint16_t *restrict from, size_t n)
-{
-    size_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
-#endif
-    for (; i < n; i++)
-        to[i] = of_float16_widen(from[i]);
-}
-
-static inline void of_float16_narrow_block(uint16_t *restrict to, const float *restrict from, size_t n)
-{
-    size_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i),
-                                                              _MM_FROUND_TO_NEAREST_INT));
-#endif
-    for (; i < n; i++)
-        to[i] = of_float16_narrow(from[i]);
 }
 
 #endif

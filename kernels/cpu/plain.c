@@ -4,8 +4,7 @@
 #include "instance.h"
 #include "narrow.h"
 
-static of_real load(const of_stored *from)
-{
+static of_real load(const of_stored *from) {
 #ifdef OF_IS_NARROW
     return OF_PASTE(of, OF_PASTE(OF_DTYPE, widen))(*from);
 #else
@@ -13,8 +12,7 @@ static of_real load(const of_stored *from)
 #endif
 }
 
-static void store(of_stored *to, of_real value)
-{
+static void store(of_stored *to, of_real value) {
 #ifdef OF_IS_NARROW
     *to = OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow))(value);
 #else
@@ -22,8 +20,7 @@ static void store(of_stored *to, of_real value)
 #endif
 }
 
-static void update_one(const of_span *span, const void *scalars, of_form form, size_t at)
-{
+static void update_one(const of_span *span, const void *scalars, of_form form, size_t at) {
     const of_constants k = OF_RULE_NAME(round)(scalars, form);
     const unsigned variant = OF_RULE_NAME(variant)(scalars);
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
@@ -39,20 +36,17 @@ static void update_one(const of_span *span, const void *scalars, of_form form, s
             store((of_stored *)span->state[i] + at, e.state[i]);
 }
 
-static void update_span(const of_span *span, const void *scalars, bool fused)
-{
+static void update_span(const of_span *span, const void *scalars, bool fused) {
     for (size_t i = 0; i < span->n; i++) {
         const of_form form = {fused, OF_ALL_TAIL || i >= span->n - span->tail};
         update_one(span, scalars, form, i);
     }
 }
 
-void OF_KERNEL_NAME(fused)(const of_span *span, const void *scalars)
-{
+void OF_KERNEL_NAME(fused)(const of_span *span, const void *scalars) {
     update_span(span, scalars, true);
 }
 
-void OF_KERNEL_NAME(plain)(const of_span *span, const void *scalars)
-{
+void OF_KERNEL_NAME(plain)(const of_span *span, const void *scalars) {
     update_span(span, scalars, false);
 }

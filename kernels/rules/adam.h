@@ -50,13 +50,11 @@ typedef struct adam_constants {
     bool from_average; /* the running average moves from itself, not from the gradient */
 } adam_constants;
 
-static inline unsigned adam_state_used(const double *hyper)
-{
+static inline unsigned adam_state_used(const double *hyper) {
     return hyper[ADAM_AMSGRAD] != 0.0 ? 7u : 3u;
 }
 
-static inline void adam_prepare(const double *hyper, double step, void *scalars)
-{
+static inline void adam_prepare(const double *hyper, double step, void *scalars) {
     adam_scalars *s = (adam_scalars *)scalars;
     const double lr = hyper[ADAM_LR];
     const double decay = hyper[ADAM_WEIGHT_DECAY];
@@ -77,19 +75,16 @@ static inline void adam_prepare(const double *hyper, double step, void *scalars)
                  (l2 ? (unsigned)ADAM_WITH_L2 : 0u);
 }
 
-OF_RULE_FN unsigned adam_variant(const void *scalars)
-{
+OF_RULE_FN unsigned adam_variant(const void *scalars) {
     return ((const adam_scalars *)scalars)->variant;
 }
 
 /* Bit i is set if state[i] takes part in a variant. */
-OF_RULE_FN unsigned adam_variant_state(unsigned variant)
-{
+OF_RULE_FN unsigned adam_variant_state(unsigned variant) {
     return variant & ADAM_WITH_AMSGRAD ? 7u : 3u;
 }
 
-OF_RULE_FN adam_constants adam_round(const void *scalars, of_form form)
-{
+OF_RULE_FN adam_constants adam_round(const void *scalars, of_form form) {
     const adam_scalars *s = (const adam_scalars *)scalars;
     adam_constants k;
     k.weight_decay = (of_real)s->weight_decay;
@@ -110,16 +105,15 @@ OF_RULE_FN adam_constants adam_round(const void *scalars, of_form form)
 
 /* The reference's vector code gives NaN if one side is NaN; its scalar code is
  * std::max, which keeps the old value when the new one is NaN. */
-OF_RULE_FN of_real adam_maximum(bool tail, of_real old, of_real now)
-{
+OF_RULE_FN of_real adam_maximum(bool tail, of_real old, of_real now) {
     if (tail)
         return old < now ? now : old;
     const of_real larger = old > now ? old : now;
     return old != old ? old : larger;
 }
 
-OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form form, of_element *e)
-{
+OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form form,
+                             of_element *e) {
     const bool fused = form.fused;
     of_real *average = &e->state[ADAM_EXP_AVG];
     of_real *square = &e->state[ADAM_EXP_AVG_SQ];

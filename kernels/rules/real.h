@@ -46,8 +46,7 @@ typedef struct of_form {
 } of_form;
 
 /* a * b + c, rounded once if fused and twice if not. */
-OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c)
-{
+OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c) {
 #ifdef OF_REAL_FLOAT
     return fused ? fmaf(a, b, c) : a * b + c;
 #else
@@ -55,8 +54,7 @@ OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c)
 #endif
 }
 
-OF_RULE_FN of_real of_square_root(of_real x)
-{
+OF_RULE_FN of_real of_square_root(of_real x) {
 #ifdef OF_REAL_FLOAT
     return sqrtf(x);
 #else
@@ -64,8 +62,7 @@ OF_RULE_FN of_real of_square_root(of_real x)
 #endif
 }
 
-OF_RULE_FN of_real of_absolute(of_real x)
-{
+OF_RULE_FN of_real of_absolute(of_real x) {
 #ifdef OF_REAL_FLOAT
     return fabsf(x);
 #else

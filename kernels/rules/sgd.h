@@ -10,7 +10,15 @@
 
 enum { SGD_MOMENTUM_BUFFER, SGD_N_STATE };
 
-enum { SGD_LR, SGD_MOMENTUM, SGD_DAMPENING, SGD_WEIGHT_DECAY, SGD_NESTEROV, SGD_MAXIMIZE, SGD_N_HYPER };
+enum {
+    SGD_LR,
+    SGD_MOMENTUM,
+    SGD_DAMPENING,
+    SGD_WEIGHT_DECAY,
+    SGD_NESTEROV,
+    SGD_MAXIMIZE,
+    SGD_N_HYPER
+};
 
 /* Options that get a loop of their own. FIRST: the buffer does not exist yet
  * and starts as the gradient. */
@@ -33,13 +41,11 @@ typedef struct sgd_constants {
     of_real step_size, momentum, grad_weight, weight_decay, sign;
 } sgd_constants;
 
-static inline unsigned sgd_state_used(const double *hyper)
-{
+static inline unsigned sgd_state_used(const double *hyper) {
     return hyper[SGD_MOMENTUM] != 0.0 ? 1u : 0u;
 }
 
-static inline void sgd_prepare(const double *hyper, double step, void *scalars)
-{
+static inline void sgd_prepare(const double *hyper, double step, void *scalars) {
     sgd_scalars *s = (sgd_scalars *)scalars;
     const bool momentum = hyper[SGD_MOMENTUM] != 0.0;
 
@@ -57,18 +63,15 @@ static inline void sgd_prepare(const double *hyper, double step, void *scalars)
         s->variant |= SGD_WITH_NESTEROV;
 }
 
-OF_RULE_FN unsigned sgd_variant(const void *scalars)
-{
+OF_RULE_FN unsigned sgd_variant(const void *scalars) {
     return ((const sgd_scalars *)scalars)->variant;
 }
 
-OF_RULE_FN unsigned sgd_variant_state(unsigned variant)
-{
+OF_RULE_FN unsigned sgd_variant_state(unsigned variant) {
     return variant & SGD_WITH_MOMENTUM ? 1u : 0u;
 }
 
-OF_RULE_FN sgd_constants sgd_round(const void *scalars, of_form form)
-{
+OF_RULE_FN sgd_constants sgd_round(const void *scalars, of_form form) {
     const sgd_scalars *s = (const sgd_scalars *)scalars;
     sgd_constants k;
     (void)form;
@@ -80,15 +83,13 @@ OF_RULE_FN sgd_constants sgd_round(const void *scalars, of_form form)
     return k;
 }
 
-OF_RULE_FN of_real sgd_buffer(const sgd_constants *k, of_form form, of_real buffer, of_real grad)
-{
+OF_RULE_FN of_real sgd_buffer(const sgd_constants *k, of_form form, of_real buffer, of_real grad) {
     if (form.tail)
         return of_multiply_add(form.fused, buffer, k->momentum, grad * k->grad_weight);
     return of_multiply_add(form.fused, k->grad_weight, grad, buffer * k->momentum);
 }
 
-OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form form, of_element *e)
-{
+OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form form, of_element *e) {
     const bool fused = form.fused;
     of_real *buffer = &e->state[SGD_MOMENTUM_BUFFER];
 

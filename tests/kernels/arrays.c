@@ -13,8 +13,7 @@
 
 enum { PATTERN = 0xa5, MARGIN = 128 };
 
-uint64_t random_next(uint64_t *state)
-{
+uint64_t random_next(uint64_t *state) {
     uint64_t x = *state; /* xorshift64* */
     x ^= x >> 12;
     x ^= x << 25;
@@ -23,13 +22,11 @@ uint64_t random_next(uint64_t *state)
     return x * 0x2545f4914f6cdd1dull;
 }
 
-double random_real(uint64_t *state)
-{
+double random_real(uint64_t *state) {
     return (double)(random_next(state) >> 11) * 0x1p-53;
 }
 
-guarded guarded_create(size_t bytes)
-{
+guarded guarded_create(size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     guarded area = {NULL, (bytes + page - 1) / page * page};
     unsigned char *all = mmap(NULL, area.bytes + 2 * page, PROT_READ | PROT_WRITE,
@@ -43,29 +40,25 @@ guarded guarded_create(size_t bytes)
     return area;
 }
 
-void guarded_destroy(guarded *area)
-{
+void guarded_destroy(guarded *area) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     munmap(area->pages - page, area->bytes + 2 * page);
     area->pages = NULL;
 }
 
-void arrays_create(arrays *a, size_t most_bytes)
-{
+void arrays_create(arrays *a, size_t most_bytes) {
     memset(a, 0, sizeof *a);
     for (int i = 0; i < N_ARRAYS; i++)
         a->areas[i] = guarded_create(most_bytes + 2 * MARGIN);
 }
 
-void arrays_destroy(arrays *a)
-{
+void arrays_destroy(arrays *a) {
     for (int i = 0; i < N_ARRAYS; i++)
         guarded_destroy(&a->areas[i]);
 }
 
 /* At the start, at the end, or up to MARGIN bytes from the start. */
-static size_t random_offset(size_t room, size_t size, uint64_t *random)
-{
+static size_t random_offset(size_t room, size_t size, uint64_t *random) {
     switch (random_next(random) % 4) {
     case 0:
         return 0;
@@ -76,8 +69,7 @@ static size_t random_offset(size_t room, size_t size, uint64_t *random)
     }
 }
 
-void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint64_t *random)
-{
+void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint64_t *random) {
     const size_t size = of_dtype_size(dtype);
     a->dtype = dtype;
     a->n = n;
@@ -89,8 +81,7 @@ void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint
     }
 }
 
-static void put(unsigned char *to, of_dtype dtype, double value)
-{
+static void put(unsigned char *to, of_dtype dtype, double value) {
     const float single = (float)value;
     uint16_t narrow;
     switch (dtype) {
@@ -110,8 +101,7 @@ static void put(unsigned char *to, of_dtype dtype, double value)
     memcpy(to, &narrow, sizeof narrow);
 }
 
-static double random_value(of_dtype dtype, bool negative, uint64_t *random)
-{
+static double random_value(of_dtype dtype, bool negative, uint64_t *random) {
     static const double denormal[OF_DTYPE_COUNT] = {1e-40, 1e-310, 1e-39, 1e-6};
     static const double special[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1e4, 3e38, 1e300};
     const uint64_t kind = random_next(random) % 24;
@@ -125,8 +115,7 @@ static double random_value(of_dtype dtype, bool negative, uint64_t *random)
     return negative ? value : fabs(value);
 }
 
-void arrays_fill(arrays *a, uint64_t *random)
-{
+void arrays_fill(arrays *a, uint64_t *random) {
     /* Running averages of squares are never negative. */
     static const bool negative[N_ARRAYS] = {true, true, true, false, false};
     const size_t size = of_dtype_size(a->dtype);
@@ -135,21 +124,18 @@ void arrays_fill(arrays *a, uint64_t *random)
             put(a->at[i] + k * size, a->dtype, random_value(a->dtype, negative[i], random));
 }
 
-void arrays_copy(arrays *to, const arrays *from)
-{
+void arrays_copy(arrays *to, const arrays *from) {
     for (int i = 0; i < N_ARRAYS; i++)
         if (from->at[i])
             memcpy(to->at[i], from->at[i], from->n * of_dtype_size(from->dtype));
 }
 
-of_span arrays_span(const arrays *a, size_t tail)
-{
+of_span arrays_span(const arrays *a, size_t tail) {
     of_span span = {a->at[0], a->at[1], {a->at[2], a->at[3], a->at[4]}, a->n, tail};
     return span;
 }
 
-static bool is_nan(const unsigned char *at, of_dtype dtype)
-{
+static bool is_nan(const unsigned char *at, of_dtype dtype) {
     float single;
     double value;
     uint16_t narrow;
@@ -166,8 +152,7 @@ static bool is_nan(const unsigned char *at, of_dtype dtype)
     }
 }
 
-size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *element)
-{
+size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *element) {
     const size_t size = of_dtype_size(a->dtype);
     size_t count = 0;
     for (int i = 0; i < N_ARRAYS; i++) {
@@ -184,16 +169,14 @@ size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *eleme
     return count;
 }
 
-static bool is_pattern(const unsigned char *from, const unsigned char *to)
-{
+static bool is_pattern(const unsigned char *from, const unsigned char *to) {
     for (; from < to; from++)
         if (*from != PATTERN)
             return false;
     return true;
 }
 
-bool arrays_intact(const arrays *a)
-{
+bool arrays_intact(const arrays *a) {
     const size_t bytes = a->n * of_dtype_size(a->dtype);
     for (int i = 0; i < N_ARRAYS; i++) {
         const unsigned char *begin = a->areas[i].pages, *end = begin + a->areas[i].bytes;

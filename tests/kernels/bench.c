@@ -9,20 +9,18 @@
 
 enum { CACHED_BYTES = 384 << 10, LARGE_BYTES = 256 << 20 };
 
-static double now(void)
-{
+static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 /* The options of a usual training script. */
-static void usual_hyper(const of_rule *rule, double *hyper)
-{
+static void usual_hyper(const of_rule *rule, double *hyper) {
     static const struct {
         const char *name;
         double value;
-    } usual[] = {{"lr", 1e-3},          {"beta1", 0.9},     {"beta2", 0.999}, {"eps", 1e-8},
+    } usual[] = {{"lr", 1e-3},           {"beta1", 0.9},     {"beta2", 0.999}, {"eps", 1e-8},
                  {"weight_decay", 0.01}, {"decoupled", 1.0}, {"momentum", 0.9}};
     for (size_t i = 0; i < rule->n_hyper; i++) {
         hyper[i] = 0.0;
@@ -32,8 +30,7 @@ static void usual_hyper(const of_rule *rule, double *hyper)
     }
 }
 
-static unsigned count_bits(unsigned bits)
-{
+static unsigned count_bits(unsigned bits) {
     unsigned n = 0;
     for (; bits; bits &= bits - 1)
         n++;
@@ -42,8 +39,7 @@ static unsigned count_bits(unsigned bits)
 
 /* Arrays of n elements in one block, a page apart from multiples of 4096 so
  * that they do not fall on each other in the cache. */
-static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n)
-{
+static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n) {
     const size_t stride = bytes + 4096 + 256;
     of_span span = {block, block + stride, {NULL}, n, 0};
     unsigned char *next = block + 2 * stride;
@@ -57,8 +53,7 @@ static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n
 }
 
 /* Seconds of the fastest of several runs over about total_bytes. */
-static double best_time(const of_kernel *row, size_t total_bytes, size_t *n, size_t *moved)
-{
+static double best_time(const of_kernel *row, size_t total_bytes, size_t *n, size_t *moved) {
     const of_rule *rule = of_rule_find(row->rule);
     double hyper[OF_MAX_HYPER], scalars[OF_MAX_SCALARS / sizeof(double)];
     usual_hyper(rule, hyper);
@@ -89,14 +84,12 @@ static double best_time(const of_kernel *row, size_t total_bytes, size_t *n, siz
     return best;
 }
 
-void bench_header(void)
-{
+void bench_header(void) {
     printf("%-32s %22s %22s\n", "", "in the L2 cache", "in memory");
     printf("%-32s %11s %10s %11s %10s\n", "row", "ns/element", "GB/s", "ns/element", "GB/s");
 }
 
-void bench_row(const of_kernel *row, const char *name)
-{
+void bench_row(const of_kernel *row, const char *name) {
     printf("%-32s", name);
     for (int large = 0; large < 2; large++) {
         size_t n, moved;

@@ -30,24 +30,20 @@ typedef struct trial {
     size_t n, tail;
 } trial;
 
-static const char *reference_name(of_reference reference)
-{
+static const char *reference_name(of_reference reference) {
     return reference == OF_REF_CPU_FUSED ? "fused" : "plain";
 }
 
-static void row_name(const of_kernel *row, char *name, size_t size)
-{
+static void row_name(const of_kernel *row, char *name, size_t size) {
     snprintf(name, size, "%s %s %s %s", row->rule, of_dtype_name(row->dtype),
              reference_name(row->reference), of_isa_name(row->isa));
 }
 
-static double pick(uint64_t *random, const double *values, size_t n)
-{
+static double pick(uint64_t *random, const double *values, size_t n) {
     return values[random_next(random) % n];
 }
 
-static bool is_one_of(const char *name, const char *names)
-{
+static bool is_one_of(const char *name, const char *names) {
     const char *found = strstr(names, name);
     const size_t length = strlen(name);
     return found && (found == names || found[-1] == ' ') &&
@@ -56,8 +52,7 @@ static bool is_one_of(const char *name, const char *names)
 
 /* A random value for the option of this name, often the one that switches it
  * off. */
-static double random_hyper(const char *name, uint64_t *random)
-{
+static double random_hyper(const char *name, uint64_t *random) {
     static const double flags[] = {0.0, 1.0};
     static const double betas[] = {0.0, 0.3, 0.5, 0.9, 0.999};
     static const double weights[] = {0.0, 0.0, 0.01, 0.3};
@@ -72,8 +67,7 @@ static double random_hyper(const char *name, uint64_t *random)
     return strcmp(name, "eps") == 0 ? pick(random, eps, 3) : pick(random, rates, 4);
 }
 
-static size_t random_length(uint64_t *random)
-{
+static size_t random_length(uint64_t *random) {
     switch (random_next(random) % 8) {
     case 0:
         return random_next(random) % MOST_ELEMENTS;
@@ -84,8 +78,7 @@ static size_t random_length(uint64_t *random)
     }
 }
 
-static trial random_trial(const of_rule *rule, uint64_t *random)
-{
+static trial random_trial(const of_rule *rule, uint64_t *random) {
     static const double steps[] = {1, 2, 3, 100, 100000};
     trial t;
     for (size_t i = 0; i < rule->n_hyper; i++)
@@ -98,16 +91,14 @@ static trial random_trial(const of_rule *rule, uint64_t *random)
     return t;
 }
 
-static void print_trial(const of_rule *rule, const trial *t)
-{
+static void print_trial(const of_rule *rule, const trial *t) {
     printf("  step %g, %zu elements, tail %zu;", t->step, t->n, t->tail);
     for (size_t i = 0; i < rule->n_hyper; i++)
         printf(" %s %g", rule->hyper[i], t->hyper[i]);
     printf("\n");
 }
 
-static void run(const of_kernel *row, const of_rule *rule, const trial *t, const arrays *a)
-{
+static void run(const of_kernel *row, const of_rule *rule, const trial *t, const arrays *a) {
     double scalars[OF_MAX_SCALARS / sizeof(double)];
     const of_span span = arrays_span(a, t->tail);
     rule->prepare(t->hyper, t->step, scalars);
@@ -117,8 +108,7 @@ static void run(const of_kernel *row, const of_rule *rule, const trial *t, const
 /* The number of elements in which two rows differ on one random update. The
  * rows' arrays are placed differently. */
 static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule *rule,
-                      arrays *mine, arrays *theirs, bool report, uint64_t *random)
-{
+                      arrays *mine, arrays *theirs, bool report, uint64_t *random) {
     const trial t = random_trial(rule, random);
     const unsigned used = rule->state_used(t.hyper);
     arrays_place(mine, row->dtype, t.n, used, random);
@@ -142,8 +132,7 @@ static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule
     return count;
 }
 
-static bool check_row(const of_kernel *row, const settings *how, arrays *mine, arrays *theirs)
-{
+static bool check_row(const of_kernel *row, const settings *how, arrays *mine, arrays *theirs) {
     char name[80];
     const of_rule *rule = of_rule_find(row->rule);
     const of_kernel *with =
@@ -159,10 +148,8 @@ static bool check_row(const of_kernel *row, const settings *how, arrays *mine, a
 }
 
 /* A check of the checker: the two references do differ. */
-static bool sees_differences(const settings *how, arrays *mine, arrays *theirs)
-{
-    const of_kernel *fused =
-        of_kernel_find("adam", OF_REF_CPU_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C);
+static bool sees_differences(const settings *how, arrays *mine, arrays *theirs) {
+    const of_kernel *fused = of_kernel_find("adam", OF_REF_CPU_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C);
     const of_kernel *plain =
         of_kernel_find("adam", OF_REF_CPU_FUSED_PLAIN, OF_FLOAT32, OF_CPU, OF_ISA_C);
     uint64_t random = how->seed;
@@ -174,8 +161,7 @@ static bool sees_differences(const settings *how, arrays *mine, arrays *theirs)
     return count != 0;
 }
 
-static int check_rows(const settings *how, of_isa best)
-{
+static int check_rows(const settings *how, of_isa best) {
     arrays mine, theirs;
     arrays_create(&mine, MOST_ELEMENTS * sizeof(double));
     arrays_create(&theirs, MOST_ELEMENTS * sizeof(double));
@@ -184,7 +170,8 @@ static int check_rows(const settings *how, of_isa best)
     for (const of_kernel *row = of_kernels; row->rule; row++) {
         char name[80];
         row_name(row, name, sizeof name);
-        if (row->device != OF_CPU || row->isa == OF_ISA_C || (how->only && !strstr(name, how->only)))
+        if (row->device != OF_CPU || row->isa == OF_ISA_C ||
+            (how->only && !strstr(name, how->only)))
             continue;
         if (row->isa > best)
             skipped[row->isa] = true;
@@ -200,8 +187,7 @@ static int check_rows(const settings *how, of_isa best)
     return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 
-static int bench_rows(const settings *how, of_isa best)
-{
+static int bench_rows(const settings *how, of_isa best) {
     bench_header();
     for (const of_kernel *row = of_kernels; row->rule; row++) {
         char name[80];
@@ -212,8 +198,7 @@ static int bench_rows(const settings *how, of_isa best)
     return EXIT_SUCCESS;
 }
 
-static settings parse(int argc, char **argv)
-{
+static settings parse(int argc, char **argv) {
     settings how = {1, 300, false, NULL};
     for (int i = 1; i < argc; i++) {
         const bool more = i + 1 < argc;
@@ -235,8 +220,7 @@ static settings parse(int argc, char **argv)
     return how;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     const settings how = parse(argc, argv);
     const of_isa best = of_isa_detect();
     printf("this CPU runs up to %s; seed %" PRIu64 "\n", of_isa_name(best), how.seed);

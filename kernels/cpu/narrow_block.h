@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* narrow_block.h: bfloat16 and float16 to float and back, a block at a time.
+ * A block is one AVX-512 vector of floats or two AVX2 ones, so that it stays
+ * in registers. The results are those of narrow.h. */
+#ifndef OPTFUSE_CPU_NARROW_BLOCK_H
+#define OPTFUSE_CPU_NARROW_BLOCK_H
+
+#include "narrow.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define OF_BLOCK_FN static inline __attribute__((always_inline, unused))
+
+enum { OF_BLOCK = 16 };
+
+#if defined(__AVX512F__)
+
+OF_BLOCK_FN void of_bfloat16_widen_block(float *to, const uint16_t *from) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    _mm512_storeu_ps(to, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+}
+
+OF_BLOCK_FN void of_bfloat16_narrow_block(uint16_t *to, const float *from) {
+    const __m512 value = _mm512_loadu_ps(from);
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i result = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(result));
+}
+
+OF_BLOCK_FN void of_float16_widen_block(float *to, const uint16_t *from) {
+    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)));
+}
+
+OF_BLOCK_FN void of_float16_narrow_block(uint16_t *to, const float *from) {
+    _mm256_storeu_si256((__m256i *)to,
+                        _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined(__AVX2__) && defined(__F16C__)
+
+OF_BLOCK_FN void of_bfloat16_widen_block(float *to, const uint16_t *from) {
+    for (int i = 0; i < OF_BLOCK; i += 8) {
+        const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+        _mm256_storeu_ps(to + i, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)));
+    }
+}
+
+OF_BLOCK_FN __m256i of_bfloat16_round(__m256 value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+}
+
+OF_BLOCK_FN void of_bfloat16_narrow_block(uint16_t *to, const float *from) {
+    const __m256i low = of_bfloat16_round(_mm256_loadu_ps(from));
+    const __m256i high = of_bfloat16_round(_mm256_loadu_ps(from + 8));
+    const __m256i packed = _mm256_packus_epi32(low, high); /* within halves: put in order */
+    _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+OF_BLOCK_FN void of_float16_widen_block(float *to, const uint16_t *from) {
+    for (int i = 0; i < OF_BLOCK; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+}
+
+OF_BLOCK_FN void of_float16_narrow_block(uint16_t *to, const float *from) {
+    for (int i = 0; i < OF_BLOCK; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#else
+
+/* Not inlined: as functions of their own these loops are vectorized. */
+#define OF_BLOCK_LOOPS(dtype)                                                                      \
+    __attribute__((noinline, unused)) static void of_##dtype##_widen_block(                        \
+        float *restrict to, const uint16_t *restrict from) {                                       \
+        for (int i = 0; i < OF_BLOCK; i++)                                                         \
+            to[i] = of_##dtype##_widen(from[i]);                                                   \
+    }                                                                                              \
+    __attribute__((noinline, unused)) static void of_##dtype##_narrow_block(                       \
+        uint16_t *restrict to, const float *restrict from) {                                       \
+        for (int i = 0; i < OF_BLOCK; i++)                                                         \
+            to[i] = of_##dtype##_narrow(from[i]);                                                  \
+    }
+OF_BLOCK_LOOPS(bfloat16)
+OF_BLOCK_LOOPS(float16)
+
+#endif
+#endif
