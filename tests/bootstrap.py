@@ -28,16 +28,9 @@ BUILD = ROOT / "build"
 INSTALLED = VENV / "build"
 RELEASES = ("2.11", "2.12", "2.13")
 TORCH = "torch==2.13.0"
-REQUIREMENTS = [
-    "meson>=1.3",
-    "meson-python>=0.16",
-    "ninja",
-    "numpy",
-    "pytest",
-    "ruff",
-    "scikit-learn",
-    "matplotlib",
-]
+# Installed even if the calling Python has them: their commands must be in .venv.
+TOOLS = ["meson>=1.3", "meson-python>=0.18", "ninja", "pytest", "ruff"]
+PACKAGES = ["numpy", "scikit-learn", "matplotlib"]
 BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
 
 
@@ -151,11 +144,13 @@ def make_venv() -> None:
 
 
 def install_requirements() -> None:
-    stamp = "\n".join(REQUIREMENTS)
+    stamp = "\n".join(TOOLS + PACKAGES)
     if read_stamp("stamp-requirements") == stamp:
         return
-    say(f"installing {', '.join(REQUIREMENTS)}")
-    run([str(PYTHON), "-m", "pip", "install", "--quiet", *REQUIREMENTS])
+    say(f"installing {', '.join(TOOLS + PACKAGES)}")
+    install = [str(PYTHON), "-m", "pip", "install", "--quiet"]
+    run([*install, "--ignore-installed", *TOOLS])
+    run([*install, *PACKAGES])
     write_stamp("stamp-requirements", stamp)
 
 
