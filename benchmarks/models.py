@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The models that the benchmark trains, written from their papers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def conv(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    """A convolution that keeps the extent (divided by its stride), normalized."""
+    pad = size // 2
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, size, stride, pad, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs),
+    )
+
+
+class InvertedResidual(nn.Module):
+    """Widen, filter each channel by itself, narrow; the narrow ends are added."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        wide = inputs * expansion
+        widen = [*conv(inputs, wide, 1), nn.ReLU6()] if expansion > 1 else []
+        depthwise = [*conv(wide, wide, 3, stride, groups=wide), nn.ReLU6()]
+        self.body = nn.Sequential(*widen, *depthwise, *conv(wide, outputs, 1))
+        self.skip = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if self.skip else self.body(x)
+
+
+class MobileNetV2(nn.Module):
+    """Sandler et al., "MobileNetV2: Inverted Residuals and Linear Bottlenecks",
+    arXiv 1801.04381, table 2: expansion, channels, repeats, first stride."""
+
+    STAGES = (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    )
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = [*conv(3, 32, 3, 2), nn.ReLU6()]
+        channels = 32
+        for expansion, outputs, repeats, first in self.STAGES:
+            for i in range(repeats):
+                stride = first if i == 0 else 1
+                blocks.append(InvertedResidual(channels, outputs, stride, expansion))
+                channels = outputs
+        blocks += [*conv(channels, 1280, 1), nn.ReLU6()]
+        self.features = nn.Sequential(*blocks)
+        self.head = nn.Linear(1280, classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, projected where shapes change."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        first, second = conv(inputs, outputs, 3, stride), conv(outputs, outputs, 3)
+        self.body = nn.Sequential(*first, nn.ReLU(), *second)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else conv(inputs, outputs, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """He et al., "Deep Residual Learning for Image Recognition",
+    arXiv 1512.03385, table 1, 18 layers, shortcuts of option B."""
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [*conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        channels = 64
+        for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            layers += [BasicBlock(channels, outputs, stride), BasicBlock(outputs, outputs, 1)]
+            channels = outputs
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(512, classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+class MLP(nn.Module):
+    """Twenty hidden layers, Linear(512) and ReLU, between a stem and a head."""
+
+    def __init__(self, inputs: int = 64, classes: int = 10, width: int = 512) -> None:
+        super().__init__()
+        hidden: list[nn.Module] = []
+        for _ in range(20):
+            hidden += [nn.Linear(width, width), nn.ReLU()]
+        self.layers = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), *hidden)
+        self.head = nn.Linear(width, classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x.flatten(1)))
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a feed-forward layer, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A character-level transformer with its norms before each part; after
+    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019."""
+
+    def __init__(
+        self, vocabulary: int, length: int = 128, width: int = 256, layers: int = 6, heads: int = 8
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tokens(x) + self.positions[: x.shape[1]]
+        return self.head(self.norm(self.blocks(y)))
+
+
+def initialize(model: nn.Module) -> None:
+    """He initialization of what feeds a ReLU; the rest starts as PyTorch has it."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear) and module.in_features == module.out_features:
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The implementations that are compared: those of optfuse.ab and, beside them,
+the Python hooks of PyTorch's tutorial on optimizer steps in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from optfuse._ab import VARIANTS, Wrap, with_flags
+
+HOOKS = "Python hooks"
+HOOKS_FOREACH = "Python hooks, foreach"
+HOOK_VARIANTS = (HOOKS, HOOKS_FOREACH)
+
+
+class PythonHooks(Optimizer):
+    """One optimizer per parameter, stepped in the parameter's gradient hook.
+
+    The idea of "How to save memory by fusing the optimizer step into the
+    backward pass", docs.pytorch.org/tutorials. step() has nothing left to do.
+    """
+
+    def __init__(self, optimizer: Optimizer, foreach: bool) -> None:
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        like = with_flags(optimizer, foreach=foreach, fused=None)
+        self._single: dict[torch.Tensor, Optimizer] = {}
+        for group in like.param_groups:
+            for p in group["params"]:
+                one = type(like)([{**group, "params": [p]}], lr=group["lr"])
+                self._single[p] = one
+                p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, p: torch.Tensor) -> None:
+        self._single[p].step()
+        self._single[p].zero_grad()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        assert closure is None
+
+
+def variants() -> Mapping[str, Wrap]:
+    """By name, in the order of the table."""
+    ours = {name: wrap for name, wrap in VARIANTS.items() if name.endswith("fusion")}
+    stock = {name: wrap for name, wrap in VARIANTS.items() if name not in ours}
+    hooks = {
+        HOOKS: partial(PythonHooks, foreach=False),
+        HOOKS_FOREACH: partial(PythonHooks, foreach=True),
+    }
+    return {**stock, **hooks, **ours}
