@@ -124,7 +124,11 @@ class Fused(Stock):
 
 def run(script, wrap):
     torch.manual_seed(0)
-    return [(name, snapshot(value)) for name, value in script(wrap)]
+    seen = []
+    for item in script(wrap):
+        seen.append((item[0], snapshot(item[1])))
+        del item  # an alias kept alive would end the deferring
+    return seen
 
 
 def same(script, mode="forward", prove=True, **options):
