@@ -4,8 +4,7 @@
 #include "internal.h"
 
 /* Claims the slot for this update, or says why not. Lock held. */
-static of_status claim(of_plan *plan, of_update *update)
-{
+static of_status claim(of_plan *plan, of_update *update) {
     of_slot *slot = &plan->slots[update->slot];
     if (slot->updated && OF_GUARD(twice))
         return of_fail(OF_TWICE, "a second gradient arrived before step(): backward fusion has "
@@ -22,9 +21,8 @@ static of_status claim(of_plan *plan, of_update *update)
 
 /* The update that fills the bucket is launched with it and never deferred.
  * One that would fill a bucket alone doesn't wait for the open one. */
-static void create(of_plan *plan, of_update *update, of_list *done)
-{
-    of_list batch = { 0 };
+static void create(of_plan *plan, of_update *update, of_list *done) {
+    of_list batch = {0};
     bool alone = update->in.alone || update->bytes >= plan->bucket_bytes || plan->stopped ||
                  plan->slots[update->slot].eager;
     bool fills = !alone && plan->pending.bytes + update->bytes >= plan->bucket_bytes;
@@ -39,20 +37,20 @@ static void create(of_plan *plan, of_update *update, of_list *done)
     of_launch(plan, &plan->pending, OF_AT_CLOSE, done);
 }
 
-static of_status status_of(of_found found)
-{
+static of_status status_of(of_found found) {
     switch (found) {
-    case OF_FOUND_NOTHING: return OF_OK;
+    case OF_FOUND_NOTHING:
+        return OF_OK;
     case OF_FOUND_NEEDS_STATE:
         return of_fail(OF_NEEDS_STATE, "the parameter has a gradient but no optimizer state yet");
-    default: return OF_INVALID;
+    default:
+        return OF_INVALID;
     }
 }
 
-static of_status update_slot(of_plan *plan, of_update *update, of_list *done)
-{
+static of_status update_slot(of_plan *plan, of_update *update, of_list *done) {
     of_slot *slot = &plan->slots[update->slot];
-    update->in = (of_inputs){ 0 };
+    update->in = (of_inputs){0};
     of_found found = plan->host.collect(plan->host.ctx, slot->tensor, &update->in);
     if (found != OF_FOUND_INPUTS) {
         of_pool_give(plan, update);
@@ -72,8 +70,7 @@ static of_status update_slot(of_plan *plan, of_update *update, of_list *done)
     return OF_OK;
 }
 
-static of_status find_slot(of_plan *plan, size_t slot, of_update **update)
-{
+static of_status find_slot(of_plan *plan, size_t slot, of_update **update) {
     if (plan->mode != OF_BACKWARD)
         return of_fail(OF_INVALID, "of_plan_gradient() is for backward mode");
     if (slot >= plan->n_slots)
@@ -87,9 +84,8 @@ static of_status find_slot(of_plan *plan, size_t slot, of_update **update)
     return OF_OK;
 }
 
-of_status of_plan_gradient(of_plan *plan, size_t slot)
-{
-    of_list done = { 0 };
+of_status of_plan_gradient(of_plan *plan, size_t slot) {
+    of_list done = {0};
     of_update *update = NULL;
     pthread_rwlock_rdlock(&plan->layout);
     of_status status = find_slot(plan, slot, &update);
@@ -100,16 +96,14 @@ of_status of_plan_gradient(of_plan *plan, size_t slot)
     return status;
 }
 
-bool of_plan_unconfirmed(of_plan *plan)
-{
+bool of_plan_unconfirmed(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
     bool unconfirmed = plan->n_updated != 0;
     pthread_mutex_unlock(&plan->lock);
     return unconfirmed;
 }
 
-void of_plan_close(of_plan *plan)
-{
+void of_plan_close(of_plan *plan) {
     if (plan->mode == OF_BACKWARD)
         of_plan_flush(plan);
 }

@@ -5,8 +5,7 @@
 
 /* Enters the first n keys after launching whatever is in the way: of this
  * plan directly, of another plan without holding our lock. */
-static bool enter(of_plan *plan, of_update *update, size_t n, of_list *batch, of_list *done)
-{
+static bool enter(of_plan *plan, of_update *update, size_t n, of_list *batch, of_list *done) {
     for (;;) {
         const void *key = NULL;
         of_update *own = NULL;
@@ -28,17 +27,15 @@ static bool enter(of_plan *plan, of_update *update, size_t n, of_list *batch, of
     }
 }
 
-static void leave(of_update *update)
-{
-    of_list one = { 0 };
+static void leave(of_update *update) {
+    of_list one = {0};
     of_list_append(&one, update);
     of_registry_remove(&one);
 }
 
 /* The keys are entered before defer(): a thread that meets the host's mark
  * must find the key. */
-bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done)
-{
+bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
     if (plan->stopped || plan->slots[update->slot].eager || update->in.n_keys == 0)
         return false;
     if (!enter(plan, update, update->in.n_keys, batch, done))
@@ -55,8 +52,7 @@ bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list
 
 /* Only the parameter's key: many gradients may share one buffer, and they are
  * only read. */
-void of_create_now(of_plan *plan, of_update *update, of_list *batch, of_list *done)
-{
+void of_create_now(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
     bool entered = enter(plan, update, update->in.n_keys ? 1 : 0, batch, done);
     of_list_append(batch, update);
     if (!entered)

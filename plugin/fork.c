@@ -3,28 +3,35 @@
  * nothing may be pending and no lock held by them when it is made. */
 #include "internal.h"
 
-/* Another thread may leave updates pending between the flush and the locks. */
-void of_fork_prepare(void)
-{
-    for (;;) {
-        if (OF_GUARD(fork))
-            of_flush_all();
-        of_plans_lock();
-        of_registry_lock();
-        if (!of_any_pending() || !OF_GUARD(fork))
-            return;
-        of_fork_parent();
-    }
+/* Another thread may have left updates pending after the flush. No hold can be
+ * released before the locks are free again. */
+static void launch_late(of_plan *plan) {
+    if (OF_GUARD(fork))
+        of_launch(plan, &plan->pending, OF_AT_CLOSE, &plan->forked);
 }
 
-void of_fork_parent(void)
-{
+void of_fork_prepare(void) {
+    if (OF_GUARD(fork))
+        of_flush_all();
+    of_plans_lock(launch_late);
+    of_registry_lock();
+}
+
+static void release_late(of_plan *plan) {
+    pthread_mutex_lock(&plan->lock);
+    of_list forked = plan->forked;
+    plan->forked = (of_list){0};
+    pthread_mutex_unlock(&plan->lock);
+    of_updates_release(plan, &forked);
+}
+
+void of_fork_parent(void) {
     of_registry_unlock();
     of_plans_unlock();
+    of_plans_each(release_late);
 }
 
-void of_fork_child(void)
-{
+void of_fork_child(void) {
     of_plans_adopt();
     of_fork_parent();
 }

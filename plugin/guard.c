@@ -10,8 +10,7 @@
 #include <string.h>
 
 /* Read on each call, so that one test process can switch guards. */
-bool of_guard_enabled(const char *name)
-{
+bool of_guard_enabled(const char *name) {
     const char *off = getenv("OPTFUSE_TEST_GUARDS_OFF");
     size_t length = strlen(name);
     while (off && *off) {

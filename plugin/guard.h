@@ -13,7 +13,8 @@ extern "C"
 #endif
     /* false if the comma-separated list in the environment variable
      * OPTFUSE_TEST_GUARDS_OFF holds the name */
-    bool of_guard_enabled(const char *name);
+    bool
+    of_guard_enabled(const char *name);
 #define OF_GUARD(name) of_guard_enabled(#name)
 #else
 #define OF_GUARD(name) true

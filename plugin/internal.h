@@ -47,8 +47,8 @@ struct of_update {
     size_t n_registered; /* how many of in.keys are in the registry; its lock */
     int64_t first_chunk; /* position in the flat chunk space of its launch */
     int64_t n_chunks;
-    bool pending;        /* in plan->pending; plan->lock, false in the pool */
-    bool deferred;       /* defer() said yes */
+    bool pending;  /* in plan->pending; plan->lock, false in the pool */
+    bool deferred; /* defer() said yes */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
 };
 
@@ -92,7 +92,8 @@ struct of_plan {
     pthread_mutex_t lock;
     of_list pending; /* backward mode: the open bucket */
     size_t n_updated;
-    bool stopped; /* no more deferring */
+    of_list forked; /* launched in of_fork_prepare(), to be released after it */
+    bool stopped;   /* no more deferring */
     of_counts counts;
 
     /* The pool. `spare`, like a group's scalars, belongs to whoever has
@@ -139,9 +140,11 @@ void of_registry_unlock(void);
 /* plans.c: every plan of the process */
 void of_plans_add(of_plan *plan);
 void of_plans_remove(of_plan *plan);
-void of_plans_lock(void);   /* the list and every plan->lock */
+void of_plans_each(void (*visit)(of_plan *plan)); /* without a lock */
+/* Locks the list and every plan->lock; visits each plan when it is locked. */
+void of_plans_lock(void (*visit)(of_plan *plan));
 void of_plans_unlock(void);
-void of_plans_adopt(void);  /* in a forked child, with all of them locked */
+void of_plans_adopt(void); /* in a forked child, with all of them locked */
 
 /* plan.c */
 void of_plan_unref(of_plan *plan);

@@ -13,14 +13,12 @@
 enum { SERIAL_ELEMENTS = 16384 };
 enum { CHUNK_SHIFT = 11, CHUNK_ELEMENTS = 1 << CHUNK_SHIFT };
 
-static void *advance(const void *base, size_t bytes)
-{
+static void *advance(const void *base, size_t bytes) {
     return base ? (char *)(uintptr_t)base + bytes : NULL;
 }
 
 /* Chunks [from, to) of one update. */
-static void run_update(const of_update *update, int64_t from, int64_t to)
-{
+static void run_update(const of_update *update, int64_t from, int64_t to) {
     const of_inputs *in = &update->in;
     size_t numel = (size_t)in->numel;
     size_t begin = (size_t)from << CHUNK_SHIFT;
@@ -28,7 +26,7 @@ static void run_update(const of_update *update, int64_t from, int64_t to)
     if (end > numel)
         end = numel;
     size_t offset = begin * of_dtype_size(in->dtype);
-    of_span span = { .param = advance(in->param, offset), .grad = advance(in->grad, offset) };
+    of_span span = {.param = advance(in->param, offset), .grad = advance(in->grad, offset)};
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         span.state[i] = advance(in->state[i], offset);
     span.n = end - begin;
@@ -38,8 +36,7 @@ static void run_update(const of_update *update, int64_t from, int64_t to)
 }
 
 /* Chunks [begin, end) of the list that starts with arg. */
-static void run_chunks(void *arg, int64_t begin, int64_t end)
-{
+static void run_chunks(void *arg, int64_t begin, int64_t end) {
     for (const of_update *u = arg; u && u->first_chunk < end; u = u->next) {
         int64_t from = begin > u->first_chunk ? begin - u->first_chunk : 0;
         int64_t to = end - u->first_chunk < u->n_chunks ? end - u->first_chunk : u->n_chunks;
@@ -48,8 +45,7 @@ static void run_chunks(void *arg, int64_t begin, int64_t end)
     }
 }
 
-static void run_list(of_plan *plan, of_list *list)
-{
+static void run_list(of_plan *plan, of_list *list) {
     int64_t chunks = 0;
     int64_t elements = 0;
     for (of_update *u = list->first; u; u = u->next) {
@@ -64,20 +60,24 @@ static void run_list(of_plan *plan, of_list *list)
         plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, list->first);
 }
 
-static void count(of_plan *plan, const of_list *list, of_reason reason)
-{
+static void count(of_plan *plan, const of_list *list, of_reason reason) {
     plan->counts.launches++;
     switch (reason) {
-    case OF_AT_ONCE: plan->counts.at_once += list->count; break;
-    case OF_AT_USE: plan->counts.at_use += list->count; break;
-    case OF_AT_CLOSE: plan->counts.at_close += list->count; break;
+    case OF_AT_ONCE:
+        plan->counts.at_once += list->count;
+        break;
+    case OF_AT_USE:
+        plan->counts.at_use += list->count;
+        break;
+    case OF_AT_CLOSE:
+        plan->counts.at_close += list->count;
+        break;
     }
 }
 
 /* The host lifts its marks before the keys go: a thread that still sees a mark
  * finds the key, waits for this plan's lock, and is then right to go on. */
-static void settle(of_plan *plan, of_list *list, of_list *done)
-{
+static void settle(of_plan *plan, of_list *list, of_list *done) {
     for (of_update *u = list->first; u; u = u->next)
         plan->host.settle(plan->host.ctx, u->in.hold, u->deferred);
     of_registry_remove(list);
@@ -86,11 +86,10 @@ static void settle(of_plan *plan, of_list *list, of_list *done)
         u->pending = u->deferred = false;
         of_list_append(done, u);
     }
-    *list = (of_list){ 0 };
+    *list = (of_list){0};
 }
 
-void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done)
-{
+void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     if (!list->first)
         return;
     run_list(plan, list);
@@ -98,16 +97,14 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done)
     settle(plan, list, done);
 }
 
-void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done)
-{
-    of_list one = { 0 };
+void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done) {
+    of_list one = {0};
     if (update->pending)
         of_list_remove(&plan->pending, update);
     of_list_append(&one, update);
     of_launch(plan, &one, reason, done);
 }
 
-void of_discard_pending(of_plan *plan, of_list *done)
-{
+void of_discard_pending(of_plan *plan, of_list *done) {
     settle(plan, &plan->pending, done);
 }

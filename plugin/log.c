@@ -8,10 +8,9 @@
 
 #include "internal.h"
 
-static const char *const names[] = { "error", "warning", "info", "debug" };
+static const char *const names[] = {"error", "warning", "info", "debug"};
 
-static int level_from_environment(void)
-{
+static int level_from_environment(void) {
     const char *text = getenv("OPTFUSE_LOG");
     if (!text || !*text)
         return OF_LOG_WARNING;
@@ -23,8 +22,7 @@ static int level_from_environment(void)
     return OF_LOG_WARNING;
 }
 
-bool of_log_wanted(int level)
-{
+bool of_log_wanted(int level) {
     static atomic_int chosen = -1;
     int known = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (known < 0) {
@@ -34,8 +32,7 @@ bool of_log_wanted(int level)
     return level <= known;
 }
 
-void of_log(const of_host *host, int level, const char *format, ...)
-{
+void of_log(const of_host *host, int level, const char *format, ...) {
     if (!of_log_wanted(level))
         return;
     char text[1024];

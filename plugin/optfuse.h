@@ -49,7 +49,7 @@ enum { OF_ABI_VERSION = 1, OF_MAX_KEYS = 2 + OF_MAX_STATE };
 
 typedef enum of_status {
     OF_OK = 0,
-    OF_INVALID,     /* a bad argument or an unsupported parameter, gradient or state */
+    OF_INVALID, /* a bad argument or an unsupported parameter, gradient or state */
     OF_NO_MEMORY,
     OF_NEEDS_STATE, /* not an error: optimizer state must be made first, then call again */
     OF_TWICE,       /* backward mode: a second gradient before step() */
@@ -81,10 +81,10 @@ typedef struct of_inputs {
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_touch();
                                       the parameter's first */
     size_t n_keys;
-    bool alone;                    /* others may see the parameter's memory: launch this
-                                      update by itself, in the order of the slots, between
-                                      its commit() and the next slot's; never defer it */
-    void *hold;                    /* the host's references; freed by release() */
+    bool alone; /* others may see the parameter's memory: launch this
+                   update by itself, in the order of the slots, between
+                   its commit() and the next slot's; never defer it */
+    void *hold; /* the host's references; freed by release() */
 } of_inputs;
 
 /* The host: who owns tensors and threads. Function pointers marked optional
@@ -129,24 +129,24 @@ typedef struct of_plan_options {
     uint32_t struct_size; /* sizeof(of_plan_options) */
     of_mode mode;
     of_reference reference;
-    size_t vector_bytes;  /* width of the reference's vectors: 64 (AVX-512) or 32;
-                             default: this CPU's widest */
-    of_isa isa;           /* the best to use; the row chosen is at most this.
-                             No default: zero is OF_ISA_C, plain C */
-    size_t bucket_bytes;  /* a bucket is launched when its parameters reach this;
-                             OF_BUCKET_NONE: every update by itself */
+    size_t vector_bytes; /* width of the reference's vectors: 64 (AVX-512) or 32;
+                            default: this CPU's widest */
+    of_isa isa;          /* the best to use; the row chosen is at most this.
+                            No default: zero is OF_ISA_C, plain C */
+    size_t bucket_bytes; /* a bucket is launched when its parameters reach this;
+                            OF_BUCKET_NONE: every update by itself */
 } of_plan_options;
 #define OF_BUCKET_NONE SIZE_MAX
 
 /* What has happened to a plan, for summary(). Counts since creation. */
 typedef struct of_counts {
     uint64_t created;
-    uint64_t at_once;     /* launched where they were created: not private, eager, large enough */
-    uint64_t at_use;      /* launched by of_touch() */
-    uint64_t at_close;    /* launched with a bucket, by flush or by the next step */
-    uint64_t pending;     /* now */
-    uint64_t launches;    /* parallel regions or single calls */
-    bool threads_seen;    /* a foreign thread used a pending parameter: no more deferring */
+    uint64_t at_once;  /* launched where they were created: not private, eager, large enough */
+    uint64_t at_use;   /* launched by of_touch() */
+    uint64_t at_close; /* launched with a bucket, by flush or by the next step */
+    uint64_t pending;  /* now */
+    uint64_t launches; /* parallel regions or single calls */
+    bool threads_seen; /* a foreign thread used a pending parameter: no more deferring */
 } of_counts;
 
 /* Version of this library's ABI: OF_ABI_VERSION it was built with. */
@@ -161,8 +161,8 @@ OF_API void of_set_error(const char *format, ...) __attribute__((format(printf, 
 /* Makes a plan for the named rule. *host is copied. options may be NULL: all
  * defaults and the best ISA. Fails on an unknown rule or a host of another ABI
  * version. The caller owns one reference. */
-OF_API of_status of_plan_create(const of_host *host, const char *rule, const of_plan_options *options,
-                                of_plan **out);
+OF_API of_status of_plan_create(const of_host *host, const char *rule,
+                                const of_plan_options *options, of_plan **out);
 OF_API void of_plan_retain(of_plan *plan);
 /* Drops a reference; the last one launches what is pending and frees all. */
 OF_API void of_plan_release(of_plan *plan);
@@ -170,7 +170,8 @@ OF_API void of_plan_release(of_plan *plan);
 /* Adds a parameter group (group == number of groups) or changes the
  * hyper-parameters of one. hyper: as many doubles as the rule has. Updates
  * already created keep their scalars. */
-OF_API of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, size_t n_hyper);
+OF_API of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper,
+                                   size_t n_hyper);
 
 /* Adds a slot for one parameter. The plan owns `tensor` from here on, also on
  * failure, and gives it back through drop(). eager: never left pending. */

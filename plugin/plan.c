@@ -10,13 +10,11 @@
  * gradients to be in cache still. */
 static const size_t DEFAULT_BUCKET_BYTES = (size_t)1 << 20;
 
-uint32_t of_abi_version(void)
-{
+uint32_t of_abi_version(void) {
     return OF_ABI_VERSION;
 }
 
-static of_status check_host(const of_host *host)
-{
+static of_status check_host(const of_host *host) {
     if (host->abi_version != OF_ABI_VERSION)
         return of_fail(OF_INVALID, "the host was built for ABI version %u, this library has %d",
                        (unsigned)host->abi_version, (int)OF_ABI_VERSION);
@@ -29,8 +27,7 @@ static of_status check_host(const of_host *host)
     return OF_OK;
 }
 
-static of_status check_options(const of_plan_options *options)
-{
+static of_status check_options(const of_plan_options *options) {
     if (options->struct_size < sizeof *options)
         return of_fail(OF_INVALID, "of_plan_options has %u bytes, this library needs %zu",
                        (unsigned)options->struct_size, sizeof *options);
@@ -40,8 +37,7 @@ static of_status check_options(const of_plan_options *options)
     return OF_OK;
 }
 
-static of_status find_rule(const char *name, const of_rule **rule)
-{
+static of_status find_rule(const char *name, const of_rule **rule) {
     *rule = name ? of_rule_find(name) : NULL;
     if (*rule)
         return OF_OK;
@@ -53,12 +49,12 @@ static of_status find_rule(const char *name, const of_rule **rule)
     return of_fail(OF_INVALID, "unknown rule '%s'; known: %s", name ? name : "(null)", known);
 }
 
-static void choose(of_plan *plan, const of_plan_options *options)
-{
+static void choose(of_plan *plan, const of_plan_options *options) {
     plan->mode = options->mode;
     plan->reference = options->reference;
-    plan->vector_bytes = options->vector_bytes ? options->vector_bytes
-                         : of_isa_detect() == OF_ISA_AVX512 ? 64 : 32;
+    plan->vector_bytes = options->vector_bytes              ? options->vector_bytes
+                         : of_isa_detect() == OF_ISA_AVX512 ? 64
+                                                            : 32;
     plan->bucket_bytes = options->bucket_bytes ? options->bucket_bytes : DEFAULT_BUCKET_BYTES;
     if (options->bucket_bytes == OF_BUCKET_NONE)
         plan->bucket_bytes = 0;
@@ -70,9 +66,8 @@ static void choose(of_plan *plan, const of_plan_options *options)
 }
 
 of_status of_plan_create(const of_host *host, const char *rule, const of_plan_options *options,
-                         of_plan **out)
-{
-    of_plan_options defaults = { .struct_size = sizeof defaults, .isa = of_isa_detect() };
+                         of_plan **out) {
+    of_plan_options defaults = {.struct_size = sizeof defaults, .isa = of_isa_detect()};
     const of_rule *found = NULL;
     *out = NULL;
     if (!options)
@@ -98,9 +93,8 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
 }
 
 /* Launches what is pending and drops every slot and group. */
-static void empty(of_plan *plan)
-{
-    of_list done = { 0 };
+static void empty(of_plan *plan) {
+    of_list done = {0};
     pthread_rwlock_wrlock(&plan->layout);
     pthread_mutex_lock(&plan->lock);
     if (OF_GUARD(clear))
@@ -121,28 +115,24 @@ static void empty(of_plan *plan)
     free(slots);
 }
 
-void of_plan_clear(of_plan *plan)
-{
+void of_plan_clear(of_plan *plan) {
     empty(plan);
 }
 
-void of_plan_retain(of_plan *plan)
-{
+void of_plan_retain(of_plan *plan) {
     atomic_fetch_add_explicit(&plan->users, 1, memory_order_relaxed);
 }
 
 /* Nothing is pending any more when the users' common reference goes, so
  * of_touch() never finds a plan that is being freed. */
-void of_plan_release(of_plan *plan)
-{
+void of_plan_release(of_plan *plan) {
     if (!plan || atomic_fetch_sub_explicit(&plan->users, 1, memory_order_acq_rel) != 1)
         return;
     empty(plan);
     of_plan_unref(plan);
 }
 
-void of_plan_unref(of_plan *plan)
-{
+void of_plan_unref(of_plan *plan) {
     if (atomic_fetch_sub_explicit(&plan->refs, 1, memory_order_acq_rel) != 1)
         return;
     of_plans_remove(plan);
@@ -152,8 +142,7 @@ void of_plan_unref(of_plan *plan)
     free(plan);
 }
 
-static of_status put_group(of_plan *plan, size_t index, const double *hyper)
-{
+static of_status put_group(of_plan *plan, size_t index, const double *hyper) {
     if (index > plan->n_groups)
         return of_fail(OF_INVALID, "group %zu: the plan has %zu groups, the next is %zu", index,
                        plan->n_groups, plan->n_groups);
@@ -171,8 +160,7 @@ static of_status put_group(of_plan *plan, size_t index, const double *hyper)
     return OF_OK;
 }
 
-of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, size_t n_hyper)
-{
+of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, size_t n_hyper) {
     if (n_hyper != plan->rule->n_hyper)
         return of_fail(OF_INVALID, "%s has %zu hyper-parameters, not %zu", plan->rule->name,
                        plan->rule->n_hyper, n_hyper);
@@ -182,8 +170,7 @@ of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, si
     return status;
 }
 
-static of_status put_slot(of_plan *plan, const of_slot *slot)
-{
+static of_status put_slot(of_plan *plan, const of_slot *slot) {
     if (slot->group >= plan->n_groups)
         return of_fail(OF_INVALID, "a slot for group %zu: the plan has %zu groups", slot->group,
                        plan->n_groups);
@@ -199,9 +186,9 @@ static of_status put_slot(of_plan *plan, const of_slot *slot)
     return OF_OK;
 }
 
-of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager, size_t *slot_out)
-{
-    of_slot slot = { .tensor = tensor, .group = group, .eager = eager };
+of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager,
+                           size_t *slot_out) {
+    of_slot slot = {.tensor = tensor, .group = group, .eager = eager};
     pthread_rwlock_wrlock(&plan->layout);
     of_status status = put_slot(plan, &slot);
     size_t index = plan->n_slots - 1;
@@ -213,33 +200,28 @@ of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager
     return status;
 }
 
-const of_rule *of_plan_rule(const of_plan *plan)
-{
+const of_rule *of_plan_rule(const of_plan *plan) {
     return plan->rule;
 }
 
-const double *of_plan_hyper(const of_plan *plan, size_t slot)
-{
+const double *of_plan_hyper(const of_plan *plan, size_t slot) {
     return plan->groups[plan->slots[slot].group].hyper;
 }
 
-void of_plan_stop_deferring(of_plan *plan)
-{
+void of_plan_stop_deferring(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
     plan->stopped = true;
     pthread_mutex_unlock(&plan->lock);
 }
 
-void of_plan_counts(of_plan *plan, of_counts *out)
-{
+void of_plan_counts(of_plan *plan, of_counts *out) {
     pthread_mutex_lock(&plan->lock);
     *out = plan->counts;
     out->pending = plan->pending.count;
     pthread_mutex_unlock(&plan->lock);
 }
 
-const char *of_plan_isa(const of_plan *plan, of_dtype dtype)
-{
+const char *of_plan_isa(const of_plan *plan, of_dtype dtype) {
     bool known = (unsigned)dtype < OF_DTYPE_COUNT && plan->kernels[OF_CPU][dtype];
     return known ? of_isa_name(plan->kernels[OF_CPU][dtype]->isa) : "none";
 }

@@ -7,8 +7,7 @@
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static of_plan *newest;
 
-void of_plans_add(of_plan *plan)
-{
+void of_plans_add(of_plan *plan) {
     pthread_mutex_lock(&lock);
     plan->older = newest;
     if (newest)
@@ -17,8 +16,7 @@ void of_plans_add(of_plan *plan)
     pthread_mutex_unlock(&lock);
 }
 
-void of_plans_remove(of_plan *plan)
-{
+void of_plans_remove(of_plan *plan) {
     pthread_mutex_lock(&lock);
     if (plan->newer)
         plan->newer->older = plan->older;
@@ -30,8 +28,7 @@ void of_plans_remove(of_plan *plan)
 }
 
 /* Fails for a plan that is being freed. */
-static bool try_retain(of_plan *plan)
-{
+static bool try_retain(of_plan *plan) {
     size_t refs = atomic_load_explicit(&plan->refs, memory_order_relaxed);
     while (refs)
         if (atomic_compare_exchange_weak_explicit(&plan->refs, &refs, refs + 1,
@@ -41,8 +38,7 @@ static bool try_retain(of_plan *plan)
 }
 
 /* The next plan after this one (NULL: the first), retained. */
-static of_plan *next_plan(const of_plan *after)
-{
+static of_plan *next_plan(const of_plan *after) {
     pthread_mutex_lock(&lock);
     of_plan *plan = after ? after->older : newest;
     while (plan && !try_retain(plan))
@@ -51,26 +47,30 @@ static of_plan *next_plan(const of_plan *after)
     return plan;
 }
 
-void of_flush_all(void)
-{
-    of_plan *plan = of_any_pending() ? next_plan(NULL) : NULL;
+void of_plans_each(void (*visit)(of_plan *plan)) {
+    of_plan *plan = next_plan(NULL);
     while (plan) {
-        of_plan_flush(plan);
+        visit(plan);
         of_plan *next = next_plan(plan);
         of_plan_unref(plan);
         plan = next;
     }
 }
 
-void of_plans_lock(void)
-{
-    pthread_mutex_lock(&lock);
-    for (of_plan *plan = newest; plan; plan = plan->older)
-        pthread_mutex_lock(&plan->lock);
+void of_flush_all(void) {
+    if (of_any_pending())
+        of_plans_each(of_plan_flush);
 }
 
-void of_plans_unlock(void)
-{
+void of_plans_lock(void (*visit)(of_plan *plan)) {
+    pthread_mutex_lock(&lock);
+    for (of_plan *plan = newest; plan; plan = plan->older) {
+        pthread_mutex_lock(&plan->lock);
+        visit(plan);
+    }
+}
+
+void of_plans_unlock(void) {
     for (of_plan *plan = newest; plan; plan = plan->older)
         pthread_mutex_unlock(&plan->lock);
     pthread_mutex_unlock(&lock);
@@ -78,8 +78,7 @@ void of_plans_unlock(void)
 
 /* A thread that was in step() when another one forked does not exist in the
  * child, but would own its plan's layout for ever. */
-void of_plans_adopt(void)
-{
+void of_plans_adopt(void) {
     for (of_plan *plan = newest; plan; plan = plan->older)
         pthread_rwlock_init(&plan->layout, NULL);
 }

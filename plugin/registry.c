@@ -22,30 +22,25 @@ static unsigned bits; /* the table has 1 << bits entries */
 static size_t used;
 static atomic_size_t updates;
 
-bool of_any_pending(void)
-{
+bool of_any_pending(void) {
     return atomic_load_explicit(&updates, memory_order_acquire) != 0;
 }
 
-void of_registry_lock(void)
-{
+void of_registry_lock(void) {
     pthread_mutex_lock(&lock);
 }
 
-void of_registry_unlock(void)
-{
+void of_registry_unlock(void) {
     pthread_mutex_unlock(&lock);
 }
 
 /* Fibonacci hashing; addresses differ least in their lowest bits. */
-static size_t home(const void *key)
-{
+static size_t home(const void *key) {
     return (size_t)(((uint64_t)(uintptr_t)key >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> (64 - bits));
 }
 
 /* The entry of the key, or the free one where it belongs. */
-static entry *seek(const void *key)
-{
+static entry *seek(const void *key) {
     size_t mask = ((size_t)1 << bits) - 1;
     size_t i = home(key);
     while (table[i].key && table[i].key != key)
@@ -53,8 +48,7 @@ static entry *seek(const void *key)
     return &table[i];
 }
 
-static bool make_room(size_t n)
-{
+static bool make_room(size_t n) {
     if (table && (used + n) * 2 <= (size_t)1 << bits)
         return true;
     unsigned wider = table ? bits + 1 : 10;
@@ -73,8 +67,7 @@ static bool make_room(size_t n)
 }
 
 /* Closes the gap that a removal leaves in its run of entries. */
-static void erase(entry *gone)
-{
+static void erase(entry *gone) {
     size_t mask = ((size_t)1 << bits) - 1;
     size_t gap = (size_t)(gone - table);
     for (size_t i = (gap + 1) & mask; table[i].key; i = (i + 1) & mask) {
@@ -88,8 +81,7 @@ static void erase(entry *gone)
     used--;
 }
 
-static void remove_keys(of_update *update)
-{
+static void remove_keys(of_update *update) {
     for (size_t i = 0; i < update->n_registered; i++) {
         const void *key = update->in.keys[i];
         entry *at = key ? seek(key) : NULL;
@@ -101,8 +93,7 @@ static void remove_keys(of_update *update)
     update->n_registered = 0;
 }
 
-static of_added add_keys(of_update *update, size_t n, const void **key, of_update **own)
-{
+static of_added add_keys(of_update *update, size_t n, const void **key, of_update **own) {
     atomic_fetch_add_explicit(&updates, 1, memory_order_release);
     for (size_t i = 0; i < n; i++) {
         update->n_registered = i + 1;
@@ -111,7 +102,7 @@ static of_added add_keys(of_update *update, size_t n, const void **key, of_updat
             continue;
         entry *at = seek(*key);
         if (!at->key) {
-            *at = (entry){ *key, update };
+            *at = (entry){*key, update};
             used++;
         } else if (at->update != update && OF_GUARD(rearm)) {
             *own = at->update->plan == update->plan ? at->update : NULL;
@@ -123,8 +114,7 @@ static of_added add_keys(of_update *update, size_t n, const void **key, of_updat
     return OF_ADDED;
 }
 
-of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own)
-{
+of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own) {
     if (n == 0)
         return OF_ADDED;
     pthread_mutex_lock(&lock);
@@ -133,16 +123,14 @@ of_added of_registry_add(of_update *update, size_t n, const void **key, of_updat
     return result;
 }
 
-void of_registry_remove(of_list *list)
-{
+void of_registry_remove(of_list *list) {
     pthread_mutex_lock(&lock);
     for (of_update *update = list->first; update; update = update->next)
         remove_keys(update);
     pthread_mutex_unlock(&lock);
 }
 
-of_update *of_registry_find(const void *key)
-{
+of_update *of_registry_find(const void *key) {
     if (!key)
         return NULL;
     pthread_mutex_lock(&lock);

@@ -8,8 +8,7 @@ typedef struct needs {
     size_t n;
 } needs;
 
-static void add_need(needs *lacking, size_t slot)
-{
+static void add_need(needs *lacking, size_t slot) {
     if (lacking->n < lacking->capacity)
         lacking->slots[lacking->n] = slot;
     lacking->n++;
@@ -17,15 +16,19 @@ static void add_need(needs *lacking, size_t slot)
 
 /* Asks the host for one slot's inputs. Appends *update to the list and takes
  * it from the caller if there is something to update. */
-static of_status collect_slot(of_plan *plan, of_update **update, of_list *created, needs *lacking)
-{
+static of_status collect_slot(of_plan *plan, of_update **update, of_list *created, needs *lacking) {
     of_update *u = *update;
-    u->in = (of_inputs){ 0 };
+    u->in = (of_inputs){0};
     switch (plan->host.collect(plan->host.ctx, plan->slots[u->slot].tensor, &u->in)) {
-    case OF_FOUND_NOTHING: return OF_OK;
-    case OF_FOUND_NEEDS_STATE: add_need(lacking, u->slot); return OF_OK;
-    case OF_FOUND_ERROR: return OF_INVALID;
-    case OF_FOUND_INPUTS: break;
+    case OF_FOUND_NOTHING:
+        return OF_OK;
+    case OF_FOUND_NEEDS_STATE:
+        add_need(lacking, u->slot);
+        return OF_OK;
+    case OF_FOUND_ERROR:
+        return OF_INVALID;
+    case OF_FOUND_INPUTS:
+        break;
     }
     u->bytes = 0;
     of_list_append(created, u);
@@ -34,8 +37,7 @@ static of_status collect_slot(of_plan *plan, of_update **update, of_list *create
 }
 
 /* Everything that can fail happens here, before anything has changed. */
-static of_status collect_all(of_plan *plan, of_list *created, needs *lacking)
-{
+static of_status collect_all(of_plan *plan, of_list *created, needs *lacking) {
     of_status status = OF_OK;
     of_update *update = NULL;
     for (size_t i = 0; i < plan->n_slots && status == OF_OK; i++) {
@@ -54,17 +56,15 @@ static of_status collect_all(of_plan *plan, of_list *created, needs *lacking)
     return status;
 }
 
-static void commit_all(of_plan *plan, const of_list *created)
-{
+static void commit_all(of_plan *plan, const of_list *created) {
     for (of_update *u = created->first; u; u = u->next)
         if (!u->in.alone)
             plan->host.commit(plan->host.ctx, &u->in);
 }
 
 /* What is not left pending is run together, in one launch at the end. */
-static void create_all(of_plan *plan, of_list *created, of_list *alone, of_list *done)
-{
-    of_list batch = { 0 };
+static void create_all(of_plan *plan, of_list *created, of_list *alone, of_list *done) {
+    of_list batch = {0};
     pthread_mutex_lock(&plan->lock);
     plan->counts.created += created->count;
     for (of_update *u = created->first, *next; u; u = next) {
@@ -75,17 +75,16 @@ static void create_all(of_plan *plan, of_list *created, of_list *alone, of_list 
             of_create_now(plan, u, &batch, done);
     }
     of_launch(plan, &batch, OF_AT_ONCE, done);
-    *created = (of_list){ 0 };
+    *created = (of_list){0};
     pthread_mutex_unlock(&plan->lock);
 }
 
 /* Parameters that overlap: each sees the result of the one before it. */
-static void run_alone(of_plan *plan, const of_list *alone)
-{
+static void run_alone(of_plan *plan, const of_list *alone) {
     for (of_update *u = alone->first, *next; u; u = next) {
         next = u->next;
-        of_list batch = { 0 };
-        of_list done = { 0 };
+        of_list batch = {0};
+        of_list done = {0};
         plan->host.commit(plan->host.ctx, &u->in);
         pthread_mutex_lock(&plan->lock);
         of_create_now(plan, u, &batch, &done);
@@ -96,8 +95,7 @@ static void run_alone(of_plan *plan, const of_list *alone)
 }
 
 /* Backward mode: the updates made in backward belong to this step. */
-static void confirm(of_plan *plan)
-{
+static void confirm(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
     for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++) {
         plan->n_updated -= plan->slots[i].updated;
@@ -108,12 +106,11 @@ static void confirm(of_plan *plan)
 
 /* What is still pending goes first, and its holds with it: the references in
  * them would make this step's memory look shared. */
-of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_needs)
-{
-    of_list created = { 0 };
-    of_list alone = { 0 };
-    of_list done = { 0 };
-    needs lacking = { slots, slots ? capacity : 0, 0 };
+of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_needs) {
+    of_list created = {0};
+    of_list alone = {0};
+    of_list done = {0};
+    needs lacking = {slots, slots ? capacity : 0, 0};
     if (OF_GUARD(rearm))
         of_plan_flush(plan);
     pthread_rwlock_wrlock(&plan->layout);

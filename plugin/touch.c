@@ -3,8 +3,7 @@
  * be pending. */
 #include "internal.h"
 
-static bool waits_on(const of_update *update, const void *key)
-{
+static bool waits_on(const of_update *update, const void *key) {
     if (!update->pending)
         return false;
     for (size_t i = 0; i < update->n_registered; i++)
@@ -14,8 +13,7 @@ static bool waits_on(const of_update *update, const void *key)
 }
 
 /* Returns whether this turned deferring off. Lock held. */
-static bool note_thread(of_plan *plan, bool foreign)
-{
+static bool note_thread(of_plan *plan, bool foreign) {
     if (!foreign || plan->counts.threads_seen)
         return false;
     plan->counts.threads_seen = true;
@@ -26,10 +24,9 @@ static bool note_thread(of_plan *plan, bool foreign)
 
 /* Between the look-up and the lock another thread may have launched the
  * update, and its record may serve another one by now. */
-static bool launch_found(of_update *update, const void *key, bool foreign)
-{
+static bool launch_found(of_update *update, const void *key, bool foreign) {
     of_plan *plan = update->plan;
-    of_list done = { 0 };
+    of_list done = {0};
     bool stopped = false;
     pthread_mutex_lock(&plan->lock);
     bool found = waits_on(update, key);
@@ -46,8 +43,7 @@ static bool launch_found(of_update *update, const void *key, bool foreign)
     return found;
 }
 
-bool of_touch(const void *key, bool foreign)
-{
+bool of_touch(const void *key, bool foreign) {
     while (of_any_pending()) {
         of_update *update = of_registry_find(key);
         if (!update)
@@ -58,9 +54,8 @@ bool of_touch(const void *key, bool foreign)
     return false;
 }
 
-void of_plan_flush(of_plan *plan)
-{
-    of_list done = { 0 };
+void of_plan_flush(of_plan *plan) {
+    of_list done = {0};
     pthread_mutex_lock(&plan->lock);
     of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
     pthread_mutex_unlock(&plan->lock);

@@ -5,8 +5,7 @@
 
 #include "internal.h"
 
-void of_list_append(of_list *list, of_update *update)
-{
+void of_list_append(of_list *list, of_update *update) {
     update->prev = list->last;
     update->next = NULL;
     if (list->last)
@@ -18,8 +17,7 @@ void of_list_append(of_list *list, of_update *update)
     list->bytes += update->bytes;
 }
 
-void of_list_remove(of_list *list, of_update *update)
-{
+void of_list_remove(of_list *list, of_update *update) {
     if (update->prev)
         update->prev->next = update->next;
     else
@@ -35,8 +33,7 @@ void of_list_remove(of_list *list, of_update *update)
 /* Records are freed with their plan and not before: of_touch() may look at one
  * that was launched meanwhile. So the pool grows to the most that was ever in
  * use and then allocates no more. */
-of_update *of_pool_take(of_plan *plan)
-{
+of_update *of_pool_take(of_plan *plan) {
     if (!plan->spare)
         plan->spare = atomic_exchange_explicit(&plan->returned, NULL, memory_order_acquire);
     of_update *update = plan->spare;
@@ -53,8 +50,7 @@ of_update *of_pool_take(of_plan *plan)
     return update;
 }
 
-void of_pool_give(of_plan *plan, of_update *update)
-{
+void of_pool_give(of_plan *plan, of_update *update) {
     of_update *head = atomic_load_explicit(&plan->returned, memory_order_relaxed);
     do
         update->next = head;
@@ -62,8 +58,7 @@ void of_pool_give(of_plan *plan, of_update *update)
                                                   memory_order_release, memory_order_relaxed));
 }
 
-static void free_chain(of_update *update)
-{
+static void free_chain(of_update *update) {
     while (update) {
         of_update *next = update->next;
         free(update);
@@ -71,16 +66,14 @@ static void free_chain(of_update *update)
     }
 }
 
-void of_pool_free(of_plan *plan)
-{
+void of_pool_free(of_plan *plan) {
     free_chain(plan->spare);
     free_chain(atomic_load_explicit(&plan->returned, memory_order_acquire));
 }
 
-void of_updates_release(of_plan *plan, of_list *list)
-{
+void of_updates_release(of_plan *plan, of_list *list) {
     of_update *update = list->first;
-    *list = (of_list){ 0 };
+    *list = (of_list){0};
     while (update) {
         of_update *next = update->next;
         plan->host.release(plan->host.ctx, update->in.hold);
@@ -89,16 +82,14 @@ void of_updates_release(of_plan *plan, of_list *list)
     }
 }
 
-static of_status check_state(const of_plan *plan, const of_inputs *in, unsigned used)
-{
+static of_status check_state(const of_plan *plan, const of_inputs *in, unsigned used) {
     for (size_t i = 0; i < plan->rule->n_state; i++)
         if ((used >> i & 1) && !in->state[i])
             return of_fail(OF_INVALID, "the optimizer state '%s' is missing", plan->rule->state[i]);
     return OF_OK;
 }
 
-static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned used)
-{
+static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned used) {
     if (in->numel < 0 || in->n_keys > OF_MAX_KEYS || !(in->step >= 1))
         return of_fail(OF_INVALID,
                        "bad inputs of an update: %lld elements, %zu keys, step %g (first is 1)",
@@ -116,8 +107,7 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
     return check_state(plan, in, used);
 }
 
-of_status of_update_complete(of_plan *plan, of_update *update)
-{
+of_status of_update_complete(of_plan *plan, of_update *update) {
     of_inputs *in = &update->in;
     of_group *group = &plan->groups[plan->slots[update->slot].group];
     of_status status = check_inputs(plan, in, group->used);

@@ -21,16 +21,14 @@ typedef struct fake_hold {
 
 /* For use inside the core's calls, where Check's own allocations would count
  * as the core's. */
-static void require(bool kept, const char *promise)
-{
+static void require(bool kept, const char *promise) {
     if (kept)
         return;
     fprintf(stderr, "the core broke a promise to its host: %s\n", promise);
     abort();
 }
 
-static void *allocate(size_t bytes)
-{
+static void *allocate(size_t bytes) {
     size_t rounded = (bytes + 63) / 64 * 64;
     void *memory = aligned_alloc(64, rounded);
     if (!memory)
@@ -39,62 +37,54 @@ static void *allocate(size_t bytes)
     return memory;
 }
 
-static void record(fake_host *host, const char *event, int id)
-{
+static void record(fake_host *host, const char *event, int id) {
     pthread_mutex_lock(&host->lock);
     size_t length = strlen(host->events);
     if (host->recording && id >= 0)
-        snprintf(host->events + length, sizeof host->events - length, "%s%s:%d",
-                 length ? " " : "", event, id);
+        snprintf(host->events + length, sizeof host->events - length, "%s%s:%d", length ? " " : "",
+                 event, id);
     else if (host->recording)
         snprintf(host->events + length, sizeof host->events - length, "%s%s", length ? " " : "",
                  event);
     pthread_mutex_unlock(&host->lock);
 }
 
-void fake_record(fake_host *host)
-{
+void fake_record(fake_host *host) {
     host->recording = true;
     host->events[0] = '\0';
 }
 
-const char *fake_events(fake_host *host)
-{
+const char *fake_events(fake_host *host) {
     static char copy[sizeof host->events];
     memcpy(copy, host->events, sizeof copy);
     host->events[0] = '\0';
     return copy;
 }
 
-fake_buffer *fake_buffer_new(size_t bytes)
-{
+fake_buffer *fake_buffer_new(size_t bytes) {
     fake_buffer *buffer = allocate(sizeof *buffer + bytes);
     atomic_init(&buffer->refs, 1);
     buffer->bytes = bytes;
     return buffer;
 }
 
-void fake_buffer_retain(fake_buffer *buffer)
-{
+void fake_buffer_retain(fake_buffer *buffer) {
     atomic_fetch_add(&buffer->refs, 1);
 }
 
-void fake_buffer_release(fake_buffer *buffer)
-{
+void fake_buffer_release(fake_buffer *buffer) {
     if (buffer && atomic_fetch_sub(&buffer->refs, 1) == 1)
         free(buffer);
 }
 
-static fake_tensor *next_tensor(fake_host *host)
-{
+static fake_tensor *next_tensor(fake_host *host) {
     ck_assert_int_lt(host->n_tensors, FAKE_MAX_TENSORS);
     fake_tensor *tensor = &host->tensors[host->n_tensors];
-    *tensor = (fake_tensor){ .host = host, .id = host->n_tensors++ };
+    *tensor = (fake_tensor){.host = host, .id = host->n_tensors++};
     return tensor;
 }
 
-fake_tensor *fake_tensor_new(fake_host *host, of_dtype dtype, int64_t numel, size_t n_state)
-{
+fake_tensor *fake_tensor_new(fake_host *host, of_dtype dtype, int64_t numel, size_t n_state) {
     fake_tensor *tensor = next_tensor(host);
     size_t bytes = (size_t)numel * of_dtype_size(dtype);
     tensor->dtype = dtype;
@@ -106,8 +96,7 @@ fake_tensor *fake_tensor_new(fake_host *host, of_dtype dtype, int64_t numel, siz
     return tensor;
 }
 
-fake_tensor *fake_tensor_alias(fake_tensor *of)
-{
+fake_tensor *fake_tensor_alias(fake_tensor *of) {
     fake_tensor *tensor = next_tensor(of->host);
     tensor->dtype = of->dtype;
     tensor->numel = of->numel;
@@ -119,28 +108,24 @@ fake_tensor *fake_tensor_alias(fake_tensor *of)
     return tensor;
 }
 
-void fake_set_grad(fake_tensor *tensor, fake_buffer *grad)
-{
+void fake_set_grad(fake_tensor *tensor, fake_buffer *grad) {
     fake_buffer_release(tensor->grad);
     tensor->grad = grad;
 }
 
-const void *fake_use(fake_buffer *buffer, bool foreign)
-{
+const void *fake_use(fake_buffer *buffer, bool foreign) {
     if (atomic_load(&buffer->marked))
         of_touch(buffer, foreign);
     return buffer->data;
 }
 
-static void hold_buffer(fake_hold *hold, fake_buffer *buffer, of_inputs *in)
-{
+static void hold_buffer(fake_hold *hold, fake_buffer *buffer, of_inputs *in) {
     fake_buffer_retain(buffer);
     hold->buffers[hold->n_buffers++] = buffer;
     in->keys[in->n_keys++] = buffer;
 }
 
-static void fill(fake_tensor *tensor, of_inputs *in)
-{
+static void fill(fake_tensor *tensor, of_inputs *in) {
     fake_hold *hold = allocate(sizeof *hold);
     hold->tensor = tensor;
     hold_buffer(hold, tensor->param, in);
@@ -159,8 +144,7 @@ static void fill(fake_tensor *tensor, of_inputs *in)
     in->hold = hold;
 }
 
-static of_found collect(void *ctx, void *opaque, of_inputs *in)
-{
+static of_found collect(void *ctx, void *opaque, of_inputs *in) {
     fake_host *host = ctx;
     fake_tensor *tensor = opaque;
     record(host, "collect", tensor->id);
@@ -180,8 +164,7 @@ static of_found collect(void *ctx, void *opaque, of_inputs *in)
 }
 
 /* What is alone and comes without gradient memory is given a dense copy. */
-static void commit(void *ctx, of_inputs *in)
-{
+static void commit(void *ctx, of_inputs *in) {
     fake_hold *hold = in->hold;
     if (!in->grad)
         in->grad = hold->buffers[1]->data;
@@ -191,15 +174,13 @@ static void commit(void *ctx, of_inputs *in)
     hold->tensor->step++;
 }
 
-static void mark(fake_host *host, fake_hold *hold, bool marked)
-{
+static void mark(fake_host *host, fake_hold *hold, bool marked) {
     for (size_t i = 0; i < hold->n_buffers; i++)
         if (atomic_exchange(&hold->buffers[i]->marked, marked) != marked)
             atomic_fetch_add(&host->waiting, marked ? 1 : -1);
 }
 
-static bool defer(void *ctx, void *opaque)
-{
+static bool defer(void *ctx, void *opaque) {
     fake_hold *hold = opaque;
     record(ctx, hold->tensor->shared ? "refuse" : "defer", hold->tensor->id);
     require(hold->committed && !hold->deferred && !hold->settled, "defer after commit, once");
@@ -210,8 +191,7 @@ static bool defer(void *ctx, void *opaque)
     return true;
 }
 
-static void settle(void *ctx, void *opaque, bool was_deferred)
-{
+static void settle(void *ctx, void *opaque, bool was_deferred) {
     fake_host *host = ctx;
     fake_hold *hold = opaque;
     fake_tensor *tensor = hold->tensor;
@@ -226,8 +206,7 @@ static void settle(void *ctx, void *opaque, bool was_deferred)
 }
 
 /* A real host frees tensors here, which may make it use others. */
-static void release(void *ctx, void *opaque)
-{
+static void release(void *ctx, void *opaque) {
     fake_host *host = ctx;
     fake_hold *hold = opaque;
     record(host, "release", hold->tensor->id);
@@ -240,8 +219,7 @@ static void release(void *ctx, void *opaque)
         of_flush_all();
 }
 
-static void drop(void *ctx, void *opaque)
-{
+static void drop(void *ctx, void *opaque) {
     fake_tensor *tensor = opaque;
     record(ctx, "drop", tensor->id);
     tensor->drops++;
@@ -254,23 +232,21 @@ typedef struct range {
     int64_t end;
 } range;
 
-static void *run_range(void *opaque)
-{
+static void *run_range(void *opaque) {
     range *r = opaque;
     r->fn(r->arg, r->begin, r->end);
     return NULL;
 }
 
 static void parallel_for(void *ctx, int64_t n, void (*fn)(void *arg, int64_t begin, int64_t end),
-                         void *arg)
-{
+                         void *arg) {
     fake_host *host = ctx;
     pthread_t threads[16];
     range ranges[16];
     record(host, "region", -1);
     atomic_fetch_add(&host->regions, 1);
     for (int i = 0; i < host->n_threads; i++) {
-        ranges[i] = (range){ fn, arg, n * i / host->n_threads, n * (i + 1) / host->n_threads };
+        ranges[i] = (range){fn, arg, n * i / host->n_threads, n * (i + 1) / host->n_threads};
         if (i && pthread_create(&threads[i], NULL, run_range, &ranges[i]) != 0)
             abort();
     }
@@ -279,33 +255,30 @@ static void parallel_for(void *ctx, int64_t n, void (*fn)(void *arg, int64_t beg
         pthread_join(threads[i], NULL);
 }
 
-static void log_message(void *ctx, int level, const char *message)
-{
+static void log_message(void *ctx, int level, const char *message) {
     fake_host *host = ctx;
     snprintf(host->last_log, sizeof host->last_log, "%d %s", level, message);
 }
 
-fake_host *fake_host_new(void)
-{
+fake_host *fake_host_new(void) {
     fake_host *host = allocate(sizeof *host);
     host->n_threads = 3;
     pthread_mutex_init(&host->lock, NULL);
-    host->table = (of_host){ .abi_version = OF_ABI_VERSION,
-                             .struct_size = sizeof(of_host),
-                             .ctx = host,
-                             .collect = collect,
-                             .commit = commit,
-                             .defer = defer,
-                             .settle = settle,
-                             .release = release,
-                             .drop = drop,
-                             .parallel_for = parallel_for,
-                             .log = log_message };
+    host->table = (of_host){.abi_version = OF_ABI_VERSION,
+                            .struct_size = sizeof(of_host),
+                            .ctx = host,
+                            .collect = collect,
+                            .commit = commit,
+                            .defer = defer,
+                            .settle = settle,
+                            .release = release,
+                            .drop = drop,
+                            .parallel_for = parallel_for,
+                            .log = log_message};
     return host;
 }
 
-void fake_host_free(fake_host *host)
-{
+void fake_host_free(fake_host *host) {
     ck_assert_int_eq(atomic_load(&host->holds), 0);
     for (int i = 0; i < host->n_tensors; i++) {
         fake_tensor *tensor = &host->tensors[i];

@@ -49,9 +49,9 @@ struct fake_host {
     int n_threads;
     fake_tensor tensors[FAKE_MAX_TENSORS];
     int n_tensors;
-    atomic_int holds;   /* collected and not released */
-    atomic_int regions; /* calls of parallel_for() */
-    atomic_int waiting; /* marked buffers */
+    atomic_int holds;     /* collected and not released */
+    atomic_int regions;   /* calls of parallel_for() */
+    atomic_int waiting;   /* marked buffers */
     pthread_mutex_t lock; /* guards events */
     bool recording;
     char events[8192];

@@ -11,23 +11,20 @@ enum { VECTOR_BYTES = 64 };
 static uint64_t seed = 1;
 
 /* In [-1, 1), the same sequence in every run. */
-static double random_value(void)
-{
+static double random_value(void) {
     seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
     return (double)(seed >> 11) / (double)(UINT64_C(1) << 52) - 1.0;
 }
 
 /* Any ordinary number will do for 16 bits: these are around 1. */
-static uint16_t random_narrow(of_dtype dtype)
-{
+static uint16_t random_narrow(of_dtype dtype) {
     unsigned bits = (unsigned)((random_value() + 1.0) * 512.0);
     unsigned sign = bits & 1 ? 0x8000u : 0u;
     unsigned one = dtype == OF_BFLOAT16 ? 0x3f80u : 0x3c00u;
     return (uint16_t)(sign | (one + (bits >> 3)));
 }
 
-static void fill_random(void *data, of_dtype dtype, int64_t numel)
-{
+static void fill_random(void *data, of_dtype dtype, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
         if (dtype == OF_FLOAT32)
             ((float *)data)[i] = (float)random_value();
@@ -38,23 +35,22 @@ static void fill_random(void *data, of_dtype dtype, int64_t numel)
     }
 }
 
-static fixture *make(fake_host *host, of_mode mode, size_t bucket_bytes)
-{
+static fixture *make(fake_host *host, of_mode mode, size_t bucket_bytes) {
     fixture *f = aligned_alloc(64, (sizeof *f + 63) / 64 * 64);
     ck_assert_ptr_nonnull(f);
     memset(f, 0, sizeof *f);
     f->host = host;
     f->mode = mode;
     host->spends = mode == OF_BACKWARD;
-    of_plan_options options = { .struct_size = sizeof options,
-                                .mode = mode,
-                                .reference = OF_REF_CPU_FUSED,
-                                .vector_bytes = VECTOR_BYTES,
-                                .isa = of_isa_detect(),
-                                .bucket_bytes = bucket_bytes };
+    of_plan_options options = {.struct_size = sizeof options,
+                               .mode = mode,
+                               .reference = OF_REF_CPU_FUSED,
+                               .vector_bytes = VECTOR_BYTES,
+                               .isa = of_isa_detect(),
+                               .bucket_bytes = bucket_bytes};
     /* lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled */
-    static const double adamw[] = { 1e-2, 0.9, 0.999, 1e-8, 1e-2, 0, 0, 1 };
-    static const double adam[] = { 3e-3, 0.8, 0.99, 1e-6, 0, 0, 0, 0 };
+    static const double adamw[] = {1e-2, 0.9, 0.999, 1e-8, 1e-2, 0, 0, 1};
+    static const double adam[] = {3e-3, 0.8, 0.99, 1e-6, 0, 0, 0, 0};
     ck_assert_int_eq(of_plan_create(&host->table, "adam", &options, &f->plan), OF_OK);
     memcpy(f->hyper[0], adamw, sizeof adamw);
     memcpy(f->hyper[1], adam, sizeof adam);
@@ -64,26 +60,22 @@ static fixture *make(fake_host *host, of_mode mode, size_t bucket_bytes)
     return f;
 }
 
-fixture *setup(of_mode mode, size_t bucket_bytes)
-{
+fixture *setup(of_mode mode, size_t bucket_bytes) {
     seed = 1;
     return make(fake_host_new(), mode, bucket_bytes);
 }
 
-fixture *setup_beside(fixture *first, of_mode mode)
-{
+fixture *setup_beside(fixture *first, of_mode mode) {
     return make(first->host, mode, 0);
 }
 
-static void free_twin(twin *t)
-{
+static void free_twin(twin *t) {
     free(t->param);
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         free(t->state[i]);
 }
 
-void teardown_unchecked(fixture *f)
-{
+void teardown_unchecked(fixture *f) {
     fake_host *host = f->host;
     of_plan_release(f->plan);
     for (size_t i = 0; i < f->n; i++)
@@ -96,8 +88,7 @@ void teardown_unchecked(fixture *f)
         fake_host_free(host);
 }
 
-void teardown(fixture *f)
-{
+void teardown(fixture *f) {
     for (size_t i = 0; i < f->n; i++)
         check_twin(&f->twins[i]);
     of_plan_flush(f->plan);
@@ -107,16 +98,14 @@ void teardown(fixture *f)
     ck_assert(!of_any_pending());
 }
 
-static unsigned char *copy_of(const fake_buffer *buffer)
-{
+static unsigned char *copy_of(const fake_buffer *buffer) {
     unsigned char *copy = aligned_alloc(64, (buffer->bytes + 64) / 64 * 64);
     ck_assert_ptr_nonnull(copy);
     memcpy(copy, buffer->data, buffer->bytes);
     return copy;
 }
 
-twin *add_tensor(fixture *f, fake_tensor *tensor, size_t group, bool eager)
-{
+twin *add_tensor(fixture *f, fake_tensor *tensor, size_t group, bool eager) {
     ck_assert_uint_lt(f->n, MAX_TWINS);
     twin *t = &f->twins[f->n++];
     t->tensor = tensor;
@@ -129,55 +118,47 @@ twin *add_tensor(fixture *f, fake_tensor *tensor, size_t group, bool eager)
     return t;
 }
 
-static twin *add_any(fixture *f, int64_t numel, of_dtype dtype, size_t group, bool eager)
-{
+static twin *add_any(fixture *f, int64_t numel, of_dtype dtype, size_t group, bool eager) {
     fake_tensor *tensor = fake_tensor_new(f->host, dtype, numel, 2);
     fill_random(tensor->param->data, dtype, numel);
     return add_tensor(f, tensor, group, eager);
 }
 
-twin *add(fixture *f, int64_t numel)
-{
+twin *add(fixture *f, int64_t numel) {
     return add_any(f, numel, OF_FLOAT32, 0, false);
 }
 
-twin *add_to_group(fixture *f, int64_t numel, size_t group)
-{
+twin *add_to_group(fixture *f, int64_t numel, size_t group) {
     return add_any(f, numel, OF_FLOAT32, group, false);
 }
 
-twin *add_eager(fixture *f, int64_t numel)
-{
+twin *add_eager(fixture *f, int64_t numel) {
     return add_any(f, numel, OF_FLOAT32, 0, true);
 }
 
-twin *add_dtype(fixture *f, int64_t numel, of_dtype dtype)
-{
+twin *add_dtype(fixture *f, int64_t numel, of_dtype dtype) {
     return add_any(f, numel, dtype, 0, false);
 }
 
-void backward(twin *t)
-{
+void backward(twin *t) {
     fake_buffer *grad = fake_buffer_new(t->tensor->param->bytes);
     fill_random(grad->data, t->tensor->dtype, t->tensor->numel);
     fake_set_grad(t->tensor, grad);
 }
 
-void backward_all(fixture *f)
-{
+void backward_all(fixture *f) {
     for (size_t i = 0; i < f->n; i++)
         backward(&f->twins[i]);
 }
 
-void expect_update_at(twin *t, void *param, void **state)
-{
+void expect_update_at(twin *t, void *param, void **state) {
     const fake_tensor *tensor = t->tensor;
     const of_rule *rule = of_rule_find("adam");
     const of_kernel *kernel =
         of_kernel_find("adam", OF_REF_CPU_FUSED, tensor->dtype, OF_CPU, of_isa_detect());
     _Alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     size_t numel = (size_t)tensor->numel;
-    of_span span = { .param = param, .grad = tensor->grad->data, .n = numel };
+    of_span span = {.param = param, .grad = tensor->grad->data, .n = numel};
     for (size_t i = 0; i < tensor->n_state; i++)
         span.state[i] = state[i];
     span.tail = of_tail(OF_REF_CPU_FUSED, tensor->dtype, VECTOR_BYTES, numel);
@@ -186,15 +167,13 @@ void expect_update_at(twin *t, void *param, void **state)
         kernel->run(&span, scalars);
 }
 
-void expect_update(fixture *f, twin *t)
-{
+void expect_update(fixture *f, twin *t) {
     (void)f;
-    void *state[OF_MAX_STATE] = { t->state[0], t->state[1], t->state[2] };
+    void *state[OF_MAX_STATE] = {t->state[0], t->state[1], t->state[2]};
     expect_update_at(t, t->param, state);
 }
 
-void step(fixture *f)
-{
+void step(fixture *f) {
     for (size_t i = 0; i < f->n; i++)
         if (f->twins[i].tensor->grad)
             expect_update(f, &f->twins[i]);
@@ -203,15 +182,13 @@ void step(fixture *f)
     ck_assert_uint_eq(n_needs, 0);
 }
 
-void gradient(fixture *f, twin *t)
-{
+void gradient(fixture *f, twin *t) {
     backward(t);
     expect_update(f, t);
     ck_assert_msg(of_plan_gradient(f->plan, t->slot) == OF_OK, "%s", of_error_message());
 }
 
-bool launched(const twin *t)
-{
+bool launched(const twin *t) {
     const fake_tensor *tensor = t->tensor;
     bool equal = memcmp(tensor->param->data, t->param, tensor->param->bytes) == 0;
     for (size_t i = 0; i < tensor->n_state; i++)
@@ -219,38 +196,33 @@ bool launched(const twin *t)
     return equal;
 }
 
-bool twin_equal(const twin *t)
-{
+bool twin_equal(const twin *t) {
     fake_use(t->tensor->param, false);
     for (size_t i = 0; i < t->tensor->n_state; i++)
         fake_use(t->tensor->state[i], false);
     return launched(t);
 }
 
-void check_twin(const twin *t)
-{
+void check_twin(const twin *t) {
     ck_assert_msg(twin_equal(t), "tensor %d of %lld elements differs after %g updates",
                   t->tensor->id, (long long)t->tensor->numel, t->step);
     ck_assert_msg(t->tensor->step == t->step, "tensor %d counts %g updates, not %g", t->tensor->id,
                   t->tensor->step, t->step);
 }
 
-void set_lr(fixture *f, size_t group, double lr)
-{
+void set_lr(fixture *f, size_t group, double lr) {
     f->hyper[group][0] = lr;
     ck_assert_int_eq(
         of_plan_set_group(f->plan, group, f->hyper[group], of_plan_rule(f->plan)->n_hyper), OF_OK);
 }
 
-of_counts counts(const fixture *f)
-{
+of_counts counts(const fixture *f) {
     of_counts c;
     of_plan_counts(f->plan, &c);
     return c;
 }
 
-int run(Suite *suite)
-{
+int run(Suite *suite) {
     SRunner *runner = srunner_create(suite);
     srunner_run_all(runner, CK_NORMAL);
     int failed = srunner_ntests_failed(runner);

@@ -6,8 +6,7 @@
 
 enum { BUCKET = 4000 }; /* bytes: 1000 float32 elements */
 
-START_TEST(bucket_is_launched_when_it_is_full_in_one_go)
-{
+START_TEST(bucket_is_launched_when_it_is_full_in_one_go) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     for (int i = 0; i < 4; i++)
         add(f, 300);
@@ -27,8 +26,7 @@ START_TEST(bucket_is_launched_when_it_is_full_in_one_go)
 }
 END_TEST
 
-START_TEST(bucket_is_full_at_its_limit_exactly)
-{
+START_TEST(bucket_is_full_at_its_limit_exactly) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *a = add(f, 999);
     twin *b = add(f, 1);
@@ -40,8 +38,7 @@ START_TEST(bucket_is_full_at_its_limit_exactly)
 }
 END_TEST
 
-START_TEST(the_update_that_fills_the_bucket_is_not_deferred)
-{
+START_TEST(the_update_that_fills_the_bucket_is_not_deferred) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *a = add(f, 600);
     twin *b = add(f, 600);
@@ -54,8 +51,7 @@ START_TEST(the_update_that_fills_the_bucket_is_not_deferred)
 }
 END_TEST
 
-START_TEST(large_update_does_not_wait_for_the_open_bucket)
-{
+START_TEST(large_update_does_not_wait_for_the_open_bucket) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *small = add(f, 10);
     twin *large = add(f, 1000);
@@ -68,8 +64,7 @@ START_TEST(large_update_does_not_wait_for_the_open_bucket)
 }
 END_TEST
 
-START_TEST(without_buckets_every_update_goes_alone)
-{
+START_TEST(without_buckets_every_update_goes_alone) {
     fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 3; i++) {
         twin *t = add(f, i * 5);
@@ -81,8 +76,7 @@ START_TEST(without_buckets_every_update_goes_alone)
 }
 END_TEST
 
-START_TEST(member_of_the_open_bucket_is_launched_alone_at_first_use)
-{
+START_TEST(member_of_the_open_bucket_is_launched_alone_at_first_use) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *a = add(f, 400);
     twin *b = add(f, 400);
@@ -97,8 +91,7 @@ START_TEST(member_of_the_open_bucket_is_launched_alone_at_first_use)
 }
 END_TEST
 
-START_TEST(close_launches_the_open_bucket)
-{
+START_TEST(close_launches_the_open_bucket) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
     gradient(f, t);
@@ -108,8 +101,7 @@ START_TEST(close_launches_the_open_bucket)
 }
 END_TEST
 
-START_TEST(shared_and_eager_members_do_not_wait)
-{
+START_TEST(shared_and_eager_members_do_not_wait) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *shared = add(f, 10);
     twin *eager = add_eager(f, 10);
@@ -121,8 +113,7 @@ START_TEST(shared_and_eager_members_do_not_wait)
 }
 END_TEST
 
-START_TEST(after_a_foreign_thread_nothing_waits_in_a_bucket)
-{
+START_TEST(after_a_foreign_thread_nothing_waits_in_a_bucket) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *a = add(f, 10);
     twin *b = add(f, 10);
@@ -134,8 +125,7 @@ START_TEST(after_a_foreign_thread_nothing_waits_in_a_bucket)
 }
 END_TEST
 
-START_TEST(step_closes_the_bucket_and_confirms)
-{
+START_TEST(step_closes_the_bucket_and_confirms) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
     ck_assert(!of_plan_unconfirmed(f->plan));
@@ -154,8 +144,7 @@ START_TEST(step_closes_the_bucket_and_confirms)
 }
 END_TEST
 
-START_TEST(step_updates_gradients_set_by_hand)
-{
+START_TEST(step_updates_gradients_set_by_hand) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *hooked = add(f, 10);
     twin *by_hand = add(f, 10);
@@ -170,8 +159,7 @@ START_TEST(step_updates_gradients_set_by_hand)
 }
 END_TEST
 
-START_TEST(second_gradient_before_step_is_refused_and_changes_nothing)
-{
+START_TEST(second_gradient_before_step_is_refused_and_changes_nothing) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
     gradient(f, t);
@@ -187,8 +175,7 @@ START_TEST(second_gradient_before_step_is_refused_and_changes_nothing)
 }
 END_TEST
 
-START_TEST(missing_state_and_errors_are_reported_and_change_nothing)
-{
+START_TEST(missing_state_and_errors_are_reported_and_change_nothing) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
     t->tensor->lacks_state = true;
@@ -205,8 +192,7 @@ START_TEST(missing_state_and_errors_are_reported_and_change_nothing)
 }
 END_TEST
 
-START_TEST(failed_step_keeps_what_backward_updated)
-{
+START_TEST(failed_step_keeps_what_backward_updated) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *a = add(f, 10);
     twin *b = add(f, 10);
@@ -223,8 +209,7 @@ START_TEST(failed_step_keeps_what_backward_updated)
 }
 END_TEST
 
-START_TEST(hook_without_gradient_is_nothing)
-{
+START_TEST(hook_without_gradient_is_nothing) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
     ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_OK);
@@ -233,13 +218,12 @@ START_TEST(hook_without_gradient_is_nothing)
 }
 END_TEST
 
-START_TEST(aliased_parameters_share_no_bucket)
-{
+START_TEST(aliased_parameters_share_no_bucket) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *a = add(f, 100);
     twin *b = add_tensor(f, fake_tensor_alias(a->tensor), 0, false);
     for (int i = 0; i < 3; i++) {
-        void *state[] = { b->state[0], b->state[1] };
+        void *state[] = {b->state[0], b->state[1]};
         gradient(f, a);
         backward(b);
         expect_update_at(b, a->param, state);
@@ -252,8 +236,7 @@ START_TEST(aliased_parameters_share_no_bucket)
 }
 END_TEST
 
-START_TEST(gradient_needs_backward_mode_and_a_slot)
-{
+START_TEST(gradient_needs_backward_mode_and_a_slot) {
     fixture *f = setup(OF_FORWARD, 0);
     add(f, 10);
     ck_assert_int_eq(of_plan_gradient(f->plan, 0), OF_INVALID);
@@ -266,8 +249,7 @@ START_TEST(gradient_needs_backward_mode_and_a_slot)
 }
 END_TEST
 
-int main(void)
-{
+int main(void) {
     Suite *suite = suite_create("backward fusion");
     TCase *bucket = tcase_create("bucket");
     tcase_add_test(bucket, bucket_is_launched_when_it_is_full_in_one_go);

@@ -6,8 +6,7 @@
 #include "fixture.h"
 
 /* The child's verdict: 0, or the number of the first thing that is wrong. */
-static int child_verdict(fixture *f)
-{
+static int child_verdict(fixture *f) {
     of_fork_child();
     if (of_any_pending())
         return 1;
@@ -26,8 +25,7 @@ static int child_verdict(fixture *f)
     return 0;
 }
 
-static void fork_and_check(fixture *f)
-{
+static void fork_and_check(fixture *f) {
     of_fork_prepare();
     pid_t pid = fork();
     if (pid == 0)
@@ -39,8 +37,7 @@ static void fork_and_check(fixture *f)
     ck_assert_int_eq(WEXITSTATUS(status), 0);
 }
 
-START_TEST(fork_with_updates_pending)
-{
+START_TEST(fork_with_updates_pending) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 5; i++)
         add(f, 100);
@@ -60,8 +57,7 @@ typedef struct stepper {
     atomic_bool done;
 } stepper;
 
-static void *step_without_pause(void *opaque)
-{
+static void *step_without_pause(void *opaque) {
     stepper *s = opaque;
     while (!atomic_load(&s->done))
         of_plan_step(s->f->plan, NULL, 0, NULL);
@@ -69,8 +65,7 @@ static void *step_without_pause(void *opaque)
 }
 
 /* The other thread's step() may be anywhere, also between two updates. */
-START_TEST(fork_while_another_thread_steps)
-{
+START_TEST(fork_while_another_thread_steps) {
     fixture *f = setup(OF_FORWARD, 0);
     fixture *g = setup_beside(f, OF_FORWARD);
     for (int i = 0; i < 5; i++) {
@@ -78,7 +73,7 @@ START_TEST(fork_while_another_thread_steps)
         add(g, 100);
     }
     backward_all(g);
-    stepper s = { .f = g };
+    stepper s = {.f = g};
     pthread_t thread;
     ck_assert_int_eq(pthread_create(&thread, NULL, step_without_pause, &s), 0);
     for (int i = 0; i < 20; i++) {
@@ -96,8 +91,7 @@ START_TEST(fork_while_another_thread_steps)
 }
 END_TEST
 
-int main(void)
-{
+int main(void) {
     Suite *suite = suite_create("fork");
     TCase *all = tcase_create("fork");
     tcase_set_timeout(all, 120);

@@ -5,8 +5,7 @@
 
 #include "fixture.h"
 
-START_TEST(step_leaves_updates_pending_until_first_use)
-{
+START_TEST(step_leaves_updates_pending_until_first_use) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *a = add(f, 100);
     twin *b = add(f, 17);
@@ -22,15 +21,14 @@ START_TEST(step_leaves_updates_pending_until_first_use)
 }
 END_TEST
 
-START_TEST(parameter_gradient_and_each_state_launch_the_update)
-{
+START_TEST(parameter_gradient_and_each_state_launch_the_update) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 33);
     for (int which = 0; which < 4; which++) {
         backward(t);
         step(f);
-        fake_buffer *buffers[] = { t->tensor->param, t->tensor->grad, t->tensor->state[0],
-                                   t->tensor->state[1] };
+        fake_buffer *buffers[] = {t->tensor->param, t->tensor->grad, t->tensor->state[0],
+                                  t->tensor->state[1]};
         ck_assert(!launched(t));
         ck_assert(of_touch(buffers[which], false));
         ck_assert_msg(launched(t), "key %d did not launch", which);
@@ -40,9 +38,8 @@ START_TEST(parameter_gradient_and_each_state_launch_the_update)
 }
 END_TEST
 
-START_TEST(two_hundred_steps_of_every_size_and_dtype_are_bit_equal)
-{
-    static const int64_t sizes[] = { 0, 1, 7, 8, 15, 16, 17, 31, 64, 1003, 2048, 2049, 20000 };
+START_TEST(two_hundred_steps_of_every_size_and_dtype_are_bit_equal) {
+    static const int64_t sizes[] = {0, 1, 7, 8, 15, 16, 17, 31, 64, 1003, 2048, 2049, 20000};
     fixture *f = setup(OF_FORWARD, 0);
     for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -57,8 +54,7 @@ START_TEST(two_hundred_steps_of_every_size_and_dtype_are_bit_equal)
 }
 END_TEST
 
-START_TEST(large_update_is_split_over_threads_with_equal_bits)
-{
+START_TEST(large_update_is_split_over_threads_with_equal_bits) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100003);
     for (int threads = 1; threads <= 7; threads++) {
@@ -72,8 +68,7 @@ START_TEST(large_update_is_split_over_threads_with_equal_bits)
 }
 END_TEST
 
-START_TEST(flush_launches_all_in_one_region)
-{
+START_TEST(flush_launches_all_in_one_region) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 20; i++)
         add(f, 1000 + i);
@@ -90,8 +85,7 @@ START_TEST(flush_launches_all_in_one_region)
 }
 END_TEST
 
-START_TEST(small_updates_need_no_threads)
-{
+START_TEST(small_updates_need_no_threads) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 10; i++)
         add(f, 50);
@@ -104,8 +98,7 @@ START_TEST(small_updates_need_no_threads)
 }
 END_TEST
 
-START_TEST(flush_all_reaches_every_plan)
-{
+START_TEST(flush_all_reaches_every_plan) {
     fixture *f = setup(OF_FORWARD, 0);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 10);
@@ -122,8 +115,7 @@ START_TEST(flush_all_reaches_every_plan)
 }
 END_TEST
 
-START_TEST(step_again_launches_what_is_still_pending_first)
-{
+START_TEST(step_again_launches_what_is_still_pending_first) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     for (int i = 0; i < 5; i++) {
@@ -136,8 +128,7 @@ START_TEST(step_again_launches_what_is_still_pending_first)
 }
 END_TEST
 
-START_TEST(step_again_with_the_same_gradient_applies_it_twice)
-{
+START_TEST(step_again_with_the_same_gradient_applies_it_twice) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -149,8 +140,7 @@ START_TEST(step_again_with_the_same_gradient_applies_it_twice)
 }
 END_TEST
 
-START_TEST(parameter_without_gradient_is_left_alone)
-{
+START_TEST(parameter_without_gradient_is_left_alone) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *a = add(f, 10);
     twin *b = add(f, 10);
@@ -162,8 +152,7 @@ START_TEST(parameter_without_gradient_is_left_alone)
 }
 END_TEST
 
-START_TEST(life_of_an_update_in_order)
-{
+START_TEST(life_of_an_update_in_order) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *a = add(f, 10);
     add(f, 10)->tensor->shared = true;
@@ -178,8 +167,7 @@ START_TEST(life_of_an_update_in_order)
 }
 END_TEST
 
-START_TEST(shared_memory_is_updated_at_once)
-{
+START_TEST(shared_memory_is_updated_at_once) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 10);
     t->tensor->shared = true;
@@ -192,8 +180,7 @@ START_TEST(shared_memory_is_updated_at_once)
 }
 END_TEST
 
-START_TEST(what_must_go_alone_is_committed_launched_and_released_before_the_next)
-{
+START_TEST(what_must_go_alone_is_committed_launched_and_released_before_the_next) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 4; i++)
         add(f, 10)->tensor->alone = i > 1;
@@ -210,8 +197,7 @@ START_TEST(what_must_go_alone_is_committed_launched_and_released_before_the_next
 }
 END_TEST
 
-START_TEST(eager_parameter_is_updated_at_once)
-{
+START_TEST(eager_parameter_is_updated_at_once) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *eager = add_eager(f, 10);
     twin *lazy = add(f, 10);
@@ -222,8 +208,7 @@ START_TEST(eager_parameter_is_updated_at_once)
 }
 END_TEST
 
-START_TEST(updates_at_once_share_one_region)
-{
+START_TEST(updates_at_once_share_one_region) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 10; i++)
         add_eager(f, i % 2 ? 100 : 20000);
@@ -235,8 +220,7 @@ START_TEST(updates_at_once_share_one_region)
 }
 END_TEST
 
-START_TEST(shared_gradient_buffer_does_not_break_up_the_region)
-{
+START_TEST(shared_gradient_buffer_does_not_break_up_the_region) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *a = add(f, 100);
     twin *b = add(f, 100);
@@ -251,15 +235,14 @@ START_TEST(shared_gradient_buffer_does_not_break_up_the_region)
 END_TEST
 
 /* The same parameter twice in one optimizer: stock updates it twice, in order. */
-static void alias_in_one_plan(bool shared, bool eager)
-{
+static void alias_in_one_plan(bool shared, bool eager) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *a = add(f, 30000);
     fake_tensor *alias = fake_tensor_alias(a->tensor);
     twin *b = add_tensor(f, alias, 0, eager);
     a->tensor->shared = alias->shared = shared;
     for (int i = 0; i < 3; i++) {
-        void *state[] = { b->state[0], b->state[1] };
+        void *state[] = {b->state[0], b->state[1]};
         backward_all(f);
         expect_update(f, a);
         expect_update_at(b, a->param, state);
@@ -270,8 +253,7 @@ static void alias_in_one_plan(bool shared, bool eager)
     teardown(f);
 }
 
-START_TEST(aliased_parameters_are_updated_in_order)
-{
+START_TEST(aliased_parameters_are_updated_in_order) {
     alias_in_one_plan(false, false);
     alias_in_one_plan(true, false);
     alias_in_one_plan(false, true);
@@ -279,14 +261,13 @@ START_TEST(aliased_parameters_are_updated_in_order)
 }
 END_TEST
 
-START_TEST(two_optimizers_on_one_parameter_are_updated_in_order)
-{
+START_TEST(two_optimizers_on_one_parameter_are_updated_in_order) {
     fixture *f = setup(OF_FORWARD, 0);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 1000);
     twin *b = add_tensor(g, fake_tensor_alias(a->tensor), 1, false);
     for (int i = 0; i < 3; i++) {
-        void *state[] = { b->state[0], b->state[1] };
+        void *state[] = {b->state[0], b->state[1]};
         backward(a);
         backward(b);
         step(f);
@@ -302,8 +283,7 @@ START_TEST(two_optimizers_on_one_parameter_are_updated_in_order)
 }
 END_TEST
 
-START_TEST(replaced_memory_keeps_its_own_update)
-{
+START_TEST(replaced_memory_keeps_its_own_update) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -324,8 +304,7 @@ START_TEST(replaced_memory_keeps_its_own_update)
 }
 END_TEST
 
-START_TEST(scalars_are_those_of_step_not_of_launch)
-{
+START_TEST(scalars_are_those_of_step_not_of_launch) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *a = add(f, 100);
     twin *b = add_to_group(f, 100, 1);
@@ -343,8 +322,7 @@ START_TEST(scalars_are_those_of_step_not_of_launch)
 }
 END_TEST
 
-START_TEST(parameters_of_one_group_may_be_at_different_steps)
-{
+START_TEST(parameters_of_one_group_may_be_at_different_steps) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 6; i++)
         add(f, 20);
@@ -359,8 +337,7 @@ START_TEST(parameters_of_one_group_may_be_at_different_steps)
 }
 END_TEST
 
-START_TEST(memory_lives_as_long_as_its_update_is_pending)
-{
+START_TEST(memory_lives_as_long_as_its_update_is_pending) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -371,14 +348,13 @@ START_TEST(memory_lives_as_long_as_its_update_is_pending)
 }
 END_TEST
 
-START_TEST(missing_state_is_reported_before_anything_changes)
-{
+START_TEST(missing_state_is_reported_before_anything_changes) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 4; i++)
         add(f, 10);
     backward_all(f);
     f->twins[1].tensor->lacks_state = f->twins[3].tensor->lacks_state = true;
-    size_t needs[1] = { 99 };
+    size_t needs[1] = {99};
     size_t n_needs = 0;
     fake_record(f->host);
     ck_assert_int_eq(of_plan_step(f->plan, needs, 1, &n_needs), OF_NEEDS_STATE);
@@ -393,8 +369,7 @@ START_TEST(missing_state_is_reported_before_anything_changes)
 }
 END_TEST
 
-START_TEST(failed_step_changes_nothing)
-{
+START_TEST(failed_step_changes_nothing) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 3; i++)
         add(f, 10);
@@ -412,8 +387,7 @@ START_TEST(failed_step_changes_nothing)
 }
 END_TEST
 
-START_TEST(collect_may_use_pending_memory_of_any_plan)
-{
+START_TEST(collect_may_use_pending_memory_of_any_plan) {
     fixture *f = setup(OF_FORWARD, 0);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 10);
@@ -431,8 +405,7 @@ START_TEST(collect_may_use_pending_memory_of_any_plan)
 }
 END_TEST
 
-START_TEST(release_may_flush_every_plan)
-{
+START_TEST(release_may_flush_every_plan) {
     fixture *f = setup(OF_FORWARD, 0);
     f->host->flushes_on_release = true;
     for (int i = 0; i < 5; i++)
@@ -445,8 +418,7 @@ START_TEST(release_may_flush_every_plan)
 }
 END_TEST
 
-START_TEST(foreign_thread_ends_deferring)
-{
+START_TEST(foreign_thread_ends_deferring) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *a = add(f, 10);
     twin *b = add(f, 10);
@@ -463,8 +435,7 @@ START_TEST(foreign_thread_ends_deferring)
 }
 END_TEST
 
-START_TEST(host_can_end_deferring)
-{
+START_TEST(host_can_end_deferring) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 10);
     of_plan_stop_deferring(f->plan);
@@ -476,8 +447,7 @@ START_TEST(host_can_end_deferring)
 }
 END_TEST
 
-START_TEST(unknown_memory_is_not_pending)
-{
+START_TEST(unknown_memory_is_not_pending) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 10);
     backward(t);
@@ -489,8 +459,7 @@ START_TEST(unknown_memory_is_not_pending)
 }
 END_TEST
 
-int main(void)
-{
+int main(void) {
     Suite *suite = suite_create("forward fusion");
     TCase *use = tcase_create("first use");
     tcase_set_timeout(use, 120);

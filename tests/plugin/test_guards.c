@@ -13,19 +13,16 @@ static const bool switchable = true;
 static const bool switchable = false;
 #endif
 
-static void guard_off(const char *name)
-{
+static void guard_off(const char *name) {
     setenv("OPTFUSE_TEST_GUARDS_OFF", name, 1);
 }
 
-static void guards_on(void)
-{
+static void guards_on(void) {
     unsetenv("OPTFUSE_TEST_GUARDS_OFF");
 }
 
 /* Runs the scenario with all guards on, with others off, and with this one. */
-static void check_guard(const char *name, bool (*right)(void))
-{
+static void check_guard(const char *name, bool (*right)(void)) {
     guards_on();
     ck_assert_msg(right(), "wrong with all guards on");
     guard_off("other,others");
@@ -40,8 +37,7 @@ static void check_guard(const char *name, bool (*right)(void))
     guards_on();
 }
 
-static bool finish(fixture *f)
-{
+static bool finish(fixture *f) {
     of_plan_flush(f->plan);
     bool right = true;
     for (size_t i = 0; i < f->n; i++)
@@ -51,8 +47,7 @@ static bool finish(fixture *f)
 }
 
 /* Two steps without a use in between: the first must run first. */
-static bool two_steps_are_in_order(void)
-{
+static bool two_steps_are_in_order(void) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     for (int i = 0; i < 2; i++) {
@@ -63,13 +58,12 @@ static bool two_steps_are_in_order(void)
     return finish(f);
 }
 
-static bool two_optimizers_are_in_order(void)
-{
+static bool two_optimizers_are_in_order(void) {
     fixture *f = setup(OF_FORWARD, 0);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 100);
     twin *b = add_tensor(g, fake_tensor_alias(a->tensor), 1, false);
-    void *state[] = { b->state[0], b->state[1] };
+    void *state[] = {b->state[0], b->state[1]};
     backward(a);
     backward(b);
     step(f);
@@ -81,15 +75,13 @@ static bool two_optimizers_are_in_order(void)
     return finish(f) && right;
 }
 
-START_TEST(rearm)
-{
+START_TEST(rearm) {
     check_guard("rearm", two_steps_are_in_order);
     check_guard("rearm", two_optimizers_are_in_order);
 }
 END_TEST
 
-static bool second_gradient_is_not_applied(void)
-{
+static bool second_gradient_is_not_applied(void) {
     fixture *f = setup(OF_BACKWARD, 0);
     twin *t = add(f, 100);
     gradient(f, t);
@@ -98,16 +90,14 @@ static bool second_gradient_is_not_applied(void)
     return finish(f);
 }
 
-START_TEST(twice)
-{
+START_TEST(twice) {
     check_guard("twice", second_gradient_is_not_applied);
 }
 END_TEST
 
 /* A foreign thread that read the parameter once reads it again, now without
  * looking for a mark. */
-static bool foreign_reader_sees_the_next_update(void)
-{
+static bool foreign_reader_sees_the_next_update(void) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -120,14 +110,12 @@ static bool foreign_reader_sees_the_next_update(void)
     return right;
 }
 
-START_TEST(foreign)
-{
+START_TEST(foreign) {
     check_guard("foreign", foreign_reader_sees_the_next_update);
 }
 END_TEST
 
-static bool cleared_plan_has_updated(void)
-{
+static bool cleared_plan_has_updated(void) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -136,8 +124,7 @@ static bool cleared_plan_has_updated(void)
     return finish(f);
 }
 
-static bool released_plan_has_updated(void)
-{
+static bool released_plan_has_updated(void) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -149,15 +136,13 @@ static bool released_plan_has_updated(void)
     return right;
 }
 
-START_TEST(clear)
-{
+START_TEST(clear) {
     check_guard("clear", cleared_plan_has_updated);
     check_guard("clear", released_plan_has_updated);
 }
 END_TEST
 
-static bool all_is_launched_before_a_fork(void)
-{
+static bool all_is_launched_before_a_fork(void) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -169,14 +154,12 @@ static bool all_is_launched_before_a_fork(void)
     return right;
 }
 
-START_TEST(fork_)
-{
+START_TEST(fork_) {
     check_guard("fork", all_is_launched_before_a_fork);
 }
 END_TEST
 
-int main(void)
-{
+int main(void) {
     Suite *suite = suite_create(switchable ? "guards, switchable" : "guards, fixed");
     TCase *all = tcase_create("guards");
     tcase_add_test(all, rearm);

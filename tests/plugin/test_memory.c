@@ -11,8 +11,7 @@
 static int until_failure = -1; /* allocations that still succeed; -1: all */
 static bool failed;
 
-static bool fails_now(void)
-{
+static bool fails_now(void) {
     if (until_failure < 0)
         return false;
     if (until_failure-- > 0)
@@ -28,18 +27,15 @@ void *__wrap_malloc(size_t size);
 void *__wrap_calloc(size_t n, size_t size);
 void *__wrap_realloc(void *old, size_t size);
 
-void *__wrap_malloc(size_t size)
-{
+void *__wrap_malloc(size_t size) {
     return fails_now() ? NULL : __real_malloc(size);
 }
 
-void *__wrap_calloc(size_t n, size_t size)
-{
+void *__wrap_calloc(size_t n, size_t size) {
     return fails_now() ? NULL : __real_calloc(n, size);
 }
 
-void *__wrap_realloc(void *old, size_t size)
-{
+void *__wrap_realloc(void *old, size_t size) {
     return fails_now() ? NULL : __real_realloc(old, size);
 }
 
@@ -52,8 +48,7 @@ void *__wrap_realloc(void *old, size_t size)
         until_failure = -1;                                                                        \
     } while (0)
 
-START_TEST(plan_reports_it)
-{
+START_TEST(plan_reports_it) {
     fake_host *host = fake_host_new();
     of_plan *plan = NULL;
     of_status status;
@@ -65,8 +60,7 @@ START_TEST(plan_reports_it)
 }
 END_TEST
 
-START_TEST(group_and_slot_report_it)
-{
+START_TEST(group_and_slot_report_it) {
     fixture *f = setup(OF_FORWARD, 0);
     of_status status;
     WITH_FAILURE(0, status, of_plan_set_group(f->plan, 2, f->hyper[0], 8));
@@ -83,8 +77,7 @@ START_TEST(group_and_slot_report_it)
 }
 END_TEST
 
-START_TEST(step_reports_it)
-{
+START_TEST(step_reports_it) {
     for (int n = 0; n < 20; n++) {
         fixture *f = setup(OF_FORWARD, 0);
         for (int i = 0; i < 20; i++)
@@ -103,8 +96,7 @@ START_TEST(step_reports_it)
 END_TEST
 
 /* Must come first: the registry's table is made once in a process. */
-START_TEST(update_that_finds_no_room_in_the_registry_is_launched_at_once)
-{
+START_TEST(update_that_finds_no_room_in_the_registry_is_launched_at_once) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 5; i++)
         add(f, 5);
@@ -121,8 +113,7 @@ START_TEST(update_that_finds_no_room_in_the_registry_is_launched_at_once)
 }
 END_TEST
 
-START_TEST(gradient_reports_it)
-{
+START_TEST(gradient_reports_it) {
     fixture *f = setup(OF_BACKWARD, 0);
     twin *t = add(f, 10);
     backward(t);
@@ -136,8 +127,7 @@ START_TEST(gradient_reports_it)
 }
 END_TEST
 
-START_TEST(repeated_steps_allocate_nothing)
-{
+START_TEST(repeated_steps_allocate_nothing) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 20; i++)
         add(f, 50);
@@ -156,8 +146,7 @@ START_TEST(repeated_steps_allocate_nothing)
 }
 END_TEST
 
-int main(void)
-{
+int main(void) {
     Suite *suite = suite_create("out of memory");
     TCase *all = tcase_create("out of memory");
     tcase_set_timeout(all, 60);

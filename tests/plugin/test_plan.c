@@ -6,8 +6,7 @@
 
 #include "fixture.h"
 
-static of_status create(const of_host *host, const char *rule, const of_plan_options *options)
-{
+static of_status create(const of_host *host, const char *rule, const of_plan_options *options) {
     of_plan *plan = (of_plan *)&plan;
     of_status status = of_plan_create(host, rule, options, &plan);
     if (status != OF_OK)
@@ -16,14 +15,12 @@ static of_status create(const of_host *host, const char *rule, const of_plan_opt
     return status;
 }
 
-static void check_message(const char *part)
-{
+static void check_message(const char *part) {
     ck_assert_msg(strstr(of_error_message(), part), "\"%s\" lacks \"%s\"", of_error_message(),
                   part);
 }
 
-START_TEST(unknown_rule_is_refused_with_the_known_ones)
-{
+START_TEST(unknown_rule_is_refused_with_the_known_ones) {
     fake_host *host = fake_host_new();
     ck_assert_int_eq(create(&host->table, "lbfgs", NULL), OF_INVALID);
     ck_assert_str_eq(of_error_message(), "unknown rule 'lbfgs'; known: adam, sgd");
@@ -32,8 +29,7 @@ START_TEST(unknown_rule_is_refused_with_the_known_ones)
 }
 END_TEST
 
-START_TEST(host_of_another_abi_is_refused)
-{
+START_TEST(host_of_another_abi_is_refused) {
     fake_host *host = fake_host_new();
     of_host wrong = host->table;
     wrong.abi_version = OF_ABI_VERSION + 1;
@@ -55,10 +51,9 @@ START_TEST(host_of_another_abi_is_refused)
 }
 END_TEST
 
-START_TEST(bad_options_are_refused)
-{
+START_TEST(bad_options_are_refused) {
     fake_host *host = fake_host_new();
-    of_plan_options good = { .struct_size = sizeof good };
+    of_plan_options good = {.struct_size = sizeof good};
     ck_assert_int_eq(create(&host->table, "sgd", &good), OF_OK);
     of_plan_options bad = good;
     bad.struct_size = 8;
@@ -77,15 +72,14 @@ START_TEST(bad_options_are_refused)
 }
 END_TEST
 
-START_TEST(isa_is_at_most_the_one_asked_for)
-{
+START_TEST(isa_is_at_most_the_one_asked_for) {
     fake_host *host = fake_host_new();
     of_plan *plan;
     ck_assert_int_eq(of_plan_create(&host->table, "adam", NULL, &plan), OF_OK);
     ck_assert_str_eq(of_plan_isa(plan, OF_FLOAT32), of_isa_name(of_isa_detect()));
     ck_assert_str_eq(of_plan_isa(plan, OF_DTYPE_COUNT), "none");
     of_plan_release(plan);
-    of_plan_options options = { .struct_size = sizeof options, .isa = OF_ISA_BASELINE };
+    of_plan_options options = {.struct_size = sizeof options, .isa = OF_ISA_BASELINE};
     ck_assert_int_eq(of_plan_create(&host->table, "adam", &options, &plan), OF_OK);
     ck_assert_str_eq(of_plan_isa(plan, OF_FLOAT32), "baseline");
     of_plan_release(plan);
@@ -93,8 +87,7 @@ START_TEST(isa_is_at_most_the_one_asked_for)
 }
 END_TEST
 
-START_TEST(groups_need_the_rules_hyper_parameters_and_an_order)
-{
+START_TEST(groups_need_the_rules_hyper_parameters_and_an_order) {
     fixture *f = setup(OF_FORWARD, 0);
     ck_assert_str_eq(of_plan_rule(f->plan)->name, "adam");
     ck_assert_int_eq(of_plan_set_group(f->plan, 0, f->hyper[0], 3), OF_INVALID);
@@ -105,8 +98,7 @@ START_TEST(groups_need_the_rules_hyper_parameters_and_an_order)
 }
 END_TEST
 
-START_TEST(tensor_of_a_refused_slot_is_dropped)
-{
+START_TEST(tensor_of_a_refused_slot_is_dropped) {
     fixture *f = setup(OF_FORWARD, 0);
     fake_tensor *tensor = fake_tensor_new(f->host, OF_FLOAT32, 1, 2);
     tensor->owned = true;
@@ -119,8 +111,7 @@ START_TEST(tensor_of_a_refused_slot_is_dropped)
 }
 END_TEST
 
-static void check_refused(fixture *f, const char *part)
-{
+static void check_refused(fixture *f, const char *part) {
     backward_all(f);
     ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_INVALID);
     check_message(part);
@@ -128,8 +119,7 @@ static void check_refused(fixture *f, const char *part)
     ck_assert_uint_eq(counts(f).created, 0);
 }
 
-START_TEST(unusable_inputs_are_refused_by_name)
-{
+START_TEST(unusable_inputs_are_refused_by_name) {
     fixture *f = setup(OF_FORWARD, 0);
     add(f, 10);
     fake_tensor *tensor = add(f, 10)->tensor;
@@ -154,8 +144,7 @@ START_TEST(unusable_inputs_are_refused_by_name)
 }
 END_TEST
 
-START_TEST(slots_grow_without_limit)
-{
+START_TEST(slots_grow_without_limit) {
     fixture *f = setup(OF_FORWARD, 0);
     for (size_t i = 0; i < MAX_TWINS; i++)
         ck_assert_uint_eq(add(f, 3)->slot, i);
@@ -165,8 +154,7 @@ START_TEST(slots_grow_without_limit)
 }
 END_TEST
 
-START_TEST(slots_can_be_added_while_updates_are_pending)
-{
+START_TEST(slots_can_be_added_while_updates_are_pending) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 40; i++) {
         add_to_group(f, 5, (size_t)i % 2);
@@ -177,8 +165,7 @@ START_TEST(slots_can_be_added_while_updates_are_pending)
 }
 END_TEST
 
-START_TEST(clear_launches_what_is_pending_and_drops_all)
-{
+START_TEST(clear_launches_what_is_pending_and_drops_all) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 3; i++)
         add(f, 100);
@@ -200,8 +187,7 @@ START_TEST(clear_launches_what_is_pending_and_drops_all)
 }
 END_TEST
 
-START_TEST(clear_forgets_unconfirmed_updates)
-{
+START_TEST(clear_forgets_unconfirmed_updates) {
     fixture *f = setup(OF_BACKWARD, 0);
     gradient(f, add(f, 10));
     of_plan_clear(f->plan);
@@ -210,8 +196,7 @@ START_TEST(clear_forgets_unconfirmed_updates)
 }
 END_TEST
 
-START_TEST(last_release_launches_what_is_pending)
-{
+START_TEST(last_release_launches_what_is_pending) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 100);
     backward(t);
@@ -228,8 +213,7 @@ START_TEST(last_release_launches_what_is_pending)
 }
 END_TEST
 
-START_TEST(counts_tell_where_updates_went)
-{
+START_TEST(counts_tell_where_updates_went) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 4; i++)
         add(f, 10);
@@ -251,16 +235,14 @@ START_TEST(counts_tell_where_updates_went)
 }
 END_TEST
 
-static void *fail_elsewhere(void *unused)
-{
+static void *fail_elsewhere(void *unused) {
     (void)unused;
     ck_assert_str_eq(of_error_message(), "");
     of_set_error("%s", "elsewhere");
     return NULL;
 }
 
-START_TEST(error_messages_belong_to_their_thread)
-{
+START_TEST(error_messages_belong_to_their_thread) {
     pthread_t thread;
     of_set_error("here: %d", 1);
     ck_assert_int_eq(pthread_create(&thread, NULL, fail_elsewhere, NULL), 0);
@@ -269,8 +251,7 @@ START_TEST(error_messages_belong_to_their_thread)
 }
 END_TEST
 
-START_TEST(log_goes_through_the_host)
-{
+START_TEST(log_goes_through_the_host) {
     fixture *f = setup(OF_FORWARD, 0);
     ck_assert_ptr_nonnull(strstr(f->host->last_log, "2 plan for adam, forward fusion"));
     twin *t = add(f, 10);
@@ -282,8 +263,7 @@ START_TEST(log_goes_through_the_host)
 }
 END_TEST
 
-int main(void)
-{
+int main(void) {
     setenv("OPTFUSE_LOG", "info", 1);
     Suite *suite = suite_create("plan");
     TCase *refusals = tcase_create("refusals");

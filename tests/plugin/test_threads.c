@@ -18,21 +18,18 @@ typedef struct crowd {
     atomic_int wrong;
 } crowd;
 
-static void start(crowd *c, int n, void *(*work)(void *))
-{
+static void start(crowd *c, int n, void *(*work)(void *)) {
     for (int i = 0; i < n; i++)
         if (pthread_create(&c->threads[i], NULL, work, c) != 0)
             abort();
 }
 
-static void join(crowd *c, int n)
-{
+static void join(crowd *c, int n) {
     for (int i = 0; i < n; i++)
         pthread_join(c->threads[i], NULL);
 }
 
-static fixture *many(of_mode mode, size_t bucket_bytes)
-{
+static fixture *many(of_mode mode, size_t bucket_bytes) {
     fixture *f = setup(mode, bucket_bytes);
     f->host->n_threads = 1;
     for (int i = 0; i < 16; i++)
@@ -41,8 +38,7 @@ static fixture *many(of_mode mode, size_t bucket_bytes)
 }
 
 /* Every thread reads every parameter after every step. */
-static void *read_all(void *opaque)
-{
+static void *read_all(void *opaque) {
     crowd *c = opaque;
     int number = atomic_fetch_add(&c->next, 1);
     for (int round = 0; round < ROUNDS; round++) {
@@ -57,9 +53,8 @@ static void *read_all(void *opaque)
     return NULL;
 }
 
-START_TEST(eight_threads_reading_after_step_all_see_the_update)
-{
-    crowd c = { .f = many(OF_FORWARD, 0) };
+START_TEST(eight_threads_reading_after_step_all_see_the_update) {
+    crowd c = {.f = many(OF_FORWARD, 0)};
     pthread_barrier_init(&c.barrier, NULL, THREADS + 1);
     start(&c, THREADS, read_all);
     for (int round = 0; round < ROUNDS; round++) {
@@ -77,8 +72,7 @@ START_TEST(eight_threads_reading_after_step_all_see_the_update)
 END_TEST
 
 /* Threads touch and flush without pause, and read nothing. */
-static void *touch_all(void *opaque)
-{
+static void *touch_all(void *opaque) {
     crowd *c = opaque;
     int number = atomic_fetch_add(&c->next, 1);
     for (int i = number; !atomic_load(&c->done); i++) {
@@ -93,9 +87,8 @@ static void *touch_all(void *opaque)
     return NULL;
 }
 
-START_TEST(touching_while_another_thread_steps_keeps_values_exact)
-{
-    crowd c = { .f = many(OF_FORWARD, 0) };
+START_TEST(touching_while_another_thread_steps_keeps_values_exact) {
+    crowd c = {.f = many(OF_FORWARD, 0)};
     start(&c, THREADS, touch_all);
     for (int round = 0; round < ROUNDS * 3; round++) {
         backward_all(c.f);
@@ -112,8 +105,7 @@ END_TEST
 /* Two optimizers on the same memory, stepped by two threads: the order of two
  * steps is theirs to choose, but no update may be lost or torn. With lr 0 and
  * no decay only the state changes, and each plan has its own. */
-static void *step_other(void *opaque)
-{
+static void *step_other(void *opaque) {
     crowd *c = opaque;
     while (!atomic_load(&c->done)) {
         of_plan_step(c->g->plan, NULL, 0, NULL);
@@ -123,9 +115,8 @@ static void *step_other(void *opaque)
     return NULL;
 }
 
-START_TEST(two_plans_on_one_memory_from_two_threads)
-{
-    crowd c = { .f = setup(OF_FORWARD, 0) };
+START_TEST(two_plans_on_one_memory_from_two_threads) {
+    crowd c = {.f = setup(OF_FORWARD, 0)};
     c.g = setup_beside(c.f, OF_FORWARD);
     c.f->host->n_threads = 1;
     set_lr(c.f, 1, 0);
@@ -153,8 +144,7 @@ END_TEST
 
 /* The engine's device threads: each completes the gradients of its own
  * parameters, all into one bucket. */
-static void *complete_gradients(void *opaque)
-{
+static void *complete_gradients(void *opaque) {
     crowd *c = opaque;
     size_t number = (size_t)atomic_fetch_add(&c->next, 1);
     for (int round = 0; round < ROUNDS; round++) {
@@ -167,9 +157,8 @@ static void *complete_gradients(void *opaque)
     return NULL;
 }
 
-START_TEST(four_threads_fill_one_bucket)
-{
-    crowd c = { .f = many(OF_BACKWARD, 1500) };
+START_TEST(four_threads_fill_one_bucket) {
+    crowd c = {.f = many(OF_BACKWARD, 1500)};
     pthread_barrier_init(&c.barrier, NULL, 5);
     start(&c, 4, complete_gradients);
     for (int round = 0; round < ROUNDS; round++) {
@@ -188,17 +177,15 @@ START_TEST(four_threads_fill_one_bucket)
 }
 END_TEST
 
-static void *flush_without_pause(void *opaque)
-{
+static void *flush_without_pause(void *opaque) {
     crowd *c = opaque;
     while (!atomic_load(&c->done))
         of_flush_all();
     return NULL;
 }
 
-START_TEST(plans_come_and_go_while_others_flush_all)
-{
-    crowd c = { .next = 0 };
+START_TEST(plans_come_and_go_while_others_flush_all) {
+    crowd c = {.next = 0};
     start(&c, 3, flush_without_pause);
     for (int round = 0; round < ROUNDS; round++) {
         fixture *f = setup(OF_FORWARD, 0);
@@ -221,8 +208,7 @@ START_TEST(plans_come_and_go_while_others_flush_all)
 }
 END_TEST
 
-int main(void)
-{
+int main(void) {
     Suite *suite = suite_create("threads");
     TCase *all = tcase_create("threads");
     tcase_set_timeout(all, 120);
