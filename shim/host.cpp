@@ -49,7 +49,15 @@ bool is_private(c10::StorageImpl *storage, size_t held) {
 bool same_strides(const c10::TensorImpl *a, const c10::TensorImpl *b) {
     if (!OF_GUARD(dense))
         return true;
-    return a->sizes() == b->sizes() && a->strides() == b->strides();
+    const int64_t dim = a->dim();
+    if (dim != b->dim())
+        return false;
+    const int64_t *sizes[] = {a->sizes().data(), b->sizes().data()};
+    const int64_t *strides[] = {a->strides().data(), b->strides().data()};
+    bool same = true;
+    for (int64_t i = 0; i < dim; i++)
+        same = same && sizes[0][i] == sizes[1][i] && strides[0][i] == strides[1][i];
+    return same;
 }
 
 of_found refuse_gradient(const Slot *slot, const char *what, const std::string &detail) {

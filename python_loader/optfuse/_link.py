@@ -180,7 +180,7 @@ class Link:
             param = self._params[slot]
             self.rule.make_state(optimizer, self.stock, self._group_of[slot], param)
             self._set_state(slot, optimizer.state[param], fresh=True)
-        self._remember_state(optimizer.state)
+        self._forget_state()  # the next sync looks at all of it once
 
     # ---- the two schedules
 
