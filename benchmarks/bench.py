@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trains real models on real data with every implementation of the optimizer,
+interleaved in one process, and says what optfuse saves. See --help."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from cells import CELLS, OPTIMIZERS, QUICK_CELLS, Cell, training
+from memory import peak_bytes
+from micro import costs
+from report import Results, machine, markdown, plot, write_json
+from table import FUSED, lines, text_table
+from variants import variants
+
+import optfuse
+
+SECTIONS = ("speed", "memory", "cost")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/run", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="four cells, within two minutes")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--model", action="append", help="only this model; may be repeated")
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
+    parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 15")
+    parser.add_argument("--rounds", type=int, default=400, help="the most rounds for each cell")
+    parser.add_argument("--markdown", action="store_true", help="print a table for the README")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    chosen = parser.parse_args()
+    chosen.seconds = chosen.seconds or (15.0 if chosen.quick else 45.0)
+    chosen.section = chosen.section or list(SECTIONS)
+    return chosen
+
+
+def progress(message: str) -> None:
+    """One line that overwrites itself; nothing where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
+
+
+def title(text: str) -> None:
+    progress("")
+    print(f"\n{text}", flush=True)
+
+
+def measure_speed(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
+    for cell in cells:
+        compared = optfuse.ab(
+            training(cell, chosen.optimizer),
+            variants=variants(),
+            rounds=chosen.rounds,
+            iterations=cell.iterations,
+            seconds=chosen.seconds,
+            progress=lambda message, cell=cell: progress(f"{cell}: {message}"),
+        )
+        found = lines(compared)
+        results.cells.append((cell, compared, found))
+        title(f"{cell}: {compared.settings['rounds']} rounds, {compared.steps} steps each")
+        print(text_table(found))
+        for row in compared.rows:
+            if row.note:
+                print(f"{row.name} left out: {row.note}")
+
+
+def measure_memory(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
+    title("Peak memory of tensors, MB (and against fused=True)")
+    for cell in cells:
+        peaks: dict[str, int] = {}
+        for name, wrap in variants().items():
+            progress(f"memory: {cell}, {name}")
+            peaks[name] = peak_bytes(training(cell, chosen.optimizer), wrap)
+        results.memory[str(cell)] = peaks
+        progress("")
+        print(f"{cell}")
+        for name, peak in peaks.items():
+            print(f"  {name:<22} {peak / 1e6:8.1f}  {(peak - peaks[FUSED]) / 1e6:+8.1f}")
+
+
+def measure_costs(chosen: argparse.Namespace, results: Results) -> None:
+    title("Cost of the machinery, for one parameter of one element (one thread)")
+    for cost in costs(repeats=20 if chosen.quick else 100):
+        results.costs.append(cost)
+        progress("")
+        print(cost, flush=True)
+        progress("cost: measuring")
+
+
+def main() -> None:
+    chosen = arguments()
+    began = time.monotonic()
+    settings = {k: v for k, v in vars(chosen).items() if k not in ("out", "markdown")}
+    results = Results(settings)
+    for name, value in machine().items():
+        print(f"{name}: {value}")
+    few = [cell for cell in QUICK_CELLS if not chosen.model or cell.model in chosen.model]
+    all_cells = [cell for cell in CELLS if not chosen.model or cell.model in chosen.model]
+    print(
+        f"{chosen.optimizer}, float32. Medians with 95 % bootstrap intervals. x: times as fast,"
+        " round by round. recovered: share of what fused=True costs over no optimizer. loss: mean"
+        " of the last 20. curve: every loss equals fused=True's."
+    )
+    if "speed" in chosen.section:
+        measure_speed(chosen, few if chosen.quick else all_cells, results)
+    if "memory" in chosen.section:
+        measure_memory(chosen, few, results)
+    if "cost" in chosen.section:
+        measure_costs(chosen, results)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    write_json(results, chosen.out / f"{chosen.optimizer}.json")
+    if results.cells:
+        plot(results, chosen.out / f"{chosen.optimizer}.png")
+    if chosen.markdown and results.cells:
+        title(markdown(results))
+    title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the benchmark leaves behind: a JSON file, a plot, a table for the README."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cells import Cell
+from micro import Cost
+from table import CURVE_END, DEFAULT, FUSED, NONE, Line
+from variants import HOOK_VARIANTS
+
+import optfuse
+from optfuse._ab_result import Comparison
+
+OURS = ("backward fusion", "forward fusion")
+
+
+@dataclass
+class Results:
+    settings: dict[str, Any]
+    cells: list[tuple[Cell, Comparison, list[Line]]] = field(default_factory=list)
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)  # cell -> variant -> bytes
+    costs: list[Cost] = field(default_factory=list)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on; nothing that names the machine."""
+    optimizer = optfuse.fuse(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "optfuse": optfuse.__version__,
+        "optfuse_isa": optfuse.summary(optimizer).isa["float32"],
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def write_json(results: Results, path: Path) -> None:
+    cells = [
+        {**asdict(cell), "lines": [asdict(line) for line in lines], **comparison.to_dict()}
+        for cell, comparison, lines in results.cells
+    ]
+    whole = {
+        "machine": machine(),
+        "settings": results.settings,
+        "cells": cells,
+        "peak_memory_bytes": results.memory,
+        "costs": [asdict(cost) for cost in results.costs],
+    }
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(results: Results) -> str:
+    """A row for each cell: median ms, and ours against fused=True."""
+    names = [NONE, DEFAULT, "foreach=True", FUSED, "Python hooks", *OURS]
+    head = ["model, batch", *names, "backward x fused", "forward x fused"]
+    rows = [head, ["---"] * len(head)]
+    for cell, _, lines in results.cells:
+        found = {_plain(line.name): line for line in lines}
+        ms = [f"{found[name].ms.median:.1f}" if name in found else "-" for name in names]
+        gain = [str(found[name].against_fused) if name in found else "-" for name in OURS]
+        rows.append([str(cell), *ms, *gain])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _plain(name: str) -> str:
+    return HOOK_VARIANTS[0] if name in HOOK_VARIANTS else name
+
+
+def plot(results: Results, path: Path) -> None:
+    """Above, speed against fused=True in each cell; below, the loss curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first = {cell.model: comparison for cell, comparison, _ in reversed(results.cells)}
+    models = list(dict.fromkeys(cell.model for cell, _, _ in results.cells))
+    figure = pyplot.figure(figsize=(13, 8), layout="constrained")
+    grid = figure.add_gridspec(2, len(models), height_ratios=(3, 2))
+    _plot_speed(figure.add_subplot(grid[0, :]), results)
+    for i, model in enumerate(models):
+        _plot_curves(figure.add_subplot(grid[1, i]), model, first[model])
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _plot_speed(axes: Any, results: Results) -> None:
+    names = [DEFAULT, "foreach=True", "Python hooks", *OURS, NONE]
+    colors = ["0.75", "0.6", "tab:olive", "tab:blue", "tab:orange", "0.9"]
+    width = 0.8 / len(names)
+    for i, (name, color) in enumerate(zip(names, colors, strict=True)):
+        at, height, below, above = [], [], [], []
+        for x, (_, _, lines) in enumerate(results.cells):
+            for speed in (line.against_fused for line in lines if _plain(line.name) == name):
+                at.append(x + (i - len(names) / 2 + 0.5) * width)
+                height.append(speed.median)
+                below.append(max(0.0, speed.median - speed.low))
+                above.append(max(0.0, speed.high - speed.median))
+        error = {"elinewidth": 0.8, "ecolor": "black"}
+        axes.bar(at, height, width, yerr=[below, above], error_kw=error, color=color, label=name)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks(range(len(results.cells)), [str(cell) for cell, _, _ in results.cells])
+    axes.set_ylabel(f"speed of an iteration, {FUSED} = 1")
+    axes.set_title(f"{results.settings['optimizer']} float32, torch {torch.__version__}")
+    axes.legend(ncols=len(names), fontsize="small", loc="upper left")
+
+
+def _plot_curves(axes: Any, model: str, comparison: Comparison) -> None:
+    styles = {FUSED: ("black", 3.0), OURS[0]: ("tab:blue", 1.6), OURS[1]: ("tab:orange", 0.8)}
+    for row in comparison.rows:
+        if row.name in styles and row.ms is not None:
+            color, width = styles[row.name]
+            losses = torch.tensor(row.losses)
+            smooth = losses.unfold(0, min(CURVE_END, len(losses)), 1).mean(1)
+            axes.plot(smooth, color=color, linewidth=width, label=row.name)
+    axes.set_title(model)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(f"loss, mean of {CURVE_END}")
+    axes.legend(fontsize="x-small")
