@@ -76,9 +76,11 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
             NARROW(arrays->state[i] + at, state[i]);
 }
 
-/* Less than a block: updates a copy that is padded with zeros. */
-OF_RULE_FN void update_rest(const of_constants *k, unsigned variant, of_form form,
-                            const of_arrays *arrays, size_t at, size_t n) {
+/* Less than a block: updates a copy that is padded with zeros. One function
+ * for all variants, or it would be most of the code. */
+__attribute__((noinline)) static void update_rest(const of_constants *k, unsigned variant,
+                                                  of_form form, const of_arrays *arrays, size_t at,
+                                                  size_t n) {
     uint16_t param[OF_BLOCK] = {0}, grad[OF_BLOCK] = {0}, state[OF_MAX_STATE][OF_BLOCK] = {{0}};
     const of_arrays padded = {param, grad, {state[0], state[1], state[2]}};
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
