@@ -164,7 +164,9 @@ OF_API void of_set_error(const char *format, ...) __attribute__((format(printf, 
 OF_API of_status of_plan_create(const of_host *host, const char *rule,
                                 const of_plan_options *options, of_plan **out);
 OF_API void of_plan_retain(of_plan *plan);
-/* Drops a reference; the last one launches what is pending and frees all. */
+/* Drops a reference; the last one launches what is pending and frees all. If
+ * another thread is just then in of_touch() or of_flush_all(), its release() of
+ * what it launched may come a little later: release() must do without ctx. */
 OF_API void of_plan_release(of_plan *plan);
 
 /* Adds a parameter group (group == number of groups) or changes the
