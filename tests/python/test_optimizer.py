@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A fused optimizer stays a torch.optim optimizer: groups, schedulers, hooks,
+state, copies. Where both modes promise it, both are tested."""
+
+import copy
+import ctypes
+import io
+import pickle
+import warnings
+
+import optfuse
+import pytest
+import torch
+from common import adamw, everything, loss_of, net, python_ok, same, sgd, train
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+STEPS = 6
+both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
+
+
+def in_groups(model, make=adamw):
+    """Three groups with options of their own."""
+    return make(
+        [
+            {"params": model[0].parameters(), "lr": 0.05},
+            {"params": [model[2].weight], "weight_decay": 0.0},
+            {"params": [model[2].bias, *model[4].parameters()]},
+        ]
+    )
+
+
+def test_the_same_object_with_the_same_face_comes_back():
+    stock = torch.optim.AdamW
+    optimizer = adamw(net().parameters())
+    groups, defaults, state = optimizer.param_groups, optimizer.defaults, optimizer.state
+    fused = optfuse.fuse(optimizer)
+    assert fused is optimizer
+    assert isinstance(fused, stock) and type(fused).__name__ == "AdamW"
+    assert fused.param_groups is groups and fused.defaults is defaults and fused.state is state
+    assert repr(fused) == repr(adamw(net().parameters()))
+
+
+@both_modes
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_several_groups(mode, make):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(in_groups(model, make))
+        for i in range(STEPS):
+            yield "loss", train(model, optimizer, i)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+def test_hyper_parameters_changed_between_steps(mode):
+    """A change after step() belongs to the next update, not to a pending one."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(in_groups(model))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            wrap.pending()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.7
+                group["weight_decay"] += 0.1
+                group["betas"] = (0.9 - 0.1 * i, 0.99)
+                group["maximize"] = i % 2 == 0
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+def test_lr_as_a_tensor_changed_in_place(mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters(), lr=torch.tensor(0.05)))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            wrap.pending()
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+def test_a_group_added_later(mode):
+    def script(wrap):
+        model, late = net(), nn.Linear(3, 3)
+        optimizer = wrap(adamw(model.parameters()))
+        whole = nn.Sequential(model, late)
+        for i in range(STEPS):
+            train(whole, optimizer, i)
+            wrap.pending()
+            if i == 2:
+                optimizer.add_param_group({"params": late.parameters(), "lr": 0.1})
+            if i < 2:
+                late.zero_grad()
+        yield from everything(whole, optimizer)
+
+    same(script, mode)
+
+
+SCHEDULERS = {
+    "StepLR": lambda opt: [lr_scheduler.StepLR(opt, 2, 0.5)],
+    "LambdaLR": lambda opt: [lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i))],
+    "OneCycleLR": lambda opt: [lr_scheduler.OneCycleLR(opt, 0.1, total_steps=50)],
+    "CosineAnnealingLR": lambda opt: [lr_scheduler.CosineAnnealingLR(opt, 4)],
+    "SequentialLR": lambda opt: [
+        lr_scheduler.SequentialLR(
+            opt,
+            [lr_scheduler.ConstantLR(opt, 0.1, 2), lr_scheduler.ExponentialLR(opt, 0.9)],
+            [2],
+        )
+    ],
+    "two at once": lambda opt: [
+        lr_scheduler.StepLR(opt, 2, 0.5),
+        lr_scheduler.ExponentialLR(opt, 0.9),
+    ],
+}
+
+
+@both_modes
+@pytest.mark.parametrize("when", ("before fuse", "after fuse"))
+@pytest.mark.parametrize("which", SCHEDULERS)
+def test_schedulers(mode, when, which):
+    def script(wrap):
+        model = net()
+        optimizer = adamw(model.parameters())
+        if when == "before fuse":
+            schedulers = SCHEDULERS[which](optimizer)
+            optimizer = wrap(optimizer)
+        else:
+            optimizer = wrap(optimizer)
+            schedulers = SCHEDULERS[which](optimizer)
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            for scheduler in schedulers:
+                scheduler.step()
+            yield "lr", [group["lr"] for group in optimizer.param_groups]
+        yield "scheduler", [scheduler.last_epoch for scheduler in schedulers]
+        yield from everything(model, optimizer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler that misses step() only warns
+        warnings.filterwarnings("ignore", message="The epoch parameter in")
+        same(script, mode)
+
+
+@both_modes
+def test_reduce_on_plateau(mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            scheduler.step(1.0)
+        yield "lr", optimizer.param_groups[0]["lr"]
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+def test_hooks_of_the_optimizer(mode):
+    def script(wrap):
+        model = net()
+        optimizer = adamw(model.parameters())
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before step, from before fuse"))
+        optimizer = wrap(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before step"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after step"))
+        optimizer.register_state_dict_pre_hook(lambda *_: seen.append("before state_dict"))
+        optimizer.register_state_dict_post_hook(lambda *_: seen.append("after state_dict"))
+        optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before load"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after load"))
+        everyone = register_optimizer_step_post_hook(lambda *_: seen.append("after any step"))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+        everyone.remove()
+        optimizer.load_state_dict(optimizer.state_dict())
+        yield "calls", seen
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+def test_a_hook_before_step_that_changes_gradients():
+    def halve(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(sgd(model.parameters()))
+        optimizer.register_step_pre_hook(halve)
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            wrap.pending()
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
+def test_a_closure():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+
+            def closure(i=i):
+                optimizer.zero_grad()
+                loss = loss_of(model, i)
+                loss.backward()
+                return loss
+
+            yield "loss", optimizer.step(closure)
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
+# State in and out, at any moment
+
+
+@both_modes
+@pytest.mark.parametrize("used", (False, True), ids=("into a new one", "into a used one"))
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_state_from_stock_continues_fused(mode, used, make):
+    def script(wrap):
+        stocks_model = net()
+        stock = make(stocks_model.parameters())
+        model = copy.deepcopy(stocks_model)
+        optimizer = wrap(make(model.parameters()))
+        for i in range(3):
+            train(stocks_model, stock, i)
+            if used:
+                train(model, optimizer, 10 + i)
+        if used:
+            wrap.pending()
+        model.load_state_dict(stocks_model.state_dict())
+        optimizer.load_state_dict(stock.state_dict())
+        for i in range(3, 3 + STEPS):
+            train(model, optimizer, i)
+            train(stocks_model, stock, i)
+        yield from everything(model, optimizer)
+        yield from everything(stocks_model, stock)
+
+    same(script, mode)
+
+
+@both_modes
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_state_from_fused_continues_in_stock(mode, make):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(3):
+            train(model, optimizer, i)
+        wrap.pending()
+        optimizer.zero_grad()
+        stocks_model = copy.deepcopy(model)
+        stock = make(stocks_model.parameters())
+        stock.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for i in range(3, 3 + STEPS):
+            train(stocks_model, stock, i)
+            train(model, optimizer, i)
+        yield from everything(stocks_model, stock)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+def test_its_own_earlier_state_loaded_while_pending(mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        train(model, optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for i in range(1, STEPS):
+            train(model, optimizer, i)
+            wrap.pending()
+            if i == 3:
+                optimizer.load_state_dict(saved)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_fused_in_the_middle_of_training(mode, make):
+    def script(wrap):
+        model = net()
+        optimizer = make(model.parameters())
+        for i in range(3):
+            train(model, optimizer, i)
+        optimizer.zero_grad()
+        optimizer = wrap(optimizer)
+        for i in range(3, 3 + STEPS):
+            train(model, optimizer, i)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_unfuse_gives_stock_back_with_its_state(mode, make):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for i in range(3):
+            train(model, optimizer, i)
+            scheduler.step()
+        wrap.pending()
+        if wrap.fused:
+            wrap.prove()
+            wrap.optimizers.clear()
+            assert optfuse.unfuse(optimizer) is optimizer
+        assert type(optimizer) in (torch.optim.AdamW, torch.optim.SGD)
+        optimizer.zero_grad()
+        for i in range(3, 3 + STEPS):
+            train(model, optimizer, i)
+            scheduler.step()
+        yield "attributes", sorted(vars(optimizer))
+        yield from everything(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+# Copies
+
+
+@both_modes
+def test_model_and_optimizer_deepcopied_while_pending(mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            train(model, optimizer, i)
+        wrap.pending()
+        if mode == "backward":
+            optimizer.zero_grad()
+        twin, twins_optimizer = copy.deepcopy((model, optimizer))
+        for i in range(3, 3 + STEPS):
+            train(model, optimizer, i)
+            train(twin, twins_optimizer, 10 + i)
+        yield from everything(model, optimizer)
+        yield from everything(twin, twins_optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+@pytest.mark.parametrize("how", ("pickle", "torch.save"))
+def test_model_and_optimizer_pickled_while_pending(mode, how):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            train(model, optimizer, i)
+        wrap.pending()
+        if mode == "backward":
+            optimizer.zero_grad()
+        buffer = io.BytesIO()
+        (pickle.dump if how == "pickle" else torch.save)((model, optimizer), buffer)
+        buffer.seek(0)
+        if how == "pickle":
+            twin, twins_optimizer = pickle.load(buffer)
+        else:
+            twin, twins_optimizer = torch.load(buffer, weights_only=False)
+        assert type(twins_optimizer) is torch.optim.AdamW
+        for i in range(3, 3 + STEPS):
+            train(model, optimizer, i)
+            train(twin, twins_optimizer, 10 + i)
+        yield from everything(model, optimizer)
+        yield from everything(twin, twins_optimizer)
+
+    same(script, mode)
+
+
+def test_a_pickled_optimizer_loads_where_optfuse_is_missing(tmp_path):
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    train(model, optimizer, 0)
+    torch.save((list(model.parameters()), optimizer), tmp_path / "both.pt")
+    out = python_ok(
+        "import sys; sys.modules['optfuse'] = None\n"
+        "import torch\n"
+        f"params, opt = torch.load({str(tmp_path / 'both.pt')!r}, weights_only=False)\n"
+        "assert type(opt) is torch.optim.AdamW and opt.param_groups[0]['params'][0] is params[0]\n"
+        "print(opt.state[params[0]]['step'].item(), params[0].sum().item())\n"
+    )
+    assert out.split() == ["1.0", str(model[0].weight.sum().item())]
+
+
+def test_summary_and_flush():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    n = len(list(model.parameters()))
+    train(model, optimizer, 0)
+    before = optfuse.summary(optimizer)
+    assert (before.created, before.pending) == (n, n), str(before)
+    optfuse.flush(optimizer)
+    after = optfuse.summary(optimizer)
+    assert (after.created, after.pending) == (n, 0), str(after)
+    assert f"{n} created" in str(after) and "AdamW" in str(after)
+    train(model, optimizer, 1)
+    optfuse.flush()
+    assert optfuse.summary(optimizer).pending == 0
+
+
+def test_eager_parameters_are_never_left_pending():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), eager=[model[0].weight])
+    address = model[0].weight.data_ptr()
+    before = ctypes.string_at(address, 48)
+    train(model, optimizer, 0)
+    assert ctypes.string_at(address, 48) != before, "the raw address still shows the old weight"
+    assert optfuse.summary(optimizer).pending == len(list(model.parameters())) - 1
