@@ -175,6 +175,31 @@ START_TEST(second_gradient_before_step_is_refused_and_changes_nothing) {
 }
 END_TEST
 
+START_TEST(step_leaves_alone_what_backward_updated) {
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *t = add(f, 10);
+    gradient(f, t);
+    backward(t);
+    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_TWICE);
+    fake_record(f->host);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    ck_assert_str_eq(fake_events(f->host), "settle:0 release:0");
+    teardown(f);
+}
+END_TEST
+
+START_TEST(hyper_parameters_are_those_of_the_moment_of_the_gradient) {
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *before = add(f, 10);
+    twin *after = add(f, 10);
+    gradient(f, before);
+    set_lr(f, 0, 0.5);
+    gradient(f, after);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    teardown(f);
+}
+END_TEST
+
 START_TEST(missing_state_and_errors_are_reported_and_change_nothing) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
@@ -267,6 +292,8 @@ int main(void) {
     tcase_add_test(stepping, step_closes_the_bucket_and_confirms);
     tcase_add_test(stepping, step_updates_gradients_set_by_hand);
     tcase_add_test(stepping, second_gradient_before_step_is_refused_and_changes_nothing);
+    tcase_add_test(stepping, step_leaves_alone_what_backward_updated);
+    tcase_add_test(stepping, hyper_parameters_are_those_of_the_moment_of_the_gradient);
     tcase_add_test(stepping, failed_step_keeps_what_backward_updated);
     suite_add_tcase(suite, stepping);
     TCase *refusals = tcase_create("refusals");
