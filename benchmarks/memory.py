@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def peak_bytes(build_fn: BuildFn, wrap: Wrap) -> int:
     """
     gc.collect()
     torch.manual_seed(0)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it reports each start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         iteration = build_fn(wrap)
         for _ in range(WARMUP):
