@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch.compile and TorchScript beside fused optimizers: compiled code reads
+raw memory, and must read what stock would have there."""
+
+import io
+
+import pytest
+import torch
+from common import adamw, assert_same, batch, everything, net, run, same, sgd, train
+from common import Fused, Stock
+from torch import nn
+
+STEPS = 5
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Compiles:
+    """Counts the graphs that dynamo makes."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __call__(self, graph, examples):
+        from torch._inductor.compile_fx import compile_fx
+
+        self.n += 1
+        return compile_fx(graph, examples)
+
+
+def trained_compiled(compiled, counter, make=adamw):
+    def script(wrap):
+        model = net()
+        fast = compiled(model, counter)
+        optimizer = wrap(make(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(i)
+            loss = nn.functional.mse_loss(fast(x), y)
+            loss.backward()
+            optimizer.step()
+            wrap.pending()
+            yield "loss", loss
+        with torch.no_grad():
+            yield "evaluation", fast(batch(99)[0])
+        yield from everything(model, optimizer)
+
+    return script
+
+
+def compiled_function(model, backend):
+    weights = list(model.parameters())
+
+    @torch.compile(backend=backend)
+    def forward(x):
+        for w, b in zip(weights[:-2:2], weights[1:-2:2], strict=True):
+            x = torch.tanh(nn.functional.linear(x, w, b))
+        return nn.functional.linear(x, weights[-2], weights[-1])
+
+    return forward
+
+
+def compiled_in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def compiled_block(model, backend):
+    """One layer is compiled, the others run as they are."""
+    return nn.Sequential(*model[:2], torch.compile(model[2], backend=backend), *model[3:])
+
+
+WAYS = {
+    "module": lambda model, backend: torch.compile(model, backend=backend),
+    "function": compiled_function,
+    "in place": compiled_in_place,
+    "one block": compiled_block,
+}
+
+
+@slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_compiled_models_train_as_with_stock(way, mode):
+    stock, ours = Compiles(), Compiles()
+    wrap = Fused(mode)
+    expected = run(trained_compiled(WAYS[way], stock), Stock())
+    torch.compiler.reset()
+    got = run(trained_compiled(WAYS[way], ours), wrap)
+    for a, b in zip(got, expected, strict=True):
+        assert_same(b[0], a, b)
+    assert ours.n == stock.n, f"{ours.n} graphs were compiled, with stock {stock.n}"
+    wrap.prove()
+
+
+@slow
+def test_step_inside_a_compiled_function():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+
+        @torch.compile(backend="aot_eager")
+        def iteration(x, y):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for i in range(STEPS):
+            yield "loss", iteration(*batch(i))
+        yield from everything(model, optimizer)
+
+    same(script, prove=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+class TestTorchScript:
+    """Made before training, or while updates are pending; used all along."""
+
+    KINDS = {
+        "trace": lambda model: torch.jit.trace(model, batch(99)[0], check_trace=False),
+        "script": torch.jit.script,
+        "freeze": lambda model: torch.jit.freeze(torch.jit.script(model.eval())),
+        "freeze of a trace": lambda model: torch.jit.freeze(
+            torch.jit.trace(model.eval(), batch(99)[0], check_trace=False)
+        ),
+    }
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("when", ("before training", "while pending"))
+    def test_functions_made_from_the_model(self, kind, when):
+        def script(wrap):
+            model = net()
+            made = self.KINDS[kind](model) if when == "before training" else None
+            optimizer = wrap(adamw(model.parameters()))
+            for i in range(STEPS):
+                train(model, optimizer, i)
+                if i == 1 and made is None:
+                    wrap.pending()
+                    made = self.KINDS[kind](model)
+                if made is not None:
+                    with torch.no_grad():
+                        yield "output", made(batch(50 + i)[0])
+            yield from everything(model, optimizer)
+
+        same(script, prove=when == "while pending")
+
+    @pytest.mark.parametrize("kind", ("trace", "script"))
+    def test_saved_while_pending(self, kind):
+        def script(wrap):
+            model = net()
+            made = self.KINDS[kind](model)
+            optimizer = wrap(sgd(model.parameters()))
+            for i in range(STEPS):
+                train(model, optimizer, i)
+                buffer = io.BytesIO()
+                torch.jit.save(made, buffer)
+                buffer.seek(0)
+                with torch.no_grad():
+                    yield "loaded", torch.jit.load(buffer)(batch(7)[0])
+
+        same(script, prove=False)
+
+    def test_a_scripted_model_trains(self):
+        def script(wrap):
+            model = torch.jit.script(net())
+            optimizer = wrap(adamw(model.parameters()))
+            for i in range(STEPS):
+                yield "loss", train(model, optimizer, i)
+            yield from everything(model, optimizer)
+
+        same(script)
+
+
+def test_export_while_pending():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            train(model, optimizer, i)
+        for strict in (False, True):
+            train(model, optimizer, 4)
+            wrap.pending()
+            program = torch.export.export(model, batch(7)[:1], strict=strict)
+            yield "exported", program.module()(batch(7)[0])
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
+def test_fx_and_make_fx_while_pending():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        train(model, optimizer, 0)
+        wrap.pending()
+        yield "fx", torch.fx.symbolic_trace(model)(batch(7)[0])
+        train(model, optimizer, 1)
+        wrap.pending()
+        yield "make_fx", make_fx(lambda x: model(x))(batch(7)[0])(batch(8)[0])
+        train(model, optimizer, 2)
+        wrap.pending()
+        yield "functionalize", torch.func.functionalize(lambda x: model(x))(batch(7)[0])
+
+    same(script)
+
+
+def test_fake_tensors_made_while_pending():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        train(model, optimizer, 0)
+        wrap.pending()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            shapes = [tuple(mode.from_tensor(p).shape) for p in model.parameters()]
+            shapes.append(tuple((model[0].weight + 1).shape))
+        yield "shapes", shapes
+        yield from everything(model, optimizer)
+
+    same(script)

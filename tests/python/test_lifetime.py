@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Updates that are pending when something ends: the optimizer, the model, a
+thread, the process; and none of it leaks."""
+
+import gc
+import os
+import threading
+import weakref
+
+import optfuse
+import pytest
+import torch
+from common import adamw, assert_same, batch, everything, net, python, python_ok, same, sgd, train
+from torch import nn
+
+STEPS = 5
+
+
+# Optimizer and model deleted
+
+
+def test_an_optimizer_deleted_with_updates_pending():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+        wrap.pending(optimizer)
+        if wrap.fused:
+            wrap.optimizers.clear()
+        del optimizer
+        gc.collect()
+        yield "parameters", dict(model.state_dict())
+
+    same(script, prove=False)
+
+
+def test_an_optimizer_replaced_every_step():
+    def script(wrap):
+        model = net()
+        for i in range(STEPS):
+            optimizer = wrap(adamw(model.parameters()))
+            train(model, optimizer, i)
+            wrap.pending(optimizer)
+            if wrap.fused:
+                wrap.optimizers.clear()
+        yield "parameters", dict(model.state_dict())
+
+    same(script, prove=False)
+
+
+def test_a_model_deleted_with_updates_pending():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        train(model, optimizer, 0)
+        wrap.pending(optimizer)
+        del model
+        gc.collect()
+        optimizer.step()
+        yield "state", optimizer.state_dict()
+
+    same(script)
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("first", ("optimizer", "model"))
+def test_nothing_outlives_optimizer_and_model(mode, first):
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
+    for i in range(2):
+        train(model, optimizer, i)
+    watched = [weakref.ref(x) for x in (model, optimizer, *model.parameters())]
+    watched += [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    if first == "optimizer":
+        del optimizer
+        gc.collect()
+        del model
+    else:
+        del model
+        gc.collect()
+        del optimizer
+    gc.collect()
+    left = sum(ref() is not None for ref in watched)
+    assert left == 0, f"{left} of {len(watched)} objects are still alive"
+
+
+def live_bytes():
+    return sum(
+        t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor)
+    )
+
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("first", ("optimizer", "model"))
+def test_sixty_models_leave_nothing_behind(mode, first):
+    def one(i):
+        model = nn.Linear(512, 512)  # 1 MB of weights, 4 with gradients and state
+        optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 512)).sum().backward()
+            optimizer.step()
+        if first == "optimizer":
+            del optimizer
+        else:
+            del model
+
+    for i in range(5):
+        one(i)
+    gc.collect()
+    tensors, memory = live_bytes(), resident()
+    for i in range(60):
+        one(i)
+    gc.collect()
+    more, grown = live_bytes() - tensors, resident() - memory
+    assert more == 0, f"{more} bytes of tensors are left after sixty models"
+    assert grown < 12e6, f"the process grew by {grown / 1e6:.1f} MB over sixty models of 4 MB"
+
+
+# The end of the process
+
+TRAINED = """
+import sys, {first}, {second}
+from common import *
+torch.manual_seed(0)
+model = net()
+optimizer = optfuse.fuse(adamw(model.parameters()), mode={mode!r})
+for i in range(3): train(model, optimizer, i)
+if {mode!r} == 'forward': assert optfuse.summary(optimizer).pending > 0
+"""
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_the_interpreter_exits_with_updates_pending(mode):
+    python_ok(TRAINED.format(first="torch", second="optfuse", mode=mode))
+
+
+def test_the_interpreter_exits_by_an_exception_in_backward():
+    done = python(
+        TRAINED.format(first="torch", second="optfuse", mode="backward")
+        + "model[2].register_full_backward_pre_hook(lambda *_: sys.exit(7))\n"
+        "train(model, optimizer, 4)\n"
+    )
+    assert done.returncode == 7 and not done.stderr.strip(), f"{done.returncode}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("order", (("atexit", "optfuse"), ("optfuse", "atexit")))
+def test_an_atexit_handler_sees_the_updates(order, tmp_path):
+    file = str(tmp_path / "weights.pt")
+    register = f"atexit.register(lambda: torch.save(model.state_dict(), {file!r}))\n"
+    body = TRAINED.format(first="torch, atexit", second="optfuse", mode="forward")
+    if order[0] == "atexit":
+        body = f"import torch, atexit\n{register}" + body
+    else:
+        body += register
+    python_ok(body)
+    torch.manual_seed(0)
+    model = net()
+    optimizer = adamw(model.parameters())
+    for i in range(3):
+        train(model, optimizer, i)
+    assert_same("weights saved at exit", dict(torch.load(file)), dict(model.state_dict()))
+
+
+# Other threads
+
+
+def in_thread(function):
+    """Runs it in another thread to its end; its result."""
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "the thread hangs"
+    assert result, "the thread failed"
+    return result[0]
+
+
+def test_another_thread_infers_between_steps():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            if i == 0:
+                wrap.pending()
+
+            def infer():
+                with torch.no_grad():
+                    return model(batch(99)[0])
+
+            yield "inference", in_thread(infer)
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
+def test_after_a_foreign_thread_updates_run_at_once_and_summary_says_so():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    train(model, optimizer, 0)
+    assert optfuse.summary(optimizer).pending > 0
+    in_thread(lambda: model(batch(9)[0]))
+    train(model, optimizer, 1)
+    after = optfuse.summary(optimizer)
+    assert after.threads_seen and after.pending == 0, str(after)
+    assert "thread" in str(after)
+
+
+def test_training_in_another_thread():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        losses = in_thread(lambda: [train(model, optimizer, i).item() for i in range(STEPS)])
+        yield "losses", losses
+        yield from everything(model, optimizer)
+
+    same(script)
+    same(script, mode="backward")
+
+
+def test_threads_infer_all_the_time_while_training():
+    """What they see may be older or newer, in stock as here; the training stays
+    the same, and nobody hangs or fails."""
+
+    def script(wrap):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        optimizer = wrap(adamw(model.parameters()))
+        stop, failures, inferred = threading.Event(), [], []
+
+        def infer():
+            try:
+                while not stop.is_set():
+                    with torch.no_grad():
+                        assert model(torch.ones(4, 64)).isfinite().all()
+                    inferred.append(1)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=infer) for _ in range(3)]
+        for i in range(40):
+            optimizer.zero_grad()
+            model(torch.full((4, 64), 0.01 * i)).square().mean().backward()
+            optimizer.step()
+            if i == 3:
+                for thread in threads:
+                    thread.start()
+        while len(inferred) < 20 and not failures:
+            stop.wait(0.01)
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert not any(t.is_alive() for t in threads), "a thread hangs"
+        assert not failures, failures
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
+def test_two_models_train_in_two_threads_at_once():
+    def script(wrap):
+        pairs = []
+        for _ in range(2):
+            model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+            pairs.append((model, wrap(adamw(model.parameters()))))
+
+        def work(model, optimizer):
+            for i in range(30):
+                optimizer.zero_grad()
+                model(torch.full((4, 32), 0.01 * i)).square().mean().backward()
+                optimizer.step()
+
+        threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert not any(t.is_alive() for t in threads), "a thread hangs"
+        for model, optimizer in pairs:
+            yield from everything(model, optimizer)
+
+    same(script)
+    same(script, mode="backward")
+
+
+# Other processes. In a subprocess: forking is left to an interpreter that has
+# no other threads and that may be killed when it hangs.
+
+FORKING = """
+import os, torch, optfuse, numpy as np
+from common import *
+torch.manual_seed(0)
+def weights(model): return b''.join(p.detach().numpy().tobytes() for p in model.parameters())
+def child(work):
+    'What work() returns in a forked child.'
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try: os.write(write, work())
+        finally: os._exit(0)
+    os.close(write)
+    with os.fdopen(read, 'rb') as pipe: out = pipe.read()
+    os.waitpid(pid, 0)
+    return out
+stock, ours = net(), net()
+ours.load_state_dict(stock.state_dict())
+pairs = [(stock, adamw(stock.parameters())), (ours, optfuse.fuse(adamw(ours.parameters())))]
+def both(i):
+    for model, optimizer in pairs: train(model, optimizer, i)
+both(0)
+assert optfuse.summary(pairs[1][1]).pending > 0
+"""
+
+
+def test_a_forked_child_sees_the_updates():
+    python_ok(
+        FORKING + "seen = child(lambda: weights(ours))\n"
+        "assert seen == weights(stock), 'the child sees other weights'\n"
+        "both(1)\n"
+        "assert weights(ours) == weights(stock), 'the parent sees other weights'\n"
+    )
+
+
+def test_parent_and_child_go_on_training_after_a_fork():
+    python_ok(
+        FORKING + "def work():\n"
+        "    both(1); both(2)\n"
+        "    return b'equal' if weights(ours) == weights(stock) else b'different'\n"
+        "assert child(work) == b'equal'\n"
+        "both(5); both(6)\n"
+        "assert weights(ours) == weights(stock)\n"
+    )
+
+
+def test_a_data_loader_worker_sees_the_updates():
+    python_ok(
+        FORKING + "class Weights(torch.utils.data.Dataset):\n"
+        "    def __init__(self, model): self.model = model\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, i):\n"
+        "        return torch.cat([p.detach().view(-1) for p in self.model.parameters()])\n"
+        "def loaded(model):\n"
+        "    loader = torch.utils.data.DataLoader(Weights(model), num_workers=1,\n"
+        "                                         multiprocessing_context='fork', timeout=60)\n"
+        "    return next(iter(loader))\n"
+        "assert_same('weights', loaded(ours), loaded(stock))\n"
+        "both(1)\n"
+        "assert weights(ours) == weights(stock)\n"
+    )
+
+
+@pytest.mark.parametrize("when", ("before training", "while pending"))
+def test_shared_memory_is_always_up_to_date_for_another_process(when):
+    """A child that maps the weights reads them, while the parent trains."""
+    share = "stock.share_memory(); ours.share_memory()\n"
+    python_ok(
+        (FORKING.replace("pairs = [", share + "pairs = [") if when != "while pending" else FORKING)
+        .replace("assert optfuse.summary(pairs[1][1]).pending > 0", "")
+        + (share if when == "while pending" else "")
+        + "go, ready = os.pipe()\n"
+        "read, write = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    os.read(go, 1)\n"
+        "    os.write(write, b'equal' if weights(ours) == weights(stock) else b'different')\n"
+        "    os._exit(0)\n"
+        "before = weights(ours)\n"
+        "both(1)\n"
+        "os.write(ready, b'x')\n"
+        "assert os.read(read, 99) == b'equal', 'the other process sees old weights'\n"
+        "assert weights(ours) != before\n"
+    )
+
+
+def test_sgd_with_momentum_survives_a_deleted_optimizer_too():
+    def script(wrap):
+        model = net()
+        for _ in range(3):
+            optimizer = wrap(sgd(model.parameters()))
+            train(model, optimizer, 0)
+            train(model, optimizer, 1)
+            if wrap.fused:
+                wrap.optimizers.clear()
+            del optimizer
+        yield "parameters", dict(model.state_dict())
+
+    same(script, prove=False)
