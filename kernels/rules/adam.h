@@ -58,7 +58,7 @@ static inline void adam_prepare(const double *hyper, double step, void *scalars)
     adam_scalars *s = (adam_scalars *)scalars;
     const double lr = hyper[ADAM_LR];
     const double decay = hyper[ADAM_WEIGHT_DECAY];
-    const bool decoupled = hyper[ADAM_DECOUPLED] != 0.0;
+    const bool decoupled = decay != 0.0 && hyper[ADAM_DECOUPLED] != 0.0;
     const bool l2 = decay != 0.0 && !decoupled;
 
     s->weight_decay = decay;
