@@ -50,7 +50,7 @@ static of_status status_of(of_found found) {
 
 static of_status update_slot(of_plan *plan, of_update *update, of_list *done) {
     of_slot *slot = &plan->slots[update->slot];
-    update->in = (of_inputs){0};
+    of_inputs_clear(update);
     of_found found = plan->host.collect(plan->host.ctx, slot->tensor, &update->in);
     if (found != OF_FOUND_INPUTS) {
         of_pool_give(plan, update);

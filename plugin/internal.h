@@ -50,6 +50,7 @@ struct of_update {
     bool pending;  /* in plan->pending; plan->lock, false in the pool */
     bool deferred; /* defer() said yes */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
+    /* the host's hold_bytes follow */
 };
 
 typedef struct of_slot {
@@ -110,6 +111,7 @@ void of_list_append(of_list *list, of_update *update);
 void of_list_remove(of_list *list, of_update *update);
 of_update *of_pool_take(of_plan *plan); /* NULL: no memory, error is set */
 void of_pool_give(of_plan *plan, of_update *update);
+void of_inputs_clear(of_update *update); /* before collect() */
 void of_pool_free(of_plan *plan);
 /* Completes what collect() left open, or sets the error: kernel, scalars. */
 of_status of_update_complete(of_plan *plan, of_update *update);

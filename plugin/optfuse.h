@@ -84,7 +84,8 @@ typedef struct of_inputs {
     bool alone; /* others may see the parameter's memory: launch this
                    update by itself, in the order of the slots, between
                    its commit() and the next slot's; never defer it */
-    void *hold; /* the host's references; freed by release() */
+    void *hold; /* the host's references, until release(): collect() finds
+                   hold_bytes of its own here, or puts another pointer */
 } of_inputs;
 
 /* The host: who owns tensors and threads. Function pointers marked optional
@@ -93,11 +94,14 @@ typedef struct of_host {
     uint32_t abi_version; /* OF_ABI_VERSION */
     uint32_t struct_size; /* sizeof(of_host) of the host's build */
     void *ctx;            /* first argument of every function below */
+    size_t hold_bytes;    /* room in each update for the host's references,
+                             aligned to 16; may be 0 */
 
     /* Looks up the gradient and state of `tensor` and fills in *in. Changes
      * nothing that a user can see. If it returns OF_FOUND_INPUTS it has taken
      * the references that keep every pointer in *in valid until
-     * release(in->hold); else it keeps nothing. *in comes zeroed. */
+     * release(in->hold); else it keeps nothing. *in comes zeroed
+     * but for in->hold. */
     of_found (*collect)(void *ctx, void *tensor, of_inputs *in);
     /* The update is now certain: advances the step counter, bumps version
      * counters. Called once per update, no lock held, before defer or launch.

@@ -18,7 +18,7 @@ static void add_need(needs *lacking, size_t slot) {
  * it from the caller if there is something to update. */
 static of_status collect_slot(of_plan *plan, of_update **update, of_list *created, needs *lacking) {
     of_update *u = *update;
-    u->in = (of_inputs){0};
+    of_inputs_clear(u);
     switch (plan->host.collect(plan->host.ctx, plan->slots[u->slot].tensor, &u->in)) {
     case OF_FOUND_NOTHING:
         return OF_OK;

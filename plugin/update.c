@@ -30,6 +30,10 @@ void of_list_remove(of_list *list, of_update *update) {
     list->bytes -= update->bytes;
 }
 
+void of_inputs_clear(of_update *update) {
+    update->in = (of_inputs){.hold = update + 1};
+}
+
 /* Records are freed with their plan and not before: of_touch() may look at one
  * that was launched meanwhile. So the pool grows to the most that was ever in
  * use and then allocates no more. */
@@ -41,7 +45,7 @@ of_update *of_pool_take(of_plan *plan) {
         plan->spare = update->next;
         return update;
     }
-    update = calloc(1, sizeof *update);
+    update = calloc(1, sizeof *update + plan->host.hold_bytes);
     if (!update) {
         of_set_error("out of memory for an update");
         return NULL;

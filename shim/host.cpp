@@ -145,7 +145,7 @@ of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
 }
 
 of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,
-                 of_inputs *in, std::unique_ptr<Hold> hold) {
+                 of_inputs *in, Hold *hold) {
     hold->slot = slot;
     hold->backward = slot->plan->mode == OF_BACKWARD;
     bool dense = p->is_non_overlapping_and_dense_or_false();
@@ -162,7 +162,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     in->device = OF_CPU;
     in->step = step_number(slot);
     in->param = data_of(p);
-    take_part(hold.get(), in, p);
+    take_part(hold, in, p);
     in->alone = !dense || !is_private(storage_of(p), 1);
     if (in->alone || hold->backward)
         hold->param = at::Tensor::wrap_tensor_impl(
@@ -170,13 +170,12 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     if (hold->backward)
         hold->grad = grad.unsafeGetTensorImpl();
     if (dense)
-        in->grad = gradient_data(hold.get(), in, p, grad);
+        in->grad = gradient_data(hold, in, p, grad);
     else
         hold->copy = grad;
     for (size_t i = 0; i < slot->plan->rule->n_state; i++)
         if ((used >> i & 1u) != 0)
-            take_part(hold.get(), in, slot->state[i].unsafeGetTensorImpl());
-    in->hold = hold.release();
+            take_part(hold, in, slot->state[i].unsafeGetTensorImpl());
     return OF_FOUND_INPUTS;
 }
 
@@ -197,12 +196,16 @@ of_found collect(void *ctx, void *tensor, of_inputs *in) {
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;
+    Hold *hold = new (in->hold) Hold;
+    of_found found = OF_FOUND_ERROR;
     try {
-        return fill_in(slot, p, grad, used, in, std::make_unique<Hold>());
+        found = fill_in(slot, p, grad, used, in, hold);
     } catch (const std::exception &e) {
         of_set_error("preparing the update of %s failed: %s", slot->label.c_str(), e.what());
-        return OF_FOUND_ERROR;
     }
+    if (found != OF_FOUND_INPUTS)
+        hold->~Hold();
+    return found;
 }
 
 // A dense stand-in for a tensor with holes, overlaps or strides of its own.
@@ -278,12 +281,13 @@ void settle(void *, void *opaque, bool was_deferred) {
 }
 
 void release(void *, void *opaque) {
-    std::unique_ptr<Hold> hold(hold_of(opaque));
-    if (hold->back.empty() || !OF_GUARD(copyback))
-        return;
-    PlainMode plain;
-    for (auto &[tensor, copy] : hold->back)
-        tensor.copy_(copy);
+    Hold *hold = hold_of(opaque);
+    if (!hold->back.empty() && OF_GUARD(copyback)) {
+        PlainMode plain;
+        for (auto &[tensor, copy] : hold->back)
+            tensor.copy_(copy);
+    }
+    hold->~Hold();
 }
 
 void drop(void *, void *tensor) { delete slot_of(tensor); }
@@ -299,6 +303,7 @@ of_host make_host(Plan *plan) {
     host.abi_version = OF_ABI_VERSION;
     host.struct_size = sizeof(of_host);
     host.ctx = plan;
+    host.hold_bytes = sizeof(Hold);
     host.collect = collect;
     host.commit = commit;
     host.defer = defer;
