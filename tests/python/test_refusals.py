@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What can't be fused is refused as early as it can be seen, with the reason,
+the parameter and what to do, and with nothing changed."""
+
+import optfuse
+import pytest
+import torch
+from common import adamw, assert_same, net, python, python_ok, sgd, snapshot, train
+from torch import nn
+
+both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
+
+
+def refused(optimizer, *words, **options):
+    """fuse() raises, says these words and leaves the optimizer as it was."""
+    kind, attributes = type(optimizer), sorted(vars(optimizer))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    hooks = [p._post_accumulate_grad_hooks for p in params]
+    with pytest.raises(optfuse.Error) as caught:
+        optfuse.fuse(optimizer, **options)
+    message = str(caught.value)
+    assert message.startswith("optfuse: "), message
+    for word in words:
+        assert word in message, f"{word!r} is not in the message: {message}"
+    assert "frame #" not in message, f"a backtrace is no explanation: {message}"
+    assert type(optimizer) is kind and sorted(vars(optimizer)) == attributes
+    assert [p._post_accumulate_grad_hooks for p in params] == hooks
+
+
+def test_error_is_a_runtime_error():
+    assert issubclass(optfuse.Error, RuntimeError)
+
+
+UNKNOWN = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
+    "Mine": lambda p: Mine(p, {}),
+    "MyAdamW": lambda p: MyAdamW(p),
+}
+
+
+class Mine(torch.optim.Optimizer):
+    def step(self, closure=None):
+        pass
+
+
+class MyAdamW(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@both_modes
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_optimizers_without_a_rule(name, mode):
+    refused(UNKNOWN[name](net().parameters()), name, "SGD", mode=mode)
+
+
+@pytest.mark.parametrize("flag", ("differentiable", "capturable"))
+def test_flags_without_a_fused_update(flag):
+    refused(torch.optim.AdamW(net().parameters(), **{flag: True}), flag, "group 0")
+
+
+def test_what_is_no_optimizer():
+    for thing in (net(), list(net().parameters()), None):
+        with pytest.raises(optfuse.Error):
+            optfuse.fuse(thing)
+
+
+def test_a_mode_that_does_not_exist():
+    refused(adamw(net().parameters()), "'sideways'", "forward", "backward", mode="sideways")
+
+
+@both_modes
+def test_fusing_twice(mode):
+    optimizer = optfuse.fuse(adamw(net().parameters()), mode=mode)
+    with pytest.raises(optfuse.Error, match="unfuse"):
+        optfuse.fuse(optimizer)
+
+
+def test_unfuse_and_summary_of_a_stock_optimizer():
+    for function in (optfuse.unfuse, optfuse.summary):
+        with pytest.raises(optfuse.Error, match="fuse"):
+            function(adamw(net().parameters()))
+
+
+def test_an_eager_parameter_of_another_model():
+    refused(adamw(net().parameters()), "eager[0]", eager=[nn.Parameter(torch.zeros(3))])
+
+
+@both_modes
+@pytest.mark.parametrize("make", (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW))
+@pytest.mark.parametrize("flags", ({}, {"foreach": True}, {"fused": False}))
+def test_strict_refuses_flags_that_select_another_implementation(make, flags, mode):
+    refused(make(net().parameters(), **flags), "strict", "fused", mode=mode, strict=True)
+    plain = optfuse.fuse(make(net().parameters(), **flags), mode=mode)
+    assert "fused=True" in str(optfuse.summary(plain)), "the difference is not in the summary"
+    optfuse.fuse(make(net().parameters(), fused=True), mode=mode, strict=True)
+
+
+class Subclass(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def subclass():
+    inner = torch.zeros(3, 4)
+    return torch.Tensor._make_wrapper_subclass(Subclass, inner.shape, requires_grad=True)
+
+
+PARAMETERS = {
+    "complex": (lambda: torch.zeros(3, 4, dtype=torch.complex64, requires_grad=True), "complex"),
+    "meta": (lambda: torch.zeros(3, 4, device="meta", requires_grad=True), "meta"),
+    "subclass": (subclass, "Subclass"),
+    "sparse": (lambda: torch.eye(3, 4).to_sparse().requires_grad_(), "layout"),
+    "float8": (
+        lambda: torch.zeros(3, 4).to(torch.float8_e4m3fn).requires_grad_(),
+        "float8_e4m3fn",
+    ),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_parameters_without_a_fused_update(kind, mode):
+    make, word = PARAMETERS[kind]
+    good = nn.Parameter(torch.zeros(2))
+    groups = [{"params": [good]}, {"params": [nn.Parameter(torch.ones(5)), make()]}]
+    refused(torch.optim.AdamW(groups), word, "parameter 1 of group 1", "(3, 4)", mode=mode)
+
+
+def test_uninitialized_parameters():
+    refused(torch.optim.AdamW(nn.LazyLinear(3).parameters()), "initialized")
+
+
+def test_names_are_used_where_the_optimizer_has_them():
+    named = [("fine", nn.Parameter(torch.zeros(2))), ("layer.weight", PARAMETERS["complex"][0]())]
+    refused(torch.optim.AdamW(named), "'layer.weight'", "(3, 4)")
+
+
+def test_a_group_that_can_not_be_fused_is_not_added():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    train(model, optimizer, 0)
+    bad = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises((optfuse.Error, RuntimeError), match="complex"):
+        optimizer.add_param_group({"params": [bad], "fused": False})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_a_sparse_gradient_at_step_changes_nothing(make):
+    """Not even the parameters that come before it."""
+    first, embed = nn.Linear(3, 3), nn.Embedding(7, 3, sparse=True)
+    named = [("first", first.weight), ("embed.weight", embed.weight)]
+    optimizer = optfuse.fuse(make(named))
+    before = snapshot([first.weight, embed.weight])
+    (first(embed(torch.tensor([1, 2]))).sum()).backward()
+    with pytest.raises(optfuse.Error, match="'embed.weight'.*sparse"):
+        optimizer.step()
+    assert_same("weights", snapshot([first.weight, embed.weight]), before)
+    steps = [state.get("step", torch.zeros(())) for state in optimizer.state.values()]
+    assert all(step == 0 for step in steps), f"step counters {steps} have moved"
+    embed.weight.grad = embed.weight.grad.to_dense()
+    optimizer.step()
+    assert (first.weight != before[0]).any() and (embed.weight != before[1]).any()
+
+
+def test_a_gradient_of_another_dtype_changes_nothing():
+    p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    q.grad_dtype = None  # lets a gradient of any dtype in
+    optimizer = optfuse.fuse(adamw([p, q]))
+    p.grad, q.grad = torch.ones(4), torch.ones(4, dtype=torch.float64)
+    with pytest.raises(optfuse.Error, match="parameter 1 of group 0.*another dtype"):
+        optimizer.step()
+    assert (p == 1).all() and (q == 1).all()
+
+
+def test_state_of_another_shape_changes_nothing():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    train(model, optimizer, 0)
+    optimizer.state[model[4].bias]["exp_avg"] = torch.zeros(17)
+    before = snapshot(dict(model.state_dict()))
+    with pytest.raises(optfuse.Error, match="state of parameter 5 of group 0"):
+        train(model, optimizer, 1)
+    assert_same("weights", snapshot(dict(model.state_dict())), before)
+
+
+def test_a_replaced_step_method():
+    optimizer = adamw(net().parameters())
+    optimizer.step = lambda closure=None: None
+    refused(optimizer, "step")
+
+
+def test_distributed_tensors(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
+        refused(torch.optim.AdamW([weight]), "DTensor")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_disabled_by_the_environment():
+    python_ok(
+        "import torch, optfuse\n"
+        "from common import net, adamw\n"
+        "opt = adamw(net().parameters()); before = dict(vars(opt))\n"
+        "assert optfuse.fuse(opt) is opt and type(opt) is torch.optim.AdamW\n"
+        "assert vars(opt).keys() == before.keys()\n"
+        "optfuse.flush(); optfuse.flush(opt)\n",
+        OPTFUSE_DISABLE="1",
+    )
+
+
+def test_a_wrong_instruction_set_in_the_environment():
+    done = python(
+        "import optfuse\nfrom common import *\noptfuse.fuse(adamw(net().parameters()))\n",
+        OPTFUSE_ISA="mmx",
+    )
+    assert done.returncode != 0 and "mmx" in done.stderr, f"{done.returncode}: {done.stderr}"
