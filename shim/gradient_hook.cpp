@@ -2,8 +2,8 @@
 // gradient_hook.cpp: backward fusion's entry. A parameter has one slot for a
 // post-accumulate-grad hook; ours takes it and calls whatever was there first.
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "compat.h"
