@@ -150,6 +150,8 @@ static of_found collect(void *ctx, void *opaque, of_inputs *in) {
     record(host, "collect", tensor->id);
     if (tensor->used_on_look)
         fake_use(tensor->used_on_look, false);
+    if (tensor->on_collect)
+        tensor->on_collect(tensor->arg);
     if (tensor->broken) {
         of_set_error("tensor %d is broken", tensor->id);
         return OF_FOUND_ERROR;
@@ -209,12 +211,15 @@ static void settle(void *ctx, void *opaque, bool was_deferred) {
 static void release(void *ctx, void *opaque) {
     fake_host *host = ctx;
     fake_hold *hold = opaque;
-    record(host, "release", hold->tensor->id);
+    fake_tensor *tensor = hold->tensor;
+    record(host, "release", tensor->id);
     require(hold->settled || !hold->committed, "release no committed update before it is settled");
     for (size_t i = 0; i < hold->n_buffers; i++)
         fake_buffer_release(hold->buffers[i]);
     free(hold);
     atomic_fetch_sub(&host->holds, 1);
+    if (tensor->on_release)
+        tensor->on_release(tensor->arg);
     if (host->flushes_on_release)
         of_flush_all();
 }

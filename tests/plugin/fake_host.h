@@ -40,6 +40,9 @@ typedef struct fake_tensor {
     int drops;
     double step;               /* updates committed */
     fake_buffer *used_on_look; /* collect() uses this buffer */
+    void (*on_collect)(void *arg);
+    void (*on_release)(void *arg);
+    void *arg;
 } fake_tensor;
 
 struct fake_host {

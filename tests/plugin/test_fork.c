@@ -52,6 +52,76 @@ START_TEST(fork_with_updates_pending) {
 }
 END_TEST
 
+static void step_plan(void *opaque) {
+    of_plan_step(opaque, NULL, 0, NULL);
+}
+
+/* g leaves an update pending when f's are being flushed, and g's already were. */
+START_TEST(update_left_pending_during_the_flush_is_launched_too) {
+    fixture *f = setup(OF_FORWARD, 0);
+    fixture *g = setup_beside(f, OF_FORWARD);
+    twin *t = add(f, 100);
+    twin *late = add(g, 100);
+    t->tensor->on_release = step_plan;
+    t->tensor->arg = g->plan;
+    backward(t);
+    step(f);
+    backward(late);
+    expect_update(g, late);
+    of_fork_prepare();
+    ck_assert_msg(launched(late), "still pending when the process would fork");
+    of_fork_parent();
+    t->tensor->on_release = NULL;
+    ck_assert_int_eq(atomic_load(&f->host->holds), 0);
+    teardown(g);
+    teardown(f);
+}
+END_TEST
+
+static pthread_barrier_t in_collect;
+
+static void wait_twice(void *unused) {
+    (void)unused;
+    pthread_barrier_wait(&in_collect);
+    pthread_barrier_wait(&in_collect);
+}
+
+static void *step_once(void *opaque) {
+    fixture *f = opaque;
+    of_plan_step(f->plan, NULL, 0, NULL);
+    return NULL;
+}
+
+START_TEST(child_is_not_locked_out_of_a_plan_that_a_thread_was_stepping) {
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 100);
+    t->tensor->on_collect = wait_twice;
+    backward(t);
+    expect_update(f, t);
+    pthread_t thread;
+    pthread_barrier_init(&in_collect, NULL, 2);
+    ck_assert_int_eq(pthread_create(&thread, NULL, step_once, f), 0);
+    pthread_barrier_wait(&in_collect);
+    of_fork_prepare();
+    pid_t pid = fork();
+    if (pid == 0) {
+        alarm(10); /* kills a child that waits for ever */
+        of_fork_child();
+        t->tensor->on_collect = NULL;
+        _exit(of_plan_step(f->plan, NULL, 0, NULL) != OF_OK || !twin_equal(t));
+    }
+    of_fork_parent();
+    pthread_barrier_wait(&in_collect);
+    pthread_join(thread, NULL);
+    pthread_barrier_destroy(&in_collect);
+    int status = -1;
+    ck_assert_int_eq(waitpid(pid, &status, 0), pid);
+    ck_assert_msg(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %d", status);
+    t->tensor->on_collect = NULL;
+    teardown(f);
+}
+END_TEST
+
 typedef struct stepper {
     fixture *f;
     atomic_bool done;
@@ -96,6 +166,8 @@ int main(void) {
     TCase *all = tcase_create("fork");
     tcase_set_timeout(all, 120);
     tcase_add_test(all, fork_with_updates_pending);
+    tcase_add_test(all, update_left_pending_during_the_flush_is_launched_too);
+    tcase_add_test(all, child_is_not_locked_out_of_a_plan_that_a_thread_was_stepping);
     tcase_add_test(all, fork_while_another_thread_steps);
     suite_add_tcase(suite, all);
     return run(suite);

@@ -20,23 +20,53 @@ static bool fails_now(void) {
     return true;
 }
 
+/* What the core has allocated since tracking began and not freed. */
+enum { MAX_LIVE = 1024 };
+static void *live[MAX_LIVE];
+static size_t n_live;
+static bool tracking;
+
+static void *track(void *memory) {
+    if (tracking && memory && n_live < MAX_LIVE)
+        live[n_live++] = memory;
+    return memory;
+}
+
+static void untrack(const void *memory) {
+    for (size_t i = n_live; i-- > 0;)
+        if (live[i] == memory) {
+            live[i] = live[--n_live];
+            return;
+        }
+}
+
 void *__real_malloc(size_t size);
 void *__real_calloc(size_t n, size_t size);
 void *__real_realloc(void *old, size_t size);
+void __real_free(void *memory);
 void *__wrap_malloc(size_t size);
 void *__wrap_calloc(size_t n, size_t size);
 void *__wrap_realloc(void *old, size_t size);
+void __wrap_free(void *memory);
 
 void *__wrap_malloc(size_t size) {
-    return fails_now() ? NULL : __real_malloc(size);
+    return fails_now() ? NULL : track(__real_malloc(size));
 }
 
 void *__wrap_calloc(size_t n, size_t size) {
-    return fails_now() ? NULL : __real_calloc(n, size);
+    return fails_now() ? NULL : track(__real_calloc(n, size));
 }
 
 void *__wrap_realloc(void *old, size_t size) {
-    return fails_now() ? NULL : __real_realloc(old, size);
+    if (fails_now())
+        return NULL;
+    untrack(old);
+    return track(__real_realloc(old, size));
+}
+
+void __wrap_free(void *memory) {
+    untrack(memory);
+    __real_free(memory);
 }
 
 /* Lets the nth allocation of a call fail. */
@@ -127,6 +157,48 @@ START_TEST(gradient_reports_it) {
 }
 END_TEST
 
+/* Without Check in between: its allocations would be tracked. */
+static size_t left_behind(fake_host *host, of_mode mode) {
+    static const double hyper[] = {1e-2, 0.9, 0.999, 1e-8, 0, 0, 0, 1};
+    of_plan_options options = {.struct_size = sizeof options, .mode = mode};
+    of_plan *plan;
+    n_live = 0;
+    tracking = true;
+    of_plan_create(&host->table, "adam", &options, &plan);
+    of_plan_set_group(plan, 0, hyper, 8);
+    for (int i = 0; i < host->n_tensors; i++)
+        of_plan_add_slot(plan, &host->tensors[i], 0, false, NULL);
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < host->n_tensors; i++)
+            fake_set_grad(&host->tensors[i], fake_buffer_new(40));
+        for (size_t i = 0; mode == OF_BACKWARD && i < 20; i++)
+            of_plan_gradient(plan, i);
+        fake_use(host->tensors[round].param, round == 1);
+        of_plan_step(plan, NULL, 0, NULL);
+        fake_use(host->tensors[round].state[0], false);
+    }
+    of_plan_retain(plan);
+    of_plan_release(plan);
+    of_plan_release(plan);
+    tracking = false;
+    return n_live;
+}
+
+START_TEST(plan_gives_all_its_memory_back) {
+    for (int mode = OF_FORWARD; mode <= OF_BACKWARD; mode++) {
+        fake_host *host = fake_host_new();
+        host->spends = mode == OF_BACKWARD;
+        for (int i = 0; i < 20; i++) {
+            fake_tensor *tensor = fake_tensor_new(host, OF_FLOAT32, 10, 2);
+            tensor->owned = true;
+            tensor->shared = i % 4 == 0;
+        }
+        ck_assert_uint_eq(left_behind(host, (of_mode)mode), 0);
+        fake_host_free(host);
+    }
+}
+END_TEST
+
 START_TEST(repeated_steps_allocate_nothing) {
     fixture *f = setup(OF_FORWARD, 0);
     for (int i = 0; i < 20; i++)
@@ -155,6 +227,7 @@ int main(void) {
     tcase_add_test(all, plan_reports_it);
     tcase_add_test(all, group_and_slot_report_it);
     tcase_add_test(all, gradient_reports_it);
+    tcase_add_test(all, plan_gives_all_its_memory_back);
     tcase_add_test(all, repeated_steps_allocate_nothing);
     suite_add_tcase(suite, all);
     return run(suite);
