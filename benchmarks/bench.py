@@ -27,12 +27,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--model", action="append", help="only this model; may be repeated")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
-    parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 15")
+    parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 12")
     parser.add_argument("--rounds", type=int, default=400, help="the most rounds for each cell")
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     chosen = parser.parse_args()
-    chosen.seconds = chosen.seconds or (15.0 if chosen.quick else 45.0)
+    chosen.seconds = chosen.seconds or (12.0 if chosen.quick else 45.0)
     chosen.section = chosen.section or list(SECTIONS)
     return chosen
 
@@ -83,7 +83,7 @@ def measure_memory(chosen: argparse.Namespace, cells: list[Cell], results: Resul
 
 def measure_costs(chosen: argparse.Namespace, results: Results) -> None:
     title("Cost of the machinery, for one parameter of one element (one thread)")
-    for cost in costs(repeats=20 if chosen.quick else 100):
+    for cost in costs(repeats=10 if chosen.quick else 40):
         results.costs.append(cost)
         progress("")
         print(cost, flush=True)
@@ -97,6 +97,8 @@ def main() -> None:
     results = Results(settings)
     for name, value in machine().items():
         print(f"{name}: {value}")
+    if results.load > 0.5:
+        print(f"Other programs are running (load {results.load:.1f}): expect wide intervals.")
     few = [cell for cell in QUICK_CELLS if not chosen.model or cell.model in chosen.model]
     all_cells = [cell for cell in CELLS if not chosen.model or cell.model in chosen.model]
     print(

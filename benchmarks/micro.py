@@ -81,17 +81,20 @@ def gradient_hook(n: int, repeats: int) -> Iterator[Cost]:
     plain, ours = parameters(n), parameters(n)
     without, optimizer = AdamW(plain), optfuse.fuse(AdamW(ours), mode="backward")
     _, launched = pending(n)
-    whole, above = [], []
+    bare, whole, above = [], [], []
     for _ in range(repeats):
         for o in (without, optimizer):
             o.zero_grad()
         more = backward_seconds(ours)
         optimizer.step()
-        hook = more - backward_seconds(plain)
+        less = backward_seconds(plain)
+        hook = more - less
         launched.step()
         launch = seconds(lambda: optfuse.flush(launched))
+        bare.append(less / n * 1e6)
         whole.append(hook / n * 1e6)
         above.append((hook - launch) / n * 1e6)
+    yield Cost("backward() without an optimizer", n, median_interval(bare[2:]))
     yield Cost("gradient hook, above the update", n, median_interval(above[2:]), 1.5)
     yield Cost("gradient hook, with the update", n, median_interval(whole[2:]))
 

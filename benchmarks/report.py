@@ -25,6 +25,7 @@ OURS = ("backward fusion", "forward fusion")
 @dataclass
 class Results:
     settings: dict[str, Any]
+    load: float = field(default_factory=lambda: os.getloadavg()[0])  # before the first cell
     cells: list[tuple[Cell, Comparison, list[Line]]] = field(default_factory=list)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)  # cell -> variant -> bytes
     costs: list[Cost] = field(default_factory=list)
@@ -60,6 +61,7 @@ def write_json(results: Results, path: Path) -> None:
     whole = {
         "machine": machine(),
         "settings": results.settings,
+        "load_before": results.load,
         "cells": cells,
         "peak_memory_bytes": results.memory,
         "costs": [asdict(cost) for cost in results.costs],
