@@ -14,6 +14,7 @@ typedef struct fake_hold {
     fake_tensor *tensor;
     fake_buffer *buffers[MAX_BUFFERS]; /* parameter, gradient, state */
     size_t n_buffers;
+    bool inside; /* the update */
     bool committed;
     bool deferred;
     bool settled;
@@ -126,8 +127,9 @@ static void hold_buffer(fake_hold *hold, fake_buffer *buffer, of_inputs *in) {
 }
 
 static void fill(fake_tensor *tensor, of_inputs *in) {
-    fake_hold *hold = allocate(sizeof *hold);
-    hold->tensor = tensor;
+    bool inside = tensor->host->holds_inside;
+    fake_hold *hold = inside ? in->hold : allocate(sizeof *hold);
+    *hold = (fake_hold){.tensor = tensor, .inside = inside};
     hold_buffer(hold, tensor->param, in);
     hold_buffer(hold, tensor->grad, in);
     in->param = tensor->param->data;
@@ -216,7 +218,8 @@ static void release(void *ctx, void *opaque) {
     require(hold->settled || !hold->committed, "release no committed update before it is settled");
     for (size_t i = 0; i < hold->n_buffers; i++)
         fake_buffer_release(hold->buffers[i]);
-    free(hold);
+    if (!hold->inside)
+        free(hold);
     atomic_fetch_sub(&host->holds, 1);
     if (tensor->on_release)
         tensor->on_release(tensor->arg);
@@ -272,6 +275,7 @@ fake_host *fake_host_new(void) {
     host->table = (of_host){.abi_version = OF_ABI_VERSION,
                             .struct_size = sizeof(of_host),
                             .ctx = host,
+                            .hold_bytes = sizeof(fake_hold),
                             .collect = collect,
                             .commit = commit,
                             .defer = defer,

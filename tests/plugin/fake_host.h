@@ -49,6 +49,7 @@ struct fake_host {
     of_host table; /* what the core gets */
     bool spends;   /* settle() takes the gradient away: backward mode */
     bool flushes_on_release;
+    bool holds_inside; /* holds live in the updates, not on the heap */
     int n_threads;
     fake_tensor tensors[FAKE_MAX_TENSORS];
     int n_tensors;

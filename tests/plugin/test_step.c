@@ -144,6 +144,30 @@ START_TEST(collect_may_use_pending_memory_of_any_plan) {
 }
 END_TEST
 
+START_TEST(host_may_keep_its_references_in_the_update) {
+    for (int mode = OF_FORWARD; mode <= OF_BACKWARD; mode++) {
+        fixture *f = setup((of_mode)mode, 0);
+        f->host->holds_inside = true;
+        for (int i = 0; i < 7; i++)
+            add(f, 10)->tensor->shared = i == 2;
+        for (int round = 0; round < 3; round++) {
+            for (size_t i = 0; i < f->n && mode == OF_BACKWARD; i++)
+                gradient(f, &f->twins[i]);
+            if (mode == OF_FORWARD) {
+                backward_all(f);
+                step(f);
+            } else
+                ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+            check_twin(&f->twins[round]);
+        }
+        f->twins[3].tensor->lacks_state = true;
+        backward_all(f);
+        ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_NEEDS_STATE);
+        teardown(f);
+    }
+}
+END_TEST
+
 START_TEST(release_may_flush_every_plan) {
     fixture *f = setup(OF_FORWARD, 0);
     f->host->flushes_on_release = true;
@@ -169,6 +193,7 @@ int main(void) {
     tcase_add_test(tests, scalars_are_those_of_step_not_of_launch);
     tcase_add_test(tests, parameters_of_one_group_may_be_at_different_steps);
     tcase_add_test(tests, collect_may_use_pending_memory_of_any_plan);
+    tcase_add_test(tests, host_may_keep_its_references_in_the_update);
     tcase_add_test(tests, release_may_flush_every_plan);
     suite_add_tcase(suite, tests);
     return run(suite);
