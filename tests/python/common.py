@@ -13,9 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import optfuse
 import torch
 from torch import nn
+
+import optfuse
 
 HERE = Path(__file__).parent
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

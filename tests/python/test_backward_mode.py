@@ -6,13 +6,14 @@ with a wrong number."""
 import gc
 import os
 
-import optfuse
 import pytest
 import torch
 from common import adamw, assert_same, batch, everything, loss_of, net, same, sgd, snapshot, train
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+
+import optfuse
 
 STEPS = 6
 WAY_OUT = 'mode="forward"'
@@ -249,9 +250,10 @@ def test_a_tensor_hook_that_changes_the_gradient():
 def test_hooks_removed_again_leave_ours():
     def script(wrap):
         model = net()
-        handles = [p.register_post_accumulate_grad_hook(lambda _: None) for p in model.parameters()]
+        hook = nn.Parameter.register_post_accumulate_grad_hook
+        handles = [hook(p, lambda _: None) for p in model.parameters()]
         optimizer = wrap(adamw(model.parameters()))
-        handles += [p.register_post_accumulate_grad_hook(lambda _: None) for p in model.parameters()]
+        handles += [hook(p, lambda _: None) for p in model.parameters()]
         train(model, optimizer, 0)
         for handle in handles:
             handle.remove()
@@ -282,13 +284,13 @@ def test_an_evicted_hook_is_noticed_at_step():
 
 
 def test_clip_grad_norm_is_refused():
-    model, _ = fused()
+    model, _optimizer = fused()
     loss_of(model, 0).backward()
     refused(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
 
 
 def test_clip_grad_value_is_refused():
-    model, _ = fused()
+    model, _optimizer = fused()
     loss_of(model, 0).backward()
     refused(lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0))
 
@@ -313,14 +315,14 @@ READS = {
 
 @pytest.mark.parametrize("read", READS)
 def test_a_spent_gradient_says_who_reads_it(read):
-    model, _ = fused()
+    model, _optimizer = fused()
     loss_of(model, 0).backward()
     message = refused(lambda: READS[read](model[4].bias.grad), "gradient", "shape (3")
     assert "aten::" in message or read in message, f"no operator is named: {message}"
 
 
 def test_grad_scaler_is_refused_before_a_wrong_update():
-    model, optimizer = fused()
+    model, _optimizer = fused()
     before = weights(model)
     scaler = torch.amp.GradScaler("cpu")
     refused(lambda: scaler.scale(loss_of(model, 0)).backward(), "scale")
@@ -352,7 +354,7 @@ def test_a_disabled_grad_scaler_is_no_reason_to_refuse():
 
 @pytest.mark.parametrize("make", (adamw, sgd))
 def test_a_second_backward_without_zero_grad_is_refused(make):
-    model, optimizer = fused(make)
+    model, _optimizer = fused(make)
     loss_of(model, 0).backward()
     once = weights(model)
     refused(lambda: loss_of(model, 1).backward())
@@ -384,7 +386,7 @@ def test_a_gradient_whose_step_was_skipped_is_refused():
 
 
 def test_retain_graph_and_backward_again_is_refused():
-    model, optimizer = fused()
+    model, _optimizer = fused()
     loss = loss_of(model, 0)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError):  # autograd's own error, of changed weights, or ours
@@ -392,7 +394,7 @@ def test_retain_graph_and_backward_again_is_refused():
 
 
 def test_create_graph_is_refused_before_any_update():
-    model, optimizer = fused()
+    model, _optimizer = fused()
     before = weights(model)
     refused(lambda: loss_of(model, 0).backward(create_graph=True), "create_graph")
     assert_same("weights after create_graph", weights(model), before)
@@ -426,7 +428,7 @@ def test_reentrant_checkpoint_of_separate_blocks_works():
 
 
 def test_two_optimizers_on_one_parameter_are_refused():
-    model, first = fused()
+    model, _first = fused()
     second = sgd([model[0].weight])
     refused(lambda: optfuse.fuse(second, mode="backward"), "already")
     assert type(second) is torch.optim.SGD

@@ -13,10 +13,11 @@ uses for fewer elements than a vector has, so stock gets those in pieces.
 
 import itertools
 
-import optfuse
 import pytest
 import torch
 from common import assert_same_tensor, python_ok
+
+import optfuse
 
 SIZES = (1, 7, 8, 15, 16, 17, 31, 64, 1003)
 LARGE = 100_000

@@ -6,8 +6,7 @@ import io
 
 import pytest
 import torch
-from common import adamw, assert_same, batch, everything, net, run, same, sgd, train
-from common import Fused, Stock
+from common import Fused, Stock, adamw, assert_same, batch, everything, net, run, same, sgd, train
 from torch import nn
 
 STEPS = 5
@@ -120,32 +119,33 @@ def test_step_inside_a_compiled_function():
     same(script, prove=False)
 
 
+KINDS = {
+    "trace": lambda model: torch.jit.trace(model, batch(99)[0], check_trace=False),
+    "script": torch.jit.script,
+    "freeze": lambda model: torch.jit.freeze(torch.jit.script(model.eval())),
+    "freeze of a trace": lambda model: torch.jit.freeze(
+        torch.jit.trace(model.eval(), batch(99)[0], check_trace=False)
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 class TestTorchScript:
     """Made before training, or while updates are pending; used all along."""
-
-    KINDS = {
-        "trace": lambda model: torch.jit.trace(model, batch(99)[0], check_trace=False),
-        "script": torch.jit.script,
-        "freeze": lambda model: torch.jit.freeze(torch.jit.script(model.eval())),
-        "freeze of a trace": lambda model: torch.jit.freeze(
-            torch.jit.trace(model.eval(), batch(99)[0], check_trace=False)
-        ),
-    }
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("when", ("before training", "while pending"))
     def test_functions_made_from_the_model(self, kind, when):
         def script(wrap):
             model = net()
-            made = self.KINDS[kind](model) if when == "before training" else None
+            made = KINDS[kind](model) if when == "before training" else None
             optimizer = wrap(adamw(model.parameters()))
             for i in range(STEPS):
                 train(model, optimizer, i)
                 if i == 1 and made is None:
                     wrap.pending()
-                    made = self.KINDS[kind](model)
+                    made = KINDS[kind](model)
                 if made is not None:
                     with torch.no_grad():
                         yield "output", made(batch(50 + i)[0])
@@ -157,7 +157,7 @@ class TestTorchScript:
     def test_saved_while_pending(self, kind):
         def script(wrap):
             model = net()
-            made = self.KINDS[kind](model)
+            made = KINDS[kind](model)
             optimizer = wrap(sgd(model.parameters()))
             for i in range(STEPS):
                 train(model, optimizer, i)

@@ -7,11 +7,12 @@ import os
 import threading
 import weakref
 
-import optfuse
 import pytest
 import torch
 from common import adamw, assert_same, batch, everything, net, python, python_ok, same, sgd, train
 from torch import nn
+
+import optfuse
 
 STEPS = 5
 
@@ -360,8 +361,11 @@ def test_shared_memory_is_always_up_to_date_for_another_process(when):
     """A child that maps the weights reads them, while the parent trains."""
     share = "stock.share_memory(); ours.share_memory()\n"
     python_ok(
-        (FORKING.replace("pairs = [", share + "pairs = [") if when != "while pending" else FORKING)
-        .replace("assert optfuse.summary(pairs[1][1]).pending > 0", "")
+        (
+            FORKING.replace("pairs = [", share + "pairs = [")
+            if when != "while pending"
+            else FORKING
+        ).replace("assert optfuse.summary(pairs[1][1]).pending > 0", "")
         + (share if when == "while pending" else "")
         + "go, ready = os.pipe()\n"
         "read, write = os.pipe()\n"

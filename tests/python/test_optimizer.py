@@ -8,13 +8,14 @@ import io
 import pickle
 import warnings
 
-import optfuse
 import pytest
 import torch
 from common import adamw, everything, loss_of, net, python_ok, same, sgd, train
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import optfuse
 
 STEPS = 6
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))

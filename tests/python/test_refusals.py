@@ -2,11 +2,12 @@
 """What can't be fused is refused as early as it can be seen, with the reason,
 the parameter and what to do, and with nothing changed."""
 
-import optfuse
 import pytest
 import torch
 from common import adamw, assert_same, net, python, python_ok, sgd, snapshot, train
 from torch import nn
+
+import optfuse
 
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
 
@@ -161,7 +162,7 @@ def test_a_sparse_gradient_at_step_changes_nothing(make):
     optimizer = optfuse.fuse(make(named))
     before = snapshot([first.weight, embed.weight])
     (first(embed(torch.tensor([1, 2]))).sum()).backward()
-    with pytest.raises(optfuse.Error, match="'embed.weight'.*sparse"):
+    with pytest.raises(optfuse.Error, match=r"'embed\.weight'.*sparse"):
         optimizer.step()
     assert_same("weights", snapshot([first.weight, embed.weight]), before)
     steps = [state.get("step", torch.zeros(())) for state in optimizer.state.values()]
@@ -176,7 +177,7 @@ def test_a_gradient_of_another_dtype_changes_nothing():
     q.grad_dtype = None  # lets a gradient of any dtype in
     optimizer = optfuse.fuse(adamw([p, q]))
     p.grad, q.grad = torch.ones(4), torch.ones(4, dtype=torch.float64)
-    with pytest.raises(optfuse.Error, match="parameter 1 of group 0.*another dtype"):
+    with pytest.raises(optfuse.Error, match=r"parameter 1 of group 0.*another dtype"):
         optimizer.step()
     assert (p == 1).all() and (q == 1).all()
 
