@@ -5,11 +5,12 @@ interleaved in one process, and says what optfuse saves. See --help."""
 from __future__ import annotations
 
 import argparse
+import ctypes
 import sys
 import time
 from pathlib import Path
 
-from cells import CELLS, OPTIMIZERS, QUICK_CELLS, Cell, training
+from cells import CELLS, MODELS, OPTIMIZERS, QUICK_CELLS, Cell, training
 from memory import peak_bytes
 from micro import costs
 from report import Results, machine, markdown, plot, write_json
@@ -19,16 +20,31 @@ from variants import variants
 import optfuse
 
 SECTIONS = ("speed", "memory", "cost")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+def steady_heap() -> None:
+    """steady: the C library keeps freed memory. By default it gives some back
+    to the system and takes it again at the price of page faults; as all
+    variants share one heap, which of them pays is a matter of luck."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/run", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="four cells, within two minutes")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--model", action="append", help="only this model; may be repeated")
+    parser.add_argument(
+        "--model", action="append", choices=MODELS, help="only this model; may be repeated"
+    )
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 12")
     parser.add_argument("--rounds", type=int, default=400, help="the most rounds for each cell")
+    parser.add_argument(
+        "--malloc", choices=("steady", "default"), default="steady", help=steady_heap.__doc__
+    )
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     chosen = parser.parse_args()
@@ -90,34 +106,44 @@ def measure_costs(chosen: argparse.Namespace, results: Results) -> None:
         progress("cost: measuring")
 
 
-def main() -> None:
-    chosen = arguments()
-    began = time.monotonic()
-    settings = {k: v for k, v in vars(chosen).items() if k not in ("out", "markdown")}
-    results = Results(settings)
+def describe(results: Results) -> None:
     for name, value in machine().items():
         print(f"{name}: {value}")
     if results.load > 0.5:
         print(f"Other programs are running (load {results.load:.1f}): expect wide intervals.")
-    few = [cell for cell in QUICK_CELLS if not chosen.model or cell.model in chosen.model]
-    all_cells = [cell for cell in CELLS if not chosen.model or cell.model in chosen.model]
     print(
-        f"{chosen.optimizer}, float32. Medians with 95 % bootstrap intervals. x: times as fast,"
-        " round by round. recovered: share of what fused=True costs over no optimizer. loss: mean"
-        " of the last 20. curve: every loss equals fused=True's."
+        f"{results.settings['optimizer']}, float32. Medians with 95 % bootstrap intervals. x: times"
+        " as fast, round by round. recovered: share of what fused=True costs over no optimizer."
+        " loss: mean of the last 20. curve: every loss equals fused=True's. faults: page faults an"
+        f" iteration, with malloc {results.settings['malloc']}."
     )
-    if "speed" in chosen.section:
-        measure_speed(chosen, few if chosen.quick else all_cells, results)
-    if "memory" in chosen.section:
-        measure_memory(chosen, few, results)
-    if "cost" in chosen.section:
-        measure_costs(chosen, results)
+
+
+def write(chosen: argparse.Namespace, results: Results) -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     write_json(results, chosen.out / f"{chosen.optimizer}.json")
     if results.cells:
         plot(results, chosen.out / f"{chosen.optimizer}.png")
     if chosen.markdown and results.cells:
         title(markdown(results))
+
+
+def main() -> None:
+    chosen = arguments()
+    began = time.monotonic()
+    if chosen.malloc == "steady":
+        steady_heap()
+    results = Results({k: v for k, v in vars(chosen).items() if k not in ("out", "markdown")})
+    describe(results)
+    small = [cell for cell in QUICK_CELLS if not chosen.model or cell.model in chosen.model]
+    cells = [cell for cell in CELLS if not chosen.model or cell.model in chosen.model]
+    if "speed" in chosen.section:
+        measure_speed(chosen, small if chosen.quick else cells, results)
+    if "memory" in chosen.section:
+        measure_memory(chosen, small, results)
+    if "cost" in chosen.section:
+        measure_costs(chosen, results)
+    write(chosen, results)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
 
 

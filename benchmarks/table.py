@@ -14,7 +14,17 @@ from optfuse._ab_result import RESAMPLES, Comparison, Interval, Row, median_inte
 
 FUSED, DEFAULT, NONE = "fused=True", "default", "no optimizer"
 CURVE_END = 20  # iterations whose mean loss is the end of the loss curve
-HEAD = ("", "ms an iteration", "x fused", "x default", "saved ms", "recovered", "loss", "curve")
+HEAD = (
+    "",
+    "ms an iteration",
+    "x fused",
+    "x default",
+    "saved ms",
+    "recovered",
+    "loss",
+    "curve",
+    "faults",
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class Line:
     loss: float
     same_curve: bool  # every loss equals fused=True's
     equal_bits: bool | None  # the parameters at the end, too
+    page_faults: float  # an iteration
 
 
 def lines(comparison: Comparison) -> list[Line]:
@@ -47,7 +58,7 @@ def _median(row: Row) -> float:
 
 
 def _line(row: Row, rows: dict[str, Row]) -> Line:
-    assert row.ms is not None
+    assert row.ms is not None and row.page_faults is not None
     own, fused = row.rounds_ms, rows[FUSED].rounds_ms
     recovered = None
     if row.name.endswith("fusion") and NONE in rows:
@@ -62,6 +73,7 @@ def _line(row: Row, rows: dict[str, Row]) -> Line:
         loss=fmean(row.losses[-CURVE_END:]),
         same_curve=row.losses == rows[FUSED].losses,
         equal_bits=row.equal_bits,
+        page_faults=row.page_faults,
     )
 
 
@@ -95,6 +107,7 @@ def cells_of(line: Line) -> tuple[str, ...]:
         str(line.recovered) if line.recovered else "",
         f"{line.loss:.4f}" if trains else "",
         curve if trains else "",
+        f"{line.page_faults:.0f}",
     )
 
 

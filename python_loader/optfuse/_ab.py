@@ -12,6 +12,7 @@ import gc
 import inspect
 import math
 import random
+import resource
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -129,14 +130,21 @@ class _Run:
 
     def timed_turn(self, iterations: int) -> None:
         self.turn(1)  # brings this variant's model back into the caches
-        if not self.row.note:
-            self.row.rounds_ms.append(self.turn(iterations) * 1e3 / iterations)
+        if self.row.note:
+            return
+        faults = _page_faults()
+        self.row.rounds_ms.append(self.turn(iterations) * 1e3 / iterations)
+        self.row.rounds_faults.append((_page_faults() - faults) / iterations)
 
 
 def _finish() -> None:
     optfuse.flush()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -223,7 +231,8 @@ def ab(
     and a device synchronize. `rounds` is the most rounds; after `seconds` (at
     least 5 rounds) no other is begun. A variant that refuses the optimizer is
     reported with the reason. `speed` is the median over rounds of the
-    baseline's time by the variant's.
+    baseline's time by the variant's. The variants share one heap; `page_faults`
+    tells where the memory allocator, not the optimizer, made the difference.
 
     Parameters are compared by bits with fused=True's (the default variant's if
     the optimizer has no fused=True), and in value with the default variant's.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -46,7 +47,9 @@ class Row:
     final_loss: float | None = None
     equal_bits: bool | None = None  # parameters against the reference's, at the end
     max_difference: float | None = None  # parameters against the default variant's
+    page_faults: float | None = None  # per iteration; memory the allocator gave back and took again
     rounds_ms: list[float] = field(default_factory=list)  # each round, per iteration
+    rounds_faults: list[float] = field(default_factory=list)  # each round, per iteration
     losses: list[float] = field(default_factory=list)  # each iteration, warm-up included
 
 
@@ -106,6 +109,7 @@ def judge(row: Row, baseline: Row) -> None:
     row.ms = median_interval(row.rounds_ms)
     pairs = zip(baseline.rounds_ms, row.rounds_ms, strict=True)
     row.speed = median_interval([theirs / own for theirs, own in pairs])
+    row.page_faults = statistics.median(row.rounds_faults)
     row.final_loss = row.losses[-1] if row.losses else None
 
 
