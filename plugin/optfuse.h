@@ -133,8 +133,8 @@ typedef struct of_plan_options {
     uint32_t struct_size; /* sizeof(of_plan_options) */
     of_mode mode;
     of_reference reference;
-    size_t vector_bytes; /* width of the reference's vectors: 64 (AVX-512) or 32;
-                            default: this CPU's widest */
+    size_t vector_bytes; /* width of the reference's vectors; 0: 32, which is what ATen's
+                            fused optimizers use on every CPU */
     of_isa isa;          /* the best to use; the row chosen is at most this.
                             No default: zero is OF_ISA_C, plain C */
     size_t bucket_bytes; /* a bucket is launched when its parameters reach this;

@@ -52,9 +52,7 @@ static of_status find_rule(const char *name, const of_rule **rule) {
 static void choose(of_plan *plan, const of_plan_options *options) {
     plan->mode = options->mode;
     plan->reference = options->reference;
-    plan->vector_bytes = options->vector_bytes              ? options->vector_bytes
-                         : of_isa_detect() == OF_ISA_AVX512 ? 64
-                                                            : 32;
+    plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
     plan->bucket_bytes = options->bucket_bytes ? options->bucket_bytes : DEFAULT_BUCKET_BYTES;
     if (options->bucket_bytes == OF_BUCKET_NONE)
         plan->bucket_bytes = 0;

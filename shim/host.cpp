@@ -165,7 +165,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     take_part(hold, in, p);
     in->alone = !dense || !is_private(storage_of(p), 1);
     if (in->alone || hold->backward)
-        hold->param = at::Tensor::wrap_tensor_impl(
+        hold->param = at::Tensor(
             c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(p));
     if (hold->backward)
         hold->grad = grad.unsafeGetTensorImpl();
@@ -177,6 +177,13 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
         if ((used >> i & 1u) != 0)
             take_part(hold, in, slot->state[i].unsafeGetTensorImpl());
     return OF_FOUND_INPUTS;
+}
+
+// Another optimizer's update of the same parameter must be done before its
+// memory is judged. Nothing is pending behind most marks.
+void launch_others(const c10::TensorImpl *impl) {
+    if (has_mark(impl))
+        of_touch(storage_of(impl), false);
 }
 
 of_found collect(void *ctx, void *tensor, of_inputs *in) {
@@ -192,6 +199,8 @@ of_found collect(void *ctx, void *tensor, of_inputs *in) {
                      slot->label.c_str());
         return OF_FOUND_ERROR;
     }
+    launch_others(p);
+    launch_others(grad.unsafeGetTensorImpl());
     const Plan *plan = static_cast<Plan *>(ctx);
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
@@ -200,6 +209,9 @@ of_found collect(void *ctx, void *tensor, of_inputs *in) {
     of_found found = OF_FOUND_ERROR;
     try {
         found = fill_in(slot, p, grad, used, in, hold);
+    } catch (const c10::Error &e) {
+        of_set_error("preparing the update of %s failed: %s", slot->label.c_str(),
+                     e.what_without_backtrace());
     } catch (const std::exception &e) {
         of_set_error("preparing the update of %s failed: %s", slot->label.c_str(), e.what());
     }
@@ -318,7 +330,6 @@ void fill_reference(of_plan_options *options) {
     const std::string capability = at::get_cpu_capability();
     options->reference = capability == "DEFAULT" || capability == "NO AVX" ? OF_REF_CPU_FUSED_PLAIN
                                                                            : OF_REF_CPU_FUSED;
-    options->vector_bytes = capability == "AVX512" ? 64 : 32;
 }
 
 } // namespace optfuse

@@ -17,6 +17,14 @@ int failed(const std::exception &e) {
     return OF_REFUSED;
 }
 
+// Another plan's update may be what the mark stands for.
+void clean(c10::TensorImpl *impl) {
+    if (!optfuse::has_mark(impl) || optfuse::is_spent(impl))
+        return;
+    of_touch(impl->unsafe_storage().unsafeGetStorageImpl(), false);
+    optfuse::unmark(impl);
+}
+
 bool has_step_counter(const of_rule *rule) { return std::string(rule->name) != "sgd"; }
 
 int choose_isa(const char *name, of_isa *out) {
@@ -108,13 +116,12 @@ void of_shim_flush(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     of_plan_flush(plan->core);
     for (optfuse::Slot *slot : plan->slots) {
-        optfuse::unmark(slot->param);
-        const at::Tensor &grad = slot->param->grad();
-        if (grad.defined() && !optfuse::is_spent(grad.unsafeGetTensorImpl()))
-            optfuse::unmark(grad.unsafeGetTensorImpl());
+        clean(slot->param);
+        if (slot->param->grad().defined())
+            clean(slot->param->grad().unsafeGetTensorImpl());
         for (const at::Tensor &state : slot->state)
             if (state.defined())
-                optfuse::unmark(state.unsafeGetTensorImpl());
+                clean(state.unsafeGetTensorImpl());
     }
 }
 

@@ -65,10 +65,11 @@ void answer_spent(const char *op, c10::TensorImpl *impl) {
     }
     if (reads_no_numbers(op))
         return;
+    const bool raw = std::strcmp(op, "optfuse::touch") == 0;
     std::string shape;
     for (const auto size : impl->sizes())
         shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-    throw Error(std::string("optfuse: ") + op + " read the gradient of a parameter of shape (" + shape +
+    throw Error(std::string("optfuse: ") + (raw ? "an access to raw memory (such as data_ptr)" : op) + " read the gradient of a parameter of shape (" + shape +
                 "), but backward fusion has already applied it and freed it. Clipping, loss "
                 "scaling, gradient accumulation (a second backward before zero_grad()) and "
                 "anything else that needs gradients after backward work with "

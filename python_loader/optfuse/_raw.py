@@ -13,18 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optfuse._native import guard, lib
+from optfuse._native import guard
 
 _KEY = "TESTING_ONLY_GenericWrapper"
 _METHODS = ("data_ptr", "untyped_storage", "__dlpack__")
 
 
 def _launch(tensor: Any) -> None:
-    if (
-        lib.of_any_pending()
-        and isinstance(tensor, Tensor)
-        and torch._C._dispatch_keys(tensor).has(_key())
-    ):
+    if isinstance(tensor, Tensor) and torch._C._dispatch_keys(tensor).has(_key()):
         torch.ops.optfuse.touch(tensor)
 
 

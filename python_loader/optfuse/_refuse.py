@@ -19,7 +19,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def label(group: dict[str, Any], group_index: int, index: int) -> str:
     """How errors name a parameter."""
     param = group["params"][index]
-    shape = f"of shape {tuple(param.shape)}"
+    lazy = isinstance(param, torch.nn.parameter.UninitializedTensorMixin)
+    shape = "without a shape yet" if lazy else f"of shape {tuple(param.shape)}"
     names = group.get("param_names")
     if names is not None and index < len(names):
         return f"parameter {names[index]!r} {shape}"
