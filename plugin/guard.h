@@ -12,8 +12,8 @@
 extern "C"
 #endif
     /* false if the comma-separated list in the environment variable
-     * OPTFUSE_TEST_GUARDS_OFF holds the name */
-    bool
+     * OPTFUSE_TEST_GUARDS_OFF holds the name. Visible: the Python loader asks too */
+    __attribute__((visibility("default"))) bool
     of_guard_enabled(const char *name);
 #define OF_GUARD(name) of_guard_enabled(#name)
 #else
