@@ -43,7 +43,7 @@ OF_API int of_shim_init(void *error_type, of_shim_callback *callback);
 OF_API void of_shim_set_error(const char *message);
 
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
- * 0 for the default. */
+ * 0 for the default: on the CPU every update by itself. */
 OF_API int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
                             of_shim_plan **out);
 /* Launches what is pending and frees the plan; its hooks stay but do nothing. */

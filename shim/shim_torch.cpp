@@ -69,7 +69,9 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         of_plan_options options = {};
         options.struct_size = sizeof options;
         options.mode = static_cast<of_mode>(mode);
-        options.bucket_bytes = bucket_bytes;
+        // A launch on the CPU costs nothing that a bucket could save, and a
+        // gradient used at once is still in cache.
+        options.bucket_bytes = bucket_bytes == 0 ? OF_BUCKET_NONE : bucket_bytes;
         optfuse::fill_reference(&options);
         const int bad_isa = choose_isa(isa, &options.isa);
         if (bad_isa != OF_OK)

@@ -98,11 +98,9 @@ class Link:
             self.attach()
 
     def attach(self) -> None:
-        for param in self._params:
-            # Makes PyTorch keep one dict of Python hooks for this tensor, so that
-            # hooks registered later join it and never take our place.
-            if param.requires_grad and param._post_accumulate_grad_hooks is None:
-                param.register_post_accumulate_grad_hook(_nothing).remove()
+        """Chains our gradient hook with whatever each parameter has. The
+        first Python hook that a user registers later takes the place of ours;
+        step() then updates that parameter itself and attaches again."""
         torch.ops.optfuse.attach(self.plan, self._params)
 
     def knows(self, tensor: Tensor) -> bool:
@@ -231,10 +229,6 @@ class Link:
         if optimizer is not None:
             lib.of_shim_flush(self.plan)
             self.marked = False
-
-
-def _nothing(param: Tensor) -> None:
-    pass
 
 
 def _countable(step: Tensor) -> bool:
