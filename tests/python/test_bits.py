@@ -69,9 +69,13 @@ def normal(sizes, dtype, seed, scale=1.0):
     return list(flat.to(dtype).split(sizes))
 
 
+def broken(name, dtype):
+    return name == "SGD" and dtype in (torch.bfloat16, torch.float16)
+
+
 def pieces_of(name, tensor):
-    broken = name == "SGD" and tensor.dtype in (torch.bfloat16, torch.float16)
-    return tensor.split(PIECE) if broken and tensor.numel() > PIECE else [tensor]
+    whole = tensor.numel() <= PIECE or not broken(name, tensor.dtype)
+    return [tensor] if whole else tensor.split(PIECE)
 
 
 def optimizer_of(name, groups, options):
@@ -171,7 +175,8 @@ def test_every_option_gives_the_bits_of_fused(name, dtype, mode):
 @both_modes
 def test_100000_elements_give_the_bits_of_fused(name, dtype, mode, several_threads):
     options = [OPTIONS[name][-1]]
-    replay(name, (LARGE,), dtype, options, mode, recorded((LARGE,), dtype, 1))
+    steps = 50 if broken(name, dtype) else STEPS  # stock gets thousands of pieces then
+    replay(name, (LARGE,), dtype, options, mode, recorded((LARGE,), dtype, 1), steps)
 
 
 def with_nan_and_inf(step, grads):

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every guard has a negative control: in a test-only build, with this guard
+alone switched off, the scenario that it protects sees wrong numbers or misses
+an error. So each test below could fail, and each guard is needed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import guard_scenarios
+import pytest
+from common import HERE, python_ok
+
+from optfuse._native import lib
+
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def played():
+    """What came of each scenario, in the test-only build: [guard on, guard off]."""
+    library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
+    if not library:
+        pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "guard_scenarios.py")],
+        env={**os.environ, "OPTFUSE_LIBRARY": library, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", guard_scenarios.SCENARIOS)
+def test_the_promise_is_kept_with_the_guard_and_broken_without(name, played):
+    with_guard, without = played[name]
+    assert with_guard == "kept", f"with the guard {name!r} on: {with_guard}"
+    assert without.startswith("broken: "), f"with the guard {name!r} off: {without}"
+
+
+def test_the_release_build_has_no_switch():
+    """Neither the variable nor the function is in it, and naming every guard
+    in the variable changes nothing."""
+    content = Path(lib._name).read_bytes()
+    assert b"OPTFUSE_TEST_GUARDS_OFF" not in content and b"of_guard_enabled" not in content
+    out = python_ok(
+        "import json, guard_scenarios as g\n"
+        "print(json.dumps({n: g.play(n, tuple(g.SCENARIOS)) for n, (_, others)\n"
+        "                  in g.SCENARIOS.items() if not others}))\n"
+    )
+    for name, outcome in json.loads(out).items():
+        assert outcome == "kept", f"{name}: {outcome}"
+
+
+def test_every_guard_of_the_source_has_a_scenario():
+    found = set()
+    for layer in ("plugin", "shim"):
+        for path in sorted((ROOT / layer).glob("*.c*")):
+            found |= set(re.findall(r"OF_GUARD\((\w+)\)", path.read_text()))
+    for path in (ROOT / "python_loader" / "optfuse").glob("*.py"):
+        found |= set(re.findall(r'guard\("(\w+)"\)', path.read_text()))
+    assert found, "no guards were found: has the source moved?"
+    assert found == set(guard_scenarios.SCENARIOS), "guards and scenarios differ"
