@@ -5,6 +5,16 @@ import pytest
 import torch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections():
+    """What is loaded once stays; collecting after each test needn't look at it."""
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Everything here is tiny; a pool of threads would only wait for itself."""

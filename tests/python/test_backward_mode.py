@@ -318,7 +318,7 @@ def test_a_spent_gradient_says_who_reads_it(read):
     model, _optimizer = fused()
     loss_of(model, 0).backward()
     message = refused(lambda: READS[read](model[4].bias.grad), "gradient", "shape (3")
-    assert "::" in message, f"no operator is named: {message}"
+    assert "::" in message or read in message, f"no operator is named: {message}"
 
 
 def test_grad_scaler_is_refused_before_a_wrong_update():

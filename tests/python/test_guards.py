@@ -49,7 +49,8 @@ def test_the_release_build_has_no_switch():
     content = Path(lib._name).read_bytes()
     assert b"OPTFUSE_TEST_GUARDS_OFF" not in content and b"of_guard_enabled" not in content
     out = python_ok(
-        "import json, guard_scenarios as g\n"
+        "import json, warnings, guard_scenarios as g\n"
+        "warnings.simplefilter('ignore')\n"
         "print(json.dumps({n: g.play(n, tuple(g.SCENARIOS)) for n, (_, others)\n"
         "                  in g.SCENARIOS.items() if not others}))\n"
     )

@@ -31,8 +31,9 @@ def parts():
 
 
 @pytest.fixture(autouse=True)
-def deterministic(several_threads):
+def deterministic(one_thread):
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(2)
     yield
     torch.use_deterministic_algorithms(False)
 
