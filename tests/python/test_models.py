@@ -33,7 +33,6 @@ def parts():
 @pytest.fixture(autouse=True)
 def deterministic(one_thread):
     torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(2)
     yield
     torch.use_deterministic_algorithms(False)
 
