@@ -3,6 +3,11 @@
  * joins the open bucket, which is the plan's list of pending updates. */
 #include "internal.h"
 
+static void note_updated(of_plan *plan, of_slot *slot) {
+    plan->n_updated += !slot->updated;
+    slot->updated = true;
+}
+
 /* Claims the slot for this update, or says why not. Lock held. */
 static of_status claim(of_plan *plan, of_update *update) {
     of_slot *slot = &plan->slots[update->slot];
@@ -13,8 +18,7 @@ static of_status claim(of_plan *plan, of_update *update) {
     of_status status = of_update_complete(plan, update);
     if (status != OF_OK)
         return status;
-    plan->n_updated += !slot->updated;
-    slot->updated = true;
+    note_updated(plan, slot);
     plan->counts.created++;
     return OF_OK;
 }
@@ -101,6 +105,20 @@ bool of_plan_unconfirmed(of_plan *plan) {
     bool unconfirmed = plan->n_updated != 0;
     pthread_mutex_unlock(&plan->lock);
     return unconfirmed;
+}
+
+bool of_plan_is_updated(of_plan *plan, size_t slot) {
+    pthread_mutex_lock(&plan->lock);
+    bool updated = slot < plan->n_slots && plan->slots[slot].updated;
+    pthread_mutex_unlock(&plan->lock);
+    return updated;
+}
+
+void of_plan_set_updated(of_plan *plan, size_t slot) {
+    pthread_mutex_lock(&plan->lock);
+    if (slot < plan->n_slots)
+        note_updated(plan, &plan->slots[slot]);
+    pthread_mutex_unlock(&plan->lock);
 }
 
 void of_plan_close(of_plan *plan) {

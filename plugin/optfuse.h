@@ -202,6 +202,10 @@ OF_API of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, siz
 OF_API of_status of_plan_gradient(of_plan *plan, size_t slot);
 /* Backward mode: true if slots were updated that no step() has confirmed. */
 OF_API bool of_plan_unconfirmed(of_plan *plan);
+/* Backward mode: whether this one was; and, for a host that has cleared the
+ * plan and adds the slots again between backward and step(), that it was. */
+OF_API bool of_plan_is_updated(of_plan *plan, size_t slot);
+OF_API void of_plan_set_updated(of_plan *plan, size_t slot);
 
 /* Launches what is pending: the open bucket, one plan, every plan. */
 OF_API void of_plan_close(of_plan *plan);

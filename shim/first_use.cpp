@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "compat.h"
-#include "guard.h"
+#include "memory.h"
 #include "tensors.h"
 
 namespace optfuse {
@@ -23,8 +23,11 @@ void use(const char *op, const at::Tensor &tensor) {
         answer_spent(op, impl);
         return;
     }
-    of_touch(impl->unsafe_storage().unsafeGetStorageImpl(), called_by_stranger());
-    unmark(impl);
+    const bool stranger = called_by_stranger();
+    of_touch(storage_of(impl), stranger);
+    // The key set is no atomic: only the threads that train write it.
+    if (!stranger)
+        unmark(impl);
 }
 
 void use_value(const char *op, const c10::IValue &value) {
@@ -50,9 +53,9 @@ void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
 
 void note_stepping_thread() { steps_here = true; }
 
-bool called_by_stranger() {
-    return !steps_here && torch::autograd::get_current_graph_task_id() == -1;
-}
+bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+bool called_by_stranger() { return !steps_here && !called_by_engine(); }
 
 int register_first_use() {
     auto &dispatcher = c10::Dispatcher::singleton();

@@ -19,16 +19,65 @@ namespace {
 
 using Others = std::unique_ptr<torch::autograd::PostAccumulateGradHook>;
 
-void check(int status, const Slot *slot) {
-    if (status == OF_OK)
-        return;
-    const std::string text = of_error_message();
-    throw Error("optfuse: " + (text.find(slot->label) == std::string::npos
-                                   ? slot->label + ": " + text
-                                   : text));
+std::string label_of(const Plan *plan, size_t slot) {
+    return slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
 }
 
-void ask_python(Plan *plan, of_shim_event event, const Slot *slot);
+bool is_closed(const Plan *plan) { return plan->closed.load(std::memory_order_acquire); }
+
+void check(const Plan *plan, size_t slot, int status) {
+    if (status == OF_OK || is_closed(plan))
+        return;
+    const std::string text = of_error_message();
+    const std::string label = label_of(plan, slot);
+    throw Error("optfuse: " +
+                (text.find(label) == std::string::npos ? label + ": " + text : text));
+}
+
+void ask_python(Plan *plan, of_shim_event event, size_t slot) {
+    if (python_callback(handle_of(plan), event, slot) != 0)
+        throw Error(std::string("optfuse: ") + of_error_message());
+}
+
+void refuse_later_reduction(const Plan *plan, size_t slot, const at::Tensor &param) {
+    if (!OF_GUARD(ddp))
+        return;
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+    if (accumulator && !accumulator->post_hooks().empty())
+        throw Error("optfuse: the gradient of " + label_of(plan, slot) +
+                    " is changed after it is complete (DistributedDataParallel reduces it "
+                    "between processes), so backward fusion would use the wrong one; use "
+                    "optfuse.fuse(optimizer, mode=\"forward\")");
+}
+
+void begin_backward(const std::shared_ptr<Plan> &plan, size_t first) {
+    if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
+        throw Error("optfuse: backward(create_graph=True) needs the weights and gradients "
+                    "of this backward later, but backward fusion updates them at once (seen at " +
+                    label_of(plan.get(), first) +
+                    "); use optfuse.fuse(optimizer, mode=\"forward\")");
+    ask_python(plan.get(), OF_SHIM_BACKWARD, first);
+    torch::autograd::Engine::get_default_engine().queue_callback([plan] {
+        if (!is_closed(plan.get()))
+            of_plan_close(plan->core);
+    });
+}
+
+// The gradient of one parameter is complete. Python may end the plan meanwhile.
+void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
+    refuse_later_reduction(plan.get(), slot, param);
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (plan->last_backward.load(std::memory_order_relaxed) != task) {
+        begin_backward(plan, slot);
+        plan->last_backward.store(task, std::memory_order_relaxed);
+    }
+    int status = of_plan_gradient(plan->core, slot);
+    if (status == OF_NEEDS_STATE) {
+        ask_python(plan.get(), OF_SHIM_STATE, slot);
+        status = of_plan_gradient(plan->core, slot);
+    }
+    check(plan.get(), slot, status);
+}
 
 struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     std::shared_ptr<Plan> plan;
@@ -38,64 +87,31 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     void operator()(const at::Tensor &param) override {
         if (others)
             (*others)(param);
-        if (!plan->closed.load(std::memory_order_acquire))
-            update(plan->slots[slot], param);
+        const std::shared_ptr<Plan> keep = plan; // Python may drop this hook meanwhile
+        if (!is_closed(keep.get()))
+            update(keep, slot, param);
     }
 
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override {
         throw Error("optfuse: backward fusion does not work under compiled autograd; use "
                     "optfuse.fuse(optimizer, mode=\"forward\")");
     }
-
-    void begin_backward(const Slot *first) {
-        if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
-            throw Error("optfuse: backward(create_graph=True) needs the weights and gradients "
-                        "of this backward later, but backward fusion updates them at once (seen at " +
-                        first->label + "); use optfuse.fuse(optimizer, mode=\"forward\")");
-        ask_python(plan.get(), OF_SHIM_BACKWARD, first);
-        std::shared_ptr<Plan> keep = plan;
-        torch::autograd::Engine::get_default_engine().queue_callback([keep] {
-            if (!keep->closed.load(std::memory_order_acquire))
-                of_plan_close(keep->core);
-        });
-    }
-
-    void refuse_later_reduction(const Slot *here, const at::Tensor &param) {
-        if (!OF_GUARD(ddp))
-            return;
-        const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
-        if (accumulator && !accumulator->post_hooks().empty())
-            throw Error("optfuse: the gradient of " + here->label +
-                        " is changed after it is complete (DistributedDataParallel reduces it "
-                        "between processes), so backward fusion would use the wrong one; use "
-                        "optfuse.fuse(optimizer, mode=\"forward\")");
-    }
-
-    void update(Slot *here, const at::Tensor &param) {
-        refuse_later_reduction(here, param);
-        const int task = torch::autograd::get_current_graph_task_id();
-        if (plan->last_backward.load(std::memory_order_relaxed) != task) {
-            begin_backward(here);
-            plan->last_backward.store(task, std::memory_order_relaxed);
-        }
-        int status = of_plan_gradient(plan->core, here->index);
-        if (status == OF_NEEDS_STATE) {
-            ask_python(plan.get(), OF_SHIM_STATE, here);
-            status = of_plan_gradient(plan->core, here->index);
-        }
-        check(status, here);
-    }
 };
-
-void ask_python(Plan *plan, of_shim_event event, const Slot *slot) {
-    if (python_callback(handle_of(plan), event, slot->index) != 0)
-        throw Error(std::string("optfuse: ") + of_error_message());
-}
 
 GradientHook *find(const Plan *plan, const at::Tensor &param) {
     auto *hook = dynamic_cast<GradientHook *>(
         torch::autograd::impl::post_acc_grad_hooks(param).get());
     return hook != nullptr && (plan == nullptr || hook->plan.get() == plan) ? hook : nullptr;
+}
+
+// Without the hooks of optimizers that are no more, which would pile up.
+Others living(Others hooks) {
+    auto *hook = dynamic_cast<GradientHook *>(hooks.get());
+    while (hook != nullptr && is_closed(hook->plan.get())) {
+        hooks = Others(std::move(hook->others));
+        hook = dynamic_cast<GradientHook *>(hooks.get());
+    }
+    return hooks;
 }
 
 } // namespace
@@ -113,8 +129,7 @@ bool lost_gradient_hook(const Plan *plan, const Slot *slot) {
 
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param) {
     GradientHook *hook = find(nullptr, param);
-    return hook != nullptr && hook->plan.get() != plan &&
-           !hook->plan->closed.load(std::memory_order_acquire);
+    return hook != nullptr && hook->plan.get() != plan && !is_closed(hook->plan.get());
 }
 
 void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const at::Tensor &param) {
@@ -125,7 +140,7 @@ void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const a
     auto hook = std::make_unique<GradientHook>();
     hook->plan = plan;
     hook->slot = slot->index;
-    hook->others = std::move(torch::autograd::impl::post_acc_grad_hooks(param));
+    hook->others = living(std::move(torch::autograd::impl::post_acc_grad_hooks(param)));
     torch::autograd::impl::set_post_acc_grad_hooks(param, std::move(hook));
 }
 

@@ -28,13 +28,17 @@ void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, st
 }
 
 // For a plan without slots whose groups are set. One entry a parameter in each
-// list; label: how errors name the parameter.
+// list; updated: in backward mode, since the last step(); label: how errors name
+// the parameter.
 void set_slots(int64_t address, const std::vector<at::Tensor> &params,
                const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
-               const std::vector<std::string> &labels) {
+               const std::vector<int64_t> &updated, const std::vector<std::string> &labels) {
     Plan &plan = plan_at(address);
-    for (size_t i = 0; i < params.size(); i++)
+    for (size_t i = 0; i < params.size(); i++) {
         add_slot(plan, params[i], groups[i], eager[i] != 0, labels[i]);
+        if (updated[i] != 0)
+            of_plan_set_updated(plan.core, i);
+    }
 }
 
 // state: the rule's state tensors in its order, None where there is none.
@@ -65,8 +69,10 @@ void detach(int64_t address, const std::vector<at::Tensor> &params) {
         detach_gradient_hook(&plan_at(address), param);
 }
 
-// Nothing: the first-use fallback has launched the update by now.
+// Nothing: the first-use fallback has launched the update by now, and in
+// touch() refused a spent gradient.
 void touch(const at::Tensor &) {}
+void launch(const at::Tensor &) {}
 
 // For the loader's check that errors arrive as optfuse.Error.
 void raise_error(const std::string &message) { throw Error(message); }
@@ -75,12 +81,13 @@ void raise_error(const std::string &message) { throw Error(message); }
 } // namespace optfuse
 
 TORCH_LIBRARY(optfuse, m) {
-    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, str[] labels) -> ()",
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, str[] labels) -> ()",
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::set_state);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
     m.def("touch(Tensor tensor) -> ()", optfuse::touch);
+    m.def("launch(Tensor tensor) -> ()", optfuse::launch);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);
 }

@@ -11,8 +11,10 @@
  * cleared or freed.
  *
  * No exception leaves these functions. Those that return an int give an
- * of_status; on anything but 0 of_error_message() says what happened. They may
- * be called from any thread and do not need the GIL.
+ * of_status; on anything but 0 of_error_message() says what happened. They do
+ * not need the GIL. of_shim_flush() and the functions that only report may be
+ * called from any thread at any time; the others, like the optimizer itself,
+ * from one thread at a time.
  */
 #ifndef OPTFUSE_SHIM_H
 #define OPTFUSE_SHIM_H
@@ -46,7 +48,8 @@ OF_API void of_shim_set_error(const char *message);
  * 0 for the default: on the CPU every update by itself. */
 OF_API int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
                             of_shim_plan **out);
-/* Launches what is pending and frees the plan; its hooks stay but do nothing. */
+/* Launches what is pending and gives the plan up: its gradient hooks stay but do
+ * nothing, and the last of them frees it. */
 OF_API void of_shim_plan_free(of_shim_plan *plan);
 
 /* of_plan_clear(): afterwards the plan has no slots and no groups. */
@@ -56,10 +59,13 @@ OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, 
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
 
-/* Launches what is pending and takes the mark off every parameter, gradient
- * and state tensor. */
-OF_API void of_shim_flush(of_shim_plan *plan);
+/* Launches what is pending. On the thread that called of_shim_step() last, and
+ * outside of backward, it also takes the mark off every parameter, gradient and
+ * state tensor and returns true; elsewhere that is left to their first use. */
+OF_API bool of_shim_flush(of_shim_plan *plan);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
+/* of_plan_is_updated(). */
+OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
 OF_API void of_shim_stop_deferring(of_shim_plan *plan);
 OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
 OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);

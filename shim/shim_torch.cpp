@@ -6,6 +6,7 @@
 
 #include "compat.h"
 #include "error.h"
+#include "memory.h"
 #include "tensors.h"
 
 using optfuse::plan_of;
@@ -17,11 +18,16 @@ int failed(const std::exception &e) {
     return OF_REFUSED;
 }
 
+bool may_clean(const optfuse::Plan *plan) {
+    return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&
+           !optfuse::called_by_engine();
+}
+
 // Another plan's update may be what the mark stands for.
 void clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_spent(impl))
         return;
-    of_touch(impl->unsafe_storage().unsafeGetStorageImpl(), false);
+    of_touch(optfuse::storage_of(impl), false);
     optfuse::unmark(impl);
 }
 
@@ -95,7 +101,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
 void of_shim_plan_free(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     plan->closed.store(true, std::memory_order_release);
-    of_plan_release(plan->core);
+    of_plan_clear(plan->core);
     const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
 }
 
@@ -110,13 +116,17 @@ int of_shim_group(of_shim_plan *handle, size_t group, const double *hyper, size_
 }
 
 int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
+    optfuse::Plan *plan = plan_of(handle);
     optfuse::note_stepping_thread();
-    return of_plan_step(plan_of(handle)->core, needs, capacity, n_needs);
+    plan->stepping.store(pthread_self(), std::memory_order_relaxed);
+    return of_plan_step(plan->core, needs, capacity, n_needs);
 }
 
-void of_shim_flush(of_shim_plan *handle) {
+bool of_shim_flush(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     of_plan_flush(plan->core);
+    if (!may_clean(plan))
+        return false;
     for (optfuse::Slot *slot : plan->slots) {
         clean(slot->param);
         if (slot->param->grad().defined())
@@ -125,9 +135,14 @@ void of_shim_flush(of_shim_plan *handle) {
             if (state.defined())
                 clean(state.unsafeGetTensorImpl());
     }
+    return true;
 }
 
 bool of_shim_unconfirmed(of_shim_plan *handle) { return of_plan_unconfirmed(plan_of(handle)->core); }
+
+bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
+    return of_plan_is_updated(plan_of(handle)->core, slot);
+}
 
 void of_shim_stop_deferring(of_shim_plan *handle) { of_plan_stop_deferring(plan_of(handle)->core); }
 

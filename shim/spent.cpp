@@ -29,7 +29,16 @@ bool is_zeroing(const char *op) {
 }
 
 bool reads_no_numbers(const char *op) {
-    return std::strcmp(op, "aten::detach_") == 0 || std::strcmp(op, "aten::requires_grad_") == 0;
+    return std::strcmp(op, "aten::detach_") == 0 || std::strcmp(op, "aten::requires_grad_") == 0 ||
+           std::strcmp(op, "optfuse::launch") == 0;
+}
+
+// As Python writes it: (), (3,), (3, 4).
+std::string shape_of(const c10::TensorImpl *impl) {
+    std::string shape;
+    for (const auto size : impl->sizes())
+        shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+    return "(" + shape + (impl->dim() == 1 ? ",)" : ")");
 }
 
 // zero_grad(set_to_none=False): the gradient becomes a real tensor again.
@@ -66,15 +75,13 @@ void answer_spent(const char *op, c10::TensorImpl *impl) {
     if (reads_no_numbers(op))
         return;
     const bool raw = std::strcmp(op, "optfuse::touch") == 0;
-    std::string shape;
-    for (const auto size : impl->sizes())
-        shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-    throw Error(std::string("optfuse: ") + (raw ? "an access to raw memory (such as data_ptr)" : op) + " read the gradient of a parameter of shape (" + shape +
-                "), but backward fusion has already applied it and freed it. Clipping, loss "
-                "scaling, gradient accumulation (a second backward before zero_grad()) and "
-                "anything else that needs gradients after backward work with "
-                "optfuse.fuse(optimizer, mode=\"forward\"); if this is the next iteration, call "
-                "zero_grad() before backward.");
+    throw Error(std::string("optfuse: ") +
+                (raw ? "an access to raw memory (such as data_ptr)" : op) +
+                " read the gradient of a parameter of shape " + shape_of(impl) +
+                ", but backward fusion has already applied it and freed it. Call zero_grad() "
+                "before the next backward and before the model is moved, cast or copied. "
+                "Clipping, loss scaling, gradient accumulation and anything else that needs "
+                "gradients after backward work with optfuse.fuse(optimizer, mode=\"forward\").");
 }
 
 } // namespace optfuse

@@ -8,6 +8,8 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <pthread.h>
+
 #include <atomic>
 #include <memory>
 #include <string>
@@ -47,12 +49,16 @@ struct Hold {
     at::Tensor param;                // backward mode or alone
     at::Tensor copy;                 // a gradient in the parameter's strides
     at::Tensor old_grad, old_spent;  // replaced by settle(), dropped by release()
-    std::vector<std::pair<at::Tensor, at::Tensor>> back; // alone: {tensor, its dense copy}
+    // Not dense: {tensor, dense copy to compute with}. The first n_written are
+    // written back after the update.
+    std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
+    size_t n_written = 0;
 };
 
-// of_shim_plan is a Plan. Gradient hooks share it, so that it outlives them;
-// `self` is the loader's share.
+// of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
+// outlive them; `self` is the loader's share.
 struct Plan {
+    ~Plan() { of_plan_release(core); }
     std::shared_ptr<Plan> self;
     of_plan *core = nullptr;
     of_mode mode = OF_FORWARD;
@@ -61,6 +67,9 @@ struct Plan {
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
     std::atomic<int> last_backward{-1}; // graph task whose first gradient was seen
+    // The thread that called step() last: the one that may take marks off the
+    // plan's tensors other than at their use.
+    std::atomic<pthread_t> stepping{};
 };
 
 inline Plan *plan_of(of_shim_plan *handle) { return reinterpret_cast<Plan *>(handle); }
@@ -76,6 +85,9 @@ struct PlainMode {
         c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
+// collect.cpp
+of_found collect(void *ctx, void *tensor, of_inputs *in);
+
 // host.cpp
 of_host make_host(Plan *plan);
 // The CPU reference that this build of ATen computes with.
@@ -83,6 +95,7 @@ void fill_reference(of_plan_options *options);
 
 // first_use.cpp
 int register_first_use();
+bool called_by_engine();
 bool called_by_stranger(); // neither a thread that steps nor one of the engine's
 void note_stepping_thread();
 

@@ -56,6 +56,8 @@ class _Fused:
                 "gradients are to be thrown away or accumulated, use "
                 'optfuse.fuse(optimizer, mode="forward")'
             )
+        if link.mode == BACKWARD:
+            link.sync_params(self)  # type: ignore[arg-type]
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -64,7 +66,7 @@ class _Fused:
         try:
             check_group(optimizer.param_groups[-1], len(optimizer.param_groups) - 1, False)
             link_of(optimizer).rebuild(optimizer)
-        except Error:
+        except BaseException:
             optimizer.param_groups.pop()
             raise
 

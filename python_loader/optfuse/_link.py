@@ -22,7 +22,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse import _compiled, _scaled
-from optfuse._native import BACKWARD, EVENT_BACKWARD, NEEDS_STATE, OK, Error, check, lib, message
+from optfuse._native import (
+    BACKWARD,
+    EVENT_BACKWARD,
+    NEEDS_STATE,
+    OK,
+    Error,
+    check,
+    guard,
+    lib,
+    message,
+)
 from optfuse._native import start as start_library
 from optfuse._refuse import label
 from optfuse._rules import RULES
@@ -58,10 +68,15 @@ class Link:
         self.marked = False  # tensors may carry the pending mark
         self._params: list[Tensor] = []
         links[self.plan] = self
-        self.rebuild(optimizer)
+        try:
+            self.rebuild(optimizer)
+        except BaseException:
+            self._free()
+            raise
 
     def close(self, optimizer: Optimizer) -> None:
         """Launches what is pending and gives the parameters back."""
+        self._refuse_in_backward("unfuse()")
         self.flush()
         if self.mode == BACKWARD:
             torch.ops.optfuse.detach(self.plan, self._params)
@@ -71,13 +86,20 @@ class Link:
     # ---- parameters and groups
 
     def rebuild(self, optimizer: Optimizer) -> None:
-        """Tells the library about all parameters and groups from the start."""
+        """Tells the library about all parameters and groups from the start. If
+        it fails the next sync() does it again."""
+        self._refuse_in_backward("a change of param_groups")
         groups = optimizer.param_groups
         params = list(chain.from_iterable(map(_params_of, groups)))
+        labels = [label(g, i, j) for i, g in enumerate(groups) for j in range(len(g["params"]))]
+        updated = {
+            id(p) for i, p in enumerate(self._params) if lib.of_shim_is_updated(self.plan, i)
+        }
+        self._counted: list[int] | None = None
         lib.of_shim_clear(self.plan)
         if self.mode == BACKWARD:
-            gone = [p for p in self._params if not any(p is q for q in params)]
-            torch.ops.optfuse.detach(self.plan, gone)
+            kept = set(map(id, params))
+            torch.ops.optfuse.detach(self.plan, [p for p in self._params if id(p) not in kept])
         self._hyper: list[tuple[float, ...]] = []
         self._sync_hyper(groups)
         eager = set(map(id, self.eager))
@@ -86,10 +108,11 @@ class Link:
             params,
             [i for i, group in enumerate(groups) for _ in group["params"]],
             [int(id(p) in eager) for p in params],
-            [label(g, i, j) for i, g in enumerate(groups) for j in range(len(g["params"]))],
+            [int(id(p) in updated) for p in params],
+            labels,
         )
         self._params = params
-        self._group_of = [g for g in groups for _ in g["params"]]
+        self._labels = labels
         self._counted = [len(g["params"]) for g in groups]
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
         self._slot_states: list[_State | None] = [None] * len(params)
@@ -102,6 +125,13 @@ class Link:
         first Python hook that a user registers later takes the place of ours;
         step() then updates that parameter itself and attaches again."""
         torch.ops.optfuse.attach(self.plan, self._params)
+
+    def _refuse_in_backward(self, what: str) -> None:
+        if self.mode == BACKWARD and torch._C._current_graph_task_id() != -1:
+            raise Error(
+                f"optfuse: {what} inside backward(), while backward fusion is updating "
+                "parameters; do it before or after"
+            )
 
     def knows(self, tensor: Tensor) -> bool:
         return any(tensor is param for param in self._params)
@@ -159,24 +189,19 @@ class Link:
             return
         if step is not None and (not isinstance(step, Tensor) or not _countable(step)):
             raise Error(
-                f"optfuse: state['step'] of {self._label(slot)} must be a 0-dim float tensor on "
+                f"optfuse: state['step'] of {self._labels[slot]} must be a 0-dim float tensor on "
                 f"the CPU, as torch.optim makes it, not {step!r}"
             )
         lib.of_shim_flush(self.plan)
         torch.ops.optfuse.set_state(self.plan, slot, list(tensors), step, fresh)
         self._slot_states[slot] = (*tensors, step)
 
-    def _label(self, slot: int) -> str:
-        group = self._group_of[slot]
-        groups = self.optimizer().param_groups
-        first = sum(self._counted[: groups.index(group)]) if group in groups else 0
-        return label(group, groups.index(group), slot - first)
-
     def make_state(self, optimizer: Optimizer, slots: list[int]) -> None:
         """As stock does at a parameter's first gradient."""
+        group_of = [g for g in optimizer.param_groups for _ in g["params"]]
         for slot in slots:
             param = self._params[slot]
-            self.rule.make_state(optimizer, self.stock, self._group_of[slot], param)
+            self.rule.make_state(optimizer, self.stock, group_of[slot], param)
             self._set_state(slot, optimizer.state[param], fresh=True)
         self._forget_state()  # the next sync looks at all of it once
 
@@ -188,11 +213,13 @@ class Link:
             raise Error("optfuse: the optimizer no longer exists")
         return optimizer
 
-    def sync(self, optimizer: Optimizer) -> None:
-        groups = optimizer.param_groups
-        if not self._params_unchanged(groups):
+    def sync_params(self, optimizer: Optimizer) -> None:
+        if not self._params_unchanged(optimizer.param_groups):
             self.rebuild(optimizer)
-        self._sync_hyper(groups)
+
+    def sync(self, optimizer: Optimizer) -> None:
+        self.sync_params(optimizer)
+        self._sync_hyper(optimizer.param_groups)
         if not self._state_unchanged(optimizer.state):
             self._sync_state(optimizer.state)
 
@@ -202,13 +229,11 @@ class Link:
             self.attach()
         self.marked = True
         missing = ctypes.c_size_t()
-        while True:
-            status = lib.of_shim_step(
-                self.plan, self._needs, len(self._params), ctypes.byref(missing)
-            )
-            if status != NEEDS_STATE:
-                break
+        arguments = self.plan, self._needs, len(self._params), ctypes.byref(missing)
+        status = lib.of_shim_step(*arguments)
+        if status == NEEDS_STATE:
             self.make_state(optimizer, self._needs[: missing.value])
+            status = lib.of_shim_step(*arguments)
         if status != OK:
             raise Error(f"optfuse: {message()}")
         if _compiled.running():
@@ -218,6 +243,12 @@ class Link:
         """At the first complete gradient of a backward pass."""
         optimizer = self.optimizer()
         _scaled.refuse_if_scaled()
+        if guard("groups") and not self._params_unchanged(optimizer.param_groups):
+            raise Error(
+                "optfuse: param_groups has other parameters than at the last step(), and a "
+                "backward pass can't take that over; call zero_grad() after changing them. "
+                "Nothing was updated"
+            )
         self._sync_hyper(optimizer.param_groups)
         if not self._state_unchanged(optimizer.state):
             self._sync_state(optimizer.state)
@@ -227,8 +258,7 @@ class Link:
         """Launches what is pending and takes the mark off every tensor."""
         optimizer = self._optimizer()  # keeps the parameters alive meanwhile
         if optimizer is not None:
-            lib.of_shim_flush(self.plan)
-            self.marked = False
+            self.marked &= not lib.of_shim_flush(self.plan)
 
 
 def _countable(step: Tensor) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 from collections.abc import Callable
 
@@ -59,7 +60,8 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         [ctypes.c_void_p, ctypes.c_size_t, Doubles, ctypes.c_size_t],
     ),
     "of_shim_step": (ctypes.c_int, [ctypes.c_void_p, Sizes, ctypes.c_size_t, Sizes]),
-    "of_shim_flush": (None, [ctypes.c_void_p]),
+    "of_shim_flush": (ctypes.c_bool, [ctypes.c_void_p]),
+    "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
     "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
     "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
     "of_shim_counts": (None, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
@@ -109,6 +111,8 @@ def _callback(plan: int, event: int, slot: int) -> int:
         return OK
     except BaseException as error:  # ctypes would swallow it
         text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            _thread.interrupt_main()  # again, outside of the library
         lib.of_shim_set_error(text.removeprefix("optfuse: ").encode())
         return 1
 

@@ -16,12 +16,18 @@ from torch import Tensor
 from optfuse._native import guard
 
 _KEY = "TESTING_ONLY_GenericWrapper"
-_METHODS = ("data_ptr", "untyped_storage", "__dlpack__")
+_METHODS = {
+    "data_ptr": "touch",
+    # torch.compile asks for it without reading numbers, so a spent gradient passes.
+    "untyped_storage": "launch",
+    "__dlpack__": "touch",
+    "share_memory_": "touch",
+}
 
 
-def _launch(tensor: Any) -> None:
+def _launch(tensor: Any, op: str = "touch") -> None:
     if isinstance(tensor, Tensor) and torch._C._dispatch_keys(tensor).has(_key()):
-        torch.ops.optfuse.touch(tensor)
+        getattr(torch.ops.optfuse, op)(tensor)
 
 
 @functools.cache
@@ -29,13 +35,13 @@ def _key() -> Any:
     return torch._C._parse_dispatch_key(_KEY)
 
 
-def _wrap_method(name: str) -> None:
+def _wrap_method(name: str, op: str) -> None:
     method = getattr(Tensor, name)
 
     @functools.wraps(method)
     def launch_first(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if guard("raw"):
-            _launch(self)
+            _launch(self, op)
         return method(self, *args, **kwargs)
 
     setattr(Tensor, name, launch_first)
@@ -54,10 +60,34 @@ def _wrap_function(owner: Any, name: str, before: Callable[[], None]) -> None:
     setattr(owner, name, launch_first)
 
 
+def _wrap_to_dlpack() -> None:
+    """The functions behind torch.utils.dlpack.to_dlpack and Tensor.__dlpack__."""
+    for name in ("_to_dlpack", "_to_dlpack_versioned"):
+        function = getattr(torch._C, name, None)
+        if function is None:
+            continue
+        first = _launching_first(function)
+        for owner in (torch._C, torch, torch.utils.dlpack):
+            for alias in ("to_dlpack", name):
+                if getattr(owner, alias, None) is function:
+                    setattr(owner, alias, first)
+
+
+def _launching_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def launch_first(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if guard("raw"):
+            _launch(tensor)
+        return function(tensor, *args, **kwargs)
+
+    return launch_first
+
+
 def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) -> None:
     """Once per process."""
-    for name in _METHODS:
-        _wrap_method(name)
+    for name, op in _METHODS.items():
+        _wrap_method(name, op)
+    _wrap_to_dlpack()
 
     # TorchScript's serializer reads the memory of a whole module in C++.
     for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):

@@ -5,6 +5,7 @@ divided by the scale before the update, so backward fusion can't use them."""
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -12,12 +13,32 @@ from torch import Tensor
 
 from optfuse._native import Error, guard
 
-_scaled_backward = -1  # graph task whose loss was scaled
+_running: set[int] = set()  # graph tasks whose loss was scaled
+_NESTED_IN = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def _mark(_: Tensor) -> None:
-    global _scaled_backward
-    _scaled_backward = torch._C._current_graph_task_id()
+    task = torch._C._current_graph_task_id()
+    _running.add(task)
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: _running.discard(task))
+
+
+def _is_nested() -> bool:
+    """Whether this backward was started inside another one, as reentrant
+    checkpointing does from Python."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _NESTED_IN:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_scaled() -> bool:
+    if not _running:
+        return False
+    if torch._C._current_graph_task_id() in _running or _is_nested():
+        return True
+    _running.clear()  # left over from a backward that raised
+    return False
 
 
 def _watch(outputs: Any) -> None:
@@ -44,7 +65,7 @@ def install() -> None:
 
 
 def refuse_if_scaled() -> None:
-    if guard("scaler") and _scaled_backward == torch._C._current_graph_task_id() != -1:
+    if guard("scaler") and _is_scaled():
         raise Error(
             "optfuse: this loss was scaled by GradScaler.scale(), so its gradients must be "
             "unscaled before the update, which backward fusion can't wait for; use "

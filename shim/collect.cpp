@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// collect.cpp: looks up what one update needs, and refuses what can't be
+// updated. Nothing that a user can see changes here, and everything that can
+// fail happens here.
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include "compat.h"
+#include "guard.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
+    switch (impl->dtype().toScalarType()) {
+    case c10::ScalarType::Float: *out = OF_FLOAT32; return true;
+    case c10::ScalarType::Double: *out = OF_FLOAT64; return true;
+    case c10::ScalarType::BFloat16: *out = OF_BFLOAT16; return true;
+    case c10::ScalarType::Half: *out = OF_FLOAT16; return true;
+    default: return false;
+    }
+}
+
+bool same_strides(const c10::TensorImpl *a, const c10::TensorImpl *b) {
+    if (!OF_GUARD(dense))
+        return true;
+    const int64_t dim = a->dim();
+    if (dim != b->dim())
+        return false;
+    const int64_t *sizes[] = {a->sizes().data(), b->sizes().data()};
+    const int64_t *strides[] = {a->strides().data(), b->strides().data()};
+    bool same = true;
+    for (int64_t i = 0; i < dim; i++)
+        same = same && sizes[0][i] == sizes[1][i] && strides[0][i] == strides[1][i];
+    return same;
+}
+
+// Tensors whose elements are not what their memory holds: negated or zero by
+// a flag, and resolved only by PyTorch's own operators.
+bool is_lazy(const c10::TensorImpl *impl) {
+    constexpr c10::DispatchKeySet flags({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+    return OF_GUARD(lazy) && impl->key_set().has_any(flags);
+}
+
+// Several elements share one number, as after expand().
+bool is_expanded(const c10::TensorImpl *impl) {
+    return at::has_internal_overlap(const_cast<c10::TensorImpl *>(impl)) == at::MemOverlap::Yes;
+}
+
+// In-place updates of inference tensors are allowed in inference mode only.
+bool is_frozen_inference(const c10::TensorImpl *impl) {
+    return const_cast<c10::TensorImpl *>(impl)->is_inference() &&
+           !c10::InferenceMode::is_enabled();
+}
+
+bool has_memory(const c10::TensorImpl *impl) {
+    return impl->layout() == c10::kStrided && impl->has_storage();
+}
+
+of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail) {
+    of_set_error("%s%s %s%s; nothing was updated", which, slot->label.c_str(), what,
+                 detail.c_str());
+    return OF_FOUND_ERROR;
+}
+
+of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype) {
+    if (!has_memory(p) || !p->device().is_cpu())
+        return refuse(slot, "", "has moved to ",
+                      p->device().str() + ", where it has no fused update: move the model before "
+                                          "optfuse.fuse(), or unfuse the optimizer");
+    if (!dtype_of(p, dtype))
+        return refuse(slot, "", "has a dtype without a fused update: ",
+                      std::string(p->dtype().name()));
+    if (is_lazy(p))
+        return refuse(slot, "", "is a lazily negated view",
+                      ": assign param.data.resolve_neg() to it");
+    if (is_expanded(p))
+        return refuse(slot, "", "is expanded",
+                      ", so that several elements share one number: assign param.data.clone() to it");
+    if (is_frozen_inference(p))
+        return refuse(slot, "", "was made under torch.inference_mode()",
+                      " and can't be updated outside of it: clone it");
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+    const char *which = "the gradient of ";
+    if (g->layout() != c10::kStrided)
+        return refuse(slot, which, "is sparse",
+                      ", which has no fused update: use a dense gradient (sparse=False) or leave "
+                      "this parameter to an optimizer of its own");
+    if (g->key_set().has(c10::DispatchKey::Python) || !g->has_storage())
+        return refuse(slot, which, "is a tensor subclass", ", which optfuse does not support");
+    if (g->device() != p->device())
+        return refuse(slot, which, "is on another device: ", g->device().str());
+    if (g->dtype() != p->dtype())
+        return refuse(slot, which, "has another dtype: ", std::string(g->dtype().name()));
+    if (g->sizes() != p->sizes())
+        return refuse(slot, which, "has another shape", "");
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s) {
+    const char *which = "the optimizer state of ";
+    if (!has_memory(s) || s->dtype() != p->dtype() || s->device() != p->device() ||
+        s->sizes() != p->sizes())
+        return refuse(slot, which, "has another dtype, device, layout or shape than the parameter",
+                      ": load or create it to match");
+    if (is_lazy(s) || is_expanded(s))
+        return refuse(slot, which, "is a lazily negated or an expanded view",
+                      ": put its resolve_neg().clone() there");
+    if (is_frozen_inference(s))
+        return refuse(slot, which, "was made under torch.inference_mode()",
+                      " and can't be updated outside of it: put its clone() there");
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_step(const Slot *slot) {
+    if (slot->step.defined() && is_frozen_inference(slot->step.unsafeGetTensorImpl()))
+        return refuse(slot, "the step counter of ", "was made under torch.inference_mode()",
+                      " and can't be updated outside of it: put its clone() there");
+    return OF_FOUND_INPUTS;
+}
+
+bool state_is_missing(const Slot *slot, unsigned used) {
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if ((used >> i & 1u) != 0 && !slot->state[i].defined())
+            return true;
+    return slot->plan->counts_steps && !slot->step.defined();
+}
+
+double step_number(const Slot *slot) {
+    if (!slot->plan->counts_steps)
+        return slot->first ? 1 : 2;
+    const c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
+    const void *data = data_of(impl);
+    return 1 + (impl->dtype().toScalarType() == c10::ScalarType::Double
+                    ? *static_cast<const double *>(data)
+                    : static_cast<double>(*static_cast<const float *>(data)));
+}
+
+// Another optimizer's update of the same memory must be done before it is
+// judged and used. Nothing is pending behind most marks.
+void launch_others(const c10::TensorImpl *impl) {
+    if (OF_GUARD(rearm) && has_mark(impl))
+        of_touch(storage_of(impl), false);
+}
+
+void take_part(Hold *hold, of_inputs *in, c10::TensorImpl *impl) {
+    c10::StorageImpl *storage = storage_of(impl);
+    hold->tensors[hold->n] = impl;
+    hold->storages[hold->n] = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+    in->keys[hold->n] = storage;
+    in->n_keys = ++hold->n;
+}
+
+at::Tensor reference_to(c10::TensorImpl *impl) {
+    return at::Tensor(
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
+// The gradient with the parameter's strides; a copy if it has others.
+const void *gradient_data(Hold *hold, of_inputs *in, const c10::TensorImpl *p,
+                          const at::Tensor &grad) {
+    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (same_strides(p, g) && !is_lazy(g)) {
+        take_part(hold, in, g);
+        return data_of(g);
+    }
+    PlainMode plain;
+    hold->copy = at::empty_strided(p->sizes(), p->strides(), p->dtype());
+    hold->copy.copy_(grad);
+    return data_of(hold->copy.unsafeGetTensorImpl());
+}
+
+// Room for dense stand-ins of tensors with holes, overlaps or strides of their
+// own; commit() fills it, when all updates before this one have run.
+void *stand_in(Hold *hold, const at::Tensor &tensor) {
+    PlainMode plain;
+    const at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
+    hold->stand_ins.push_back({tensor, copy});
+    return data_of(copy.unsafeGetTensorImpl());
+}
+
+// Fills in the state's addresses. *dense: whether everything but the gradient
+// can be updated in place, element by element.
+of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_inputs *in,
+                       bool *dense) {
+    *dense = p->is_non_overlapping_and_dense_or_false();
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
+        if ((used >> i & 1u) == 0)
+            continue;
+        const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
+        if (check_state(slot, p, s) == OF_FOUND_ERROR)
+            return OF_FOUND_ERROR;
+        launch_others(s);
+        *dense = *dense && same_strides(p, s);
+        in->state[i] = data_of(s);
+    }
+    return check_step(slot);
+}
+
+void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, Hold *hold) {
+    in->param = stand_in(hold, hold->param);
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if (in->state[i] != nullptr)
+            in->state[i] = stand_in(hold, slot->state[i]);
+    in->grad = stand_in(hold, grad);
+    hold->n_written = hold->stand_ins.size() - 1;
+}
+
+of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,
+                 of_inputs *in, Hold *hold) {
+    bool dense = false;
+    if (look_up_state(slot, p, used, in, &dense) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    hold->slot = slot;
+    hold->backward = slot->plan->mode == OF_BACKWARD;
+    in->numel = p->numel();
+    in->device = OF_CPU;
+    in->step = step_number(slot);
+    in->param = data_of(p);
+    take_part(hold, in, p);
+    in->alone = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
+    if (in->alone || hold->backward)
+        hold->param = reference_to(p);
+    if (hold->backward)
+        hold->grad = grad.unsafeGetTensorImpl();
+    if (dense)
+        in->grad = gradient_data(hold, in, p, grad);
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if (in->state[i] != nullptr)
+            take_part(hold, in, slot->state[i].unsafeGetTensorImpl());
+    if (!dense)
+        use_stand_ins(slot, grad, in, hold);
+    return OF_FOUND_INPUTS;
+}
+
+of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
+    c10::TensorImpl *p = slot->param;
+    const at::Tensor &grad = p->grad();
+    if (!grad.defined())
+        return OF_FOUND_NOTHING;
+    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (is_spent(g))
+        return OF_GUARD(spent_twice)
+                   ? refuse(slot, "the gradient of ", "has already been applied and freed",
+                            " by backward fusion: call zero_grad() after each step(), and step() "
+                            "once after each backward")
+                   : OF_FOUND_NOTHING;
+    if (check_param(slot, p, &in->dtype) == OF_FOUND_ERROR ||
+        check_gradient(slot, p, g) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    launch_others(p);
+    launch_others(g);
+    const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
+    if (state_is_missing(slot, used))
+        return OF_FOUND_NEEDS_STATE;
+    Hold *hold = new (in->hold) Hold;
+    of_found found = OF_FOUND_ERROR;
+    try {
+        found = fill_in(slot, p, grad, used, in, hold);
+    } catch (...) {
+        hold->~Hold();
+        throw;
+    }
+    if (found != OF_FOUND_INPUTS)
+        hold->~Hold();
+    return found;
+}
+
+} // namespace
+
+of_found collect(void *ctx, void *tensor, of_inputs *in) {
+    Slot *slot = static_cast<Slot *>(tensor);
+    try {
+        return look_up(static_cast<Plan *>(ctx), slot, in);
+    } catch (const c10::Error &e) {
+        of_set_error("preparing the update of %s failed: %s", slot->label.c_str(),
+                     e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        of_set_error("preparing the update of %s failed: %s", slot->label.c_str(), e.what());
+    }
+    return OF_FOUND_ERROR;
+}
+
+} // namespace optfuse

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// memory.h: the raw memory of tensors, past the seal, and who else knows it.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include "compat.h"
+
+namespace optfuse {
+
+inline c10::StorageImpl *storage_of(const c10::TensorImpl *impl) {
+    return impl->unsafe_storage().unsafeGetStorageImpl();
+}
+
+inline void *data_of(const c10::TensorImpl *impl) {
+    return static_cast<char *>(address(storage_of(impl))) +
+           impl->dtype().itemsize() * static_cast<size_t>(impl->storage_offset());
+}
+
+// Only one tensor and `held` references of ours know this storage.
+inline bool is_private(c10::StorageImpl *storage, size_t held) {
+    static const c10::DeleterFnPtr own_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter();
+    const size_t users = c10::raw::intrusive_ptr::use_count(storage);
+    const bool alone = users <= 1 + held ||
+                       (users == 2 + held && idle_references(*storage) == 1);
+    return alone && storage->_mutable_data_ptr_no_checks().get_deleter() == own_deleter;
+}
+
+} // namespace optfuse
