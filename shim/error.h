@@ -30,9 +30,11 @@ struct __attribute__((visibility("default"))) PyTorchError : public std::excepti
 namespace optfuse {
 
 struct Error final : torch::PyTorchError {
-    using PyTorchError::PyTorchError;
-    _object *python_type() override { return type; }
-    static inline _object *type = nullptr; // set once by of_shim_init()
+    explicit Error(std::string text, _object *raised = type)
+        : PyTorchError(std::move(text)), raises(raised) {}
+    _object *python_type() override { return raises; }
+    _object *raises;                       // borrowed
+    static inline _object *type = nullptr; // optfuse.Error; set once by of_shim_init()
 };
 
 } // namespace optfuse

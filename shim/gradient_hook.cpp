@@ -14,6 +14,7 @@
 namespace optfuse {
 
 of_shim_callback *python_callback = nullptr;
+thread_local _object *raised_in_python = nullptr;
 
 namespace {
 
@@ -35,8 +36,12 @@ void check(const Plan *plan, size_t slot, int status) {
 }
 
 void ask_python(Plan *plan, of_shim_event event, size_t slot) {
-    if (python_callback(handle_of(plan), event, slot) != 0)
-        throw Error(std::string("optfuse: ") + of_error_message());
+    raised_in_python = nullptr;
+    if (python_callback(handle_of(plan), event, slot) == OF_SHIM_DONE)
+        return;
+    if (raised_in_python != nullptr)
+        throw Error(of_error_message(), raised_in_python);
+    throw Error(std::string("optfuse: ") + of_error_message());
 }
 
 void refuse_later_reduction(const Plan *plan, size_t slot, const at::Tensor &param) {

@@ -27,8 +27,9 @@ extern "C" {
 
 typedef struct of_shim_plan of_shim_plan;
 
-/* What a plan asks of Python, and when. Returns 0, or anything else after
- * of_set_error() or of_shim_set_error(). */
+/* What a plan asks of Python, and when. Returns OF_SHIM_DONE, or 0 after
+ * of_shim_set_error(). ctypes returns 0 for a callback that raised. */
+enum { OF_SHIM_DONE = 1 };
 typedef enum of_shim_event {
     OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete */
     OF_SHIM_STATE     /* optimizer state of this slot must be made now */
@@ -41,8 +42,10 @@ typedef int of_shim_callback(of_shim_plan *plan, int event, size_t slot);
  * alive for ever. OF_REFUSED if another library owns the dispatch key. */
 OF_API int of_shim_init(void *error_type, of_shim_callback *callback);
 
-/* of_set_error() for callers without printf. */
-OF_API void of_shim_set_error(const char *message);
+/* For the callback: why it failed. error_type: borrowed PyObject* of an
+ * exception class that lives for ever, to be raised instead of optfuse.Error;
+ * or NULL. */
+OF_API void of_shim_set_error(void *error_type, const char *message);
 
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
  * 0 for the default: on the CPU every update by itself. */

@@ -67,7 +67,10 @@ int of_shim_init(void *error_type, of_shim_callback *callback) {
     }
 }
 
-void of_shim_set_error(const char *message) { of_set_error("%s", message); }
+void of_shim_set_error(void *error_type, const char *message) {
+    optfuse::raised_in_python = static_cast<_object *>(error_type);
+    of_set_error("%s", message);
+}
 
 int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
                      of_shim_plan **out) {

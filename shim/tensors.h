@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "optfuse.h"
 #include "shim.h"
 
@@ -113,5 +114,6 @@ bool lost_gradient_hook(const Plan *plan, const Slot *slot);
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param);
 
 extern of_shim_callback *python_callback;
+extern thread_local _object *raised_in_python; // what of_shim_set_error() was told
 
 } // namespace optfuse

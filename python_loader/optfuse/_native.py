@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from optfuse._library import load
 FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
 EVENT_BACKWARD, EVENT_STATE = 0, 1
+DONE = 1  # what a callback returns
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -42,7 +42,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_any_pending": (ctypes.c_bool, []),
     "of_flush_all": (None, []),
     "of_shim_init": (ctypes.c_int, [ctypes.c_void_p, Callback]),
-    "of_shim_set_error": (None, [ctypes.c_char_p]),
+    "of_shim_set_error": (None, [ctypes.c_void_p, ctypes.c_char_p]),
     "of_shim_plan_new": (
         ctypes.c_int,
         [
@@ -108,13 +108,13 @@ def _callback(plan: int, event: int, slot: int) -> int:
     try:
         assert _on_event is not None
         _on_event(plan, event, slot)
-        return OK
-    except BaseException as error:  # ctypes would swallow it
+        return DONE
+    except (KeyboardInterrupt, SystemExit) as error:  # ctypes would swallow them
+        lib.of_shim_set_error(id(type(error)), str(error).encode())
+    except BaseException as error:
         text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-        if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()  # again, outside of the library
-        lib.of_shim_set_error(text.removeprefix("optfuse: ").encode())
-        return 1
+        lib.of_shim_set_error(None, text.removeprefix("optfuse: ").encode())
+    return 0
 
 
 def start(on_event: Callable[[int, int, int], None]) -> None:

@@ -200,6 +200,26 @@ START_TEST(hyper_parameters_are_those_of_the_moment_of_the_gradient) {
 }
 END_TEST
 
+START_TEST(host_that_starts_over_can_say_what_was_updated) {
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 10);
+    twin *b = add(f, 10);
+    ck_assert(!of_plan_is_updated(f->plan, a->slot));
+    of_plan_set_updated(f->plan, a->slot);
+    of_plan_set_updated(f->plan, a->slot); /* counts once */
+    of_plan_set_updated(f->plan, 99);      /* no such slot */
+    ck_assert(of_plan_is_updated(f->plan, a->slot) && of_plan_unconfirmed(f->plan));
+    ck_assert(!of_plan_is_updated(f->plan, b->slot) && !of_plan_is_updated(f->plan, 99));
+    backward(a);
+    ck_assert_int_eq(of_plan_gradient(f->plan, a->slot), OF_TWICE);
+    backward(b);
+    expect_update(f, b);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    ck_assert(!of_plan_unconfirmed(f->plan) && !of_plan_is_updated(f->plan, a->slot));
+    teardown(f);
+}
+END_TEST
+
 START_TEST(missing_state_and_errors_are_reported_and_change_nothing) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
@@ -295,6 +315,7 @@ int main(void) {
     tcase_add_test(stepping, step_leaves_alone_what_backward_updated);
     tcase_add_test(stepping, hyper_parameters_are_those_of_the_moment_of_the_gradient);
     tcase_add_test(stepping, failed_step_keeps_what_backward_updated);
+    tcase_add_test(stepping, host_that_starts_over_can_say_what_was_updated);
     suite_add_tcase(suite, stepping);
     TCase *refusals = tcase_create("refusals");
     tcase_add_test(refusals, missing_state_and_errors_are_reported_and_change_nothing);

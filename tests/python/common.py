@@ -27,7 +27,7 @@ INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def differing(ours, stock):
     """Mask of the elements whose bits differ; NaN equals NaN, -0 is not +0."""
-    ours, stock = (t.detach().resolve_conj().contiguous() for t in (ours, stock))
+    ours, stock = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (ours, stock))
     integer = INTEGER[stock.element_size()]
     mask = ours.view(integer) != stock.view(integer)
     if stock.is_floating_point() and mask.any():
@@ -186,6 +186,33 @@ def everything(model, optimizer):
     """All that stock shows after a step, gradients excepted."""
     yield "parameters", dict(model.state_dict())
     yield "optimizer state", optimizer.state_dict()
+
+
+def weights(model):
+    return snapshot(dict(model.state_dict()))
+
+
+# Backward mode
+
+
+def fused_backward(make=adamw, model=None):
+    """A model and its optimizer in backward mode."""
+    torch.manual_seed(0)
+    model = model or net()
+    return model, optfuse.fuse(make(model.parameters()), mode="backward")
+
+
+def refused(call, *words, way_out='mode="forward"'):
+    """Calls it, which must raise optfuse.Error with the way out; its message."""
+    try:
+        call()
+    except optfuse.Error as error:
+        message = str(error)
+    else:
+        raise AssertionError("no optfuse.Error was raised")
+    for word in (way_out, *words):
+        assert word in message, f"{word!r} is not in the message: {message}"
+    return message
 
 
 def copied(value):

@@ -149,6 +149,31 @@ def clipping_a_spent_gradient_raises():
     must_raise(lambda: nn.utils.clip_grad_norm_(pair.ours.parameters(), 0.1), "clip_grad_norm_")
 
 
+@guards("spent_twice")
+def a_gradient_that_is_gone_is_not_left_out():
+    pair = Pair(mode="backward")
+    pair.train(0)
+    must_raise(pair.fused.step, "a second step() on the same gradients")
+
+
+@guards("groups")
+def a_group_taken_away_does_not_lend_its_learning_rate():
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [a], "lr": 1.0}, {"params": [b], "lr": 0.5}]
+    optimizer = optfuse.fuse(torch.optim.SGD(groups), mode="backward")
+    del optimizer.param_groups[0]
+    must_raise((a + b).sum().backward, "backward after a change of param_groups")
+
+
+@guards("lazy")
+def a_lazily_negated_gradient_has_its_sign():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = optfuse.fuse(torch.optim.SGD([p], lr=0.5))
+    p.grad = torch._neg_view(torch.ones(4))
+    optimizer.step()
+    assert p.tolist() == [1.5] * 4, f"1 - 0.5 * -1 is {p[0].item()}"
+
+
 @guards("foreign")
 def another_thread_ends_the_deferring():
     pair = Pair()

@@ -264,6 +264,47 @@ def test_threads_infer_all_the_time_while_training():
     same(script)
 
 
+def test_another_thread_flushes_all_the_time_while_training():
+    def script(wrap):
+        params = [nn.Parameter(torch.full((64,), 0.1 * i)) for i in range(100)]
+        optimizer = wrap(sgd(params))
+        stop, failures = threading.Event(), []
+
+        def flush():
+            try:
+                while not stop.is_set():
+                    stop.wait(1e-5)  # or it would hold the interpreter for itself
+                    optfuse.flush()
+                    if wrap.fused:
+                        optfuse.flush(optimizer)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=flush)
+        for i in range(60):
+            sum((p * p).sum() for p in params).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 3:
+                thread.start()
+        stop.set()
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "the thread hangs"
+        assert not failures, failures
+        yield "weights", [p.detach() for p in params]
+
+    same(script)
+    same(script, mode="backward")
+
+
+def test_hooks_of_dead_optimizers_do_not_pile_up():
+    """Each would be called by the next one, deeper and deeper."""
+    p = nn.Parameter(torch.ones(1))
+    for _ in range(10_000):
+        optfuse.fuse(torch.optim.SGD([p], lr=0.0), mode="backward")
+    p.sum().backward()
+
+
 def test_two_models_train_in_two_threads_at_once():
     def script(wrap):
         pairs = []

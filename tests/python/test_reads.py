@@ -29,6 +29,11 @@ def through_address(tensor):
     return np.frombuffer(ctypes.string_at(tensor.data_ptr(), size), np.float32).tolist()
 
 
+def without_grad(t):
+    """The very tensor, where DLPack takes it."""
+    return t.detach() if t.requires_grad else t
+
+
 def set_into(tensor):
     with torch.no_grad():
         return torch.empty(0).set_(tensor.data).clone()
@@ -64,7 +69,7 @@ READS = {
     "numpy ufunc": lambda t: np.abs(t.detach()).tolist(),
     "DLPack": lambda t: torch.from_dlpack(t.detach()),
     "DLPack to numpy": lambda t: np.from_dlpack(t.detach()).tolist(),
-    "DLPack capsule": lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach())),
+    "DLPack capsule": lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(without_grad(t))),
     "DLPack of data": lambda t: torch.utils.dlpack.from_dlpack(t.data.__dlpack__()),
     "data_ptr": through_address,
     "untyped_storage": lambda t: bytes(t.untyped_storage()),
