@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from cells import CELLS, MODELS, OPTIMIZERS, QUICK_CELLS, Cell, training
+from cores import FAR_NS, Distances
 from memory import peak_bytes
 from micro import costs
-from report import Results, machine, markdown, plot, write_json
+from report import Measured, Results, machine, markdown, plot, write_json
 from table import FUSED, lines, text_table
 from variants import variants
 
@@ -24,9 +26,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def steady_heap() -> None:
-    """steady: the C library keeps freed memory. By default it gives some back
-    to the system and takes it again at the price of page faults; as all
-    variants share one heap, which of them pays is a matter of luck."""
+    """steady: the C library keeps freed memory. By default it may give some
+    back to the system and take it again at the price of page faults."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -41,9 +42,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 12")
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: as it chooses")
     parser.add_argument("--rounds", type=int, default=400, help="the most rounds for each cell")
     parser.add_argument(
-        "--malloc", choices=("steady", "default"), default="steady", help=steady_heap.__doc__
+        "--malloc", choices=("default", "steady"), default="default", help=steady_heap.__doc__
     )
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -66,18 +68,27 @@ def title(text: str) -> None:
 
 def measure_speed(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
     for cell in cells:
+        distances = Distances()
+
+        def each_round(message: str, cell: Cell = cell, distances: Distances = distances) -> None:
+            progress(f"{cell}: {message}")
+            distances.sample()
+
         compared = optfuse.ab(
             training(cell, chosen.optimizer),
             variants=variants(),
             rounds=chosen.rounds,
             iterations=cell.iterations,
             seconds=chosen.seconds,
-            progress=lambda message, cell=cell: progress(f"{cell}: {message}"),
+            progress=each_round,
         )
-        found = lines(compared)
-        results.cells.append((cell, compared, found))
-        title(f"{cell}: {compared.settings['rounds']} rounds, {compared.steps} steps each")
-        print(text_table(found))
+        everything = list(range(compared.settings["rounds"]))
+        for where, rounds in (distances.places() or {"": everything}).items():
+            core_ns = distances.median_ns(rounds) if distances.ns else None
+            one = Measured(cell, compared, where, core_ns, rounds, lines(compared, rounds))
+            results.cells.append(one)
+            title(f"{one}: {len(rounds)} rounds" + (f", {core_ns:.0f} ns apart" if core_ns else ""))
+            print(text_table(one.lines))
         for row in compared.rows:
             if row.note:
                 print(f"{row.name} left out: {row.note}")
@@ -114,16 +125,19 @@ def describe(results: Results) -> None:
     print(
         f"{results.settings['optimizer']}, float32. Medians with 95 % bootstrap intervals. x: times"
         " as fast, round by round. recovered: share of what fused=True costs over no optimizer."
-        " loss: mean of the last 20. curve: every loss equals fused=True's. faults: page faults an"
-        f" iteration, with malloc {results.settings['malloc']}."
+        " loss: mean of the last 20. far cores: rounds in which a cache line needed more than"
+        f" {FAR_NS:.0f} ns from one core to the other. curve: every loss equals fused=True's."
+        f" faults: page faults an iteration, with malloc {results.settings['malloc']}."
     )
 
 
 def write(chosen: argparse.Namespace, results: Results) -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
-    write_json(results, chosen.out / f"{chosen.optimizer}.json")
+    threads = torch.get_num_threads()
+    stem = f"{chosen.optimizer}-cpu-{threads}-thread{'s' if threads > 1 else ''}"
+    write_json(results, chosen.out / f"{stem}.json")
     if results.cells:
-        plot(results, chosen.out / f"{chosen.optimizer}.png")
+        plot(results, chosen.out / f"{stem}.png")
     if chosen.markdown and results.cells:
         title(markdown(results))
 
@@ -131,6 +145,8 @@ def write(chosen: argparse.Namespace, results: Results) -> None:
 def main() -> None:
     chosen = arguments()
     began = time.monotonic()
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
     if chosen.malloc == "steady":
         steady_heap()
     results = Results({k: v for k, v in vars(chosen).items() if k not in ("out", "markdown")})

@@ -23,10 +23,23 @@ OURS = ("backward fusion", "forward fusion")
 
 
 @dataclass
+class Measured:
+    cell: Cell
+    comparison: Comparison
+    where: str  # "", or "far cores"
+    core_ns: float | None  # median distance of the first two cores
+    rounds: list[int]  # those that count here
+    lines: list[Line]
+
+    def __str__(self) -> str:
+        return f"{self.cell}, {self.where}" if self.where else str(self.cell)
+
+
+@dataclass
 class Results:
     settings: dict[str, Any]
     load: float = field(default_factory=lambda: os.getloadavg()[0])  # before the first cell
-    cells: list[tuple[Cell, Comparison, list[Line]]] = field(default_factory=list)
+    cells: list[Measured] = field(default_factory=list)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)  # cell -> variant -> bytes
     costs: list[Cost] = field(default_factory=list)
 
@@ -55,14 +68,22 @@ def _cpu_model() -> str:
 
 def write_json(results: Results, path: Path) -> None:
     cells = [
-        {**asdict(cell), "lines": [asdict(line) for line in lines], **comparison.to_dict()}
-        for cell, comparison, lines in results.cells
+        {
+            **asdict(one.cell),
+            "where": one.where,
+            "core_distance_ns": one.core_ns,
+            "rounds_used": one.rounds,
+            "lines": [asdict(line) for line in one.lines],
+        }
+        for one in results.cells
     ]
+    comparisons = {str(one.cell): one.comparison.to_dict() for one in results.cells}
     whole = {
         "machine": machine(),
         "settings": results.settings,
         "load_before": results.load,
         "cells": cells,
+        "comparisons": comparisons,
         "peak_memory_bytes": results.memory,
         "costs": [asdict(cost) for cost in results.costs],
     }
@@ -74,11 +95,11 @@ def markdown(results: Results) -> str:
     names = [NONE, DEFAULT, "foreach=True", FUSED, "Python hooks", *OURS]
     head = ["model, batch", *names, "backward x fused", "forward x fused"]
     rows = [head, ["---"] * len(head)]
-    for cell, _, lines in results.cells:
-        found = {_plain(line.name): line for line in lines}
+    for one in results.cells:
+        found = {_plain(line.name): line for line in one.lines}
         ms = [f"{found[name].ms.median:.1f}" if name in found else "-" for name in names]
         gain = [str(found[name].against_fused) if name in found else "-" for name in OURS]
-        rows.append([str(cell), *ms, *gain])
+        rows.append([str(one), *ms, *gain])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -93,8 +114,8 @@ def plot(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    first = {cell.model: comparison for cell, comparison, _ in reversed(results.cells)}
-    models = list(dict.fromkeys(cell.model for cell, _, _ in results.cells))
+    first = {one.cell.model: one.comparison for one in reversed(results.cells)}
+    models = list(dict.fromkeys(one.cell.model for one in results.cells))
     figure = pyplot.figure(figsize=(13, 8), layout="constrained")
     grid = figure.add_gridspec(2, len(models), height_ratios=(3, 2))
     _plot_speed(figure.add_subplot(grid[0, :]), results)
@@ -110,8 +131,8 @@ def _plot_speed(axes: Any, results: Results) -> None:
     width = 0.8 / len(names)
     for i, (name, color) in enumerate(zip(names, colors, strict=True)):
         at, height, below, above = [], [], [], []
-        for x, (_, _, lines) in enumerate(results.cells):
-            for speed in (line.against_fused for line in lines if _plain(line.name) == name):
+        for x, one in enumerate(results.cells):
+            for speed in (line.against_fused for line in one.lines if _plain(line.name) == name):
                 at.append(x + (i - len(names) / 2 + 0.5) * width)
                 height.append(speed.median)
                 below.append(max(0.0, speed.median - speed.low))
@@ -119,10 +140,14 @@ def _plot_speed(axes: Any, results: Results) -> None:
         error = {"elinewidth": 0.8, "ecolor": "black"}
         axes.bar(at, height, width, yerr=[below, above], error_kw=error, color=color, label=name)
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(results.cells)), [str(cell) for cell, _, _ in results.cells])
+    axes.set_xticks(range(len(results.cells)), [_wrapped(one) for one in results.cells])
     axes.set_ylabel(f"speed of an iteration, {FUSED} = 1")
     axes.set_title(f"{results.settings['optimizer']} float32, torch {torch.__version__}")
     axes.legend(ncols=len(names), fontsize="small", loc="upper left")
+
+
+def _wrapped(one: Measured) -> str:
+    return str(one).replace(", ", "\n")
 
 
 def _plot_curves(axes: Any, model: str, comparison: Comparison) -> None:

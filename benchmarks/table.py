@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -43,9 +43,17 @@ class Line:
     page_faults: float  # an iteration
 
 
-def lines(comparison: Comparison) -> list[Line]:
-    """One line for each variant that ran; of the Python hooks the faster form."""
-    able = {row.name: row for row in comparison.rows if row.ms is not None}
+def only(row: Row, rounds: Sequence[int]) -> Row:
+    """The same with some of its rounds."""
+    times = [row.rounds_ms[i] for i in rounds]
+    faults = [row.rounds_faults[i] for i in rounds]
+    return replace(row, ms=median_interval(times), rounds_ms=times, rounds_faults=faults)
+
+
+def lines(comparison: Comparison, rounds: Sequence[int]) -> list[Line]:
+    """One line for each variant that ran, from these rounds; of the Python
+    hooks the faster form."""
+    able = {row.name: only(row, rounds) for row in comparison.rows if row.ms is not None}
     hooks = [able[name] for name in HOOK_VARIANTS if name in able]
     for slower in sorted(hooks, key=_median)[1:]:
         del able[slower.name]
