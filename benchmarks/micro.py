@@ -152,8 +152,8 @@ def quiet() -> Iterator[None]:
 
 
 def costs(repeats: int = 40) -> Iterator[Cost]:
-    """Every cost, at 1,000 and at 10,000 parameters."""
-    for n in (1_000, 10_000):
+    """Every cost, from a usual number of parameters to one no cache holds."""
+    for n in (200, 1_000, 10_000):
         for measure in (gradient_hook, first_use, step):
             with quiet():
                 found = list(measure(n, repeats + 2))

@@ -47,7 +47,8 @@ bool is_lazy(const c10::TensorImpl *impl) {
 
 // Several elements share one number, as after expand().
 bool is_expanded(const c10::TensorImpl *impl) {
-    return at::has_internal_overlap(const_cast<c10::TensorImpl *>(impl)) == at::MemOverlap::Yes;
+    return !impl->is_non_overlapping_and_dense() &&
+           at::has_internal_overlap(const_cast<c10::TensorImpl *>(impl)) == at::MemOverlap::Yes;
 }
 
 // In-place updates of inference tensors are allowed in inference mode only.
@@ -189,7 +190,7 @@ void *stand_in(Hold *hold, const at::Tensor &tensor) {
 // can be updated in place, element by element.
 of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_inputs *in,
                        bool *dense) {
-    *dense = p->is_non_overlapping_and_dense_or_false();
+    *dense = p->is_non_overlapping_and_dense();
     for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
         if ((used >> i & 1u) == 0)
             continue;
