@@ -24,15 +24,16 @@ std::string label_of(const Plan *plan, size_t slot) {
     return slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
 }
 
-bool is_closed(const Plan *plan) { return plan->closed.load(std::memory_order_acquire); }
+bool is_closed(const Plan *plan) {
+    return plan->closed.load(std::memory_order_acquire);
+}
 
 void check(const Plan *plan, size_t slot, int status) {
     if (status == OF_OK || is_closed(plan))
         return;
     const std::string text = of_error_message();
     const std::string label = label_of(plan, slot);
-    throw Error("optfuse: " +
-                (text.find(label) == std::string::npos ? label + ": " + text : text));
+    throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
 
 void ask_python(Plan *plan, of_shim_event event, size_t slot) {
@@ -104,8 +105,8 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
 };
 
 GradientHook *find(const Plan *plan, const at::Tensor &param) {
-    auto *hook = dynamic_cast<GradientHook *>(
-        torch::autograd::impl::post_acc_grad_hooks(param).get());
+    auto *hook =
+        dynamic_cast<GradientHook *>(torch::autograd::impl::post_acc_grad_hooks(param).get());
     return hook != nullptr && (plan == nullptr || hook->plan.get() == plan) ? hook : nullptr;
 }
 

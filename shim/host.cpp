@@ -14,7 +14,9 @@
 namespace optfuse {
 namespace {
 
-Hold *hold_of(void *hold) { return static_cast<Hold *>(hold); }
+Hold *hold_of(void *hold) {
+    return static_cast<Hold *>(hold);
+}
 
 void advance_step(Slot *slot) {
     slot->first = false;
@@ -97,7 +99,9 @@ void release(void *, void *opaque) {
     hold->~Hold();
 }
 
-void drop(void *, void *tensor) { delete static_cast<Slot *>(tensor); }
+void drop(void *, void *tensor) {
+    delete static_cast<Slot *>(tensor);
+}
 
 void parallel_for(void *, int64_t n, void (*fn)(void *, int64_t, int64_t), void *arg) {
     at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { fn(arg, begin, end); });

@@ -86,6 +86,16 @@ struct PlainMode {
         c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
+// refuse.cpp: OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
+of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
+of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
+of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g);
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s);
+of_found check_step(const Slot *slot);
+// Elements are not what memory holds: negated or zero by a flag, and resolved
+// only by PyTorch's own operators.
+bool is_lazy(const c10::TensorImpl *impl);
+
 // collect.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);
 

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// refuse.cpp: what can't be updated, and what to do then.
+#include <ATen/MemoryOverlap.h>
+
+#include "compat.h"
+#include "guard.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
+    switch (impl->dtype().toScalarType()) {
+    case c10::ScalarType::Float:
+        *out = OF_FLOAT32;
+        return true;
+    case c10::ScalarType::Double:
+        *out = OF_FLOAT64;
+        return true;
+    case c10::ScalarType::BFloat16:
+        *out = OF_BFLOAT16;
+        return true;
+    case c10::ScalarType::Half:
+        *out = OF_FLOAT16;
+        return true;
+    default:
+        return false;
+    }
+}
+
+// Several elements share one number, as after expand().
+bool is_expanded(const c10::TensorImpl *impl) {
+    return !impl->is_non_overlapping_and_dense() &&
+           at::has_internal_overlap(const_cast<c10::TensorImpl *>(impl)) == at::MemOverlap::Yes;
+}
+
+// In-place updates of inference tensors are allowed in inference mode only.
+bool is_frozen_inference(const c10::TensorImpl *impl) {
+    return const_cast<c10::TensorImpl *>(impl)->is_inference() && !c10::InferenceMode::is_enabled();
+}
+
+bool has_memory(const c10::TensorImpl *impl) {
+    return impl->layout() == c10::kStrided && impl->has_storage();
+}
+
+} // namespace
+
+bool is_lazy(const c10::TensorImpl *impl) {
+    constexpr c10::DispatchKeySet flags({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+    return OF_GUARD(lazy) && impl->key_set().has_any(flags);
+}
+
+of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail) {
+    of_set_error("%s%s %s%s; nothing was updated", which, slot->label.c_str(), what,
+                 detail.c_str());
+    return OF_FOUND_ERROR;
+}
+
+of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype) {
+    if (!has_memory(p) || !p->device().is_cpu())
+        return refuse(slot, "", "has moved to ",
+                      p->device().str() + ", where it has no fused update: move the model before "
+                                          "optfuse.fuse(), or unfuse the optimizer");
+    if (!dtype_of(p, dtype))
+        return refuse(slot, "",
+                      "has a dtype without a fused update: ", std::string(p->dtype().name()));
+    if (is_lazy(p))
+        return refuse(slot, "", "is a lazily negated view",
+                      ": assign param.data.resolve_neg() to it");
+    if (is_expanded(p))
+        return refuse(
+            slot, "", "is expanded",
+            ", so that several elements share one number: assign param.data.clone() to it");
+    if (is_frozen_inference(p))
+        return refuse(slot, "", "was made under torch.inference_mode()",
+                      " and can't be updated outside of it: clone it");
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+    const char *which = "the gradient of ";
+    if (g->layout() != c10::kStrided)
+        return refuse(slot, which, "is sparse",
+                      ", which has no fused update: use a dense gradient (sparse=False) or leave "
+                      "this parameter to an optimizer of its own");
+    if (g->key_set().has(c10::DispatchKey::Python) || !g->has_storage())
+        return refuse(slot, which, "is a tensor subclass", ", which optfuse does not support");
+    if (g->device() != p->device())
+        return refuse(slot, which, "is on another device: ", g->device().str());
+    if (g->dtype() != p->dtype())
+        return refuse(slot, which, "has another dtype: ", std::string(g->dtype().name()));
+    if (g->sizes() != p->sizes())
+        return refuse(slot, which, "has another shape", "");
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s) {
+    const char *which = "the optimizer state of ";
+    if (!has_memory(s) || s->dtype() != p->dtype() || s->device() != p->device() ||
+        s->sizes() != p->sizes())
+        return refuse(slot, which, "has another dtype, device, layout or shape than the parameter",
+                      ": load or create it to match");
+    if (is_lazy(s) || is_expanded(s))
+        return refuse(slot, which, "is a lazily negated or an expanded view",
+                      ": put its resolve_neg().clone() there");
+    if (is_frozen_inference(s))
+        return refuse(slot, which, "was made under torch.inference_mode()",
+                      " and can't be updated outside of it: put its clone() there");
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_step(const Slot *slot) {
+    if (slot->step.defined() && is_frozen_inference(slot->step.unsafeGetTensorImpl()))
+        return refuse(slot, "the step counter of ", "was made under torch.inference_mode()",
+                      " and can't be updated outside of it: put its clone() there");
+    return OF_FOUND_INPUTS;
+}
+
+} // namespace optfuse
