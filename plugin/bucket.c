@@ -93,7 +93,7 @@ of_status of_plan_gradient(of_plan *plan, size_t slot) {
     of_update *update = NULL;
     pthread_rwlock_rdlock(&plan->layout);
     of_status status = find_slot(plan, slot, &update);
-    if (status == OF_OK)
+    if (update)
         status = update_slot(plan, update, &done);
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &done);

@@ -37,16 +37,17 @@ static of_status check_options(const of_plan_options *options) {
     return OF_OK;
 }
 
-static of_status find_rule(const char *name, const of_rule **rule) {
-    *rule = name ? of_rule_find(name) : NULL;
-    if (*rule)
-        return OF_OK;
+static const of_rule *find_rule(const char *name) {
+    const of_rule *rule = name ? of_rule_find(name) : NULL;
+    if (rule)
+        return rule;
     char known[256] = "";
     for (const of_rule *r = of_rules; r->name; r++) {
         size_t length = strlen(known);
         snprintf(known + length, sizeof known - length, "%s%s", length ? ", " : "", r->name);
     }
-    return of_fail(OF_INVALID, "unknown rule '%s'; known: %s", name ? name : "(null)", known);
+    of_set_error("unknown rule '%s'; known: %s", name ? name : "(null)", known);
+    return NULL;
 }
 
 static void choose(of_plan *plan, const of_plan_options *options) {
@@ -66,12 +67,13 @@ static void choose(of_plan *plan, const of_plan_options *options) {
 of_status of_plan_create(const of_host *host, const char *rule, const of_plan_options *options,
                          of_plan **out) {
     of_plan_options defaults = {.struct_size = sizeof defaults, .isa = of_isa_detect()};
-    const of_rule *found = NULL;
     *out = NULL;
     if (!options)
         options = &defaults;
-    if (check_host(host) != OF_OK || check_options(options) != OF_OK ||
-        find_rule(rule, &found) != OF_OK)
+    if (check_host(host) != OF_OK || check_options(options) != OF_OK)
+        return OF_INVALID;
+    const of_rule *found = find_rule(rule);
+    if (!found)
         return OF_INVALID;
     of_plan *plan = calloc(1, sizeof *plan);
     if (!plan)

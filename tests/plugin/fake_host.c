@@ -220,10 +220,14 @@ static void release(void *ctx, void *opaque) {
         fake_buffer_release(hold->buffers[i]);
     if (!hold->inside)
         free(hold);
+    const bool flushes = host->flushes_on_release;
+    void (*const on_release)(void *) = tensor->on_release;
+    void *const arg = tensor->arg;
+    /* Without holds the host may be freed, also by another thread. */
     atomic_fetch_sub(&host->holds, 1);
-    if (tensor->on_release)
-        tensor->on_release(tensor->arg);
-    if (host->flushes_on_release)
+    if (on_release)
+        on_release(arg);
+    if (flushes)
         of_flush_all();
 }
 
