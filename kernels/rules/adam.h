@@ -143,6 +143,9 @@ OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form 
 
 /* From here on: the formula of the fused CUDA kernel. */
 
+/* Whether it corrects the bias of its averages. */
+enum { adam_cuda_corrects = 1 };
+
 typedef struct adam_cuda_constants {
     of_real beta1, beta2, weight_decay, shrink, eps, step_size, correction;
     bool maximize, l2, decoupled;

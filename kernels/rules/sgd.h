@@ -108,6 +108,9 @@ OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form fo
 
 /* From here on: the formula of the fused CUDA kernel. */
 
+/* Whether it corrects the bias of its averages. */
+enum { sgd_cuda_corrects = 0 };
+
 typedef struct sgd_cuda_constants {
     of_real lr, momentum, grad_weight, weight_decay;
     bool maximize, decays, nesterov, first;
