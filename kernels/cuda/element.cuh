@@ -22,9 +22,9 @@
 // As many elements as fill 16 bytes, or one.
 enum { OF_LANES = 16 / sizeof(of_stored) };
 
-template <int N> struct __attribute__((may_alias)) alignas(N * sizeof(of_stored)) of_pack {
+template <int N> struct alignas(N * sizeof(of_stored)) of_pack {
     of_stored lane[N];
-};
+} __attribute__((may_alias));
 
 #if !defined(OF_IS_NARROW)
 OF_DEVICE_FN of_real of_widen(of_stored stored) { return stored; }
