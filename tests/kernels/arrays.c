@@ -88,6 +88,9 @@ void arrays_place_aligned(arrays *a, of_dtype dtype, size_t n, unsigned state_us
     for (int i = 0; i < N_ARRAYS; i++)
         if (a->at[i])
             a->at[i] = a->areas[i].pages + (a->areas[i].bytes - n * size) / step * step;
+    const uint64_t odd = random_next(random) % (4 * N_ARRAYS);
+    if (odd < N_ARRAYS && a->at[odd])
+        a->at[odd] -= size;
 }
 
 static void put(unsigned char *to, of_dtype dtype, double value) {

@@ -80,7 +80,10 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     arrays_fill(&t->wanted, random);
     arrays_copy(&t->mine, &t->wanted);
     t->step = (float)pick(random, steps, 4);
-    t->step_on_device = random_next(random) % 3 == 0;
+    /* Seldom another than the last one: each change takes a launch. */
+    t->step_on_device = i ? b->tensors[i - 1].step_on_device : random_next(random) & 1;
+    if (random_next(random) % 1000 == 0 || (b->n < LONG_TENSORS && random_next(random) % 8 == 0))
+        t->step_on_device = !t->step_on_device;
     *entry = (of_cuda_entry){.param = t->mine.at[0],
                              .grad = t->mine.at[1],
                              .state = {t->mine.at[2], t->mine.at[3], t->mine.at[4]},
