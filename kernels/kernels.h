@@ -27,9 +27,18 @@ typedef enum of_isa { OF_ISA_C, OF_ISA_BASELINE, OF_ISA_AVX2, OF_ISA_AVX512, OF_
 
 /* The implementation of PyTorch whose bits a row reproduces: its fused CPU
  * kernel as compiled for AVX2 (fused multiply-adds), which also serves CPUs
- * with AVX-512, or as compiled for plain x86-64 (none). docs/numerics.md has
- * the formulas. */
-typedef enum of_reference { OF_REF_CPU_FUSED, OF_REF_CPU_FUSED_PLAIN, OF_REF_COUNT } of_reference;
+ * with AVX-512, or as compiled for plain x86-64 (none); or its fused CUDA
+ * kernel. docs/numerics.md has the formulas.
+ *
+ * Of the last one the table has only plain C rows, which run on the CPU: the
+ * yardstick of kernels/cuda/. They take an of_cuda_scalars, not what the rule
+ * prepares. */
+typedef enum of_reference {
+    OF_REF_CPU_FUSED,
+    OF_REF_CPU_FUSED_PLAIN,
+    OF_REF_CUDA_FUSED,
+    OF_REF_COUNT
+} of_reference;
 
 /* A run of consecutive elements of one parameter. param, state[] are updated
  * in place; grad is only read. All hold elements of the row's dtype, need no
@@ -45,6 +54,20 @@ typedef struct of_span {
 } of_span;
 
 typedef void of_kernel_fn(const of_span *span, const void *scalars);
+
+/* The scalars of one update in the fused CUDA kernel's formula. The bias
+ * corrections are handed in, because the GPU's power function is not the
+ * CPU's; they and lr hold values of the type of the computation. */
+typedef struct of_cuda_scalars {
+    double hyper[OF_MAX_HYPER]; /* in the rule's order; lr is not read from here */
+    double lr;
+    double correction1; /* 1 - beta1^t */
+    double correction2; /* sqrt(1 - beta2^t) */
+    double grad_scale;  /* what the gradient is divided by, if `unscaled` is given */
+    void *unscaled;     /* where the divided gradient goes; may be the gradient; or NULL */
+    bool first;         /* the first update of the parameter */
+    bool early;         /* a chip older than compute capability 10: rounds differently */
+} of_cuda_scalars;
 
 typedef struct of_kernel {
     const char *rule;
@@ -89,7 +112,8 @@ bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "a
  * this CPU; of more than 32 only 32 count, because its fused optimizers have no
  * AVX-512 build and run the AVX2 one there. PyTorch splits a parameter between
  * threads at multiples of 64 bytes, so only the span that ends the parameter
- * has a tail. */
+ * has a tail. The CUDA kernel takes all elements of a tensor in fours, or none:
+ * those of an unaligned one are a tail as well, which the caller has to see. */
 size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel);
 
 size_t of_dtype_size(of_dtype dtype); /* bytes an element */

@@ -21,6 +21,7 @@ _Static_assert((int)ADAM_N_HYPER <= (int)OF_MAX_HYPER && sizeof(adam_scalars) <=
                "adam fits");
 _Static_assert((int)SGD_N_HYPER <= (int)OF_MAX_HYPER && sizeof(sgd_scalars) <= OF_MAX_SCALARS,
                "sgd fits");
+_Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CUDA rows fit");
 
 const of_rule of_rules[] = {
     {"adam", adam_state, ADAM_N_STATE, adam_hyper, ADAM_N_HYPER, sizeof(adam_scalars),
@@ -49,6 +50,13 @@ const of_rule *of_rule_find(const char *name) {
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE)
 #endif
 
+/* The yardstick of the CUDA kernels; it runs on the CPU. */
+#define OF_CUDA_ROWS(X, rule)                                                                      \
+    X(rule, float32, OF_FLOAT32)                                                                   \
+    X(rule, float64, OF_FLOAT64)                                                                   \
+    X(rule, bfloat16, OF_BFLOAT16)                                                                 \
+    X(rule, float16, OF_FLOAT16)
+
 #define OF_DTYPES(X, rule)                                                                         \
     OF_ISAS(X, rule, float32, OF_FLOAT32)                                                          \
     OF_ISAS(X, rule, float64, OF_FLOAT64)                                                          \
@@ -69,10 +77,18 @@ const of_rule *of_rule_find(const char *name) {
          dtype_code, OF_CPU,                                                                       \
          isa_code,   of_##rule##_##dtype##_##isa##_plain},
 
+#define OF_DECLARE_CUDA(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_cuda;
+
+#define OF_CUDA_ROW(rule, dtype, dtype_code)                                                       \
+    {#rule, OF_REF_CUDA_FUSED, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_cuda},
+
 OF_RULES(OF_DECLARE)
+OF_CUDA_ROWS(OF_DECLARE_CUDA, adam)
+OF_CUDA_ROWS(OF_DECLARE_CUDA, sgd)
 
 const of_kernel of_kernels[] = {
-    OF_RULES(OF_ROWS){NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL}};
+    OF_RULES(OF_ROWS) OF_CUDA_ROWS(OF_CUDA_ROW, adam)
+        OF_CUDA_ROWS(OF_CUDA_ROW, sgd){NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL}};
 
 const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dtype dtype,
                                 of_device device, of_isa isa) {
@@ -98,7 +114,9 @@ const char *of_dtype_name(of_dtype dtype) {
 }
 
 size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel) {
-    (void)reference; /* both have the same shape: whole vectors, then the rest */
+    if (reference == OF_REF_CUDA_FUSED)
+        return numel % 4 ? numel : 0;
+    /* Both others have the same shape: whole vectors, then the rest. */
     const size_t width = vector_bytes < 32 ? vector_bytes : 32;
     const size_t lanes = width / of_dtype_size(dtype);
     return lanes > 1 ? numel % lanes : 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* adam.h: the update rule of Adam and AdamW (AdamW is Adam with decoupled
- * weight decay). The formulas are those of PyTorch's fused CPU kernel; see
- * docs/numerics.md for how each was established. */
+ * weight decay). The formulas are those of PyTorch's fused CPU kernel and, at
+ * the end, of its fused CUDA kernel; see docs/numerics.md for how each was
+ * established. */
 #ifndef OPTFUSE_RULES_ADAM_H
 #define OPTFUSE_RULES_ADAM_H
 
@@ -138,6 +139,76 @@ OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form 
         denominator = *largest = adam_maximum(form.tail, *largest, *square);
     denominator = of_square_root(denominator) / k->correction + k->eps;
     e->param = param + k->step_size * *average / denominator;
+}
+
+/* From here on: the formula of the fused CUDA kernel. */
+
+/* Whether it corrects the bias of its averages. */
+enum { adam_cuda_corrects = 1 };
+
+typedef struct adam_cuda_constants {
+    of_real beta1, beta2, weight_decay, shrink, eps, step_size, correction;
+    bool maximize, l2, decoupled;
+    bool rounded_l2; /* the product of L2 decay is rounded before the sum */
+} adam_cuda_constants;
+
+OF_RULE_FN unsigned adam_cuda_state(const double *hyper) {
+    return hyper[ADAM_AMSGRAD] != 0.0 ? 7u : 3u;
+}
+
+OF_RULE_FN adam_cuda_constants adam_cuda_round(const double *hyper, const of_moment *now) {
+    adam_cuda_constants k;
+    k.beta1 = (of_real)hyper[ADAM_BETA1];
+    k.beta2 = (of_real)hyper[ADAM_BETA2];
+    k.eps = (of_real)hyper[ADAM_EPS];
+    k.weight_decay = (of_real)hyper[ADAM_WEIGHT_DECAY];
+    k.shrink = now->lr * k.weight_decay;
+    k.step_size = now->lr / now->correction1;
+    k.correction = now->correction2;
+    k.maximize = hyper[ADAM_MAXIMIZE] != 0.0;
+    k.decoupled = k.weight_decay != (of_real)0 && hyper[ADAM_DECOUPLED] != 0.0;
+    k.l2 = k.weight_decay != (of_real)0 && !k.decoupled;
+#ifdef OF_REAL_FLOAT
+    k.rounded_l2 = now->early && k.maximize && !now->scaled && hyper[ADAM_AMSGRAD] == 0.0;
+#else
+    k.rounded_l2 = false;
+#endif
+    return k;
+}
+
+OF_RULE_FN of_real adam_cuda_gradient(const adam_cuda_constants *k, const of_element *e) {
+    const of_real grad = k->maximize ? -e->grad : e->grad;
+    if (!k->l2)
+        return grad;
+#ifdef OF_REAL_FLOAT
+    if (k->rounded_l2)
+        return of_multiply_add(false, e->param, k->weight_decay, grad);
+#endif
+    return of_multiply_add(true, e->param, k->weight_decay, grad);
+}
+
+/* Where the element lies in its tensor makes no difference to this rule. */
+OF_RULE_FN void adam_cuda_element(const adam_cuda_constants *k, unsigned used, bool quad,
+                                  unsigned lane, of_element *e) {
+    of_real *average = &e->state[ADAM_EXP_AVG];
+    of_real *square = &e->state[ADAM_EXP_AVG_SQ];
+    of_real *largest = &e->state[ADAM_MAX_EXP_AVG_SQ];
+    (void)quad, (void)lane;
+
+    const of_real grad = adam_cuda_gradient(k, e);
+    const of_real squared = grad * grad;
+    of_real param = e->param;
+    if (k->decoupled)
+        param = of_multiply_add(true, -k->shrink, param, param);
+    *average = of_multiply_add(true, k->beta1, *average,
+                               of_multiply_add(true, -k->beta1, grad, grad));
+    *square = of_multiply_add(true, k->beta2, *square,
+                              of_multiply_add(true, -k->beta2, squared, squared));
+    of_real denominator = *square;
+    if (used & 4u)
+        denominator = *largest = adam_maximum(true, *largest, *square);
+    denominator = of_square_root(denominator) / k->correction + k->eps;
+    e->param = param - k->step_size * *average / denominator;
 }
 
 #endif

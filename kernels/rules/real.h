@@ -45,6 +45,17 @@ typedef struct of_form {
     bool tail;  /* the reference's scalar code for the last elements */
 } of_form;
 
+/* What an update on a GPU knows beside its options. */
+typedef struct of_moment {
+    of_real lr;
+    of_real correction1; /* 1 - beta1^t */
+    of_real correction2; /* sqrt(1 - beta2^t) */
+    bool first;          /* the first update of the parameter */
+    bool scaled;         /* a gradient scale is given */
+    bool narrow;         /* elements have 16 bits */
+    bool early;          /* the chip is older than compute capability 10 */
+} of_moment;
+
 /* a * b + c, rounded once if fused and twice if not. */
 OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c) {
 #ifdef OF_REAL_FLOAT

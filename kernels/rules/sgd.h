@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sgd.h: the update rule of SGD with momentum. The formulas are those of
- * PyTorch's fused CPU kernel; see docs/numerics.md, also for the 16-bit types,
- * where that kernel's vector code is broken and its scalar code is the
- * reference for every element. */
+ * PyTorch's fused CPU kernel and, at the end, of its fused CUDA kernel; see
+ * docs/numerics.md, also for the 16-bit types, where the CPU kernel's vector
+ * code is broken and its scalar code is the reference for every element. */
 #ifndef OPTFUSE_RULES_SGD_H
 #define OPTFUSE_RULES_SGD_H
 
@@ -104,6 +104,63 @@ OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form fo
             grad = *buffer;
     }
     e->param = of_multiply_add(fused, grad, k->step_size, e->param);
+}
+
+/* From here on: the formula of the fused CUDA kernel. */
+
+/* Whether it corrects the bias of its averages. */
+enum { sgd_cuda_corrects = 0 };
+
+typedef struct sgd_cuda_constants {
+    of_real lr, momentum, grad_weight, weight_decay;
+    bool maximize, decays, nesterov, first;
+    bool swapped; /* in quads the other product of the buffer's sum is fused */
+    bool split;   /* in quads the step is rounded before it is subtracted */
+} sgd_cuda_constants;
+
+OF_RULE_FN unsigned sgd_cuda_state(const double *hyper) {
+    return hyper[SGD_MOMENTUM] != 0.0 ? 1u : 0u;
+}
+
+OF_RULE_FN sgd_cuda_constants sgd_cuda_round(const double *hyper, const of_moment *now) {
+    sgd_cuda_constants k;
+    k.lr = now->lr;
+    k.momentum = (of_real)hyper[SGD_MOMENTUM];
+    k.grad_weight = (of_real)1 - (of_real)hyper[SGD_DAMPENING];
+    k.weight_decay = (of_real)hyper[SGD_WEIGHT_DECAY];
+    k.maximize = hyper[SGD_MAXIMIZE] != 0.0;
+    k.decays = k.weight_decay != (of_real)0;
+    k.nesterov = hyper[SGD_NESTEROV] != 0.0;
+    k.first = now->first;
+    k.swapped = sizeof(of_real) == sizeof(float) && now->early && !now->scaled && k.maximize &&
+                !k.decays;
+    k.split = now->early && now->scaled && !now->narrow;
+    return k;
+}
+
+OF_RULE_FN of_real sgd_cuda_buffer(const sgd_cuda_constants *k, bool quad, of_real buffer,
+                                   of_real grad) {
+    if (k->first)
+        return grad;
+    if (quad && k->swapped)
+        return of_multiply_add(true, buffer, k->momentum, grad * k->grad_weight);
+    return of_multiply_add(true, grad, k->grad_weight, buffer * k->momentum);
+}
+
+/* quad: the reference takes this tensor's elements in fours; lane: which of the
+ * four this one is. */
+OF_RULE_FN void sgd_cuda_element(const sgd_cuda_constants *k, unsigned used, bool quad,
+                                 unsigned lane, of_element *e) {
+    of_real *buffer = &e->state[SGD_MOMENTUM_BUFFER];
+
+    of_real grad = k->maximize ? -e->grad : e->grad;
+    if (k->decays)
+        grad = of_multiply_add(true, e->param, k->weight_decay, grad);
+    if (used & 1u) {
+        *buffer = sgd_cuda_buffer(k, quad, *buffer, grad);
+        grad = k->nesterov ? of_multiply_add(true, *buffer, k->momentum, grad) : *buffer;
+    }
+    e->param = of_multiply_add(!(quad && k->split && lane < 3), grad, -k->lr, e->param);
 }
 
 #endif

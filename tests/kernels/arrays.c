@@ -81,6 +81,18 @@ void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint
     }
 }
 
+void arrays_place_aligned(arrays *a, of_dtype dtype, size_t n, unsigned state_used,
+                          size_t alignment, uint64_t *random) {
+    const size_t size = of_dtype_size(dtype), step = alignment > size ? alignment : size;
+    arrays_place(a, dtype, n, state_used, random);
+    for (int i = 0; i < N_ARRAYS; i++)
+        if (a->at[i])
+            a->at[i] = a->areas[i].pages + (a->areas[i].bytes - n * size) / step * step;
+    const uint64_t odd = random_next(random) % (4 * N_ARRAYS);
+    if (odd < N_ARRAYS && a->at[odd])
+        a->at[odd] -= size;
+}
+
 static void put(unsigned char *to, of_dtype dtype, double value) {
     const float single = (float)value;
     uint16_t narrow;

@@ -33,6 +33,10 @@ void arrays_destroy(arrays *a);
 /* Places arrays of n elements at random, often touching a guard page. Bit i of
  * state_used says whether state i is present. */
 void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint64_t *random);
+/* Places them at multiples of `alignment`, near the guard page at the end;
+ * often one of them is an element off. */
+void arrays_place_aligned(arrays *a, of_dtype dtype, size_t n, unsigned state_used,
+                          size_t alignment, uint64_t *random);
 /* Fills them with random numbers, a few of them special. */
 void arrays_fill(arrays *a, uint64_t *random);
 void arrays_copy(arrays *to, const arrays *from);

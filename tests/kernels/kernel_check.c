@@ -31,7 +31,8 @@ typedef struct trial {
 } trial;
 
 static const char *reference_name(of_reference reference) {
-    return reference == OF_REF_CPU_FUSED ? "fused" : "plain";
+    static const char *const names[OF_REF_COUNT] = {"fused", "plain", "cuda"};
+    return names[reference];
 }
 
 static void row_name(const of_kernel *row, char *name, size_t size) {

@@ -70,7 +70,7 @@ END_TEST
 
 START_TEST(every_rule_reference_and_dtype_has_its_rows) {
     for (const of_rule *rule = of_rules; rule->name; rule++)
-        for (int reference = 0; reference < OF_REF_COUNT; reference++)
+        for (int reference = 0; reference < OF_REF_CUDA_FUSED; reference++)
             for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
                 for (int isa = 0; isa <= (int)of_isa_detect(); isa++) {
                     const of_kernel *row = of_kernel_find(rule->name, (of_reference)reference,
@@ -82,6 +82,23 @@ START_TEST(every_rule_reference_and_dtype_has_its_rows) {
                     ck_assert_int_eq((int)row->reference, reference);
                     ck_assert_int_eq((int)row->dtype, dtype);
                 }
+}
+END_TEST
+
+START_TEST(the_cuda_reference_has_a_plain_row_for_every_rule_and_dtype) {
+    for (const of_rule *rule = of_rules; rule->name; rule++)
+        for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
+            const of_kernel *row = of_kernel_find(rule->name, OF_REF_CUDA_FUSED, (of_dtype)dtype,
+                                                  OF_CPU, OF_ISA_AVX512);
+            ck_assert(row && row->isa == OF_ISA_C && row->run);
+        }
+}
+END_TEST
+
+START_TEST(the_cuda_reference_takes_a_tensor_in_fours_or_not_at_all) {
+    ck_assert_uint_eq(of_tail(OF_REF_CUDA_FUSED, OF_FLOAT32, 32, 1004), 0);
+    ck_assert_uint_eq(of_tail(OF_REF_CUDA_FUSED, OF_FLOAT32, 32, 1003), 1003);
+    ck_assert_uint_eq(of_tail(OF_REF_CUDA_FUSED, OF_BFLOAT16, 32, 4), 0);
 }
 END_TEST
 
@@ -277,6 +294,8 @@ int main(void) {
     tcase_add_test(table, rules_fit_their_limits);
     tcase_add_test(table, state_is_used_only_where_the_options_need_it);
     tcase_add_test(table, every_rule_reference_and_dtype_has_its_rows);
+    tcase_add_test(table, the_cuda_reference_has_a_plain_row_for_every_rule_and_dtype);
+    tcase_add_test(table, the_cuda_reference_takes_a_tensor_in_fours_or_not_at_all);
     tcase_add_test(table, what_has_no_row_is_not_found);
     tcase_add_test(table, rows_are_unique);
     tcase_add_test(table, isa_names_parse_back);

@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* advance.c: counts steps on the device. */
+#include <string.h>
+
+#include "images.h"
+#include "launch.h"
+
+static of_cuda_status launch_steps(const of_driver *driver, CUkernel kernel, of_cuda_steps *steps,
+                                   void *stream) {
+    void *parameters[] = {steps};
+    const unsigned blocks = (unsigned)((steps->n + OF_CUDA_THREADS - 1) / OF_CUDA_THREADS);
+    const CUresult result = driver->launch((CUfunction)kernel, blocks, 1, 1, OF_CUDA_THREADS, 1, 1,
+                                           0, (CUstream)stream, parameters, NULL);
+    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, "launch");
+}
+
+of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps, const float *found_inf_at,
+                               int device, void *stream) {
+    of_cuda_status status;
+    CUkernel kernel = NULL;
+    CUdevice current = 0;
+    const of_driver *driver = of_driver_open(&status);
+    if (!driver)
+        return status;
+    status = of_driver_enter(driver, device, &current);
+    if (status == OF_CUDA_OK)
+        status = of_cuda_find_advance(driver, &kernel);
+    for (size_t at = 0; at < n_steps && status == OF_CUDA_OK; at += OF_CUDA_STEPS) {
+        const size_t left = n_steps - at;
+        of_cuda_steps table;
+        table.found_inf_at = found_inf_at;
+        table.n = left < OF_CUDA_STEPS ? left : OF_CUDA_STEPS;
+        memcpy(table.step, steps + at, table.n * sizeof *steps);
+        status = launch_steps(driver, kernel, &table, stream);
+    }
+    return status;
+}

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// advance.cu: counts a step on the device. A kernel of its own, because all
+// blocks of an update read the count.
+#include "table.h"
+
+extern "C" __global__ void of_cuda_advance_steps(OF_CUDA_ARGUMENT(of_cuda_steps) steps) {
+    const uint64_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= steps.n || (steps.found_inf_at && *steps.found_inf_at == 1.0f))
+        return;
+    *steps.step[i] += 1.0f;
+}

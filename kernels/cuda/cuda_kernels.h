@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* cuda_kernels.h: the C ABI of liboptfuse_cuda.so, the update kernels on a GPU.
+ *
+ * The library holds the compiled kernels and needs nothing but libc; it opens
+ * the driver (libcuda.so.1) at the first call. A launch copies the table of
+ * tensors into the kernel's arguments: it allocates nothing on the device,
+ * copies nothing to it and never waits for it, so it can be captured in a graph.
+ *
+ * Threads: every function may be called from any thread. A context must be
+ * current (PyTorch's device guard sees to that); without one the primary
+ * context of `device` is made current.
+ */
+#ifndef OPTFUSE_CUDA_KERNELS_H
+#define OPTFUSE_CUDA_KERNELS_H
+
+#include "../kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define OF_CUDA_API __attribute__((visibility("default")))
+
+/* Raised when a struct or a meaning below changes. */
+enum { OF_CUDA_ABI_VERSION = 1 };
+
+typedef enum of_cuda_status {
+    OF_CUDA_OK = 0,
+    OF_CUDA_NO_DRIVER,   /* none installed, or too old for the kernels */
+    OF_CUDA_UNSUPPORTED, /* no kernel for this rule, dtype or chip */
+    OF_CUDA_INVALID,     /* a bad argument */
+    OF_CUDA_FAILED       /* the driver reported an error */
+} of_cuda_status;
+
+/* One tensor: device pointers, dense, of the update's dtype. `grad` is written
+ * only if there is a gradient scale. state[] in the rule's order; unused ones
+ * are not read. */
+typedef struct of_cuda_entry {
+    void *param;
+    void *grad;
+    void *state[OF_MAX_STATE];
+    size_t n;             /* elements; 0 is allowed */
+    const float *step_at; /* number of this update, on the device; or NULL: */
+    double step;          /* the number itself, >= 1 */
+} of_cuda_entry;
+
+/* What the tensors of one call have in common. A device scalar, where given,
+ * is read by the kernel when it runs. */
+typedef struct of_cuda_update {
+    const char *rule;
+    of_dtype dtype;
+    int device;                 /* ordinal, used if no context is current */
+    const double *hyper;        /* in the rule's order */
+    const float *lr_at;         /* device; instead of the lr in hyper, or NULL */
+    const float *grad_scale_at; /* device; gradients are divided by it, or NULL */
+    const float *found_inf_at;  /* device; 1 skips the update, or NULL */
+    void *stream;               /* CUstream or cudaStream_t */
+} of_cuda_update;
+
+OF_CUDA_API int of_cuda_abi_version(void);
+
+/* Opens the driver; the other calls do it themselves. */
+OF_CUDA_API of_cuda_status of_cuda_open(void);
+
+/* Loads the update's kernels (those for its options) into its device. A first
+ * launch does it too, but may then have to wait for the device, which it must not while
+ * a graph is captured. */
+OF_CUDA_API of_cuda_status of_cuda_prepare(const of_cuda_update *update);
+
+/* Updates n_entries tensors on update->stream: one launch per table, which has
+ * room for several hundred tensors. */
+OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
+                                          const of_cuda_entry *entries, size_t n_entries);
+
+/* Adds 1 to n_steps step counts on the device, unless *found_inf_at is 1. Before the
+ * updates that read them. */
+OF_CUDA_API of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps,
+                                           const float *found_inf_at, int device, void *stream);
+
+/* This thread's last error, for people; never NULL. */
+OF_CUDA_API const char *of_cuda_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* driver.c: opens the driver once and keeps it. */
+#include "driver.h"
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+static _Thread_local char last_error[512];
+
+of_cuda_status of_cuda_fail(of_cuda_status status, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof last_error, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+const char *of_cuda_error(void) {
+    return last_error;
+}
+
+of_cuda_status of_driver_fail(const of_driver *driver, CUresult result, const char *what) {
+    const char *text = NULL;
+    if (driver->error_string(result, &text) != CUDA_SUCCESS || !text)
+        text = "unknown error";
+    return of_cuda_fail(OF_CUDA_FAILED, "%s: %s (CUDA error %d)", what, text, (int)result);
+}
+
+/* Written once, by open_driver(). */
+static of_driver opened;
+static of_cuda_status opened_status = OF_CUDA_NO_DRIVER;
+static char opened_error[sizeof last_error];
+static pthread_once_t opened_once = PTHREAD_ONCE_INIT;
+
+static of_cuda_status check_version(void) {
+    int version = 0;
+    const CUresult result = opened.init(0);
+    if (result != CUDA_SUCCESS) {
+        of_driver_fail(&opened, result, "the CUDA driver does not start");
+        return OF_CUDA_NO_DRIVER;
+    }
+    if (opened.driver_version(&version) != CUDA_SUCCESS || version < CUDA_VERSION / 1000 * 1000)
+        return of_cuda_fail(OF_CUDA_NO_DRIVER,
+                            "the NVIDIA driver is too old: it supports CUDA up to %d.%d, the "
+                            "kernels of optfuse were built with CUDA %d.%d; update the driver, "
+                            "or build optfuse with an older toolkit",
+                            version / 1000, version % 1000 / 10, CUDA_VERSION / 1000,
+                            CUDA_VERSION % 1000 / 10);
+    return OF_CUDA_OK;
+}
+
+static void open_driver(void) {
+    char why[sizeof last_error] = "";
+    opened_status = of_driver_find(&opened, why, sizeof why);
+    if (opened_status != OF_CUDA_OK)
+        of_cuda_fail(opened_status, "%s", why);
+    else
+        opened_status = check_version();
+    if (opened_status != OF_CUDA_OK)
+        snprintf(opened_error, sizeof opened_error, "%s", last_error);
+}
+
+const of_driver *of_driver_open(of_cuda_status *status) {
+    pthread_once(&opened_once, open_driver);
+    *status = opened_status;
+    if (opened_status == OF_CUDA_OK)
+        return &opened;
+    of_cuda_fail(opened_status, "%s", opened_error);
+    return NULL;
+}
+
+of_cuda_status of_driver_enter(const of_driver *driver, int ordinal, CUdevice *device) {
+    CUcontext context = NULL;
+    CUresult result = driver->context_current(&context);
+    if (result == CUDA_SUCCESS && !context) {
+        result = driver->device_get(device, ordinal);
+        if (result == CUDA_SUCCESS) /* kept for the life of the process */
+            result = driver->context_retain(&context, *device);
+        if (result == CUDA_SUCCESS)
+            result = driver->context_set_current(context);
+    }
+    if (result == CUDA_SUCCESS)
+        result = driver->context_device(device);
+    return result == CUDA_SUCCESS ? OF_CUDA_OK
+                                  : of_driver_fail(driver, result, "no CUDA context");
+}

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// element.cuh: from memory to the type of the computation and back, one element
+// or 16 bytes at a time. Also compiles for the host, where tests run it.
+#ifndef OPTFUSE_CUDA_ELEMENT_CUH
+#define OPTFUSE_CUDA_ELEMENT_CUH
+
+#include "../cpu/instance.h"
+
+#ifdef __CUDACC__
+#ifdef OF_DTYPE_BFLOAT16
+#include <cuda_bf16.h>
+#endif
+#ifdef OF_DTYPE_FLOAT16
+#include <cuda_fp16.h>
+#endif
+#else
+#include "../cpu/narrow.h"
+#endif
+
+#define OF_DEVICE_FN static __device__ __forceinline__
+
+// As many elements as fill 16 bytes, or one.
+enum { OF_LANES = 16 / sizeof(of_stored) };
+
+template <int N> struct alignas(N * sizeof(of_stored)) of_pack {
+    of_stored lane[N];
+} __attribute__((may_alias));
+
+#if !defined(OF_IS_NARROW)
+OF_DEVICE_FN of_real of_widen(of_stored stored) { return stored; }
+OF_DEVICE_FN of_stored of_narrow(of_real value) { return value; }
+#elif !defined(__CUDACC__)
+OF_DEVICE_FN of_real of_widen(of_stored stored) {
+    return OF_PASTE(of, OF_PASTE(OF_DTYPE, widen))(stored);
+}
+OF_DEVICE_FN of_stored of_narrow(of_real value) {
+    return OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow))(value);
+}
+#elif defined(OF_DTYPE_BFLOAT16)
+OF_DEVICE_FN of_real of_widen(of_stored stored) {
+    return __bfloat162float(__ushort_as_bfloat16(stored));
+}
+OF_DEVICE_FN of_stored of_narrow(of_real value) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+#else
+OF_DEVICE_FN of_real of_widen(of_stored stored) { return __half2float(__ushort_as_half(stored)); }
+OF_DEVICE_FN of_stored of_narrow(of_real value) {
+    return __half_as_ushort(__float2half_rn(value));
+}
+#endif
+
+template <int N> OF_DEVICE_FN of_pack<N> of_load(const of_stored *from, uint64_t at) {
+    return *reinterpret_cast<const of_pack<N> *>(from + at);
+}
+
+template <int N> OF_DEVICE_FN void of_store(of_stored *to, uint64_t at, const of_pack<N> &pack) {
+    *reinterpret_cast<of_pack<N> *>(to + at) = pack;
+}
+
+#endif

@@ -1,0 +1,23 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* images.h: the compiled kernels in this library. */
+#ifndef OPTFUSE_CUDA_IMAGES_H
+#define OPTFUSE_CUDA_IMAGES_H
+
+#include "driver.h"
+
+enum { OF_CUDA_TABLE_SIZES = 2 }; /* small, large: see table.h */
+
+/* The kernels that update with one set of used state. */
+typedef struct of_cuda_kernels {
+    unsigned used;
+    CUkernel size[OF_CUDA_TABLE_SIZES];
+} of_cuda_kernels;
+
+/* Loads on the first call for a rule and dtype. NULL if there are none. */
+const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, of_dtype dtype,
+                                    unsigned used, of_cuda_status *status);
+
+/* The kernel of advance.cu. */
+of_cuda_status of_cuda_find_advance(const of_driver *driver, CUkernel *kernel);
+
+#endif

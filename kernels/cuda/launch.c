@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* launch.c: fills tables with tensors and launches the kernels on them. */
+#include <string.h>
+
+#include "images.h"
+#include "launch.h"
+
+enum { SMALL, LARGE };
+
+/* One call of of_cuda_launch. */
+typedef struct call {
+    const of_driver *driver;
+    const of_cuda_update *update;
+    const of_cuda_kernels *kernels;
+    unsigned used;
+    size_t stride; /* words of an entry */
+    uint64_t blocks;
+    of_cuda_large_table table; /* a small one begins with the same fields */
+} call;
+
+static const char *const state_words[] = {"first", "second", "third"};
+
+int of_cuda_abi_version(void) {
+    return OF_CUDA_ABI_VERSION;
+}
+
+of_cuda_status of_cuda_open(void) {
+    of_cuda_status status;
+    of_driver_open(&status);
+    return status;
+}
+
+static bool misplaced(const void *array, size_t size) {
+    return !array || (uintptr_t)array % size != 0;
+}
+
+static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, size_t index) {
+    const size_t size = of_cuda_dtype_size(c->update->dtype);
+    if (misplaced(entry->param, size) || misplaced(entry->grad, size))
+        return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: parameter or gradient misplaced", index);
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if ((c->used & (1u << i)) && misplaced(entry->state[i], size))
+            return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: %s state misplaced", index,
+                                state_words[i]);
+    return OF_CUDA_OK;
+}
+
+/* What the kernel is launched with must not change until then: the driver
+ * copies the arguments before it returns. */
+static of_cuda_status flush(call *c) {
+    of_cuda_common *common = &c->table.common;
+    if (common->entries == 0)
+        return OF_CUDA_OK;
+    const size_t words = common->entries * c->stride;
+    const int size = words <= OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ? SMALL : LARGE;
+    void *parameters[] = {&c->table};
+    const CUresult result = c->driver->launch(
+        (CUfunction)c->kernels->size[size], (unsigned)c->blocks, 1, 1, OF_CUDA_THREADS, 1, 1, 0,
+        (CUstream)c->update->stream, parameters, NULL);
+    common->entries = 0;
+    c->blocks = 0;
+    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(c->driver, result, "launch");
+}
+
+static uint64_t step_word(const of_cuda_entry *entry) {
+    const float step = (float)entry->step;
+    uint32_t bits;
+    memcpy(&bits, &step, sizeof bits);
+    return entry->step_at ? (uint64_t)(uintptr_t)entry->step_at : bits;
+}
+
+static void append(call *c, const of_cuda_entry *entry, uint64_t blocks) {
+    of_cuda_common *common = &c->table.common;
+    uint64_t *word = c->table.words + common->entries * c->stride;
+    *word++ = (uint64_t)(uintptr_t)entry->param;
+    *word++ = (uint64_t)(uintptr_t)entry->grad;
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (c->used & (1u << i))
+            *word++ = (uint64_t)(uintptr_t)entry->state[i];
+    *word++ = step_word(entry);
+    *word++ = entry->n;
+    *word = c->blocks;
+    common->steps_on_device = entry->step_at != NULL;
+    common->entries++;
+    c->blocks += blocks;
+}
+
+static of_cuda_status add(call *c, const of_cuda_entry *entry) {
+    const of_cuda_common *common = &c->table.common;
+    const uint64_t blocks = (entry->n + OF_CUDA_CHUNK - 1) / OF_CUDA_CHUNK;
+    const bool full = (common->entries + 1) * c->stride > OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES);
+    const bool other = common->steps_on_device != (entry->step_at != NULL);
+    of_cuda_status status = OF_CUDA_OK;
+    if (blocks > INT32_MAX)
+        return of_cuda_fail(OF_CUDA_INVALID, "a tensor of %zu elements", entry->n);
+    if (full || other || c->blocks + blocks > INT32_MAX)
+        status = flush(c);
+    if (status == OF_CUDA_OK)
+        append(c, entry, blocks);
+    return status;
+}
+
+static of_cuda_status begin(call *c, const of_cuda_update *update) {
+    of_cuda_status status;
+    CUdevice device = 0;
+    int major = 0;
+    c->update = update;
+    c->blocks = 0;
+    c->driver = of_driver_open(&status);
+    if (!c->driver)
+        return status;
+    if (!update->rule || !update->hyper || (unsigned)update->dtype >= OF_DTYPE_COUNT)
+        return of_cuda_fail(OF_CUDA_INVALID, "no rule, no options or an unknown dtype");
+    status = of_driver_enter(c->driver, update->device, &device);
+    if (status != OF_CUDA_OK)
+        return status;
+    const CUresult result = c->driver->device_attribute(
+        &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+    if (result != CUDA_SUCCESS)
+        return of_driver_fail(c->driver, result, "compute capability");
+    return of_cuda_rule(update, &c->used, &c->table.common, major < 10);
+}
+
+of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
+    call c;
+    of_cuda_status status = begin(&c, update);
+    if (status != OF_CUDA_OK)
+        return status;
+    c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
+    for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++) {
+        CUfunction function;
+        const CUresult result = c.driver->kernel_function(&function, c.kernels->size[size]);
+        if (result != CUDA_SUCCESS)
+            status = of_driver_fail(c.driver, result, "a kernel does not load");
+    }
+    return status;
+}
+
+of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry *entries,
+                              size_t n_entries) {
+    call c;
+    of_cuda_status status = begin(&c, update);
+    if (status != OF_CUDA_OK)
+        return status;
+    c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
+    if (!c.kernels)
+        return status;
+    c.stride = OF_CUDA_WORDS_BESIDE_STATE + (size_t)__builtin_popcount(c.used);
+    /* All are checked before the first launch: nothing is half updated. */
+    for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++)
+        if (entries[i].n > 0)
+            status = check_entry(&c, &entries[i], i);
+    for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++)
+        if (entries[i].n > 0)
+            status = add(&c, &entries[i]);
+    return status == OF_CUDA_OK ? flush(&c) : status;
+}

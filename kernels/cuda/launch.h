@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* launch.h: between the files of this library. */
+#ifndef OPTFUSE_CUDA_LAUNCH_H
+#define OPTFUSE_CUDA_LAUNCH_H
+
+#include "driver.h"
+#include "table.h"
+
+/* Checks the rule, says which state it uses, and begins an empty table. */
+of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
+                            bool early);
+
+size_t of_cuda_dtype_size(of_dtype dtype);
+const char *of_cuda_dtype_name(of_dtype dtype);
+
+#endif

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// moment.cuh: the scalars of one update as the reference computes them on the
+// device: learning rate and step may live there, and powers are CUDA's own.
+#ifndef OPTFUSE_CUDA_MOMENT_CUH
+#define OPTFUSE_CUDA_MOMENT_CUH
+
+#include <string.h>
+
+#include "element.cuh"
+#include "table.h"
+
+OF_DEVICE_FN float of_step(const of_cuda_common &common, uint64_t word) {
+    if (common.steps_on_device)
+        return *reinterpret_cast<const float *>(word);
+#ifdef __CUDACC__
+    return __uint_as_float(static_cast<unsigned>(word));
+#else
+    return of_float_of_bits(static_cast<uint32_t>(word));
+#endif
+}
+
+// 1 - beta^step, in the type of the computation: powf or pow of CUDA's library.
+OF_DEVICE_FN of_real of_correction(double beta, float step) {
+    return (of_real)1 - ::pow((of_real)beta, (of_real)step);
+}
+
+OF_DEVICE_FN of_moment of_moment_of(const of_cuda_common &common, uint64_t step_word) {
+    const float step = of_step(common, step_word);
+    of_moment now;
+    // Every rule has its learning rate first.
+    now.lr = common.lr_at ? (of_real)*common.lr_at : (of_real)common.hyper[0];
+    now.correction1 = now.correction2 = (of_real)1;
+    if (OF_RULE_NAME(cuda_corrects)) {
+        now.correction1 = of_correction(common.hyper[ADAM_BETA1], step);
+        now.correction2 = of_square_root(of_correction(common.hyper[ADAM_BETA2], step));
+    }
+    now.first = step <= 1.0f;
+    now.scaled = common.grad_scale_at != nullptr;
+    now.narrow = OF_NARROW;
+    now.early = common.early;
+    return now;
+}
+
+#endif

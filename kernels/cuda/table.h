@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* table.h: what a kernel gets in its arguments; filled by launch.c, read by
+ * update.cu. */
+#ifndef OPTFUSE_CUDA_TABLE_H
+#define OPTFUSE_CUDA_TABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../kernels.h"
+
+/* How a kernel receives its table: in constant memory; where the tests run it
+ * on the CPU, by reference. */
+#ifdef __CUDACC__
+#define OF_CUDA_ARGUMENT(table) const __grid_constant__ table
+#else
+#define OF_CUDA_ARGUMENT(table) const table &
+#endif
+
+enum {
+    OF_CUDA_THREADS = 256, /* of a block */
+    OF_CUDA_CHUNK = 8192,  /* elements a block updates */
+    /* Kernel arguments may have 32,764 bytes. All of them are copied at every
+     * launch, so a few tensors get a small table. */
+    OF_CUDA_SMALL_BYTES = 2048,
+    OF_CUDA_LARGE_BYTES = 32760
+};
+
+typedef struct of_cuda_common {
+    double hyper[OF_MAX_HYPER];
+    const float *lr_at;
+    const float *grad_scale_at;
+    const float *found_inf_at;
+    uint32_t entries;
+    uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
+    uint8_t early;           /* the chip is older than compute capability 10 */
+    uint8_t unused[2];
+} of_cuda_common;
+
+/* An entry is `stride` words: param, grad, the used states, step, n, and the
+ * first block that works on it. First blocks ascend; the first is 0. */
+enum { OF_CUDA_WORDS_BESIDE_STATE = 5 };
+
+#define OF_CUDA_WORDS(bytes) (((bytes) - sizeof(of_cuda_common)) / sizeof(uint64_t))
+
+typedef struct of_cuda_small_table {
+    of_cuda_common common;
+    uint64_t words[OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES)];
+} of_cuda_small_table;
+
+typedef struct of_cuda_large_table {
+    of_cuda_common common;
+    uint64_t words[OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES)];
+} of_cuda_large_table;
+
+/* The table of of_cuda_advance. */
+enum { OF_CUDA_STEPS = 500 };
+typedef struct of_cuda_steps {
+    const float *found_inf_at;
+    uint64_t n;
+    float *step[OF_CUDA_STEPS];
+} of_cuda_steps;
+
+#endif

@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "batch.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/table.h"
+
+void batch_create(batch *b) {
+    memset(b, 0, sizeof *b);
+    b->tensors = calloc(MOST_TENSORS, sizeof *b->tensors);
+    b->entries = calloc(MOST_TENSORS, sizeof *b->entries);
+    if (!b->tensors || !b->entries) {
+        perror("batch");
+        exit(2);
+    }
+    for (size_t i = 0; i < MOST_TENSORS; i++) {
+        const size_t bytes = sizeof(double) * (i < LONG_TENSORS ? MOST_LENGTH : SHORT_LENGTH);
+        arrays_create(&b->tensors[i].mine, bytes);
+        arrays_create(&b->tensors[i].wanted, bytes);
+    }
+}
+
+void batch_destroy(batch *b) {
+    for (size_t i = 0; i < MOST_TENSORS; i++) {
+        arrays_destroy(&b->tensors[i].mine);
+        arrays_destroy(&b->tensors[i].wanted);
+    }
+    free(b->tensors);
+    free(b->entries);
+}
+
+static double pick(uint64_t *random, const double *values, size_t n) {
+    return values[random_next(random) % n];
+}
+
+static double random_hyper(const char *name, uint64_t *random) {
+    static const double betas[] = {0.0, 0.5, 0.9, 0.999}, weights[] = {0.0, 0.01, 0.3};
+    static const double rates[] = {1e-3, 0.1, 7.0}, eps[] = {0.0, 1e-8, 1e-3};
+    static const char *const flags[] = {"amsgrad", "maximize", "decoupled", "nesterov"};
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
+        if (strcmp(name, flags[i]) == 0)
+            return (double)(random_next(random) & 1);
+    if (strncmp(name, "beta", 4) == 0 || strcmp(name, "momentum") == 0 ||
+        strcmp(name, "dampening") == 0)
+        return pick(random, betas, 4);
+    if (strcmp(name, "weight_decay") == 0)
+        return pick(random, weights, 3);
+    return strcmp(name, "eps") == 0 ? pick(random, eps, 3) : pick(random, rates, 3);
+}
+
+/* Often at the edge of a chunk, of a vector, or empty. */
+static size_t random_length(bool long_enough, uint64_t *random) {
+    const size_t chunk = OF_CUDA_CHUNK;
+    if (!long_enough)
+        return random_next(random) % SHORT_LENGTH;
+    switch (random_next(random) % 4) {
+    case 0:
+        return chunk * (1 + random_next(random) % 4) - 3 + random_next(random) % 7;
+    case 1:
+        return random_next(random) % MOST_LENGTH;
+    case 2:
+        return random_next(random) % 100 * 4;
+    default:
+        return random_next(random) % 40;
+    }
+}
+
+static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
+    static const double steps[] = {1, 2, 100, 100000};
+    batch_tensor *t = &b->tensors[i];
+    of_cuda_entry *entry = &b->entries[i];
+    const of_dtype dtype = b->update.dtype;
+    const size_t n = random_length(i < LONG_TENSORS, random);
+    static const size_t alignments[] = {16, 16, 8, 1};
+    arrays_place_aligned(&t->mine, dtype, n, used, alignments[random_next(random) % 4], random);
+    arrays_place(&t->wanted, dtype, n, used, random);
+    arrays_fill(&t->wanted, random);
+    arrays_copy(&t->mine, &t->wanted);
+    t->step = (float)pick(random, steps, 4);
+    /* Seldom another than the last one: each change takes a launch. */
+    t->step_on_device = i ? b->tensors[i - 1].step_on_device : random_next(random) & 1;
+    if (random_next(random) % 1000 == 0 || (b->n < LONG_TENSORS && random_next(random) % 8 == 0))
+        t->step_on_device = !t->step_on_device;
+    *entry = (of_cuda_entry){.param = t->mine.at[0],
+                             .grad = t->mine.at[1],
+                             .state = {t->mine.at[2], t->mine.at[3], t->mine.at[4]},
+                             .n = n,
+                             .step_at = t->step_on_device ? &t->step : NULL,
+                             .step = t->step_on_device ? NAN : t->step};
+    if (n == 0 && random_next(random) & 1)
+        entry->param = NULL; /* as empty tensors have it */
+}
+
+void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64_t *random) {
+    b->rule = rule;
+    for (size_t i = 0; i < rule->n_hyper; i++)
+        b->hyper[i] = random_hyper(rule->hyper[i], random);
+    b->lr = (float)pick(random, (double[]){1e-3, 0.25}, 2);
+    b->grad_scale = (float)pick(random, (double[]){1024.0, 3.0}, 2);
+    b->found_inf = random_next(random) % 8 == 0 ? 1.0f : 0.0f;
+    b->update = (of_cuda_update){.rule = rule->name,
+                                 .dtype = dtype,
+                                 .hyper = b->hyper,
+                                 .lr_at = random_next(random) % 2 ? &b->lr : NULL,
+                                 .grad_scale_at = random_next(random) % 2 ? &b->grad_scale : NULL,
+                                 .found_inf_at = random_next(random) % 2 ? &b->found_inf : NULL};
+    b->n = many ? MOST_TENSORS : random_next(random) % LONG_TENSORS;
+    for (size_t i = 0; i < b->n; i++)
+        fill_tensor(b, i, rule->state_used(b->hyper), random);
+}
+
+/* As the kernels compute it, but by the C library's power function, which is
+ * the one they get on the CPU. */
+static double correction(of_dtype dtype, double beta, float step) {
+    if (dtype == OF_FLOAT64)
+        return 1.0 - pow(beta, (double)step);
+    return (double)(1.0f - powf((float)beta, step));
+}
+
+static double square_root(of_dtype dtype, double x) {
+    return dtype == OF_FLOAT64 ? sqrt(x) : (double)sqrtf((float)x);
+}
+
+/* Whether PyTorch would take the tensor in fours. */
+static bool in_fours(const of_cuda_entry *entry, of_dtype dtype, unsigned used) {
+    uintptr_t all = (uintptr_t)entry->param | (uintptr_t)entry->grad;
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (used & (1u << i))
+            all |= (uintptr_t)entry->state[i];
+    return entry->n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0;
+}
+
+static void expect_tensor(batch *b, size_t i) {
+    batch_tensor *t = &b->tensors[i];
+    const of_dtype dtype = b->update.dtype;
+    const unsigned used = b->rule->state_used(b->hyper);
+    const size_t tail = in_fours(&b->entries[i], dtype, used) ? 0 : b->entries[i].n;
+    const of_span span = arrays_span(&t->wanted, tail);
+    of_cuda_scalars s = {.lr = b->update.lr_at ? (double)b->lr : b->hyper[0],
+                         .grad_scale = b->grad_scale,
+                         .unscaled = b->update.grad_scale_at ? t->wanted.at[1] : NULL,
+                         .first = t->step <= 1.0f,
+                         .early = b->early};
+    memcpy(s.hyper, b->hyper, sizeof s.hyper);
+    s.correction1 = correction(dtype, b->hyper[1], t->step);
+    s.correction2 = square_root(dtype, correction(dtype, b->hyper[2], t->step));
+    of_kernel_find(b->rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
+}
+
+void batch_expect(batch *b) {
+    const bool skipped = b->update.found_inf_at && b->found_inf == 1.0f;
+    for (size_t i = 0; i < b->n && !skipped; i++)
+        expect_tensor(b, i);
+}
+
+size_t batch_differ(const batch *b, bool report) {
+    size_t count = 0;
+    for (size_t i = 0; i < b->n; i++) {
+        const batch_tensor *t = &b->tensors[i];
+        int array = 0;
+        size_t element = 0, bad = arrays_differ(&t->mine, &t->wanted, &array, &element);
+        if (bad && report && !count)
+            printf("  tensor %zu of %zu, %zu elements: %zu differ, the first: array %d [%zu]\n", i,
+                   b->n, t->mine.n, bad, array, element);
+        if (!arrays_intact(&t->mine)) {
+            bad++;
+            if (report)
+                printf("  tensor %zu: wrote outside of the arrays\n", i);
+        }
+        count += bad;
+    }
+    return count;
+}

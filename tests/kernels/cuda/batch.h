@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* batch.h: many tensors to update at once, and what the plain C row makes of
+ * each of them. */
+#ifndef OPTFUSE_TEST_BATCH_H
+#define OPTFUSE_TEST_BATCH_H
+
+#include "../arrays.h"
+#include "cuda/cuda_kernels.h"
+
+enum { MOST_TENSORS = 1300, MOST_LENGTH = 40000, LONG_TENSORS = 24, SHORT_LENGTH = 80 };
+
+typedef struct batch_tensor {
+    arrays mine, wanted;
+    float step; /* read by the kernel where steps are on the device */
+    bool step_on_device;
+} batch_tensor;
+
+typedef struct batch {
+    batch_tensor *tensors;
+    of_cuda_entry *entries;
+    size_t n;
+    const of_rule *rule;
+    of_cuda_update update;
+    double hyper[OF_MAX_HYPER];
+    float lr, grad_scale, found_inf; /* "device" scalars */
+    bool early;
+} batch;
+
+void batch_create(batch *b);
+void batch_destroy(batch *b);
+
+/* A random batch for a rule and dtype; `many`: more than a table holds. */
+void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64_t *random);
+/* Computes `wanted` of every tensor. */
+void batch_expect(batch *b);
+/* The number of elements that differ after the update, and of writes outside. */
+size_t batch_differ(const batch *b, bool report);
+
+#endif

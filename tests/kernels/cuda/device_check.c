@@ -1,0 +1,175 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* device_check: runs the CUDA kernels' own source on the CPU, through the code
+ * that launches them, and compares every bit with the plain C rows.
+ *
+ *   device_check [--seed N] [--rounds N] [--only "RULE DTYPE"]
+ *   device_check --driver none|old
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "batch.h"
+#include "cuda/table.h"
+#include "host_driver.h"
+
+static int failures;
+
+static void check(bool right, const char *promise) {
+    if (!right) {
+        printf("FAIL %s\n", promise);
+        failures++;
+    }
+}
+
+static bool round_agrees(batch *b, const of_rule *rule, of_dtype dtype, bool many,
+                         uint64_t *random) {
+    batch_fill(b, rule, dtype, many, random);
+    host.major = random_next(random) & 1 ? 9 : 10;
+    host.backwards = random_next(random) & 1;
+    b->early = host.major < 10;
+    batch_expect(b);
+    if (of_cuda_launch(&b->update, b->entries, b->n) != OF_CUDA_OK) {
+        printf("  %s\n", of_cuda_error());
+        return false;
+    }
+    return batch_differ(b, true) == 0;
+}
+
+static void check_instance(batch *b, const of_rule *rule, of_dtype dtype, uint64_t random,
+                           int rounds, const char *only) {
+    char name[40];
+    int bad = 0;
+    snprintf(name, sizeof name, "%s %s", rule->name, of_dtype_name(dtype));
+    if (only && strcmp(only, name) != 0)
+        return;
+    for (int i = 0; i < rounds; i++)
+        bad += !round_agrees(b, rule, dtype, i % 10 == 9, &random);
+    printf("%-4s %s: %d of %d calls differ from the plain C row\n", bad ? "FAIL" : "ok", name, bad,
+           rounds);
+    failures += bad;
+}
+
+/* The check sees one wrong bit, and a write beside an array. */
+static void check_the_check(batch *b, uint64_t seed) {
+    batch_fill(b, of_rule_find("sgd"), OF_FLOAT32, true, &seed);
+    b->early = true;
+    b->update.found_inf_at = NULL;
+    batch_expect(b);
+    host.major = 9;
+    host.launches = 0;
+    check(of_cuda_launch(&b->update, b->entries, b->n) == OF_CUDA_OK, "launches");
+    check(host.launches >= 2, "more tensors than a table holds take several launches");
+    check(host.launches < 10, "but a table holds hundreds");
+    check(batch_differ(b, false) == 0, "equal before a bit is flipped");
+    size_t i = 0;
+    while (b->entries[i].n == 0)
+        i++;
+    b->tensors[i].mine.at[0][0] ^= 1;
+    check(batch_differ(b, false) == 1, "a flipped bit is seen");
+    b->tensors[i].mine.at[0][0] ^= 1;
+    b->tensors[i].mine.at[0][b->entries[i].n * 4] ^= 1;
+    check(batch_differ(b, false) == 1, "a write past the end is seen");
+}
+
+static void check_tables(void) {
+    float values[64] __attribute__((aligned(16))) = {0};
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    const of_cuda_update update = {
+        .rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper, .stream = values};
+    of_cuda_entry entry = {.param = values, .grad = values + 32, .n = 4, .step = 1};
+    host.launches = 0;
+    check(of_cuda_launch(&update, NULL, 0) == OF_CUDA_OK && host.launches == 0,
+          "no tensors, no launch");
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.launches == 1, "one launch");
+    check(host.bytes == sizeof(of_cuda_small_table), "few tensors take the small table");
+    check(host.blocks == 1 && host.stream == values, "one block, on the stream that was given");
+    check(sizeof(of_cuda_small_table) <= OF_CUDA_SMALL_BYTES &&
+              sizeof(of_cuda_large_table) <= 32764 && sizeof(of_cuda_steps) <= 4096,
+          "the tables fit the kernels' arguments");
+    host.context = false;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context,
+          "without a context the device's own is used");
+    check(of_cuda_prepare(&update) == OF_CUDA_OK, "kernels can be loaded beforehand");
+}
+
+static void check_errors(void) {
+    float values[8] __attribute__((aligned(16))) = {1, 1, 1, 1, 1, 1, 1, 1};
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    of_cuda_entry entries[2] = {{.param = values, .grad = values + 4, .n = 4, .step = 1},
+                                {.param = NULL, .grad = values, .n = 4, .step = 1}};
+    host.launches = 0;
+    check(of_cuda_launch(&update, entries, 2) == OF_CUDA_INVALID && host.launches == 0 &&
+              values[0] == 1.0f,
+          "a bad entry is refused before anything is updated");
+    check(strstr(of_cuda_error(), "entry 1") != NULL, "the error names the entry");
+    entries[0].param = (char *)values + 1;
+    check(of_cuda_launch(&update, entries, 1) == OF_CUDA_INVALID, "half an element's address");
+    entries[0].param = values;
+    host.fail_launch = 1;
+    check(of_cuda_launch(&update, entries, 1) == OF_CUDA_FAILED, "a failing launch is reported");
+    check(strstr(of_cuda_error(), "made by the test") != NULL, "in the driver's words");
+    host.fail_launch = 0;
+    update.rule = "lbfgs";
+    check(of_cuda_launch(&update, entries, 1) == OF_CUDA_UNSUPPORTED, "an unknown rule");
+}
+
+static void check_steps(void) {
+    enum { N = 2 * OF_CUDA_STEPS + 7 };
+    static float steps[N], inf = 1.0f;
+    static float *at[N];
+    for (int i = 0; i < N; i++)
+        at[i] = &steps[i];
+    host.launches = 0;
+    bool right = of_cuda_advance(at, N, NULL, 0, NULL) == OF_CUDA_OK && host.launches == 3;
+    for (int i = 0; i < N; i++)
+        right &= steps[i] == 1.0f;
+    check(right, "every step is counted once");
+    right = of_cuda_advance(at, N, &inf, 0, NULL) == OF_CUDA_OK;
+    for (int i = 0; i < N; i++)
+        right &= steps[i] == 1.0f;
+    check(right, "no step is counted when an infinity was found");
+}
+
+/* The driver is opened once a process: this one is opened without it. */
+static int without_driver(const char *how) {
+    if (strcmp(how, "none") == 0)
+        host.missing = true;
+    else
+        host.version = 12080;
+    check(of_cuda_open() == OF_CUDA_NO_DRIVER, "a missing or old driver is reported");
+    check(of_cuda_launch(NULL, NULL, 0) == OF_CUDA_NO_DRIVER, "at every call");
+    check(strstr(of_cuda_error(), strcmp(how, "none") == 0 ? "took the driver" : "12.8") != NULL,
+          "the error says what is wrong");
+    return failures ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
+int main(int argc, char **argv) {
+    uint64_t seed = 1;
+    int rounds = 40;
+    const char *only = NULL;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], "--seed") == 0)
+            seed = strtoull(argv[i + 1], NULL, 0) | 1;
+        else if (strcmp(argv[i], "--rounds") == 0)
+            rounds = atoi(argv[i + 1]);
+        else if (strcmp(argv[i], "--only") == 0)
+            only = argv[i + 1];
+        else if (strcmp(argv[i], "--driver") == 0)
+            return without_driver(argv[i + 1]);
+    }
+    static batch b;
+    batch_create(&b);
+    for (const of_rule *rule = of_rules; rule->name; rule++)
+        for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
+            check_instance(&b, rule, (of_dtype)dtype, seed, rounds, only);
+    check_the_check(&b, seed);
+    batch_destroy(&b);
+    check_tables();
+    check_errors();
+    check_steps();
+    printf(failures ? "%d failures, seed %" PRIu64 "\n" : "all agree\n", failures, seed);
+    return failures ? EXIT_FAILURE : EXIT_SUCCESS;
+}

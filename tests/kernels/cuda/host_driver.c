@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "host_driver.h"
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/driver.h"
+#include "cuda/table.h"
+#include "host_device.h"
+
+_Thread_local host_index host_block_index, host_block_size, host_thread_index;
+
+host_driver host = {.version = 13000, .major = 9, .context = true};
+
+typedef void kernel_fn(const void *table);
+
+typedef struct kernel_row {
+    const char *name;
+    kernel_fn *run;
+    size_t bytes; /* of its arguments */
+} kernel_row;
+
+#define KERNELS(X)                                                                                 \
+    X(adam_float32, 3, 7) X(adam_float64, 3, 7) X(adam_bfloat16, 3, 7) X(adam_float16, 3, 7)       \
+    X(sgd_float32, 0, 1) X(sgd_float64, 0, 1) X(sgd_bfloat16, 0, 1) X(sgd_float16, 0, 1)
+
+/* The "code" of an image is its name. */
+#define DECLARE(name, least, most)                                                                 \
+    kernel_fn of_cuda_##name##_##least##_small, of_cuda_##name##_##least##_large,                  \
+        of_cuda_##name##_##most##_small, of_cuda_##name##_##most##_large;                          \
+    extern const unsigned long long of_image_##name[];                                             \
+    const unsigned long long of_image_##name[] = {0};
+
+#define ROW(name, used, size)                                                                      \
+    {"of_cuda_" #name "_" #used "_" #size, of_cuda_##name##_##used##_##size,                       \
+     sizeof(of_cuda_##size##_table)},
+#define ROWS(name, least, most)                                                                    \
+    ROW(name, least, small) ROW(name, least, large) ROW(name, most, small) ROW(name, most, large)
+
+KERNELS(DECLARE)
+kernel_fn of_cuda_advance_steps;
+extern const unsigned long long of_image_advance[];
+const unsigned long long of_image_advance[] = {0};
+
+static const kernel_row rows[] = {
+    KERNELS(ROWS){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
+
+static CUresult host_init(unsigned flags) {
+    (void)flags;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_version(int *version) {
+    *version = host.version;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_error_string(CUresult error, const char **text) {
+    (void)error;
+    *text = "a failure made by the test";
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_attribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+    (void)device;
+    *value = host.major;
+    return attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? CUDA_SUCCESS
+                                                                     : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult host_device_get(CUdevice *device, int ordinal) {
+    *device = ordinal;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_current(CUcontext *context) {
+    *context = host.context ? (CUcontext)&host : NULL;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_set_current(CUcontext context) {
+    host.context = context == (CUcontext)&host;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_context_device(CUdevice *device) {
+    *device = 0;
+    return host.context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+}
+
+static CUresult host_retain(CUcontext *context, CUdevice device) {
+    (void)device;
+    *context = (CUcontext)&host;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_load(CUlibrary *library, const void *code, CUjit_option *options,
+                          void **values, unsigned n_options, CUlibraryOption *library_options,
+                          void **library_values, unsigned n_library_options) {
+    (void)options, (void)values, (void)n_options;
+    (void)library_options, (void)library_values, (void)n_library_options;
+    *library = (CUlibrary)(uintptr_t)code;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_kernel(CUkernel *kernel, CUlibrary library, const char *name) {
+    (void)library;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (strcmp(rows[i].name, name) == 0) {
+            *kernel = (CUkernel)(uintptr_t)&rows[i];
+            return CUDA_SUCCESS;
+        }
+    return CUDA_ERROR_NOT_FOUND;
+}
+
+static CUresult host_function(CUfunction *function, CUkernel kernel) {
+    *function = (CUfunction)kernel;
+    return CUDA_SUCCESS;
+}
+
+static void run_block(const kernel_row *row, const void *table, unsigned block, unsigned threads) {
+    host_block_index.x = block;
+    host_block_size.x = threads;
+    for (unsigned i = 0; i < threads; i++) {
+        host_thread_index.x = host.backwards ? threads - 1 - i : i;
+        row->run(table);
+    }
+}
+
+static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigned z,
+                            unsigned threads, unsigned threads_y, unsigned threads_z,
+                            unsigned shared_bytes, CUstream stream, void **parameters,
+                            void **extra) {
+    const kernel_row *row = (const kernel_row *)function;
+    if (y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || shared_bytes || extra || !x)
+        return CUDA_ERROR_INVALID_VALUE;
+    host.launches++;
+    if ((size_t)host.fail_launch == host.launches)
+        return CUDA_ERROR_LAUNCH_FAILED;
+    host.blocks = x;
+    host.bytes = row->bytes;
+    host.stream = stream;
+    /* The arguments and no byte more, so that a sanitizer sees what lies beyond. */
+    void *table = malloc(row->bytes);
+    if (!table) {
+        perror("launch");
+        exit(2);
+    }
+    memcpy(table, parameters[0], row->bytes);
+    for (unsigned block = 0; block < x; block++)
+        run_block(row, table, host.backwards ? x - 1 - block : block, threads);
+    free(table);
+    return CUDA_SUCCESS;
+}
+
+of_cuda_status of_driver_find(of_driver *out, char *why, size_t size) {
+    static const of_driver driver = {host_init,       host_version,        host_error_string,
+                                     host_attribute,  host_device_get,     host_current,
+                                     host_set_current, host_context_device, host_retain,
+                                     host_load,       host_kernel,         host_function,
+                                     host_launch};
+    snprintf(why, size, "the test took the driver away");
+    *out = driver;
+    return host.missing ? OF_CUDA_NO_DRIVER : OF_CUDA_OK;
+}

@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* host_driver.h: a CUDA driver for the tests, which runs kernels on the CPU:
+ * blocks and threads are loops, and it keeps count. */
+#ifndef OPTFUSE_TEST_HOST_DRIVER_H
+#define OPTFUSE_TEST_HOST_DRIVER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+typedef struct host_driver {
+    int version; /* what it says it supports, 13000 for CUDA 13.0 */
+    int major;   /* the chip's compute capability */
+    bool missing;
+    bool context;   /* whether one is current */
+    bool backwards; /* the last block and thread first */
+    int fail_launch; /* the number of the launch that fails, from 1; 0: none */
+    size_t launches;
+    size_t blocks; /* of the last launch */
+    size_t bytes;  /* of its arguments */
+    void *stream;
+} host_driver;
+
+extern host_driver host;
+
+#endif

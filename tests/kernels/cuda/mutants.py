@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Breaks the CUDA kernels and the code that launches them, one line at a time,
+and expects device_check to see each of it.
+
+    mutants.py CUDA_INCLUDE LIBRARIES...
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent.parent.parent
+CC = os.environ.get("CC", "cc").split()
+CXX = os.environ.get("CXX", "c++").split()
+EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    what: str
+    file: str
+    old: str
+    new: str
+    flags: tuple[str, ...] = ()
+
+
+UPDATE, LAUNCH = "cuda/update.cu", "cuda/launch.c"
+MUTANTS = [
+    Mutant("the search is off by one", UPDATE, "STRIDE - 1] <= block", "STRIDE - 1] < block"),
+    Mutant("one element too many", UPDATE, "i < end; i +=", "i <= end; i +="),
+    Mutant("a vector over the end", UPDATE, "end - end % OF_LANES", "end + OF_LANES - 1"),
+    Mutant("chunks overlap", UPDATE, ": at + OF_CUDA_CHUNK;", ": at + OF_CUDA_CHUNK + 4;"),
+    Mutant("vectors anywhere", UPDATE, "if (of_aligned<USED>(tensor, 16))", "if (true)"),
+    Mutant("alignment of the state ignored", UPDATE, "if (USED >> i & 1)\n            all |=",
+           "if (USED >> i & 8)\n            all |="),
+    Mutant("the rest is left out", UPDATE, "at = packed;", "at = end;"),
+    Mutant("found_inf is ignored", UPDATE, "== 1.0f)\n        return;", "== 2.0f)\n        return;"),
+    Mutant("the device's step is ignored", "cuda/moment.cuh", "if (common.steps_on_device)",
+           "if (common.unused[0])"),
+    Mutant("one product is rounded", "rules/adam.h", "of_multiply_add(true, -k->beta1",
+           "of_multiply_add(false, -k->beta1"),
+    Mutant("the compiler fuses products", UPDATE, "", "", ("-ffp-contract=fast", "-mfma")),
+    Mutant("one entry too many", LAUNCH, "(common->entries + 1) * c->stride >",
+           "common->entries * c->stride >"),
+    Mutant("blocks count on", LAUNCH, "    c->blocks = 0;\n    return result", "    return result"),
+    Mutant("a small table for many", LAUNCH, "OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ?",
+           "OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES) ?"),
+    Mutant("steps are mixed", LAUNCH, "if (full || other ||", "if (full ||"),
+]  # fmt: skip
+
+
+def run(*command: str | Path) -> None:
+    subprocess.run([str(part) for part in command], check=True)
+
+
+class Build:
+    def __init__(self, folder: Path, include: str, libraries: list[str]) -> None:
+        self.folder, self.libraries = folder, libraries
+        self.tree = folder / "kernels"
+        shutil.copytree(ROOT / "kernels", self.tree)
+        self.includes = [f"-I{self.tree}", f"-I{TESTS}", f"-I{TESTS.parent}", f"-isystem{include}"]
+        tests = [TESTS / f for f in ("device_check.c", "batch.c", "host_driver.c")]
+        self.objects = [self.c(path) for path in [*tests, TESTS.parent / "arrays.c"]]
+        self.launcher = {name: self.c(self.tree / "cuda" / name) for name in LAUNCHER}
+
+    def c(self, path: Path) -> Path:
+        out = self.folder / (path.stem + ".o")
+        flags = ["-std=gnu11", "-O1", "-D_GNU_SOURCE", *EXACT, *self.includes]
+        run(*CC, *flags, "-c", path, "-o", out)
+        return out
+
+    def kernel(self, *flags: str) -> Path:
+        """Adam in float32; it takes the place of the library's."""
+        out = self.folder / "kernel.o"
+        macros = ["-DOF_RULE=adam", "-DOF_RULE_ADAM", "-DOF_VARIANTS=ADAM_VARIANTS"]
+        macros += ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=cuda"]
+        macros += ['-DHOST_SOURCE="cuda/update.cu"']
+        run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
+            "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
+        return out
+
+    def survives(self, mutant: Mutant | None) -> bool:
+        """Whether device_check is content with it."""
+        path = self.tree / mutant.file if mutant else None
+        text = path.read_text() if path else ""
+        if mutant and mutant.old:
+            if text.count(mutant.old) != 1:
+                sys.exit(f"{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times")
+            path.write_text(text.replace(mutant.old, mutant.new))
+        launcher = dict(self.launcher)
+        if path and path.suffix == ".c":
+            launcher[path.name] = self.c(path)
+        kernel = self.kernel(*(mutant.flags if mutant else ()))
+        program = self.folder / "check"
+        run(*CXX, "-o", program, *self.objects, *launcher.values(), kernel, *self.libraries,
+            "-lpthread", "-lm")  # fmt: skip
+        if path:
+            path.write_text(text)
+            if path.suffix == ".c":
+                self.c(path)
+        arguments = [program, "--rounds", "100", "--only", "adam float32"]
+        return subprocess.run(arguments, capture_output=True, timeout=120).returncode == 0
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        build = Build(Path(folder), sys.argv[1], sys.argv[2:])
+        if not build.survives(None):
+            sys.exit("device_check fails on what is not broken")
+        survived = []
+        for mutant in MUTANTS:
+            seen = not build.survives(mutant)
+            print(f"{'seen' if seen else 'NOT SEEN'}: {mutant.what}", flush=True)
+            survived += [] if seen else [mutant.what]
+    sys.exit(f"not seen: {survived}" if survived else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reads what nvcc makes of the CUDA kernels: the PTX holds exactly the
+operations that the rules write, each rounded as written, and ptxas spills no
+register.
+
+    ptx_check.py NVCC SOURCE FLAGS... -- INSTANCE MACROS... [-- INSTANCE MACROS...]
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+OPERATIONS = ("fma", "mul", "add", "sub", "div", "sqrt")
+# Of one element, by the state in use: (fma, mul, add, sub, div, sqrt). All
+# branches count: both ways of adding L2 decay, of filling SGD's buffer, of
+# taking a step.
+ELEMENT = {
+    "adam": {"f32": {3: (6, 3, 2, 1, 3, 1), 7: (6, 3, 2, 1, 3, 1)}},
+    "sgd": {
+        "float32": {0: (2, 1, 1, 0, 1, 0), 1: (5, 3, 1, 0, 1, 0)},
+        "float64": {0: (2, 1, 1, 0, 1, 0), 1: (4, 2, 1, 0, 1, 0)},
+        "narrow": {0: (2, 0, 0, 0, 1, 0), 1: (5, 2, 0, 0, 1, 0)},
+    },
+}
+ELEMENT["adam"]["f64"] = {3: (6, 2, 1, 1, 3, 1), 7: (6, 2, 1, 1, 3, 1)}
+# Of one block: lr * weight decay, lr / correction, the second correction's
+# root; 1 - dampening. The powers are counted on their own.
+BLOCK = {"adam": {3: (0, 1, 0, 0, 1, 1), 7: (0, 1, 0, 0, 1, 1)}}
+BLOCK["sgd"] = {0: (0, 0, 0, 0, 0, 0), 1: (0, 0, 0, 1, 0, 0)}
+LANES = {"float32": 4, "float64": 2, "bfloat16": 8, "float16": 8}
+POWERS = """
+extern "C" __global__ void powers(TYPE *out, TYPE a, TYPE b, TYPE step) {
+    out[0] = 1 - ::pow(a, step);
+    out[1] = 1 - ::pow(b, step);
+}
+"""
+
+
+class Compiler:
+    def __init__(self, nvcc: str, flags: list[str], folder: Path) -> None:
+        self.nvcc, self.flags, self.folder = nvcc, flags, folder
+
+    def run(self, source: Path, *more: str) -> tuple[str, str]:
+        out = self.folder / "out"
+        command = [self.nvcc, *self.flags, *more, "-o", str(out), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"{' '.join(command)}\n{done.stderr}")
+        return out.read_text(errors="replace"), done.stderr
+
+
+def kernels(ptx: str) -> dict[str, str]:
+    found = re.findall(r"\.entry (\w+)\((.*?)\n}\n", ptx, re.DOTALL)
+    return dict(found)
+
+
+def counts(body: str) -> Counter[str]:
+    return Counter(
+        match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body)
+    )
+
+
+def wrongly_rounded(body: str, contracted: bool) -> list[str]:
+    """Operations that ptxas may fuse, approximate or flush. CUDA's powf has
+    one approximate reciprocal, which it corrects."""
+    wrong = []
+    for line in body.splitlines():
+        match = re.search(r"\b((fma|mul|add|sub|div|sqrt|rcp|ex2|lg2|rsqrt)[\w.]*\.f(32|64))", line)
+        if not match:
+            continue
+        name, parts = match[1], match[1].split(".")
+        bare = "rn" not in parts
+        if "rcp" in parts and "approx" in parts:
+            continue
+        if {"approx", "full", "ftz"} & set(parts) or (bare and not contracted):
+            wrong.append(name)
+    return wrong + (products_in_sums(body) if contracted else [])
+
+
+def products_in_sums(body: str) -> list[str]:
+    """Bare products that go into bare sums: what a compiler may contract."""
+    products = set(re.findall(r"\bmul\.f\d\d\s+(%\w+)", body))
+    sums = re.findall(r"\b(?:add|sub)\.f\d\d\s+%\w+, (%\w+), (%\w+)", body)
+    return [f"{name} in a sum" for pair in sums for name in pair if name in products]
+
+
+def expected(instance: str, used: int, powers: Counter[str]) -> Counter[str]:
+    rule, dtype = instance.split("-")
+    kinds = ELEMENT[rule]
+    kind = kinds.get(dtype) or kinds.get("f64" if dtype == "float64" else "f32") or kinds["narrow"]
+    elements = LANES[dtype] + 1  # the 16-byte path and the scalar one
+    total = Counter({name: 0 for name in OPERATIONS})
+    for name, each, once in zip(OPERATIONS, kind[used], BLOCK[rule][used], strict=True):
+        total[name] = elements * each + once + (powers[name] if rule == "adam" else 0)
+    return total
+
+
+def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
+    """What is wrong with the PTX of one instance."""
+    contracted = instance == "adam-float64"
+    flags = [f"-fmad={'true' if contracted else 'false'}"]
+    real = "double" if instance.endswith("float64") else "float"
+    snippet = compiler.folder / "powers.cu"
+    snippet.write_text(POWERS.replace("TYPE", real))
+    arch = ["-arch=compute_90", "-ptx"]
+    powers = counts(kernels(compiler.run(snippet, *arch, *flags)[0])["powers"])
+    found = []
+    bodies = kernels(compiler.run(source, *arch, *flags, *macros)[0])
+    if len(bodies) != 4:
+        found.append(f"{instance}: {len(bodies)} kernels")
+    for name, body in bodies.items():
+        used = int(name.split("_")[-2])
+        have, want = counts(body), expected(instance, used, powers)
+        different = [
+            f"{key} {have[key]} for {want[key]}" for key in OPERATIONS if have[key] != want[key]
+        ]
+        if different:
+            found.append(f"{name}: {', '.join(different)}")
+        if wrong := wrongly_rounded(body, contracted):
+            found.append(f"{name}: {sorted(set(wrong))}")
+    return found
+
+
+def spills(compiler: Compiler, source: Path, chip: str, macros: list[str]) -> list[str]:
+    log = compiler.run(source, f"-arch={chip}", "-cubin", "-Xptxas", "-v", "-fmad=false", *macros)[1]
+    lines = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    print(f"     {chip}: {max(registers)} registers at most, spills {lines.count(('0', '0'))} x 0")
+    return [f"{chip} spills" for pair in lines if pair != ("0", "0")] if lines else [f"{chip} silent"]
+
+
+def must_fail(compiler: Compiler, source: Path, macros: list[str]) -> list[str]:
+    """Controls: three builds that the check has to refuse."""
+    missed = []
+    for flag in ("-fmad=true", "-use_fast_math"):
+        other = Compiler(compiler.nvcc, compiler.flags, compiler.folder)
+        if not faults_with(other, source, macros, flag):
+            missed.append(f"a build with {flag} was accepted")
+    tree = compiler.folder / "kernels"
+    subprocess.run(["cp", "-r", str(source.parent.parent), str(tree)], check=True)
+    rule = tree / "rules" / "adam.h"
+    text = rule.read_text()
+    changed = text.replace("of_multiply_add(true, -k->beta1", "of_multiply_add(false, -k->beta1")
+    rule.write_text(changed)
+    if changed == text or not faults(compiler, tree / "cuda" / source.name, "adam-float32", macros):
+        missed.append("a changed formula was accepted")
+    return missed
+
+
+def faults_with(compiler: Compiler, source: Path, macros: list[str], flag: str) -> list[str]:
+    return faults(compiler, source, "adam-float32", [*macros, flag])
+
+
+def main() -> None:
+    nvcc, source, *rest = sys.argv[1:]
+    groups: list[list[str]] = [[]]
+    for word in rest:
+        groups.append([]) if word == "--" else groups[-1].append(word)
+    flags, instances = groups[0], {group[0]: group[1:] for group in groups[1:]}
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        compiler = Compiler(nvcc, flags, Path(folder))
+        for instance, macros in instances.items():
+            found = faults(compiler, Path(source), instance, macros)
+            print(f"{'FAIL' if found else 'ok  '} {instance}", *found, sep="\n     ")
+            failed += found
+            if instance.endswith(("float32", "bfloat16")):
+                for chip in ("sm_75", "sm_90"):
+                    failed += spills(compiler, Path(source), chip, macros)
+        failed += must_fail(compiler, Path(source), instances["adam-float32"])
+    sys.exit("\n".join(failed) or 0)
+
+
+if __name__ == "__main__":
+    main()
