@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, sources
+from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, output, sources
 
 HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix == ".h"]
 # What the build defines for the headers that are compiled once per instance.
@@ -22,14 +24,27 @@ MACROS = {
     ]
 }
 TORCH = re.compile(r"#include <(torch|ATen|c10)/")
+CUDA = re.compile(r"#include <cuda")
 
 
-def sees_torch(path: Path) -> bool:
-    """Directly, or through another header of the shim."""
+def sees(path: Path, pattern: re.Pattern[str]) -> bool:
+    """Directly, or through another header of its directory."""
     text = path.read_text()
     included = re.findall(r'#include "([^"]+)"', text)
     ours = [path.parent / file for file in included if (path.parent / file).is_file()]
-    return bool(TORCH.search(text)) or any(sees_torch(file) for file in ours)
+    return bool(pattern.search(text)) or any(sees(file, pattern) for file in ours)
+
+
+def sees_torch(path: Path) -> bool:
+    return sees(path, TORCH)
+
+
+def cuda_flags() -> list[str]:
+    """Where the toolkit's headers are."""
+    nvcc = shutil.which("nvcc") or pytest.skip("no CUDA toolkit")
+    info = ROOT / "kernels" / "cuda" / "cuda_info.py"
+    top = output(sys.executable, info, nvcc).splitlines()[1]
+    return [f"-isystem{top}/include"]
 
 
 def for_both(path: Path) -> bool:
@@ -70,7 +85,8 @@ def test_the_public_headers_are_among_those_checked() -> None:
 
 @pytest.mark.parametrize("header", C_HEADERS, ids=name)
 def test_header_compiles_alone_as_c11(header: Path) -> None:
-    compiles(header, CC, "-xc", "-std=c11", "-D_POSIX_C_SOURCE=200809L")
+    cuda = cuda_flags() if sees(header, CUDA) else []
+    compiles(header, CC, "-xc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", *cuda)
 
 
 @pytest.mark.parametrize("header", SHARED_HEADERS, ids=name)

@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant("alignment of the state ignored", UPDATE, "if (USED >> i & 1)\n            all |=",
            "if (USED >> i & 8)\n            all |="),
     Mutant("the rest is left out", UPDATE, "at = packed;", "at = end;"),
-    Mutant("found_inf is ignored", UPDATE, "== 1.0f)\n        return;", "== 2.0f)\n        return;"),
+    Mutant("found_inf is ignored", UPDATE, "*common.found_inf_at == 1.0f", "false"),
     Mutant("the device's step is ignored", "cuda/moment.cuh", "if (common.steps_on_device)",
            "if (common.unused[0])"),
     Mutant("one product is rounded", "rules/adam.h", "of_multiply_add(true, -k->beta1",

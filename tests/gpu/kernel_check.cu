@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// kernel_check: on a machine with a GPU, compares what the CUDA kernels compute
+// with the plain C rows, bit for bit. The bias corrections come from the device,
+// whose power function is not the CPU's.
+//
+//   kernel_check [--seed N] [--rounds N]
+#include <string.h>
+
+#include "cuda/cuda_kernels.h"
+#include "gpu.h"
+
+extern "C" {
+#include "../kernels/arrays.h"
+}
+
+enum { TENSORS = 12, MOST = 50000, PADDING = 256 };
+
+template <class T> __global__ void corrections(double beta1, double beta2, float step, double *out) {
+    out[0] = 1 - ::pow((T)beta1, (T)step);
+    out[1] = sqrt(1 - ::pow((T)beta2, (T)step));
+}
+
+struct tensor {
+    arrays mine, wanted;
+    unsigned char *device[N_ARRAYS]; // MOST doubles and PADDING bytes each
+    size_t offset[N_ARRAYS];
+    float step;
+};
+
+static tensor tensors[TENSORS];
+static double *device_corrections;
+static float *device_scalars; // lr, grad_scale, found_inf, steps
+
+static double pick(uint64_t *random, const double *values, size_t n) {
+    return values[random_next(random) % n];
+}
+
+static void random_options(const of_rule *rule, double *hyper, uint64_t *random) {
+    static const double betas[] = {0.0, 0.5, 0.9, 0.999}, weights[] = {0.0, 0.01, 0.3};
+    static const double rates[] = {1e-3, 0.1}, flags[] = {0.0, 1.0};
+    for (size_t i = 0; i < rule->n_hyper; i++) {
+        const char *name = rule->hyper[i];
+        if (strncmp(name, "beta", 4) == 0 || !strcmp(name, "momentum") ||
+            !strcmp(name, "dampening"))
+            hyper[i] = pick(random, betas, 4);
+        else if (!strcmp(name, "weight_decay"))
+            hyper[i] = pick(random, weights, 3);
+        else if (!strcmp(name, "lr"))
+            hyper[i] = pick(random, rates, 2);
+        else
+            hyper[i] = !strcmp(name, "eps") ? 1e-8 : pick(random, flags, 2);
+    }
+}
+
+static size_t random_length(uint64_t *random) {
+    const size_t chunk = 8192;
+    switch (random_next(random) % 3) {
+    case 0:
+        return chunk * (1 + random_next(random) % 5) - 4 + random_next(random) % 9;
+    case 1:
+        return random_next(random) % MOST / 4 * 4;
+    default:
+        return random_next(random) % 100;
+    }
+}
+
+static of_cuda_entry upload(tensor *t, of_dtype dtype, unsigned used, size_t index,
+                            uint64_t *random) {
+    static const double steps[] = {1, 2, 17, 1000};
+    const size_t n = random_length(random), size = of_dtype_size(dtype);
+    const size_t shared = random_next(random) % 2 ? 0 : random_next(random) % 16 * size;
+    of_cuda_entry entry = {};
+    arrays_place(&t->mine, dtype, n, used, random);
+    arrays_place(&t->wanted, dtype, n, used, random);
+    arrays_fill(&t->wanted, random);
+    void *at[N_ARRAYS] = {};
+    for (int i = 0; i < N_ARRAYS; i++) {
+        t->offset[i] = random_next(random) % 8 ? shared : random_next(random) % 16 * size;
+        GPU(cudaMemset(t->device[i], 0xa5, MOST * sizeof(double) + PADDING));
+        if (!t->wanted.at[i])
+            continue;
+        at[i] = t->device[i] + t->offset[i];
+        GPU(cudaMemcpy(at[i], t->wanted.at[i], n * size, cudaMemcpyHostToDevice));
+    }
+    t->step = (float)pick(random, steps, 4);
+    entry.param = at[0];
+    entry.grad = at[1];
+    for (int i = 0; i < OF_MAX_STATE; i++)
+        entry.state[i] = at[2 + i];
+    entry.n = n;
+    entry.step = t->step;
+    if (random_next(random) % 2) {
+        entry.step_at = device_scalars + 3 + index;
+        GPU(cudaMemcpy(device_scalars + 3 + index, &t->step, 4, cudaMemcpyHostToDevice));
+    }
+    return entry;
+}
+
+static bool in_fours(const tensor *t, of_dtype dtype, unsigned used) {
+    size_t all = t->offset[0] | t->offset[1]; // cudaMalloc aligns to 256 bytes
+    for (int i = 0; i < OF_MAX_STATE; i++)
+        if (used >> i & 1)
+            all |= t->offset[2 + i];
+    return t->mine.n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0;
+}
+
+static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scalars s, bool scaled) {
+    const unsigned used = rule->state_used(s.hyper);
+    double both[2];
+    if (dtype == OF_FLOAT64)
+        corrections<double><<<1, 1>>>(s.hyper[1], s.hyper[2], t->step, device_corrections);
+    else
+        corrections<float><<<1, 1>>>(s.hyper[1], s.hyper[2], t->step, device_corrections);
+    GPU(cudaMemcpy(both, device_corrections, sizeof both, cudaMemcpyDeviceToHost));
+    s.correction1 = both[0];
+    s.correction2 = both[1];
+    s.first = t->step <= 1.0f;
+    s.unscaled = scaled ? t->wanted.at[1] : NULL;
+    const of_span span =
+        arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
+    of_kernel_find(rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
+}
+
+// Whether the bytes beside an array are as they were.
+static bool intact(const unsigned char *device, size_t offset, size_t bytes) {
+    unsigned char after[PADDING];
+    GPU(cudaMemcpy(after, device + offset + bytes, 64, cudaMemcpyDeviceToHost));
+    GPU(cudaMemcpy(after + 64, device, offset, cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < 64 + offset; i++)
+        if (after[i] != 0xa5)
+            return false;
+    return true;
+}
+
+static size_t differing(tensor *t, of_dtype dtype) {
+    const size_t bytes = t->mine.n * of_dtype_size(dtype);
+    size_t element, outside = 0;
+    int array;
+    for (int i = 0; i < N_ARRAYS; i++) {
+        if (!t->mine.at[i])
+            continue;
+        GPU(cudaMemcpy(t->mine.at[i], t->device[i] + t->offset[i], bytes, cudaMemcpyDeviceToHost));
+        outside += !intact(t->device[i], t->offset[i], bytes);
+    }
+    return outside + arrays_differ(&t->mine, &t->wanted, &array, &element);
+}
+
+static size_t check_round(const of_rule *rule, of_dtype dtype, bool early, uint64_t *random) {
+    of_cuda_scalars s = {};
+    of_cuda_entry entries[TENSORS];
+    random_options(rule, s.hyper, random);
+    const float lr = 0.25f, scale = 1024.0f, infinite = 0.0f;
+    const float scalars[] = {lr, scale, infinite};
+    GPU(cudaMemcpy(device_scalars, scalars, sizeof scalars, cudaMemcpyHostToDevice));
+    const bool lr_there = random_next(random) % 2, scaled = random_next(random) % 2;
+    s.lr = lr_there ? (double)lr : s.hyper[0];
+    s.grad_scale = scale;
+    s.early = early;
+    of_cuda_update update = {};
+    update.rule = rule->name;
+    update.dtype = dtype;
+    update.hyper = s.hyper;
+    update.lr_at = lr_there ? device_scalars : NULL;
+    update.grad_scale_at = scaled ? device_scalars + 1 : NULL;
+    update.found_inf_at = random_next(random) % 2 ? device_scalars + 2 : NULL;
+    for (size_t i = 0; i < TENSORS; i++)
+        entries[i] = upload(&tensors[i], dtype, rule->state_used(s.hyper), i, random);
+    if (of_cuda_launch(&update, entries, TENSORS) != OF_CUDA_OK) {
+        fprintf(stderr, "%s\n", of_cuda_error());
+        exit(2);
+    }
+    GPU(cudaDeviceSynchronize());
+    size_t count = 0;
+    for (size_t i = 0; i < TENSORS; i++) {
+        expect(&tensors[i], rule, dtype, s, scaled);
+        count += differing(&tensors[i], dtype);
+    }
+    return count;
+}
+
+static int check_all(uint64_t seed, int rounds, bool early) {
+    int failed = 0;
+    for (const of_rule *rule = of_rules; rule->name; rule++)
+        for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
+            uint64_t random = seed;
+            int bad = 0;
+            for (int i = 0; i < rounds; i++)
+                bad += check_round(rule, (of_dtype)dtype, early, &random) != 0;
+            printf("%-4s %s %s: %d of %d launches differ from the plain C row\n",
+                   bad ? "FAIL" : "ok", rule->name, of_dtype_name((of_dtype)dtype), bad, rounds);
+            failed += bad;
+        }
+    return failed;
+}
+
+int main(int argc, char **argv) {
+    uint64_t seed = 1;
+    int rounds = 40;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], "--seed") == 0)
+            seed = strtoull(argv[i + 1], NULL, 0) | 1;
+        else if (strcmp(argv[i], "--rounds") == 0)
+            rounds = atoi(argv[i + 1]);
+    }
+    const bool early = gpu_open().major < 10;
+    for (size_t i = 0; i < TENSORS; i++) {
+        arrays_create(&tensors[i].mine, MOST * sizeof(double));
+        arrays_create(&tensors[i].wanted, MOST * sizeof(double));
+        for (int k = 0; k < N_ARRAYS; k++)
+            GPU(cudaMalloc(&tensors[i].device[k], MOST * sizeof(double) + PADDING));
+    }
+    GPU(cudaMalloc(&device_corrections, 2 * sizeof(double)));
+    GPU(cudaMalloc(&device_scalars, (3 + TENSORS) * sizeof(float)));
+    return check_all(seed, rounds, early) ? EXIT_FAILURE : EXIT_SUCCESS;
+}
