@@ -118,7 +118,7 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
         &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
     if (result != CUDA_SUCCESS)
         return of_driver_fail(c->driver, result, "compute capability");
-    return of_cuda_rule(update, &c->used, &c->table.common, major < 10);
+    return of_cuda_rule(update, &c->used, &c->table.common, of_cuda_early(major, update->dtype));
 }
 
 of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
