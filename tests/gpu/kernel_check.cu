@@ -15,7 +15,8 @@ extern "C" {
 
 enum { TENSORS = 12, MOST = 50000, PADDING = 256 };
 
-template <class T> __global__ void corrections(double beta1, double beta2, float step, double *out) {
+template <class T>
+__global__ void corrections(double beta1, double beta2, float step, double *out) {
     out[0] = 1 - ::pow((T)beta1, (T)step);
     out[1] = sqrt(1 - ::pow((T)beta2, (T)step));
 }
@@ -116,8 +117,7 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
     s.correction2 = both[1];
     s.first = t->step <= 1.0f;
     s.unscaled = scaled ? t->wanted.at[1] : NULL;
-    const of_span span =
-        arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
+    const of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
     of_kernel_find(rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
 }
 
