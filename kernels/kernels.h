@@ -66,7 +66,7 @@ typedef struct of_cuda_scalars {
     double grad_scale;  /* what the gradient is divided by, if `unscaled` is given */
     void *unscaled;     /* where the divided gradient goes; may be the gradient; or NULL */
     bool first;         /* the first update of the parameter */
-    bool early;         /* a chip older than compute capability 10: rounds differently */
+    bool early;         /* see of_cuda_early() */
 } of_cuda_scalars;
 
 typedef struct of_kernel {
@@ -115,6 +115,13 @@ bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "a
  * has a tail. The CUDA kernel takes all elements of a tensor in fours, or none:
  * those of an unaligned one are a tail as well, which the caller has to see. */
 size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel);
+
+/* Whether PyTorch's fused CUDA kernels round in their first way on a chip of
+ * this compute capability (docs/numerics.md): that depends on what its compiler
+ * made of them for that chip. */
+static inline bool of_cuda_early(int major, of_dtype dtype) {
+    return major < 10 && (major >= 8 || dtype != OF_BFLOAT16);
+}
 
 size_t of_dtype_size(of_dtype dtype); /* bytes an element */
 const char *of_dtype_name(of_dtype dtype);

@@ -86,9 +86,8 @@ OF_RULES(OF_DECLARE)
 OF_CUDA_ROWS(OF_DECLARE_CUDA, adam)
 OF_CUDA_ROWS(OF_DECLARE_CUDA, sgd)
 
-const of_kernel of_kernels[] = {
-    OF_RULES(OF_ROWS) OF_CUDA_ROWS(OF_CUDA_ROW, adam)
-        OF_CUDA_ROWS(OF_CUDA_ROW, sgd){NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL}};
+const of_kernel of_kernels[] = {OF_RULES(OF_ROWS) OF_CUDA_ROWS(OF_CUDA_ROW, adam) OF_CUDA_ROWS(
+    OF_CUDA_ROW, sgd){NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL}};
 
 const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dtype dtype,
                                 of_device device, of_isa isa) {

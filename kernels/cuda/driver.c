@@ -82,6 +82,5 @@ of_cuda_status of_driver_enter(const of_driver *driver, int ordinal, CUdevice *d
     }
     if (result == CUDA_SUCCESS)
         result = driver->context_device(device);
-    return result == CUDA_SUCCESS ? OF_CUDA_OK
-                                  : of_driver_fail(driver, result, "no CUDA context");
+    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, "no CUDA context");
 }

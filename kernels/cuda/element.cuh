@@ -27,8 +27,12 @@ template <int N> struct alignas(N * sizeof(of_stored)) of_pack {
 } __attribute__((may_alias));
 
 #if !defined(OF_IS_NARROW)
-OF_DEVICE_FN of_real of_widen(of_stored stored) { return stored; }
-OF_DEVICE_FN of_stored of_narrow(of_real value) { return value; }
+OF_DEVICE_FN of_real of_widen(of_stored stored) {
+    return stored;
+}
+OF_DEVICE_FN of_stored of_narrow(of_real value) {
+    return value;
+}
 #elif !defined(__CUDACC__)
 OF_DEVICE_FN of_real of_widen(of_stored stored) {
     return OF_PASTE(of, OF_PASTE(OF_DTYPE, widen))(stored);
@@ -44,7 +48,9 @@ OF_DEVICE_FN of_stored of_narrow(of_real value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 #else
-OF_DEVICE_FN of_real of_widen(of_stored stored) { return __half2float(__ushort_as_half(stored)); }
+OF_DEVICE_FN of_real of_widen(of_stored stored) {
+    return __half2float(__ushort_as_half(stored));
+}
 OF_DEVICE_FN of_stored of_narrow(of_real value) {
     return __half_as_ushort(__float2half_rn(value));
 }

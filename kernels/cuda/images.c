@@ -29,17 +29,17 @@ OF_IMAGE(sgd, bfloat16);
 OF_IMAGE(sgd, float16);
 extern const unsigned long long of_image_advance[];
 
-#define OF_ADAM(name, dtype)                                                                       \
-    {"adam", dtype, of_image_adam_##name, false, {{3, {NULL}}, {7, {NULL}}}}
-#define OF_SGD(name, dtype)                                                                        \
-    {"sgd", dtype, of_image_sgd_##name, false, {{0, {NULL}}, {1, {NULL}}}}
-
 /* guards the fields of `images` and `advance` that loading fills */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static image images[] = {
-    OF_ADAM(float32, OF_FLOAT32),   OF_ADAM(float64, OF_FLOAT64), OF_ADAM(bfloat16, OF_BFLOAT16),
-    OF_ADAM(float16, OF_FLOAT16),   OF_SGD(float32, OF_FLOAT32),  OF_SGD(float64, OF_FLOAT64),
-    OF_SGD(bfloat16, OF_BFLOAT16),  OF_SGD(float16, OF_FLOAT16),
+    {"adam", OF_FLOAT32, of_image_adam_float32, false, {{3, {NULL}}, {7, {NULL}}}},
+    {"adam", OF_FLOAT64, of_image_adam_float64, false, {{3, {NULL}}, {7, {NULL}}}},
+    {"adam", OF_BFLOAT16, of_image_adam_bfloat16, false, {{3, {NULL}}, {7, {NULL}}}},
+    {"adam", OF_FLOAT16, of_image_adam_float16, false, {{3, {NULL}}, {7, {NULL}}}},
+    {"sgd", OF_FLOAT32, of_image_sgd_float32, false, {{0, {NULL}}, {1, {NULL}}}},
+    {"sgd", OF_FLOAT64, of_image_sgd_float64, false, {{0, {NULL}}, {1, {NULL}}}},
+    {"sgd", OF_BFLOAT16, of_image_sgd_bfloat16, false, {{0, {NULL}}, {1, {NULL}}}},
+    {"sgd", OF_FLOAT16, of_image_sgd_float16, false, {{0, {NULL}}, {1, {NULL}}}},
 };
 static CUkernel advance;
 
@@ -85,7 +85,8 @@ const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, o
         if (*status != OF_CUDA_OK)
             return NULL;
     }
-    *status = of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernel for %s, dtype %d", rule, (int)dtype);
+    *status =
+        of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernel for %s, dtype %d", rule, (int)dtype);
     return NULL;
 }
 

@@ -54,9 +54,9 @@ static of_cuda_status flush(call *c) {
     const size_t words = common->entries * c->stride;
     const int size = words <= OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ? SMALL : LARGE;
     void *parameters[] = {&c->table};
-    const CUresult result = c->driver->launch(
-        (CUfunction)c->kernels->size[size], (unsigned)c->blocks, 1, 1, OF_CUDA_THREADS, 1, 1, 0,
-        (CUstream)c->update->stream, parameters, NULL);
+    const CUresult result =
+        c->driver->launch((CUfunction)c->kernels->size[size], (unsigned)c->blocks, 1, 1,
+                          OF_CUDA_THREADS, 1, 1, 0, (CUstream)c->update->stream, parameters, NULL);
     common->entries = 0;
     c->blocks = 0;
     return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(c->driver, result, "launch");
@@ -114,11 +114,11 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
     status = of_driver_enter(c->driver, update->device, &device);
     if (status != OF_CUDA_OK)
         return status;
-    const CUresult result = c->driver->device_attribute(
-        &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+    const CUresult result =
+        c->driver->device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
     if (result != CUDA_SUCCESS)
         return of_driver_fail(c->driver, result, "compute capability");
-    return of_cuda_rule(update, &c->used, &c->table.common, major < 10);
+    return of_cuda_rule(update, &c->used, &c->table.common, of_cuda_early(major, update->dtype));
 }
 
 of_cuda_status of_cuda_prepare(const of_cuda_update *update) {

@@ -25,12 +25,8 @@ static void store(void *to, size_t at, of_real value) {
 }
 
 static of_moment moment_of(const of_cuda_scalars *s) {
-    const of_moment now = {(of_real)s->lr,
-                           (of_real)s->correction1,
-                           (of_real)s->correction2,
-                           s->first,
-                           s->unscaled != NULL,
-                           OF_NARROW,
+    const of_moment now = {(of_real)s->lr, (of_real)s->correction1, (of_real)s->correction2,
+                           s->first,       s->unscaled != NULL,     OF_NARROW,
                            s->early};
     return now;
 }

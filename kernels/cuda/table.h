@@ -33,7 +33,7 @@ typedef struct of_cuda_common {
     const float *found_inf_at;
     uint32_t entries;
     uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
-    uint8_t early;           /* the chip is older than compute capability 10 */
+    uint8_t early;           /* of_cuda_early() of this chip */
     uint8_t unused[2];
 } of_cuda_common;
 

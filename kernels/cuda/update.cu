@@ -55,7 +55,8 @@ template <unsigned USED> OF_DEVICE_FN of_tensor of_unpack(const uint64_t *words)
 
 // Whether all arrays of the tensor lie at multiples of `bytes`.
 template <unsigned USED> OF_DEVICE_FN bool of_aligned(const of_tensor &tensor, unsigned bytes) {
-    uint64_t all = reinterpret_cast<uint64_t>(tensor.param) | reinterpret_cast<uint64_t>(tensor.grad);
+    uint64_t all =
+        reinterpret_cast<uint64_t>(tensor.param) | reinterpret_cast<uint64_t>(tensor.grad);
 #pragma unroll
     for (int i = 0; i < OF_MAX_STATE; i++)
         if (USED >> i & 1)
@@ -90,8 +91,8 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
         for (int i = 0; i < OF_MAX_STATE; i++)
             if (USED >> i & 1)
                 e.state[i] = of_widen(state[i].lane[lane]);
-        OF_RULE_NAME(cuda_element)(&block.constants, USED, block.quad,
-                                   static_cast<unsigned>((at + lane) % 4), &e);
+        OF_RULE_NAME(cuda_element)
+        (&block.constants, USED, block.quad, static_cast<unsigned>((at + lane) % 4), &e);
         param.lane[lane] = of_narrow(e.param);
 #pragma unroll
         for (int i = 0; i < OF_MAX_STATE; i++)

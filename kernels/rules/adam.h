@@ -200,8 +200,8 @@ OF_RULE_FN void adam_cuda_element(const adam_cuda_constants *k, unsigned used, b
     of_real param = e->param;
     if (k->decoupled)
         param = of_multiply_add(true, -k->shrink, param, param);
-    *average = of_multiply_add(true, k->beta1, *average,
-                               of_multiply_add(true, -k->beta1, grad, grad));
+    *average =
+        of_multiply_add(true, k->beta1, *average, of_multiply_add(true, -k->beta1, grad, grad));
     *square = of_multiply_add(true, k->beta2, *square,
                               of_multiply_add(true, -k->beta2, squared, squared));
     of_real denominator = *square;

@@ -53,7 +53,7 @@ typedef struct of_moment {
     bool first;          /* the first update of the parameter */
     bool scaled;         /* a gradient scale is given */
     bool narrow;         /* elements have 16 bits */
-    bool early;          /* the chip is older than compute capability 10 */
+    bool early;          /* the reference rounds as on the chips before capability 10 */
 } of_moment;
 
 /* a * b + c, rounded once if fused and twice if not. */

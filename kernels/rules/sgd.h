@@ -132,9 +132,10 @@ OF_RULE_FN sgd_cuda_constants sgd_cuda_round(const double *hyper, const of_momen
     k.decays = k.weight_decay != (of_real)0;
     k.nesterov = hyper[SGD_NESTEROV] != 0.0;
     k.first = now->first;
-    k.swapped = sizeof(of_real) == sizeof(float) && now->early && !now->scaled && k.maximize &&
-                !k.decays;
-    k.split = now->early && now->scaled && !now->narrow;
+    k.swapped =
+        sizeof(of_real) == sizeof(float) && now->early && !now->scaled && k.maximize && !k.decays;
+    k.split = now->early && now->scaled && !now->narrow &&
+              (sizeof(of_real) == sizeof(float) || hyper[SGD_MOMENTUM] == 0.0);
     return k;
 }
 

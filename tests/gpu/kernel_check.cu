@@ -15,7 +15,8 @@ extern "C" {
 
 enum { TENSORS = 12, MOST = 50000, PADDING = 256 };
 
-template <class T> __global__ void corrections(double beta1, double beta2, float step, double *out) {
+template <class T>
+__global__ void corrections(double beta1, double beta2, float step, double *out) {
     out[0] = 1 - ::pow((T)beta1, (T)step);
     out[1] = sqrt(1 - ::pow((T)beta2, (T)step));
 }
@@ -116,8 +117,7 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
     s.correction2 = both[1];
     s.first = t->step <= 1.0f;
     s.unscaled = scaled ? t->wanted.at[1] : NULL;
-    const of_span span =
-        arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
+    const of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
     of_kernel_find(rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
 }
 
@@ -145,7 +145,7 @@ static size_t differing(tensor *t, of_dtype dtype) {
     return outside + arrays_differ(&t->mine, &t->wanted, &array, &element);
 }
 
-static size_t check_round(const of_rule *rule, of_dtype dtype, bool early, uint64_t *random) {
+static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64_t *random) {
     of_cuda_scalars s = {};
     of_cuda_entry entries[TENSORS];
     random_options(rule, s.hyper, random);
@@ -155,7 +155,7 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, bool early, uint6
     const bool lr_there = random_next(random) % 2, scaled = random_next(random) % 2;
     s.lr = lr_there ? (double)lr : s.hyper[0];
     s.grad_scale = scale;
-    s.early = early;
+    s.early = of_cuda_early(major, dtype);
     of_cuda_update update = {};
     update.rule = rule->name;
     update.dtype = dtype;
@@ -178,14 +178,14 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, bool early, uint6
     return count;
 }
 
-static int check_all(uint64_t seed, int rounds, bool early) {
+static int check_all(uint64_t seed, int rounds, int major) {
     int failed = 0;
     for (const of_rule *rule = of_rules; rule->name; rule++)
         for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
             uint64_t random = seed;
             int bad = 0;
             for (int i = 0; i < rounds; i++)
-                bad += check_round(rule, (of_dtype)dtype, early, &random) != 0;
+                bad += check_round(rule, (of_dtype)dtype, major, &random) != 0;
             printf("%-4s %s %s: %d of %d launches differ from the plain C row\n",
                    bad ? "FAIL" : "ok", rule->name, of_dtype_name((of_dtype)dtype), bad, rounds);
             failed += bad;
@@ -202,7 +202,7 @@ int main(int argc, char **argv) {
         else if (strcmp(argv[i], "--rounds") == 0)
             rounds = atoi(argv[i + 1]);
     }
-    const bool early = gpu_open().major < 10;
+    const int major = gpu_open().major;
     for (size_t i = 0; i < TENSORS; i++) {
         arrays_create(&tensors[i].mine, MOST * sizeof(double));
         arrays_create(&tensors[i].wanted, MOST * sizeof(double));
@@ -211,5 +211,5 @@ int main(int argc, char **argv) {
     }
     GPU(cudaMalloc(&device_corrections, 2 * sizeof(double)));
     GPU(cudaMalloc(&device_scalars, (3 + TENSORS) * sizeof(float)));
-    return check_all(seed, rounds, early) ? EXIT_FAILURE : EXIT_SUCCESS;
+    return check_all(seed, rounds, major) ? EXIT_FAILURE : EXIT_SUCCESS;
 }

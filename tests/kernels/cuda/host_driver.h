@@ -11,8 +11,8 @@ typedef struct host_driver {
     int version; /* what it says it supports, 13000 for CUDA 13.0 */
     int major;   /* the chip's compute capability */
     bool missing;
-    bool context;   /* whether one is current */
-    bool backwards; /* the last block and thread first */
+    bool context;    /* whether one is current */
+    bool backwards;  /* the last block and thread first */
     int fail_launch; /* the number of the launch that fails, from 1; 0: none */
     size_t launches;
     size_t blocks; /* of the last launch */
