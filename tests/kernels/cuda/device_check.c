@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <cuda.h>
+
 #include "batch.h"
 #include "cuda/table.h"
 #include "host_driver.h"
