@@ -33,6 +33,7 @@ def fuse(
     mode: str = "forward",
     eager: Iterable[Tensor] = (),
     strict: bool = False,
+    side_stream: bool = False,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -49,6 +50,9 @@ def fuse(
         their updates are never left pending.
     strict: refuse an optimizer whose flags make PyTorch use another
         implementation than its fused one, the reference for equal bits.
+    side_stream: in backward mode, run the updates of parameters on GPUs on a
+        CUDA stream of their own beside the rest of the backward pass, which
+        waits for them at its end.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -62,16 +66,20 @@ def fuse(
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if mode not in _MODES:
         raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
+    if side_stream and mode != "backward":
+        raise Error('optfuse: side_stream=True goes with mode="backward"')
     check_optimizer(optimizer, strict)
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    return _fuse(optimizer, _MODES[mode], chosen)
+    return _fuse(optimizer, _MODES[mode], chosen, side_stream)
 
 
-def _fuse(optimizer: OptimizerT, mode: int, eager: list[Tensor]) -> OptimizerT:
+def _fuse(
+    optimizer: OptimizerT, mode: int, eager: list[Tensor], side_stream: bool
+) -> OptimizerT:
     stock = type(optimizer)
-    link = _link.Link(optimizer, mode, eager)
+    link = _link.Link(optimizer, mode, eager, side_stream)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = FUSED[stock]
     rewrap(optimizer)
@@ -92,7 +100,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was."""
-    return _fuse(optimizer, link.mode, eager)
+    return _fuse(optimizer, link.mode, eager, link.side_stream)
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
