@@ -18,6 +18,7 @@ from optfuse._gpu import is_gpu
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
 from optfuse._scheduler import check_step, rewrap
+from optfuse._selfcheck import gpu_bits_differ
 
 _MODES = {"forward": FORWARD, "backward": BACKWARD}
 _AMP = "_step_supports_amp_scaling"
@@ -72,7 +73,16 @@ def fuse(
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    return _fuse(optimizer, _MODES[mode], chosen, side_stream)
+    differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, FORWARD, [], False))
+    if strict and differ:
+        raise Error(
+            f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "
+            "fused=True there (docs/numerics.md names the releases and chips where they are "
+            "equal). Pass strict=False, or keep the optimizer as it is"
+        )
+    fused = _fuse(optimizer, _MODES[mode], chosen, side_stream)
+    link_of(fused).gpu_bits_differ = tuple(differ)
+    return fused
 
 
 def _fuse(
@@ -135,6 +145,7 @@ class Summary:
     elements: int
     reference: str  # the implementation of PyTorch whose bits are reproduced
     reference_differs: tuple[int, ...]  # groups whose flags select another one
+    gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     created: int
@@ -163,6 +174,11 @@ class Summary:
                 f"  note: the flags of group {groups} select another implementation of "
                 "PyTorch than fused=True; it rounds differently (docs/numerics.md). "
                 "strict=True refuses this"
+            )
+        if self.gpu_bits_differ:
+            lines.append(
+                f"  note: updates of {', '.join(self.gpu_bits_differ)} round differently from "
+                "fused=True on this GPU and release. strict=True refuses this"
             )
         if self.eager:
             lines.append(f"  note: {self.eager} parameters are eager, as asked")
@@ -205,6 +221,7 @@ def summary(optimizer: Optimizer) -> Summary:
         elements=sum(p.numel() for p in params),
         reference="torch's fused=True on " + " and ".join(_kinds(params)),
         reference_differs=tuple(i for i, group in enumerate(groups) if not group.get("fused")),
+        gpu_bits_differ=link.gpu_bits_differ,
         isa={
             name: " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"

@@ -75,6 +75,7 @@ class Link:
         self._free = weakref.finalize(optimizer, lib.of_shim_plan_free, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         self.marked = False  # tensors may carry the pending mark
+        self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
         self._device_scalars = False  # the library has some
         self._params: list[Tensor] = []
