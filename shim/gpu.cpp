@@ -22,7 +22,10 @@ bool load_kernels(const CudaLibrary *library, Slot *slot, const c10::TensorImpl 
     update.device = p->device().index();
     update.hyper = hyper;
     const c10::DeviceGuard device(p->device());
-    return library->prepare(&update) == OF_CUDA_OK;
+    library->relax(true); // a graph may be being captured
+    const bool loaded = library->prepare(&update) == OF_CUDA_OK;
+    library->relax(false);
+    return loaded;
 }
 
 } // namespace
