@@ -104,9 +104,13 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     }
 };
 
+// A tensor that never needed a gradient has no record to keep a hook in.
+Others &hooks_of(const at::Tensor &param) {
+    return torch::autograd::impl::materialize_autograd_meta(param)->post_acc_grad_hooks_;
+}
+
 GradientHook *find(const Plan *plan, const at::Tensor &param) {
-    auto *hook =
-        dynamic_cast<GradientHook *>(torch::autograd::impl::post_acc_grad_hooks(param).get());
+    auto *hook = dynamic_cast<GradientHook *>(hooks_of(param).get());
     return hook != nullptr && (plan == nullptr || hook->plan.get() == plan) ? hook : nullptr;
 }
 
@@ -146,7 +150,7 @@ void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const a
     auto hook = std::make_unique<GradientHook>();
     hook->plan = plan;
     hook->slot = slot->index;
-    hook->others = living(std::move(torch::autograd::impl::post_acc_grad_hooks(param)));
+    hook->others = living(std::move(hooks_of(param)));
     torch::autograd::impl::set_post_acc_grad_hooks(param, std::move(hook));
 }
 
