@@ -43,6 +43,7 @@ struct Slot {
 struct Hold {
     Slot *slot = nullptr;
     bool backward = false;
+    bool committed = false; // an update that is not is only released
     size_t n = 0; // tensors that take part: parameter, gradient, state
     c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
     c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
