@@ -33,14 +33,15 @@ bool state_is_missing(const Slot *slot, unsigned used) {
     return slot->plan->counts_steps && !slot->step.defined();
 }
 
+// The number of this update, in the counter's own precision, as stock counts.
 double step_number(const Slot *slot) {
     if (!slot->plan->counts_steps)
         return slot->first ? 1 : 2;
     const c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
     const void *data = data_of(impl);
-    return 1 + (impl->dtype().toScalarType() == c10::ScalarType::Double
-                    ? *static_cast<const double *>(data)
-                    : static_cast<double>(*static_cast<const float *>(data)));
+    return impl->dtype().toScalarType() == c10::ScalarType::Double
+               ? *static_cast<const double *>(data) + 1
+               : static_cast<double>(*static_cast<const float *>(data) + 1.0f);
 }
 
 // Another optimizer's update of the same memory must be done before it is
