@@ -9,6 +9,7 @@
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "memory.h"
 #include "tensors.h"
 
 namespace optfuse {
@@ -70,6 +71,9 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first) {
 }
 
 // The gradient of one parameter is complete. Python may end the plan meanwhile.
+// Memory that others know too (another parameter, a graph that is kept, an
+// alias of the user's) is left to step(): then they see it change when, and
+// parameters that overlap in the order in which, stock changes it.
 void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
     refuse_later_reduction(plan.get(), slot, param);
     const int task = torch::autograd::get_current_graph_task_id();
@@ -77,6 +81,8 @@ void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &pa
         begin_backward(plan, slot);
         plan->last_backward.store(task, std::memory_order_relaxed);
     }
+    if (OF_GUARD(postpone) && !is_private(storage_of(param.unsafeGetTensorImpl()), 0))
+        return;
     int status = of_plan_gradient(plan->core, slot);
     if (status == OF_NEEDS_STATE) {
         ask_python(plan.get(), OF_SHIM_STATE, slot);
