@@ -219,9 +219,24 @@ class Link:
 
     def sync(self, optimizer: Optimizer) -> None:
         self.sync_params(optimizer)
+        self._refuse_late_change(optimizer.param_groups)
         self._sync_hyper(optimizer.param_groups)
         if not self._state_unchanged(optimizer.state):
             self._sync_state(optimizer.state)
+
+    def _refuse_late_change(self, groups: list[dict[str, Any]]) -> None:
+        """Between backward() and step(), where stock would still obey it."""
+        if self.mode != BACKWARD or not lib.of_shim_unconfirmed(self.plan) or not guard("late"):
+            return
+        for i, (group, known) in enumerate(zip(groups, self._hyper, strict=False)):
+            if self.rule.hyper(group) != known:
+                self._hyper[i] = ()  # the next step() or backward() takes the new values
+                raise Error(
+                    f"optfuse: an option of parameter group {i} (such as lr) was changed between "
+                    "backward() and step(), but backward fusion has already updated with the old "
+                    "value; change it before backward() or after step(), or use "
+                    'optfuse.fuse(optimizer, mode="forward")'
+                )
 
     def step(self, optimizer: Optimizer) -> None:
         self.sync(optimizer)
