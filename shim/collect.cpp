@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // collect.cpp: looks up what one update needs. Nothing that a user can see
 // changes here, and everything that can fail happens here.
+#include <utility>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -120,16 +122,16 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     if (look_up_state(slot, p, used, in, &dense) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     hold->slot = slot;
-    hold->backward = slot->plan->mode == OF_BACKWARD;
+    hold->spends = std::exchange(slot->spends, false);
     in->numel = p->numel();
     in->device = OF_CPU;
     in->step = step_number(slot);
     in->param = data_of(p);
     take_part(hold, in, p);
     in->alone = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
-    if (in->alone || hold->backward)
+    if (in->alone || hold->spends)
         hold->param = reference_to(p);
-    if (hold->backward)
+    if (hold->spends)
         hold->grad = grad.unsafeGetTensorImpl();
     if (dense)
         in->grad = gradient_data(hold, in, p, grad);

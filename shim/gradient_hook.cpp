@@ -70,9 +70,23 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first) {
     });
 }
 
+int spend(Plan *plan, size_t slot) {
+    if (slot < plan->slots.size())
+        plan->slots[slot]->spends = true;
+    return of_plan_gradient(plan->core, slot);
+}
+
+// The parameter's memory (to another parameter, a graph that is kept, an alias of
+// the user's) or its gradient (to another parameter, a variable of the user's).
+bool is_known_to_others(const at::Tensor &param) {
+    const at::Tensor &grad = param.grad();
+    return !is_private(storage_of(param.unsafeGetTensorImpl()), 0) ||
+           (grad.defined() &&
+            grad.use_count() > 1 + idle_references(*grad.unsafeGetTensorImpl()));
+}
+
 // The gradient of one parameter is complete. Python may end the plan meanwhile.
-// Memory that others know too (another parameter, a graph that is kept, an
-// alias of the user's) is left to step(): then they see it change when, and
+// What others know too is left to step(): then they see it change when, and
 // parameters that overlap in the order in which, stock changes it.
 void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
     refuse_later_reduction(plan.get(), slot, param);
@@ -81,12 +95,12 @@ void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &pa
         begin_backward(plan, slot);
         plan->last_backward.store(task, std::memory_order_relaxed);
     }
-    if (OF_GUARD(postpone) && !is_private(storage_of(param.unsafeGetTensorImpl()), 0))
+    if (OF_GUARD(postpone) && is_known_to_others(param))
         return;
-    int status = of_plan_gradient(plan->core, slot);
+    int status = spend(plan.get(), slot);
     if (status == OF_NEEDS_STATE) {
         ask_python(plan.get(), OF_SHIM_STATE, slot);
-        status = of_plan_gradient(plan->core, slot);
+        status = spend(plan.get(), slot);
     }
     check(plan.get(), slot, status);
 }

@@ -86,7 +86,7 @@ void settle(void *, void *opaque, bool was_deferred) {
     if (was_deferred)
         for (size_t i = 0; i < hold->n; i++)
             unseal(hold->storages[i].get());
-    if (hold->backward)
+    if (hold->spends)
         spend_gradient(hold);
 }
 
