@@ -9,9 +9,10 @@ torch's own: torch.Stream, torch.Event, torch.accelerator."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
-import sys
+import time
 import types
 
 import torch
@@ -33,14 +34,17 @@ def _device_module() -> types.ModuleType:
 
 def load() -> None:
     """Makes the device; once per process."""
-    if NAME in sys.modules.get("torch").__dict__:
+    if hasattr(torch, NAME):
         return
     torch.ops.load_library(os.environ[LIBRARY])
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module())
-    kernels = os.environ.get(KERNELS)
-    if kernels:
-        ctypes.CDLL(kernels).fake_optfuse_watch(ctypes.c_void_p(torch.ops.fakecuda.watch()))
+    if KERNELS in os.environ:
+        watcher = ctypes.c_void_p(torch.ops.fakecuda.watcher())
+        ctypes.CDLL(os.environ[KERNELS]).fake_optfuse_watch(watcher)
+    # A thread of the autograd engine that still lets go of a graph when Python
+    # ends would take the process down.
+    atexit.register(time.sleep, 0.05)
 
 
 def stream(device: int = 0) -> torch.Stream:
@@ -63,3 +67,11 @@ def races() -> list[str]:
 
 def clear() -> None:
     torch.ops.fakecuda.clear()
+
+
+def capture(stream: torch.Stream, graph: int) -> None:
+    """From now on a graph of this number is being captured on the stream; 0:
+    no more. Operators go on running at once."""
+    torch.ops.fakecuda.set_capture(stream, graph)
+    handle = ctypes.c_void_p(stream.native_handle)
+    ctypes.CDLL(os.environ[KERNELS]).fake_optfuse_capture(handle, graph)
