@@ -18,12 +18,16 @@ Block *block_at(World &w, const void *address) {
     return at < block->base + block->size ? block : nullptr;
 }
 
-// A free block of the stream that the host knows to be unused, NULL if none.
+// The free block that the stream used last and the host knows to be unused,
+// NULL if none.
 static Block *reuse(World &w, size_t size, StreamNumber stream) {
-    for (auto &[base, block] : w.blocks)
-        if (!block->in_use && block->size == size && block->owner == stream &&
-            is_past(block->reusable, w.host()))
-            return block.get();
+    std::vector<Block *> &free = w.free[{stream, size}];
+    for (auto at = free.rbegin(); at != free.rend(); ++at)
+        if (is_past((*at)->reusable, w.host())) {
+            Block *block = *at;
+            free.erase(std::next(at).base());
+            return block;
+        }
     return nullptr;
 }
 
@@ -67,6 +71,7 @@ void release(void *memory) noexcept {
     join(&clock, w.host());
     join(&clock, block->reusable);
     check_free(w, *block, clock);
+    w.free[{block->owner, block->size}].push_back(block);
 }
 
 void record_use(const void *memory, StreamNumber stream) {

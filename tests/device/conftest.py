@@ -20,9 +20,12 @@ if not missing:
     os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
     import fakecuda
     import torch
+    import torch._dynamo
 
     fakecuda.load()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; collecting after each test needn't look at it
 
     @pytest.fixture(autouse=True)
     def nothing_is_left_open():

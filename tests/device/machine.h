@@ -19,7 +19,7 @@
 
 namespace fake {
 
-enum { DEVICES = 2 };
+enum { DEVICES = 2, POOL = 32 };
 
 using Clock = std::vector<uint64_t>; // missing components are 0
 
@@ -28,7 +28,7 @@ using Clock = std::vector<uint64_t>; // missing components are 0
 using StreamNumber = size_t;
 
 StreamNumber default_stream(int device);
-StreamNumber new_stream(int device);
+StreamNumber new_stream(int device); // one of a pool, in turn, as PyTorch has it
 int device_of(StreamNumber stream);
 std::string name_of(StreamNumber stream);
 

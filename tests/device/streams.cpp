@@ -46,8 +46,13 @@ StreamNumber default_stream(int device) { return static_cast<StreamNumber>(devic
 StreamNumber new_stream(int device) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
-    w.streams.push_back({device, {}, 0});
-    return w.streams.size() - 1;
+    std::vector<StreamNumber> &pool = w.pools[device];
+    if (pool.size() < POOL) {
+        w.streams.push_back({device, {}, 0});
+        pool.push_back(w.streams.size() - 1);
+        return pool.back();
+    }
+    return pool[w.given++ % POOL];
 }
 
 int device_of(StreamNumber stream) {
