@@ -27,9 +27,10 @@ static of_status claim(of_plan *plan, of_update *update) {
  * One that would fill a bucket alone doesn't wait for the open one. */
 static void create(of_plan *plan, of_update *update, of_list *done) {
     of_list batch = {0};
-    bool alone = update->in.alone || update->bytes >= plan->bucket_bytes || plan->stopped ||
+    const size_t enough = plan->bucket_bytes[update->in.device];
+    bool alone = update->in.alone || update->bytes >= enough || plan->stopped ||
                  plan->slots[update->slot].eager;
-    bool fills = !alone && plan->pending.bytes + update->bytes >= plan->bucket_bytes;
+    bool fills = !alone && plan->pending.bytes + update->bytes >= enough;
     if (!alone && !fills && of_create_pending(plan, update, &batch, done))
         return;
     of_create_now(plan, update, &batch, done);
@@ -70,8 +71,9 @@ static of_status update_slot(of_plan *plan, of_update *update, of_list *done) {
     plan->host.commit(plan->host.ctx, &update->in);
     pthread_mutex_lock(&plan->lock);
     create(plan, update, done);
+    status = of_plan_health(plan);
     pthread_mutex_unlock(&plan->lock);
-    return OF_OK;
+    return status;
 }
 
 static of_status find_slot(of_plan *plan, size_t slot, of_update **update) {
@@ -121,7 +123,15 @@ void of_plan_set_updated(of_plan *plan, size_t slot) {
     pthread_mutex_unlock(&plan->lock);
 }
 
-void of_plan_close(of_plan *plan) {
-    if (plan->mode == OF_BACKWARD)
-        of_plan_flush(plan);
+/* Whoever uses the parameters later is ordered after this point of the caller's
+ * streams, as it would have to be after a step() that comes later still. */
+of_status of_plan_close(of_plan *plan) {
+    if (plan->mode != OF_BACKWARD)
+        return OF_OK;
+    of_status status = of_plan_flush(plan);
+    pthread_mutex_lock(&plan->lock);
+    if (status == OF_OK)
+        of_lanes_forget(plan);
+    pthread_mutex_unlock(&plan->lock);
+    return status;
 }

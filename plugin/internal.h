@@ -49,6 +49,11 @@ struct of_update {
     int64_t n_chunks;
     bool pending;  /* in plan->pending; plan->lock, false in the pool */
     bool deferred; /* defer() said yes */
+    /* In a lane's list: launched on a device, not known to be done. Written
+     * with plan->lock held. */
+    atomic_bool flying;
+    of_update *next_flying;
+    atomic_int holders; /* the list of what is to be released, and a lane */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's hold_bytes follow */
 };
@@ -59,6 +64,17 @@ typedef struct of_slot {
     bool eager;
     bool updated; /* backward mode: since the last step(); plan->lock */
 } of_slot;
+
+/* A stream on which a plan launches, and what it has left running there. */
+typedef struct of_lane {
+    of_stream stream;
+    of_update *first; /* in flight, oldest first */
+    of_update *last;
+    size_t count;
+    void *fence;   /* event behind the first `fenced` of them; the host's */
+    size_t fenced; /* 0: no fence is out */
+    void *event;   /* for waits of other streams */
+} of_lane;
 
 /* One parameter group with the scalars of the step value last asked for,
  * since nearly always all parameters of a group are at the same step. */
@@ -75,8 +91,8 @@ struct of_plan {
     of_mode mode;
     of_reference reference;
     size_t vector_bytes;
-    size_t bucket_bytes;
-    const of_kernel *kernels[2][OF_DTYPE_COUNT]; /* by device; NULL: none */
+    size_t bucket_bytes[2];                   /* by device; 0: none */
+    const of_kernel *kernels[OF_DTYPE_COUNT]; /* of the CPU; NULL: none */
 
     atomic_size_t users; /* references of hosts */
     atomic_size_t refs;  /* all users together hold one; of_touch() one while it runs */
@@ -95,6 +111,9 @@ struct of_plan {
     size_t n_updated;
     of_list forked; /* launched in of_fork_prepare(), to be released after it */
     bool stopped;   /* no more deferring */
+    of_lane *lanes;
+    size_t n_lanes;
+    char failure[256]; /* of a launch; "": none. Nothing is right after one */
     of_counts counts;
 
     /* The pool. `spare`, like a group's scalars, belongs to whoever has
@@ -117,12 +136,34 @@ void of_pool_free(of_plan *plan);
 of_status of_update_complete(of_plan *plan, of_update *update);
 /* Releases the holds and returns the records; no plan lock held. */
 void of_updates_release(of_plan *plan, of_list *list);
+void of_update_drop(of_update *update); /* one of its holders is done with it */
 
 /* launch.c: all with plan->lock held. What was launched ends up in *done,
  * whose holds the caller releases after unlocking. */
 void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done);
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done);
+void of_launch_bucket(of_plan *plan, of_update *first, of_list *done); /* at its use */
 void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
+void of_settle(of_plan *plan, of_list *list, of_list *done);
+
+/* device.c: with plan->lock held. Runs a list of updates that are on devices. */
+void of_device_launch(of_plan *plan, of_list *list, of_list *done);
+
+/* lane.c: with plan->lock held */
+bool of_stream_equal(const of_stream *a, const of_stream *b);
+/* Puts a launched update in flight; false: no memory. */
+bool of_lane_add(of_plan *plan, of_update *update);
+/* Makes `after` wait for all that is on `before` now. */
+bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after);
+/* Makes the current streams wait for what is in flight on others. */
+bool of_lanes_join(of_plan *plan);
+void of_lanes_land(of_plan *plan);   /* forgets what is known to be done */
+void of_lanes_forget(of_plan *plan); /* forgets all: joined at the end of backward */
+void of_lanes_drain(of_plan *plan);  /* waits for the devices, then forgets all */
+void of_lanes_free(of_plan *plan);
+/* The status of whoever launched: OF_REFUSED and the message after a failure. */
+of_status of_plan_health(const of_plan *plan);
+void of_plan_fail(of_plan *plan); /* notes the message of this thread */
 
 /* create.c: with plan->lock held */
 bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done);
@@ -134,6 +175,9 @@ typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;
  * update, *own, or by one of another plan (*own is NULL). */
 of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own);
 void of_registry_remove(of_list *list);
+void of_registry_remove_one(of_update *update);
+/* Takes one key from an update that is in flight. */
+void of_registry_take(const void *key);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(const void *key);
 void of_registry_lock(void);

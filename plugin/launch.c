@@ -61,7 +61,6 @@ static void run_list(of_plan *plan, of_list *list) {
 }
 
 static void count(of_plan *plan, const of_list *list, of_reason reason) {
-    plan->counts.launches++;
     switch (reason) {
     case OF_AT_ONCE:
         plan->counts.at_once += list->count;
@@ -77,7 +76,7 @@ static void count(of_plan *plan, const of_list *list, of_reason reason) {
 
 /* The host lifts its marks before the keys go: a thread that still sees a mark
  * finds the key, waits for this plan's lock, and is then right to go on. */
-static void settle(of_plan *plan, of_list *list, of_list *done) {
+void of_settle(of_plan *plan, of_list *list, of_list *done) {
     for (of_update *u = list->first; u; u = u->next)
         plan->host.settle(plan->host.ctx, u->in.hold, u->deferred);
     of_registry_remove(list);
@@ -89,12 +88,31 @@ static void settle(of_plan *plan, of_list *list, of_list *done) {
     *list = (of_list){0};
 }
 
+static of_list take_those_on_devices(of_list *list) {
+    of_list taken = {0};
+    for (of_update *u = list->first, *next; u; u = next) {
+        next = u->next;
+        if (u->in.device == OF_CPU)
+            continue;
+        of_list_remove(list, u);
+        of_list_append(&taken, u);
+    }
+    return taken;
+}
+
 void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     if (!list->first)
         return;
-    run_list(plan, list);
     count(plan, list, reason);
-    settle(plan, list, done);
+    if (plan->host.device) {
+        of_list elsewhere = take_those_on_devices(list);
+        of_device_launch(plan, &elsewhere, done);
+    }
+    if (!list->first)
+        return;
+    plan->counts.launches++;
+    run_list(plan, list);
+    of_settle(plan, list, done);
 }
 
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done) {
@@ -105,6 +123,26 @@ void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *
     of_launch(plan, &one, reason, done);
 }
 
+static bool goes_with(const of_update *first, const of_update *u) {
+    return u->in.device == first->in.device &&
+           (u->in.device == OF_CPU || of_stream_equal(&u->in.stream, &first->in.stream));
+}
+
+/* Whoever is next in the plan is likely to be used next. In backward mode the
+ * open bucket goes on filling without the one that is used. */
+void of_launch_bucket(of_plan *plan, of_update *first, of_list *done) {
+    const size_t enough = plan->mode == OF_FORWARD ? plan->bucket_bytes[first->in.device] : 0;
+    of_list bucket = {0};
+    for (of_update *u = first, *next; u && goes_with(first, u); u = next) {
+        next = u->next;
+        of_list_remove(&plan->pending, u);
+        of_list_append(&bucket, u);
+        if (bucket.bytes >= enough)
+            break;
+    }
+    of_launch(plan, &bucket, OF_AT_USE, done);
+}
+
 void of_discard_pending(of_plan *plan, of_list *done) {
-    settle(plan, &plan->pending, done);
+    of_settle(plan, &plan->pending, done);
 }

@@ -33,6 +33,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "device_host.h"
 #include "kernels.h"
 
 #if defined(OF_STATIC)
@@ -45,7 +46,8 @@
 extern "C" {
 #endif
 
-enum { OF_ABI_VERSION = 1, OF_MAX_KEYS = 2 + OF_MAX_STATE };
+/* Keys: the memory of parameter, gradient, state and step counter. */
+enum { OF_ABI_VERSION = 2, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 typedef enum of_status {
     OF_OK = 0,
@@ -76,8 +78,14 @@ typedef struct of_inputs {
     int64_t numel;
     of_dtype dtype;
     of_device device;
-    double step;                   /* number of this update, from 1; with the
-                                      state counter not yet advanced */
+    double step; /* number of this update, from 1; with the
+                    state counter not yet advanced */
+    /* For a device other than the CPU only: */
+    of_stream stream;           /* where the update belongs: the current one */
+    float *step_at;             /* the state counter, if it is on the device; or NULL */
+    const float *lr_at;         /* scalars on the device, as in of_cuda_update; or NULL. */
+    const float *grad_scale_at; /* Nobody may change them until release() */
+    const float *found_inf_at;
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_touch();
                                       the parameter's first */
     size_t n_keys;
@@ -126,6 +134,9 @@ typedef struct of_host {
                          void *arg);
     /* optional; level: 1 warning, 2 info, 3 debug */
     void (*log)(void *ctx, int level, const char *message);
+    /* optional: without it collect() must give updates on the CPU only. Alive
+     * as long as the process. */
+    const of_device_host *device;
 } of_host;
 
 /* How a plan computes and schedules. Zero means the default. */
@@ -137,20 +148,22 @@ typedef struct of_plan_options {
                             fused optimizers use on every CPU */
     of_isa isa;          /* the best to use; the row chosen is at most this.
                             No default: zero is OF_ISA_C, plain C */
-    size_t bucket_bytes; /* a bucket is launched when its parameters reach this;
-                            OF_BUCKET_NONE: every update by itself */
+    /* A bucket is launched when its parameters reach this; by of_device.
+     * OF_BUCKET_NONE: every update by itself. */
+    size_t bucket_bytes[2];
 } of_plan_options;
 #define OF_BUCKET_NONE SIZE_MAX
 
 /* What has happened to a plan, for summary(). Counts since creation. */
 typedef struct of_counts {
     uint64_t created;
-    uint64_t at_once;  /* launched where they were created: not private, eager, large enough */
-    uint64_t at_use;   /* launched by of_touch() */
-    uint64_t at_close; /* launched with a bucket, by flush or by the next step */
-    uint64_t pending;  /* now */
-    uint64_t launches; /* parallel regions or single calls */
-    bool threads_seen; /* a foreign thread used a pending parameter: no more deferring */
+    uint64_t at_once;   /* launched where they were created: not private, eager, large enough */
+    uint64_t at_use;    /* launched by of_touch() */
+    uint64_t at_close;  /* launched with a bucket, by flush or by the next step */
+    uint64_t pending;   /* now */
+    uint64_t launches;  /* parallel regions or single calls */
+    uint64_t in_flight; /* now: launched on a device and not known to be done */
+    bool threads_seen;  /* a foreign thread used a pending parameter: no more deferring */
 } of_counts;
 
 /* Version of this library's ABI: OF_ABI_VERSION it was built with. */
@@ -207,16 +220,27 @@ OF_API bool of_plan_unconfirmed(of_plan *plan);
 OF_API bool of_plan_is_updated(of_plan *plan, size_t slot);
 OF_API void of_plan_set_updated(of_plan *plan, size_t slot);
 
-/* Launches what is pending: the open bucket, one plan, every plan. */
-OF_API void of_plan_close(of_plan *plan);
-OF_API void of_plan_flush(of_plan *plan);
+/* Launches what is pending: the open bucket, one plan, every plan. The current
+ * streams wait for what was launched on others. OF_REFUSED if a launch failed. */
+OF_API of_status of_plan_close(of_plan *plan);
+OF_API of_status of_plan_flush(of_plan *plan);
 OF_API void of_flush_all(void);
+/* Also waits until the devices have done it: nothing is in flight afterwards. */
+OF_API of_status of_plan_drain(of_plan *plan);
 
-/* Launches the update that is pending on this memory, if there is one.
- * foreign: the calling thread is neither the one that called step() nor one of
- * the host's engine threads. Returns whether there was one. */
-OF_API bool of_touch(const void *key, bool foreign);
-/* Whether anything is pending in the process. Cheap; no lock. */
+typedef enum of_touched {
+    OF_UNTOUCHED,   /* nothing was pending on this memory */
+    OF_TOUCHED,     /* launched */
+    OF_IN_FLIGHT,   /* launched, now or before, on a device; the current stream waits
+                       for it, but another one that uses the memory must touch it too */
+    OF_TOUCH_FAILED /* see of_error_message(); the memory must not be used */
+} of_touched;
+
+/* Launches the update that is pending on this memory, if there is one, and what
+ * belongs into a bucket with it. foreign: the calling thread is neither the one
+ * that called step() nor one of the host's engine threads. */
+OF_API of_touched of_touch(const void *key, bool foreign);
+/* Whether anything is pending or in flight in the process. Cheap; no lock. */
 OF_API bool of_any_pending(void);
 
 /* No update created from now on is left pending. Those that are stay safe:

@@ -6,9 +6,10 @@
 
 #include "internal.h"
 
-/* Enough for small parameters to share a launch, small enough for their
- * gradients to be in cache still. */
-static const size_t DEFAULT_BUCKET_BYTES = (size_t)1 << 20;
+/* By of_device. On a CPU: enough for small parameters to share a launch, small
+ * enough for their gradients to be in cache still. On a GPU a launch costs the
+ * host as long as it takes the device to update this much. */
+static const size_t default_bucket_bytes[] = {(size_t)1 << 20, (size_t)4 << 20};
 
 uint32_t of_abi_version(void) {
     return OF_ABI_VERSION;
@@ -24,6 +25,10 @@ static of_status check_host(const of_host *host) {
     if (!host->collect || !host->commit || !host->defer || !host->settle || !host->release ||
         !host->drop || !host->parallel_for)
         return of_fail(OF_INVALID, "a function of of_host that is not optional is NULL");
+    const of_device_host *device = host->device;
+    if (device && (!device->current || !device->launch || !device->record || !device->wait ||
+                   !device->is_done || !device->synchronize || !device->destroy))
+        return of_fail(OF_INVALID, "a function of of_device_host is NULL");
     return OF_OK;
 }
 
@@ -34,6 +39,9 @@ static of_status check_options(const of_plan_options *options) {
     if ((unsigned)options->mode > OF_BACKWARD || (unsigned)options->reference >= OF_REF_COUNT ||
         (unsigned)options->isa >= OF_ISA_COUNT)
         return of_fail(OF_INVALID, "of_plan_options has an unknown mode, reference or ISA");
+    if (options->reference == OF_REF_CUDA_FUSED) /* its rows take other scalars */
+        return of_fail(OF_INVALID, "the reference of a plan is one of the CPU's; what is on a "
+                                   "GPU always gets the bits of PyTorch's fused CUDA kernels");
     return OF_OK;
 }
 
@@ -50,18 +58,24 @@ static const of_rule *find_rule(const char *name) {
     return NULL;
 }
 
+static size_t bucket_bytes(const of_plan_options *options, of_device device) {
+    const size_t asked = options->bucket_bytes[device];
+    if (asked)
+        return asked == OF_BUCKET_NONE ? 0 : asked;
+    if (device == OF_CPU && options->mode == OF_FORWARD)
+        return 0; /* a launch is cheap, and what is used next is still in cache */
+    return default_bucket_bytes[device];
+}
+
 static void choose(of_plan *plan, const of_plan_options *options) {
     plan->mode = options->mode;
     plan->reference = options->reference;
     plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
-    plan->bucket_bytes = options->bucket_bytes ? options->bucket_bytes : DEFAULT_BUCKET_BYTES;
-    if (options->bucket_bytes == OF_BUCKET_NONE)
-        plan->bucket_bytes = 0;
     for (int device = OF_CPU; device <= OF_CUDA; device++)
-        for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
-            plan->kernels[device][dtype] =
-                of_kernel_find(plan->rule->name, options->reference, (of_dtype)dtype,
-                               (of_device)device, options->isa);
+        plan->bucket_bytes[device] = bucket_bytes(options, (of_device)device);
+    for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
+        plan->kernels[dtype] = of_kernel_find(plan->rule->name, options->reference, (of_dtype)dtype,
+                                              OF_CPU, options->isa);
 }
 
 of_status of_plan_create(const of_host *host, const char *rule, const of_plan_options *options,
@@ -101,6 +115,7 @@ static void empty(of_plan *plan) {
         of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
     else
         of_discard_pending(plan, &done);
+    of_lanes_drain(plan);
     of_slot *slots = plan->slots;
     size_t n_slots = plan->n_slots;
     free(plan->groups);
@@ -136,6 +151,7 @@ void of_plan_unref(of_plan *plan) {
     if (atomic_fetch_sub_explicit(&plan->refs, 1, memory_order_acq_rel) != 1)
         return;
     of_plans_remove(plan);
+    of_lanes_free(plan);
     of_pool_free(plan);
     pthread_mutex_destroy(&plan->lock);
     pthread_rwlock_destroy(&plan->layout);
@@ -200,6 +216,20 @@ of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager
     return status;
 }
 
+of_status of_plan_health(const of_plan *plan) {
+    return *plan->failure ? of_fail(OF_REFUSED, "%s", plan->failure) : OF_OK;
+}
+
+void of_plan_fail(of_plan *plan) {
+    if (*plan->failure)
+        return;
+    snprintf(plan->failure, sizeof plan->failure,
+             "an update could not be launched, so parameters of this optimizer are not what they "
+             "should be: %s. Load them from a checkpoint",
+             of_error_message());
+    of_log(&plan->host, OF_LOG_ERROR, "%s", plan->failure);
+}
+
 const of_rule *of_plan_rule(const of_plan *plan) {
     return plan->rule;
 }
@@ -218,10 +248,13 @@ void of_plan_counts(of_plan *plan, of_counts *out) {
     pthread_mutex_lock(&plan->lock);
     *out = plan->counts;
     out->pending = plan->pending.count;
+    out->in_flight = 0;
+    for (size_t i = 0; i < plan->n_lanes; i++)
+        out->in_flight += plan->lanes[i].count;
     pthread_mutex_unlock(&plan->lock);
 }
 
 const char *of_plan_isa(const of_plan *plan, of_dtype dtype) {
-    bool known = (unsigned)dtype < OF_DTYPE_COUNT && plan->kernels[OF_CPU][dtype];
-    return known ? of_isa_name(plan->kernels[OF_CPU][dtype]->isa) : "none";
+    bool known = (unsigned)dtype < OF_DTYPE_COUNT && plan->kernels[dtype];
+    return known ? of_isa_name(plan->kernels[dtype]->isa) : "none";
 }

@@ -57,9 +57,13 @@ void of_plans_each(void (*visit)(of_plan *plan)) {
     }
 }
 
+static void flush(of_plan *plan) {
+    of_plan_flush(plan);
+}
+
 void of_flush_all(void) {
     if (of_any_pending())
-        of_plans_each(of_plan_flush);
+        of_plans_each(flush);
 }
 
 void of_plans_lock(void (*visit)(of_plan *plan)) {

@@ -93,6 +93,13 @@ static void remove_keys(of_update *update) {
     update->n_registered = 0;
 }
 
+/* On the same stream the new update comes after the one in flight anyway. The
+ * plan's lock is held. */
+static bool follows(const of_update *update, const of_update *old) {
+    return old->plan == update->plan && old->flying && update->in.device != OF_CPU &&
+           of_stream_equal(&old->in.stream, &update->in.stream);
+}
+
 static of_added add_keys(of_update *update, size_t n, const void **key, of_update **own) {
     atomic_fetch_add_explicit(&updates, 1, memory_order_release);
     for (size_t i = 0; i < n; i++) {
@@ -104,7 +111,7 @@ static of_added add_keys(of_update *update, size_t n, const void **key, of_updat
         if (!at->key) {
             *at = (entry){*key, update};
             used++;
-        } else if (at->update != update && OF_GUARD(rearm)) {
+        } else if (at->update != update && !follows(update, at->update) && OF_GUARD(rearm)) {
             *own = at->update->plan == update->plan ? at->update : NULL;
             remove_keys(update);
             return OF_ADD_CONFLICT;
@@ -127,6 +134,20 @@ void of_registry_remove(of_list *list) {
     pthread_mutex_lock(&lock);
     for (of_update *update = list->first; update; update = update->next)
         remove_keys(update);
+    pthread_mutex_unlock(&lock);
+}
+
+void of_registry_remove_one(of_update *update) {
+    pthread_mutex_lock(&lock);
+    remove_keys(update);
+    pthread_mutex_unlock(&lock);
+}
+
+void of_registry_take(const void *key) {
+    pthread_mutex_lock(&lock);
+    entry *at = table ? seek(key) : NULL;
+    if (at && at->key && at->update->flying)
+        erase(at);
     pthread_mutex_unlock(&lock);
 }
 

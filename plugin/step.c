@@ -95,31 +95,44 @@ static void run_alone(of_plan *plan, const of_list *alone) {
 }
 
 /* Backward mode: the updates made in backward belong to this step. */
-static void confirm(of_plan *plan) {
+static of_status confirm(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
     for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++) {
         plan->n_updated -= plan->slots[i].updated;
         plan->slots[i].updated = false;
     }
+    of_status status = of_plan_health(plan);
     pthread_mutex_unlock(&plan->lock);
+    return status;
 }
 
 /* What is still pending goes first, and its holds with it: the references in
  * them would make this step's memory look shared. */
+static of_status begin(of_plan *plan) {
+    of_status status = of_plan_flush(plan);
+    pthread_mutex_lock(&plan->lock);
+    of_lanes_land(plan);
+    pthread_mutex_unlock(&plan->lock);
+    return status;
+}
+
 of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_needs) {
     of_list created = {0};
     of_list alone = {0};
     of_list done = {0};
     needs lacking = {slots, slots ? capacity : 0, 0};
-    if (OF_GUARD(rearm))
-        of_plan_flush(plan);
+    if (n_needs)
+        *n_needs = 0;
+    of_status status = OF_GUARD(rearm) ? begin(plan) : OF_OK;
+    if (status != OF_OK)
+        return status;
     pthread_rwlock_wrlock(&plan->layout);
-    of_status status = collect_all(plan, &created, &lacking);
+    status = collect_all(plan, &created, &lacking);
     if (status == OF_OK) {
         commit_all(plan, &created);
         create_all(plan, &created, &alone, &done);
         run_alone(plan, &alone);
-        confirm(plan);
+        status = confirm(plan);
     }
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &created);

@@ -3,9 +3,7 @@
  * be pending. */
 #include "internal.h"
 
-static bool waits_on(const of_update *update, const void *key) {
-    if (!update->pending)
-        return false;
+static bool has_key(const of_update *update, const void *key) {
     for (size_t i = 0; i < update->n_registered; i++)
         if (update->in.keys[i] == key)
             return true;
@@ -22,17 +20,49 @@ static bool note_thread(of_plan *plan, bool foreign) {
     return true;
 }
 
+/* A graph must not depend on an update that is made once and outside of it. */
+static bool may_use(const of_update *update, const of_stream *user) {
+    if (user->capture == update->in.stream.capture || !OF_GUARD(capture))
+        return true;
+    of_set_error("a CUDA graph is being captured, and its code uses a parameter, gradient or "
+                 "optimizer state with an update from outside of the capture; call "
+                 "optfuse.flush() and torch.cuda.synchronize() before the capture");
+    return false;
+}
+
+/* Launches what is pending and orders the calling thread's stream after it. */
+static of_touched use_on_device(of_plan *plan, of_update *update, of_list *done) {
+    const of_device_host *device = plan->host.device;
+    const of_stream user = device->current(plan->host.ctx, update->in.stream.device);
+    if (!may_use(update, &user))
+        return OF_TOUCH_FAILED;
+    const of_stream home = update->in.stream;
+    if (update->pending)
+        of_launch_bucket(plan, update, done);
+    if (of_plan_health(plan) != OF_OK || !of_stream_order(plan, &home, &user))
+        return OF_TOUCH_FAILED;
+    return OF_IN_FLIGHT;
+}
+
+static of_touched use(of_plan *plan, of_update *update, of_list *done) {
+    if (update->in.device != OF_CPU)
+        return use_on_device(plan, update, done);
+    of_launch_bucket(plan, update, done);
+    return OF_TOUCHED;
+}
+
 /* Between the look-up and the lock another thread may have launched the
  * update, and its record may serve another one by now. */
-static bool launch_found(of_update *update, const void *key, bool foreign) {
+static of_touched use_found(of_update *update, const void *key, bool foreign) {
     of_plan *plan = update->plan;
     of_list done = {0};
     bool stopped = false;
+    of_touched touched = OF_UNTOUCHED;
     pthread_mutex_lock(&plan->lock);
-    bool found = waits_on(update, key);
-    if (found) {
-        of_launch_one(plan, update, OF_AT_USE, &done);
-        stopped = note_thread(plan, foreign);
+    const bool pending = update->pending;
+    if ((pending || update->flying) && has_key(update, key)) {
+        touched = use(plan, update, &done);
+        stopped = pending && note_thread(plan, foreign);
     }
     pthread_mutex_unlock(&plan->lock);
     if (stopped)
@@ -40,24 +70,39 @@ static bool launch_found(of_update *update, const void *key, bool foreign) {
                "another thread used a pending parameter: from now on step() updates at once");
     of_updates_release(plan, &done);
     of_plan_unref(plan);
-    return found;
+    return touched;
 }
 
-bool of_touch(const void *key, bool foreign) {
-    while (of_any_pending()) {
+of_touched of_touch(const void *key, bool foreign) {
+    of_touched touched = OF_UNTOUCHED;
+    while (of_any_pending() && touched == OF_UNTOUCHED) {
         of_update *update = of_registry_find(key);
         if (!update)
-            return false;
-        if (launch_found(update, key, foreign))
-            return true;
+            break;
+        touched = use_found(update, key, foreign);
     }
-    return false;
+    return touched;
 }
 
-void of_plan_flush(of_plan *plan) {
+/* What is pending goes first: nothing else is launched or waited for then. */
+static of_status finish(of_plan *plan, bool wait) {
     of_list done = {0};
     pthread_mutex_lock(&plan->lock);
     of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
+    of_status status = of_plan_health(plan);
+    if (wait)
+        of_lanes_drain(plan);
+    else if (status == OF_OK && !of_lanes_join(plan))
+        status = OF_REFUSED;
     pthread_mutex_unlock(&plan->lock);
     of_updates_release(plan, &done);
+    return status;
+}
+
+of_status of_plan_flush(of_plan *plan) {
+    return finish(plan, false);
+}
+
+of_status of_plan_drain(of_plan *plan) {
+    return finish(plan, true);
 }

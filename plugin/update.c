@@ -43,14 +43,15 @@ of_update *of_pool_take(of_plan *plan) {
     of_update *update = plan->spare;
     if (update) {
         plan->spare = update->next;
-        return update;
+    } else {
+        update = calloc(1, sizeof *update + plan->host.hold_bytes);
+        if (!update) {
+            of_set_error("out of memory for an update");
+            return NULL;
+        }
+        update->plan = plan;
     }
-    update = calloc(1, sizeof *update + plan->host.hold_bytes);
-    if (!update) {
-        of_set_error("out of memory for an update");
-        return NULL;
-    }
-    update->plan = plan;
+    atomic_store_explicit(&update->holders, 1, memory_order_relaxed);
     return update;
 }
 
@@ -75,13 +76,20 @@ void of_pool_free(of_plan *plan) {
     free_chain(atomic_load_explicit(&plan->returned, memory_order_acquire));
 }
 
+/* Alone, nobody else can become a holder meanwhile. */
+void of_update_drop(of_update *update) {
+    if (atomic_load_explicit(&update->holders, memory_order_acquire) == 1 ||
+        atomic_fetch_sub_explicit(&update->holders, 1, memory_order_acq_rel) == 1)
+        of_pool_give(update->plan, update);
+}
+
 void of_updates_release(of_plan *plan, of_list *list) {
     of_update *update = list->first;
     *list = (of_list){0};
     while (update) {
         of_update *next = update->next;
         plan->host.release(plan->host.ctx, update->in.hold);
-        of_pool_give(plan, update);
+        of_update_drop(update);
         update = next;
     }
 }
@@ -101,7 +109,7 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
     if ((unsigned)in->dtype >= OF_DTYPE_COUNT || (unsigned)in->device > OF_CUDA)
         return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
                        (int)in->device);
-    if (!plan->kernels[in->device][in->dtype])
+    if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.device)
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
     if (in->numel == 0)
@@ -117,12 +125,16 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     of_status status = check_inputs(plan, in, group->used);
     if (status != OF_OK)
         return status;
+    update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
+    if (in->device != OF_CPU) { /* its kernels take the hyper-parameters themselves */
+        memcpy(update->scalars, group->hyper, sizeof group->hyper);
+        return OF_OK;
+    }
     if (group->scalars_step != in->step) {
         plan->rule->prepare(group->hyper, in->step, group->scalars);
         group->scalars_step = in->step;
     }
     memcpy(update->scalars, group->scalars, plan->rule->scalars_size);
-    update->kernel = plan->kernels[in->device][in->dtype];
-    update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
+    update->kernel = plan->kernels[in->dtype];
     return OF_OK;
 }

@@ -4,7 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <stdexcept>
+
 #include "compat.h"
+#include "device.h"
 #include "guard.h"
 #include "memory.h"
 #include "tensors.h"
@@ -33,9 +36,16 @@ bool state_is_missing(const Slot *slot, unsigned used) {
     return slot->plan->counts_steps && !slot->step.defined();
 }
 
+// The device counts for itself.
+bool step_is_on_gpu(const Slot *slot) {
+    return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
+}
+
 double step_number(const Slot *slot) {
     if (!slot->plan->counts_steps)
         return slot->first ? 1 : 2;
+    if (step_is_on_gpu(slot))
+        return 1;
     const c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
     const void *data = data_of(impl);
     return 1 + (impl->dtype().toScalarType() == c10::ScalarType::Double
@@ -46,8 +56,9 @@ double step_number(const Slot *slot) {
 // Another optimizer's update of the same memory must be done before it is
 // judged and used. Nothing is pending behind most marks.
 void launch_others(const c10::TensorImpl *impl) {
-    if (OF_GUARD(rearm) && has_mark(impl))
-        of_touch(storage_of(impl), false);
+    if (OF_GUARD(rearm) && has_mark(impl) &&
+        of_touch(storage_of(impl), false) == OF_TOUCH_FAILED)
+        throw std::runtime_error(of_error_message());
 }
 
 void take_part(Hold *hold, of_inputs *in, c10::TensorImpl *impl) {
@@ -72,7 +83,7 @@ const void *gradient_data(Hold *hold, of_inputs *in, const c10::TensorImpl *p,
         return data_of(g);
     }
     PlainMode plain;
-    hold->copy = at::empty_strided(p->sizes(), p->strides(), p->dtype());
+    hold->copy = at::empty_strided(p->sizes(), p->strides(), grad.options());
     hold->copy.copy_(grad);
     return data_of(hold->copy.unsafeGetTensorImpl());
 }
@@ -101,7 +112,9 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
         *dense = *dense && same_strides(p, s);
         in->state[i] = data_of(s);
     }
-    return check_step(slot);
+    if (step_is_on_gpu(slot))
+        launch_others(slot->step.unsafeGetTensorImpl());
+    return check_step(slot, p);
 }
 
 void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, Hold *hold) {
@@ -121,8 +134,17 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     hold->slot = slot;
     hold->backward = slot->plan->mode == OF_BACKWARD;
     in->numel = p->numel();
-    in->device = OF_CPU;
     in->step = step_number(slot);
+    if (is_gpu(p->device()))
+        fill_in_gpu(slot, p, in, hold);
+    else if (slot->plan->scalars.scale_gradients())
+        return refuse(slot, "", "is on the CPU, but GradScaler left the unscaling to the update",
+                      ", which happens on GPUs only: call scaler.unscale_(optimizer) before "
+                      "scaler.step(optimizer)");
+    if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
+        return refuse(slot, "the step counter of ", "is on the CPU, but a CUDA graph is being "
+                      "captured", ", whose replays can't count it: build the optimizer with "
+                      "capturable=True");
     in->param = data_of(p);
     take_part(hold, in, p);
     in->alone = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
@@ -135,6 +157,10 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     for (size_t i = 0; i < slot->plan->rule->n_state; i++)
         if (in->state[i] != nullptr)
             take_part(hold, in, slot->state[i].unsafeGetTensorImpl());
+    if (in->device != OF_CPU && step_is_on_gpu(slot)) {
+        take_part(hold, in, slot->step.unsafeGetTensorImpl());
+        in->step_at = static_cast<float *>(data_of(slot->step.unsafeGetTensorImpl()));
+    }
     if (!dense)
         use_stand_ins(slot, grad, in, hold);
     return OF_FOUND_INPUTS;
@@ -160,6 +186,8 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;
+    if (is_gpu(p->device()) && prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
     Hold *hold = new (in->hold) Hold;
     of_found found = OF_FOUND_ERROR;
     try {

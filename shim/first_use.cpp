@@ -24,9 +24,12 @@ void use(const char *op, const at::Tensor &tensor) {
         return;
     }
     const bool stranger = called_by_stranger();
-    of_touch(storage_of(impl), stranger);
-    // The key set is no atomic: only the threads that train write it.
-    if (!stranger)
+    const of_touched touched = of_touch(storage_of(impl), stranger);
+    if (touched == OF_TOUCH_FAILED)
+        throw Error(std::string("optfuse: ") + op + ": " + of_error_message());
+    // As long as a GPU may be at it, other streams have to come here too. The
+    // key set is no atomic: only the threads that train write it.
+    if (!stranger && touched != OF_IN_FLIGHT)
         unmark(impl);
 }
 

@@ -64,8 +64,8 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first) {
                     "); use optfuse.fuse(optimizer, mode=\"forward\")");
     ask_python(plan.get(), OF_SHIM_BACKWARD, first);
     torch::autograd::Engine::get_default_engine().queue_callback([plan] {
-        if (!is_closed(plan.get()))
-            of_plan_close(plan->core);
+        if (!is_closed(plan.get()) && of_plan_close(plan->core) != OF_OK)
+            throw Error(std::string("optfuse: ") + of_error_message());
     });
 }
 

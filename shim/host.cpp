@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "compat.h"
+#include "device.h"
 #include "guard.h"
 #include "memory.h"
 #include "tensors.h"
@@ -23,6 +24,10 @@ void advance_step(Slot *slot) {
     if (!slot->step.defined())
         return;
     c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
+    if (is_gpu(impl->device())) {
+        impl->bump_version(); // counted by the launch
+        return;
+    }
     if (impl->dtype().toScalarType() == c10::ScalarType::Double)
         *static_cast<double *>(data_of(impl)) += 1;
     else
@@ -80,11 +85,24 @@ void spend_gradient(Hold *hold) {
     grad = slot->spent;
 }
 
+// An owner that frees its memory knows nothing of a launch that came late.
+void record_all(Hold *hold) {
+    for (size_t i = 0; i < hold->n; i++)
+        record_on_stream(hold->storages[i].get(), hold->stream);
+    if (hold->copy.defined())
+        record_on_stream(storage_of(hold->copy.unsafeGetTensorImpl()), hold->stream);
+    for (const at::Tensor &scalar : hold->scalars)
+        if (scalar.defined())
+            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), hold->stream);
+}
+
 void settle(void *, void *opaque, bool was_deferred) {
     Hold *hold = hold_of(opaque);
     if (was_deferred)
         for (size_t i = 0; i < hold->n; i++)
             unseal(hold->storages[i].get());
+    if (hold->on_gpu && (was_deferred || hold->backward))
+        record_all(hold);
     if (hold->backward)
         spend_gradient(hold);
 }
@@ -122,6 +140,7 @@ of_host make_host(Plan *plan) {
     host.release = release;
     host.drop = drop;
     host.parallel_for = parallel_for;
+    host.device = &gpu_host;
     return host;
 }
 

@@ -20,6 +20,7 @@ Slot &slot_at(Plan &plan, int64_t index) {
 void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, std::string label) {
     auto *slot = new Slot(param);
     slot->plan = &plan;
+    slot->group = static_cast<size_t>(group);
     slot->label = std::move(label);
     // The core owns the slot from here on, also when this fails.
     if (of_plan_add_slot(plan.core, slot, static_cast<size_t>(group), eager, &slot->index) != OF_OK)
@@ -51,6 +52,18 @@ void set_state(int64_t address, int64_t index, const std::vector<std::optional<a
         slot.state[i] = i < state.size() && state[i] ? *state[i] : at::Tensor();
     slot.step = step ? *step : at::Tensor();
     slot.first = first;
+}
+
+// For the next step, or the backward pass that begins: scalars that are on a
+// GPU. lr: one for each group, None where it is a number.
+void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
+                        const std::optional<at::Tensor> &grad_scale,
+                        const std::optional<at::Tensor> &found_inf) {
+    std::vector<at::Tensor> rates;
+    for (const auto &rate : lr)
+        rates.push_back(rate ? *rate : at::Tensor());
+    plan_at(address).scalars.set(std::move(rates), grad_scale ? *grad_scale : at::Tensor(),
+                                 found_inf ? *found_inf : at::Tensor());
 }
 
 void attach(int64_t address, const std::vector<at::Tensor> &params) {
@@ -85,6 +98,8 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::set_state);
+    m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
+          optfuse::set_device_scalars);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
     m.def("touch(Tensor tensor) -> ()", optfuse::touch);

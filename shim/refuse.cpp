@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include "compat.h"
+#include "device.h"
 #include "guard.h"
 #include "tensors.h"
 
@@ -57,10 +58,10 @@ of_found refuse(const Slot *slot, const char *which, const char *what, const std
 }
 
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype) {
-    if (!has_memory(p) || !p->device().is_cpu())
+    if (!has_memory(p) || (!p->device().is_cpu() && !is_gpu(p->device())))
         return refuse(slot, "", "has moved to ",
-                      p->device().str() + ", where it has no fused update: move the model before "
-                                          "optfuse.fuse(), or unfuse the optimizer");
+                      p->device().str() + ", where it has no fused update: move the model back, "
+                                          "or unfuse the optimizer");
     if (!dtype_of(p, dtype))
         return refuse(slot, "",
                       "has a dtype without a fused update: ", std::string(p->dtype().name()));
@@ -109,9 +110,14 @@ of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
     return OF_FOUND_INPUTS;
 }
 
-of_found check_step(const Slot *slot) {
+of_found check_step(const Slot *slot, const c10::TensorImpl *p) {
+    const char *which = "the step counter of ";
+    if (slot->step.defined() && !slot->step.device().is_cpu() &&
+        (slot->step.device() != p->device() || slot->step.scalar_type() != at::kFloat))
+        return refuse(slot, which, "is on another device or is not float32",
+                      ": state['step'] must be a float32 tensor on the CPU or with its parameter");
     if (slot->step.defined() && is_frozen_inference(slot->step.unsafeGetTensorImpl()))
-        return refuse(slot, "the step counter of ", "was made under torch.inference_mode()",
+        return refuse(slot, which, "was made under torch.inference_mode()",
                       " and can't be updated outside of it: put its clone() there");
     return OF_FOUND_INPUTS;
 }

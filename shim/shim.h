@@ -42,13 +42,18 @@ typedef int of_shim_callback(of_shim_plan *plan, int event, size_t slot);
  * alive for ever. OF_REFUSED if another library owns the dispatch key. */
 OF_API int of_shim_init(void *error_type, of_shim_callback *callback);
 
+/* Where liboptfuse_cuda.so is, to be opened at the first GPU tensor. Before the
+ * first plan; "" if there is none. */
+OF_API void of_shim_set_cuda_library(const char *path);
+
 /* For the callback: why it failed. error_type: borrowed PyObject* of an
  * exception class that lives for ever, to be raised instead of optfuse.Error;
  * or NULL. */
 OF_API void of_shim_set_error(void *error_type, const char *message);
 
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
- * 0 for the default: on the CPU every update by itself. */
+ * of one bucket's parameters; 0 for the default: on the CPU every update by
+ * itself, on a GPU what a launch is worth. */
 OF_API int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
                             of_shim_plan **out);
 /* Launches what is pending and gives the plan up: its gradient hooks stay but do
@@ -62,10 +67,11 @@ OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, 
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
 
-/* Launches what is pending. On the thread that called of_shim_step() last, and
- * outside of backward, it also takes the mark off every parameter, gradient and
- * state tensor and returns true; elsewhere that is left to their first use. */
-OF_API bool of_shim_flush(of_shim_plan *plan);
+/* of_plan_flush(), or of_plan_drain(). On the thread that called of_shim_step()
+ * last, and outside of backward, it also takes the mark off every parameter,
+ * gradient and state tensor that is not in flight, and sets *cleaned; elsewhere
+ * that is left to their first use. */
+OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "compat.h"
+#include "device.h"
 #include "error.h"
 #include "memory.h"
 #include "tensors.h"
@@ -24,11 +25,13 @@ bool may_clean(const optfuse::Plan *plan) {
 }
 
 // Another plan's update may be what the mark stands for.
-void clean(c10::TensorImpl *impl) {
+bool clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_spent(impl))
-        return;
-    of_touch(optfuse::storage_of(impl), false);
+        return true;
+    if (of_touch(optfuse::storage_of(impl), false) >= OF_IN_FLIGHT)
+        return false;
     optfuse::unmark(impl);
+    return true;
 }
 
 bool has_step_counter(const of_rule *rule) { return std::string(rule->name) != "sgd"; }
@@ -80,7 +83,8 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         options.mode = static_cast<of_mode>(mode);
         // A launch on the CPU costs nothing that a bucket could save, and a
         // gradient used at once is still in cache.
-        options.bucket_bytes = bucket_bytes == 0 ? OF_BUCKET_NONE : bucket_bytes;
+        options.bucket_bytes[OF_CPU] = bucket_bytes == 0 ? OF_BUCKET_NONE : bucket_bytes;
+        options.bucket_bytes[OF_CUDA] = bucket_bytes;
         optfuse::fill_reference(&options);
         const int bad_isa = choose_isa(isa, &options.isa);
         if (bad_isa != OF_OK)
@@ -125,21 +129,28 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     return of_plan_step(plan->core, needs, capacity, n_needs);
 }
 
-bool of_shim_flush(of_shim_plan *handle) {
+int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     optfuse::Plan *plan = plan_of(handle);
-    of_plan_flush(plan->core);
-    if (!may_clean(plan))
-        return false;
+    *cleaned = false;
+    const of_status status = drain ? of_plan_drain(plan->core) : of_plan_flush(plan->core);
+    if (status != OF_OK || !may_clean(plan))
+        return status;
+    bool all = true;
     for (optfuse::Slot *slot : plan->slots) {
-        clean(slot->param);
+        all &= clean(slot->param);
         if (slot->param->grad().defined())
-            clean(slot->param->grad().unsafeGetTensorImpl());
+            all &= clean(slot->param->grad().unsafeGetTensorImpl());
         for (const at::Tensor &state : slot->state)
             if (state.defined())
-                clean(state.unsafeGetTensorImpl());
+                all &= clean(state.unsafeGetTensorImpl());
+        if (slot->step.defined())
+            all &= clean(slot->step.unsafeGetTensorImpl());
     }
-    return true;
+    *cleaned = all;
+    return OF_OK;
 }
+
+void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }
 
 bool of_shim_unconfirmed(of_shim_plan *handle) { return of_plan_unconfirmed(plan_of(handle)->core); }
 

@@ -4,7 +4,11 @@
 // read numbers raises, because no numbers are left.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/TensorOptions.h>
+
 #include <cstring>
+#include <mutex>
+#include <unordered_map>
 
 #include "compat.h"
 #include "error.h"
@@ -13,15 +17,21 @@
 namespace optfuse {
 namespace {
 
-// Every spent gradient shares this empty storage; it is how one is known.
-const c10::Storage &spent_storage() {
-    static const c10::Storage *storage = [] {
-        auto *made = new c10::Storage(c10::Storage::use_byte_size_t(), 0,
-                                      c10::GetAllocator(c10::kCPU), false);
-        seal(made->unsafeGetStorageImpl());
-        return made; // leaked: tensors may outlive static destructors
-    }();
-    return *storage;
+// A spent gradient is known by its storage's deleter.
+void nothing_to_free(void *) {}
+
+// The spent gradients of a device share this empty storage.
+const c10::Storage &spent_storage(const c10::Device &device) {
+    static std::mutex lock; // guards storages
+    static auto *storages = new std::unordered_map<c10::Device, c10::Storage>; // leaked: tensors may
+    const std::lock_guard<std::mutex> guard(lock);                   // outlive destructors
+    c10::Storage &storage = (*storages)[device];
+    if (!storage) {
+        storage = c10::Storage(c10::Storage::use_byte_size_t(), 0,
+                               c10::DataPtr(nullptr, nullptr, nothing_to_free, device));
+        seal(storage.unsafeGetStorageImpl());
+    }
+    return storage;
 }
 
 bool is_zeroing(const char *op) {
@@ -45,7 +55,8 @@ std::string shape_of(const c10::TensorImpl *impl) {
 void make_real_zeros(c10::TensorImpl *impl) {
     const auto sizes = impl->sizes().vec();
     PlainMode plain;
-    const at::Tensor zeros = at::zeros(sizes, at::TensorOptions().dtype(impl->dtype()));
+    const at::Tensor zeros =
+        at::zeros(sizes, at::TensorOptions().dtype(impl->dtype()).device(impl->device()));
     impl->set_storage_keep_dtype(zeros.storage());
     impl->set_sizes_and_strides(zeros.sizes(), zeros.strides());
     unmark(impl);
@@ -55,7 +66,10 @@ void make_real_zeros(c10::TensorImpl *impl) {
 
 at::Tensor make_spent(const at::Tensor &param) {
     auto spent = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(spent_storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), param.dtype());
+        c10::Storage(spent_storage(param.device())),
+        c10::DispatchKeySet(c10::computeDispatchKey(param.scalar_type(), c10::kStrided,
+                                                    param.device())),
+        param.dtype());
     const std::vector<int64_t> strides(static_cast<size_t>(param.dim()), 0);
     spent.unsafeGetTensorImpl()->set_sizes_and_strides(param.sizes(), strides);
     mark(spent.unsafeGetTensorImpl());
@@ -63,8 +77,10 @@ at::Tensor make_spent(const at::Tensor &param) {
 }
 
 bool is_spent(const c10::TensorImpl *impl) {
-    return impl->has_storage() &&
-           impl->unsafe_storage().unsafeGetStorageImpl() == spent_storage().unsafeGetStorageImpl();
+    return impl->has_storage() && impl->unsafe_storage()
+                                          .unsafeGetStorageImpl()
+                                          ->_mutable_data_ptr_no_checks()
+                                          .get_deleter() == nothing_to_free;
 }
 
 void answer_spent(const char *op, c10::TensorImpl *impl) {

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,7 @@ struct Plan;
 struct Slot {
     Plan *plan = nullptr;
     size_t index = 0;
+    size_t group = 0;
     std::string label; // how errors name the parameter
     // Borrowed: the loader keeps the parameter alive as long as the slot. A
     // reference from here would hide a cycle (parameter -> Python attribute or
@@ -33,7 +35,8 @@ struct Slot {
     // makes torch.utils.swap_tensors refuse the parameter.
     c10::TensorImpl *param;
     at::Tensor state[OF_MAX_STATE];
-    at::Tensor step;    // 0-dim CPU tensor that counts updates, or undefined
+    at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
+                        // parameter's device, or undefined
     bool first = false; // rules without a counter: the next update is the first
     at::Tensor spent;   // backward mode: what .grad becomes after the update
 
@@ -54,6 +57,34 @@ struct Hold {
     // written back after the update.
     std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
     size_t n_written = 0;
+    bool on_gpu = false;
+    of_stream stream = {};  // on a GPU: where the update runs
+    at::Tensor scalars[3];  // copies of device scalars that it reads
+};
+
+// Scalars of this step that live on a GPU: learning rates, the loss scale and
+// whether a gradient overflowed. An update that runs later reads a copy, which
+// nobody rewrites.
+class DeviceScalars {
+  public:
+    // lr: one for each group, undefined where it is a number.
+    void set(std::vector<at::Tensor> lr, at::Tensor grad_scale, at::Tensor found_inf);
+    bool scale_gradients() const { return grad_scale.defined() || found_inf.defined(); }
+    // Fills in the addresses and the references that keep them valid.
+    void give(size_t group, const c10::Device &device, of_inputs *in, Hold *hold);
+
+  private:
+    struct Copy {
+        const c10::TensorImpl *of;
+        c10::Device device;
+        at::Tensor copy;
+    };
+    const float *copy_of(const at::Tensor &scalar, const c10::Device &device, at::Tensor *keep);
+    bool any = false;
+    std::vector<at::Tensor> lr;
+    at::Tensor grad_scale, found_inf;
+    std::mutex lock; // guards copies: gradient hooks of two devices may come at once
+    std::vector<Copy> copies;
 };
 
 // of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
@@ -71,6 +102,9 @@ struct Plan {
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};
+    DeviceScalars scalars;
+    // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
+    std::atomic<uint32_t> prepared[64] = {};
 };
 
 inline Plan *plan_of(of_shim_plan *handle) { return reinterpret_cast<Plan *>(handle); }
@@ -91,7 +125,7 @@ of_found refuse(const Slot *slot, const char *which, const char *what, const std
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g);
 of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s);
-of_found check_step(const Slot *slot);
+of_found check_step(const Slot *slot, const c10::TensorImpl *p);
 // Elements are not what memory holds: negated or zero by a flag, and resolved
 // only by PyTorch's own operators.
 bool is_lazy(const c10::TensorImpl *impl);
@@ -109,6 +143,10 @@ int register_first_use();
 bool called_by_engine();
 bool called_by_stranger(); // neither a thread that steps nor one of the engine's
 void note_stepping_thread();
+
+// gpu.cpp: the part of collect() that concerns a GPU
+of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
+void fill_in_gpu(Slot *slot, c10::TensorImpl *p, of_inputs *in, Hold *hold);
 
 // spent.cpp
 at::Tensor make_spent(const at::Tensor &param);

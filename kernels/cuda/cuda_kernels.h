@@ -13,6 +13,8 @@
 #ifndef OPTFUSE_CUDA_KERNELS_H
 #define OPTFUSE_CUDA_KERNELS_H
 
+#include <stdint.h>
+
 #include "../kernels.h"
 
 #ifdef __cplusplus
@@ -22,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 1 };
+enum { OF_CUDA_ABI_VERSION = 2 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -76,6 +78,14 @@ OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
  * updates that read them. */
 OF_CUDA_API of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps,
                                            const float *found_inf_at, int device, void *stream);
+
+/* The graph that is being captured on the stream; 0: none. */
+OF_CUDA_API of_cuda_status of_cuda_capture(void *stream, uint64_t *id);
+
+/* While a graph is captured somewhere in the process, CUDA forbids other threads
+ * calls such as asking for an event, and spoils the capture. Between relax(true)
+ * and relax(false) this thread may make them. */
+OF_CUDA_API void of_cuda_relax(bool on);
 
 /* This thread's last error, for people; never NULL. */
 OF_CUDA_API const char *of_cuda_error(void);

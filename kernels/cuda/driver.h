@@ -26,6 +26,10 @@ typedef struct of_driver {
     CUresult (*launch)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                        CUstream stream, void **parameters, void **extra);
+    CUresult (*capture_info)(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id,
+                             CUgraph *graph, const CUgraphNode **dependencies,
+                             size_t *n_dependencies);
+    CUresult (*exchange_capture_mode)(CUstreamCaptureMode *mode);
 } of_driver;
 
 /* Finds the driver and fills *out; on failure says why in `why`. Tests put

@@ -25,6 +25,8 @@ static const wanted functions[] = {
     {"cuLibraryGetKernel", offsetof(of_driver, library_kernel)},
     {"cuKernelGetFunction", offsetof(of_driver, kernel_function)},
     {"cuLaunchKernel", offsetof(of_driver, launch)},
+    {"cuStreamGetCaptureInfo_v2", offsetof(of_driver, capture_info)},
+    {"cuThreadExchangeStreamCaptureMode", offsetof(of_driver, exchange_capture_mode)},
 };
 
 _Static_assert(sizeof functions / sizeof *functions == sizeof(of_driver) / sizeof(void (*)(void)),

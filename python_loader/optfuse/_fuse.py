@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from optfuse import _link
 from optfuse._classes import FUSED, LINK, link_of
+from optfuse._gpu import is_gpu
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
 from optfuse._scheduler import check_step, rewrap
@@ -35,8 +36,8 @@ def fuse(
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
-    optimizer: a torch.optim.SGD, Adam or AdamW over dense CPU parameters of
-        dtype float32, float64, bfloat16 or float16.
+    optimizer: a torch.optim.SGD, Adam or AdamW over dense parameters on the CPU
+        or on NVIDIA GPUs, of dtype float32, float64, bfloat16 or float16.
     mode: "forward": step() leaves every update pending until the first use of
         its parameter, gradient or state, usually in the next forward pass; any
         training loop works. "backward": each update runs inside backward() as
@@ -74,12 +75,19 @@ def _fuse(optimizer: OptimizerT, mode: int, eager: list[Tensor]) -> OptimizerT:
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = FUSED[stock]
     rewrap(optimizer)
-    # GradScaler must unscale and skip by itself: fused kernels that fold the
-    # scale in are not used.
     if _AMP in optimizer.__dict__:
         link.saved[_AMP] = optimizer.__dict__[_AMP]
-    optimizer.__dict__[_AMP] = False
+    optimizer.__dict__[_AMP] = _unscales(optimizer, mode)
     return optimizer
+
+
+def _unscales(optimizer: Optimizer, mode: int) -> bool:
+    """Whether GradScaler may leave unscaling and skipping to the update, as it
+    does with stock's fused=True: on GPUs, where the step counters are too."""
+    return mode == FORWARD and all(
+        group.get("fused") and all(is_gpu(p.device) for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
@@ -126,8 +134,10 @@ class Summary:
     at_close: int  # launched with a bucket, by flush() or by the next step()
     at_once: int  # launched where they were created
     pending: int
+    in_flight: int  # launched on a GPU and not known to be done
     launches: int
     threads_seen: bool  # another thread used a pending parameter: no more deferring
+    compiled: bool  # compiled code used parameters on a GPU: no more deferring
 
     def __str__(self) -> str:
         lines = [
@@ -152,12 +162,21 @@ class Summary:
             lines.append(
                 "  note: another thread used a pending parameter; updates run at once since then"
             )
+        if self.compiled:
+            lines.append(
+                "  note: a compiled callable was entered; updates on the GPU run at once since then"
+            )
         if self.mode == "forward" and self.created and self.at_once > self.created // 2:
             lines.append(
                 "  note: most updates ran inside step(), because their memory is shared with "
                 "other tensors; fusion saves less then"
             )
         return "\n".join(lines)
+
+
+def _kinds(params: Iterable[Tensor]) -> list[str]:
+    """The kinds of device that the parameters are on."""
+    return sorted({"CUDA" if is_gpu(p.device) else "the CPU" for p in params})
 
 
 def summary(optimizer: Optimizer) -> Summary:
@@ -176,10 +195,13 @@ def summary(optimizer: Optimizer) -> Summary:
         mode="forward" if link.mode == FORWARD else "backward",
         parameters=len(params),
         elements=sum(p.numel() for p in params),
-        reference="torch's fused=True on the CPU",
+        reference="torch's fused=True on " + " and ".join(_kinds(params)),
         reference_differs=tuple(i for i, group in enumerate(groups) if not group.get("fused")),
         isa={
-            name: lib.of_shim_isa(link.plan, i).decode()
+            name: " and ".join(
+                lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"
+                for kind in _kinds(p for p in params if str(p.dtype) == f"torch.{name}")
+            )
             for i, name in enumerate(DTYPES)
             if name in dtypes
         },
@@ -189,6 +211,8 @@ def summary(optimizer: Optimizer) -> Summary:
         at_close=counts.at_close,
         at_once=counts.at_once,
         pending=counts.pending,
+        in_flight=counts.in_flight,
         launches=counts.launches,
         threads_seen=counts.threads_seen,
+        compiled=link.compiled,
     )

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 1  # of the C functions that the loader calls
+ABI = 2  # of the C functions that the loader calls
 RELEASES = ("2.11", "2.12", "2.13")
 PLATFORM = "linux_x86_64"
 REBUILD = (
@@ -150,6 +150,22 @@ def find(torch: Torch, environment: Mapping[str, str], package: Path) -> Path:
     return choose([library.with_suffix(".json")], torch, package)
 
 
+def find_cuda(library: Path, environment: Mapping[str, str]) -> Path | None:
+    """The library of CUDA kernels that belongs to `library`: the one that
+    OPTFUSE_CUDA_LIBRARY names, else the one beside it, or in its build
+    directory. None: it was built without. It is opened at the first GPU tensor."""
+    named = environment.get("OPTFUSE_CUDA_LIBRARY")
+    if named:
+        if not Path(named).is_file():
+            raise ImportError(f"OPTFUSE_CUDA_LIBRARY names {named}, which is not a file")
+        return Path(named).resolve()
+    name = "liboptfuse_cuda.so"
+    for place in (library.parent, library.parent.parent / "kernels" / "cuda"):
+        if (place / name).is_file():
+            return place / name
+    return None
+
+
 def _libc() -> str:
     try:
         version = os.confstr("CS_GNU_LIBC_VERSION")
@@ -187,4 +203,7 @@ def load() -> ctypes.CDLL:
     here = Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))
     path = str(find(here, os.environ, Path(__file__).resolve().parent))
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    return ctypes.CDLL(path)
+    opened = ctypes.CDLL(path)
+    opened.of_shim_set_cuda_library.argtypes = [ctypes.c_char_p]
+    opened.of_shim_set_cuda_library(os.fsencode(find_cuda(Path(path), os.environ) or ""))
+    return opened

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _compiled, _scaled
+from optfuse import _compiled, _gpu, _scaled
+from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._native import (
     BACKWARD,
     EVENT_BACKWARD,
@@ -66,6 +67,8 @@ class Link:
         self._free = weakref.finalize(optimizer, lib.of_shim_plan_free, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         self.marked = False  # tensors may carry the pending mark
+        self.compiled = False  # compiled code stopped the deferring
+        self._device_scalars = False  # the library has some
         self._params: list[Tensor] = []
         links[self.plan] = self
         try:
@@ -187,12 +190,13 @@ class Link:
         known = self._slot_states[slot]
         if known is not None and all(map(is_, known, (*tensors, step))):
             return
-        if step is not None and (not isinstance(step, Tensor) or not _countable(step)):
+        if step is not None and not _countable(step, self._params[slot]):
             raise Error(
                 f"optfuse: state['step'] of {self._labels[slot]} must be a 0-dim float tensor on "
-                f"the CPU, as torch.optim makes it, not {step!r}"
+                "the CPU, or a float32 one on its parameter's GPU, as torch.optim makes it, not "
+                f"{step!r}"
             )
-        lib.of_shim_flush(self.plan)
+        self._flush(drain=False)
         torch.ops.optfuse.set_state(self.plan, slot, list(tensors), step, fresh)
         self._slot_states[slot] = (*tensors, step)
 
@@ -223,8 +227,20 @@ class Link:
         if not self._state_unchanged(optimizer.state):
             self._sync_state(optimizer.state)
 
+    def _sync_device_scalars(self, optimizer: Optimizer) -> None:
+        """Learning rates that are tensors on a GPU, and what GradScaler hands
+        over: copied there, now, for updates that run later."""
+        rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
+        attributes = optimizer.__dict__
+        scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
+        some = scale is not None or inf is not None or any(r is not None for r in rates)
+        if some or self._device_scalars:
+            torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
+            self._device_scalars = some
+
     def step(self, optimizer: Optimizer) -> None:
         self.sync(optimizer)
+        self._sync_device_scalars(optimizer)
         if self.mode == BACKWARD and lib.of_shim_evicted(self.plan):
             self.attach()
         self.marked = True
@@ -252,28 +268,54 @@ class Link:
         self._sync_hyper(optimizer.param_groups)
         if not self._state_unchanged(optimizer.state):
             self._sync_state(optimizer.state)
+        self._sync_device_scalars(optimizer)
         self.marked = True
 
-    def flush(self) -> None:
-        """Launches what is pending and takes the mark off every tensor."""
+    def _flush(self, drain: bool) -> bool:
+        cleaned = ctypes.c_bool()
+        check(lib.of_shim_flush(self.plan, drain, ctypes.byref(cleaned)))
+        return cleaned.value
+
+    def flush(self, drain: bool = False) -> None:
+        """Launches what is pending and takes the mark off every tensor, but for
+        those that a GPU may still be working on; drain: waits for it first."""
         optimizer = self._optimizer()  # keeps the parameters alive meanwhile
         if optimizer is not None:
-            self.marked &= not lib.of_shim_flush(self.plan)
+            self.marked &= not self._flush(drain)
+
+    def flush_for_compiled(self) -> None:
+        """Compiled code sees no marks, and may run on any stream. On a GPU
+        nothing is left pending from here on: there is little to gain by it, and
+        the wait is needed this once only."""
+        self.flush()
+        if self.marked and any(is_gpu(param.device) for param in self._params):
+            self.flush(drain=True)
+            lib.of_shim_stop_deferring(self.plan)
+            self.compiled = True
 
 
-def _countable(step: Tensor) -> bool:
-    return (
-        step.dim() == 0
-        and step.device.type == "cpu"
-        and step.dtype in (torch.float32, torch.float64)
-    )
+def _countable(step: Any, param: Tensor) -> bool:
+    if not isinstance(step, Tensor) or step.dim() != 0:
+        return False
+    if step.device.type == "cpu":
+        return step.dtype in (torch.float32, torch.float64)
+    return is_gpu(step.device) and step.device == param.device and step.dtype == torch.float32
+
+
+def _each_marked(work: Callable[[Link], None]) -> None:
+    for link in list(links.values()):
+        if link.marked:
+            work(link)
 
 
 def flush_all() -> None:
     """Launches everything pending in the process."""
-    for link in list(links.values()):
-        if link.marked:
-            link.flush()
+    _each_marked(Link.flush)
+
+
+def drain_all() -> None:
+    """And waits until the GPUs have done it."""
+    _each_marked(lambda link: link.flush(drain=True))
 
 
 def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
@@ -318,6 +360,7 @@ def start() -> None:
 
     start_library(_on_event)
     _raw.install(flush_all, _swap_and_tell)
-    _compiled.install(flush_all)
+    _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
+    _gpu.install(flush_all, drain_all)
     _scaled.install()
     _started = True

@@ -29,6 +29,7 @@ class Counts(ctypes.Structure):
         ("at_close", ctypes.c_uint64),
         ("pending", ctypes.c_uint64),
         ("launches", ctypes.c_uint64),
+        ("in_flight", ctypes.c_uint64),
         ("threads_seen", ctypes.c_bool),
     ]
 
@@ -60,7 +61,10 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         [ctypes.c_void_p, ctypes.c_size_t, Doubles, ctypes.c_size_t],
     ),
     "of_shim_step": (ctypes.c_int, [ctypes.c_void_p, Sizes, ctypes.c_size_t, Sizes]),
-    "of_shim_flush": (ctypes.c_bool, [ctypes.c_void_p]),
+    "of_shim_flush": (
+        ctypes.c_int,
+        [ctypes.c_void_p, ctypes.c_bool, ctypes.POINTER(ctypes.c_bool)],
+    ),
     "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
     "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
     "of_shim_stop_deferring": (None, [ctypes.c_void_p]),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._gpu import is_gpu
 from optfuse._native import Error
 from optfuse._rules import RULES
 
@@ -45,11 +46,12 @@ def check_class(optimizer: Optimizer) -> None:
 
 
 def check_group(group: dict[str, Any], index: int, strict: bool) -> None:
+    on_cpu = any(param.device.type == "cpu" for param in group["params"])
     for flag in ("differentiable", "capturable"):
-        if group.get(flag):
+        if group.get(flag) and (flag == "differentiable" or on_cpu):
             raise Error(
-                f"optfuse: parameter group {index} has {flag}=True, which has no fused CPU "
-                f"update; set {flag}=False or keep the optimizer as it is"
+                f"optfuse: parameter group {index} has {flag}=True, which has no fused "
+                f"{'CPU ' if on_cpu else ''}update; set {flag}=False or keep the optimizer as it is"
             )
     if strict and not group.get("fused"):
         raise Error(
@@ -75,8 +77,8 @@ def _why_not(param: Tensor) -> str | None:
         return f"it is a tensor subclass ({type(param).__name__}), which optfuse does not support"
     if param.device.type == "meta":
         return "it is on the meta device and has no memory; materialize the model first"
-    if param.device.type != "cpu":
-        return f"device {param.device} is not supported yet; only cpu is"
+    if param.device.type != "cpu" and not is_gpu(param.device):
+        return f"device {param.device} is not supported; only cpu and cuda are"
     if param.is_complex():
         return "it is complex; view it as real (torch.view_as_real) and optimize that"
     if param.layout != torch.strided:

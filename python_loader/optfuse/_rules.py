@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from optfuse._gpu import number
+
 Group = dict[str, Any]
 
 
@@ -29,7 +31,7 @@ class Rule:
 def _adam_hyper(group: Group) -> tuple[float, ...]:
     beta1, beta2 = group["betas"]
     return (
-        float(group["lr"]),
+        number(group["lr"]),
         float(beta1),
         float(beta2),
         float(group["eps"]),
@@ -48,7 +50,7 @@ def _adam_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, para
 
 def _sgd_hyper(group: Group) -> tuple[float, ...]:
     return (
-        float(group["lr"]),
+        number(group["lr"]),
         float(group["momentum"]),
         float(group["dampening"]),
         float(group["weight_decay"]),

@@ -115,13 +115,15 @@ void fake_set_grad(fake_tensor *tensor, fake_buffer *grad) {
 }
 
 const void *fake_use(fake_buffer *buffer, bool foreign) {
-    if (atomic_load(&buffer->marked))
-        of_touch(buffer, foreign);
+    if (atomic_load(&buffer->marked) && of_touch(buffer, foreign) < OF_IN_FLIGHT &&
+        buffer->on_device)
+        atomic_store(&buffer->marked, false);
     return buffer->data;
 }
 
 static void hold_buffer(fake_hold *hold, fake_buffer *buffer, of_inputs *in) {
     fake_buffer_retain(buffer);
+    buffer->on_device = hold->tensor->device != OF_CPU;
     hold->buffers[hold->n_buffers++] = buffer;
     in->keys[in->n_keys++] = buffer;
 }
@@ -142,6 +144,8 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
     in->numel = tensor->numel;
     in->dtype = tensor->dtype;
     in->device = tensor->device;
+    if (tensor->device == OF_CUDA && tensor->host->table.device)
+        in->stream = tensor->host->table.device->current(tensor->host, 0);
     in->step = tensor->step + 1;
     in->hold = hold;
 }
@@ -178,10 +182,10 @@ static void commit(void *ctx, of_inputs *in) {
     hold->tensor->step++;
 }
 
-static void mark(fake_host *host, fake_hold *hold, bool marked) {
+static void mark(fake_hold *hold, bool marked) {
     for (size_t i = 0; i < hold->n_buffers; i++)
-        if (atomic_exchange(&hold->buffers[i]->marked, marked) != marked)
-            atomic_fetch_add(&host->waiting, marked ? 1 : -1);
+        if (marked || !hold->buffers[i]->on_device)
+            atomic_store(&hold->buffers[i]->marked, marked);
 }
 
 static bool defer(void *ctx, void *opaque) {
@@ -190,7 +194,7 @@ static bool defer(void *ctx, void *opaque) {
     require(hold->committed && !hold->deferred && !hold->settled, "defer after commit, once");
     if (hold->tensor->shared)
         return false;
-    mark(ctx, hold, true);
+    mark(hold, true);
     hold->deferred = true;
     return true;
 }
@@ -204,7 +208,7 @@ static void settle(void *ctx, void *opaque, bool was_deferred) {
     require(was_deferred == hold->deferred, "settle knows what was deferred");
     hold->settled = true;
     if (was_deferred)
-        mark(host, hold, false);
+        mark(hold, false);
     if (host->spends && tensor->grad == hold->buffers[1])
         fake_set_grad(tensor, NULL);
 }

@@ -16,6 +16,7 @@ enum { FAKE_MAX_TENSORS = 256 };
 typedef struct fake_buffer {
     atomic_int refs;
     atomic_bool marked; /* by defer(): whoever uses it calls of_touch() first */
+    bool on_device;     /* then the mark stays until a use finds nothing in flight */
     size_t bytes;
     _Alignas(64) unsigned char data[];
 } fake_buffer;
@@ -55,7 +56,6 @@ struct fake_host {
     int n_tensors;
     atomic_int holds;     /* collected and not released */
     atomic_int regions;   /* calls of parallel_for() */
-    atomic_int waiting;   /* marked buffers */
     pthread_mutex_t lock; /* guards events */
     bool recording;
     char events[8192];

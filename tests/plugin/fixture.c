@@ -47,7 +47,7 @@ static fixture *make(fake_host *host, of_mode mode, size_t bucket_bytes) {
                                .reference = OF_REF_CPU_FUSED,
                                .vector_bytes = VECTOR_BYTES,
                                .isa = of_isa_detect(),
-                               .bucket_bytes = bucket_bytes};
+                               .bucket_bytes = {bucket_bytes, bucket_bytes}};
     /* lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled */
     static const double adamw[] = {1e-2, 0.9, 0.999, 1e-8, 1e-2, 0, 0, 1};
     static const double adam[] = {3e-3, 0.8, 0.99, 1e-6, 0, 0, 0, 0};
@@ -60,9 +60,13 @@ static fixture *make(fake_host *host, of_mode mode, size_t bucket_bytes) {
     return f;
 }
 
-fixture *setup(of_mode mode, size_t bucket_bytes) {
+fixture *setup_with(fake_host *host, of_mode mode, size_t bucket_bytes) {
     seed = 1;
-    return make(fake_host_new(), mode, bucket_bytes);
+    return make(host, mode, bucket_bytes);
+}
+
+fixture *setup(of_mode mode, size_t bucket_bytes) {
+    return setup_with(fake_host_new(), mode, bucket_bytes);
 }
 
 fixture *setup_beside(fixture *first, of_mode mode) {

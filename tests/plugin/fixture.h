@@ -31,6 +31,8 @@ typedef struct fixture {
 
 /* A plan with two groups of Adam in this mode; bucket_bytes 0: the default. */
 fixture *setup(of_mode mode, size_t bucket_bytes);
+/* The same with a host of the caller's, which the plan's teardown frees. */
+fixture *setup_with(fake_host *host, of_mode mode, size_t bucket_bytes);
 /* A second plan of the same host, with settings of its own. */
 fixture *setup_beside(fixture *first, of_mode mode);
 /* Drops the plan, checks every twin and that nothing is pending or held. */

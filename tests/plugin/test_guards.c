@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fake_device.h"
 #include "fixture.h"
 
 #ifdef OF_TEST_GUARDS
@@ -159,6 +160,54 @@ START_TEST(fork_) {
 }
 END_TEST
 
+static bool other_stream_waits(void) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    twin *t = add_on_device(f, 100, 0);
+    backward(t);
+    step(f);
+    fake_timeline_wait(&device.timeline, 1, 0);
+    device.current = 1;
+    fake_operator(t->tensor->param, false, "use");
+    bool right = device.timeline.races == 0;
+    finish(f);
+    return right;
+}
+
+START_TEST(streams) {
+    check_guard("streams", other_stream_waits);
+}
+END_TEST
+
+static bool captured_step_is_in_the_graph(void) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    twin *t = add_on_device(f, 100, 0);
+    device.capture[0] = 3;
+    backward(t);
+    step(f);
+    bool right = launched(t);
+    finish(f);
+    return right;
+}
+
+static bool update_from_outside_stays_out_of_a_capture(void) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    twin *t = add_on_device(f, 100, 0);
+    backward(t);
+    step(f);
+    device.current = 1;
+    device.capture[1] = 3;
+    bool right = of_touch(t->tensor->param, false) == OF_TOUCH_FAILED;
+    device.capture[1] = 0;
+    finish(f);
+    return right;
+}
+
+START_TEST(capture) {
+    check_guard("capture", captured_step_is_in_the_graph);
+    check_guard("capture", update_from_outside_stays_out_of_a_capture);
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create(switchable ? "guards, switchable" : "guards, fixed");
     TCase *all = tcase_create("guards");
@@ -167,6 +216,8 @@ int main(void) {
     tcase_add_test(all, foreign);
     tcase_add_test(all, clear);
     tcase_add_test(all, fork_);
+    tcase_add_test(all, streams);
+    tcase_add_test(all, capture);
     suite_add_tcase(suite, all);
     return run(suite);
 }

@@ -25,6 +25,7 @@ from common import adamw, assert_same, batch, loss_of, net, sgd, snapshot, train
 from torch import nn
 
 import optfuse
+from optfuse import _gpu
 
 SCENARIOS = {}
 SECONDS = 60
@@ -108,6 +109,27 @@ def an_address_taken_while_pending_leads_to_the_update():
     pair.assert_pending()
     theirs, ours = (through_address(m[0].weight) for m in (pair.theirs, pair.ours))
     assert theirs == ours, "the memory behind data_ptr() still holds the old weight"
+
+
+class Graph:
+    """Like a CUDA graph: replays what it recorded, on raw memory."""
+
+    def __init__(self, weight):
+        self.address, self.size = weight.data_ptr(), weight.numel() * weight.element_size()
+
+    def replay(self):
+        return ctypes.string_at(self.address, self.size)
+
+
+@guards("graphs")
+def a_replayed_graph_sees_the_update():
+    pair = Pair()
+    graphs = [Graph(model[0].weight) for model in (pair.theirs, pair.ours)]
+    _gpu.wrap(Graph, "replay", optfuse.flush)
+    pair.train(0)
+    pair.assert_pending()
+    theirs, ours = (graph.replay() for graph in graphs)
+    assert theirs == ours, "the replay read the old weight"
 
 
 @guards("version")

@@ -58,6 +58,13 @@ def test_the_release_build_has_no_switch():
         assert outcome == "kept", f"{name}: {outcome}"
 
 
+# Guards that only a GPU's parameters meet have their control there.
+ELSEWHERE = {
+    "streams": "tests/plugin/test_guards.c",
+    "capture": "tests/plugin/test_guards.c",
+}
+
+
 def test_every_guard_of_the_source_has_a_scenario():
     found = set()
     for layer in ("plugin", "shim"):
@@ -66,4 +73,6 @@ def test_every_guard_of_the_source_has_a_scenario():
     for path in (ROOT / "python_loader" / "optfuse").glob("*.py"):
         found |= set(re.findall(r'guard\("(\w+)"\)', path.read_text()))
     assert found, "no guards were found: has the source moved?"
-    assert found == set(guard_scenarios.SCENARIOS), "guards and scenarios differ"
+    assert found == {*guard_scenarios.SCENARIOS, *ELSEWHERE}, "guards and scenarios differ"
+    for name, file in ELSEWHERE.items():
+        assert f'check_guard("{name}"' in (ROOT / file).read_text(), f"{name} is not in {file}"

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <cuda.h>
+
 #include "batch.h"
 #include "cuda/table.h"
 #include "host_driver.h"
@@ -134,6 +136,28 @@ static void check_steps(void) {
     check(right, "no step is counted when an infinity was found");
 }
 
+static void check_capture(void) {
+    int captured, other;
+    uint64_t id = 99;
+    host.captured = &captured;
+    host.graph = 5;
+    bool right = of_cuda_capture(&captured, &id) == OF_CUDA_OK && id == 5;
+    right = right && of_cuda_capture(&other, &id) == OF_CUDA_OK && id == 0;
+    host.implicit = true;
+    id = 99;
+    right = right && of_cuda_capture(&other, &id) == OF_CUDA_OK && id == 0;
+    host.graph = 0;
+    check(right, "only the captured stream has a graph");
+
+    host.mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    of_cuda_relax(true);
+    of_cuda_relax(true);
+    of_cuda_relax(false);
+    right = host.mode == CU_STREAM_CAPTURE_MODE_RELAXED;
+    of_cuda_relax(false);
+    check(right && host.mode == CU_STREAM_CAPTURE_MODE_GLOBAL, "the mode is put back, nested too");
+}
+
 /* The driver is opened once a process: this one is opened without it. */
 static int without_driver(const char *how) {
     if (strcmp(how, "none") == 0)
@@ -171,6 +195,7 @@ int main(int argc, char **argv) {
     check_tables();
     check_errors();
     check_steps();
+    check_capture();
     printf(failures ? "%d failures, seed %" PRIu64 "\n" : "all agree\n", failures, seed);
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

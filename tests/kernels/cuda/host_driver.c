@@ -24,8 +24,9 @@ typedef struct kernel_row {
 
 #define KERNELS(X)                                                                                 \
     X(adam_float32, 3, 7)                                                                          \
-    X(adam_float64, 3, 7) X(adam_bfloat16, 3, 7) X(adam_float16, 3, 7) X(sgd_float32, 0, 1)        \
-        X(sgd_float64, 0, 1) X(sgd_bfloat16, 0, 1) X(sgd_float16, 0, 1)
+    X(adam_float64, 3, 7)                                                                          \
+    X(adam_bfloat16, 3, 7) X(adam_float16, 3, 7) X(sgd_float32, 0, 1) X(sgd_float64, 0, 1)         \
+        X(sgd_bfloat16, 0, 1) X(sgd_float16, 0, 1)
 
 /* The "code" of an image is its name. */
 #define DECLARE(name, least, most)                                                                 \
@@ -158,11 +159,31 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
     return CUDA_SUCCESS;
 }
 
+static CUresult host_capture_info(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id,
+                                  CUgraph *graph, const CUgraphNode **dependencies,
+                                  size_t *n_dependencies) {
+    const bool captured = host.graph && (void *)stream == host.captured;
+    if (graph || dependencies || n_dependencies)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!captured && host.implicit)
+        return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    *status = captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    *id = host.graph;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_exchange(CUstreamCaptureMode *mode) {
+    const int before = host.mode;
+    host.mode = (int)*mode;
+    *mode = (CUstreamCaptureMode)before;
+    return CUDA_SUCCESS;
+}
+
 of_cuda_status of_driver_find(of_driver *out, char *why, size_t size) {
     static const of_driver driver = {
-        host_init,    host_version,     host_error_string,   host_attribute, host_device_get,
-        host_current, host_set_current, host_context_device, host_retain,    host_load,
-        host_kernel,  host_function,    host_launch};
+        host_init,    host_version,     host_error_string,   host_attribute,    host_device_get,
+        host_current, host_set_current, host_context_device, host_retain,       host_load,
+        host_kernel,  host_function,    host_launch,         host_capture_info, host_exchange};
     snprintf(why, size, "the test took the driver away");
     *out = driver;
     return host.missing ? OF_CUDA_NO_DRIVER : OF_CUDA_OK;

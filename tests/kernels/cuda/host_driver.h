@@ -20,6 +20,10 @@ typedef struct host_driver {
     size_t blocks; /* of the last launch */
     size_t bytes;  /* of its arguments */
     void *stream;
+    void *captured; /* the one stream on which a graph is being captured */
+    unsigned graph; /* its number; 0: none */
+    bool implicit;  /* asked about another stream, the driver says so */
+    int mode;       /* of capture, this driver's one thread's */
 } host_driver;
 
 extern host_driver host;

@@ -20,7 +20,7 @@ ROOT = TESTS.parent.parent.parent
 CC = os.environ.get("CC", "cc").split()
 CXX = os.environ.get("CXX", "c++").split()
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c"]
+LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "capture.c"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* device.c: launches updates that are on a device. Those of one stream, dtype
+ * and set of scalars go in one call of the host. */
+#include <string.h>
+
+#include "internal.h"
+
+enum { CALL_ENTRIES = 512 }; /* in one call of the host, on the stack */
+
+static bool goes_in_one_call(const of_update *a, const of_update *b) {
+    return of_stream_equal(&a->in.stream, &b->in.stream) && a->in.dtype == b->in.dtype &&
+           a->in.lr_at == b->in.lr_at && a->in.grad_scale_at == b->in.grad_scale_at &&
+           a->in.found_inf_at == b->in.found_inf_at &&
+           memcmp(a->scalars, b->scalars, OF_MAX_HYPER * sizeof(double)) == 0;
+}
+
+static of_list take_call(of_list *list) {
+    of_list call = {0};
+    for (of_update *u = list->first, *next; u && call.count < CALL_ENTRIES; u = next) {
+        next = u->next;
+        if (call.first && !goes_in_one_call(call.first, u))
+            continue;
+        of_list_remove(list, u);
+        of_list_append(&call, u);
+    }
+    return call;
+}
+
+static of_cuda_entry entry_of(const of_inputs *in) {
+    of_cuda_entry entry = {.param = in->param,
+                           .grad = (void *)(uintptr_t)in->grad,
+                           .n = (size_t)in->numel,
+                           .step_at = in->step_at,
+                           .step = in->step};
+    memcpy(entry.state, in->state, sizeof entry.state);
+    return entry;
+}
+
+static bool run(of_plan *plan, const of_list *call) {
+    of_cuda_entry entries[CALL_ENTRIES];
+    size_t n = 0;
+    for (const of_update *u = call->first; u; u = u->next)
+        entries[n++] = entry_of(&u->in);
+    const of_update *first = call->first;
+    double hyper[OF_MAX_HYPER];
+    memcpy(hyper, first->scalars, sizeof hyper);
+    of_cuda_update update = {.rule = plan->rule->name,
+                             .dtype = first->in.dtype,
+                             .hyper = hyper,
+                             .lr_at = first->in.lr_at,
+                             .grad_scale_at = first->in.grad_scale_at,
+                             .found_inf_at = first->in.found_inf_at};
+    plan->counts.launches++;
+    return plan->host.device->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
+}
+
+/* Those that were pending stay in the registry, in flight. */
+static void settle(of_plan *plan, of_list *call, of_list *done) {
+    of_list landed = {0};
+    for (of_update *u = call->first, *next; u; u = next) {
+        next = u->next;
+        if (!u->deferred || !of_lane_add(plan, u)) {
+            of_list_append(&landed, u);
+            continue;
+        }
+        plan->host.settle(plan->host.ctx, u->in.hold, true);
+        u->pending = u->deferred = false;
+        of_list_append(done, u);
+    }
+    of_settle(plan, &landed, done);
+}
+
+void of_device_launch(of_plan *plan, of_list *list, of_list *done) {
+    while (list->first) {
+        of_list call = take_call(list);
+        if (!run(plan, &call))
+            of_plan_fail(plan);
+        settle(plan, &call, done);
+    }
+}

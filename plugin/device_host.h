@@ -1,0 +1,59 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* device_host.h: what the core asks of a host whose parameters may be on a
+ * device that works on its own, in streams.
+ *
+ * An update belongs to the stream that is current when it is created, its home
+ * stream, and is launched there, however late. Other streams learn nothing of
+ * that from the user's own synchronisation, which may have been done before the
+ * launch. So an update that was left pending stays known after its launch, in
+ * flight, until the device is known to have done it: a stream that touches its
+ * memory meanwhile is made to wait for the home stream.
+ */
+#ifndef OPTFUSE_DEVICE_HOST_H
+#define OPTFUSE_DEVICE_HOST_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cuda/cuda_kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A stream of a device. `id` is the host's name for it. */
+typedef struct of_stream {
+    int device; /* ordinal */
+    int64_t id;
+    uint64_t capture; /* the graph that was being captured on it; 0: none */
+} of_stream;
+
+/* The host's part. None of these waits for the device but synchronize(). They
+ * run under the lock of a plan and must not call back. Those that return a
+ * bool give false after of_set_error(). */
+typedef struct of_device_host {
+    /* The calling thread's current stream of a device. */
+    of_stream (*current)(void *ctx, int device);
+    /* Puts the update of n tensors on the stream. Counts step_at up first,
+     * where it is given. Refuses if the stream is capturing another graph
+     * than `stream` says. The update's `device` and `stream` are the host's
+     * to fill in; the entries' arrays are those of collect(). */
+    bool (*launch)(void *ctx, const of_stream *stream, of_cuda_update *update,
+                   const of_cuda_entry *entries, size_t n);
+    /* *event stands for all work that is on the stream now. *event is NULL or an
+     * event to use again. */
+    bool (*record)(void *ctx, const of_stream *stream, void **event);
+    /* All later work on the stream waits for the event. */
+    bool (*wait)(void *ctx, const of_stream *stream, void *event);
+    /* Whether the event's work is done. */
+    bool (*is_done)(void *ctx, void *event);
+    /* Blocks the calling thread until it is. */
+    void (*synchronize)(void *ctx, void *event);
+    void (*destroy)(void *ctx, void *event);
+} of_device_host;
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* lane.c: what a plan has in flight on each stream.
+ *
+ * No event is made for a launch. Whoever has to wait for one waits for all
+ * that is on its stream by then; with one stream, as nearly always, nobody
+ * does. To learn that updates have been done, each step() leaves one event, the
+ * fence, behind those in flight, and a later one asks for it. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+bool of_stream_equal(const of_stream *a, const of_stream *b) {
+    return a->device == b->device && a->id == b->id && a->capture == b->capture;
+}
+
+static of_lane *lane_of(of_plan *plan, const of_stream *stream) {
+    for (size_t i = 0; i < plan->n_lanes; i++)
+        if (of_stream_equal(&plan->lanes[i].stream, stream))
+            return &plan->lanes[i];
+    of_lane *lanes = realloc(plan->lanes, (plan->n_lanes + 1) * sizeof *lanes);
+    if (!lanes) {
+        of_set_error("out of memory for a stream");
+        return NULL;
+    }
+    plan->lanes = lanes;
+    lanes[plan->n_lanes] = (of_lane){.stream = *stream};
+    return &lanes[plan->n_lanes++];
+}
+
+/* Without memory the device's work is waited for instead. */
+static void wait_for(of_plan *plan, const of_stream *stream) {
+    const of_device_host *device = plan->host.device;
+    void *event = NULL;
+    if (device->record(plan->host.ctx, stream, &event))
+        device->synchronize(plan->host.ctx, event);
+    if (event)
+        device->destroy(plan->host.ctx, event);
+}
+
+bool of_lane_add(of_plan *plan, of_update *update) {
+    of_lane *lane = lane_of(plan, &update->in.stream);
+    if (!lane) {
+        wait_for(plan, &update->in.stream);
+        return false;
+    }
+    atomic_store_explicit(&update->holders, 2, memory_order_relaxed);
+    update->next_flying = NULL;
+    if (lane->last)
+        lane->last->next_flying = update;
+    else
+        lane->first = update;
+    lane->last = update;
+    lane->count++;
+    update->flying = true;
+    return true;
+}
+
+bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after) {
+    const of_device_host *device = plan->host.device;
+    if (of_stream_equal(before, after) || !OF_GUARD(streams))
+        return true;
+    of_lane *lane = lane_of(plan, before);
+    return lane && device->record(plan->host.ctx, before, &lane->event) &&
+           device->wait(plan->host.ctx, after, lane->event);
+}
+
+bool of_lanes_join(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_lanes; i++) {
+        const of_stream home = plan->lanes[i].stream;
+        if (plan->lanes[i].count == 0)
+            continue;
+        const of_stream user = plan->host.device->current(plan->host.ctx, home.device);
+        if (!of_stream_order(plan, &home, &user))
+            return false;
+    }
+    return true;
+}
+
+/* Forgets the n oldest. */
+static void forget(of_lane *lane, size_t n) {
+    for (; n > 0 && lane->first; n--) {
+        of_update *update = lane->first;
+        lane->first = update->next_flying;
+        lane->count--;
+        of_registry_remove_one(update);
+        update->flying = false;
+        of_update_drop(update);
+    }
+    if (!lane->first)
+        lane->last = NULL;
+}
+
+void of_lanes_land(of_plan *plan) {
+    const of_device_host *device = plan->host.device;
+    for (size_t i = 0; i < plan->n_lanes; i++) {
+        of_lane *lane = &plan->lanes[i];
+        if (lane->fenced && device->is_done(plan->host.ctx, lane->fence)) {
+            forget(lane, lane->fenced);
+            lane->fenced = 0;
+        }
+        if (!lane->fenced && lane->count &&
+            device->record(plan->host.ctx, &lane->stream, &lane->fence))
+            lane->fenced = lane->count;
+    }
+}
+
+static void close_lane(of_plan *plan, of_lane *lane) {
+    void *const events[] = {lane->fence, lane->event};
+    forget(lane, lane->count);
+    for (size_t i = 0; i < 2; i++)
+        if (events[i])
+            plan->host.device->destroy(plan->host.ctx, events[i]);
+}
+
+void of_lanes_forget(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_lanes; i++)
+        close_lane(plan, &plan->lanes[i]);
+    plan->n_lanes = 0;
+}
+
+void of_lanes_drain(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_lanes; i++)
+        if (plan->lanes[i].count)
+            wait_for(plan, &plan->lanes[i].stream);
+    of_lanes_forget(plan);
+}
+
+void of_lanes_free(of_plan *plan) {
+    free(plan->lanes);
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// device.h: GPUs, as far as PyTorch's generic interface for devices and the
+// library of CUDA kernels show them. Nothing here needs CUDA's headers.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/TensorImpl.h>
+
+#include "optfuse.h"
+
+namespace optfuse {
+
+// The kind of device beside the CPU: CUDA. (A test-only build can be told
+// another one.)
+c10::DeviceType gpu_type();
+inline bool is_gpu(const c10::Device &device) { return device.type() == gpu_type(); }
+
+// cuda_library.cpp: the functions of liboptfuse_cuda, opened at the first GPU
+// tensor. NULL after of_set_error() if it can't be.
+struct CudaLibrary {
+    decltype(&of_cuda_abi_version) abi_version;
+    decltype(&of_cuda_error) error;
+    decltype(&of_cuda_open) open;
+    decltype(&of_cuda_prepare) prepare;
+    decltype(&of_cuda_launch) launch;
+    decltype(&of_cuda_advance) advance;
+    decltype(&of_cuda_capture) capture;
+    decltype(&of_cuda_relax) relax;
+};
+const CudaLibrary *cuda_library();
+void set_cuda_library(const char *path);
+
+// device.cpp
+extern const of_device_host gpu_host;
+of_stream current_stream(int ordinal);
+// The stream may still work on the memory when its last reference goes.
+void record_on_stream(c10::StorageImpl *storage, const of_stream &stream);
+// Whether this deleter is that of PyTorch's own allocator for GPUs.
+bool is_gpu_deleter(c10::DeleterFnPtr deleter, const c10::Device &device);
+
+} // namespace optfuse

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// gpu.cpp: what an update on a GPU needs beside its tensors: loaded kernels, a
+// stream, a step counter that may be on the device, and copies of the scalars
+// that are.
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "compat.h"
+#include "device.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+
+namespace {
+
+bool load_kernels(const CudaLibrary *library, Slot *slot, const c10::TensorImpl *p, of_dtype dtype,
+                  const double *hyper) {
+    of_cuda_update update = {};
+    update.rule = slot->plan->rule->name;
+    update.dtype = dtype;
+    update.device = p->device().index();
+    update.hyper = hyper;
+    const c10::DeviceGuard device(p->device());
+    return library->prepare(&update) == OF_CUDA_OK;
+}
+
+} // namespace
+
+// Loading may have to wait for the device, which a launch must never do.
+of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+    Plan *plan = slot->plan;
+    const double *hyper = of_plan_hyper(plan->core, slot->index);
+    const auto ordinal = static_cast<size_t>(p->device().index());
+    const uint32_t bit = UINT32_C(1) << (static_cast<unsigned>(dtype) * 8 +
+                                         (plan->rule->state_used(hyper) & 7u));
+    if (ordinal < 64 && (plan->prepared[ordinal].load(std::memory_order_relaxed) & bit) != 0)
+        return OF_FOUND_INPUTS;
+    const CudaLibrary *library = cuda_library();
+    if (library == nullptr)
+        return refuse(slot, "", "is on a GPU, but ", of_error_message());
+    if (!load_kernels(library, slot, p, dtype, hyper))
+        return refuse(slot, "", "is on a GPU, but ", library->error());
+    if (ordinal < 64)
+        plan->prepared[ordinal].fetch_or(bit, std::memory_order_relaxed);
+    return OF_FOUND_INPUTS;
+}
+
+void fill_in_gpu(Slot *slot, c10::TensorImpl *p, of_inputs *in, Hold *hold) {
+    hold->on_gpu = true;
+    hold->stream = current_stream(p->device().index());
+    in->device = OF_CUDA;
+    in->stream = hold->stream;
+    slot->plan->scalars.give(slot->group, p->device(), in, hold);
+}
+
+void DeviceScalars::set(std::vector<at::Tensor> rates, at::Tensor scale, at::Tensor inf) {
+    lr = std::move(rates);
+    grad_scale = std::move(scale);
+    found_inf = std::move(inf);
+    copies.clear();
+    any = grad_scale.defined() || found_inf.defined();
+    for (const at::Tensor &rate : lr)
+        any = any || rate.defined();
+}
+
+const float *DeviceScalars::copy_of(const at::Tensor &scalar, const c10::Device &device,
+                                    at::Tensor *keep) {
+    if (!scalar.defined())
+        return nullptr;
+    for (const Copy &known : copies)
+        if (known.of == scalar.unsafeGetTensorImpl() && known.device == device)
+            *keep = known.copy;
+    if (!keep->defined()) {
+        const PlainMode plain;
+        *keep = at::empty({}, at::TensorOptions().device(device).dtype(at::kFloat));
+        keep->copy_(scalar.reshape({}), /*non_blocking=*/true);
+        copies.push_back({scalar.unsafeGetTensorImpl(), device, *keep});
+    }
+    return static_cast<const float *>(data_of(keep->unsafeGetTensorImpl()));
+}
+
+void DeviceScalars::give(size_t group, const c10::Device &device, of_inputs *in, Hold *hold) {
+    if (!any)
+        return;
+    const std::lock_guard<std::mutex> guard(lock);
+    if (group < lr.size())
+        in->lr_at = copy_of(lr[group], device, &hold->scalars[0]);
+    in->grad_scale_at = copy_of(grad_scale, device, &hold->scalars[1]);
+    in->found_inf_at = copy_of(found_inf, device, &hold->scalars[2]);
+}
+
+} // namespace optfuse

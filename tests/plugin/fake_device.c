@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fake_device.c: see fake_device.h */
+#include "fake_device.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fixture.h"
+
+enum { HOST = FAKE_STREAMS };
+
+fake_device device;
+
+void fake_device_reset(void) {
+    ck_assert_int_eq(device.events, 0);
+    device = (fake_device){.busy = true};
+}
+
+static void join(fake_clock *clock, const fake_clock *with) {
+    for (int i = 0; i < FAKE_CLOCKS; i++)
+        if (clock->at[i] < with->at[i])
+            clock->at[i] = with->at[i];
+}
+
+/* Work that is put on a stream comes after all that the host knows. */
+static fake_clock *advance(fake_timeline *t, int stream) {
+    fake_clock *clock = &t->streams[stream];
+    join(clock, &t->streams[HOST]);
+    clock->at[stream]++;
+    return clock;
+}
+
+static size_t place_of(fake_timeline *t, const void *memory) {
+    size_t i = 0;
+    while (i < t->n_seen && t->seen[i].memory != memory)
+        i++;
+    if (i == t->n_seen) {
+        ck_assert_uint_lt(i, sizeof t->seen / sizeof *t->seen);
+        memset(&t->seen[i], 0, sizeof t->seen[i]);
+        t->seen[i].memory = memory;
+        t->n_seen++;
+    }
+    return i;
+}
+
+bool fake_timeline_ordered(const fake_timeline *t, int stream, const void *memory, bool write) {
+    fake_clock clock = t->streams[stream];
+    join(&clock, &t->streams[HOST]);
+    for (size_t i = 0; i < t->n_seen; i++) {
+        if (t->seen[i].memory != memory)
+            continue;
+        bool ordered = t->seen[i].written <= clock.at[t->seen[i].writer];
+        for (int s = 0; write && s < FAKE_STREAMS; s++)
+            ordered = ordered && t->seen[i].read[s] <= clock.at[s];
+        return ordered;
+    }
+    return true;
+}
+
+void fake_timeline_access(fake_timeline *t, int stream, const void *memory, bool write,
+                          const char *who) {
+    if (!fake_timeline_ordered(t, stream, memory, write) && t->races++ == 0)
+        snprintf(t->first_race, sizeof t->first_race, "%s %s on stream %d", who,
+                 write ? "writes" : "reads", stream);
+    const unsigned now = advance(t, stream)->at[stream];
+    const size_t i = place_of(t, memory);
+    t->seen[i].read[stream] = now;
+    if (write) {
+        t->seen[i].writer = stream;
+        t->seen[i].written = now;
+    }
+}
+
+void fake_timeline_wait(fake_timeline *t, int after, int before) {
+    join(&t->streams[after], &t->streams[before]);
+    join(&t->streams[after], &t->streams[HOST]);
+}
+
+void fake_timeline_synchronize(fake_timeline *t, int stream) {
+    join(&t->streams[HOST], &t->streams[stream]);
+}
+
+void fake_operator(fake_buffer *buffer, bool write, const char *name) {
+    const void *memory = fake_use(buffer, false);
+    fake_timeline_access(&device.timeline, device.current, memory, write, name);
+}
+
+/* The host's functions. An event is a clock. */
+
+static of_stream current(void *ctx, int ordinal) {
+    (void)ctx;
+    return (of_stream){ordinal, device.current, device.capture[device.current]};
+}
+
+static void use_all(const of_cuda_entry *entry, int stream) {
+    fake_timeline_access(&device.timeline, stream, entry->param, true, "the update");
+    fake_timeline_access(&device.timeline, stream, entry->grad, false, "the update");
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        if (entry->state[i])
+            fake_timeline_access(&device.timeline, stream, entry->state[i], true, "the update");
+}
+
+/* With the CPU's kernel, so that the fixture's yardstick holds here too. */
+static void compute(const of_cuda_update *update, const of_cuda_entry *entry) {
+    const of_rule *rule = of_rule_find(update->rule);
+    const of_kernel *kernel =
+        of_kernel_find(update->rule, OF_REF_CPU_FUSED, update->dtype, OF_CPU, of_isa_detect());
+    _Alignas(16) unsigned char scalars[OF_MAX_SCALARS];
+    rule->prepare(update->hyper, entry->step, scalars);
+    of_span span = {.param = entry->param, .grad = entry->grad, .n = entry->n};
+    memcpy(span.state, entry->state, sizeof span.state);
+    span.tail = of_tail(OF_REF_CPU_FUSED, update->dtype, 32, entry->n);
+    if (entry->n)
+        kernel->run(&span, scalars);
+}
+
+static bool launch(void *ctx, const of_stream *stream, of_cuda_update *update,
+                   const of_cuda_entry *entries, size_t n) {
+    (void)ctx;
+    const int id = (int)stream->id;
+    if (++device.launches == device.fail_launch || device.capture[id] != stream->capture) {
+        of_set_error("the device is broken");
+        return false;
+    }
+    device.entries = (int)n;
+    device.last_stream = id;
+    for (size_t i = 0; i < n; i++) {
+        compute(update, &entries[i]);
+        use_all(&entries[i], id);
+    }
+    return true;
+}
+
+static bool record(void *ctx, const of_stream *stream, void **event) {
+    (void)ctx;
+    if (device.capture[stream->id] != stream->capture) {
+        of_set_error("stream %d is capturing", (int)stream->id);
+        return false;
+    }
+    if (!*event) {
+        *event = aligned_alloc(64, (sizeof(fake_clock) + 63) / 64 * 64);
+        device.events++;
+    }
+    fake_clock *clock = *event;
+    *clock = device.timeline.streams[stream->id];
+    return true;
+}
+
+static bool wait(void *ctx, const of_stream *stream, void *event) {
+    (void)ctx;
+    device.waits++;
+    join(&device.timeline.streams[stream->id], event);
+    return true;
+}
+
+static bool is_done(void *ctx, void *event) {
+    (void)ctx;
+    if (!device.busy)
+        join(&device.timeline.streams[HOST], event);
+    return !device.busy;
+}
+
+static void synchronize(void *ctx, void *event) {
+    (void)ctx;
+    device.synchronized++;
+    join(&device.timeline.streams[HOST], event);
+}
+
+static void destroy(void *ctx, void *event) {
+    (void)ctx;
+    device.events--;
+    free(event);
+}
+
+void fake_device_attach(fake_host *host) {
+    static const of_device_host functions = {current, launch,      record, wait,
+                                             is_done, synchronize, destroy};
+    fake_device_reset();
+    host->table.device = &functions;
+}
+
+fixture *setup_on_device(of_mode mode, size_t bucket_bytes) {
+    fake_host *host = fake_host_new();
+    fake_device_attach(host);
+    return setup_with(host, mode, bucket_bytes);
+}
+
+twin *add_on_device(fixture *f, int64_t numel, size_t group) {
+    twin *t = add_to_group(f, numel, group);
+    t->tensor->device = OF_CUDA;
+    return t;
+}

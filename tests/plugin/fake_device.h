@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fake_device.h: a device with streams for the fake host. It works in the order
+ * of the calls, but keeps clocks as if each stream went on its own: what comes
+ * before what is known from streams, events and synchronisation alone. Two
+ * accesses of the same memory, at least one of them a write, that are not ordered so
+ * are a race, and counted. */
+#ifndef FAKE_DEVICE_H
+#define FAKE_DEVICE_H
+
+#include "fake_host.h"
+
+enum { FAKE_STREAMS = 3, FAKE_CLOCKS = FAKE_STREAMS + 1 /* the host's */ };
+
+/* Of a stream, an event or the host: how far it knows each stream to be. */
+typedef struct fake_clock {
+    unsigned at[FAKE_CLOCKS];
+} fake_clock;
+
+/* Clocks of all streams, and the last accesses of the memory of a few buffers. */
+typedef struct fake_timeline {
+    fake_clock streams[FAKE_CLOCKS]; /* the last one: the host */
+    struct {
+        const void *memory;
+        int writer;
+        unsigned written;
+        unsigned read[FAKE_STREAMS];
+    } seen[64];
+    size_t n_seen;
+    int races;
+    char first_race[128];
+} fake_timeline;
+
+void fake_timeline_access(fake_timeline *t, int stream, const void *memory, bool write,
+                          const char *who);
+bool fake_timeline_ordered(const fake_timeline *t, int stream, const void *memory, bool write);
+void fake_timeline_wait(fake_timeline *t, int after, int before);
+void fake_timeline_synchronize(fake_timeline *t, int stream);
+
+/* What the device went through. */
+typedef struct fake_device {
+    fake_timeline timeline;
+    int current;                    /* stream of every thread */
+    uint64_t capture[FAKE_STREAMS]; /* graph being captured on a stream */
+    bool busy;                      /* no event is ever done by itself */
+    int fail_launch;                /* the number of the launch that fails, from 1 */
+    int launches;
+    int entries; /* of the last launch */
+    int last_stream;
+    int waits;
+    int synchronized;
+    int events; /* alive */
+} fake_device;
+
+extern fake_device device;
+void fake_device_reset(void);
+
+/* Lets the host have updates on the device; tensors go there one by one. */
+void fake_device_attach(fake_host *host);
+/* A plan of a host with a device, and parameters on it. */
+struct fixture *setup_on_device(of_mode mode, size_t bucket_bytes);
+struct twin *add_on_device(struct fixture *f, int64_t numel, size_t group);
+
+/* The current stream uses a buffer, as an operator would: touches it first. */
+void fake_operator(fake_buffer *buffer, bool write, const char *name);
+
+#endif

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Graphs: while a stream is being captured, what happens there must be in the
+ * graph whole, and nothing that happens once may get into it. */
+#include <string.h>
+
+#include "fake_device.h"
+#include "fixture.h"
+
+START_TEST(captured_step_launches_at_once) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    twin *t = add_on_device(f, 100, 0);
+    device.capture[1] = 7;
+    device.current = 1;
+    backward(t);
+    step(f);
+    ck_assert(launched(t));
+    ck_assert_uint_eq(counts(f).in_flight, 0);
+    ck_assert_int_eq(device.events, 0);
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
+static fixture *pending_before_capture(twin **t) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    *t = add_on_device(f, 100, 0);
+    backward(*t);
+    step(f);
+    device.current = 1;
+    device.capture[1] = 7;
+    return f;
+}
+
+START_TEST(pending_update_met_in_a_capture_is_refused_and_stays) {
+    twin *t;
+    fixture *f = pending_before_capture(&t);
+    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_TOUCH_FAILED);
+    ck_assert_ptr_nonnull(strstr(of_error_message(), "before the capture"));
+    ck_assert_int_eq(device.launches, 0);
+    ck_assert_uint_eq(counts(f).pending, 1);
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
+START_TEST(update_in_flight_met_in_a_capture_is_refused) {
+    twin *t;
+    fixture *f = pending_before_capture(&t);
+    device.current = 0;
+    fake_use(t->tensor->param, false);
+    device.current = 1;
+    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_TOUCH_FAILED);
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
+START_TEST(drained_before_the_capture_all_is_well) {
+    twin *t;
+    fixture *f = pending_before_capture(&t);
+    device.capture[1] = 0;
+    device.current = 0;
+    ck_assert_int_eq(of_plan_drain(f->plan), OF_OK);
+    device.current = 1;
+    device.capture[1] = 7;
+    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_UNTOUCHED);
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
+START_TEST(captured_backward_closes_inside_the_capture) {
+    fixture *f = setup_on_device(OF_BACKWARD, 0);
+    for (int i = 0; i < 3; i++)
+        add_on_device(f, 100, 0);
+    device.current = 1;
+    device.capture[1] = 9;
+    for (int i = 2; i >= 0; i--)
+        gradient(f, &f->twins[i]);
+    ck_assert_uint_eq(counts(f).pending, 3);
+    ck_assert_int_eq(of_plan_close(f->plan), OF_OK);
+    ck_assert_int_eq(device.launches, 1);
+    ck_assert_uint_eq(counts(f).in_flight, 0);
+    step(f);
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("capture");
+    TCase *tcase = tcase_create("capture");
+    tcase_add_test(tcase, captured_step_launches_at_once);
+    tcase_add_test(tcase, pending_update_met_in_a_capture_is_refused_and_stays);
+    tcase_add_test(tcase, update_in_flight_met_in_a_capture_is_refused);
+    tcase_add_test(tcase, drained_before_the_capture_all_is_well);
+    tcase_add_test(tcase, captured_backward_closes_inside_the_capture);
+    suite_add_tcase(suite, tcase);
+    return run(suite);
+}
