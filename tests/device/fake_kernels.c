@@ -95,6 +95,6 @@ VISIBLE void fake_optfuse_watch(fake_launched *launched) {
 }
 
 VISIBLE void fake_optfuse_capture(void *stream, unsigned graph) {
-    (void)stream;
-    (void)graph;
+    host.captured = stream;
+    host.graph = graph;
 }
