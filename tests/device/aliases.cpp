@@ -82,6 +82,8 @@ at::Tensor Aliases::of(const at::Tensor &tensor, Use use) {
         device = static_cast<c10::DeviceIndex>(tensor.get_device());
     const at::Tensor cpu =
         over(alias_of(tensor.storage(), use), c10::DispatchKey::CPU, tensor);
+    cpu._set_neg(tensor.is_neg());
+    cpu._set_conj(tensor.is_conj());
     pairs_.push_back({tensor, cpu, use});
     return cpu;
 }

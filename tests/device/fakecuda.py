@@ -26,6 +26,7 @@ def _device_module() -> types.ModuleType:
     module = types.ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
     module.device_count = lambda: 2
+    module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
     module.current_device = torch.accelerator.current_device_index
     module.manual_seed_all = lambda seed: None  # the CPU's generator is used
     module._is_in_bad_fork = lambda: False

@@ -96,9 +96,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&fake::fallback>());
 }
 
-// PyTorch composes these of others where the device has no kernel for them,
-// and the CPU rounds differently.
+// PyTorch composes these of others where the device has no kernel for them; the
+// CPU rounds differently, or warns.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-    for (const char *name : {"native_layer_norm", "native_group_norm"})
+    for (const char *name : {"native_layer_norm", "native_group_norm", "mse_loss"})
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fake::fallback>());
 }

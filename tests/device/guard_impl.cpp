@@ -3,7 +3,11 @@
 // autograd engine and torch.Stream, torch.Event.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/version.h>
+
+#include <algorithm>
+#include <cstring>
 
 #include "device.h"
 
@@ -107,6 +111,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     c10::Device getDeviceFromPtr(void *data) const override {
         return {kDevice, static_cast<c10::DeviceIndex>(device_of_memory(data))};
+    }
+    void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
+        const c10::DeviceGuard guard(storage.device());
+        c10::DataPtr memory = allocator()->allocate(bytes);
+        const size_t kept = std::min(bytes, storage.nbytes());
+        if (kept != 0)
+            std::memcpy(memory.get(), storage.data(), kept);
+        storage.set_data_ptr_noswap(std::move(memory));
+        storage.set_nbytes(bytes);
     }
 };
 

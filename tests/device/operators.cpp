@@ -95,6 +95,11 @@ at::Tensor &set_storage(at::Tensor &tensor, c10::Storage storage, c10::SymInt of
     return tensor;
 }
 
+at::Tensor &set_whole_storage(at::Tensor &tensor, c10::Storage storage) {
+    const auto n = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
+    return set_storage(tensor, std::move(storage), 0, {c10::SymInt(n)}, {c10::SymInt(1)});
+}
+
 at::Tensor convolution(const at::Tensor &input, const at::Tensor &weight,
                        const std::optional<at::Tensor> &bias, Sizes stride, Sizes padding,
                        Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups) {
@@ -135,7 +140,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from_and_resize", fake::copy_from_and_resize);
     m.impl("_local_scalar_dense", fake::local_scalar);
     m.impl("record_stream", fake::record_stream);
+    m.impl("set_.source_Storage", fake::set_whole_storage);
     m.impl("set_.source_Storage_storage_offset", fake::set_storage);
     m.impl("convolution_overrideable", fake::convolution);
     m.impl("convolution_backward_overrideable", fake::convolution_backward);
+}
+
+// Lazily negated and conjugated tensors are copied as they are, by the CPU's
+// copy_; PyTorch would resolve them by a copy, which comes here again.
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
