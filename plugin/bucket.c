@@ -23,11 +23,31 @@ static of_status claim(of_plan *plan, of_update *update) {
     return OF_OK;
 }
 
+/* On a side stream: pending at least until its launch, so that others wait for
+ * it. What must not be pending goes where it is ready. */
+static bool create_aside(of_plan *plan, of_update *update, of_list *done) {
+    of_list batch = {0};
+    const size_t enough = plan->bucket_bytes[update->in.device];
+    if (update->in.device == OF_CPU || of_stream_equal(&update->in.stream, &update->in.ready))
+        return false;
+    if (update->in.alone || !of_create_pending(plan, update, &batch, done)) {
+        update->in.stream = update->in.ready;
+        return false;
+    }
+    if (update->bytes >= enough)
+        of_launch_one(plan, update, OF_AT_ONCE, done);
+    else if (plan->pending.bytes >= enough)
+        of_launch(plan, &plan->pending, OF_AT_CLOSE, done);
+    return true;
+}
+
 /* The update that fills the bucket is launched with it and never deferred.
  * One that would fill a bucket alone doesn't wait for the open one. */
 static void create(of_plan *plan, of_update *update, of_list *done) {
     of_list batch = {0};
     const size_t enough = plan->bucket_bytes[update->in.device];
+    if (create_aside(plan, update, done))
+        return;
     bool alone = update->in.alone || update->bytes >= enough || plan->stopped ||
                  plan->slots[update->slot].eager;
     bool fills = !alone && plan->pending.bytes + update->bytes >= enough;

@@ -8,7 +8,8 @@
 enum { CALL_ENTRIES = 512 }; /* in one call of the host, on the stack */
 
 static bool goes_in_one_call(const of_update *a, const of_update *b) {
-    return of_stream_equal(&a->in.stream, &b->in.stream) && a->in.dtype == b->in.dtype &&
+    return of_stream_equal(&a->in.stream, &b->in.stream) &&
+           of_stream_equal(&a->in.ready, &b->in.ready) && a->in.dtype == b->in.dtype &&
            a->in.lr_at == b->in.lr_at && a->in.grad_scale_at == b->in.grad_scale_at &&
            a->in.found_inf_at == b->in.found_inf_at &&
            memcmp(a->scalars, b->scalars, OF_MAX_HYPER * sizeof(double)) == 0;
@@ -51,7 +52,8 @@ static bool run(of_plan *plan, const of_list *call) {
                              .grad_scale_at = first->in.grad_scale_at,
                              .found_inf_at = first->in.found_inf_at};
     plan->counts.launches++;
-    return plan->host.device->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
+    return of_stream_order(plan, &first->in.ready, &first->in.stream) &&
+           plan->host.device->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
 }
 
 /* Those that were pending stay in the registry, in flight. */

@@ -81,7 +81,9 @@ typedef struct of_inputs {
     double step; /* number of this update, from 1; with the
                     state counter not yet advanced */
     /* For a device other than the CPU only: */
-    of_stream stream;           /* where the update belongs: the current one */
+    of_stream ready;            /* where the inputs are complete: the current stream */
+    of_stream stream;           /* where the update belongs: the same one; or, in backward
+                                   mode, a side stream, which is made to wait for it */
     float *step_at;             /* the state counter, if it is on the device; or NULL */
     const float *lr_at;         /* scalars on the device, as in of_cuda_update; or NULL. */
     const float *grad_scale_at; /* Nobody may change them until release() */

@@ -31,6 +31,7 @@ static of_status collect_slot(of_plan *plan, of_update **update, of_list *create
         break;
     }
     u->bytes = 0;
+    u->in.stream = u->in.ready; /* nothing runs beside step() */
     of_list_append(created, u);
     *update = NULL;
     return of_update_complete(plan, u);

@@ -9,6 +9,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "device.h"
@@ -181,6 +183,16 @@ c10::DeviceType gpu_type() {
 of_stream current_stream(int ordinal) {
     const c10::Stream stream = guard_impl().getStream(device_at(ordinal));
     return {ordinal, stream.id(), capture_of(stream)};
+}
+
+int64_t side_stream(int ordinal) {
+    static std::mutex lock; // guards streams
+    static auto *streams = new std::unordered_map<int, int64_t>;
+    const std::lock_guard<std::mutex> guard(lock);
+    const auto known = streams->find(ordinal);
+    if (known != streams->end())
+        return known->second;
+    return (*streams)[ordinal] = guard_impl().getStreamFromGlobalPool(device_at(ordinal)).id();
 }
 
 void record_on_stream(c10::StorageImpl *storage, const of_stream &stream) {

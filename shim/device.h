@@ -33,6 +33,8 @@ void set_cuda_library(const char *path);
 // device.cpp
 extern const of_device_host gpu_host;
 of_stream current_stream(int ordinal);
+// One stream from PyTorch's pool for all updates beside backward on a device.
+int64_t side_stream(int ordinal);
 // The stream may still work on the memory when its last reference goes.
 void record_on_stream(c10::StorageImpl *storage, const of_stream &stream);
 // Whether this deleter is that of PyTorch's own allocator for GPUs.

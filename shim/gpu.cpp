@@ -22,7 +22,10 @@ bool load_kernels(const CudaLibrary *library, Slot *slot, const c10::TensorImpl 
     update.device = p->device().index();
     update.hyper = hyper;
     const c10::DeviceGuard device(p->device());
-    return library->prepare(&update) == OF_CUDA_OK;
+    library->relax(true); // a graph may be being captured
+    const bool loaded = library->prepare(&update) == OF_CUDA_OK;
+    library->relax(false);
+    return loaded;
 }
 
 } // namespace
@@ -48,9 +51,12 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
 
 void fill_in_gpu(Slot *slot, c10::TensorImpl *p, of_inputs *in, Hold *hold) {
     hold->on_gpu = true;
-    hold->stream = current_stream(p->device().index());
     in->device = OF_CUDA;
-    in->stream = hold->stream;
+    in->ready = current_stream(p->device().index());
+    in->stream = in->ready;
+    if (slot->plan->beside && hold->backward)
+        in->stream.id = side_stream(in->ready.device);
+    hold->stream = in->stream;
     slot->plan->scalars.give(slot->group, p->device(), in, hold);
 }
 

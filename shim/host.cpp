@@ -101,8 +101,10 @@ void settle(void *, void *opaque, bool was_deferred) {
     if (was_deferred)
         for (size_t i = 0; i < hold->n; i++)
             unseal(hold->storages[i].get());
-    if (hold->on_gpu && (was_deferred || hold->backward))
+    if (hold->on_gpu && was_deferred)
         record_all(hold);
+    else if (hold->on_gpu && hold->backward) // the gradient dies here, not with its owner
+        record_on_stream(storage_of(hold->grad), hold->stream);
     if (hold->backward)
         spend_gradient(hold);
 }

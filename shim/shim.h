@@ -75,6 +75,9 @@ OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
+/* Backward mode, before the first backward: updates on a GPU run on a side
+ * stream, beside the rest of backward. */
+OF_API void of_shim_update_beside(of_shim_plan *plan);
 OF_API void of_shim_stop_deferring(of_shim_plan *plan);
 OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
 OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);

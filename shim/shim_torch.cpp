@@ -158,6 +158,8 @@ bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
     return of_plan_is_updated(plan_of(handle)->core, slot);
 }
 
+void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
+
 void of_shim_stop_deferring(of_shim_plan *handle) { of_plan_stop_deferring(plan_of(handle)->core); }
 
 void of_shim_counts(of_shim_plan *handle, of_counts *out) {

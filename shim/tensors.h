@@ -103,6 +103,7 @@ struct Plan {
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};
     DeviceScalars scalars;
+    bool beside = false; // backward mode, on GPUs: updates go on a side stream
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint32_t> prepared[64] = {};
 };

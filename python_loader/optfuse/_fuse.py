@@ -18,6 +18,7 @@ from optfuse._gpu import is_gpu
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
 from optfuse._scheduler import check_step, rewrap
+from optfuse._selfcheck import gpu_bits_differ
 
 _MODES = {"forward": FORWARD, "backward": BACKWARD}
 _AMP = "_step_supports_amp_scaling"
@@ -33,6 +34,7 @@ def fuse(
     mode: str = "forward",
     eager: Iterable[Tensor] = (),
     strict: bool = False,
+    side_stream: bool = False,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -49,6 +51,9 @@ def fuse(
         their updates are never left pending.
     strict: refuse an optimizer whose flags make PyTorch use another
         implementation than its fused one, the reference for equal bits.
+    side_stream: in backward mode, run the updates of parameters on GPUs on a
+        CUDA stream of their own beside the rest of the backward pass, which
+        waits for them at its end.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -62,16 +67,29 @@ def fuse(
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if mode not in _MODES:
         raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
+    if side_stream and mode != "backward":
+        raise Error('optfuse: side_stream=True goes with mode="backward"')
     check_optimizer(optimizer, strict)
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    return _fuse(optimizer, _MODES[mode], chosen)
+    differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, FORWARD, [], False))
+    if strict and differ:
+        raise Error(
+            f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "
+            "fused=True there (docs/numerics.md names the releases and chips where they are "
+            "equal). Pass strict=False, or keep the optimizer as it is"
+        )
+    fused = _fuse(optimizer, _MODES[mode], chosen, side_stream)
+    link_of(fused).gpu_bits_differ = tuple(differ)
+    return fused
 
 
-def _fuse(optimizer: OptimizerT, mode: int, eager: list[Tensor]) -> OptimizerT:
+def _fuse(
+    optimizer: OptimizerT, mode: int, eager: list[Tensor], side_stream: bool
+) -> OptimizerT:
     stock = type(optimizer)
-    link = _link.Link(optimizer, mode, eager)
+    link = _link.Link(optimizer, mode, eager, side_stream)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = FUSED[stock]
     rewrap(optimizer)
@@ -92,7 +110,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was."""
-    return _fuse(optimizer, link.mode, eager)
+    return _fuse(optimizer, link.mode, eager, link.side_stream)
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
@@ -127,6 +145,7 @@ class Summary:
     elements: int
     reference: str  # the implementation of PyTorch whose bits are reproduced
     reference_differs: tuple[int, ...]  # groups whose flags select another one
+    gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     created: int
@@ -155,6 +174,11 @@ class Summary:
                 f"  note: the flags of group {groups} select another implementation of "
                 "PyTorch than fused=True; it rounds differently (docs/numerics.md). "
                 "strict=True refuses this"
+            )
+        if self.gpu_bits_differ:
+            lines.append(
+                f"  note: updates of {', '.join(self.gpu_bits_differ)} round differently from "
+                "fused=True on this GPU and release. strict=True refuses this"
             )
         if self.eager:
             lines.append(f"  note: {self.eager} parameters are eager, as asked")
@@ -197,6 +221,7 @@ def summary(optimizer: Optimizer) -> Summary:
         elements=sum(p.numel() for p in params),
         reference="torch's fused=True on " + " and ".join(_kinds(params)),
         reference_differs=tuple(i for i, group in enumerate(groups) if not group.get("fused")),
+        gpu_bits_differ=link.gpu_bits_differ,
         isa={
             name: " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"

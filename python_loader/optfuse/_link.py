@@ -47,12 +47,18 @@ class Link:
     """Owned by the optimizer; frees the plan when the optimizer dies."""
 
     def __init__(
-        self, optimizer: Optimizer, mode: int, eager: list[Tensor], bucket_bytes: int = 0
+        self,
+        optimizer: Optimizer,
+        mode: int,
+        eager: list[Tensor],
+        side_stream: bool = False,
+        bucket_bytes: int = 0,
     ) -> None:
         self.stock = type(optimizer)
         self.rule = RULES[self.stock]
         self.mode = mode
         self.eager = eager
+        self.side_stream = side_stream
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         isa = os.environ.get("OPTFUSE_ISA", "").encode()
@@ -63,10 +69,13 @@ class Link:
         )
         assert handle.value is not None
         self.plan: int = handle.value
+        if side_stream:
+            lib.of_shim_update_beside(self.plan)
         self._optimizer = weakref.ref(optimizer)
         self._free = weakref.finalize(optimizer, lib.of_shim_plan_free, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         self.marked = False  # tensors may carry the pending mark
+        self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
         self._device_scalars = False  # the library has some
         self._params: list[Tensor] = []

@@ -67,6 +67,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     ),
     "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
     "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
+    "of_shim_update_beside": (None, [ctypes.c_void_p]),
     "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
     "of_shim_counts": (None, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
     "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),

@@ -14,7 +14,7 @@ fake_device device;
 
 void fake_device_reset(void) {
     ck_assert_int_eq(device.events, 0);
-    device = (fake_device){.busy = true};
+    device = (fake_device){.busy = true, .side = -1};
 }
 
 static void join(fake_clock *clock, const fake_clock *with) {
@@ -171,6 +171,11 @@ static void destroy(void *ctx, void *event) {
     (void)ctx;
     device.events--;
     free(event);
+}
+
+of_stream fake_home(void) {
+    const int id = device.side < 0 ? device.current : device.side;
+    return (of_stream){0, id, device.capture[id]};
 }
 
 void fake_device_attach(fake_host *host) {

@@ -40,6 +40,7 @@ void fake_timeline_synchronize(fake_timeline *t, int stream);
 typedef struct fake_device {
     fake_timeline timeline;
     int current;                    /* stream of every thread */
+    int side;                       /* stream for updates in backward; -1: the current one */
     uint64_t capture[FAKE_STREAMS]; /* graph being captured on a stream */
     bool busy;                      /* no event is ever done by itself */
     int fail_launch;                /* the number of the launch that fails, from 1 */
@@ -59,6 +60,9 @@ void fake_device_attach(fake_host *host);
 /* A plan of a host with a device, and parameters on it. */
 struct fixture *setup_on_device(of_mode mode, size_t bucket_bytes);
 struct twin *add_on_device(struct fixture *f, int64_t numel, size_t group);
+
+/* Where an update made now belongs. */
+of_stream fake_home(void);
 
 /* The current stream uses a buffer, as an operator would: touches it first. */
 void fake_operator(fake_buffer *buffer, bool write, const char *name);

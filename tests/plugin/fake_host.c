@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fake_device.h"
+
 enum { MAX_BUFFERS = 2 + OF_MAX_STATE };
 
 typedef struct fake_hold {
@@ -144,8 +146,10 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
     in->numel = tensor->numel;
     in->dtype = tensor->dtype;
     in->device = tensor->device;
-    if (tensor->device == OF_CUDA && tensor->host->table.device)
-        in->stream = tensor->host->table.device->current(tensor->host, 0);
+    if (tensor->device == OF_CUDA && tensor->host->table.device) {
+        in->ready = tensor->host->table.device->current(tensor->host, 0);
+        in->stream = fake_home();
+    }
     in->step = tensor->step + 1;
     in->hold = hold;
 }

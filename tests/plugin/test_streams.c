@@ -212,6 +212,49 @@ START_TEST(backward_is_joined_by_its_caller_and_nothing_stays_in_flight) {
 }
 END_TEST
 
+static void backward_beside(size_t bucket_bytes, int launches) {
+    fixture *f = setup_on_device(OF_BACKWARD, bucket_bytes);
+    for (int i = 0; i < 4; i++)
+        add_on_device(f, 250, 0);
+    device.side = 2;
+    for (int round = 0; round < 3; round++) {
+        for (int i = 3; i >= 0; i--) {
+            twin *t = &f->twins[i];
+            backward_on_device(t);
+            expect_update(f, t);
+            ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_OK);
+        }
+        fake_operator(f->twins[3].tensor->param, false, "a use inside backward");
+        ck_assert_int_eq(of_plan_close(f->plan), OF_OK);
+        ck_assert_uint_eq(counts(f).in_flight, 0);
+        for (int i = 0; i < 4; i++)
+            fake_timeline_access(&device.timeline, 0, f->twins[i].tensor->param->data, true, "use");
+        step(f);
+    }
+    ck_assert_int_eq(device.launches, 3 * launches);
+    ck_assert_int_eq(device.last_stream, 2);
+    finish(f);
+}
+
+START_TEST(side_stream_waits_for_gradients_and_is_joined) {
+    backward_beside(OF_BUCKET_NONE, 4);
+    backward_beside(2000, 2);
+    backward_beside(0, 2); /* the use takes one out of the bucket */
+}
+END_TEST
+
+START_TEST(what_others_may_see_stays_off_the_side_stream) {
+    fixture *f = setup_on_device(OF_BACKWARD, OF_BUCKET_NONE);
+    twin *t = add_on_device(f, 250, 0);
+    t->tensor->shared = true;
+    device.side = 2;
+    gradient(f, t);
+    ck_assert_int_eq(device.last_stream, 0);
+    step(f);
+    finish(f);
+}
+END_TEST
+
 START_TEST(drain_waits_for_the_device) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
     twin *t = add_on_device(f, 100, 0);
@@ -365,6 +408,8 @@ int main(void) {
     tcase_add_test(tcase, next_step_on_another_stream_comes_after_what_is_in_flight);
     tcase_add_test(tcase, another_plans_update_in_flight_is_waited_for);
     tcase_add_test(tcase, backward_is_joined_by_its_caller_and_nothing_stays_in_flight);
+    tcase_add_test(tcase, side_stream_waits_for_gradients_and_is_joined);
+    tcase_add_test(tcase, what_others_may_see_stays_off_the_side_stream);
     tcase_add_test(tcase, drain_waits_for_the_device);
     tcase_add_test(tcase, dropped_plan_leaves_nothing_unordered);
     tcase_add_test(tcase, failed_launch_is_told_at_its_use_and_at_every_step_after);
