@@ -26,6 +26,14 @@ at::Tensor over(c10::Storage storage, c10::DispatchKey key, const at::Tensor &li
     return tensor;
 }
 
+at::Tensor view(const at::Tensor &base, const at::Tensor &like) {
+    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype());
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
+                                                        like.storage_offset());
+    return tensor;
+}
+
 bool same_shape(const at::Tensor &a, const at::Tensor &b) {
     return a.sizes() == b.sizes() && a.strides() == b.strides() &&
            a.storage_offset() == b.storage_offset();
@@ -112,8 +120,9 @@ at::Tensor Aliases::back(const at::Tensor &result) {
     for (const Pair &pair : pairs_)
         if (pair.cpu.is_same(result))
             return pair.mine;
-    if (c10::Storage *mine = device_storage(result.storage()))
-        return over(*mine, c10::DispatchKey::PrivateUse1, result);
+    for (const Pair &pair : pairs_)
+        if (pair.cpu.storage().is_alias_of(result.storage()))
+            return view(pair.mine, result);
     return move(result);
 }
 

@@ -29,6 +29,7 @@ def _device_module() -> types.ModuleType:
     module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
     module.current_device = torch.accelerator.current_device_index
     module.manual_seed_all = lambda seed: None  # the CPU's generator is used
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module._is_in_bad_fork = lambda: False
     return module
 
