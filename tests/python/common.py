@@ -164,8 +164,9 @@ def sgd(parameters, **options):
 
 def batch(i, n=5, inputs=6, outputs=3):
     """The i-th batch; the same in every run, whatever else draws numbers."""
-    generator = torch.Generator().manual_seed(i)
-    return torch.randn(n, inputs, generator=generator), torch.randn(n, outputs, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(i)
+    x, y = (torch.randn(n, k, generator=generator, device="cpu") for k in (inputs, outputs))
+    return x.to(torch.get_default_device()), y.to(torch.get_default_device())
 
 
 def loss_of(model, i):

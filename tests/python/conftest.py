@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 import gc
 
+import on_device
 import pytest
 import torch
+
+on_device.use()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items if on_device.DEVICE else ():
+        if why := on_device.reason_to_skip(item.name):
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -153,6 +153,8 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
     memcpy(table, parameters[0], row->bytes);
     for (unsigned block = 0; block < x; block++)
         run_block(row, table, host.backwards ? x - 1 - block : block, threads);
+    if (host.launched)
+        host.launched(row->name, table, stream);
     free(table);
     return CUDA_SUCCESS;
 }

@@ -12,6 +12,8 @@ typedef struct host_driver {
     int major;   /* the chip's compute capability */
     bool missing;
     bool context;    /* whether one is current */
+    /* optional: told of each kernel that has run, with its arguments */
+    void (*launched)(const char *kernel, const void *table, void *stream);
     bool backwards;  /* the last block and thread first */
     int fail_launch; /* the number of the launch that fails, from 1; 0: none */
     size_t launches;

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// blocks.cpp: the device's memory.
+#include <cstdlib>
+#include <new>
+
+#include "world.h"
+
+namespace fake {
+
+static size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
+
+Block *block_at(World &w, const void *address) {
+    const char *at = static_cast<const char *>(address);
+    auto next = w.blocks.upper_bound(at);
+    if (next == w.blocks.begin())
+        return nullptr;
+    Block *block = std::prev(next)->second.get();
+    return at < block->base + block->size ? block : nullptr;
+}
+
+// The free block that the stream used last and the host knows to be unused,
+// NULL if none.
+static Block *reuse(World &w, size_t size, StreamNumber stream) {
+    std::vector<Block *> &free = w.free[{stream, size}];
+    for (auto at = free.rbegin(); at != free.rend(); ++at)
+        if (is_past((*at)->reusable, w.host())) {
+            Block *block = *at;
+            free.erase(std::next(at).base());
+            return block;
+        }
+    return nullptr;
+}
+
+static Block *fresh(World &w, size_t size, StreamNumber stream) {
+    char *base = static_cast<char *>(std::aligned_alloc(512, size));
+    if (base == nullptr)
+        throw std::bad_alloc();
+    auto block = std::make_unique<Block>();
+    block->base = base;
+    block->size = size;
+    block->owner = stream;
+    return (w.blocks[base] = std::move(block)).get();
+}
+
+void *allocate(size_t bytes, StreamNumber stream) {
+    if (bytes == 0)
+        return nullptr;
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    const size_t size = rounded(bytes);
+    Block *block = reuse(w, size, stream);
+    if (block == nullptr)
+        block = fresh(w, size, stream);
+    block->in_use = true;
+    return block->base;
+}
+
+void release(void *memory) noexcept {
+    if (memory == nullptr)
+        return;
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    Block *block = block_at(w, memory);
+    block->in_use = false;
+    block->reusable.clear();
+    for (const StreamNumber stream : block->recorded)
+        join(&block->reusable, w.streams.at(stream).clock);
+    block->recorded.clear();
+    // What the owner launches from now on comes after all this.
+    Clock clock = w.streams.at(block->owner).clock;
+    join(&clock, w.host());
+    join(&clock, block->reusable);
+    check_free(w, *block, clock);
+    w.free[{block->owner, block->size}].push_back(block);
+}
+
+void record_use(const void *memory, StreamNumber stream) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    Block *block = memory == nullptr ? nullptr : block_at(w, memory);
+    if (block != nullptr && stream != block->owner)
+        block->recorded.insert(stream);
+}
+
+size_t bytes_in_use(int device) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    size_t bytes = 0;
+    for (const auto &[base, block] : w.blocks)
+        if (block->in_use && w.streams.at(block->owner).device == device)
+            bytes += block->size;
+    return bytes;
+}
+
+int device_of_memory(const void *memory) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    const Block *block = block_at(w, memory);
+    return block == nullptr ? -1 : w.streams.at(block->owner).device;
+}
+
+} // namespace fake

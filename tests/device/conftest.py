@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tests on a GPU that is played by the CPU. tests/run builds it and names the
+libraries in the environment; without it nothing here is collected."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "python"))  # `common`
+
+NEEDED = ("OPTFUSE_FAKE_CUDA", "OPTFUSE_CUDA_LIBRARY")
+missing = [name for name in NEEDED if not os.environ.get(name)]
+collect_ignore_glob = ["test_*.py"] if missing else []
+
+if not missing:
+    os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
+    import fakecuda
+    import torch
+    import torch._dynamo
+
+    fakecuda.load()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; collecting after each test needn't look at it
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left_open():
+        """A test that leaves a race behind fails, unless it has cleared it."""
+        fakecuda.synchronize(0)
+        fakecuda.synchronize(1)
+        fakecuda.clear()
+        yield
+        gc.collect()
+        found = fakecuda.races()
+        assert not found, "nothing puts in order:\n" + "\n".join(found)

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// control.cpp: what fakecuda.py asks of the machine.
+#include <torch/library.h>
+
+#include "device.h"
+#include "watch.h"
+
+namespace fake {
+namespace {
+
+void launched(void *handle, const char *kernel, const fake_range *ranges, size_t n) {
+    const StreamNumber stream = stream_of(handle, current_device());
+    if (stream == 0)
+        return report(std::string(kernel) + " is launched on what is no stream");
+    std::vector<Range> all;
+    for (size_t i = 0; i < n; i++)
+        all.push_back({ranges[i].address, ranges[i].bytes, ranges[i].write});
+    launch(stream, kernel, all);
+}
+
+int64_t watcher() {
+    fake_launched *const function = launched;
+    return reinterpret_cast<int64_t>(function);
+}
+
+void set_capture_of(c10::Stream stream, int64_t id) {
+    set_capture(number_of(stream), static_cast<uint64_t>(id));
+}
+
+} // namespace
+} // namespace fake
+
+TORCH_LIBRARY(fakecuda, m) {
+    m.def("races", fake::races);
+    m.def("clear", fake::clear);
+    m.def("set_watching", fake::set_watching);
+    m.def("set_logging", fake::set_logging);
+    m.def("launches", fake::launches);
+    m.def("set_prompt", fake::set_prompt);
+    m.def("set_capture", fake::set_capture_of);
+    m.def("watcher", fake::watcher);
+    m.def("bytes_in_use", [](int64_t device) {
+        return static_cast<int64_t>(fake::bytes_in_use(static_cast<int>(device)));
+    });
+}

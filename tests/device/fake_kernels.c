@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fake_kernels.c: reads the tables that kernels are launched with, and tells
+ * what each one has read and written. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/host_driver.h"
+#include "cuda/table.h"
+#include "watch.h"
+
+#define VISIBLE __attribute__((visibility("default")))
+
+static fake_launched *watcher;
+
+/* The ranges of one launch, with room for the fullest table. */
+typedef struct ranges {
+    size_t n;
+    fake_range at[OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES) + 8];
+} ranges;
+
+static void add(ranges *r, uint64_t address, size_t bytes, bool write) {
+    if (address)
+        r->at[r->n++] = (fake_range){(const void *)(uintptr_t)address, bytes, write};
+}
+
+static void add_common(ranges *r, const of_cuda_common *common) {
+    add(r, (uintptr_t)common->lr_at, sizeof(float), false);
+    add(r, (uintptr_t)common->grad_scale_at, sizeof(float), false);
+    add(r, (uintptr_t)common->found_inf_at, sizeof(float), false);
+}
+
+/* An entry as table.h says. */
+static void add_entry(ranges *r, const of_cuda_common *common, const uint64_t *word,
+                      unsigned states, size_t element) {
+    const uint64_t *step = word + 2 + states;
+    const size_t bytes = (size_t)step[1] * element;
+    add(r, word[0], bytes, true);
+    add(r, word[1], bytes, common->grad_scale_at != NULL);
+    for (unsigned i = 0; i < states; i++)
+        add(r, word[2 + i], bytes, true);
+    if (common->steps_on_device)
+        add(r, step[0], sizeof(float), false);
+}
+
+static size_t element_of(const char *kernel) {
+    for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
+        if (strstr(kernel, of_dtype_name((of_dtype)dtype)))
+            return of_dtype_size((of_dtype)dtype);
+    return 0;
+}
+
+/* The name is of_cuda_RULE_DTYPE_USED_SIZE. */
+static unsigned states_of(const char *kernel) {
+    const char *at = strrchr(kernel, '_') - 1;
+    return (unsigned)__builtin_popcount((unsigned)(*at - '0'));
+}
+
+static void read_update(ranges *r, const char *kernel, const void *table) {
+    /* A small table begins as a large one, and its words are fewer. */
+    const of_cuda_common *common = (const of_cuda_common *)table;
+    const uint64_t *word = (const uint64_t *)(common + 1);
+    const unsigned states = states_of(kernel);
+    add_common(r, common);
+    for (uint32_t i = 0; i < common->entries; i++)
+        add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states), states,
+                  element_of(kernel));
+}
+
+static void read_steps(ranges *r, const of_cuda_steps *steps) {
+    add(r, (uintptr_t)steps->found_inf_at, sizeof(float), false);
+    for (uint64_t i = 0; i < steps->n; i++)
+        add(r, (uintptr_t)steps->step[i], sizeof(float), true);
+}
+
+static void tell(const char *kernel, const void *table, void *stream) {
+    ranges *r = watcher ? calloc(1, sizeof *r) : NULL;
+    if (!r)
+        return;
+    if (strcmp(kernel, "of_cuda_advance_steps") == 0)
+        read_steps(r, (const of_cuda_steps *)table);
+    else if (element_of(kernel))
+        read_update(r, kernel, table);
+    else {
+        fprintf(stderr, "fake_kernels.c does not know the kernel %s\n", kernel);
+        abort();
+    }
+    watcher(stream, kernel, r->at, r->n);
+    free(r);
+}
+
+VISIBLE void fake_optfuse_watch(fake_launched *launched) {
+    watcher = launched;
+    host.launched = tell;
+}
+
+VISIBLE void fake_optfuse_capture(void *stream, unsigned graph) {
+    host.captured = stream;
+    host.graph = graph;
+}

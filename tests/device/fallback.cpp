@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// fallback.cpp: every operator that has no kernel of its own on this device:
+// the CPU's, on the same memory.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include "aliases.h"
+
+namespace fake {
+namespace {
+
+// Views touch no element; out= and in-place arguments are written, and all
+// else is read.
+Use use_of(const c10::Argument &argument) {
+    const c10::AliasInfo *info = argument.alias_info();
+    if (info == nullptr)
+        return Use::read;
+    bool write = info->isWrite();
+    for (const c10::AliasInfo &inner : info->containedTypes())
+        write = write || inner.isWrite();
+    return write ? Use::write : Use::none;
+}
+
+c10::IValue alias_value(Aliases *aliases, const c10::IValue &value, Use use) {
+    if (value.isTensor())
+        return aliases->of(value.toTensor(), use);
+    if (value.isTensorList()) {
+        std::vector<at::Tensor> list = value.toTensorVector();
+        for (at::Tensor &tensor : list)
+            tensor = aliases->of(tensor, use);
+        return c10::List<at::Tensor>(list);
+    }
+    if (value.isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> list;
+        for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList())
+            list.push_back(tensor ? std::optional(aliases->of(*tensor, use)) : tensor);
+        return list;
+    }
+    if (value.isDevice() && value.toDevice().type() == kDevice) {
+        const c10::Device device = value.toDevice();
+        aliases->device = device.has_index() ? device.index() : current_device();
+        return c10::Device(c10::kCPU);
+    }
+    return value;
+}
+
+c10::IValue result_value(Aliases *aliases, const c10::IValue &value) {
+    if (value.isTensor())
+        return aliases->back(value.toTensor());
+    if (!value.isTensorList())
+        return value;
+    std::vector<at::Tensor> list = value.toTensorVector();
+    for (at::Tensor &tensor : list)
+        tensor = aliases->back(tensor);
+    return c10::List<at::Tensor>(list);
+}
+
+// Numbers that the host gets, and shapes that depend on them, make it wait.
+bool makes_host_wait(const c10::FunctionSchema &schema) {
+    static const char *const names[] = {"aten::nonzero", "aten::masked_select", "aten::_unique2",
+                                        "aten::unique_consecutive", "aten::unique_dim"};
+    for (const char *name : names)
+        if (schema.name() == name)
+            return true;
+    for (const c10::Argument &result : schema.returns())
+        if (!result.type()->isSubtypeOf(*c10::TensorType::get()) &&
+            !result.type()->isSubtypeOf(*c10::ListType::ofTensors()))
+            return true;
+    return false;
+}
+
+void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
+    const c10::FunctionSchema &schema = op.schema();
+    const size_t n = schema.arguments().size();
+    Aliases aliases;
+    const size_t first = stack->size() - n;
+    for (size_t i = 0; i < n; i++) // the device, before a kernel that has no tensors needs it
+        (*stack)[first + i] =
+            alias_value(&aliases, (*stack)[first + i], use_of(schema.arguments()[i]));
+    TORCH_CHECK(aliases.device != -1, schema.name(), ": no tensor and no device");
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    aliases.settle();
+    const size_t results = schema.returns().size();
+    for (size_t i = stack->size() - results; i < stack->size(); i++)
+        (*stack)[i] = result_value(&aliases, (*stack)[i]);
+    aliases.report(schema.name());
+    if (makes_host_wait(schema))
+        synchronize(current_stream(aliases.device));
+}
+
+} // namespace
+} // namespace fake
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&fake::fallback>());
+}
+
+// PyTorch composes these of others where the device has no kernel for them; the
+// CPU rounds differently, or warns.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+    for (const char *name : {"native_layer_norm", "native_group_norm", "mse_loss"})
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fake::fallback>());
+}

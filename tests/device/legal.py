@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is in order with the stock optimizer must be in order with ours, and
+give the same bits.
+
+A script, as in common.py, is a generator function that takes `wrap` and yields
+(name, value) pairs. A value is copied on the stream that is current where it is
+yielded; so a script yields inside `with stream:`."""
+
+from __future__ import annotations
+
+import gc
+
+import fakecuda
+import torch
+from common import Fused, Stock, assert_same, batch, snapshot
+from fakecuda import NAME
+from torch import nn
+
+
+# What a script trains, so that it does not free it with work under way.
+kept = []
+
+
+def keep(wrap):
+    def wrap_and_keep(optimizer, **options):
+        kept.append(wrap(optimizer, **options))
+        return kept[-1]
+
+    for name in ("fused", "pending", "optimizers"):
+        setattr(wrap_and_keep, name, getattr(wrap, name, None))
+    return wrap_and_keep
+
+
+def play(script, wrap):
+    """The values that the script yields, on the CPU, and the races it causes."""
+    settle()
+    torch.manual_seed(0)
+    seen = []
+    for item in script(keep(wrap)):
+        seen.append((item[0], snapshot(item[1])))
+        del item
+    gc.collect()  # what the script leaves behind is freed here, and watched
+    found = fakecuda.races()
+    settle()
+    kept.clear()
+    return [(name, to_host(value)) for name, value in seen], found
+
+
+def settle():
+    fakecuda.synchronize(0)
+    fakecuda.synchronize(1)
+    fakecuda.clear()
+
+
+def to_host(value):
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_host(item) for item in value]
+    return value
+
+
+def legal(script, mode="forward", prove=True, **options):
+    """Plays it with stock, which must cause no race, and with ours, which must
+    cause none either and yield the same bits."""
+    stock, found = play(script, Stock())
+    assert not found, "the script is wrong, stock races:\n" + "\n".join(found)
+    assert stock, "the script yielded nothing"
+    wrap = Fused(mode, **options)
+    ours, found = play(script, wrap)
+    assert not found, "only ours races:\n" + "\n".join(found)
+    for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
+        assert_same(f"yield {i}, {b[0]}", a[1], b[1])
+    if prove:
+        wrap.prove()
+
+
+def races_without(guard, script, monkeypatch, mode="forward"):
+    """The negative control: with the guard off, the script must race."""
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", guard)
+    _, found = play(script, Fused(mode))
+    assert found, f"no race is seen without {guard!r}: the script proves nothing"
+
+
+# Small things to train
+
+
+def net(device=NAME):
+    layers = (nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 3))
+    return nn.Sequential(*layers).to(device)
+
+
+def loss_of(model, i):
+    place = next(model.parameters()).device
+    x, y = (part.to(place) for part in batch(i))
+    return (model(x) - y).square().mean()
+
+
+def backward(model, optimizer, i):
+    optimizer.zero_grad()
+    loss_of(model, i).backward()
+
+
+def train(model, optimizer, i):
+    backward(model, optimizer, i)
+    optimizer.step()

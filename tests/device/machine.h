@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// machine.h: a GPU that is not there: streams, events, memory, and who may use
+// it when. It knows nothing of torch.
+//
+// Work runs at once, in the order in which the host launches it. What a real
+// GPU could have done instead is found out with vector clocks: a clock has one
+// component for the host and one for each stream. Two accesses to the same
+// bytes, one of them a write, that neither a stream nor an event nor a waiting
+// host puts in order are a race. All threads of the host count as one: their
+// own order is the business of locks, not of streams.
+//
+// Threads: every function may be called from any thread; one lock guards all.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace fake {
+
+enum { DEVICES = 2, POOL = 32 };
+
+using Clock = std::vector<uint64_t>; // missing components are 0
+
+// A stream's number is its component in the clocks. 1 to DEVICES are the
+// devices' default streams; 0 is the host.
+using StreamNumber = size_t;
+
+StreamNumber default_stream(int device);
+StreamNumber new_stream(int device); // one of a pool, in turn, as PyTorch has it
+int device_of(StreamNumber stream);
+std::string name_of(StreamNumber stream);
+
+// As CUDA has it: a default stream has no handle, it is that of the current
+// device. 0 is returned for what is no stream's handle.
+void *handle_of(StreamNumber stream);
+StreamNumber stream_of(const void *handle, int current_device);
+
+// The bytes that an operator or kernel reads or writes.
+struct Range {
+    const void *address;
+    size_t bytes;
+    bool write;
+};
+
+// Work on a stream. Memory that is not the device's, or is free, is reported too.
+void launch(StreamNumber stream, const std::string &name, const std::vector<Range> &ranges);
+
+// What an event remembers: all that was launched before it on its stream.
+struct Event {
+    Clock clock;
+};
+
+void record(Event *event, StreamNumber stream);
+void wait(StreamNumber stream, const Event &event);
+void wait_for(StreamNumber stream, StreamNumber other);
+// The host waits.
+void synchronize(const Event &event);
+void synchronize(StreamNumber stream);
+void synchronize_device(int device);
+
+// Whether it has completed. A GPU may be slow, and this one is as slow as it
+// can be: work is done when the host has waited for it. After set_prompt(true)
+// it is always done by now, and the host knows it.
+bool is_done(const Event &event);
+bool is_done(StreamNumber stream);
+void set_prompt(bool prompt);
+
+// Blocks of memory, kept as PyTorch's caching allocator does: a block belongs
+// to the stream that was current when it was allocated, and can be allocated
+// again there as soon as it is freed; later, if other streams were recorded for
+// it. allocate() returns NULL for no bytes.
+void *allocate(size_t bytes, StreamNumber stream);
+void release(void *memory) noexcept;
+void record_use(const void *memory, StreamNumber stream);
+size_t bytes_in_use(int device);
+int device_of_memory(const void *memory); // -1 if it is the host's
+
+// A graph is being captured on the stream; 0: none.
+void set_capture(StreamNumber stream, uint64_t id);
+uint64_t capture_of(StreamNumber stream);
+
+// Whether accesses are watched; they are at first. What was seen is forgotten
+// by clear(); so are accesses to memory until then.
+void set_watching(bool watching);
+void report(const std::string &defect);
+std::vector<std::string> races();
+void clear();
+// A log of launches since log(true): "name on stream".
+void set_logging(bool logging);
+std::vector<std::string> launches();
+
+} // namespace fake

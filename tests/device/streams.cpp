@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// streams.cpp: what comes before what.
+#include <algorithm>
+
+#include "world.h"
+
+namespace fake {
+
+World &world() {
+    static World *the_world = new World;
+    return *the_world;
+}
+
+World::World() {
+    streams.push_back({-1, {}, 0});
+    for (int device = 0; device < DEVICES; device++)
+        streams.push_back({device, {}, 0});
+}
+
+void join(Clock *into, const Clock &other) {
+    into->resize(std::max(into->size(), other.size()));
+    for (size_t i = 0; i < other.size(); i++)
+        (*into)[i] = std::max((*into)[i], other[i]);
+}
+
+bool happened(const Clock &clock, StreamNumber stream, uint64_t time) {
+    return stream < clock.size() && time <= clock[stream];
+}
+
+bool is_past(const Clock &clock, const Clock &of) {
+    for (size_t i = 0; i < clock.size(); i++)
+        if (clock[i] != 0 && !happened(of, i, clock[i]))
+            return false;
+    return true;
+}
+
+uint64_t tick(World &w, StreamNumber stream) {
+    Clock &clock = w.streams.at(stream).clock;
+    join(&clock, w.host());
+    clock.resize(std::max(clock.size(), stream + 1));
+    return ++clock[stream];
+}
+
+StreamNumber default_stream(int device) { return static_cast<StreamNumber>(device) + 1; }
+
+StreamNumber new_stream(int device) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    std::vector<StreamNumber> &pool = w.pools[device];
+    if (pool.size() < POOL) {
+        w.streams.push_back({device, {}, 0});
+        pool.push_back(w.streams.size() - 1);
+        return pool.back();
+    }
+    return pool[w.given++ % POOL];
+}
+
+int device_of(StreamNumber stream) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    return w.streams.at(stream).device;
+}
+
+std::string name_of(StreamNumber stream) {
+    if (stream <= DEVICES)
+        return "the default stream of device " + std::to_string(stream - 1);
+    return "stream " + std::to_string(stream);
+}
+
+void *handle_of(StreamNumber stream) {
+    return stream <= DEVICES ? nullptr : reinterpret_cast<void *>(stream << 8);
+}
+
+StreamNumber stream_of(const void *handle, int current_device) {
+    if (handle == nullptr)
+        return default_stream(current_device);
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    const uintptr_t bits = reinterpret_cast<uintptr_t>(handle);
+    const size_t stream = bits >> 8;
+    return bits % 256 == 0 && stream > DEVICES && stream < w.streams.size() ? stream : 0;
+}
+
+void record(Event *event, StreamNumber stream) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    tick(w, stream);
+    event->clock = w.streams.at(stream).clock;
+}
+
+void wait(StreamNumber stream, const Event &event) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    join(&w.streams.at(stream).clock, event.clock);
+}
+
+void wait_for(StreamNumber stream, StreamNumber other) {
+    Event event;
+    record(&event, other);
+    wait(stream, event);
+}
+
+void synchronize(const Event &event) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    join(&w.host(), event.clock);
+}
+
+void synchronize(StreamNumber stream) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    join(&w.host(), w.streams.at(stream).clock);
+}
+
+void synchronize_device(int device) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    for (const Stream &stream : w.streams)
+        if (stream.device == device)
+            join(&w.host(), stream.clock);
+}
+
+static bool done(World &w, const Clock &clock) {
+    if (w.prompt)
+        join(&w.host(), clock);
+    return is_past(clock, w.host());
+}
+
+bool is_done(const Event &event) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    return done(w, event.clock);
+}
+
+bool is_done(StreamNumber stream) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    return done(w, w.streams.at(stream).clock);
+}
+
+void set_prompt(bool prompt) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    w.prompt = prompt;
+}
+
+void set_capture(StreamNumber stream, uint64_t id) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    w.streams.at(stream).capture = id;
+}
+
+uint64_t capture_of(StreamNumber stream) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    return w.streams.at(stream).capture;
+}
+
+} // namespace fake

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""While a stream is being captured into a CUDA graph: what is captured must be
+the whole update, and nothing from outside of the graph. drain_all() is what
+torch.cuda.CUDAGraph.capture_begin calls first."""
+
+import contextlib
+
+import fakecuda
+import pytest
+import torch
+from common import adamw, assert_same
+from legal import backward, net, settle, to_host, train
+
+import optfuse
+from optfuse._link import drain_all
+
+
+@contextlib.contextmanager
+def captured(stream, graph=7):
+    """The graph is captured on the stream, which is current meanwhile."""
+    fakecuda.capture(stream, graph)
+    try:
+        with stream:
+            yield
+    finally:
+        fakecuda.capture(stream, 0)
+
+
+def kernels():
+    """The launches of our kernels since set_logging(True)."""
+    return [text for text in torch.ops.fakecuda.launches() if text.startswith("of_cuda_")]
+
+
+def prepared():
+    torch.manual_seed(0)
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    train(model, optimizer, 0)
+    optfuse.flush(optimizer)
+    settle()
+    return model, optimizer
+
+
+def step_in_a_capture_is_launched_in_it():
+    model, optimizer = prepared()
+    drain_all()
+    stream = fakecuda.stream()
+    with captured(stream):
+        backward(model, optimizer, 1)
+        torch.ops.fakecuda.set_logging(True)
+        optimizer.step()
+        launched = kernels()
+    torch.ops.fakecuda.set_logging(False)
+    assert launched, "step() left its update pending inside the capture"
+    settle()
+    weights = to_host(list(model.parameters()))
+    return weights
+
+
+def test_a_step_in_a_capture_is_launched_in_it():
+    ours = step_in_a_capture_is_launched_in_it()
+    torch.manual_seed(0)
+    model = net()
+    stock = adamw(model.parameters())
+    for i in range(2):
+        train(model, stock, i)
+    assert_same("weights", ours, to_host(list(model.parameters())))
+
+
+def test_without_the_guard_it_would_not(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "capture")
+    with pytest.raises(AssertionError, match="left its update pending"):
+        step_in_a_capture_is_launched_in_it()
+    settle()
+
+
+def use_of_an_update_from_outside(how):
+    """Whether it is refused, and is there afterwards."""
+    model, optimizer = prepared()
+    train(model, optimizer, 1)
+    if how == "launched":
+        optfuse.flush(optimizer)  # but the device need not have done it
+    stream = fakecuda.stream()
+    stream.wait_stream(fakecuda.current())
+    with captured(stream), pytest.raises(optfuse.Error, match="captured"):
+        model[0].weight.add(1)
+    model[0].weight.add(1)  # on its own stream
+    settle()
+
+
+@pytest.mark.parametrize("how", ["pending", "launched"])
+def test_a_graph_does_not_depend_on_an_update_from_outside(how):
+    use_of_an_update_from_outside(how)
+
+
+def test_without_the_guard_it_would(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "capture")
+    with pytest.raises(pytest.fail.Exception):
+        use_of_an_update_from_outside("pending")
+    settle()
+
+
+def test_what_was_waited_for_is_no_obstacle():
+    model, optimizer = prepared()
+    train(model, optimizer, 1)
+    drain_all()
+    stream = fakecuda.stream()
+    with captured(stream):
+        model[2].weight.add(1)
+    settle()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Random programs on three streams that stock runs without a race, and only
+just: with ours they are free of races too, and give the same bits."""
+
+import pytest
+import torch
+from common import assert_same
+from programs import describe, draw, mended, run, wait
+
+import optfuse
+
+PROGRAMS, LENGTH = 60, 24
+MODES = ("forward", "backward")
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+def sgd(params):
+    optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True)
+    optimizer.step()  # stock can't do the first one of only some parameters
+    return optimizer
+
+
+def fused(mode):
+    return lambda optimizer: optfuse.fuse(optimizer, mode=mode)
+
+
+def explain(program, outcome):
+    return f"action {outcome.failed_at}: {outcome.races}\n{describe(program)}"
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_in_order_with_stock_is_in_order_with_ours(mode, make):
+    waits = 0
+    for seed in range(PROGRAMS):
+        program = mended(draw(mode, seed, LENGTH), make)
+        waits += sum(kind is wait for kind, _, _ in program)
+        stock, ours = run(program, make), run(program, make, fused(mode))
+        assert ours.failed_at is None, f"program {seed}, {explain(program, ours)}"
+        assert_same(f"values of program {seed}\n{describe(program)}", ours.values, stock.values)
+    assert waits > PROGRAMS, "hardly a program needed a wait: they prove nothing"
+
+
+def test_without_our_waits_some_are_not(monkeypatch):
+    """In backward mode none is needed: an update never outlives backward."""
+    programs = [mended(draw("forward", seed, LENGTH), adamw) for seed in range(PROGRAMS)]
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "streams")
+    racing = sum(run(p, adamw, fused("forward")).failed_at is not None for p in programs)
+    assert racing > 0, f"none of {PROGRAMS} programs races without our waits"
+
+
+def test_the_programs_are_of_every_kind():
+    for mode in MODES:
+        kinds = {kind.__name__ for seed in range(20) for kind, _, _ in draw(mode, seed, LENGTH)}
+        assert len(kinds) > 6, f"{mode}: only {sorted(kinds)}"

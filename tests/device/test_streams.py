@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Streams: whatever order a program keeps with the stock optimizer, ours keeps
+too, although an update runs later than step(), or earlier."""
+
+import gc
+
+import fakecuda
+import pytest
+import torch
+from common import adamw, sgd
+from fakecuda import NAME
+from legal import backward, kept, legal, loss_of, net, races_without, train
+
+import optfuse
+
+MODES = ("forward", "backward")
+
+
+def prepared(wrap, make=adamw, build=net):
+    """A model that has been trained for a while; its updates are not pending."""
+    model = build()
+    optimizer = wrap(make(model.parameters()))
+    train(model, optimizer, 0)
+    if wrap.fused:
+        optfuse.flush(optimizer)
+    fakecuda.synchronize()
+    return model, optimizer
+
+
+def use(model):
+    with torch.no_grad():
+        return loss_of(model, 7)
+
+
+# The wait is made before the update is launched
+
+
+def waited_for_stream(wrap):
+    model, optimizer = prepared(wrap)
+    b = fakecuda.stream()
+    train(model, optimizer, 1)
+    b.wait_stream(fakecuda.current())
+    wrap.pending()
+    with b:
+        yield "used", use(model)
+
+
+def waited_for_event(wrap):
+    model, optimizer = prepared(wrap)
+    a, b, c = (fakecuda.stream() for _ in range(3))
+    with a:
+        train(model, optimizer, 1)
+        event = a.record_event()
+    b.wait_event(event)
+    c.wait_event(event)
+    for stream in (b, c, a):
+        with stream:
+            yield "used", use(model)
+
+
+def waited_for_by_the_host(wrap):
+    model, optimizer = prepared(wrap)
+    a, b = fakecuda.stream(), fakecuda.stream()
+    with a:
+        train(model, optimizer, 1)
+    a.synchronize()
+    wrap.pending()
+    with b:
+        yield "used", use(model)
+
+
+def read_by_two_streams_and_then_written(wrap):
+    model, optimizer = prepared(wrap)
+    a, b, c = (fakecuda.stream() for _ in range(3))
+    with a:
+        train(model, optimizer, 1)
+    b.wait_stream(a)
+    c.wait_stream(a)
+    for stream in (b, c):
+        with stream:
+            yield "used", use(model)
+    b.wait_stream(c)
+    with b, torch.no_grad():
+        model[0].weight.mul_(0.5)
+        yield "written", model[0].weight
+
+
+def copied_to_the_host(wrap):
+    model, optimizer = prepared(wrap)
+    a, b = fakecuda.stream(), fakecuda.stream()
+    with a:
+        train(model, optimizer, 1)
+    b.wait_stream(a)
+    with b:
+        yield "copied", model[2].weight.cpu()
+
+
+WAITS = (
+    waited_for_stream,
+    waited_for_event,
+    waited_for_by_the_host,
+    read_by_two_streams_and_then_written,
+    copied_to_the_host,
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("script", WAITS)
+def test_a_use_on_another_stream_comes_after_the_update(script, mode):
+    legal(script, mode)
+
+
+@pytest.mark.parametrize("script", WAITS)
+def test_without_our_wait_it_would_not(script, monkeypatch):
+    races_without("streams", script, monkeypatch)
+
+
+# What else a pending update holds
+
+
+def test_state_and_gradients_are_in_order_too():
+    def script(wrap):
+        model, optimizer = prepared(wrap)
+        a, b, c = (fakecuda.stream() for _ in range(3))
+        with a:
+            train(model, optimizer, 1)
+        b.wait_stream(a)
+        c.wait_stream(a)
+        with b:
+            yield "state", optimizer.state[model[2].weight]["exp_avg"]
+            yield "step", optimizer.state[model[2].weight]["step"]
+        with c:
+            yield "gradient", model[0].weight.grad
+
+    legal(script)
+
+
+def test_a_second_step_on_another_stream_comes_after_the_first():
+    def script(wrap):
+        model, optimizer = prepared(wrap)
+        a, b = fakecuda.stream(), fakecuda.stream()
+        with a:
+            train(model, optimizer, 1)
+        b.wait_stream(a)
+        with b:
+            optimizer.step()
+            yield "weights", list(model.parameters())
+
+    legal(script)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_step_on_another_stream(mode):
+    def script(wrap):
+        model, optimizer = prepared(wrap)
+        last = fakecuda.current()
+        for i in range(5):
+            stream = fakecuda.stream()
+            stream.wait_stream(last)
+            with stream:
+                train(model, optimizer, i)
+            last.wait_stream(stream)  # the gradients' memory goes back to it
+            last = stream
+        with last:
+            yield "weights", list(model.parameters())
+
+    legal(script, mode)
+
+
+def test_step_on_another_stream_than_backward():
+    def script(wrap):
+        model, optimizer = prepared(wrap)
+        a, b = fakecuda.stream(), fakecuda.stream()
+        for i in range(3):
+            with a:
+                backward(model, optimizer, i)
+            b.wait_stream(a)
+            with b:
+                optimizer.step()
+            a.wait_stream(b)
+        with a:
+            yield "used", use(model)
+
+    legal(script)
+
+
+def test_two_optimizers_on_two_streams():
+    def script(wrap):
+        model = net()
+        first = wrap(adamw(model.parameters()))
+        second = wrap(sgd(model[0].parameters()))
+        a, b = fakecuda.stream(), fakecuda.stream()
+        fakecuda.synchronize()
+        for i in range(3):
+            with a:
+                train(model, first, i)
+            b.wait_stream(a)
+            with b:
+                second.step()
+            a.wait_stream(b)
+        with a:
+            yield "weights", list(model.parameters())
+
+    legal(script)
+
+
+# Memory
+
+
+def test_gradients_of_another_stream_are_freed_when_the_update_has_run():
+    def script(wrap):
+        model, optimizer = prepared(wrap)
+        a, b = fakecuda.stream(), fakecuda.stream()
+        for i in range(3):
+            with a:
+                backward(model, optimizer, i)
+            b.wait_stream(a)
+            with b:
+                optimizer.step()
+            a.wait_stream(b)  # the last that stock needs
+            with a:
+                optimizer.zero_grad()
+            with b:
+                yield "used on its stream", model[2].weight
+            with a:  # takes the gradient's memory, if it is free
+                yield "other", torch.full((400, 8), 1.0, device=NAME)
+            a.wait_stream(b)
+
+    legal(script)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_is_deleted_while_its_update_is_pending(mode):
+    def script(wrap):
+        model, optimizer = prepared(wrap)
+        a = fakecuda.stream()
+        with a:
+            train(model, optimizer, 1)
+        fakecuda.current().wait_stream(a)  # the parameters' own stream
+        kept.clear()
+        del model, optimizer
+        if wrap.fused:
+            wrap.optimizers.clear()
+        gc.collect()
+        for _ in range(3):
+            yield "new memory", torch.zeros(400, 8, device=NAME)
+
+    legal(script, mode, prove=False)
+
+
+# Scalars on the device
+
+
+def test_a_learning_rate_on_the_device_is_that_of_its_step():
+    def script(wrap):
+        rate = torch.tensor(1e-2, device=NAME)
+        model = net()
+        optimizer = wrap(adamw(model.parameters(), lr=rate))
+        for i in range(3):
+            train(model, optimizer, i)
+            rate.mul_(0.5)  # before anything uses a parameter
+        yield "weights", list(model.parameters())
+
+    legal(script)
+
+
+def test_a_loss_scale_is_that_of_its_step():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        scale, inf = (torch.tensor(v, device=NAME) for v in (16.0, 0.0))
+        for i in range(4):
+            optimizer.zero_grad()
+            (loss_of(model, i) * scale).backward()
+            optimizer.grad_scale, optimizer.found_inf = scale, inf
+            optimizer.step()
+            scale.mul_(2)
+            inf.fill_(float(i == 1))  # the third step is left out
+        yield "weights", list(model.parameters())
+        yield "state", optimizer.state_dict()["state"]
+
+    legal(script)
+
+
+# Devices
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_on_two_devices(mode):
+    def script(wrap):
+        first, second = net(f"{NAME}:0"), net(f"{NAME}:1")
+        optimizer = wrap(adamw([*first.parameters(), *second.parameters()]))
+        for i in range(4):
+            optimizer.zero_grad()
+            (loss_of(first, i).to(f"{NAME}:1") + loss_of(second, i)).backward()
+            optimizer.step()
+        yield "first", list(first.parameters())
+        torch.accelerator.set_device_index(1)
+        yield "second", list(second.parameters())
+        torch.accelerator.set_device_index(0)
+
+    legal(script, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_current_device_may_be_another_one(mode):
+    def script(wrap):
+        model = net(f"{NAME}:1")
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            train(model, optimizer, i)  # on device 0
+        yield "weights", list(model.parameters())
+
+    legal(script, mode)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Training on a GPU that the CPU plays: the bits of torch.optim with fused=True,
+which this device computes by the plain C rows of that reference."""
+
+import fakecuda
+import pytest
+import torch
+from common import adamw, sgd
+from fakecuda import NAME
+from legal import legal, loss_of, net, settle, to_host, train
+
+import optfuse
+
+MODES = ("forward", "backward")
+STEPS = 4
+OPTIMIZERS = {
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "adam, decay": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, fused=True),
+    "adamw": adamw,
+    "adamw, maximize": lambda p: adamw(p, maximize=True),
+    "sgd": sgd,
+    "sgd, plain": lambda p: torch.optim.SGD(p, lr=1e-2, fused=True),
+    "sgd, nesterov": lambda p: sgd(p, nesterov=True, weight_decay=0.1),
+}
+
+
+def loop(make, dtype=torch.float32, steps=STEPS):
+    def script(wrap):
+        model = net().to(dtype)
+        optimizer = wrap(make(model.parameters()))
+        for i in range(steps):
+            optimizer.zero_grad()
+            x = torch.full((5, 6), 0.1 * (i + 1), dtype=dtype, device=NAME)
+            model(x).square().sum().backward()
+            optimizer.step()
+            if i != 1:  # once, the next step finds updates that nobody has used
+                yield "weights", list(model.parameters())
+        yield "state", optimizer.state_dict()["state"]
+
+    return script
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer(make, mode):
+    legal(loop(make), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype(dtype, mode):
+    legal(loop(adamw, dtype), mode)
+    legal(loop(sgd, dtype), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_of_the_host_and_of_the_device(mode):
+    def script(wrap):
+        here, there = net("cpu"), net()
+        optimizer = wrap(adamw([*here.parameters(), *there.parameters()]))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            (loss_of(here, i).to(NAME) + loss_of(there, i)).backward()
+            optimizer.step()
+        yield "here", list(here.parameters())
+        yield "there", list(there.parameters())
+
+    legal(script, mode)
+
+
+def test_step_counters_of_the_host():
+    """Without fused=True stock keeps them there; the weights' bits are the same."""
+
+    def weights(make, wrap):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+        settle()
+        return to_host(list(model.parameters()))
+
+    stock = weights(adamw, lambda optimizer: optimizer)
+    ours = weights(lambda p: adamw(p, fused=None), optfuse.fuse)
+    assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+
+
+def test_a_scaled_loss():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        scaler = torch.amp.GradScaler(NAME, init_scale=2.0**100, growth_interval=2)
+        for i in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, i)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            yield "scale", scaler.get_scale()
+            if i % 2:
+                yield "weights", list(model.parameters())
+        yield "state", optimizer.state_dict()["state"]
+
+    legal(script)
+
+
+# What it costs
+
+
+def launched(work):
+    """The kernels of ours that run meanwhile."""
+    torch.ops.fakecuda.set_logging(True)
+    work()
+    names = [text.split()[0] for text in torch.ops.fakecuda.launches()]
+    torch.ops.fakecuda.set_logging(False)
+    return [name for name in names if name.startswith("of_cuda_")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_small_model_is_updated_by_one_launch(mode):
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
+    train(model, optimizer, 0)
+    optfuse.flush(optimizer)
+
+    def work():
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            loss_of(model, 2)
+
+    names = launched(work)
+    assert names == ["of_cuda_advance_steps", "of_cuda_adam_float32_3_small"], names
+
+
+def test_backward_mode_keeps_no_gradients():
+    def in_use(wrap):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        train(model, optimizer, 0)
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        fakecuda.synchronize()
+        return torch.ops.fakecuda.bytes_in_use(0)
+
+    stock = in_use(lambda optimizer: optimizer)
+    ours = in_use(lambda optimizer: optfuse.fuse(optimizer, mode="backward"))
+    gradients = 4 * sum(p.numel() for p in net("cpu").parameters())
+    assert ours <= stock - gradients, f"{ours} bytes, stock {stock}, gradients {gradients}"

@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* watch.h: what libfake_optfuse_cuda.so, which runs optfuse's CUDA kernels on
+ * the CPU, tells libfake_cuda.so, which plays the GPU for torch.
+ * Neither is linked with the other; fakecuda.py hands over the functions. */
+#ifndef OPTFUSE_TEST_WATCH_H
+#define OPTFUSE_TEST_WATCH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fake_range {
+    const void *address;
+    size_t bytes;
+    bool write;
+} fake_range;
+
+/* A kernel has run on the stream (a CUstream), and read and written these. */
+typedef void fake_launched(void *stream, const char *kernel, const fake_range *ranges, size_t n);
+
+/* The library with the kernels: whom to tell; NULL: nobody. */
+void fake_optfuse_watch(fake_launched *launched);
+/* A graph is being captured on the stream; 0: none. */
+void fake_optfuse_capture(void *stream, unsigned graph);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// world.h: the state of the machine, for the files that implement it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+
+#include "machine.h"
+
+namespace fake {
+
+// One access, remembered as long as a later one may conflict with it.
+struct Access {
+    StreamNumber stream;
+    uint64_t time; // the stream's own component when it was launched
+    size_t begin, end;
+    bool write;
+    std::string name;
+};
+
+// A block of memory. It is never given back, so that what a slow stream still
+// does with it after it was freed is seen.
+struct Block {
+    char *base;
+    size_t size;
+    StreamNumber owner;
+    bool in_use = true;
+    std::set<StreamNumber> recorded;
+    Clock reusable; // in the past of the host: it may be allocated again
+    std::vector<Access> accesses;
+};
+
+struct Stream {
+    int device;
+    Clock clock;
+    uint64_t capture = 0;
+};
+
+struct World {
+    std::mutex lock; // guards everything below
+    std::vector<Stream> streams; // [0] is the host
+    std::vector<StreamNumber> pools[DEVICES];
+    size_t given = 0; // streams of full pools
+    std::map<const char *, std::unique_ptr<Block>> blocks; // by base
+    std::map<std::pair<StreamNumber, size_t>, std::vector<Block *>> free; // by owner and size
+    std::vector<std::string> races, launches;
+    bool watching = true, logging = false, prompt = false;
+
+    World();
+    Clock &host() { return streams[0].clock; }
+};
+
+World &world(); // lives until the process ends
+
+// With the lock held:
+void join(Clock *into, const Clock &other);
+bool happened(const Clock &clock, StreamNumber stream, uint64_t time);
+bool is_past(const Clock &clock, const Clock &of);
+uint64_t tick(World &w, StreamNumber stream); // begins work after all the host has seen
+Block *block_at(World &w, const void *address);
+void touch(World &w, StreamNumber stream, uint64_t time, const std::string &name,
+           const Range &range);
+// The owner may use the block again as soon as `clock` is past.
+void check_free(World &w, const Block &block, const Clock &clock);
+
+} // namespace fake

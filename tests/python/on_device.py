@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs the tests of this directory on a device: OPTFUSE_TEST_ON names it, "cuda"
+or "fakecuda" (tests/device), and whatever they make is made there."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+DEVICE = os.environ.get("OPTFUSE_TEST_ON", "")
+
+# What there is no sense in on a device, or no way to do on the fake one.
+HOST_MEMORY = "it needs memory of the host"
+OTHER_PROCESS = "the device is not set up in another process"
+TOGETHER = "on a device neighbours are launched together"
+NOT_PLAYED = "the fake device can't do it"
+LEFT_OUT = {
+    r"numpy|np\.asarray|DLPack|share_memory|shared": HOST_MEMORY,
+    r"atexit|pickled_optimizer_loads|data_parallel|in_two_threads|fork": OTHER_PROCESS,
+    r"test_exception_in_forward": TOGETHER,
+    r"sparse|lazy_parameter|lazy_zero|lazily_negated|\[(adamw-|sgd-)?data =\]": NOT_PLAYED,
+}
+
+
+def use() -> None:
+    """Before optfuse is imported."""
+    import torch
+
+    if DEVICE == "fakecuda":
+        os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
+        sys.path.insert(0, str(Path(__file__).parent.parent / "device"))
+        import fakecuda
+
+        fakecuda.load()
+    if DEVICE:
+        torch.set_default_device(DEVICE)
+
+
+def reason_to_skip(name: str) -> str | None:
+    return next((why for what, why in LEFT_OUT.items() if re.search(what, name)), None)
