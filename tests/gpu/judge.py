@@ -54,14 +54,13 @@ def judge_scenarios(ran: list[Ran]) -> Verdict:
 
 
 def judge_controls(ran: list[Ran]) -> Verdict:
-    """They come in pairs: with the guard on, and with it off."""
-    wrong = []
-    for kept, broken in zip(ran[::2], ran[1::2], strict=False):
-        guard = broken.command.variables["OPTFUSE_TEST_GUARDS_OFF"]
-        if kept.status != 0:
-            wrong.append(f"{guard}: broken with the guard on")
-        if broken.status != 1:
-            wrong.append(f"{guard}: kept with the guard off (status {broken.status})")
+    """The first has every guard, each of the others lacks one."""
+    kept, *others = ran
+    wrong = [] if kept.status == 0 else [f"broken with every guard on (status {kept.status})"]
+    for one in others:
+        guard = one.command.variables["OPTFUSE_TEST_GUARDS_OFF"]
+        if one.status != 1:
+            wrong.append(f"{guard}: kept with the guard off (status {one.status})")
     if wrong:
         return Verdict(FAILED, "\n".join(wrong))
     return Verdict(OK, "each promise breaks without its guard")

@@ -25,11 +25,16 @@ from results import Results
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND = "9"  # exit status of compute-sanitizer where it found something
 BITS_PROCESSES, TRANSPARENCY_PROCESSES = 4, 2
+ALWAYS = {
+    "key": "weight read by clone",
+    "raw": "state read by torch.save",
+    "privacy": "aliases held across steps",
+}
 #: Guard, and the scenario that breaks without it: a test that can fail.
 CONTROLS = {
-    "cpu": {"key": "weight read by clone", "raw": "weight read by storage"},
+    "cpu": ALWAYS,
     "cuda": {
-        "key": "weight read by clone",
+        **ALWAYS,
         "graphs": "forward and backward in a graph and step outside",
         "streams": "first use on another stream that waited before",
     },
@@ -147,18 +152,22 @@ def scenarios(plan: Plan, part: str, processes: int, limit: float) -> Part:
 
 
 def controls(plan: Plan) -> Part:
-    """The same scenarios in the test-only build: kept, and broken without the guard."""
+    """The same scenarios in the test-only build: all kept, and each broken without
+    its guard."""
     name = "negative controls"
     if not plan.guards:
         missing = Verdict(FAILED, "the build has no library with switchable guards")
         return Part(name, [], 0, CHECKS, lambda _: missing)
-    commands = []
-    for guard, scenario in CONTROLS[plan.device].items():
-        for off in ("", guard):
-            variables = {"OPTFUSE_LIBRARY": plan.guards, "OPTFUSE_TEST_GUARDS_OFF": off}
-            one = ("--only", scenario, "--mode", "forward")
-            commands.append(plan.scenarios("transparency", *one, **variables))
-    return Part(name, commands, 60, CHECKS, judge_controls, together=plan.device == "cuda")
+
+    def without(guard: str, *scenarios: str) -> Command:
+        variables = {"OPTFUSE_LIBRARY": str(plan.guards), "OPTFUSE_TEST_GUARDS_OFF": guard}
+        only = [word for scenario in scenarios for word in ("--only", scenario)]
+        return plan.scenarios("transparency", "--mode", "forward", *only, **variables)
+
+    chosen = CONTROLS[plan.device]
+    commands = [without("", *chosen.values())]
+    commands += [without(guard, scenario) for guard, scenario in chosen.items()]
+    return Part(name, commands, 60, CHECKS, judge_controls, together=True)
 
 
 def benchmark(plan: Plan) -> Part:
@@ -167,6 +176,7 @@ def benchmark(plan: Plan) -> Part:
     for optimizer in ("adamw",) if plan.device == "cpu" else ("adamw", "momentum"):
         arguments = ["--smoke" if plan.device == "cpu" else "--quick", "--device", plan.device]
         arguments += ["--optimizer", optimizer, "--out", str(out), "--no-plot"]
+        arguments += ["--threads", "1"] if plan.device == "cpu" else []
         commands.append(plan.python("benchmarks/bench.py", *arguments))
     return Part(
         "benchmark against stock",

@@ -38,7 +38,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=harness.BOTH, default="cuda")
     parser.add_argument("--quick", action="store_true", help="leave out what is slow")
-    parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="scenarios whose name holds this, or that"
+    )
     parser.add_argument("--mode", choices=harness.MODES, help="only this one")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th, from the I-th")
     parser.add_argument("--json", type=Path, help="where the outcomes go, too")
@@ -54,7 +56,7 @@ def chosen_ones(chosen: argparse.Namespace) -> list[tuple[Scenario, str]]:
         for mode in one.modes
         if chosen.device in one.devices
         and not (chosen.quick and one.slow)
-        and chosen.only in one.name
+        and any(text in one.name for text in chosen.only or [""])
         and chosen.mode in (None, mode)
     ]
     index, of = map(int, chosen.share.split("/"))

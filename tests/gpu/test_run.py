@@ -88,7 +88,7 @@ def test_a_control_that_holds_without_its_guard_fails() -> None:
 
     assert pair(0, 1).word == "ok"
     assert pair(0, 0) == Verdict(FAILED, "key: kept with the guard off (status 0)")
-    assert pair(1, 1).word == FAILED
+    assert pair(1, 1) == Verdict(FAILED, "broken with every guard on (status 1)")
 
 
 def test_bandwidth_below_the_target_is_missed() -> None:
