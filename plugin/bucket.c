@@ -14,7 +14,8 @@ static of_status claim(of_plan *plan, of_update *update) {
     if (slot->updated && OF_GUARD(twice))
         return of_fail(OF_TWICE, "a second gradient arrived before step(): backward fusion has "
                                  "already updated this parameter; call step() after each "
-                                 "backward, or use mode=\"forward\" for gradient accumulation");
+                                 "backward, mark the passes that only add with "
+                                 "optfuse.accumulate(optimizer), or use mode=\"forward\"");
     of_status status = of_update_complete(plan, update);
     if (status != OF_OK)
         return status;

@@ -67,6 +67,10 @@ struct Plan {
     bool counts_steps = false;     // the rule's state has a step counter
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
+    // Backward passes only add to the gradients: those that begin now, as the
+    // loader says, and the one of last_backward.
+    std::atomic<bool> adding{false};
+    std::atomic<bool> last_adds{false};
     std::atomic<int> last_backward{-1}; // graph task whose first gradient was seen
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.

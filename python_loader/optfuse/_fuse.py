@@ -32,6 +32,7 @@ def fuse(
     mode: str = "forward",
     eager: Iterable[Tensor] = (),
     strict: bool = False,
+    accumulate: int = 1,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -41,13 +42,17 @@ def fuse(
         its parameter, gradient or state, usually in the next forward pass; any
         training loop works. "backward": each update runs inside backward() as
         soon as its gradient is complete, and frees the gradient; what needs
-        gradients after backward() (clipping, loss scaling, accumulation)
-        raises.
+        gradients after backward() (clipping, loss scaling) raises, and
+        passes that only add to the gradients must be marked: accumulate.
     eager: parameters of the optimizer whose raw address is known outside of
         PyTorch across steps (ctypes, a NumPy array made from an address);
         their updates are never left pending.
     strict: refuse an optimizer whose flags make PyTorch use another
         implementation than its fused one, the reference for equal bits.
+    accumulate: how many backward passes make one step; matters in backward
+        mode, where only the last of them updates. A pass is one backward()
+        that reaches a parameter of this optimizer; step() and zero_grad()
+        start over. The other way to say so is optfuse.accumulate().
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -61,16 +66,20 @@ def fuse(
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if mode not in _MODES:
         raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
+    if accumulate < 1:
+        raise Error(f"optfuse: accumulate is the number of passes a step, not {accumulate}")
     check_optimizer(optimizer, strict)
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    return _fuse(optimizer, _MODES[mode], chosen)
+    return _fuse(optimizer, _MODES[mode], chosen, accumulate)
 
 
-def _fuse(optimizer: OptimizerT, mode: int, eager: list[Tensor]) -> OptimizerT:
+def _fuse(
+    optimizer: OptimizerT, mode: int, eager: list[Tensor], accumulate: int
+) -> OptimizerT:
     stock = type(optimizer)
-    link = _link.Link(optimizer, mode, eager)
+    link = _link.Link(optimizer, mode, eager, accumulate=accumulate)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = FUSED[stock]
     rewrap(optimizer)
@@ -84,7 +93,7 @@ def _fuse(optimizer: OptimizerT, mode: int, eager: list[Tensor]) -> OptimizerT:
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was."""
-    return _fuse(optimizer, link.mode, eager)
+    return _fuse(optimizer, link.mode, eager, link.passes.a_step)
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:

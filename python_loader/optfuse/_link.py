@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 
 from optfuse import _compiled, _scaled
 from optfuse._native import (
+    ADDS,
     BACKWARD,
+    DONE,
     EVENT_BACKWARD,
     NEEDS_STATE,
     OK,
@@ -34,6 +36,7 @@ from optfuse._native import (
     message,
 )
 from optfuse._native import start as start_library
+from optfuse._passes import Passes
 from optfuse._refuse import label
 from optfuse._rules import RULES
 
@@ -46,12 +49,18 @@ class Link:
     """Owned by the optimizer; frees the plan when the optimizer dies."""
 
     def __init__(
-        self, optimizer: Optimizer, mode: int, eager: list[Tensor], bucket_bytes: int = 0
+        self,
+        optimizer: Optimizer,
+        mode: int,
+        eager: list[Tensor],
+        bucket_bytes: int = 0,
+        accumulate: int = 1,
     ) -> None:
         self.stock = type(optimizer)
         self.rule = RULES[self.stock]
         self.mode = mode
         self.eager = eager
+        self.passes = Passes(accumulate)
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         isa = os.environ.get("OPTFUSE_ISA", "").encode()
@@ -236,11 +245,14 @@ class Link:
             status = lib.of_shim_step(*arguments)
         if status != OK:
             raise Error(f"optfuse: {message()}")
+        self.passes.restart()
         if _compiled.running():
             self.flush()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> int:
         """At the first complete gradient of a backward pass."""
+        if self.passes.next_adds():
+            return ADDS
         optimizer = self.optimizer()
         _scaled.refuse_if_scaled()
         if guard("groups") and not self._params_unchanged(optimizer.param_groups):
@@ -253,6 +265,13 @@ class Link:
         if not self._state_unchanged(optimizer.state):
             self._sync_state(optimizer.state)
         self.marked = True
+        return DONE
+
+    def add_only(self, entered: int) -> None:
+        """Enters (+1) or leaves (-1) a context whose passes only add."""
+        self.passes.depth += entered
+        if self._free.alive:
+            lib.of_shim_set_adding(self.plan, self.passes.depth > 0)
 
     def flush(self) -> None:
         """Launches what is pending and takes the mark off every tensor."""
@@ -296,14 +315,14 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
     return swap_and_rebuild
 
 
-def _on_event(plan: int, event: int, slot: int) -> None:
+def _on_event(plan: int, event: int, slot: int) -> int:
     link = links.get(plan)
     if link is None:
-        return
+        return DONE
     if event == EVENT_BACKWARD:
-        link.begin_backward()
-    else:
-        link.make_state(link.optimizer(), [slot])
+        return link.begin_backward()
+    link.make_state(link.optimizer(), [slot])
+    return DONE
 
 
 _started = False

@@ -246,6 +246,29 @@ def a_scaled_loss_is_refused():
     must_raise(lambda: scaler.scale(loss_of(pair.ours, 0)).backward(), "a scaled loss")
 
 
+@guards("added_late")
+def gradients_added_after_the_update_are_not_kept_for_a_later_step():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.ours.zero_grad()
+    with optfuse.accumulate(pair.fused):
+        must_raise(lambda: loss_of(pair.ours, 1).backward(), "adding before step()")
+
+
+@guards("nested")
+def a_backward_inside_another_is_not_counted_as_a_pass():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", accumulate=2)
+
+    def loss():
+        x, y = batch(0)
+        checked = torch.utils.checkpoint.checkpoint
+        return (checked(model, x.requires_grad_(), use_reentrant=True) - y).sum()
+
+    must_raise(lambda: loss().backward(), "counting a pass inside another")
+    optimizer.step()
+
+
 @guards("dense")
 def a_gradient_of_other_strides_is_read_in_order():
     pair = Pair(build=lambda: nn.Linear(5, 7, bias=False), make=sgd)
