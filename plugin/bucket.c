@@ -75,9 +75,7 @@ static of_status update_slot(of_plan *plan, of_update *update, of_list *done) {
     return OF_OK;
 }
 
-static of_status find_slot(of_plan *plan, size_t slot, of_update **update) {
-    if (plan->mode != OF_BACKWARD)
-        return of_fail(OF_INVALID, "of_plan_gradient() is for backward mode");
+of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update) {
     if (slot >= plan->n_slots)
         return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slot, plan->n_slots);
     pthread_mutex_lock(&plan->lock);
@@ -92,8 +90,10 @@ static of_status find_slot(of_plan *plan, size_t slot, of_update **update) {
 of_status of_plan_gradient(of_plan *plan, size_t slot) {
     of_list done = {0};
     of_update *update = NULL;
+    if (plan->mode != OF_BACKWARD)
+        return of_fail(OF_INVALID, "of_plan_gradient() is for backward mode");
     pthread_rwlock_rdlock(&plan->layout);
-    of_status status = find_slot(plan, slot, &update);
+    of_status status = of_take_for_slot(plan, slot, &update);
     if (update)
         status = update_slot(plan, update, &done);
     pthread_rwlock_unlock(&plan->layout);

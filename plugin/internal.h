@@ -25,6 +25,7 @@
 
 #include "guard.h"
 #include "optfuse.h"
+#include "scale.h"
 
 typedef struct of_update of_update;
 
@@ -49,6 +50,12 @@ struct of_update {
     int64_t n_chunks;
     bool pending;  /* in plan->pending; plan->lock, false in the pool */
     bool deferred; /* defer() said yes */
+    bool scaling;  /* multiplies a gradient: scale.c; in plan->scalings if pending */
+    /* Of a scaling; or of an update whose gradient has one. Those of a scaling
+     * that is registered belong to the registry's lock. */
+    unsigned n_factors;
+    double factors[OF_MAX_FACTORS];
+    of_scale_fn *scale; /* NULL: no factors */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's hold_bytes follow */
 };
@@ -76,6 +83,7 @@ struct of_plan {
     of_reference reference;
     size_t vector_bytes;
     size_t bucket_bytes;
+    of_isa isa;
     const of_kernel *kernels[2][OF_DTYPE_COUNT]; /* by device; NULL: none */
 
     atomic_size_t users; /* references of hosts */
@@ -92,6 +100,7 @@ struct of_plan {
 
     pthread_mutex_t lock;
     of_list pending; /* backward mode: the open bucket */
+    of_list scalings;
     size_t n_updated;
     of_list forked; /* launched in of_fork_prepare(), to be released after it */
     bool stopped;   /* no more deferring */
@@ -124,6 +133,18 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done);
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done);
 void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
 
+/* scale.c */
+const void *of_scale_key(const void *key); /* a gradient's, for its scaling */
+void of_run_scaled(const of_update *update, const of_span *span);
+void of_scaling_prepare(of_plan *plan, of_update *scaling); /* plan->lock held */
+void of_launch_scalings(of_plan *plan, of_list *done);      /* plan->lock held */
+
+/* bucket.c: a record for the slot, for a call with layout read */
+of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update);
+
+/* touch.c */
+void of_plan_launch(of_plan *plan); /* what is pending, but no scaling */
+
 /* create.c: with plan->lock held */
 bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done);
 void of_create_now(of_plan *plan, of_update *update, of_list *batch, of_list *done);
@@ -136,6 +157,10 @@ of_added of_registry_add(of_update *update, size_t n, const void **key, of_updat
 void of_registry_remove(of_list *list);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(const void *key);
+/* The factors of the scaling with this key, 1 where there is none; how many. */
+unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS]);
+/* Adds one to it; false: there is none, or it has no room. */
+bool of_registry_add_factor(const void *key, double factor);
 void of_registry_lock(void);
 void of_registry_unlock(void);
 

@@ -26,13 +26,21 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
     if (end > numel)
         end = numel;
     size_t offset = begin * of_dtype_size(in->dtype);
+    if (update->scaling) {
+        void *gradient = advance(in->param, offset);
+        update->scale(gradient, gradient, end - begin, update->factors);
+        return;
+    }
     of_span span = {.param = advance(in->param, offset), .grad = advance(in->grad, offset)};
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         span.state[i] = advance(in->state[i], offset);
     span.n = end - begin;
     if (end == numel)
         span.tail = of_tail(update->plan->reference, in->dtype, update->plan->vector_bytes, numel);
-    update->kernel->run(&span, update->scalars);
+    if (update->n_factors && OF_GUARD(factors))
+        of_run_scaled(update, &span);
+    else
+        update->kernel->run(&span, update->scalars);
 }
 
 /* Chunks [begin, end) of the list that starts with arg. */
@@ -61,6 +69,8 @@ static void run_list(of_plan *plan, of_list *list) {
 }
 
 static void count(of_plan *plan, const of_list *list, of_reason reason) {
+    if (list->first->scaling)
+        return;
     plan->counts.launches++;
     switch (reason) {
     case OF_AT_ONCE:
@@ -99,8 +109,10 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
 
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done) {
     of_list one = {0};
+    if (update->scaling)
+        of_scaling_prepare(plan, update);
     if (update->pending)
-        of_list_remove(&plan->pending, update);
+        of_list_remove(update->scaling ? &plan->scalings : &plan->pending, update);
     of_list_append(&one, update);
     of_launch(plan, &one, reason, done);
 }

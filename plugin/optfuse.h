@@ -80,6 +80,8 @@ typedef struct of_inputs {
                                       state counter not yet advanced */
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_touch();
                                       the parameter's first */
+    const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then
+                                      factors of of_plan_scale() are applied to it; or NULL */
     size_t n_keys;
     bool alone; /* others may see the parameter's memory: launch this
                    update by itself, in the order of the slots, between
@@ -126,6 +128,17 @@ typedef struct of_host {
                          void *arg);
     /* optional; level: 1 warning, 2 info, 3 debug */
     void (*log)(void *ctx, int level, const char *message);
+
+    /* optional, all three or none: for of_plan_scale(). Like collect(), for the
+     * gradient alone: param is its memory, keys[0] the identity of that. Nothing
+     * found: no gradient, or one that can't be multiplied in place. Then come
+     * defer(), after which the hold must not keep the gradient alive, settle()
+     * and release(), and no commit(). */
+    of_found (*collect_gradient)(void *ctx, void *tensor, of_inputs *in);
+    /* Whether a gradient with a deferred scaling still exists. */
+    bool (*is_alive)(void *ctx, void *hold);
+    /* The same, and if so keeps it alive until release(). */
+    bool (*keep)(void *ctx, void *hold);
 } of_host;
 
 /* How a plan computes and schedules. Zero means the default. */
@@ -212,7 +225,20 @@ OF_API void of_plan_close(of_plan *plan);
 OF_API void of_plan_flush(of_plan *plan);
 OF_API void of_flush_all(void);
 
-/* Launches the update that is pending on this memory, if there is one.
+/* Multiplies the gradient of a slot by a factor, rounding to its
+ * dtype: at its first use, and in the updates created until then as they read
+ * it. Not *scaled: the host's collect_gradient() found nothing. */
+OF_API of_status of_plan_scale(of_plan *plan, size_t slot, double factor, bool *scaled);
+/* Whether this memory is a gradient that is still to be multiplied. A host may
+ * ask in settle(). */
+OF_API bool of_is_scaled(const void *key);
+/* Forgets what is left of gradients that are gone. */
+OF_API void of_plan_sweep(of_plan *plan);
+
+/* of_touch() without the scaling: for a host that is about to use a gradient's
+ * memory knowing of_is_scaled(). */
+OF_API bool of_launch_at(const void *key, bool foreign);
+/* Launches the update that is pending on this memory, then its scaling, if any.
  * foreign: the calling thread is neither the one that called step() nor one of
  * the host's engine threads. Returns whether there was one. */
 OF_API bool of_touch(const void *key, bool foreign);

@@ -24,6 +24,8 @@ static of_status check_host(const of_host *host) {
     if (!host->collect || !host->commit || !host->defer || !host->settle || !host->release ||
         !host->drop || !host->parallel_for)
         return of_fail(OF_INVALID, "a function of of_host that is not optional is NULL");
+    if (!host->collect_gradient != !host->is_alive || !host->is_alive != !host->keep)
+        return of_fail(OF_INVALID, "of_host has some of the functions for of_plan_scale()");
     return OF_OK;
 }
 
@@ -53,6 +55,7 @@ static const of_rule *find_rule(const char *name) {
 static void choose(of_plan *plan, const of_plan_options *options) {
     plan->mode = options->mode;
     plan->reference = options->reference;
+    plan->isa = options->isa;
     plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
     plan->bucket_bytes = options->bucket_bytes ? options->bucket_bytes : DEFAULT_BUCKET_BYTES;
     if (options->bucket_bytes == OF_BUCKET_NONE)
@@ -101,6 +104,7 @@ static void empty(of_plan *plan) {
         of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
     else
         of_discard_pending(plan, &done);
+    of_launch_scalings(plan, &done);
     of_slot *slots = plan->slots;
     size_t n_slots = plan->n_slots;
     free(plan->groups);

@@ -112,7 +112,7 @@ of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_
     of_list done = {0};
     needs lacking = {slots, slots ? capacity : 0, 0};
     if (OF_GUARD(rearm))
-        of_plan_flush(plan);
+        of_plan_launch(plan);
     pthread_rwlock_wrlock(&plan->layout);
     of_status status = collect_all(plan, &created, &lacking);
     if (status == OF_OK) {

@@ -43,7 +43,7 @@ static bool launch_found(of_update *update, const void *key, bool foreign) {
     return found;
 }
 
-bool of_touch(const void *key, bool foreign) {
+bool of_launch_at(const void *key, bool foreign) {
     while (of_any_pending()) {
         of_update *update = of_registry_find(key);
         if (!update)
@@ -54,10 +54,27 @@ bool of_touch(const void *key, bool foreign) {
     return false;
 }
 
-void of_plan_flush(of_plan *plan) {
+/* The update goes first: it reads the gradient as it was when it was created. */
+bool of_touch(const void *key, bool foreign) {
+    bool updated = of_launch_at(key, foreign);
+    bool scaled = OF_GUARD(unread) && of_is_scaled(key) && of_launch_at(of_scale_key(key), foreign);
+    return updated || scaled;
+}
+
+static void flush(of_plan *plan, bool scalings) {
     of_list done = {0};
     pthread_mutex_lock(&plan->lock);
     of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
+    if (scalings)
+        of_launch_scalings(plan, &done);
     pthread_mutex_unlock(&plan->lock);
     of_updates_release(plan, &done);
+}
+
+void of_plan_launch(of_plan *plan) {
+    flush(plan, false);
+}
+
+void of_plan_flush(of_plan *plan) {
+    flush(plan, true);
 }

@@ -68,6 +68,7 @@ const void *gradient_data(Hold *hold, of_inputs *in, const c10::TensorImpl *p,
                           const at::Tensor &grad) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (same_strides(p, g) && !is_lazy(g)) {
+        in->grad_key = storage_of(g);
         take_part(hold, in, g);
         return data_of(g);
     }
@@ -156,7 +157,8 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         check_gradient(slot, p, g) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     launch_others(p);
-    launch_others(g);
+    if (OF_GUARD(rearm) && has_mark(g))
+        of_launch_at(storage_of(g), false); // its factors are the update's to apply
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;

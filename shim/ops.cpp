@@ -69,6 +69,15 @@ void detach(int64_t address, const std::vector<at::Tensor> &params) {
         detach_gradient_hook(&plan_at(address), param);
 }
 
+// Multiplies the gradients of slots by a 0-dim tensor, rounding to their dtypes.
+void scale_gradients(int64_t address, const std::vector<int64_t> &slots,
+                     const at::Tensor &factor) {
+    Plan &plan = plan_at(address);
+    for (const int64_t slot : slots)
+        slot_at(plan, slot);
+    scale(plan, slots, factor);
+}
+
 // Nothing: the first-use fallback has launched the update by now, and in
 // touch() refused a spent gradient.
 void touch(const at::Tensor &) {}
@@ -87,6 +96,7 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::set_state);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
+    m.def("scale(int plan, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);
     m.def("touch(Tensor tensor) -> ()", optfuse::touch);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);

@@ -43,9 +43,12 @@ struct Slot {
 struct Hold {
     Slot *slot = nullptr;
     bool backward = false;
+    bool scaling = false; // of a gradient, by scale.cpp
     size_t n = 0; // tensors that take part: parameter, gradient, state
     c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
     c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
+    // A deferred scaling: the gradient's memory, which may be freed meanwhile.
+    c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::TensorImpl *grad = nullptr; // backward mode: the gradient to be replaced
     at::Tensor param;                // backward mode or alone
     at::Tensor copy;                 // a gradient in the parameter's strides
@@ -90,7 +93,9 @@ struct PlainMode {
         c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
-// refuse.cpp: OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
+// refuse.cpp: whether there is a kernel for it
+bool dtype_of(const c10::TensorImpl *impl, of_dtype *out);
+// OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
 of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g);
@@ -102,6 +107,14 @@ bool is_lazy(const c10::TensorImpl *impl);
 
 // collect.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);
+
+// scale.cpp
+void scale(Plan &plan, const std::vector<int64_t> &slots, const at::Tensor &factor);
+of_found collect_gradient(void *ctx, void *tensor, of_inputs *in);
+bool is_alive(void *ctx, void *hold);
+bool keep(void *ctx, void *hold);
+bool defer_scaling(Hold *hold);
+void settle_scaling(Hold *hold, bool was_deferred);
 
 // host.cpp
 of_host make_host(Plan *plan);

@@ -32,7 +32,12 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    link_of(self).step(self)
+    link = link_of(self)
+    if link.max_grad_norm is not None:
+        from optfuse._clip import clip_grad_norm_
+
+        clip_grad_norm_(self, link.max_grad_norm)
+    link.step(self)
     return loss
 
 

@@ -33,6 +33,7 @@ def fuse(
     eager: Iterable[Tensor] = (),
     strict: bool = False,
     accumulate: int = 1,
+    max_grad_norm: float | None = None,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -53,6 +54,9 @@ def fuse(
         mode, where only the last of them updates. A pass is one backward()
         that reaches a parameter of this optimizer; step() and zero_grad()
         start over. The other way to say so is optfuse.accumulate().
+    max_grad_norm: step() first clips the gradients of this optimizer to this
+        2-norm, as clip_grad_norm_() does; for loops that can't be edited.
+        Forward mode only.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -68,18 +72,28 @@ def fuse(
         raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
     if accumulate < 1:
         raise Error(f"optfuse: accumulate is the number of passes a step, not {accumulate}")
+    if max_grad_norm is not None and mode == "backward":
+        raise Error(
+            "optfuse: max_grad_norm needs all gradients at once, and backward mode updates "
+            'before they are there; use optfuse.fuse(optimizer, mode="forward")'
+        )
     check_optimizer(optimizer, strict)
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    return _fuse(optimizer, _MODES[mode], chosen, accumulate)
+    return _fuse(optimizer, _MODES[mode], chosen, accumulate, max_grad_norm)
 
 
 def _fuse(
-    optimizer: OptimizerT, mode: int, eager: list[Tensor], accumulate: int
+    optimizer: OptimizerT,
+    mode: int,
+    eager: list[Tensor],
+    accumulate: int,
+    max_grad_norm: float | None,
 ) -> OptimizerT:
     stock = type(optimizer)
     link = _link.Link(optimizer, mode, eager, accumulate=accumulate)
+    link.max_grad_norm = max_grad_norm
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = FUSED[stock]
     rewrap(optimizer)
@@ -93,7 +107,7 @@ def _fuse(
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was."""
-    return _fuse(optimizer, link.mode, eager, link.passes.a_step)
+    return _fuse(optimizer, link.mode, eager, link.passes.a_step, link.max_grad_norm)
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:

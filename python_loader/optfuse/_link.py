@@ -61,6 +61,7 @@ class Link:
         self.mode = mode
         self.eager = eager
         self.passes = Passes(accumulate)
+        self.max_grad_norm: float | None = None
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         isa = os.environ.get("OPTFUSE_ISA", "").encode()
@@ -76,6 +77,7 @@ class Link:
         self._free.atexit = False  # at exit nothing is launched
         self.marked = False  # tensors may carry the pending mark
         self._params: list[Tensor] = []
+        self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         links[self.plan] = self
         try:
             self.rebuild(optimizer)
@@ -121,6 +123,7 @@ class Link:
             labels,
         )
         self._params = params
+        self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
         self._counted = [len(g["params"]) for g in groups]
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
@@ -141,6 +144,12 @@ class Link:
                 f"optfuse: {what} inside backward(), while backward fusion is updating "
                 "parameters; do it before or after"
             )
+
+    def slot_of(self, param: Tensor) -> int | None:
+        return self._slots.get(id(param)) if self._free.alive else None
+
+    def label(self, slot: int) -> str:
+        return self._labels[slot]
 
     def knows(self, tensor: Tensor) -> bool:
         return any(tensor is param for param in self._params)
@@ -266,6 +275,11 @@ class Link:
             self._sync_state(optimizer.state)
         self.marked = True
         return DONE
+
+    def scale(self, slots: list[int], factor: Tensor) -> None:
+        """Multiplies their gradients by a 0-dim tensor, when they are read."""
+        self.marked = True
+        torch.ops.optfuse.scale(self.plan, slots, factor)
 
     def add_only(self, entered: int) -> None:
         """Enters (+1) or leaves (-1) a context whose passes only add."""

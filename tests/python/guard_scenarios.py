@@ -246,6 +246,41 @@ def a_scaled_loss_is_refused():
     must_raise(lambda: scaler.scale(loss_of(pair.ours, 0)).backward(), "a scaled loss")
 
 
+@guards("factors")
+def a_clipped_gradient_is_applied_clipped():
+    pair = Pair()
+    for i in range(2):
+        for model, optimizer, clip in (
+            (pair.theirs, pair.stock, nn.utils.clip_grad_norm_),
+            (pair.ours, pair.fused, optfuse.clip_grad_norm_),
+        ):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            clip(model.parameters(), 0.01)
+            optimizer.step()
+    pair.assert_pending()
+    pair.assert_same()
+
+
+@guards("unread", "seal")
+def a_gradient_is_seen_clipped():
+    pair = Pair()
+    loss_of(pair.ours, 0).backward()
+    before = pair.ours[0].weight.grad.clone()
+    norm = optfuse.clip_grad_norm_(pair.fused, 0.01)
+    factor = torch.clamp(0.01 / (norm + 1e-6), max=1.0)
+    assert_same("gradient", snapshot(pair.ours[0].weight.grad), before * factor)
+
+
+@guards("clip")
+def clipping_waits_for_no_backward_fusion():
+    """Here all gradients are there, but in general some have been applied."""
+    pair = Pair(mode="backward")
+    with optfuse.accumulate(pair.fused):
+        loss_of(pair.ours, 0).backward()
+    must_raise(lambda: optfuse.clip_grad_norm_(pair.fused, 0.01), "clipping in backward mode")
+
+
 @guards("added_late")
 def gradients_added_after_the_update_are_not_kept_for_a_later_step():
     pair = Pair(mode="backward")
