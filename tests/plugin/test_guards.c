@@ -159,6 +159,45 @@ START_TEST(fork_) {
 }
 END_TEST
 
+static bool clipped_update_is_smaller(void) {
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 3000);
+    bool scaled = false;
+    backward(t);
+    of_plan_scale(f->plan, t->slot, 0.25, &scaled);
+    float *gradient = (float *)(void *)t->tensor->grad->data;
+    for (int i = 0; i < 3000; i++) /* a product by 0.25 and one by 4 are exact */
+        gradient[i] *= 0.25f;
+    expect_update(f, t);
+    for (int i = 0; i < 3000; i++)
+        gradient[i] *= 4.0f;
+    of_plan_step(f->plan, NULL, 0, NULL);
+    return finish(f);
+}
+
+START_TEST(factors) {
+    check_guard("factors", clipped_update_is_smaller);
+}
+END_TEST
+
+static bool reader_sees_the_clipped_gradient(void) {
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 10);
+    bool scaled = false;
+    backward(t);
+    const float before = *(const float *)(const void *)t->tensor->grad->data;
+    of_plan_scale(f->plan, t->slot, 0.25, &scaled);
+    const float *seen = fake_use(t->tensor->grad, false);
+    bool right = *seen == before * 0.25f;
+    finish(f);
+    return right;
+}
+
+START_TEST(unread) {
+    check_guard("unread", reader_sees_the_clipped_gradient);
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create(switchable ? "guards, switchable" : "guards, fixed");
     TCase *all = tcase_create("guards");
@@ -167,6 +206,8 @@ int main(void) {
     tcase_add_test(all, foreign);
     tcase_add_test(all, clear);
     tcase_add_test(all, fork_);
+    tcase_add_test(all, factors);
+    tcase_add_test(all, unread);
     suite_add_tcase(suite, all);
     return run(suite);
 }
