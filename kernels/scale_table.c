@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scale_table.c: the rows of scale.h. */
+/* scale_table.c: the rows of scale.h and norm.h. */
 #include "scale.h"
+
+#include "norm.h"
 
 #if defined(__x86_64__)
 #define OF_SCALE_ISAS(X, dtype, code)                                                              \
@@ -33,4 +35,19 @@ of_scale_fn *of_scale_find(of_dtype dtype, of_isa isa) {
         if (row->dtype == dtype && row->isa <= isa && (!best || row->isa > best->isa))
             best = row;
     return best ? best->run : NULL;
+}
+
+of_norm_fn of_norm_c, of_norm_baseline;
+#if defined(__x86_64__)
+of_norm_fn of_norm_avx2, of_norm_avx512;
+#endif
+
+of_norm_fn *of_norm_find(of_isa isa) {
+#if defined(__x86_64__)
+    if (isa >= OF_ISA_AVX512)
+        return of_norm_avx512;
+    if (isa >= OF_ISA_AVX2)
+        return of_norm_avx2;
+#endif
+    return isa >= OF_ISA_BASELINE ? of_norm_baseline : of_norm_c;
 }

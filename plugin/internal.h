@@ -56,6 +56,7 @@ struct of_update {
     unsigned n_factors;
     double factors[OF_MAX_FACTORS];
     of_scale_fn *scale; /* NULL: no factors */
+    float norm;         /* of a scaling: see of_scale_factors() */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's hold_bytes follow */
 };
@@ -158,7 +159,7 @@ void of_registry_remove(of_list *list);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(const void *key);
 /* The factors of the scaling with this key, 1 where there is none; how many. */
-unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS]);
+unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm);
 /* Adds one to it; false: there is none, or it has no room. */
 bool of_registry_add_factor(const void *key, double factor);
 void of_registry_lock(void);

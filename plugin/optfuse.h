@@ -227,8 +227,12 @@ OF_API void of_flush_all(void);
 
 /* Multiplies the gradient of a slot by a factor, rounding to its
  * dtype: at its first use, and in the updates created until then as they read
- * it. Not *scaled: the host's collect_gradient() found nothing. */
-OF_API of_status of_plan_scale(of_plan *plan, size_t slot, double factor, bool *scaled);
+ * it. norm: of the result, kept for of_scale_factors(); NaN: not known. Not
+ * *scaled: the host's collect_gradient() found nothing. */
+OF_API of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, bool *scaled);
+/* How many factors are pending on a gradient's memory, at most 2; 1 for those
+ * that are not there. *norm: that of the gradient with them, or NaN. */
+OF_API unsigned of_scale_factors(const void *key, double factors[2], float *norm);
 /* Whether this memory is a gradient that is still to be multiplied. A host may
  * ask in settle(). */
 OF_API bool of_is_scaled(const void *key);

@@ -6,6 +6,7 @@
  * run at process exit. An update that is launched at once is in it too, by the
  * key of its parameter, so that two updates of the same memory, of one plan or
  * of two, never run at the same time. */
+#include <math.h>
 #include <stdlib.h>
 
 #include "internal.h"
@@ -150,15 +151,18 @@ of_update *of_registry_find(const void *key) {
     return update;
 }
 
-unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS]) {
+unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm) {
     unsigned n = 0;
     factors[0] = factors[1] = 1.0;
+    *norm = NAN;
     if (!key || !atomic_load_explicit(&scalings, memory_order_acquire))
         return 0;
     pthread_mutex_lock(&lock);
     const entry *at = seek(key);
     for (; at->key && n < at->update->n_factors; n++)
         factors[n] = at->update->factors[n];
+    if (n)
+        *norm = at->update->norm;
     pthread_mutex_unlock(&lock);
     return n;
 }
@@ -171,6 +175,7 @@ bool of_registry_add_factor(const void *key, double factor) {
     const entry *at = seek(key);
     if (at->key && at->update->n_factors < OF_MAX_FACTORS) {
         at->update->factors[at->update->n_factors++] = factor;
+        at->update->norm = NAN;
         added = true;
     }
     pthread_mutex_unlock(&lock);

@@ -79,8 +79,8 @@ static void create_scaling(of_plan *plan, of_update *update, of_list *done) {
     of_launch_one(plan, update, OF_AT_ONCE, done);
 }
 
-static of_status scale_slot(of_plan *plan, of_update *update, double factor, of_list *done,
-                            bool *scaled) {
+static of_status scale_slot(of_plan *plan, of_update *update, double factor, float norm,
+                            of_list *done, bool *scaled) {
     of_inputs_clear(update);
     void *tensor = plan->slots[update->slot].tensor;
     of_found found = plan->host.collect_gradient(plan->host.ctx, tensor, &update->in);
@@ -96,13 +96,14 @@ static of_status scale_slot(of_plan *plan, of_update *update, double factor, of_
     of_launch_at(of_scale_key(update->in.keys[0]), false); /* it has all factors it can take */
     update->factors[0] = factor;
     update->n_factors = 1;
+    update->norm = norm;
     pthread_mutex_lock(&plan->lock);
     create_scaling(plan, update, done);
     pthread_mutex_unlock(&plan->lock);
     return OF_OK;
 }
 
-of_status of_plan_scale(of_plan *plan, size_t slot, double factor, bool *scaled) {
+of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, bool *scaled) {
     of_list done = {0};
     *scaled = false;
     if (!plan->host.collect_gradient)
@@ -111,13 +112,18 @@ of_status of_plan_scale(of_plan *plan, size_t slot, double factor, bool *scaled)
     of_update *update = NULL;
     of_status status = of_take_for_slot(plan, slot, &update);
     if (update)
-        status = scale_slot(plan, update, factor, &done, scaled);
+        status = scale_slot(plan, update, factor, norm, &done, scaled);
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &done);
     return status;
 }
 
+unsigned of_scale_factors(const void *key, double factors[2], float *norm) {
+    return of_registry_factors(of_scale_key(key), factors, norm);
+}
+
 bool of_is_scaled(const void *key) {
     double factors[OF_MAX_FACTORS];
-    return of_registry_factors(of_scale_key(key), factors) != 0;
+    float norm;
+    return of_scale_factors(key, factors, &norm) != 0;
 }

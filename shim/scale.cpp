@@ -74,19 +74,14 @@ void settle_scaling(Hold *hold, bool was_deferred) {
 }
 
 // What can't be left pending is multiplied as PyTorch does.
-void scale(Plan &plan, const std::vector<int64_t> &slots, const at::Tensor &factor) {
-    const double number = factor.item<double>();
-    of_plan_sweep(plan.core);
-    for (const int64_t index : slots) {
-        bool scaled = false;
-        if (of_plan_scale(plan.core, static_cast<size_t>(index), number, &scaled) != OF_OK)
-            throw Error(std::string("optfuse: ") + of_error_message());
-        const at::Tensor &grad = plan.slots[static_cast<size_t>(index)]->param->grad();
-        if (scaled)
-            grad.unsafeGetTensorImpl()->bump_version();
-        else if (grad.defined())
-            grad.mul_(factor);
-    }
+void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
+    bool scaled = false;
+    if (of_plan_scale(of.plan->core, of.slot->index, number, norm, &scaled) != OF_OK)
+        throw Error(std::string("optfuse: ") + of_error_message());
+    if (scaled)
+        of.grad().unsafeGetTensorImpl()->bump_version();
+    else if (of.grad().defined())
+        of.grad().mul_(factor);
 }
 
 } // namespace optfuse

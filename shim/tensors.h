@@ -109,12 +109,28 @@ bool is_lazy(const c10::TensorImpl *impl);
 of_found collect(void *ctx, void *tensor, of_inputs *in);
 
 // scale.cpp
-void scale(Plan &plan, const std::vector<int64_t> &slots, const at::Tensor &factor);
+struct GradientOf {
+    Plan *plan;
+    Slot *slot;
+    const at::Tensor &grad() const { return slot->param->grad(); }
+};
+// Multiplies a gradient, when it is next read, by a 0-dim tensor whose value is
+// `number`; norm: of the result, NaN if not known.
+void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor);
 of_found collect_gradient(void *ctx, void *tensor, of_inputs *in);
 bool is_alive(void *ctx, void *hold);
 bool keep(void *ctx, void *hold);
 bool defer_scaling(Hold *hold);
 void settle_scaling(Hold *hold, bool was_deferred);
+
+// norm.cpp
+// The 2-norms of gradients, of the dtype PyTorch gives them; none if one of the
+// gradients can't be read here.
+std::optional<at::Tensor> norms(const std::vector<GradientOf> &of);
+// scale_one() of all, with their norms, and whether all were finite before; none,
+// with nothing changed, if one of them can't be read here or has a factor.
+std::optional<bool> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor);
+at::Tensor norm_by_our_formula(const at::Tensor &x); // contiguous float32
 
 // host.cpp
 of_host make_host(Plan *plan);

@@ -276,11 +276,6 @@ class Link:
         self.marked = True
         return DONE
 
-    def scale(self, slots: list[int], factor: Tensor) -> None:
-        """Multiplies their gradients by a 0-dim tensor, when they are read."""
-        self.marked = True
-        torch.ops.optfuse.scale(self.plan, slots, factor)
-
     def add_only(self, entered: int) -> None:
         """Enters (+1) or leaves (-1) a context whose passes only add."""
         self.passes.depth += entered

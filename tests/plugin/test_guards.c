@@ -2,6 +2,7 @@
 /* Guards: with one switched off the same scenario gives wrong numbers, so the
  * tests that pass with it on prove something. Built twice: in the library that
  * people get, the switch must do nothing. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -164,7 +165,7 @@ static bool clipped_update_is_smaller(void) {
     twin *t = add(f, 3000);
     bool scaled = false;
     backward(t);
-    of_plan_scale(f->plan, t->slot, 0.25, &scaled);
+    of_plan_scale(f->plan, t->slot, 0.25, NAN, &scaled);
     float *gradient = (float *)(void *)t->tensor->grad->data;
     for (int i = 0; i < 3000; i++) /* a product by 0.25 and one by 4 are exact */
         gradient[i] *= 0.25f;
@@ -186,7 +187,7 @@ static bool reader_sees_the_clipped_gradient(void) {
     bool scaled = false;
     backward(t);
     const float before = *(const float *)(const void *)t->tensor->grad->data;
-    of_plan_scale(f->plan, t->slot, 0.25, &scaled);
+    of_plan_scale(f->plan, t->slot, 0.25, NAN, &scaled);
     const float *seen = fake_use(t->tensor->grad, false);
     bool right = *seen == before * 0.25f;
     finish(f);

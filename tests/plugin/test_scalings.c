@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Scalings: a gradient that is to be multiplied is, for whoever looks at it and
  * for every update, though nobody has written it. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +10,7 @@
 
 static void scale(fixture *f, twin *t, double factor) {
     bool scaled = false;
-    ck_assert_msg(of_plan_scale(f->plan, t->slot, factor, &scaled) == OF_OK, "%s",
+    ck_assert_msg(of_plan_scale(f->plan, t->slot, factor, NAN, &scaled) == OF_OK, "%s",
                   of_error_message());
     ck_assert(scaled);
 }
@@ -214,9 +215,9 @@ START_TEST(nothing_to_scale_is_said) {
     fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 30);
     bool scaled = true;
-    ck_assert_int_eq(of_plan_scale(f->plan, t->slot, 0.3, &scaled), OF_OK);
+    ck_assert_int_eq(of_plan_scale(f->plan, t->slot, 0.3, NAN, &scaled), OF_OK);
     ck_assert(!scaled);
-    ck_assert_int_eq(of_plan_scale(f->plan, 99, 0.3, &scaled), OF_INVALID);
+    ck_assert_int_eq(of_plan_scale(f->plan, 99, 0.3, NAN, &scaled), OF_INVALID);
     teardown(f);
 }
 END_TEST
