@@ -34,6 +34,7 @@ def fuse(
     strict: bool = False,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
+    fold: bool = True,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -57,6 +58,8 @@ def fuse(
     max_grad_norm: step() first clips the gradients of this optimizer to this
         2-norm, as clip_grad_norm_() does; for loops that can't be edited.
         Forward mode only.
+    fold: in forward mode, whether torch.amp.GradScaler's unscaling is left to
+        the update, as clipping is. It changes no result.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -81,7 +84,7 @@ def fuse(
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    return _fuse(optimizer, _MODES[mode], chosen, accumulate, max_grad_norm)
+    return _fuse(optimizer, _MODES[mode], chosen, accumulate, max_grad_norm, fold)
 
 
 def _fuse(
@@ -90,15 +93,17 @@ def _fuse(
     eager: list[Tensor],
     accumulate: int,
     max_grad_norm: float | None,
+    fold: bool,
 ) -> OptimizerT:
     stock = type(optimizer)
     link = _link.Link(optimizer, mode, eager, accumulate=accumulate)
     link.max_grad_norm = max_grad_norm
+    link.fold = fold
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = FUSED[stock]
     rewrap(optimizer)
-    # GradScaler must unscale and skip by itself: fused kernels that fold the
-    # scale in are not used.
+    # GradScaler must skip steps by itself, and unscale before someone clips:
+    # what is folded is folded in its own unscale_().
     if _AMP in optimizer.__dict__:
         link.saved[_AMP] = optimizer.__dict__[_AMP]
     optimizer.__dict__[_AMP] = False
@@ -107,7 +112,9 @@ def _fuse(
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was."""
-    return _fuse(optimizer, link.mode, eager, link.passes.a_step, link.max_grad_norm)
+    return _fuse(
+        optimizer, link.mode, eager, link.passes.a_step, link.max_grad_norm, link.fold
+    )
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:

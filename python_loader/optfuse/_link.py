@@ -62,6 +62,7 @@ class Link:
         self.eager = eager
         self.passes = Passes(accumulate)
         self.max_grad_norm: float | None = None
+        self.fold = True  # GradScaler's unscaling into the update
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         isa = os.environ.get("OPTFUSE_ISA", "").encode()
@@ -342,10 +343,11 @@ def start() -> None:
     global _started
     if _started:
         return
-    from optfuse import _raw
+    from optfuse import _fold, _raw
 
     start_library(_on_event)
     _raw.install(flush_all, _swap_and_tell)
     _compiled.install(flush_all)
     _scaled.install()
+    _fold.install()
     _started = True

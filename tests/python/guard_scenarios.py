@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -279,6 +280,41 @@ def clipping_waits_for_no_backward_fusion():
     with optfuse.accumulate(pair.fused):
         loss_of(pair.ours, 0).backward()
     must_raise(lambda: optfuse.clip_grad_norm_(pair.fused, 0.01), "clipping in backward mode")
+
+
+@guards("nonfinite")
+def a_gradient_with_an_infinity_skips_the_step():
+    pair = Pair()
+    scaler = torch.amp.GradScaler("cpu")
+    train(pair.theirs, pair.stock, 0)
+    train(pair.ours, pair.fused, 0)
+    pair.fused.zero_grad()
+    scaler.scale(loss_of(pair.ours, 1)).backward()
+    pair.ours[0].weight.grad[0, 0] = float("inf")
+    scaler.step(pair.fused)
+    scaler.update()
+    pair.assert_same()
+
+
+@guards("norm")
+def a_norm_that_is_added_up_otherwise_is_torchs():
+    """On a CPU without AVX2 PyTorch's operator has other roundings."""
+    code = """
+import torch, optfuse
+bad = 0
+for n in range(1, 200):
+    p = torch.nn.Parameter(torch.zeros(n))
+    optimizer = optfuse.fuse(torch.optim.SGD([p]))
+    p.grad = torch.randn(n)
+    stock = torch.nn.utils.get_total_norm([p.grad])
+    bad += bool(optfuse.clip_grad_norm_([p], 1.0) != stock)
+print(bad)
+"""
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONWARNINGS": "ignore"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    if out.returncode != 0:
+        raise RuntimeError(out.stderr)
+    assert int(out.stdout) == 0, f"{out.stdout} of 200 norms differ"
 
 
 @guards("added_late")
