@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from cells import CELLS, MODELS, OPTIMIZERS, QUICK_CELLS, Cell, training
+from clip import clipped
 from cores import FAR_NS, Distances
 from memory import peak_bytes
 from micro import costs
@@ -21,7 +22,7 @@ from variants import variants
 
 import optfuse
 
-SECTIONS = ("speed", "memory", "cost")
+SECTIONS = ("speed", "memory", "cost", "clip")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -117,6 +118,14 @@ def measure_costs(chosen: argparse.Namespace, results: Results) -> None:
         progress("cost: measuring")
 
 
+def measure_clipping(chosen: argparse.Namespace) -> None:
+    title("Clipping and update of an MLP of 50 M parameters, nothing else")
+    for part in clipped(rounds=15 if chosen.quick else 40):
+        progress("")
+        print(part, flush=True)
+        progress("clip: measuring")
+
+
 def describe(results: Results) -> None:
     for name, value in machine().items():
         print(f"{name}: {value}")
@@ -159,6 +168,8 @@ def main() -> None:
         measure_memory(chosen, small, results)
     if "cost" in chosen.section:
         measure_costs(chosen, results)
+    if "clip" in chosen.section:
+        measure_clipping(chosen)
     write(chosen, results)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
 

@@ -135,8 +135,7 @@ void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *
 void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
 
 /* scale.c */
-const void *of_scale_key(const void *key); /* a gradient's, for its scaling */
-void of_run_scaled(const of_update *update, const of_span *span);
+const void *of_scale_key(const void *key);                  /* a gradient's, for its scaling */
 void of_scaling_prepare(of_plan *plan, of_update *scaling); /* plan->lock held */
 void of_launch_scalings(of_plan *plan, of_list *done);      /* plan->lock held */
 

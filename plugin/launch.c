@@ -38,9 +38,8 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
     if (end == numel)
         span.tail = of_tail(update->plan->reference, in->dtype, update->plan->vector_bytes, numel);
     if (update->n_factors && OF_GUARD(factors))
-        of_run_scaled(update, &span);
-    else
-        update->kernel->run(&span, update->scalars);
+        span.factors = update->factors;
+    update->kernel->run(&span, update->scalars);
 }
 
 /* Chunks [begin, end) of the list that starts with arg. */

@@ -10,31 +10,8 @@
 #include "scale.h"
 #include "internal.h"
 
-enum { BLOCK_ELEMENTS = 1024 };
-
 const void *of_scale_key(const void *key) {
     return key ? (const char *)key + 1 : NULL;
-}
-
-/* Blocks of the gradient are multiplied in cache, rounded to their dtype as in
- * memory, and handed to the kernel. Blocks are whole cache lines, and so no
- * vector of the reference is cut. */
-void of_run_scaled(const of_update *update, const of_span *span) {
-    _Alignas(64) unsigned char block[BLOCK_ELEMENTS * sizeof(double)];
-    const size_t size = of_dtype_size(update->in.dtype);
-    const size_t body = span->n - span->tail;
-    of_span part = *span;
-    part.grad = block;
-    for (size_t at = 0; at < span->n; at += part.n) {
-        part.n = span->n - at < BLOCK_ELEMENTS ? span->n - at : BLOCK_ELEMENTS;
-        part.tail = at + part.n > body ? at + part.n - (at > body ? at : body) : 0;
-        update->scale(block, (const char *)span->grad + at * size, part.n, update->factors);
-        update->kernel->run(&part, update->scalars);
-        part.param = (char *)part.param + part.n * size;
-        for (size_t i = 0; i < OF_MAX_STATE; i++)
-            if (part.state[i])
-                part.state[i] = (char *)part.state[i] + part.n * size;
-    }
 }
 
 /* A gradient that is gone is not multiplied any more. */

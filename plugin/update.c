@@ -129,7 +129,6 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     update->kernel = plan->kernels[in->device][in->dtype];
     update->n_factors =
         of_registry_factors(of_scale_key(in->grad_key), update->factors, &update->norm);
-    update->scale = update->n_factors ? of_scale_find(in->dtype, plan->isa) : NULL;
     update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
     return OF_OK;
 }

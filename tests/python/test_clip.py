@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import os
+from pathlib import Path
 
 import numpy
 import pytest
@@ -179,7 +180,7 @@ def test_one_scaling_a_gradient_and_no_more():
         optimizer.step()
         if i % 100 == 99:
             gc.collect()
-            sizes.append(int(open("/proc/self/statm").read().split()[1]))
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]))
     assert sizes[-1] - sizes[0] < 100, f"resident pages grow: {sizes}"
 
 
