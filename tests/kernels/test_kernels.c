@@ -266,7 +266,7 @@ START_TEST(sgd_updates_whole_vectors_of_16_bit_types) {
     uint16_t param[64], grad[64];
     for (int i = 0; i < 64; i++)
         param[i] = 0x4000, grad[i] = 0x3f80; /* bfloat16: 2 and 1 */
-    const of_span span = {param, grad, {NULL}, 64, 0};
+    const of_span span = {param, grad, {NULL}, 64, 0, NULL};
     update("sgd", OF_BFLOAT16, hyper, 1, &span);
     for (int i = 0; i < 64; i++)
         ck_assert_uint_eq(param[i], 0x3f80);
