@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from cells import MODELS, OPTIMIZERS, Cell, batches, cells_for, training
+from clip import clipped
 from cores import FAR_NS, Distances
 from data import handwritten
 from memory import peak_bytes
@@ -23,9 +24,9 @@ from variants import variants
 
 import optfuse
 
-SECTIONS = ("speed", "memory", "cost", "updates")
+SECTIONS = ("speed", "memory", "cost", "updates", "clip")
 # The machinery alone is timed on the CPU, where nothing runs beside it.
-SECTIONS_OF = {"cpu": ("speed", "memory", "cost"), "cuda": ("speed", "memory", "updates")}
+SECTIONS_OF = {"cpu": ("speed", "memory", "cost", "clip"), "cuda": ("speed", "memory", "updates")}
 SMOKE_SECTIONS = ("speed", "memory", "updates")
 UNRECORDED = ("out", "markdown", "no_plot")
 PRECISION = {False: "float32", True: "float32 with bfloat16 by autocast"}
@@ -158,6 +159,13 @@ def measure_updates(chosen: argparse.Namespace, results: Results) -> None:
         results.updates.append(one)
         print(one, flush=True)
 
+def measure_clipping(chosen: argparse.Namespace) -> None:
+    title("Clipping and update of an MLP of 50 M parameters, nothing else")
+    for part in clipped(rounds=15 if chosen.quick else 40):
+        progress("")
+        print(part, flush=True)
+        progress("clip: measuring")
+
 
 def describe(results: Results) -> None:
     for name, value in machine().items():
@@ -219,6 +227,8 @@ def main() -> None:
         measure_costs(chosen, results)
     if "updates" in chosen.section:
         measure_updates(chosen, results)
+    if "clip" in chosen.section:
+        measure_clipping(chosen)
     write(chosen, results)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
 

@@ -51,6 +51,10 @@ typedef struct of_span {
     void *state[OF_MAX_STATE];
     size_t n;
     size_t tail;
+    /* NULL, or two by which the gradient is multiplied first, one after the
+     * other, each product rounded to the row's dtype as in memory. The rows of
+     * CUDA's reference take it from their scalars. */
+    const double *factors;
 } of_span;
 
 typedef void of_kernel_fn(const of_span *span, const void *scalars);

@@ -14,7 +14,8 @@ static of_status claim(of_plan *plan, of_update *update) {
     if (slot->updated && OF_GUARD(twice))
         return of_fail(OF_TWICE, "a second gradient arrived before step(): backward fusion has "
                                  "already updated this parameter; call step() after each "
-                                 "backward, or use mode=\"forward\" for gradient accumulation");
+                                 "backward, mark the passes that only add with "
+                                 "optfuse.accumulate(optimizer), or use mode=\"forward\"");
     of_status status = of_update_complete(plan, update);
     if (status != OF_OK)
         return status;
@@ -96,9 +97,7 @@ static of_status update_slot(of_plan *plan, of_update *update, of_list *done) {
     return status;
 }
 
-static of_status find_slot(of_plan *plan, size_t slot, of_update **update) {
-    if (plan->mode != OF_BACKWARD)
-        return of_fail(OF_INVALID, "of_plan_gradient() is for backward mode");
+of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update) {
     if (slot >= plan->n_slots)
         return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slot, plan->n_slots);
     pthread_mutex_lock(&plan->lock);
@@ -113,8 +112,10 @@ static of_status find_slot(of_plan *plan, size_t slot, of_update **update) {
 of_status of_plan_gradient(of_plan *plan, size_t slot) {
     of_list done = {0};
     of_update *update = NULL;
+    if (plan->mode != OF_BACKWARD)
+        return of_fail(OF_INVALID, "of_plan_gradient() is for backward mode");
     pthread_rwlock_rdlock(&plan->layout);
-    of_status status = find_slot(plan, slot, &update);
+    of_status status = of_take_for_slot(plan, slot, &update);
     if (update)
         status = update_slot(plan, update, &done);
     pthread_rwlock_unlock(&plan->layout);

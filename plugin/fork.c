@@ -6,8 +6,10 @@
 /* Another thread may have left updates pending after the flush. No hold can be
  * released before the locks are free again. */
 static void launch_late(of_plan *plan) {
-    if (OF_GUARD(fork))
-        of_launch(plan, &plan->pending, OF_AT_CLOSE, &plan->forked);
+    if (!OF_GUARD(fork))
+        return;
+    of_launch(plan, &plan->pending, OF_AT_CLOSE, &plan->forked);
+    of_launch_scalings(plan, &plan->forked);
 }
 
 void of_fork_prepare(void) {

@@ -25,6 +25,7 @@
 
 #include "guard.h"
 #include "optfuse.h"
+#include "scale.h"
 
 typedef struct of_update of_update;
 
@@ -54,6 +55,13 @@ struct of_update {
     atomic_bool flying;
     of_update *next_flying;
     atomic_int holders; /* the list of what is to be released, and a lane */
+    bool scaling;       /* multiplies a gradient: scale.c; in plan->scalings if pending */
+    /* Of a scaling; or of an update whose gradient has one. Those of a scaling
+     * that is registered belong to the registry's lock. */
+    unsigned n_factors;
+    double factors[OF_MAX_FACTORS];
+    of_scale_fn *scale; /* NULL: no factors */
+    float norm;         /* of a scaling: see of_scale_factors() */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's hold_bytes follow */
 };
@@ -91,7 +99,8 @@ struct of_plan {
     of_mode mode;
     of_reference reference;
     size_t vector_bytes;
-    size_t bucket_bytes[2];                   /* by device; 0: none */
+    size_t bucket_bytes[2]; /* by device; 0: none */
+    of_isa isa;
     const of_kernel *kernels[OF_DTYPE_COUNT]; /* of the CPU; NULL: none */
 
     atomic_size_t users; /* references of hosts */
@@ -108,6 +117,7 @@ struct of_plan {
 
     pthread_mutex_t lock;
     of_list pending; /* backward mode: the open bucket */
+    of_list scalings;
     size_t n_updated;
     of_list forked; /* launched in of_fork_prepare(), to be released after it */
     bool stopped;   /* no more deferring */
@@ -165,6 +175,17 @@ void of_lanes_free(of_plan *plan);
 of_status of_plan_health(const of_plan *plan);
 void of_plan_fail(of_plan *plan); /* notes the message of this thread */
 
+/* scale.c */
+const void *of_scale_key(const void *key);                  /* a gradient's, for its scaling */
+void of_scaling_prepare(of_plan *plan, of_update *scaling); /* plan->lock held */
+void of_launch_scalings(of_plan *plan, of_list *done);      /* plan->lock held */
+
+/* bucket.c: a record for the slot, for a call with layout read */
+of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update);
+
+/* touch.c */
+of_status of_plan_launch(of_plan *plan); /* what is pending, but no scaling */
+
 /* create.c: with plan->lock held */
 bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done);
 void of_create_now(of_plan *plan, of_update *update, of_list *batch, of_list *done);
@@ -180,6 +201,10 @@ void of_registry_remove_one(of_update *update);
 void of_registry_take(const void *key);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(const void *key);
+/* The factors of the scaling with this key, 1 where there is none; how many. */
+unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm);
+/* Adds one to it; false: there is none, or it has no room. */
+bool of_registry_add_factor(const void *key, double factor);
 void of_registry_lock(void);
 void of_registry_unlock(void);
 

@@ -26,12 +26,19 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
     if (end > numel)
         end = numel;
     size_t offset = begin * of_dtype_size(in->dtype);
+    if (update->scaling) {
+        void *gradient = advance(in->param, offset);
+        update->scale(gradient, gradient, end - begin, update->factors);
+        return;
+    }
     of_span span = {.param = advance(in->param, offset), .grad = advance(in->grad, offset)};
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         span.state[i] = advance(in->state[i], offset);
     span.n = end - begin;
     if (end == numel)
         span.tail = of_tail(update->plan->reference, in->dtype, update->plan->vector_bytes, numel);
+    if (update->n_factors && OF_GUARD(factors))
+        span.factors = update->factors;
     update->kernel->run(&span, update->scalars);
 }
 
@@ -61,6 +68,8 @@ static void run_list(of_plan *plan, of_list *list) {
 }
 
 static void count(of_plan *plan, const of_list *list, of_reason reason) {
+    if (list->first->scaling)
+        return;
     switch (reason) {
     case OF_AT_ONCE:
         plan->counts.at_once += list->count;
@@ -110,15 +119,17 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     }
     if (!list->first)
         return;
-    plan->counts.launches++;
+    plan->counts.launches += !list->first->scaling;
     run_list(plan, list);
     of_settle(plan, list, done);
 }
 
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done) {
     of_list one = {0};
+    if (update->scaling)
+        of_scaling_prepare(plan, update);
     if (update->pending)
-        of_list_remove(&plan->pending, update);
+        of_list_remove(update->scaling ? &plan->scalings : &plan->pending, update);
     of_list_append(&one, update);
     of_launch(plan, &one, reason, done);
 }
@@ -133,6 +144,10 @@ static bool goes_with(const of_update *first, const of_update *u) {
 void of_launch_bucket(of_plan *plan, of_update *first, of_list *done) {
     const size_t enough = plan->mode == OF_FORWARD ? plan->bucket_bytes[first->in.device] : 0;
     of_list bucket = {0};
+    if (first->scaling) {
+        of_launch_one(plan, first, OF_AT_USE, done);
+        return;
+    }
     for (of_update *u = first, *next; u && goes_with(first, u); u = next) {
         next = u->next;
         of_list_remove(&plan->pending, u);

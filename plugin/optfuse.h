@@ -90,6 +90,8 @@ typedef struct of_inputs {
     const float *found_inf_at;
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_touch();
                                       the parameter's first */
+    const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then
+                                      factors of of_plan_scale() are applied to it; or NULL */
     size_t n_keys;
     bool alone; /* others may see the parameter's memory: launch this
                    update by itself, in the order of the slots, between
@@ -139,6 +141,17 @@ typedef struct of_host {
     /* optional: without it collect() must give updates on the CPU only. Alive
      * as long as the process. */
     const of_device_host *device;
+
+    /* optional, all three or none: for of_plan_scale(). Like collect(), for the
+     * gradient alone: param is its memory, keys[0] the identity of that. Nothing
+     * found: no gradient, or one that can't be multiplied in place. Then come
+     * defer(), after which the hold must not keep the gradient alive, settle()
+     * and release(), and no commit(). */
+    of_found (*collect_gradient)(void *ctx, void *tensor, of_inputs *in);
+    /* Whether a gradient with a deferred scaling still exists. */
+    bool (*is_alive)(void *ctx, void *hold);
+    /* The same, and if so keeps it alive until release(). */
+    bool (*keep)(void *ctx, void *hold);
 } of_host;
 
 /* How a plan computes and schedules. Zero means the default. */
@@ -230,6 +243,20 @@ OF_API void of_flush_all(void);
 /* Also waits until the devices have done it: nothing is in flight afterwards. */
 OF_API of_status of_plan_drain(of_plan *plan);
 
+/* Multiplies the gradient of a slot by a factor, rounding to its
+ * dtype: at its first use, and in the updates created until then as they read
+ * it. norm: of the result, kept for of_scale_factors(); NaN: not known. Not
+ * *scaled: the host's collect_gradient() found nothing. */
+OF_API of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, bool *scaled);
+/* How many factors are pending on a gradient's memory, at most 2; 1 for those
+ * that are not there. *norm: that of the gradient with them, or NaN. */
+OF_API unsigned of_scale_factors(const void *key, double factors[2], float *norm);
+/* Whether this memory is a gradient that is still to be multiplied. A host may
+ * ask in settle(). */
+OF_API bool of_is_scaled(const void *key);
+/* Forgets what is left of gradients that are gone. */
+OF_API void of_plan_sweep(of_plan *plan);
+
 typedef enum of_touched {
     OF_UNTOUCHED,   /* nothing was pending on this memory */
     OF_TOUCHED,     /* launched */
@@ -238,9 +265,13 @@ typedef enum of_touched {
     OF_TOUCH_FAILED /* see of_error_message(); the memory must not be used */
 } of_touched;
 
+/* of_touch() without the scaling: for a host that is about to use a gradient's
+ * memory knowing of_is_scaled(). */
+OF_API of_touched of_launch_at(const void *key, bool foreign);
 /* Launches the update that is pending on this memory, if there is one, and what
- * belongs into a bucket with it. foreign: the calling thread is neither the one
- * that called step() nor one of the host's engine threads. */
+ * belongs into a bucket with it; then the memory's scaling, if any. foreign: the
+ * calling thread is neither the one that called step() nor one of the host's
+ * engine threads. */
 OF_API of_touched of_touch(const void *key, bool foreign);
 /* Whether anything is pending or in flight in the process. Cheap; no lock. */
 OF_API bool of_any_pending(void);

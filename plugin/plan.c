@@ -29,6 +29,8 @@ static of_status check_host(const of_host *host) {
     if (device && (!device->current || !device->launch || !device->record || !device->wait ||
                    !device->is_done || !device->synchronize || !device->destroy))
         return of_fail(OF_INVALID, "a function of of_device_host is NULL");
+    if (!host->collect_gradient != !host->is_alive || !host->is_alive != !host->keep)
+        return of_fail(OF_INVALID, "of_host has some of the functions for of_plan_scale()");
     return OF_OK;
 }
 
@@ -70,6 +72,7 @@ static size_t bucket_bytes(const of_plan_options *options, of_device device) {
 static void choose(of_plan *plan, const of_plan_options *options) {
     plan->mode = options->mode;
     plan->reference = options->reference;
+    plan->isa = options->isa;
     plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
     for (int device = OF_CPU; device <= OF_CUDA; device++)
         plan->bucket_bytes[device] = bucket_bytes(options, (of_device)device);
@@ -115,6 +118,7 @@ static void empty(of_plan *plan) {
         of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
     else
         of_discard_pending(plan, &done);
+    of_launch_scalings(plan, &done);
     of_lanes_drain(plan);
     of_slot *slots = plan->slots;
     size_t n_slots = plan->n_slots;

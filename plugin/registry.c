@@ -6,6 +6,7 @@
  * run at process exit. An update that is launched at once is in it too, by the
  * key of its parameter, so that two updates of the same memory, of one plan or
  * of two, never run at the same time. */
+#include <math.h>
 #include <stdlib.h>
 
 #include "internal.h"
@@ -21,6 +22,7 @@ static entry *table;
 static unsigned bits; /* the table has 1 << bits entries */
 static size_t used;
 static atomic_size_t updates;
+static atomic_size_t scalings; /* those among them; also read without it */
 
 bool of_any_pending(void) {
     return atomic_load_explicit(&updates, memory_order_acquire) != 0;
@@ -88,8 +90,10 @@ static void remove_keys(of_update *update) {
         if (at && at->key && at->update == update)
             erase(at);
     }
-    if (update->n_registered)
+    if (update->n_registered) {
         atomic_fetch_sub_explicit(&updates, 1, memory_order_release);
+        atomic_fetch_sub_explicit(&scalings, update->scaling, memory_order_release);
+    }
     update->n_registered = 0;
 }
 
@@ -102,6 +106,7 @@ static bool follows(const of_update *update, const of_update *old) {
 
 static of_added add_keys(of_update *update, size_t n, const void **key, of_update **own) {
     atomic_fetch_add_explicit(&updates, 1, memory_order_release);
+    atomic_fetch_add_explicit(&scalings, update->scaling, memory_order_release);
     for (size_t i = 0; i < n; i++) {
         update->n_registered = i + 1;
         *key = update->in.keys[i];
@@ -165,4 +170,35 @@ of_update *of_registry_find(const void *key) {
     }
     pthread_mutex_unlock(&lock);
     return update;
+}
+
+unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm) {
+    unsigned n = 0;
+    factors[0] = factors[1] = 1.0;
+    *norm = NAN;
+    if (!key || !atomic_load_explicit(&scalings, memory_order_acquire))
+        return 0;
+    pthread_mutex_lock(&lock);
+    const entry *at = seek(key);
+    for (; at->key && n < at->update->n_factors; n++)
+        factors[n] = at->update->factors[n];
+    if (n)
+        *norm = at->update->norm;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
+
+bool of_registry_add_factor(const void *key, double factor) {
+    bool added = false;
+    if (!atomic_load_explicit(&scalings, memory_order_acquire))
+        return false;
+    pthread_mutex_lock(&lock);
+    const entry *at = seek(key);
+    if (at->key && at->update->n_factors < OF_MAX_FACTORS) {
+        at->update->factors[at->update->n_factors++] = factor;
+        at->update->norm = NAN;
+        added = true;
+    }
+    pthread_mutex_unlock(&lock);
+    return added;
 }

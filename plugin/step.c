@@ -110,7 +110,7 @@ static of_status confirm(of_plan *plan) {
 /* What is still pending goes first, and its holds with it: the references in
  * them would make this step's memory look shared. */
 static of_status begin(of_plan *plan) {
-    of_status status = of_plan_flush(plan);
+    of_status status = of_plan_launch(plan);
     pthread_mutex_lock(&plan->lock);
     of_lanes_land(plan);
     pthread_mutex_unlock(&plan->lock);

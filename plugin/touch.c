@@ -73,7 +73,7 @@ static of_touched use_found(of_update *update, const void *key, bool foreign) {
     return touched;
 }
 
-of_touched of_touch(const void *key, bool foreign) {
+of_touched of_launch_at(const void *key, bool foreign) {
     of_touched touched = OF_UNTOUCHED;
     while (of_any_pending() && touched == OF_UNTOUCHED) {
         of_update *update = of_registry_find(key);
@@ -84,11 +84,22 @@ of_touched of_touch(const void *key, bool foreign) {
     return touched;
 }
 
+/* The update goes first: it reads the gradient as it was when it was created. */
+of_touched of_touch(const void *key, bool foreign) {
+    of_touched updated = of_launch_at(key, foreign);
+    if (updated == OF_TOUCH_FAILED || !OF_GUARD(unread) || !of_is_scaled(key))
+        return updated;
+    of_touched scaled = of_launch_at(of_scale_key(key), foreign);
+    return scaled > updated ? scaled : updated;
+}
+
 /* What is pending goes first: nothing else is launched or waited for then. */
-static of_status finish(of_plan *plan, bool wait) {
+static of_status finish(of_plan *plan, bool scalings, bool wait) {
     of_list done = {0};
     pthread_mutex_lock(&plan->lock);
     of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
+    if (scalings)
+        of_launch_scalings(plan, &done);
     of_status status = of_plan_health(plan);
     if (wait)
         of_lanes_drain(plan);
@@ -99,10 +110,14 @@ static of_status finish(of_plan *plan, bool wait) {
     return status;
 }
 
+of_status of_plan_launch(of_plan *plan) {
+    return finish(plan, false, false);
+}
+
 of_status of_plan_flush(of_plan *plan) {
-    return finish(plan, false);
+    return finish(plan, true, false);
 }
 
 of_status of_plan_drain(of_plan *plan) {
-    return finish(plan, true);
+    return finish(plan, true, true);
 }

@@ -32,6 +32,10 @@ void of_list_remove(of_list *list, of_update *update) {
 
 void of_inputs_clear(of_update *update) {
     update->in = (of_inputs){.hold = update + 1};
+    update->scaling = false;
+    update->n_factors = 0;
+    update->factors[0] = update->factors[1] = 1.0;
+    update->scale = NULL;
 }
 
 /* Records are freed with their plan and not before: of_touch() may look at one
@@ -136,5 +140,7 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     }
     memcpy(update->scalars, group->scalars, plan->rule->scalars_size);
     update->kernel = plan->kernels[in->dtype];
+    update->n_factors =
+        of_registry_factors(of_scale_key(in->grad_key), update->factors, &update->norm);
     return OF_OK;
 }

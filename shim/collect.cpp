@@ -58,9 +58,8 @@ double step_number(const Slot *slot) {
 
 // Another optimizer's update of the same memory must be done before it is
 // judged and used. Nothing is pending behind most marks.
-void launch_others(const c10::TensorImpl *impl) {
-    if (OF_GUARD(rearm) && has_mark(impl) &&
-        of_touch(storage_of(impl), false) == OF_TOUCH_FAILED)
+void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch = of_touch) {
+    if (OF_GUARD(rearm) && has_mark(impl) && launch(storage_of(impl), false) == OF_TOUCH_FAILED)
         throw std::runtime_error(of_error_message());
 }
 
@@ -82,6 +81,7 @@ const void *gradient_data(Hold *hold, of_inputs *in, const c10::TensorImpl *p,
                           const at::Tensor &grad) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (same_strides(p, g) && !is_lazy(g)) {
+        in->grad_key = storage_of(g);
         take_part(hold, in, g);
         return data_of(g);
     }
@@ -185,7 +185,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         check_gradient(slot, p, g) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     launch_others(p);
-    launch_others(g);
+    launch_others(g, of_launch_at); // its factors are the update's to apply
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;

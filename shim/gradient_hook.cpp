@@ -37,10 +37,11 @@ void check(const Plan *plan, size_t slot, int status) {
     throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
 
-void ask_python(Plan *plan, of_shim_event event, size_t slot) {
+int ask_python(Plan *plan, of_shim_event event, size_t slot) {
     raised_in_python = nullptr;
-    if (python_callback(handle_of(plan), event, slot) == OF_SHIM_DONE)
-        return;
+    const int answer = python_callback(handle_of(plan), event, slot);
+    if (answer != 0)
+        return answer;
     if (raised_in_python != nullptr)
         throw Error(of_error_message(), raised_in_python);
     throw Error(std::string("optfuse: ") + of_error_message());
@@ -57,13 +58,25 @@ void refuse_later_reduction(const Plan *plan, size_t slot, const at::Tensor &par
                     "optfuse.fuse(optimizer, mode=\"forward\")");
 }
 
+// Between the pass that updated this parameter and step(): the gradient would
+// be left for a later step, where stock applies it with this one.
+void refuse_late_addition(const Plan *plan, size_t slot) {
+    if (OF_GUARD(added_late) && of_plan_is_updated(plan->core, slot))
+        throw Error("optfuse: a backward pass that only adds gradients came after the one that "
+                    "updated " + label_of(plan, slot) + "; call step() first, or use "
+                    "optfuse.fuse(optimizer, mode=\"forward\")");
+}
+
 void begin_backward(const std::shared_ptr<Plan> &plan, size_t first) {
     if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
         throw Error("optfuse: backward(create_graph=True) needs the weights and gradients "
                     "of this backward later, but backward fusion updates them at once (seen at " +
                     label_of(plan.get(), first) +
                     "); use optfuse.fuse(optimizer, mode=\"forward\")");
-    ask_python(plan.get(), OF_SHIM_BACKWARD, first);
+    const bool adds = ask_python(plan.get(), OF_SHIM_BACKWARD, first) == OF_SHIM_ADDS;
+    plan->last_adds.store(adds, std::memory_order_relaxed);
+    if (adds)
+        return;
     torch::autograd::Engine::get_default_engine().queue_callback([plan] {
         if (!is_closed(plan.get()) && of_plan_close(plan->core) != OF_OK)
             throw Error(std::string("optfuse: ") + of_error_message());
@@ -89,11 +102,19 @@ bool is_known_to_others(const at::Tensor &param) {
 // What others know too is left to step(): then they see it change when, and
 // parameters that overlap in the order in which, stock changes it.
 void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
+    if (plan->adding.load(std::memory_order_acquire)) {
+        refuse_late_addition(plan.get(), slot);
+        return;
+    }
     refuse_later_reduction(plan.get(), slot, param);
     const int task = torch::autograd::get_current_graph_task_id();
     if (plan->last_backward.load(std::memory_order_relaxed) != task) {
         begin_backward(plan, slot);
         plan->last_backward.store(task, std::memory_order_relaxed);
+    }
+    if (plan->last_adds.load(std::memory_order_relaxed)) {
+        refuse_late_addition(plan.get(), slot);
+        return;
     }
     if (OF_GUARD(postpone) && is_known_to_others(param))
         return;

@@ -50,6 +50,8 @@ void commit(void *, of_inputs *in) {
 
 bool defer(void *, void *opaque) {
     Hold *hold = hold_of(opaque);
+    if (hold->scaling)
+        return defer_scaling(hold);
     if (OF_GUARD(privacy))
         for (size_t i = 0; i < hold->n; i++)
             if (!is_private(hold->storages[i].get(), 1))
@@ -99,8 +101,10 @@ void record_all(Hold *hold) {
 
 void settle(void *, void *opaque, bool was_deferred) {
     Hold *hold = hold_of(opaque);
-    if (was_deferred)
-        for (size_t i = 0; i < hold->n; i++)
+    if (hold->scaling)
+        return settle_scaling(hold, was_deferred);
+    for (size_t i = 0; was_deferred && i < hold->n; i++)
+        if (!of_is_scaled(hold->storages[i].get())) // else the gradient stays pending
             unseal(hold->storages[i].get());
     if (hold->on_gpu && was_deferred)
         record_all(hold);
@@ -145,6 +149,9 @@ of_host make_host(Plan *plan) {
     host.drop = drop;
     host.parallel_for = parallel_for;
     host.device = &gpu_host;
+    host.collect_gradient = collect_gradient;
+    host.is_alive = is_alive;
+    host.keep = keep;
     return host;
 }
 

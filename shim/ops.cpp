@@ -82,6 +82,44 @@ void detach(int64_t address, const std::vector<at::Tensor> &params) {
         detach_gradient_hook(&plan_at(address), param);
 }
 
+std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
+                                     const std::vector<int64_t> &slots) {
+    std::vector<GradientOf> of;
+    for (size_t i = 0; i < slots.size(); i++)
+        of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
+    return of;
+}
+
+void sweep(const std::vector<GradientOf> &of) {
+    const Plan *last = nullptr;
+    for (const GradientOf &g : of)
+        if (g.plan != last)
+            of_plan_sweep((last = g.plan)->core);
+}
+
+// Multiplies the gradients of slots by a 0-dim tensor, rounding to their dtypes.
+void scale_gradients(const std::vector<int64_t> &plans, const std::vector<int64_t> &slots,
+                     const at::Tensor &factor) {
+    const std::vector<GradientOf> of = gradients_of(plans, slots);
+    const double number = factor.item<double>();
+    sweep(of);
+    for (const GradientOf &g : of)
+        scale_one(g, number, std::numeric_limits<float>::quiet_NaN(), factor);
+}
+
+std::optional<at::Tensor> norms_of_gradients(const std::vector<int64_t> &plans,
+                                             const std::vector<int64_t> &slots) {
+    return norms(gradients_of(plans, slots));
+}
+
+std::optional<bool> unscale_gradients(const std::vector<int64_t> &plans,
+                                      const std::vector<int64_t> &slots,
+                                      const at::Tensor &factor) {
+    const std::vector<GradientOf> of = gradients_of(plans, slots);
+    sweep(of);
+    return unscale(of, factor);
+}
+
 // Nothing: the first-use fallback has launched the update by now, and in
 // touch() refused a spent gradient.
 void touch(const at::Tensor &) {}
@@ -102,6 +140,10 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::set_device_scalars);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
+    m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);
+    m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
+    m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);
+    m.def("norm(Tensor x) -> Tensor", optfuse::norm_by_our_formula);
     m.def("touch(Tensor tensor) -> ()", optfuse::touch);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);

@@ -8,7 +8,6 @@
 #include "tensors.h"
 
 namespace optfuse {
-namespace {
 
 bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
     switch (impl->dtype().toScalarType()) {
@@ -28,6 +27,8 @@ bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
         return false;
     }
 }
+
+namespace {
 
 // Several elements share one number, as after expand().
 bool is_expanded(const c10::TensorImpl *impl) {

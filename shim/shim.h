@@ -27,9 +27,10 @@ extern "C" {
 
 typedef struct of_shim_plan of_shim_plan;
 
-/* What a plan asks of Python, and when. Returns OF_SHIM_DONE, or 0 after
+/* What a plan asks of Python, and when. Returns OF_SHIM_DONE; or OF_SHIM_ADDS
+ * if the backward pass that begins only adds to the gradients; or 0 after
  * of_shim_set_error(). ctypes returns 0 for a callback that raised. */
-enum { OF_SHIM_DONE = 1 };
+enum { OF_SHIM_DONE = 1, OF_SHIM_ADDS = 2 };
 typedef enum of_shim_event {
     OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete */
     OF_SHIM_STATE     /* optimizer state of this slot must be made now */
@@ -78,6 +79,9 @@ OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);
+/* Backward mode: whether backward passes from now on only add to the gradients,
+ * which are left as they are. */
+OF_API void of_shim_set_adding(of_shim_plan *plan, bool adding);
 OF_API void of_shim_stop_deferring(of_shim_plan *plan);
 OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
 OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);

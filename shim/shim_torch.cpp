@@ -160,6 +160,10 @@ bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
 
+void of_shim_set_adding(of_shim_plan *handle, bool adding) {
+    plan_of(handle)->adding.store(adding, std::memory_order_release);
+}
+
 void of_shim_stop_deferring(of_shim_plan *handle) { of_plan_stop_deferring(plan_of(handle)->core); }
 
 void of_shim_counts(of_shim_plan *handle, of_counts *out) {

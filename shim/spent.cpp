@@ -96,8 +96,9 @@ void answer_spent(const char *op, c10::TensorImpl *impl) {
                 " read the gradient of a parameter of shape " + shape_of(impl) +
                 ", but backward fusion has already applied it and freed it. Call zero_grad() "
                 "before the next backward and before the model is moved, cast or copied. "
-                "Clipping, loss scaling, gradient accumulation and anything else that needs "
-                "gradients after backward work with optfuse.fuse(optimizer, mode=\"forward\").");
+                "For gradient accumulation mark the passes that only add with "
+                "optfuse.accumulate(optimizer). Clipping, loss scaling and anything else that "
+                "needs gradients after backward work with optfuse.fuse(optimizer, mode=\"forward\").");
 }
 
 } // namespace optfuse

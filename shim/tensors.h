@@ -50,9 +50,12 @@ struct Hold {
     Slot *slot = nullptr;
     bool spends = false; // the gradient is replaced after the update
     bool committed = false; // an update that is not is only released
+    bool scaling = false; // of a gradient, by scale.cpp
     size_t n = 0; // tensors that take part: parameter, gradient, state
     c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
     c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
+    // A deferred scaling: the gradient's memory, which may be freed meanwhile.
+    c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::TensorImpl *grad = nullptr; // the gradient to be replaced
     at::Tensor param;                // if it spends or is alone
     at::Tensor copy;                 // a gradient in the parameter's strides
@@ -102,6 +105,10 @@ struct Plan {
     bool counts_steps = false;     // the rule's state has a step counter
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
+    // Backward passes only add to the gradients: those that begin now, as the
+    // loader says, and the one of last_backward.
+    std::atomic<bool> adding{false};
+    std::atomic<bool> last_adds{false};
     std::atomic<int> last_backward{-1}; // graph task whose first gradient was seen
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.
@@ -125,7 +132,9 @@ struct PlainMode {
         c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
-// refuse.cpp: OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
+// refuse.cpp: whether there is a kernel for it
+bool dtype_of(const c10::TensorImpl *impl, of_dtype *out);
+// OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
 of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g);
@@ -137,6 +146,30 @@ bool is_lazy(const c10::TensorImpl *impl);
 
 // collect.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);
+
+// scale.cpp
+struct GradientOf {
+    Plan *plan;
+    Slot *slot;
+    const at::Tensor &grad() const { return slot->param->grad(); }
+};
+// Multiplies a gradient, when it is next read, by a 0-dim tensor whose value is
+// `number`; norm: of the result, NaN if not known.
+void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor);
+of_found collect_gradient(void *ctx, void *tensor, of_inputs *in);
+bool is_alive(void *ctx, void *hold);
+bool keep(void *ctx, void *hold);
+bool defer_scaling(Hold *hold);
+void settle_scaling(Hold *hold, bool was_deferred);
+
+// norm.cpp
+// The 2-norms of gradients, of the dtype PyTorch gives them; none if one of the
+// gradients can't be read here.
+std::optional<at::Tensor> norms(const std::vector<GradientOf> &of);
+// scale_one() of all, with their norms, and whether all were finite before; none,
+// with nothing changed, if one of them can't be read here or has a factor.
+std::optional<bool> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor);
+at::Tensor norm_by_our_formula(const at::Tensor &x); // contiguous float32
 
 // host.cpp
 of_host make_host(Plan *plan);

@@ -17,6 +17,13 @@ typedef struct of_arrays {
     of_stored *state[OF_MAX_STATE];
 } of_arrays;
 
+/* By what the gradient is multiplied. `scaled` is a constant in every loop:
+ * without factors the loops are those of a plain update. */
+typedef struct of_factors {
+    bool scaled;
+    of_real first, second;
+} of_factors;
+
 /* Pointers to what is left after the first n elements. */
 static of_arrays advance(const of_arrays *arrays, size_t n) {
     of_arrays rest = *arrays;
@@ -29,14 +36,16 @@ static of_arrays advance(const of_arrays *arrays, size_t n) {
 }
 
 OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of_form form,
-                             size_t n, of_real *restrict param, const of_real *restrict grad,
-                             of_real *restrict state0, of_real *restrict state1,
-                             of_real *restrict state2) {
+                             of_factors by, size_t n, of_real *restrict param,
+                             const of_real *restrict grad, of_real *restrict state0,
+                             of_real *restrict state1, of_real *restrict state2) {
     const of_constants k = *constants;
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     OF_NO_ALIAS
     for (size_t i = 0; i < n; i++) {
         of_element e = {param[i], grad[i], {0}};
+        if (by.scaled)
+            e.grad = e.grad * by.first * by.second;
         if (used & 1u)
             e.state[0] = state0[i];
         if (used & 2u)
@@ -59,17 +68,30 @@ OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of
 #define WIDEN OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))
 #define NARROW OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))
 
+OF_RULE_FN void multiply_block(float *block, float factor) {
+    uint16_t stored[OF_BLOCK];
+    for (int i = 0; i < OF_BLOCK; i++)
+        block[i] *= factor;
+    NARROW(stored, block);
+    WIDEN(block, stored);
+}
+
 /* Widens a block into floats, updates it there, narrows it. */
-OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form form,
+OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form form, of_factors by,
                              const of_arrays *arrays, size_t at) {
     _Alignas(64) float param[OF_BLOCK], grad[OF_BLOCK], state[OF_MAX_STATE][OF_BLOCK];
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     WIDEN(param, arrays->param + at);
     WIDEN(grad, arrays->grad + at);
+    if (by.scaled) {
+        multiply_block(grad, by.first);
+        multiply_block(grad, by.second);
+    }
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             WIDEN(state[i], arrays->state[i] + at);
-    update_reals(k, variant, form, OF_BLOCK, param, grad, state[0], state[1], state[2]);
+    const of_factors done = {false, 1, 1};
+    update_reals(k, variant, form, done, OF_BLOCK, param, grad, state[0], state[1], state[2]);
     NARROW(arrays->param + at, param);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
@@ -79,8 +101,8 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
 /* Less than a block: updates a copy that is padded with zeros. One function
  * for all variants, or it would be most of the code. */
 __attribute__((noinline)) static void update_rest(const of_constants *k, unsigned variant,
-                                                  of_form form, const of_arrays *arrays, size_t at,
-                                                  size_t n) {
+                                                  of_form form, of_factors by,
+                                                  const of_arrays *arrays, size_t at, size_t n) {
     uint16_t param[OF_BLOCK] = {0}, grad[OF_BLOCK] = {0}, state[OF_MAX_STATE][OF_BLOCK] = {{0}};
     const of_arrays padded = {param, grad, {state[0], state[1], state[2]}};
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
@@ -89,39 +111,40 @@ __attribute__((noinline)) static void update_rest(const of_constants *k, unsigne
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             memcpy(state[i], arrays->state[i] + at, n * sizeof *state[i]);
-    update_block(k, variant, form, &padded, 0);
+    update_block(k, variant, form, by, &padded, 0);
     memcpy(arrays->param + at, param, n * sizeof *param);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             memcpy(arrays->state[i] + at, state[i], n * sizeof *state[i]);
 }
 
-OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form,
+OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form, of_factors by,
                              const of_arrays *arrays, size_t n) {
     size_t at = 0;
     for (; at + OF_BLOCK <= n; at += OF_BLOCK)
-        update_block(k, variant, form, arrays, at);
+        update_block(k, variant, form, by, arrays, at);
     if (at < n)
-        update_rest(k, variant, form, arrays, at, n - at);
+        update_rest(k, variant, form, by, arrays, at, n - at);
 }
 
 #else
 
-OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form,
+OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form, of_factors by,
                              const of_arrays *arrays, size_t n) {
-    update_reals(k, variant, form, n, arrays->param, arrays->grad, arrays->state[0],
+    update_reals(k, variant, form, by, n, arrays->param, arrays->grad, arrays->state[0],
                  arrays->state[1], arrays->state[2]);
 }
 
 #endif
 
 /* One loop per variant. */
-OF_RULE_FN void update_body(const void *scalars, of_form form, const of_arrays *arrays, size_t n) {
+OF_RULE_FN void update_body(const void *scalars, of_form form, of_factors by,
+                            const of_arrays *arrays, size_t n) {
     const of_constants k = OF_RULE_NAME(round)(scalars, form);
     switch (OF_RULE_NAME(variant)(scalars)) {
 #define OF_CASE(constant)                                                                          \
     case constant:                                                                                 \
-        update_array(&k, constant, form, arrays, n);                                               \
+        update_array(&k, constant, form, by, arrays, n);                                           \
         break;
         OF_VARIANTS(OF_CASE)
 #undef OF_CASE
@@ -131,20 +154,40 @@ OF_RULE_FN void update_body(const void *scalars, of_form form, const of_arrays *
 }
 
 /* A few elements, less than one vector of the reference: one loop for all. */
-OF_RULE_FN void update_tail(const void *scalars, of_form form, const of_arrays *arrays, size_t n) {
+OF_RULE_FN void update_tail(const void *scalars, of_form form, of_factors by,
+                            const of_arrays *arrays, size_t n) {
     const of_constants k = OF_RULE_NAME(round)(scalars, form);
-    update_array(&k, OF_RULE_NAME(variant)(scalars), form, arrays, n);
+    update_array(&k, OF_RULE_NAME(variant)(scalars), form, by, arrays, n);
+}
+
+OF_RULE_FN void update_scaled(const void *scalars, of_form form, of_factors by,
+                              const of_arrays *arrays, size_t n) {
+    const of_factors scaled = {true, by.first, by.second};
+    update_body(scalars, form, scaled, arrays, n);
+}
+
+OF_RULE_FN of_factors factors_of(const of_span *span) {
+    of_factors by = {span->factors != NULL, 1, 1};
+    if (by.scaled) {
+        by.first = (of_real)span->factors[0];
+        by.second = (of_real)span->factors[1];
+    }
+    return by;
 }
 
 OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused) {
     const of_form form = {fused, OF_ALL_TAIL}, tail = {fused, true};
+    const of_factors none = {false, 1, 1}, by = factors_of(span);
     const of_arrays arrays = {
         span->param, span->grad, {span->state[0], span->state[1], span->state[2]}};
     const size_t body = OF_ALL_TAIL ? span->n : span->n - span->tail;
-    update_body(scalars, form, &arrays, body);
+    if (by.scaled)
+        update_scaled(scalars, form, by, &arrays, body);
+    else
+        update_body(scalars, form, none, &arrays, body);
     if (body < span->n) {
         const of_arrays rest = advance(&arrays, body);
-        update_tail(scalars, tail, &rest, span->n - body);
+        update_tail(scalars, tail, by, &rest, span->n - body);
     }
 }
 

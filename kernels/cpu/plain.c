@@ -20,12 +20,20 @@ static void store(of_stored *to, of_real value) {
 #endif
 }
 
+/* The gradient as it would lie in memory after each product. */
+static of_real load_gradient(const of_span *span, size_t at) {
+    of_stored stored = ((const of_stored *)span->grad)[at];
+    for (int i = 0; span->factors && i < 2; i++)
+        store(&stored, load(&stored) * (of_real)span->factors[i]);
+    return load(&stored);
+}
+
 static void update_one(const of_span *span, const void *scalars, of_form form, size_t at) {
     const of_constants k = OF_RULE_NAME(round)(scalars, form);
     const unsigned variant = OF_RULE_NAME(variant)(scalars);
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     of_stored *param = (of_stored *)span->param + at;
-    of_element e = {load(param), load((const of_stored *)span->grad + at), {0}};
+    of_element e = {load(param), load_gradient(span, at), {0}};
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             e.state[i] = load((const of_stored *)span->state[i] + at);

@@ -7,8 +7,20 @@
 Everything else in the training loop stays as it is."""
 
 from optfuse._ab import ab
+from optfuse._clip import clip_grad_norm_
 from optfuse._fuse import Summary, flush, fuse, summary, unfuse
 from optfuse._native import Error
+from optfuse._passes import accumulate
 
 __version__ = "0.1.0"
-__all__ = ["Error", "Summary", "ab", "flush", "fuse", "summary", "unfuse"]
+__all__ = [
+    "Error",
+    "Summary",
+    "ab",
+    "accumulate",
+    "clip_grad_norm_",
+    "flush",
+    "fuse",
+    "summary",
+    "unfuse",
+]

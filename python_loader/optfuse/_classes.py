@@ -32,7 +32,12 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    link_of(self).step(self)
+    link = link_of(self)
+    if link.max_grad_norm is not None:
+        from optfuse._clip import clip_grad_norm_
+
+        clip_grad_norm_(self, link.max_grad_norm)
+    link.step(self)
     return loss
 
 
@@ -52,12 +57,13 @@ class _Fused:
         if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
             raise Error(
                 "optfuse: zero_grad() before step(): backward fusion has already applied the "
-                "gradients that this would discard. Call step() after each backward; where "
-                "gradients are to be thrown away or accumulated, use "
-                'optfuse.fuse(optimizer, mode="forward")'
+                "gradients that this would discard. Call step() after each backward; mark "
+                "passes that only add with optfuse.accumulate(optimizer); where gradients are "
+                'to be thrown away, use optfuse.fuse(optimizer, mode="forward")'
             )
         if link.mode == BACKWARD:
             link.sync_params(self)  # type: ignore[arg-type]
+            link.passes.restart()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from optfuse import _link
 from optfuse._classes import FUSED, LINK, link_of
 from optfuse._gpu import is_gpu
+from optfuse._link import How
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
 from optfuse._scheduler import check_step, rewrap
@@ -35,6 +36,9 @@ def fuse(
     eager: Iterable[Tensor] = (),
     strict: bool = False,
     side_stream: bool = False,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    fold: bool = True,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -44,8 +48,8 @@ def fuse(
         its parameter, gradient or state, usually in the next forward pass; any
         training loop works. "backward": each update runs inside backward() as
         soon as its gradient is complete, and frees the gradient; what needs
-        gradients after backward() (clipping, loss scaling, accumulation)
-        raises.
+        gradients after backward() (clipping, loss scaling) raises, and
+        passes that only add to the gradients must be marked: accumulate.
     eager: parameters of the optimizer whose raw address is known outside of
         PyTorch across steps (ctypes, a NumPy array made from an address);
         their updates are never left pending.
@@ -54,6 +58,15 @@ def fuse(
     side_stream: in backward mode, run the updates of parameters on GPUs on a
         CUDA stream of their own beside the rest of the backward pass, which
         waits for them at its end.
+    accumulate: how many backward passes make one step; matters in backward
+        mode, where only the last of them updates. A pass is one backward()
+        that reaches a parameter of this optimizer; step() and zero_grad()
+        start over. The other way to say so is optfuse.accumulate().
+    max_grad_norm: step() first clips the gradients of this optimizer to this
+        2-norm, as clip_grad_norm_() does; for loops that can't be edited.
+        Forward mode only.
+    fold: in forward mode, whether torch.amp.GradScaler's unscaling is left to
+        the update, as clipping is. It changes no result.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -69,33 +82,41 @@ def fuse(
         raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
     if side_stream and mode != "backward":
         raise Error('optfuse: side_stream=True goes with mode="backward"')
+    if accumulate < 1:
+        raise Error(f"optfuse: accumulate is the number of passes a step, not {accumulate}")
+    if max_grad_norm is not None and mode == "backward":
+        raise Error(
+            "optfuse: max_grad_norm needs all gradients at once, and backward mode updates "
+            'before they are there; use optfuse.fuse(optimizer, mode="forward")'
+        )
     check_optimizer(optimizer, strict)
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, FORWARD, [], False))
+    differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, How()))
     if strict and differ:
         raise Error(
             f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "
             "fused=True there (docs/numerics.md names the releases and chips where they are "
             "equal). Pass strict=False, or keep the optimizer as it is"
         )
-    fused = _fuse(optimizer, _MODES[mode], chosen, side_stream)
+    how = How(_MODES[mode], tuple(chosen), side_stream, accumulate, max_grad_norm, fold)
+    fused = _fuse(optimizer, how)
     link_of(fused).gpu_bits_differ = tuple(differ)
     return fused
 
 
-def _fuse(
-    optimizer: OptimizerT, mode: int, eager: list[Tensor], side_stream: bool
-) -> OptimizerT:
+def _fuse(optimizer: OptimizerT, how: How) -> OptimizerT:
     stock = type(optimizer)
-    link = _link.Link(optimizer, mode, eager, side_stream)
+    link = _link.Link(optimizer, how)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = FUSED[stock]
     rewrap(optimizer)
+    # On the CPU GradScaler must skip steps by itself, and unscale before someone
+    # clips: what is folded is folded in its own unscale_().
     if _AMP in optimizer.__dict__:
         link.saved[_AMP] = optimizer.__dict__[_AMP]
-    optimizer.__dict__[_AMP] = _unscales(optimizer, mode)
+    optimizer.__dict__[_AMP] = _unscales(optimizer, how.mode)
     return optimizer
 
 
@@ -110,7 +131,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was."""
-    return _fuse(optimizer, link.mode, eager, link.side_stream)
+    return _fuse(optimizer, replace(link.how, eager=tuple(eager)))
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:

@@ -13,6 +13,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -24,8 +25,11 @@ from torch.optim import Optimizer
 from optfuse import _compiled, _gpu, _scaled
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._native import (
+    ADDS,
     BACKWARD,
+    DONE,
     EVENT_BACKWARD,
+    FORWARD,
     NEEDS_STATE,
     OK,
     Error,
@@ -35,6 +39,7 @@ from optfuse._native import (
     message,
 )
 from optfuse._native import start as start_library
+from optfuse._passes import Passes
 from optfuse._refuse import label
 from optfuse._rules import RULES
 
@@ -43,33 +48,42 @@ links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
 
 
+@dataclass(frozen=True)
+class How:
+    """The options of fuse()."""
+
+    mode: int = FORWARD
+    eager: tuple[Tensor, ...] = ()
+    side_stream: bool = False
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    fold: bool = True
+    bucket_bytes: int = 0  # 0: the library's own
+
+
 class Link:
     """Owned by the optimizer; frees the plan when the optimizer dies."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        mode: int,
-        eager: list[Tensor],
-        side_stream: bool = False,
-        bucket_bytes: int = 0,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, how: How) -> None:
         self.stock = type(optimizer)
         self.rule = RULES[self.stock]
-        self.mode = mode
-        self.eager = eager
-        self.side_stream = side_stream
+        self.how = how
+        self.mode = how.mode
+        self.eager = how.eager
+        self.passes = Passes(how.accumulate)
+        self.max_grad_norm = how.max_grad_norm
+        self.fold = how.fold  # GradScaler's unscaling into the update
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         isa = os.environ.get("OPTFUSE_ISA", "").encode()
         check(
             lib.of_shim_plan_new(
-                self.rule.name.encode(), mode, isa, bucket_bytes, ctypes.byref(handle)
+                self.rule.name.encode(), how.mode, isa, how.bucket_bytes, ctypes.byref(handle)
             )
         )
         assert handle.value is not None
         self.plan: int = handle.value
-        if side_stream:
+        if how.side_stream:
             lib.of_shim_update_beside(self.plan)
         self._optimizer = weakref.ref(optimizer)
         self._free = weakref.finalize(optimizer, lib.of_shim_plan_free, self.plan)
@@ -80,6 +94,7 @@ class Link:
         self._device_scalars = False  # the library has some
         self._rates: list[tuple[int, int]] = []  # learning rates on a GPU
         self._params: list[Tensor] = []
+        self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         links[self.plan] = self
         try:
             self.rebuild(optimizer)
@@ -125,6 +140,7 @@ class Link:
             labels,
         )
         self._params = params
+        self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
         self._counted = [len(g["params"]) for g in groups]
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
@@ -145,6 +161,12 @@ class Link:
                 f"optfuse: {what} inside backward(), while backward fusion is updating "
                 "parameters; do it before or after"
             )
+
+    def slot_of(self, param: Tensor) -> int | None:
+        return self._slots.get(id(param)) if self._free.alive else None
+
+    def label(self, slot: int) -> str:
+        return self._labels[slot]
 
     def knows(self, tensor: Tensor) -> bool:
         return any(tensor is param for param in self._params)
@@ -280,11 +302,14 @@ class Link:
             status = lib.of_shim_step(*arguments)
         if status != OK:
             raise Error(f"optfuse: {message()}")
+        self.passes.restart()
         if _compiled.running():
             self.flush()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> int:
         """At the first complete gradient of a backward pass."""
+        if self.passes.next_adds():
+            return ADDS
         optimizer = self.optimizer()
         _scaled.refuse_if_scaled()
         if guard("groups") and not self._params_unchanged(optimizer.param_groups):
@@ -298,6 +323,13 @@ class Link:
             self._sync_state(optimizer.state)
         self._sync_device_scalars(optimizer)
         self.marked = True
+        return DONE
+
+    def add_only(self, entered: int) -> None:
+        """Enters (+1) or leaves (-1) a context whose passes only add."""
+        self.passes.depth += entered
+        if self._free.alive:
+            lib.of_shim_set_adding(self.plan, self.passes.depth > 0)
 
     def _flush(self, drain: bool) -> bool:
         cleaned = ctypes.c_bool()
@@ -372,14 +404,14 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
     return swap_and_rebuild
 
 
-def _on_event(plan: int, event: int, slot: int) -> None:
+def _on_event(plan: int, event: int, slot: int) -> int:
     link = links.get(plan)
     if link is None:
-        return
+        return DONE
     if event == EVENT_BACKWARD:
-        link.begin_backward()
-    else:
-        link.make_state(link.optimizer(), [slot])
+        return link.begin_backward()
+    link.make_state(link.optimizer(), [slot])
+    return DONE
 
 
 _started = False
@@ -390,11 +422,12 @@ def start() -> None:
     global _started
     if _started:
         return
-    from optfuse import _raw
+    from optfuse import _fold, _raw
 
     start_library(_on_event)
     _raw.install(flush_all, _swap_and_tell)
     _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
     _gpu.install(flush_all, drain_all)
     _scaled.install()
+    _fold.install()
     _started = True

@@ -11,7 +11,7 @@ from optfuse._library import load
 FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
 EVENT_BACKWARD, EVENT_STATE = 0, 1
-DONE = 1  # what a callback returns
+DONE, ADDS = 1, 2  # what a callback returns
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -68,6 +68,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
     "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
     "of_shim_update_beside": (None, [ctypes.c_void_p]),
+    "of_shim_set_adding": (None, [ctypes.c_void_p, ctypes.c_bool]),
     "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
     "of_shim_counts": (None, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
     "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),
@@ -105,15 +106,14 @@ def guard(name: str) -> bool:
     )(name.encode()))
 
 
-_on_event: Callable[[int, int, int], None] | None = None
+_on_event: Callable[[int, int, int], int] | None = None
 
 
 @Callback
 def _callback(plan: int, event: int, slot: int) -> int:
     try:
         assert _on_event is not None
-        _on_event(plan, event, slot)
-        return DONE
+        return _on_event(plan, event, slot)
     except (KeyboardInterrupt, SystemExit) as error:  # ctypes would swallow them
         lib.of_shim_set_error(id(type(error)), str(error).encode())
     except BaseException as error:
@@ -122,7 +122,7 @@ def _callback(plan: int, event: int, slot: int) -> int:
     return 0
 
 
-def start(on_event: Callable[[int, int, int], None]) -> None:
+def start(on_event: Callable[[int, int, int], int]) -> None:
     """Once per process: registers the first-use fallback with PyTorch, and
     checks that errors raised in the library arrive as optfuse.Error."""
     global _on_event

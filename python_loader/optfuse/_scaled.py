@@ -23,7 +23,7 @@ def _mark(_: Tensor) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: _running.discard(task))
 
 
-def _is_nested() -> bool:
+def is_nested() -> bool:
     """Whether this backward was started inside another one, as reentrant
     checkpointing does from Python."""
     frame: Any = sys._getframe(1)
@@ -35,7 +35,7 @@ def _is_nested() -> bool:
 def _is_scaled() -> bool:
     if not _running:
         return False
-    if torch._C._current_graph_task_id() in _running or _is_nested():
+    if torch._C._current_graph_task_id() in _running or is_nested():
         return True
     _running.clear()  # left over from a backward that raised
     return False

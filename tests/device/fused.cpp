@@ -83,7 +83,7 @@ void update(const Call &call, size_t i) {
         s.correction2 = square_root(dtype, correction(dtype, call.beta2, step));
     }
     of_span span = {data_to(call.params[i]), data_of(call.grads[i]), {},
-                    static_cast<size_t>(call.params[i].numel()), 0};
+                    static_cast<size_t>(call.params[i].numel()), 0, nullptr};
     for (size_t j = 0; j < call.state.size(); j++)
         span.state[j] = call.state[j].empty() ? nullptr : data_to(call.state[j][i]);
     span.tail = tail_of(span, dtype);

@@ -28,6 +28,8 @@ typedef struct trial {
     double hyper[OF_MAX_HYPER];
     double step;
     size_t n, tail;
+    bool scaled; /* the gradient is multiplied first */
+    double factors[2];
 } trial;
 
 static const char *reference_name(of_reference reference) {
@@ -81,6 +83,7 @@ static size_t random_length(uint64_t *random) {
 
 static trial random_trial(const of_rule *rule, uint64_t *random) {
     static const double steps[] = {1, 2, 3, 100, 100000};
+    static const double factors[] = {1.0, 0.3, 1.0 / 65536, 0.0};
     trial t;
     for (size_t i = 0; i < rule->n_hyper; i++)
         t.hyper[i] = random_hyper(rule->hyper[i], random);
@@ -89,6 +92,9 @@ static trial random_trial(const of_rule *rule, uint64_t *random) {
     t.tail = random_next(random) % 16;
     if (t.tail > t.n || random_next(random) % 8 == 0)
         t.tail = t.n;
+    t.scaled = random_next(random) % 2 == 0;
+    t.factors[0] = pick(random, factors, 4);
+    t.factors[1] = pick(random, factors, 4);
     return t;
 }
 
@@ -96,12 +102,15 @@ static void print_trial(const of_rule *rule, const trial *t) {
     printf("  step %g, %zu elements, tail %zu;", t->step, t->n, t->tail);
     for (size_t i = 0; i < rule->n_hyper; i++)
         printf(" %s %g", rule->hyper[i], t->hyper[i]);
+    if (t->scaled)
+        printf(" factors %g %g", t->factors[0], t->factors[1]);
     printf("\n");
 }
 
 static void run(const of_kernel *row, const of_rule *rule, const trial *t, const arrays *a) {
     double scalars[OF_MAX_SCALARS / sizeof(double)];
-    const of_span span = arrays_span(a, t->tail);
+    of_span span = arrays_span(a, t->tail);
+    span.factors = t->scaled ? t->factors : NULL;
     rule->prepare(t->hyper, t->step, scalars);
     row->run(&span, scalars);
 }

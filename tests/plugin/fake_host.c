@@ -16,7 +16,8 @@ typedef struct fake_hold {
     fake_tensor *tensor;
     fake_buffer *buffers[MAX_BUFFERS]; /* parameter, gradient, state */
     size_t n_buffers;
-    bool inside; /* the update */
+    bool inside;  /* the update */
+    bool scaling; /* of a gradient: there is no commit() */
     bool committed;
     bool deferred;
     bool settled;
@@ -130,12 +131,22 @@ static void hold_buffer(fake_hold *hold, fake_buffer *buffer, of_inputs *in) {
     in->keys[in->n_keys++] = buffer;
 }
 
-static void fill(fake_tensor *tensor, of_inputs *in) {
+static fake_hold *new_hold(fake_tensor *tensor, of_inputs *in) {
     bool inside = tensor->host->holds_inside;
     fake_hold *hold = inside ? in->hold : allocate(sizeof *hold);
     *hold = (fake_hold){.tensor = tensor, .inside = inside};
+    in->numel = tensor->numel;
+    in->dtype = tensor->dtype;
+    in->device = tensor->device;
+    in->hold = hold;
+    return hold;
+}
+
+static void fill(fake_tensor *tensor, of_inputs *in) {
+    fake_hold *hold = new_hold(tensor, in);
     hold_buffer(hold, tensor->param, in);
     hold_buffer(hold, tensor->grad, in);
+    in->grad_key = tensor->alone ? NULL : tensor->grad;
     in->param = tensor->param->data;
     in->grad = tensor->alone ? NULL : tensor->grad->data;
     in->alone = tensor->alone;
@@ -143,15 +154,11 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
         hold_buffer(hold, tensor->state[i], in);
         in->state[i] = tensor->state[i]->data;
     }
-    in->numel = tensor->numel;
-    in->dtype = tensor->dtype;
-    in->device = tensor->device;
     if (tensor->device == OF_CUDA && tensor->host->table.device) {
         in->ready = tensor->host->table.device->current(tensor->host, 0);
         in->stream = fake_home();
     }
     in->step = tensor->step + 1;
-    in->hold = hold;
 }
 
 static of_found collect(void *ctx, void *opaque, of_inputs *in) {
@@ -186,19 +193,50 @@ static void commit(void *ctx, of_inputs *in) {
     hold->tensor->step++;
 }
 
-static void mark(fake_hold *hold, bool marked) {
+static void mark(fake_hold *hold) {
     for (size_t i = 0; i < hold->n_buffers; i++)
-        if (marked || !hold->buffers[i]->on_device)
-            atomic_store(&hold->buffers[i]->marked, marked);
+        atomic_store(&hold->buffers[i]->marked, true);
+}
+
+/* A gradient that is still to be multiplied stays marked, and what is on a device
+ * until it is used. */
+static void unmark(fake_hold *hold) {
+    for (size_t i = 0; i < hold->n_buffers; i++)
+        if (!hold->buffers[i]->on_device && (hold->scaling || !of_is_scaled(hold->buffers[i])))
+            atomic_store(&hold->buffers[i]->marked, false);
+}
+
+/* Scalings of gradients */
+
+static of_found collect_gradient(void *ctx, void *opaque, of_inputs *in) {
+    fake_host *host = ctx;
+    fake_tensor *tensor = opaque;
+    record(host, "scale", tensor->id);
+    if (!tensor->grad || tensor->alone)
+        return OF_FOUND_NOTHING;
+    of_launch_at(tensor->grad, false);
+    atomic_fetch_add(&host->holds, 1);
+    fake_hold *hold = new_hold(tensor, in);
+    hold->scaling = true;
+    hold_buffer(hold, tensor->grad, in);
+    in->param = tensor->grad->data;
+    return OF_FOUND_INPUTS;
+}
+
+/* The hold's own reference stands for a weak one. */
+static bool is_alive(void *ctx, void *opaque) {
+    (void)ctx;
+    return atomic_load(&((fake_hold *)opaque)->buffers[0]->refs) > 1;
 }
 
 static bool defer(void *ctx, void *opaque) {
     fake_hold *hold = opaque;
     record(ctx, hold->tensor->shared ? "refuse" : "defer", hold->tensor->id);
-    require(hold->committed && !hold->deferred && !hold->settled, "defer after commit, once");
+    require(hold->committed != hold->scaling && !hold->deferred && !hold->settled,
+            "defer after commit, once");
     if (hold->tensor->shared)
         return false;
-    mark(hold, true);
+    mark(hold);
     hold->deferred = true;
     return true;
 }
@@ -208,11 +246,11 @@ static void settle(void *ctx, void *opaque, bool was_deferred) {
     fake_hold *hold = opaque;
     fake_tensor *tensor = hold->tensor;
     record(host, "settle", tensor->id);
-    require(hold->committed && !hold->settled, "settle after commit, once");
+    require(hold->committed != hold->scaling && !hold->settled, "settle after commit, once");
     require(was_deferred == hold->deferred, "settle knows what was deferred");
     hold->settled = true;
     if (was_deferred)
-        mark(hold, false);
+        unmark(hold);
     if (host->spends && tensor->grad == hold->buffers[1])
         fake_set_grad(tensor, NULL);
 }
@@ -295,7 +333,10 @@ fake_host *fake_host_new(void) {
                             .release = release,
                             .drop = drop,
                             .parallel_for = parallel_for,
-                            .log = log_message};
+                            .log = log_message,
+                            .collect_gradient = collect_gradient,
+                            .is_alive = is_alive,
+                            .keep = is_alive};
     return host;
 }
 

@@ -2,6 +2,7 @@
 /* Guards: with one switched off the same scenario gives wrong numbers, so the
  * tests that pass with it on prove something. Built twice: in the library that
  * people get, the switch must do nothing. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -160,6 +161,45 @@ START_TEST(fork_) {
 }
 END_TEST
 
+static bool clipped_update_is_smaller(void) {
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 3000);
+    bool scaled = false;
+    backward(t);
+    of_plan_scale(f->plan, t->slot, 0.25, NAN, &scaled);
+    float *gradient = (float *)(void *)t->tensor->grad->data;
+    for (int i = 0; i < 3000; i++) /* a product by 0.25 and one by 4 are exact */
+        gradient[i] *= 0.25f;
+    expect_update(f, t);
+    for (int i = 0; i < 3000; i++)
+        gradient[i] *= 4.0f;
+    of_plan_step(f->plan, NULL, 0, NULL);
+    return finish(f);
+}
+
+START_TEST(factors) {
+    check_guard("factors", clipped_update_is_smaller);
+}
+END_TEST
+
+static bool reader_sees_the_clipped_gradient(void) {
+    fixture *f = setup(OF_FORWARD, 0);
+    twin *t = add(f, 10);
+    bool scaled = false;
+    backward(t);
+    const float before = *(const float *)(const void *)t->tensor->grad->data;
+    of_plan_scale(f->plan, t->slot, 0.25, NAN, &scaled);
+    const float *seen = fake_use(t->tensor->grad, false);
+    bool right = *seen == before * 0.25f;
+    finish(f);
+    return right;
+}
+
+START_TEST(unread) {
+    check_guard("unread", reader_sees_the_clipped_gradient);
+}
+END_TEST
+
 static bool other_stream_waits(void) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
     twin *t = add_on_device(f, 100, 0);
@@ -218,6 +258,8 @@ int main(void) {
     tcase_add_test(all, fork_);
     tcase_add_test(all, streams);
     tcase_add_test(all, capture);
+    tcase_add_test(all, factors);
+    tcase_add_test(all, unread);
     suite_add_tcase(suite, all);
     return run(suite);
 }

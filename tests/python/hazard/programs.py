@@ -28,7 +28,8 @@ class Program:
 
     def code(self):
         """Runs from tests/python."""
-        lines = ["import torch", "from hazard.play import check", "from hazard.programs import Program", ""]
+        lines = ["import torch", "from hazard.play import check"]
+        lines += ["from hazard.programs import Program", ""]
         lines += [f"setup = {self.setup!r}", "actions = ["]
         lines += [f"    ({name!r}, {arguments!r})," for name, arguments in self.actions]
         lines += ["]", f"check(Program({self.seed}, setup, actions))"]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Clipping by the norm of all gradients, folded into the update: one pass that
+reads the gradients, and none that writes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse import _link
+from optfuse._native import BACKWARD, Error, guard
+
+
+def listed(parameters: Any) -> list[Tensor]:
+    if isinstance(parameters, Optimizer):
+        return [p for group in parameters.param_groups for p in group["params"]]
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _owner(param: Tensor, links: list[_link.Link]) -> tuple[_link.Link, int] | None:
+    for link in links:
+        slot = link.slot_of(param)
+        if slot is not None:
+            return link, slot
+    return None
+
+
+class Gradients:
+    """The gradients of these parameters: in slots of plans, or not fused."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        links = sorted(_link.links.values(), key=lambda link: link.mode != BACKWARD)
+        self.plans: list[int] = []
+        self.slots: list[int] = []
+        self.plain: list[Tensor] = []  # parameters
+        for param in params:
+            owner = _owner(param, links)
+            if owner is not None:
+                _refuse_backward(*owner)
+            if param.grad is None:
+                continue
+            if owner is None:
+                self.plain.append(param)
+                continue
+            owner[0].marked = True
+            self.plans.append(owner[0].plan)
+            self.slots.append(owner[1])
+
+    def norms(self) -> Tensor | None:
+        """Their 2-norms in this order, or None if an operator must find them."""
+        if self.plain or not _our_norm_is_torchs():
+            return None
+        norms: Tensor | None = torch.ops.optfuse.norms(self.plans, self.slots)
+        return norms
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies the fused ones by a 0-dim tensor, when they are read."""
+        torch.ops.optfuse.scale(self.plans, self.slots, factor)
+
+    def unscale(self, factor: Tensor) -> bool | None:
+        """The same, and whether all were finite; None, with nothing done, if an
+        operator must find out."""
+        if self.plain or not self.slots or not _our_norm_is_torchs():
+            return None
+        finite: bool | None = torch.ops.optfuse.unscale(self.plans, self.slots, factor)
+        return finite
+
+
+def _refuse_backward(link: _link.Link, slot: int) -> None:
+    if link.mode == BACKWARD and guard("clip"):
+        raise Error(
+            f"optfuse: clip_grad_norm_() needs all gradients at once, but {link.label(slot)} "
+            "belongs to an optimizer in backward mode, whose updates don't wait for them; "
+            'use optfuse.fuse(optimizer, mode="forward")'
+        )
+
+
+@functools.cache
+def _our_norm_is_torchs() -> bool:
+    """Our pass over the gradients adds up their squares in the order in which
+    this PyTorch does on this CPU. If it doesn't after all, PyTorch's operators
+    do the work."""
+    random = torch.Generator().manual_seed(0)
+    for n in (*range(1, 40), 1000, 1001, 1006, 1007, 5000):
+        x = torch.randn(n, generator=random)
+        ours = torch.ops.optfuse.norm(x)
+        for theirs in (torch.linalg.vector_norm(x, 2.0), *torch._foreach_norm([x], 2.0)):
+            if guard("norm") and ours.item() != theirs.item():
+                return False
+    return True
+
+
+def _total_norm(
+    gradients: Gradients,
+    params: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    if float(norm_type) == 2.0:
+        norms = gradients.norms()
+        if norms is not None:
+            total = torch.linalg.vector_norm(norms, 2.0)
+            if not error_if_nonfinite or total.isfinite():
+                return total
+    grads = [p.grad for p in params if p.grad is not None]
+    return torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+
+
+@torch._dynamo.disable
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Optimizer | Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ without its pass over the gradients.
+
+    parameters: an optimizer, or parameters of any shape. Gradients of fused
+        ones (forward mode, dense, CPU; float32, float64, bfloat16, float16) are
+        multiplied where the update reads them, or at their first use if that
+        comes earlier; all others at once, by torch's own function.
+    max_norm, norm_type, error_if_nonfinite, foreach: as torch's.
+
+    Returns the total norm, a 0-dim tensor of the dtype that torch gives it. The
+    norm, the gradients as anyone sees them and the updates have the bits of
+    torch's function followed by step().
+
+    Raises optfuse.Error for a parameter of an optimizer in backward mode, and
+    what torch's function raises, before any gradient has changed.
+    """
+    params = listed(parameters)
+    gradients = Gradients(params)
+    if not gradients.slots:
+        return torch.nn.utils.clip_grad_norm_(
+            params, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    norm = _total_norm(gradients, params, norm_type, error_if_nonfinite, foreach)
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    if factor.item() != 1.0:
+        gradients.scale(factor)
+    if gradients.plain:
+        torch.nn.utils.clip_grads_with_norm_(gradients.plain, max_norm, norm, foreach)
+    return norm

@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* The rows that multiply gradients: what the plain C row computes, and that all
+ * others give its bits, apart and in place, between guard pages. */
+#include <check.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "arrays.h"
+#include "cpu/narrow.h"
+#include "scale.h"
+
+enum { ROUNDS = 300, MOST = 2000, TO = 0, FROM = 1 };
+
+static const double first_factors[] = {1.0, 0.3, 0.0, 1e-4, 1.0 / 65536, 3e30, -1.5};
+static const double second_factors[] = {1.0, 1.0, 0.7, 1e-3};
+
+static void pick_factors(double factors[OF_MAX_FACTORS], uint64_t *random) {
+    factors[0] = first_factors[random_next(random) % 7];
+    factors[1] = second_factors[random_next(random) % 4];
+}
+
+/* Compares a row with the C row; `in_place` writes over what it reads. */
+static bool agrees(const of_scale_row *row, arrays *mine, arrays *theirs, bool in_place,
+                   uint64_t *random) {
+    double factors[OF_MAX_FACTORS];
+    const size_t n = random_next(random) % (random_next(random) % 4 ? 100 : MOST);
+    int array = 0;
+    size_t element = 0;
+    arrays_place(mine, row->dtype, n, 0, random);
+    arrays_place(theirs, row->dtype, n, 0, random);
+    arrays_fill(theirs, random);
+    arrays_copy(mine, theirs);
+    pick_factors(factors, random);
+    const int from = in_place ? TO : FROM;
+    of_scale_find(row->dtype, OF_ISA_C)(theirs->at[TO], theirs->at[from], n, factors);
+    row->run(mine->at[TO], mine->at[from], n, factors);
+    return arrays_differ(mine, theirs, &array, &element) == 0 && arrays_intact(mine) &&
+           arrays_intact(theirs);
+}
+
+START_TEST(every_row_gives_the_bits_of_the_c_row) {
+    arrays mine, theirs;
+    arrays_create(&mine, MOST * sizeof(double));
+    arrays_create(&theirs, MOST * sizeof(double));
+    int rows = 0;
+    for (const of_scale_row *row = of_scale_rows; row->run; row++) {
+        uint64_t random = 7;
+        if (row->isa > of_isa_detect())
+            continue;
+        rows++;
+        for (int i = 0; i < ROUNDS; i++)
+            ck_assert_msg(agrees(row, &mine, &theirs, i % 2 == 0, &random),
+                          "%s %s differs from c, round %d", of_dtype_name(row->dtype),
+                          of_isa_name(row->isa), i);
+    }
+    ck_assert_int_ge(rows, 2 * OF_DTYPE_COUNT);
+    arrays_destroy(&mine);
+    arrays_destroy(&theirs);
+}
+END_TEST
+
+START_TEST(each_product_is_rounded_to_the_element_type) {
+    const double factors[] = {1.0 / 3, 0.7};
+    const float third = (float)factors[0], other = (float)factors[1];
+    const float wide = 1.7f;
+    float single;
+    of_scale_find(OF_FLOAT32, OF_ISA_C)(&single, &wide, 1, factors);
+    volatile float once = wide * third;
+    ck_assert(single == once * other);
+
+    const uint16_t brain = of_bfloat16_narrow(wide), half = of_float16_narrow(wide);
+    uint16_t result;
+    of_scale_find(OF_BFLOAT16, OF_ISA_C)(&result, &brain, 1, factors);
+    const uint16_t brain_once = of_bfloat16_narrow(of_bfloat16_widen(brain) * third);
+    ck_assert_uint_eq(result, of_bfloat16_narrow(of_bfloat16_widen(brain_once) * other));
+    of_scale_find(OF_FLOAT16, OF_ISA_C)(&result, &half, 1, factors);
+    const uint16_t half_once = of_float16_narrow(of_float16_widen(half) * third);
+    ck_assert_uint_eq(result, of_float16_narrow(of_float16_widen(half_once) * other));
+
+    const double real = 1.7;
+    double twice;
+    of_scale_find(OF_FLOAT64, OF_ISA_C)(&twice, &real, 1, factors);
+    volatile double real_once = real * factors[0];
+    ck_assert(twice == real_once * factors[1]);
+}
+END_TEST
+
+START_TEST(there_is_a_row_for_every_dtype_and_isa) {
+    for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
+        for (int isa = 0; isa < OF_ISA_COUNT; isa++)
+            ck_assert(of_scale_find((of_dtype)dtype, (of_isa)isa) != NULL);
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("scale");
+    TCase *rows = tcase_create("rows");
+    tcase_add_test(rows, every_row_gives_the_bits_of_the_c_row);
+    tcase_add_test(rows, each_product_is_rounded_to_the_element_type);
+    tcase_add_test(rows, there_is_a_row_for_every_dtype_and_isa);
+    suite_add_tcase(suite, rows);
+    SRunner *runner = srunner_create(suite);
+    srunner_run_all(runner, CK_ENV);
+    const int failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
