@@ -11,17 +11,24 @@ import time
 from pathlib import Path
 
 import torch
-from cells import CELLS, MODELS, OPTIMIZERS, QUICK_CELLS, Cell, training
+from cells import MODELS, OPTIMIZERS, Cell, batches, cells_for, training
 from cores import FAR_NS, Distances
+from data import handwritten
 from memory import peak_bytes
 from micro import costs
 from report import Measured, Results, machine, markdown, plot, write_json
 from table import FUSED, lines, text_table
+from updates import updates
 from variants import variants
 
 import optfuse
 
-SECTIONS = ("speed", "memory", "cost")
+SECTIONS = ("speed", "memory", "cost", "updates")
+# The machinery alone is timed on the CPU, where nothing runs beside it.
+SECTIONS_OF = {"cpu": ("speed", "memory", "cost"), "cuda": ("speed", "memory", "updates")}
+SMOKE_SECTIONS = ("speed", "memory", "updates")
+UNRECORDED = ("out", "markdown", "no_plot")
+PRECISION = {False: "float32", True: "float32 with bfloat16 by autocast"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -35,24 +42,45 @@ def steady_heap() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/run", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="four cells, within two minutes")
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--quick", action="store_true", help="a few cells, within two minutes")
+    parser.add_argument("--smoke", action="store_true", help="all of it, too little to tell much")
+    parser.add_argument(
+        "--device", choices=SECTIONS_OF, default=there, help="default: a GPU where there is one"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument(
         "--model", action="append", choices=MODELS, help="only this model; may be repeated"
     )
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 12")
+    parser.add_argument("--autocast", action="store_true", help="train in bfloat16 by autocast")
+    parser.add_argument(
+        "--compiled",
+        action=argparse.BooleanOptionalAction,
+        help="a step() under torch.compile, too; default: on a GPU, unless --quick",
+    )
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as it chooses")
     parser.add_argument("--rounds", type=int, default=400, help="the most rounds for each cell")
     parser.add_argument(
         "--malloc", choices=("default", "steady"), default="default", help=steady_heap.__doc__
     )
+    parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     chosen = parser.parse_args()
-    chosen.seconds = chosen.seconds or (12.0 if chosen.quick else 45.0)
-    chosen.section = chosen.section or list(SECTIONS)
+    chosen.seconds = chosen.seconds or seconds_of(chosen)
+    sections = SMOKE_SECTIONS if chosen.smoke else SECTIONS_OF[chosen.device]
+    chosen.section = chosen.section or list(sections)
+    if chosen.compiled is None:
+        chosen.compiled = chosen.device == "cuda" and not (chosen.quick or chosen.smoke)
     return chosen
+
+
+def seconds_of(chosen: argparse.Namespace) -> float:
+    if chosen.smoke:
+        return 0.5
+    return 12.0 if chosen.quick else 45.0
 
 
 def progress(message: str) -> None:
@@ -75,15 +103,16 @@ def measure_speed(chosen: argparse.Namespace, cells: list[Cell], results: Result
             distances.sample()
 
         compared = optfuse.ab(
-            training(cell, chosen.optimizer),
-            variants=variants(),
+            training(cell, chosen.optimizer, chosen.autocast),
+            variants=variants(cell.device, chosen.compiled),
             rounds=chosen.rounds,
             iterations=cell.iterations,
             seconds=chosen.seconds,
             progress=each_round,
         )
         everything = list(range(compared.settings["rounds"]))
-        for where, rounds in (distances.places() or {"": everything}).items():
+        places = distances.places() if cell.device == "cpu" else {}
+        for where, rounds in (places or {"": everything}).items():
             core_ns = distances.median_ns(rounds) if distances.ns else None
             one = Measured(cell, compared, where, core_ns, rounds, lines(compared, rounds))
             results.cells.append(one)
@@ -98,9 +127,13 @@ def measure_memory(chosen: argparse.Namespace, cells: list[Cell], results: Resul
     title("Peak memory of tensors, MB (and against fused=True)")
     for cell in cells:
         peaks: dict[str, int] = {}
-        for name, wrap in variants().items():
+        build = training(cell, chosen.optimizer, chosen.autocast)
+        if cell.device == "cuda":  # what is allocated once is allocated before
+            next(batches(cell))
+            peak_bytes(build, lambda optimizer: optimizer, cell.device)
+        for name, wrap in variants(cell.device).items():
             progress(f"memory: {cell}, {name}")
-            peaks[name] = peak_bytes(training(cell, chosen.optimizer), wrap)
+            peaks[name] = peak_bytes(build, wrap, cell.device)
         results.memory[str(cell)] = peaks
         progress("")
         print(f"{cell}")
@@ -117,29 +150,55 @@ def measure_costs(chosen: argparse.Namespace, results: Results) -> None:
         progress("cost: measuring")
 
 
+def measure_updates(chosen: argparse.Namespace, results: Results) -> None:
+    title("The update alone, ms a step: tensors x elements")
+    make = OPTIMIZERS[chosen.optimizer]
+    repeats = 5 if chosen.smoke else 40
+    for one in updates(chosen.optimizer, make, chosen.device, repeats, chosen.smoke):
+        results.updates.append(one)
+        print(one, flush=True)
+
+
 def describe(results: Results) -> None:
     for name, value in machine().items():
         print(f"{name}: {value}")
     if results.load > 0.5:
         print(f"Other programs are running (load {results.load:.1f}): expect wide intervals.")
+    precision = PRECISION[results.settings["autocast"]]
     print(
-        f"{results.settings['optimizer']}, float32. Medians with 95 % bootstrap intervals. x: times"
-        " as fast, round by round. recovered: share of what fused=True costs over no optimizer."
+        f"{results.settings['optimizer']}, {precision}. Medians with 95 % bootstrap intervals."
+        " x: times as fast, round by round. recovered: share of what fused=True costs over no"
+        " optimizer."
         " loss: mean of the last 20. far cores: rounds in which a cache line needed more than"
         f" {FAR_NS:.0f} ns from one core to the other. curve: every loss equals fused=True's."
         f" faults: page faults an iteration, with malloc {results.settings['malloc']}."
     )
+    if results.settings["device"] == "cuda":
+        print(
+            "host: ms in which the host issued an iteration. Some of PyTorch's kernels for GPUs do"
+            " not repeat their own bits, so that curves can differ between any two runs;"
+            " tests/gpu/run compares where they do."
+        )
+    if handwritten() is None:
+        print("scikit-learn is missing: the images are invented.")
 
 
 def write(chosen: argparse.Namespace, results: Results) -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     stem = f"{chosen.optimizer}-cpu-{threads}-thread{'s' if threads > 1 else ''}"
+    if chosen.device == "cuda":
+        stem = f"{chosen.optimizer}-cuda" + ("-autocast" if chosen.autocast else "")
     write_json(results, chosen.out / f"{stem}.json")
-    if results.cells:
+    if results.cells and not chosen.no_plot:
         plot(results, chosen.out / f"{stem}.png")
     if chosen.markdown and results.cells:
         title(markdown(results))
+
+
+def cells_of(chosen: argparse.Namespace, quick: bool) -> list[Cell]:
+    cells = cells_for(chosen.device, quick, chosen.smoke)
+    return [cell for cell in cells if not chosen.model or cell.model in chosen.model]
 
 
 def main() -> None:
@@ -149,16 +208,17 @@ def main() -> None:
         torch.set_num_threads(chosen.threads)
     if chosen.malloc == "steady":
         steady_heap()
-    results = Results({k: v for k, v in vars(chosen).items() if k not in ("out", "markdown")})
+    results = Results({k: v for k, v in vars(chosen).items() if k not in UNRECORDED})
     describe(results)
-    small = [cell for cell in QUICK_CELLS if not chosen.model or cell.model in chosen.model]
-    cells = [cell for cell in CELLS if not chosen.model or cell.model in chosen.model]
+    small = cells_of(chosen, quick=True)
     if "speed" in chosen.section:
-        measure_speed(chosen, small if chosen.quick else cells, results)
+        measure_speed(chosen, cells_of(chosen, chosen.quick), results)
     if "memory" in chosen.section:
         measure_memory(chosen, small, results)
     if "cost" in chosen.section:
         measure_costs(chosen, results)
+    if "updates" in chosen.section:
+        measure_updates(chosen, results)
     write(chosen, results)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from data import digit_batches, text, text_batches
+from data import digit_batches, masked_batches, text, text_batches
+from large_models import BERT, GPT2, ResNet50, ViT
 from models import GPT, MLP, MobileNetV2, ResNet18
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -15,12 +17,18 @@ from torch.nn.functional import cross_entropy
 from optfuse._ab import BuildFn, Iteration, Wrap
 
 IMAGE, LENGTH = 64, 128
+LARGE_IMAGE, LARGE_LENGTH, SHORT_LENGTH = 224, 512, 128  # on a GPU: images, GPT-2, BERT
+MASK = 128  # no character
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "MobileNetV2": lambda: MobileNetV2(10),
     "ResNet-18": lambda: ResNet18(10),
     "GPT": lambda: GPT(len(text()[1]), LENGTH),
     "MLP": MLP,
+    "ResNet-50": lambda: ResNet50(10),
+    "ViT-S": lambda: ViT(10),
+    "GPT-2": GPT2,
+    "BERT": BERT,
 }
 
 OPTIMIZERS: dict[str, Callable[[Iterator[Tensor]], torch.optim.Optimizer]] = {
@@ -36,6 +44,7 @@ class Cell:
     model: str
     batch: int
     iterations: int  # a round
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.model}, batch {self.batch}"
@@ -54,27 +63,58 @@ CELLS = (
 )
 QUICK_CELLS = tuple(cell for cell in CELLS if cell.batch == (8 if cell.model == "MLP" else 1))
 
+GPU_BATCHES = {
+    "MobileNetV2": (1, 8, 32, 128, 256),
+    "ResNet-50": (1, 8, 32, 128, 256),
+    "ViT-S": (1, 8, 64, 256),
+    "GPT-2": (1, 4, 16),
+    "BERT": (1, 8, 64, 256),
+}
+GPU_CELLS = tuple(
+    Cell(model, batch, max(3, 16 // batch), "cuda")
+    for model, batches in GPU_BATCHES.items()
+    for batch in batches
+)
+GPU_QUICK = (("MobileNetV2", 1), ("MobileNetV2", 32), ("ResNet-50", 1), ("ViT-S", 8), ("GPT-2", 1))
+GPU_QUICK_CELLS = tuple(cell for cell in GPU_CELLS if (cell.model, cell.batch) in GPU_QUICK)
+SMOKE = ("MLP", 8, 2)  # what --smoke trains, on any device
+
+
+def cells_for(device: str, quick: bool, smoke: bool) -> tuple[Cell, ...]:
+    if smoke:
+        return (Cell(*SMOKE, device),)
+    if device == "cpu":
+        return QUICK_CELLS if quick else CELLS
+    return GPU_QUICK_CELLS if quick else GPU_CELLS
+
 
 def batches(cell: Cell) -> Iterator[tuple[Tensor, Tensor]]:
+    batch, device = cell.batch, cell.device
+    image = LARGE_IMAGE if device == "cuda" else IMAGE
     if cell.model == "GPT":
-        return text_batches(cell.batch, LENGTH)
+        return text_batches(batch, LENGTH, device=device)
+    if cell.model == "GPT-2":
+        return text_batches(batch, LARGE_LENGTH, device=device)
+    if cell.model == "BERT":
+        return masked_batches(batch, SHORT_LENGTH, MASK, device)
     if cell.model == "MLP":
-        return digit_batches(cell.batch, 8, 1)
-    return digit_batches(cell.batch, IMAGE, 3)
+        return digit_batches(batch, 8, 1, device=device)
+    return digit_batches(batch, LARGE_IMAGE if cell.model == "ViT-S" else image, 3, device=device)
 
 
-def training(cell: Cell, optimizer: str) -> BuildFn:
+def training(cell: Cell, optimizer: str, autocast: bool = False) -> BuildFn:
     """What optfuse.ab takes: plain PyTorch training, the same for each variant."""
 
     def build(wrap: Wrap) -> Iteration:
-        model = MODELS[cell.model]()
+        model = MODELS[cell.model]().to(cell.device)
         opt = wrap(OPTIMIZERS[optimizer](model.parameters()))
         stream = batches(cell)
 
         def iteration() -> Tensor:
             x, y = next(stream)
             opt.zero_grad()
-            loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
+            with torch.autocast(cell.device, torch.bfloat16) if autocast else nullcontext():
+                loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
             loss.backward()
             opt.step()
             return loss

@@ -2,7 +2,9 @@
 """The data that the benchmark trains on: both come with the software it needs.
 
 A batch stream is an endless iterator that depends on nothing but its
-arguments, so that every variant sees the same batches.
+arguments, so that every variant sees the same batches. It lives on the device
+it is for, and a batch is gathered there, so that no copy from the host is
+measured.
 """
 
 from __future__ import annotations
@@ -19,30 +21,53 @@ from torch.nn import functional
 CHARACTERS = 3_000_000  # of the standard library's text
 
 
-@cache
-def digits(size: int) -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1797 handwritten digits, scaled to size x size, normalized."""
-    from sklearn.datasets import load_digits
-
+def handwritten() -> tuple[Tensor, Tensor] | None:
+    """scikit-learn's 1797 handwritten digits, 8 x 8; None where it is missing."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        return None
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
-    if size != images.shape[-1]:
-        images = functional.interpolate(images, (size, size), mode="bilinear")
-    images = (images - images.mean()) / images.std()
     return images, torch.tensor(found.target, dtype=torch.int64)
 
 
+def invented() -> tuple[Tensor, Tensor]:
+    """In their place: as many noisy copies of ten random pictures."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (1797,), generator=generator)
+    pictures = torch.randn(10, 1, 8, 8, generator=generator)
+    return pictures[labels] + torch.randn(1797, 1, 8, 8, generator=generator), labels
+
+
+@cache
+def digits(size: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """The digits, scaled to size x size, normalized, on the device."""
+    images, labels = handwritten() or invented()
+    images = images.to(device)
+    if size != images.shape[-1]:
+        images = functional.interpolate(images, (size, size), mode="bilinear")
+    images = (images - images.mean()) / images.std()
+    return images, labels.to(device)
+
+
 def digit_batches(
-    batch: int, size: int, channels: int, seed: int = 0
+    batch: int, size: int, channels: int, seed: int = 0, device: str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Shuffled epochs without end; the last, smaller batch of an epoch is dropped."""
-    images, labels = digits(size)
+    images, labels = digits(size, device)
     generator = torch.Generator().manual_seed(seed)
     while True:
-        for picks in torch.randperm(len(labels), generator=generator).split(batch):
+        order = torch.randperm(len(labels), generator=generator).to(device)
+        for picks in order.split(batch):
             if len(picks) == batch:
                 chosen = images[picks].expand(-1, channels, -1, -1).contiguous()
                 yield chosen, labels[picks]
+
+
+@cache
+def text_on(device: str) -> Tensor:
+    return text()[0].to(device)
 
 
 @cache
@@ -61,12 +86,33 @@ def text() -> tuple[Tensor, str]:
     return code[torch.tensor(list(whole.encode("ascii")))], alphabet
 
 
-def text_batches(batch: int, length: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random excerpts, each with itself shifted by one character as the target."""
-    codes, _ = text()
+def excerpts(batch: int, length: int, seed: int, device: str) -> Iterator[Tensor]:
+    """Random places of the text; where they are is sent to the device for many
+    batches at a time."""
+    codes = text_on(device)
     generator = torch.Generator().manual_seed(seed)
-    window = torch.arange(length + 1)
+    window = torch.arange(length, device=device)
+    at_once = 1 if device == "cpu" else 64
     while True:
-        starts = torch.randint(len(codes) - length, (batch, 1), generator=generator)
-        excerpt = codes[starts + window]
+        shape = (at_once, batch, 1)
+        starts = torch.randint(len(codes) - length + 1, shape, generator=generator).to(device)
+        for some in starts:
+            yield codes[some + window]
+
+
+def text_batches(
+    batch: int, length: int, seed: int = 0, device: str = "cpu"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Excerpts, each with itself shifted by one character as the target."""
+    for excerpt in excerpts(batch, length + 1, seed, device):
         yield excerpt[:, :-1], excerpt[:, 1:]
+
+
+def masked_batches(
+    batch: int, length: int, mask: int, device: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Excerpts in which every seventh character is hidden, and what they were."""
+    for excerpt in excerpts(batch, length, 0, device):
+        hidden = excerpt.clone()
+        hidden[:, 3::7] = mask
+        yield hidden, excerpt

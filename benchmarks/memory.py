@@ -20,11 +20,32 @@ WARMUP, MEASURED = 2, 3
 MARK = "optfuse benchmark: measured iterations"
 
 
-def peak_bytes(build_fn: BuildFn, wrap: Wrap) -> int:
+def peak_bytes(build_fn: BuildFn, wrap: Wrap, device: str = "cpu") -> int:
+    """The most bytes of tensors alive at once during the measured iterations;
+    memory that was there before the model does not count."""
+    return _peak_on_gpu(build_fn, wrap) if device == "cuda" else _peak_on_cpu(build_fn, wrap)
+
+
+def _peak_on_gpu(build_fn: BuildFn, wrap: Wrap) -> int:
+    gc.collect()
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated()
+    iteration = build_fn(wrap)
+    for _ in range(WARMUP):
+        iteration()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(MEASURED):
+        iteration()
+    optfuse.flush()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_on_cpu(build_fn: BuildFn, wrap: Wrap) -> int:
     """The most bytes of tensors alive at once during the measured iterations.
 
     The profiler runs from before the model exists, so that parameters and
-    optimizer state count; memory that was there before does not.
+    optimizer state count.
     """
     gc.collect()
     torch.manual_seed(0)

@@ -14,7 +14,8 @@ import torch
 from cells import Cell
 from micro import Cost
 from table import CURVE_END, DEFAULT, FUSED, NONE, Line
-from variants import HOOK_VARIANTS
+from updates import Update
+from variants import COMPILED, FOR_LOOP, FOREACH, HOOK_VARIANTS
 
 import optfuse
 from optfuse._ab_result import Comparison
@@ -42,12 +43,16 @@ class Results:
     cells: list[Measured] = field(default_factory=list)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)  # cell -> variant -> bytes
     costs: list[Cost] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
 
 
 def machine() -> dict[str, Any]:
     """What the figures depend on; nothing that names the machine."""
     optimizer = optfuse.fuse(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
+        "gpu": gpu,
+        "cuda": torch.version.cuda or "none",
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -86,18 +91,22 @@ def write_json(results: Results, path: Path) -> None:
         "comparisons": comparisons,
         "peak_memory_bytes": results.memory,
         "costs": [asdict(cost) for cost in results.costs],
+        "updates": [asdict(update) for update in results.updates],
     }
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def markdown(results: Results) -> str:
     """A row for each cell: median ms, and ours against fused=True."""
-    names = [NONE, DEFAULT, "foreach=True", FUSED, "Python hooks", *OURS]
+    on_gpu = results.settings["device"] == "cuda"
+    other = [FOR_LOOP, COMPILED] if on_gpu else [FOREACH]
+    names = [NONE, DEFAULT, *other, FUSED, "Python hooks", *OURS]
     head = ["model, batch", *names, "backward x fused", "forward x fused"]
+    digits = 2 if on_gpu else 1
     rows = [head, ["---"] * len(head)]
     for one in results.cells:
         found = {_plain(line.name): line for line in one.lines}
-        ms = [f"{found[name].ms.median:.1f}" if name in found else "-" for name in names]
+        ms = [f"{found[name].ms.median:.{digits}f}" if name in found else "-" for name in names]
         gain = [str(found[name].against_fused) if name in found else "-" for name in OURS]
         rows.append([str(one), *ms, *gain])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -109,8 +118,11 @@ def _plain(name: str) -> str:
 
 def plot(results: Results, path: Path) -> None:
     """Above, speed against fused=True in each cell; below, the loss curves."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is missing: there is no plot")
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -126,8 +138,11 @@ def plot(results: Results, path: Path) -> None:
 
 
 def _plot_speed(axes: Any, results: Results) -> None:
-    names = [DEFAULT, "foreach=True", "Python hooks", *OURS, NONE]
-    colors = ["0.75", "0.6", "tab:olive", "tab:blue", "tab:orange", "0.9"]
+    shown = {DEFAULT: "0.75", FOREACH: "0.6", FOR_LOOP: "0.6", COMPILED: "tab:green"}
+    shown |= {"Python hooks": "tab:olive", OURS[0]: "tab:blue", OURS[1]: "tab:orange", NONE: "0.9"}
+    there = {_plain(line.name) for one in results.cells for line in one.lines}
+    names = [name for name in shown if name in there]
+    colors = [shown[name] for name in names]
     width = 0.8 / len(names)
     for i, (name, color) in enumerate(zip(names, colors, strict=True)):
         at, height, below, above = [], [], [], []

@@ -24,6 +24,7 @@ HEAD = (
     "loss",
     "curve",
     "faults",
+    "host",
 )
 
 
@@ -41,6 +42,8 @@ class Line:
     same_curve: bool  # every loss equals fused=True's
     equal_bits: bool | None  # the parameters at the end, too
     page_faults: float  # an iteration
+    host_ms: Interval | None  # on a GPU
+    device_ms: Interval | None
 
 
 def only(row: Row, rounds: Sequence[int]) -> Row:
@@ -82,6 +85,8 @@ def _line(row: Row, rows: dict[str, Row]) -> Line:
         same_curve=row.losses == rows[FUSED].losses,
         equal_bits=row.equal_bits,
         page_faults=row.page_faults,
+        host_ms=row.host_ms,
+        device_ms=row.device_ms,
     )
 
 
@@ -116,6 +121,7 @@ def cells_of(line: Line) -> tuple[str, ...]:
         f"{line.loss:.4f}" if trains else "",
         curve if trains else "",
         f"{line.page_faults:.0f}",
+        f"{line.host_ms.median:.2f}" if line.host_ms else "",
     )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The implementations that are compared: those of optfuse.ab and, beside them,
-the Python hooks of PyTorch's tutorial on optimizer steps in backward."""
+the Python hooks of PyTorch's tutorial on optimizer steps in backward, and the
+compiled step of its tutorial on compiling the optimizer."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from optfuse._ab import VARIANTS, Wrap, with_flags
 HOOKS = "Python hooks"
 HOOKS_FOREACH = "Python hooks, foreach"
 HOOK_VARIANTS = (HOOKS, HOOKS_FOREACH)
+FOREACH, FOR_LOOP, COMPILED = "foreach=True", "for-loop", "compiled step"
 
 
 class PythonHooks(Optimizer):
@@ -43,10 +45,36 @@ class PythonHooks(Optimizer):
         assert closure is None
 
 
-def variants() -> Mapping[str, Wrap]:
-    """By name, in the order of the table."""
+class CompiledStep(Optimizer):
+    """The optimizer's step() under torch.compile; the learning rate is a
+    tensor, or each change of it would compile anew."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        torch._dynamo.reset()
+        like = with_flags(optimizer, foreach=True, fused=None)
+        for group in like.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+            if "capturable" in group:
+                group["capturable"] = group["params"][0].is_cuda
+        self._step = torch.compile(like.step, fullgraph=False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        assert closure is None
+        self._step()
+
+
+def variants(device: str = "cpu", compiled: bool = False) -> Mapping[str, Wrap]:
+    """By name, in the order of the table. The default is a loop over the
+    parameters on the CPU and foreach on a GPU; the other one is named."""
     ours = {name: wrap for name, wrap in VARIANTS.items() if name.endswith("fusion")}
     stock = {name: wrap for name, wrap in VARIANTS.items() if name not in ours}
+    if device == "cuda":
+        loop = partial(with_flags, foreach=False, fused=None)
+        stock = {FOR_LOOP if name == FOREACH else name: wrap for name, wrap in stock.items()}
+        stock[FOR_LOOP] = loop
+    if compiled:
+        stock[COMPILED] = CompiledStep
     hooks = {
         HOOKS: partial(PythonHooks, foreach=False),
         HOOKS_FOREACH: partial(PythonHooks, foreach=True),

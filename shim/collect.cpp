@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // collect.cpp: looks up what one update needs. Nothing that a user can see
 // changes here, and everything that can fail happens here.
+#include <utility>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -41,6 +43,7 @@ bool step_is_on_gpu(const Slot *slot) {
     return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
 }
 
+// The number of this update, in the counter's own precision, as stock counts.
 double step_number(const Slot *slot) {
     if (!slot->plan->counts_steps)
         return slot->first ? 1 : 2;
@@ -48,9 +51,9 @@ double step_number(const Slot *slot) {
         return 1;
     const c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
     const void *data = data_of(impl);
-    return 1 + (impl->dtype().toScalarType() == c10::ScalarType::Double
-                    ? *static_cast<const double *>(data)
-                    : static_cast<double>(*static_cast<const float *>(data)));
+    return impl->dtype().toScalarType() == c10::ScalarType::Double
+               ? *static_cast<const double *>(data) + 1
+               : static_cast<double>(*static_cast<const float *>(data) + 1.0f);
 }
 
 // Another optimizer's update of the same memory must be done before it is
@@ -132,7 +135,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     if (look_up_state(slot, p, used, in, &dense) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     hold->slot = slot;
-    hold->backward = slot->plan->mode == OF_BACKWARD;
+    hold->spends = std::exchange(slot->spends, false);
     in->numel = p->numel();
     in->step = step_number(slot);
     if (is_gpu(p->device()))
@@ -148,9 +151,9 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     in->param = data_of(p);
     take_part(hold, in, p);
     in->alone = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
-    if (in->alone || hold->backward)
+    if (in->alone || hold->spends)
         hold->param = reference_to(p);
-    if (hold->backward)
+    if (hold->spends)
         hold->grad = grad.unsafeGetTensorImpl();
     if (dense)
         in->grad = gradient_data(hold, in, p, grad);

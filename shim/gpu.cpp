@@ -54,7 +54,7 @@ void fill_in_gpu(Slot *slot, c10::TensorImpl *p, of_inputs *in, Hold *hold) {
     in->device = OF_CUDA;
     in->ready = current_stream(p->device().index());
     in->stream = in->ready;
-    if (slot->plan->beside && hold->backward)
+    if (slot->plan->beside && hold->spends)
         in->stream.id = side_stream(in->ready.device);
     hold->stream = in->stream;
     slot->plan->scalars.give(slot->group, p->device(), in, hold);

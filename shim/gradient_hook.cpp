@@ -9,6 +9,7 @@
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "memory.h"
 #include "tensors.h"
 
 namespace optfuse {
@@ -69,7 +70,24 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first) {
     });
 }
 
+int spend(Plan *plan, size_t slot) {
+    if (slot < plan->slots.size())
+        plan->slots[slot]->spends = true;
+    return of_plan_gradient(plan->core, slot);
+}
+
+// The parameter's memory (to another parameter, a graph that is kept, an alias of
+// the user's) or its gradient (to another parameter, a variable of the user's).
+bool is_known_to_others(const at::Tensor &param) {
+    const at::Tensor &grad = param.grad();
+    return !is_private(storage_of(param.unsafeGetTensorImpl()), 0) ||
+           (grad.defined() &&
+            grad.use_count() > 1 + idle_references(*grad.unsafeGetTensorImpl()));
+}
+
 // The gradient of one parameter is complete. Python may end the plan meanwhile.
+// What others know too is left to step(): then they see it change when, and
+// parameters that overlap in the order in which, stock changes it.
 void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
     refuse_later_reduction(plan.get(), slot, param);
     const int task = torch::autograd::get_current_graph_task_id();
@@ -77,10 +95,12 @@ void update(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &pa
         begin_backward(plan, slot);
         plan->last_backward.store(task, std::memory_order_relaxed);
     }
-    int status = of_plan_gradient(plan->core, slot);
+    if (OF_GUARD(postpone) && is_known_to_others(param))
+        return;
+    int status = spend(plan.get(), slot);
     if (status == OF_NEEDS_STATE) {
         ask_python(plan.get(), OF_SHIM_STATE, slot);
-        status = of_plan_gradient(plan->core, slot);
+        status = spend(plan.get(), slot);
     }
     check(plan.get(), slot, status);
 }
@@ -104,9 +124,13 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     }
 };
 
+// A tensor that never needed a gradient has no record to keep a hook in.
+Others &hooks_of(const at::Tensor &param) {
+    return torch::autograd::impl::materialize_autograd_meta(param)->post_acc_grad_hooks_;
+}
+
 GradientHook *find(const Plan *plan, const at::Tensor &param) {
-    auto *hook =
-        dynamic_cast<GradientHook *>(torch::autograd::impl::post_acc_grad_hooks(param).get());
+    auto *hook = dynamic_cast<GradientHook *>(hooks_of(param).get());
     return hook != nullptr && (plan == nullptr || hook->plan.get() == plan) ? hook : nullptr;
 }
 
@@ -146,7 +170,7 @@ void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const a
     auto hook = std::make_unique<GradientHook>();
     hook->plan = plan;
     hook->slot = slot->index;
-    hook->others = living(std::move(torch::autograd::impl::post_acc_grad_hooks(param)));
+    hook->others = living(std::move(hooks_of(param)));
     torch::autograd::impl::set_post_acc_grad_hooks(param, std::move(hook));
 }
 

@@ -40,6 +40,7 @@ void commit(void *, of_inputs *in) {
     advance_step(hold->slot);
     if (OF_GUARD(version))
         hold->slot->param->bump_version();
+    hold->committed = true;
     if (hold->stand_ins.empty())
         return;
     PlainMode plain;
@@ -103,15 +104,16 @@ void settle(void *, void *opaque, bool was_deferred) {
             unseal(hold->storages[i].get());
     if (hold->on_gpu && was_deferred)
         record_all(hold);
-    else if (hold->on_gpu && hold->backward) // the gradient dies here, not with its owner
+    else if (hold->on_gpu && hold->spends) // the gradient dies here, not with its owner
         record_on_stream(storage_of(hold->grad), hold->stream);
-    if (hold->backward)
+    if (hold->spends)
         spend_gradient(hold);
 }
 
 void release(void *, void *opaque) {
     Hold *hold = hold_of(opaque);
-    if (hold->n_written != 0 && OF_GUARD(copyback)) {
+    // Without commit() there was no update, and nothing is in the copies.
+    if (hold->committed && hold->n_written != 0 && OF_GUARD(copyback)) {
         PlainMode plain;
         for (size_t i = 0; i < hold->n_written; i++)
             hold->stand_ins[i].first.copy_(hold->stand_ins[i].second);

@@ -38,19 +38,23 @@ struct Slot {
     at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
                         // parameter's device, or undefined
     bool first = false; // rules without a counter: the next update is the first
-    at::Tensor spent;   // backward mode: what .grad becomes after the update
+    // Backward mode: this update runs inside backward, and .grad becomes `spent`.
+    // What step() updates keeps its gradient, as in stock.
+    bool spends = false;
+    at::Tensor spent;
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
 
 struct Hold {
     Slot *slot = nullptr;
-    bool backward = false;
+    bool spends = false; // the gradient is replaced after the update
+    bool committed = false; // an update that is not is only released
     size_t n = 0; // tensors that take part: parameter, gradient, state
     c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
     c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
-    c10::TensorImpl *grad = nullptr; // backward mode: the gradient to be replaced
-    at::Tensor param;                // backward mode or alone
+    c10::TensorImpl *grad = nullptr; // the gradient to be replaced
+    at::Tensor param;                // if it spends or is alone
     at::Tensor copy;                 // a gradient in the parameter's strides
     at::Tensor old_grad, old_spent;  // replaced by settle(), dropped by release()
     // Not dense: {tensor, dense copy to compute with}. The first n_written are

@@ -15,6 +15,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -105,22 +106,22 @@ class _Run:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [p.detach() for group in groups for p in group["params"]]
 
-    def turn(self, iterations: int) -> float:
-        """Runs some iterations; returns the seconds with all their updates done."""
+    def turn(self, iterations: int) -> _Seconds:
+        """Runs some iterations; how long that took with all their updates done."""
         _set_random_state(self._random)
         losses: list[Any] = []
         collecting = gc.isenabled()
         gc.disable()
         try:
-            _finish()
-            start = time.perf_counter()
+            optfuse.flush()
+            clock = _Clock()
             for _ in range(iterations):
                 loss = self._iteration()
                 losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-            _finish()
-            seconds = time.perf_counter() - start
+            optfuse.flush()
+            seconds = clock.stop()
         except optfuse.Error as error:  # a refusal that only the first backward can see
-            self.row.note, seconds = str(error), math.nan
+            self.row.note, seconds = str(error), _Seconds(math.nan)
         finally:
             if collecting:
                 gc.enable()
@@ -133,14 +134,45 @@ class _Run:
         if self.row.note:
             return
         faults = _page_faults()
-        self.row.rounds_ms.append(self.turn(iterations) * 1e3 / iterations)
+        seconds = self.turn(iterations)
+        each = 1e3 / iterations
+        self.row.rounds_ms.append(seconds.wall * each)
+        if seconds.host is not None and seconds.device is not None:
+            self.row.rounds_host_ms.append(seconds.host * each)
+            self.row.rounds_device_ms.append(seconds.device * each)
         self.row.rounds_faults.append((_page_faults() - faults) / iterations)
 
 
-def _finish() -> None:
-    optfuse.flush()
-    if torch.cuda.is_initialized():
+@dataclass(frozen=True)
+class _Seconds:
+    """`wall` ends when the device has done all; where there is a GPU, `host`
+    ends when the host has issued all, and `device` is the GPU's own time."""
+
+    wall: float
+    host: float | None = None
+    device: float | None = None
+
+
+class _Clock:
+    """Runs from here to stop(), and waits for the GPU only there and here."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        if torch.cuda.is_initialized():
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda.synchronize()
+            self._events[0].record()
+        self._start = time.perf_counter()
+
+    def stop(self) -> _Seconds:
+        host = time.perf_counter() - self._start
+        if not self._events:
+            return _Seconds(host)
+        start, end = self._events
+        end.record()
         torch.cuda.synchronize()
+        wall = time.perf_counter() - self._start
+        return _Seconds(wall, host, start.elapsed_time(end) / 1e3)
 
 
 def _page_faults() -> int:
@@ -228,7 +260,8 @@ def ab(
 
     In a round each variant, in an order shuffled from `seed`, takes one untimed
     iteration and then `iterations` timed ones; the clock stops after `flush()`
-    and a device synchronize. `rounds` is the most rounds; after `seconds` (at
+    and a device synchronize. On a GPU `host_ms` is the time in which the host
+    issued the work and `device_ms` the GPU's own. `rounds` is the most rounds; after `seconds` (at
     least 5 rounds) no other is begun. A variant that refuses the optimizer is
     reported with the reason. `speed` is the median over rounds of the
     baseline's time by the variant's. The variants share one heap; `page_faults`

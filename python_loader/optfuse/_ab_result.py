@@ -43,12 +43,16 @@ class Row:
     name: str
     note: str = ""
     ms: Interval | None = None  # per iteration
+    host_ms: Interval | None = None  # per iteration; on a GPU, until all was issued
+    device_ms: Interval | None = None  # per iteration; the GPU's own time
     speed: Interval | None = None  # baseline's time / this one's, round by round
     final_loss: float | None = None
     equal_bits: bool | None = None  # parameters against the reference's, at the end
     max_difference: float | None = None  # parameters against the default variant's
     page_faults: float | None = None  # per iteration; memory the allocator gave back and took again
     rounds_ms: list[float] = field(default_factory=list)  # each round, per iteration
+    rounds_host_ms: list[float] = field(default_factory=list)  # on a GPU, like rounds_ms
+    rounds_device_ms: list[float] = field(default_factory=list)
     rounds_faults: list[float] = field(default_factory=list)  # each round, per iteration
     losses: list[float] = field(default_factory=list)  # each iteration, warm-up included
 
@@ -70,9 +74,16 @@ class Comparison:
         return asdict(self)
 
     def __str__(self) -> str:
-        head = ("variant", "ms an iteration", f"speed, {self.baseline} = 1", "final loss")
+        head: tuple[str, ...] = (
+            "variant",
+            "ms an iteration",
+            f"speed, {self.baseline} = 1",
+            "final loss",
+        )
+        on_gpu = any(row.host_ms for row in self.rows)
+        head += ("host ms",) if on_gpu else ()
         head += (f"bits of {self.reference}", "from default")
-        cells = [head, *(_cells(row) for row in self.rows)]
+        cells = [head, *(_cells(row, on_gpu) for row in self.rows)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
         notes = [f"{row.name} left out: {row.note}" for row in self.rows if row.note]
@@ -80,13 +91,14 @@ class Comparison:
         return "\n".join([line.rstrip() for line in lines] + notes + [tail])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, on_gpu: bool) -> tuple[str, ...]:
     if row.ms is None:
-        return (row.name, "-", "-", "-", "-", "-")
+        return (row.name, *("-",) * (6 if on_gpu else 5))
     loss = "-" if row.final_loss is None else f"{row.final_loss:.6g}"
     bits = {None: "-", True: "equal", False: "differ"}[row.equal_bits]
     far = "-" if row.max_difference is None else f"{row.max_difference:.1e}"
-    return (row.name, str(row.ms), str(row.speed or "-"), loss, bits, far)
+    host = (str(row.host_ms or "-"),) if on_gpu else ()
+    return (row.name, str(row.ms), str(row.speed or "-"), loss, *host, bits, far)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -107,6 +119,9 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def judge(row: Row, baseline: Row) -> None:
     """Fills in what follows from the row's own times and losses and the baseline's times."""
     row.ms = median_interval(row.rounds_ms)
+    if row.rounds_host_ms:
+        row.host_ms = median_interval(row.rounds_host_ms)
+        row.device_ms = median_interval(row.rounds_device_ms)
     pairs = zip(baseline.rounds_ms, row.rounds_ms, strict=True)
     row.speed = median_interval([theirs / own for theirs, own in pairs])
     row.page_faults = statistics.median(row.rounds_faults)

@@ -78,6 +78,7 @@ class Link:
         self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
         self._device_scalars = False  # the library has some
+        self._rates: list[tuple[int, int]] = []  # learning rates on a GPU
         self._params: list[Tensor] = []
         links[self.plan] = self
         try:
@@ -232,6 +233,7 @@ class Link:
 
     def sync(self, optimizer: Optimizer) -> None:
         self.sync_params(optimizer)
+        self._refuse_late_change(optimizer.param_groups)
         self._sync_hyper(optimizer.param_groups)
         if not self._state_unchanged(optimizer.state):
             self._sync_state(optimizer.state)
@@ -240,12 +242,29 @@ class Link:
         """Learning rates that are tensors on a GPU, and what GradScaler hands
         over: copied there, now, for updates that run later."""
         rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
+        self._rates = _identities(optimizer.param_groups)
         attributes = optimizer.__dict__
         scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
         some = scale is not None or inf is not None or any(r is not None for r in rates)
         if some or self._device_scalars:
             torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
             self._device_scalars = some
+
+    def _refuse_late_change(self, groups: list[dict[str, Any]]) -> None:
+        """Between backward() and step(), where stock would still obey it."""
+        if self.mode != BACKWARD or not lib.of_shim_unconfirmed(self.plan) or not guard("late"):
+            return
+        rates = zip(_identities(groups), self._rates, strict=False)
+        same_rates = [now == before for now, before in rates]
+        for i, (group, known) in enumerate(zip(groups, self._hyper, strict=False)):
+            if self.rule.hyper(group) != known or not all(same_rates[i : i + 1]):
+                self._hyper[i] = ()  # the next step() or backward() takes the new values
+                raise Error(
+                    f"optfuse: an option of parameter group {i} (such as lr) was changed between "
+                    "backward() and step(), but backward fusion has already updated with the old "
+                    "value; change it before backward() or after step(), or use "
+                    'optfuse.fuse(optimizer, mode="forward")'
+                )
 
     def step(self, optimizer: Optimizer) -> None:
         self.sync(optimizer)
@@ -301,6 +320,12 @@ class Link:
             self.flush(drain=True)
             lib.of_shim_stop_deferring(self.plan)
             self.compiled = True
+
+
+def _identities(groups: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """What tells whether a learning rate on a GPU was changed, without a look at it."""
+    rates = [group["lr"] for group in groups]
+    return [(id(rate), rate._version) if is_on_gpu(rate) else (0, 0) for rate in rates]
 
 
 def _countable(step: Any, param: Tensor) -> bool:

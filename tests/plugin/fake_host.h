@@ -15,8 +15,8 @@ enum { FAKE_MAX_TENSORS = 256 };
 
 typedef struct fake_buffer {
     atomic_int refs;
-    atomic_bool marked; /* by defer(): whoever uses it calls of_touch() first */
-    bool on_device;     /* then the mark stays until a use finds nothing in flight */
+    atomic_bool marked;    /* by defer(): whoever uses it calls of_touch() first */
+    atomic_bool on_device; /* then the mark stays until a use finds nothing in flight */
     size_t bytes;
     _Alignas(64) unsigned char data[];
 } fake_buffer;

@@ -390,7 +390,7 @@ static void run_program(unsigned seed) {
 }
 
 START_TEST(programs_without_races_in_stock_have_none) {
-    for (unsigned seed = 0; seed < 3000; seed++)
+    for (unsigned seed = 0; seed < 1500; seed++)
         run_program(seed);
 }
 END_TEST

@@ -319,6 +319,31 @@ def an_evicted_gradient_hook_is_put_back_by_step():
     assert more == 6, f"{more} of 6 updates ran inside backward"
 
 
+@guards("postpone")
+def parameters_that_overlap_are_updated_in_order():
+    def build():
+        model = nn.Module()
+        flat = torch.randn(20)
+        model.first = nn.Parameter(flat[:16].view(4, 4))
+        model.second = nn.Parameter(flat[4:].view(4, 4))
+        model.forward = lambda x: torch.tanh(x[:, :4] @ model.first) @ model.second
+        return model
+
+    pair = Pair(mode="backward", build=build)
+    for model, optimizer in ((pair.theirs, pair.stock), (pair.ours, pair.fused)):
+        model(batch(0)[0]).square().sum().backward()
+        optimizer.step()
+    pair.assert_same()
+
+
+@guards("late")
+def a_learning_rate_changed_after_backward_is_not_ignored():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.fused.param_groups[0]["lr"] *= 0.5
+    must_raise(pair.fused.step, "step() with another learning rate than backward used")
+
+
 # The player
 
 

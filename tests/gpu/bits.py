@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Equal means equal bits: recorded gradients, 200 steps, against fused=True.
+
+Every combination of options is one parameter group, so that all of them run in
+one optimizer, as they would in a script. Sizes lie around what the kernels
+split by: vectors, fours, chunks of a block. Some parameters are slices of a
+larger tensor and start at an odd element."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from harness import BOTH, On, add, common
+from torch import Tensor
+
+import optfuse
+
+STEPS = 200
+LOOK_EVERY = 7  # in between, updates stay pending until the next step
+SIZES = (1, 3, 4, 16, 1003, 8191, 8196)
+LARGE = (2_000_003, 1 << 20)  # several chunks; the device's own parallelism
+MISALIGNED = 2  # the last so many sizes, again, one element off
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SIXTEEN = (torch.bfloat16, torch.float16)
+OFF_ON = (False, True)
+EVERY = "every option"
+
+SGD = [
+    {"momentum": m, "dampening": d, "nesterov": n, "maximize": x, "weight_decay": w, "lr": 0.03}
+    for m, d, n in ((0, 0, False), (0.9, 0, False), (0.9, 0.3, False), (0.9, 0, True))
+    for x, w in itertools.product(OFF_ON, (0, 0.1))
+]
+ADAM = [
+    {"betas": (b, 0.999), "amsgrad": a, "maximize": x, "weight_decay": w, "lr": 0.01}
+    for b, a, x, w in itertools.product((0.0, 0.9), OFF_ON, OFF_ON, (0, 0.1))
+]
+OPTIONS: dict[str, list[dict[str, Any]]] = {"SGD": SGD, "Adam": ADAM, "AdamW": ADAM}
+Gradients = Callable[[int], list[Tensor]]
+
+
+class Replay(torch.autograd.Function):
+    """A forward whose backward hands out recorded gradients, times the
+    gradient of its result (a loss scale, or one)."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.ones((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> Any:  # type: ignore[override]
+        return None, *(g * scale.to(g.dtype) for g in ctx.gradients)
+
+
+def numbers(sizes: tuple[int, ...], on: On, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """One tensor a size, over six decades, with zeros of both signs; of every
+    second one the magnitude is the dtype's smallest normal, so that it holds
+    denormals."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+    flat *= 10.0 ** torch.randint(-4, 2, flat.shape, generator=generator).double()
+    flat[::11], flat[5::23] = 0.0, -0.0
+    pieces = list(flat.split(sizes))
+    if seed % 16 == 3:
+        pieces[1::2] = [piece * torch.finfo(dtype).tiny for piece in pieces[1::2]]
+    return [piece.to(on.device, dtype) for piece in pieces]
+
+
+def tape(sizes: tuple[int, ...], on: On, dtype: torch.dtype, groups: int, spoil: bool) -> Gradients:
+    """gradients(step), the same for every group, from a short recording."""
+    recorded = [numbers(sizes, on, dtype, 1000 + i) for i in range(16)]
+    for i in (5, 11) if spoil else ():
+        for g in recorded[i]:
+            g[i % 3 :: 13], g[4::17] = float("nan"), float("inf")
+    return lambda step: [g * (1 + step // 16) for g in recorded[step % 16]] * groups
+
+
+def parameter(value: Tensor, misaligned: bool) -> torch.nn.Parameter:
+    if misaligned:
+        room = torch.empty(value.numel() + 1, device=value.device, dtype=value.dtype)
+        return torch.nn.Parameter(room[1:].copy_(value))
+    return torch.nn.Parameter(value.clone())
+
+
+def optimizer_of(
+    name: str, sizes: tuple[int, ...], options: list[dict[str, Any]], on: On, dtype: torch.dtype
+) -> torch.optim.Optimizer:
+    groups = []
+    for i, option in enumerate(options):
+        values = numbers(sizes, on, dtype, i + 1)
+        odd = len(sizes) - MISALIGNED
+        params = [parameter(v, len(sizes) > 2 and k >= odd) for k, v in enumerate(values)]
+        lr = option["lr"]
+        groups.append({**option, "params": params, "lr": lr() if callable(lr) else lr})
+    return getattr(torch.optim, name)(groups, lr=0.1, fused=True)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def assert_same_optimizers(what: str, ours: Any, stock: Any, gradients: bool) -> None:
+    for i, (mine, theirs) in enumerate(zip(ours.param_groups, stock.param_groups, strict=True)):
+        for a, b in zip(mine["params"], theirs["params"], strict=True):
+            place = f"{what}, {a.numel()} elements, group {i}"
+            common.assert_same_tensor(f"{place}, parameter", a, b)
+            common.assert_same(f"{place}, state", dict(ours.state[a]), dict(stock.state[b]))
+            if gradients:
+                common.assert_same(f"{place}, gradient", a.grad, b.grad)
+
+
+def deliver(optimizer: Any, gradients: list[Tensor], mode: str) -> None:
+    if mode == "backward":
+        optimizer.zero_grad()
+        Replay.apply(gradients, *parameters_of(optimizer)).backward()
+    else:
+        for p, g in zip(parameters_of(optimizer), gradients, strict=True):
+            p.grad = g.clone()
+
+
+def replay(
+    name: str,
+    dtype: torch.dtype,
+    on: On,
+    *,
+    sizes: tuple[int, ...] = SIZES + SIZES[-MISALIGNED:],
+    options: list[dict[str, Any]] | None = None,
+    spoil: bool = False,
+) -> None:
+    """Trains twins on recorded gradients and looks at all of both now and then."""
+    options = options or OPTIONS[name]
+    steps = 20 if on.quick else STEPS
+    stock = optimizer_of(name, sizes, options, on, dtype)
+    ours: Any = optfuse.fuse(optimizer_of(name, sizes, options, on, dtype), mode=on.mode)
+    gradients = tape(sizes, on, dtype, len(options), spoil)
+    for step in range(steps):
+        grads = gradients(step)
+        deliver(stock, grads, "forward")
+        deliver(ours, grads, on.mode)
+        stock.step()
+        ours.step()
+        if step % LOOK_EVERY == 1 or step == steps - 1:
+            what = f"{name} {dtype}, step {step + 1}"
+            assert_same_optimizers(what, ours, stock, gradients=on.mode == "forward")
+    made = steps * len(parameters_of(ours))
+    created = optfuse.summary(ours).created
+    assert created == made, f"{created} updates were made, not {made}"
+
+
+def scaled(name: str, dtype: torch.dtype, on: On) -> None:
+    """Under a GradScaler whose scale grows, meets infinities and shrinks."""
+    sizes, options = SIZES[:5], OPTIONS[name]
+    gradients = tape(sizes, on, dtype, len(options), spoil=True)
+
+    def script(wrap: Any) -> Any:
+        optimizer = wrap(optimizer_of(name, sizes, options, on, dtype))
+        scaler = torch.amp.GradScaler(on.device.type, init_scale=2.0**6, growth_interval=4)
+        for step in range(16 if on.quick else STEPS):
+            optimizer.zero_grad()
+            loss = Replay.apply(gradients(step), *parameters_of(optimizer))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step % LOOK_EVERY == 1:
+                yield f"step {step}", [p.detach() for p in parameters_of(optimizer)]
+                yield "scale", scaler.get_scale()
+        yield "state", optimizer.state_dict()
+
+    on.same(script)
+
+
+def tensor_lr(options: list[dict[str, Any]], on: On) -> list[dict[str, Any]]:
+    """Two groups of these whose lr is a tensor: on the CPU, and on the device."""
+    return [
+        {**options[-1], "lr": partial(torch.tensor, options[-1]["lr"])},
+        {**options[1], "lr": partial(torch.tensor, options[1]["lr"], device=on.device)},
+    ]
+
+
+def add_all() -> None:
+    for name, dtype in itertools.product(OPTIONS, DTYPES):
+        # Stock's fused SGD in 16 bits is broken on the CPU (docs/numerics.md).
+        devices = ("cuda",) if name == "SGD" and dtype in SIXTEEN else BOTH
+        what = f"{name} {str(dtype).removeprefix('torch.')}"
+        for label, body in bodies(name, dtype).items():
+            only = ("cuda",) if label.startswith("capturable") else devices
+            modes = ("forward",) if label.startswith("GradScaler") else ("forward", "backward")
+            body.__module__ = __name__  # type: ignore[attr-defined]
+            slow = "millions" in label or (label != EVERY and dtype is not torch.float32)
+            add(f"{what}, {label}", body, only, modes, slow)
+
+
+def bodies(name: str, dtype: torch.dtype) -> dict[str, Callable[[On], None]]:
+    def every(on: On) -> None:
+        replay(name, dtype, on)
+
+    def spoiled(on: On) -> None:
+        replay(name, dtype, on, sizes=SIZES[:5], spoil=True)
+
+    def large(on: On) -> None:
+        replay(name, dtype, on, sizes=LARGE, options=OPTIONS[name][-1:])
+
+    def lr(on: On) -> None:
+        replay(name, dtype, on, options=tensor_lr(OPTIONS[name], on))
+
+    def scaler(on: On) -> None:
+        scaled(name, dtype, on)
+
+    def capturable(on: On) -> None:
+        two = tensor_lr(OPTIONS[name], on)[1:] + OPTIONS[name][2:4]
+        replay(name, dtype, on, options=[{**option, "capturable": True} for option in two])
+
+    found = {
+        EVERY: every,
+        "NaN and infinite gradients": spoiled,
+        "millions of elements": large,
+        "lr in tensors": lr,
+    }
+    if dtype is torch.float32 or dtype is torch.float16:
+        found["GradScaler with fused=True"] = scaler
+    if name != "SGD":
+        found["capturable"] = capturable
+    return found
+
+
+add_all()

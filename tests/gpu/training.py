@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ways to train: models, precision, clipping, checkpointing, compilers, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from harness import On, add, common, scenario
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import optfuse
+
+STEPS = 6
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 8, 3, groups=4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.first(x)))
+        return self.head(self.second(y).mean((2, 3)))
+
+
+class Language(nn.Module):
+    """Embedding and head share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.tokens(x)))
+
+
+def images(on: On, i: int) -> Tensor:
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(4, 3, 8, 8, generator=generator).to(on.device)
+
+
+def words(on: On, i: int) -> Tensor:
+    generator = torch.Generator().manual_seed(i)
+    return torch.randint(11, (4, 7), generator=generator).to(on.device)
+
+
+Inputs = Callable[[On, int], Tensor]
+MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "convolutions": (Convolutional, images),
+    "transformer with tied weights": (Language, words),
+    "recurrent": (lambda: nn.LSTM(6, 5, 2), lambda on, i: on.batch(i)[0].unsqueeze(1)),
+}
+MAKERS = {
+    "AdamW": common.adamw,
+    "SGD": common.sgd,
+    "Adam with amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True, fused=True),
+}
+
+
+def first(y: Any) -> Tensor:
+    return y[0] if isinstance(y, tuple) else y
+
+
+def model_trains(on: On, kind: str, make: Callable[..., Any], amp: bool) -> None:
+    build, inputs = MODELS[kind]
+
+    def script(wrap: Any) -> Any:
+        model = build().to(on.device)
+        optimizer = wrap(make(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            with torch.autocast(on.device.type, torch.bfloat16) if amp else nullcontext():
+                loss = first(model(inputs(on, i))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+def add_models() -> None:
+    for kind in MODELS:
+        for maker, make in MAKERS.items():
+            for amp in (False, True):
+                # An LSTM under autocast on a GPU packs its weights into one copy.
+                name = f"{kind}, {maker}" + (", autocast" if amp else "")
+                add(name, bound(model_trains, kind, make, amp), slow=amp)
+
+
+def bound(what: Callable[..., None], *given: Any) -> Callable[[On], None]:
+    def body(on: On) -> None:
+        what(on, *given)
+
+    return body
+
+
+@scenario(modes=("forward",))
+def clipping_and_accumulation(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        optimizer = wrap(common.adamw(model.parameters()))
+        for i in range(STEPS):
+            on.loss(model, 2 * i).backward()
+            on.loss(model, 2 * i + 1).backward()
+            yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=i % 2 == 0)
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+def amp_training(on: On, unscale: bool) -> None:
+    """Half precision with a loss scale that overflows now and then."""
+
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        optimizer = wrap(common.adamw(model.parameters()))
+        scaler = torch.amp.GradScaler(on.device.type, init_scale=2.0**14, growth_interval=2)
+        for i in range(2 * STEPS):
+            optimizer.zero_grad()
+            with torch.autocast(on.device.type, torch.bfloat16):
+                loss = on.loss(model, i) * (float("inf") if i == 4 else 1.0)
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            yield "scale", scaler.get_scale()
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+@scenario(modes=("forward",))
+def autocast_and_grad_scaler(on: On) -> None:
+    amp_training(on, unscale=False)
+
+
+@scenario(modes=("forward",))
+def autocast_and_grad_scaler_with_unscale_and_clip(on: On) -> None:
+    amp_training(on, unscale=True)
+
+
+@scenario(modes=("backward",))
+def a_scaled_loss_is_refused_before_any_update(on: On) -> None:
+    model = on.net()
+    optimizer = optfuse.fuse(common.adamw(model.parameters()), mode="backward")
+    before = common.weights(model)
+    scaler = torch.amp.GradScaler(on.device.type)
+    loss = scaler.scale(on.loss(model, 0))
+    common.refused(loss.backward)
+    common.assert_same("weights", common.weights(model), before)
+    assert optfuse.summary(optimizer).created == 0
+
+
+@scenario()
+def both_forms_of_checkpointing(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        optimizer = wrap(common.adamw(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            x, y = on.batch(i)
+            x.requires_grad_()
+            middle = checkpoint(model[:3], x, use_reentrant=i % 2 == 1)
+            nn.functional.mse_loss(model[3:](middle), y).backward()
+            optimizer.step()
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+@scenario()
+def schedulers_and_groups(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 3e-3},
+        ]
+        optimizer = wrap(torch.optim.AdamW(groups, lr=1e-2, fused=True))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
+        for i in range(STEPS):
+            yield "loss", on.train(model, optimizer, i)
+            scheduler.step()
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+@scenario()
+def an_lr_tensor_changed_while_pending(on: On) -> None:
+    """The update uses the value at step(), not what it became later."""
+
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        lr = torch.tensor(1e-2, device=on.device)
+        optimizer = wrap(common.adamw(model.parameters(), lr=lr))
+        for i in range(STEPS):
+            on.train(model, optimizer, i)
+            wrap.pending()
+            lr.mul_(0.5)
+        yield "weights", dict(model.state_dict())
+
+    on.same(script)
+
+
+def gradients_by_transform(on: On, model: nn.Module, i: int) -> dict[str, Tensor]:
+    x, y = on.batch(i)
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(torch.func.functional_call(model, values, (x,)), y)
+
+    return torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+
+@scenario()
+def functional_calls_and_transforms(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        optimizer = wrap(common.adamw(model.parameters()))
+        for i in range(STEPS):
+            on.train(model, optimizer, i)
+            wrap.pending()
+            if i % 2:
+                yield "gradients", gradients_by_transform(on, model, 50 + i)
+            else:
+                weights, x = dict(model.named_parameters()), on.batch(50 + i)[0]
+                yield "output", torch.func.functional_call(model, weights, (x,))
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+@scenario(modes=("forward",))
+def two_optimizers_on_one_model(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        one = wrap(common.adamw(model.parameters()))
+        two = wrap(common.sgd(model.parameters()))
+        for i in range(STEPS):
+            on.train(model, one, i)
+            on.train(model, two, i)
+        yield from common.everything(model, one)
+        yield from common.everything(model, two)
+
+    on.same(script)
+
+
+@scenario()
+def unfused_in_the_middle_and_fused_again(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        optimizer = wrap(common.adamw(model.parameters()))
+        for i in range(STEPS):
+            on.train(model, optimizer, i)
+            if i == 2 and wrap.fused:
+                optimizer = optfuse.unfuse(optimizer)
+            if i == 4 and wrap.fused:
+                optimizer = optfuse.fuse(optimizer, mode=on.mode)
+        yield from common.everything(model, optimizer)
+
+    on.same(script, prove=False)
+
+
+@scenario()
+def other_threads_infer_between_steps(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        model = on.net()
+        optimizer = wrap(common.adamw(model.parameters()))
+        seen: list[Tensor] = []
+
+        def infer(i: int) -> None:
+            with torch.no_grad():
+                seen.append(model(on.batch(i)[0]))
+            on.api.synchronize()
+
+        for i in range(STEPS):
+            on.train(model, optimizer, i)
+            thread = threading.Thread(target=infer, args=(i,))
+            thread.start()
+            thread.join()
+            yield "output", seen[-1]
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+@scenario()
+def two_models_train_in_two_threads(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        models = [on.net(), on.net()]
+        optimizers = [wrap(common.adamw(model.parameters())) for model in models]
+
+        def work(k: int) -> None:
+            stream = on.api.Stream()
+            stream.wait_stream(on.api.current_stream())
+            with on.api.stream(stream):
+                for i in range(4 * STEPS):
+                    on.train(models[k], optimizers[k], i + 10 * k)
+                optfuse.flush(optimizers[k])
+            stream.synchronize() if on.is_cuda else None
+
+        on.api.synchronize()
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+def compiled_training(on: On, **how: Any) -> None:
+    """The model is compiled; weights are read in between, too."""
+
+    def script(wrap: Any) -> Any:
+        torch._dynamo.reset()
+        model = on.net()
+        optimizer = wrap(common.adamw(model.parameters()))
+        fast = torch.compile(model, **how)
+        for i in range(STEPS):
+            yield "loss", on.train(fast, optimizer, i)
+            if i % 3 == 1:
+                yield "weight", model[0].weight.detach()
+        yield from common.everything(model, optimizer)
+
+    on.same(script, prove=False)
+
+
+@scenario()
+def a_model_traced_by_the_compiler(on: On) -> None:
+    compiled_training(on, backend="aot_eager")
+
+
+@scenario(slow=True)
+def a_compiled_model(on: On) -> None:
+    compiled_training(on)
+
+
+@scenario(devices=("cuda",))
+def a_compiled_model_with_reduced_overhead(on: On) -> None:
+    """The compiler records CUDA graphs of its own."""
+    compiled_training(on, mode="reduce-overhead")
+
+
+add_models()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions: exceptions on the way."""
+
+import torch
+from torch import nn
+
+from hazard.registry import BATCH, INDEX, action
+
+
+class Fault(Exception):
+    """What these actions raise in the middle of a pass."""
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Fault
+
+
+def fail(*_):
+    raise Fault
+
+
+@action(weight=3, gentle=True, model=INDEX, layer=INDEX, batch=BATCH)
+def exception_in_forward(world, model, layer, batch):
+    layers = list(world.model(model).children())
+    if not layers:
+        return
+    handle = layers[layer % len(layers)].register_forward_hook(fail)
+    try:
+        world.see("loss", world.loss(model, batch))
+    finally:
+        handle.remove()
+
+
+@action(model=INDEX, batch=BATCH)
+def exception_before_backward(world, model, batch):
+    """At its very start: no gradient is complete."""
+    world.backward(FailsInBackward.apply(world.loss(model, batch)))
+
+
+@action(model=INDEX, batch=BATCH)
+def exception_in_backward(world, model, batch):
+    """Half-way: the loss of the weights themselves has its gradients first."""
+    chosen = world.model(model)
+    layers = [m for m in chosen.children() if isinstance(m, nn.Linear)]
+    if not layers:
+        return
+    handle = layers[0].register_full_backward_pre_hook(fail)
+    try:
+        world.backward(world.loss(model, batch))
+    finally:
+        handle.remove()
+
+
+@action(weight=1, gentle=True, optimizer=INDEX)
+def exception_in_a_closure(world, optimizer):
+    world.step(optimizer, fail)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions: copies, checkpoints and averages of models and optimizers."""
+
+import copy
+import io
+import pickle
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hazard.reading import saved
+from hazard.registry import BOOL, INDEX, action
+
+
+@action(weight=3, gentle=True, by_reference=BOOL)
+def remember(world, by_reference):
+    """A checkpoint in memory; by reference it goes on with the training."""
+    models = [m.state_dict() for m in world.models]
+    optimizers = [o.state_dict() for o in world.optimizers]
+    kept = (models, optimizers)
+    world.saved.append(kept if by_reference else copy.deepcopy(kept))
+
+
+@action(weight=3, gentle=True, index=INDEX)
+def remember_by_saving(world, index):
+    models = [m.state_dict() for m in world.models]
+    world.saved.append(saved((models, [o.state_dict() for o in world.optimizers])))
+
+
+@action(weight=3, gentle=True, index=INDEX, what=("model", "optimizer", "both"))
+def go_back(world, index, what):
+    if not world.saved:
+        return
+    models, optimizers = world.saved[index % len(world.saved)]
+    if what != "optimizer":
+        for model, kept in zip(world.models, models, strict=True):
+            model.load_state_dict(kept)
+    if what != "model":
+        for optimizer, kept in zip(world.optimizers, optimizers, strict=False):
+            optimizer.load_state_dict(kept)
+
+
+@action(gentle=True, index=INDEX)
+def look_at_a_checkpoint(world, index):
+    if world.saved:
+        world.see("checkpoint", list(world.saved[index % len(world.saved)]))
+
+
+@action(weight=1, gentle=True)
+def forget_checkpoints(world):
+    world.saved.clear()
+
+
+@action(gentle=True)
+def go_on_with_deepcopies(world):
+    models, optimizers, extra = copy.deepcopy((world.models, world.optimizers, world.extra))
+    world.extra = extra
+    # A copy of a fused optimizer is fused.
+    world.replace(models, optimizers if world.fused else list(map(world.wrap, optimizers)))
+
+
+@action(gentle=True)
+def deepcopy_of_the_models(world):
+    twins = copy.deepcopy(world.models)
+    world.see("copies", [p.detach() for m in twins for p in m.parameters()])
+
+
+@action(gentle=True, how=("pickle", "torch.save"))
+def resume_from_memory(world, how):
+    """Model and optimizer in one file; what is loaded is a stock optimizer."""
+    together = (world.models, world.optimizers, world.extra)
+    if how == "pickle":
+        together = pickle.loads(pickle.dumps(together))
+    else:
+        memory = io.BytesIO()
+        torch.save(together, memory)
+        memory.seek(0)
+        together = torch.load(memory, weights_only=False)
+    models, optimizers, world.extra = together
+    world.replace(models, [world.wrap(optimizer) for optimizer in optimizers])
+
+
+@action(gentle=True, model=INDEX, foreach=BOOL)
+def start_an_average(world, model, foreach):
+    averaging = {"multi_avg_fn": get_ema_multi_avg_fn(0.7)} if foreach else {}
+    n = model % len(world.models)
+    world.averages.append((n, AveragedModel(world.models[n], **averaging)))
+
+
+@action(weight=4, gentle=True, index=INDEX)
+def update_an_average(world, index):
+    if world.averages:
+        n, average = world.averages[index % len(world.averages)]
+        average.update_parameters(world.models[n])
+        world.see("average", [p.detach() for p in average.parameters()])
+
+
+@action(weight=1, gentle=True, index=INDEX)
+@torch.no_grad()
+def take_an_average(world, index):
+    if world.averages:
+        n, average = world.averages[index % len(world.averages)]
+        for p, q in zip(world.models[n].parameters(), average.module.parameters(), strict=True):
+            p.copy_(q)
+
+
+@action(gentle=True, model=INDEX)
+@torch.no_grad()
+def average_by_hand(world, model):
+    for p in world.model(model).parameters():
+        twin = p.detach().clone()
+        p.lerp_(twin * 0.5, 0.25)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Programs as data: drawn from a seed, printed as code."""
+
+import random
+from dataclasses import dataclass, replace
+
+import hazard.faults  # noqa: F401
+import hazard.keeping  # noqa: F401
+import hazard.reading  # noqa: F401
+import hazard.reshaping  # noqa: F401
+import hazard.training  # noqa: F401
+import hazard.tuning  # noqa: F401
+import hazard.writing  # noqa: F401
+from hazard.models import MODELS, SIXTEEN_BITS
+from hazard.registry import ACTIONS
+
+LAST = ("look_at_weights_and_state", {})
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    setup: dict
+    actions: tuple  # (name, arguments) each
+
+    def with_actions(self, actions):
+        return replace(self, actions=tuple(actions))
+
+    def code(self):
+        """Runs from tests/python."""
+        lines = ["import torch", "from hazard.play import check", "from hazard.programs import Program", ""]
+        lines += [f"setup = {self.setup!r}", "actions = ["]
+        lines += [f"    ({name!r}, {arguments!r})," for name, arguments in self.actions]
+        lines += ["]", f"check(Program({self.seed}, setup, actions))"]
+        return "\n".join(lines)
+
+
+def options(rng, kind):
+    lr = rng.choice((1e-1, 1e-2, 1e-3))
+    decay = rng.choice((0.0, 0.1))
+    maximize = rng.random() < 0.1
+    if kind == "SGD":
+        momentum = rng.choice((0.0, 0.9, 0.9))
+        damped = rng.random() < 0.3
+        return {
+            "lr": lr,
+            "weight_decay": decay,
+            "momentum": momentum,
+            "dampening": 0.25 if damped else 0.0,
+            "nesterov": momentum > 0 and not damped and rng.random() < 0.4,
+            "maximize": maximize,
+        }
+    return {
+        "lr": lr,
+        "weight_decay": decay,
+        "betas": rng.choice(((0.9, 0.999), (0.3, 0.9), (0.0, 0.5))),
+        "amsgrad": rng.random() < 0.3,
+        "maximize": maximize,
+    }
+
+
+# Which parameters each optimizer takes; a choice that overlaps is refused in
+# backward mode, so it is rare.
+SHARES = (
+    [("all",)] * 12
+    + [("even", "odd")] * 3
+    + [("first models", "last model")] * 3
+    + [("all", "all"), ("even", "odd", "all")]
+)
+
+
+def draw_setup(rng):
+    names = [rng.choice(tuple(MODELS)) for _ in range(rng.choice((1, 1, 1, 2)))]
+    share = rng.choice(SHARES)
+    if "last model" in share:
+        names += [rng.choice(tuple(MODELS))] * (2 - len(names))
+    kinds = ("SGD", "Adam", "AdamW")
+    if any(name in SIXTEEN_BITS for name in names):
+        kinds = kinds[1:]  # stock's SGD is broken there, see docs/numerics.md
+    optimizers = []
+    for over in share:
+        kind = rng.choice(kinds)
+        optimizers.append(
+            {
+                "kind": kind,
+                "over": over,
+                "groups": rng.choice((1, 1, 2)),
+                "tensor_lr": rng.random() < 0.1,
+                "options": options(rng, kind),
+            }
+        )
+    return {"models": names, "optimizers": optimizers}
+
+
+def generate(seed):
+    """About half of all programs hold only what backward fusion can answer."""
+    rng = random.Random(seed)
+    setup = draw_setup(rng)
+    gentle = rng.random() < 0.5
+    usable = [a for a in ACTIONS.values() if a.gentle or not gentle]
+    if gentle:
+        usable = [a for a in usable if not a.between or a.name == "collect_garbage"]
+    if any(name in SIXTEEN_BITS for name in setup["models"]):
+        usable = [a for a in usable if a.name != "train_in_another_dtype"]
+    weights = [a.weight for a in usable]
+    drawn = rng.choices(usable, weights, k=rng.randint(5, 16))
+    start = [("iteration", {"model": 0, "batch": 0, "set_to_none": True})]
+    actions = [(a.name, a.draw(rng)) for a in drawn]
+    return Program(seed, setup, tuple(start + actions + [LAST]))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions: looking at weights, gradients and state."""
+
+import copy
+import ctypes
+import io
+import pickle
+import threading
+
+import numpy as np
+import torch
+from torch import nn
+
+from hazard.registry import BATCH, BOOL, INDEX, action
+
+WHAT = ("weight", "weight", "state")
+
+
+def through_address(t):
+    """The elements in the memory behind data_ptr(); of its own layout."""
+    if t.numel() == 0:
+        return b""
+    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    raw = bytearray(ctypes.string_at(t.data_ptr(), span * t.element_size()))
+    return torch.frombuffer(raw, dtype=t.dtype).as_strided(t.shape, t.stride()).clone()
+
+
+def through_storage(t):
+    storage = t.untyped_storage()
+    return torch.tensor([], dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+
+
+def saved(value):
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=False)
+
+
+def to_numpy(t):
+    t = t.detach()
+    return torch.as_tensor((t.float() if t.dtype == torch.bfloat16 else t).numpy())
+
+
+READS = {
+    "item": lambda t: t.abs().sum().item(),
+    "tolist": lambda t: torch.tensor(t.tolist(), dtype=torch.float64),
+    "numpy": to_numpy,
+    "numpy(force)": lambda t: torch.as_tensor(t.float().numpy(force=True)),
+    "asarray": lambda t: torch.as_tensor(np.asarray(t.detach().double())),
+    "address": through_address,
+    "storage": through_storage,
+    "dlpack": lambda t: torch.from_dlpack(t.detach()).clone(),
+    "data": lambda t: t.data,
+    "detach": lambda t: t.detach(),
+    "clone": lambda t: t.clone(),
+    "slice": lambda t: t[:1] if t.dim() else t,
+    "view": lambda t: t.reshape(-1)[::2],
+    "transposed": lambda t: t.t() if t.dim() == 2 else t,
+    "add": lambda t: t + 1,
+    "norm": lambda t: t.norm(),
+    "list": lambda t: torch.cat([t.reshape(-1), t.reshape(-1)]),
+    "foreach": lambda t: torch._foreach_mul([t, t], 2.0),
+    "double": lambda t: t.double(),
+    "copy_": lambda t: torch.zeros(t.shape, dtype=t.dtype).copy_(t.detach()),
+    "out": lambda t: torch.add(t.detach(), 1, out=torch.empty(0, dtype=t.dtype)),
+    "deepcopy": lambda t: copy.deepcopy(t.detach()),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t.detach())),
+    "save": lambda t: saved(t.detach()),
+    "repr": lambda t: repr(t),
+    "inference": torch.inference_mode()(lambda t: t * 2),
+    "vmap": lambda t: torch.vmap(lambda row: row.sum())(t.detach()) if t.dim() else t,
+    "func.grad": lambda t: torch.func.grad(lambda w: w.square().sum())(t.detach()),
+}
+
+
+@action(weight=14, gentle=True, what=WHAT, index=INDEX, way=READS)
+def read(world, what, index, way):
+    tensor = world.tensor(what, index)
+    if tensor is not None:
+        world.see(f"{what} by {way}", READS[way](tensor))
+
+
+# Backward mode: the storage of a spent gradient is empty, which PyTorch answers
+# with an error of its own ("out of bounds").
+OF_GRADIENTS = [way for way in READS if way != "storage"]
+
+
+@action(weight=5, between=True, index=INDEX, way=OF_GRADIENTS)
+def read_a_gradient(world, index, way):
+    read(world, "gradient", index, way)
+
+
+@action(weight=5, gradients=BOOL)
+def look(world, gradients):
+    world.look(gradients)
+
+
+@action(weight=3, gentle=True)
+def look_at_weights_and_state(world):
+    world.look(gradients=False)
+
+
+@action(weight=3, gentle=True, model=INDEX, batch=BATCH, inference=BOOL, train_mode=BOOL)
+def evaluate(world, model, batch, inference, train_mode):
+    chosen = world.model(model)
+    chosen.train(train_mode)
+    with torch.inference_mode() if inference else torch.no_grad():
+        world.see("output", world.loss(model, batch))
+    chosen.train()
+
+
+@action(gentle=True, model=INDEX, batch=BATCH)
+def data_parallel(world, model, batch):
+    wrapped = nn.DataParallel(world.model(model))
+    world.see("output", world.loss(model, batch, wrapped))
+
+
+@action(weight=1, gentle=True, model=INDEX)
+def parameters_to_vector(world, model):
+    params = list(world.model(model).parameters())
+    world.see("vector", nn.utils.parameters_to_vector(params))
+
+
+@action(weight=1, gentle=True, model=INDEX, batch=BATCH)
+def another_thread_infers(world, model, batch):
+    got = []
+
+    def infer():
+        with torch.no_grad():
+            got.append(world.loss(model, batch))
+
+    thread = threading.Thread(target=infer)
+    thread.start()
+    thread.join()
+    if not got:
+        raise RuntimeError("the other thread failed")
+    world.see("output", got[0])
+
+
+@action(weight=1, gentle=True, model=INDEX)
+def another_thread_reads_state_dict(world, model):
+    got = []
+
+    def read_all():
+        got.append([v.clone() for v in world.model(model).state_dict().values()])
+
+    thread = threading.Thread(target=read_all)
+    thread.start()
+    thread.join()
+    if not got:
+        raise RuntimeError("the other thread failed")
+    world.see("weights", got[0])
+
+
+@action(gentle=True, model=INDEX)
+def per_sample_gradients(world, model):
+    weights = [p.detach() for p in world.model(model).parameters() if p.dim() == 2]
+
+    def loss(weights, row):
+        return sum((w.sum(0)[0] * row).square().sum() for w in weights)
+
+    if weights:
+        x = torch.arange(3.0, dtype=weights[0].dtype).view(3, 1)
+        world.see("slopes", list(torch.vmap(torch.func.grad(loss), (None, 0))(weights, x)))

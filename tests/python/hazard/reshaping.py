@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions: what is done to models and the memory of their parameters."""
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from hazard.reference import is_dense
+from hazard.registry import BATCH, INDEX, action
+
+
+@action(gentle=True, model=INDEX, dtype=(torch.float64, torch.bfloat16))
+def to_another_dtype_and_back(world, model, dtype):
+    chosen = world.model(model)
+    before = next(chosen.parameters()).dtype
+    chosen.to(dtype)
+    chosen.to(before)
+
+
+@action(weight=1, model=INDEX, batch=BATCH)
+def train_in_another_dtype(world, model, batch):
+    chosen = world.model(model)
+    before = next(chosen.parameters()).dtype
+    chosen.to(torch.float64)
+    world.train(lambda: world.loss(model, batch))
+    chosen.to(before)
+
+
+@action(gentle=True, model=INDEX)
+def to_channels_last(world, model):
+    world.model(model).to(memory_format=torch.channels_last)
+
+
+@action(weight=3, gentle=True, index=INDEX, kind=("same strides", "other strides", "a slice"))
+def new_data(world, index, kind):
+    p = world.param(index)
+    if kind == "a slice":
+        p.data = torch.cat([p.data.reshape(-1), p.data.new_ones(3)])[: p.numel()].view(p.shape)
+    elif kind == "other strides" and p.dim() == 2:
+        p.data = p.data.t().contiguous().t()
+    else:
+        p.data = p.data.clone()
+
+
+def alike(a, b):
+    """Dense: two parameters in one memory are updated one after the other, which
+    the reference does not do with tensors it has to lay out anew."""
+    return a.shape == b.shape and a.dtype == b.dtype and is_dense(a) and is_dense(b)
+
+
+@action(gentle=True, first=INDEX, second=INDEX)
+def exchange_data(world, first, second):
+    """Two parameters swap their memory, one after the other."""
+    a, b = world.param(first), world.param(second)
+    if a is not b and alike(a, b):
+        a.data, b.data = b.data, a.data
+
+
+@action(weight=1, gentle=True, first=INDEX, second=INDEX)
+def tie_data(world, first, second):
+    a, b = world.param(first), world.param(second)
+    if alike(a, b):
+        a.data = b.data
+        world.overlapping = True
+
+
+@action(gentle=True, index=INDEX)
+def swap_tensors(world, index):
+    p = world.param(index)
+    if p.is_leaf and p.requires_grad:
+        world.losses.clear()  # a graph that holds the parameter forbids it
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
+
+
+@action(gentle=True, model=INDEX)
+def vector_to_parameters(world, model):
+    """All parameters become views of one memory."""
+    params = list(world.model(model).parameters())
+    vector = nn.utils.parameters_to_vector(params).detach() * 0.75
+    nn.utils.vector_to_parameters(vector, params)
+
+
+@action(weight=1, gentle=True, index=INDEX)
+def share_memory(world, index):
+    """The memory moves; an array over the old one would be left dangling."""
+    world.held.clear()
+    world.param(index).share_memory_()
+
+
+def plain_linear(world, index):
+    found = [m for m in world.modules() if isinstance(m._parameters.get("weight"), nn.Parameter)]
+    found = [m for m in found if not parametrize.is_parametrized(m)]
+    return found[index % len(found)] if found else None
+
+
+@action(gentle=True, index=INDEX)
+def prune_a_layer(world, index):
+    layer = plain_linear(world, index)
+    if layer is not None:
+        prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@action(weight=1, gentle=True)
+def make_pruning_permanent(world):
+    for module in world.modules():
+        if "weight_orig" in module._parameters:
+            prune.remove(module, "weight")
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight * 0.5
+
+
+@action(gentle=True, index=INDEX)
+def parametrize_a_layer(world, index):
+    layer = plain_linear(world, index)
+    if layer is not None:
+        parametrize.register_parametrization(layer, "weight", Halved())
+
+
+@action(weight=1, gentle=True)
+def end_parametrizations(world):
+    for module in world.modules():
+        if parametrize.is_parametrized(module):
+            parametrize.remove_parametrizations(module, "weight")
+
+
+@action(weight=1, gentle=True, model=INDEX)
+@torch.no_grad()
+def reset_parameters(world, model):
+    torch.manual_seed(9)
+    for module in world.model(model).modules():
+        if hasattr(module, "reset_parameters") and not parametrize.is_parametrized(module):
+            module.reset_parameters()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions: what is done to optimizers."""
+
+import gc
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import optfuse
+from hazard.reference import Dense
+from hazard.registry import INDEX, action
+
+
+@action(weight=3, between=True, gentle=True, optimizer=INDEX, group=INDEX, lr=(0.1, 1e-3, 0.0))
+def set_lr(world, optimizer, group, lr):
+    groups = world.optimizer(optimizer).param_groups
+    chosen = groups[group % len(groups)]
+    if torch.is_tensor(chosen["lr"]):
+        chosen["lr"].fill_(lr)
+    else:
+        chosen["lr"] = lr
+
+
+@action(between=True, gentle=True, optimizer=INDEX, value=(0.0, 0.1))
+def set_weight_decay(world, optimizer, value):
+    for group in world.optimizer(optimizer).param_groups:
+        group["weight_decay"] = value
+
+
+@action(between=True, gentle=True, optimizer=INDEX)
+def set_betas_or_momentum(world, optimizer):
+    for group in world.optimizer(optimizer).param_groups:
+        if "betas" in group:
+            group["betas"] = (0.5, 0.9)
+        else:
+            group["momentum"] = 0.5
+
+
+@action(weight=1, between=True, gentle=True, optimizer=INDEX)
+def toggle_maximize(world, optimizer):
+    for group in world.optimizer(optimizer).param_groups:
+        group["maximize"] = not group["maximize"]
+
+
+@action(weight=1, between=True, gentle=True, optimizer=INDEX)
+def toggle_amsgrad_or_nesterov(world, optimizer):
+    for group in world.optimizer(optimizer).param_groups:
+        if "amsgrad" in group:
+            group["amsgrad"] = not group["amsgrad"]
+        elif group["momentum"] > 0 and group["dampening"] == 0:
+            group["nesterov"] = not group["nesterov"]
+
+
+def sequence(o):
+    parts = [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    return lr_scheduler.SequentialLR(o, parts, [2])
+
+
+def chain(o):
+    return lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 2), lr_scheduler.LinearLR(o)])
+
+
+def cyclic(o):
+    return lr_scheduler.CyclicLR(o, 1e-3, 0.1, step_size_up=2, cycle_momentum=False)
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3], 0.5),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda i: 1 / (1 + i)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda i: 0.9),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": cyclic,
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=60),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": sequence,
+    "ChainedScheduler": chain,
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, 3),
+}
+
+
+@action(weight=4, between=True, gentle=True, optimizer=INDEX, kind=SCHEDULERS)
+def add_a_scheduler(world, optimizer, kind):
+    world.schedulers.append(SCHEDULERS[kind](world.optimizer(optimizer)))
+
+
+@action(weight=8, between=True, gentle=True, index=INDEX)
+def step_a_scheduler(world, index):
+    if not world.schedulers:
+        return
+    scheduler = world.schedulers[index % len(world.schedulers)]
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0)
+    else:
+        scheduler.step()
+    rates = [g["lr"] for o in world.optimizers for g in o.param_groups]
+    world.see("learning rates", rates)
+
+
+@action(gentle=True, optimizer=INDEX, rows=(1, 3, 17))
+def add_a_group(world, optimizer, rows):
+    p = nn.Parameter(torch.linspace(-1, 1, rows * 3).view(rows, 3))
+    world.extra.append(p)
+    world.optimizer(optimizer).add_param_group({"params": [p], "lr": 0.2})
+
+
+@action(weight=1, gentle=True, optimizer=INDEX)
+def take_a_group_away(world, optimizer):
+    groups = world.optimizer(optimizer).param_groups
+    if len(groups) > 1:
+        groups.pop(0)
+
+
+@action(gentle=True, index=INDEX)
+def toggle_requires_grad(world, index):
+    p = world.param(index)
+    if p.is_leaf:
+        p.requires_grad_(not p.requires_grad)
+
+
+@action(weight=3, gentle=True, optimizer=INDEX)
+def flush(world, optimizer):
+    if world.fused:
+        optfuse.flush(world.optimizer(optimizer))
+
+
+@action(gentle=True)
+def flush_everything(world):
+    if world.fused:
+        optfuse.flush()
+
+
+@action(gentle=True, optimizer=INDEX)
+def unfuse_and_fuse_again(world, optimizer):
+    if world.fused:
+        optfuse.unfuse(world.optimizer(optimizer))
+        world.wrap(world.optimizer(optimizer))
+
+
+@action(gentle=True, optimizer=INDEX, model=INDEX, batch=(0, 1))
+def train_one_round_unfused(world, optimizer, model, batch):
+    chosen = world.optimizer(optimizer)
+    if world.fused:
+        dense = Dense(optfuse.unfuse(chosen))
+    try:
+        world.train(lambda: world.loss(model, batch))
+    finally:
+        if world.fused:
+            dense.take_off()
+            world.wrap(chosen)
+
+
+@action(gentle=True, optimizer=INDEX)
+def replace_the_optimizer(world, optimizer):
+    """By a new one over the same parameters; the old one is dropped."""
+    i = optimizer % len(world.optimizers)
+    world.schedulers.clear()
+    world.unsettled.discard(i)
+    world.optimizers[i] = None
+    world.optimizers[i] = world.wrap(world.make(world.specs[i]))
+
+
+@action(weight=1, between=True, gentle=True)
+def collect_garbage(world):
+    gc.collect(1)
+
+
+@action(weight=1, between=True, gentle=True, optimizer=INDEX)
+def hook_before_step(world, optimizer):
+    """One that changes what step() does."""
+
+    def halve(chosen, args, kwargs):
+        for group in chosen.param_groups:
+            group["weight_decay"] *= 0.5
+
+    world.add_step_hook(optimizer, halve)
+
+
+@action(weight=1, between=True, optimizer=INDEX)
+def hook_before_step_on_gradients(world, optimizer):
+    def scale(chosen, args, kwargs):
+        for group in chosen.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    world.add_step_hook(optimizer, scale)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions: changing weights, gradients and state behind the optimizer's back,
+and names for their memory that are held across steps."""
+
+import torch
+from torch import nn
+
+from hazard.registry import INDEX, action
+
+WHAT = ("weight", "weight", "state")
+
+
+def set_data(t):
+    t.data = t.data * 0.5
+
+
+def write_numpy(t):
+    t.detach().numpy()[...] *= 0.5
+
+
+def write_slice(t):
+    t.view(-1)[:1].fill_(0.25)
+
+
+def write_storage(t):
+    t.untyped_storage()[0] = 7
+
+
+def set_item(t):
+    if t.dim() and len(t):
+        t[0] = 0.25
+
+
+WRITES = {
+    "mul_": lambda t: t.mul_(0.5),
+    "add_": lambda t: t.add_(0.01),
+    "zero_": lambda t: t.zero_(),
+    "clamp_": lambda t: t.clamp_(-0.1, 0.1),
+    "copy_": lambda t: t.copy_(t * 0.9),
+    "copy_ into data": lambda t: t.data.copy_(t.detach() * 0.9),
+    "mul_ of data": lambda t: t.data.mul_(0.9),
+    "data =": set_data,
+    "set_": lambda t: t.set_(t.detach() * 0.5),
+    "slice": write_slice,
+    "item": set_item,
+    "numpy": write_numpy,
+    "storage": write_storage,
+    "foreach": lambda t: torch._foreach_mul_([t], 0.5),
+    "out": lambda t: torch.mul(t, 0.5, out=t),
+    "lerp_": lambda t: t.lerp_(torch.zeros_like(t), 0.3),
+    "init": lambda t: nn.init.constant_(t, 0.1),
+    "normal_": lambda t: t.normal_(generator=torch.Generator().manual_seed(1)),
+}
+
+
+@action(weight=12, gentle=True, what=WHAT, index=INDEX, way=WRITES)
+@torch.no_grad()
+def write(world, what, index, way):
+    tensor = world.tensor(what, index)
+    if tensor is not None:
+        WRITES[way](tensor)
+
+
+OF_GRADIENTS = [way for way in WRITES if way != "storage"]  # see reading.py
+
+
+@action(weight=4, between=True, index=INDEX, way=OF_GRADIENTS)
+def write_a_gradient(world, index, way):
+    write(world, "gradient", index, way)
+
+
+def of_other_strides(p):
+    made = torch.full(p.shape, 0.5, dtype=p.dtype)
+    return made.t().contiguous().t() if made.dim() == 2 else made
+
+
+def with_holes(p):
+    wide = torch.linspace(-1, 1, 2 * p.numel(), dtype=torch.float64).to(p.dtype)
+    return wide.view(*p.shape, 2)[..., 0]
+
+
+GRADIENTS = {
+    "None": lambda p: None,
+    "ones": lambda p: torch.ones_like(p),
+    "a copy of the weight": lambda p: p.detach().clone(),
+    "the weight itself": lambda p: p.detach(),
+    "of other strides": of_other_strides,
+    "with holes": with_holes,
+    "expanded": lambda p: torch.tensor(0.5, dtype=p.dtype).expand(p.shape),
+    "NaN": lambda p: torch.full_like(p, float("nan")),
+    "tiny": lambda p: torch.full_like(p, 1e-40),
+    "of another dtype": lambda p: torch.ones(p.shape, dtype=torch.float64),
+    "sparse": lambda p: torch.ones_like(p).to_sparse(),
+}
+
+
+@action(weight=6, index=INDEX, kind=GRADIENTS)
+@torch.no_grad()
+def set_gradient(world, index, kind):
+    p = world.param(index)
+    p.grad = GRADIENTS[kind](p)
+
+
+@action(weight=3, kind=("ones", "of other strides", "with holes"))
+@torch.no_grad()
+def set_all_gradients(world, kind):
+    for p in world.params():
+        p.grad = GRADIENTS[kind](p)
+
+
+@action(gentle=True)
+def step_with_negated_gradients(world):
+    """They don't outlive it: PyTorch can't zero them, and after a backward of
+    backward mode there would be nothing left to fail on."""
+    for p in world.params():
+        p.grad = torch._neg_view(torch.full_like(p, 0.5)) if p.requires_grad else None
+    for i in range(len(world.optimizers)):
+        world.step(i)
+    for p in world.params():
+        p.grad = None
+
+
+@action(weight=2, first=INDEX, second=INDEX)
+def share_a_gradient(world, first, second):
+    """Two parameters whose gradients are one memory."""
+    a, b = world.param(first), world.param(second)
+    if a.shape == b.shape and a.dtype == b.dtype:
+        a.grad = torch.full(a.shape, 0.5, dtype=a.dtype)
+        b.grad = a.grad
+
+
+# ---- state
+
+STATES = {
+    "clone": lambda s: s.clone(),
+    "halved": lambda s: s * 0.5,
+    "zeros": lambda s: torch.zeros_like(s),
+    "other strides": lambda s: s.t().contiguous().t() if s.dim() == 2 else s.clone(),
+    "expanded": lambda s: torch.zeros((), dtype=s.dtype).expand(s.shape),
+    "another dtype": lambda s: s.to(torch.float64),
+}
+
+
+@action(weight=3, gentle=True, index=INDEX, kind=("clone", "halved", "zeros", "other strides"))
+def replace_state(world, index, kind):
+    found = world.states()
+    # The reference lays such state out for all parameters at once, which is not
+    # in order for those that overlap.
+    if found and not (kind == "other strides" and world.overlapping):
+        entry, key = found[index % len(found)]
+        entry[key] = STATES[kind](entry[key])
+
+
+@action(weight=1, index=INDEX, kind=("expanded", "another dtype"))
+def replace_state_badly(world, index, kind):
+    replace_state(world, index, kind)
+
+
+@action(weight=1, gentle=True, optimizer=INDEX)
+def clear_state(world, optimizer):
+    world.optimizer(optimizer).state.clear()
+
+
+@action(weight=1, gentle=True, optimizer=INDEX, index=INDEX)
+def forget_a_parameters_state(world, optimizer, index):
+    state = world.optimizer(optimizer).state
+    keys = [p for g in world.optimizer(optimizer).param_groups for p in g["params"] if p in state]
+    if keys:
+        del state[keys[index % len(keys)]]
+
+
+# ---- aliases
+
+ALIASES = {
+    "detached": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "a view": lambda t: t.detach().view(-1) if t.is_contiguous() else t.detach().t(),
+    "a slice": lambda t: t.detach()[:1] if t.dim() else t.detach(),
+    "an array": lambda t: t.detach().numpy(),
+    "itself": lambda t: t,
+    "through storage": lambda t: torch.tensor([], dtype=t.dtype).set_(t.untyped_storage()),
+}
+
+
+@action(weight=6, gentle=True, what=WHAT, index=INDEX, kind=ALIASES)
+def hold(world, what, index, kind):
+    tensor = world.tensor(what, index)
+    if tensor is not None:
+        world.held.append((f"{what}, {kind}", ALIASES[kind](tensor)))
+
+
+@action(weight=2, between=True, index=INDEX, kind=[k for k in ALIASES if k != "through storage"])
+def hold_a_gradient(world, index, kind):
+    hold(world, "gradient", index, kind)
+
+
+@action(gentle=True, model=INDEX)
+def hold_a_state_dict(world, model):
+    for name, tensor in world.model(model).state_dict().items():
+        world.held.append((name, tensor))
+
+
+@action(weight=4, gentle=True)
+def see_what_is_held(world):
+    if not any(what.startswith("gradient") for what, _ in world.held):
+        world.see_held()
+
+
+@action(weight=3)
+def see_all_that_is_held(world):
+    world.see_held()
+
+
+@action(weight=3, gentle=True, index=INDEX)
+@torch.no_grad()
+def write_through_an_alias(world, index):
+    if world.held:
+        alias = world.held[index % len(world.held)][1]
+        alias *= 0.5
+
+
+@action(gentle=True)
+def drop_what_is_held(world):
+    world.held.clear()
+    world.losses.clear()

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What random programs (run_hazard.py) have found, each as small as it gets."""
+
+import pytest
+import torch
+from common import adamw, batch, everything, fused_backward, loss_of, net, refused, same, sgd, train
+from torch import nn
+
+import optfuse
+
+both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
+
+
+def test_a_parameter_that_never_needed_a_gradient():
+    """It has no record of autograd's, where the gradient hook would be kept."""
+
+    def script(wrap):
+        model = net()
+        model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(4):
+            if i == 2:
+                model.frozen.requires_grad_()
+            optimizer.zero_grad()
+            (loss_of(model, i) + (model.frozen * i).square().sum()).backward()
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, "backward")
+
+
+@both_modes
+def test_a_parameter_with_holes_beside_one_whose_state_is_missing(mode):
+    """step() gives up and is called again when the state has been made."""
+
+    def train_with(make):
+        torch.manual_seed(0)
+        holes = nn.Parameter(make(torch.randn(5, 8)))
+        late = nn.Parameter(torch.randn(3))
+        optimizer = torch.optim.AdamW([holes, late], fused=True)
+        if make is with_holes:
+            optimizer = optfuse.fuse(optimizer, mode=mode)
+        for i in range(4):
+            optimizer.zero_grad()
+            (holes.square().sum() + (late.sum() if i >= 2 else 0)).backward()
+            optimizer.step()
+        return holes.detach(), late.detach()
+
+    def with_holes(wide):
+        return wide[:, ::2]
+
+    ours, stock = train_with(with_holes), train_with(lambda wide: wide[:, ::2].contiguous())
+    assert all(map(torch.equal, ours, stock)), "it was overwritten with what was never computed"
+
+
+def test_a_parameter_with_holes_stays_when_step_raises():
+    holes, other = nn.Parameter(torch.ones(5, 8)[:, ::2]), nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(sgd([holes, other]))
+    (holes.sum() + other.sum()).backward()
+    optimizer.step()
+    before = holes.detach().clone()
+    other.grad = torch.ones(3).to_sparse()
+    with pytest.raises(optfuse.Error, match="nothing was updated"):
+        optimizer.step()
+    assert torch.equal(holes, before), "it was overwritten although nothing was updated"
+
+
+class Overlapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        flat = torch.randn(44)
+        self.first = nn.Parameter(flat[:36].view(6, 6))
+        self.second = nn.Parameter(flat[8:].view(6, 6))
+
+    def forward(self, x):
+        return (torch.tanh(x @ self.first) @ self.second)[:, :3]
+
+
+@both_modes
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_parameters_that_overlap_are_updated_in_the_order_of_the_groups(mode, make):
+    def script(wrap):
+        model = Overlapping()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(5):
+            yield "loss", train(model, optimizer, i)
+        yield from everything(model, optimizer)
+
+    same(script, mode, prove=mode == "backward")
+
+
+def test_two_backward_passes_over_one_graph_see_the_same_weights():
+    """Generator and discriminator: the first pass must not update what the
+    second still needs."""
+
+    def script(wrap):
+        model = net()
+        optimizers = [wrap(adamw(model[0].parameters())), wrap(adamw(model[2:].parameters()))]
+        for i in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            out = model(batch(i)[0])
+            ours = list(model[2:].parameters())
+            out.square().sum().backward(retain_graph=True, inputs=ours)
+            out.sum().backward(inputs=list(model[0].parameters()))
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            yield from everything(model, optimizer)
+
+    same(script, "backward")
+
+
+def test_a_weight_read_behind_autograds_back_has_its_old_value_in_backward():
+    """x @ w.data: the graph holds the memory, and backward reads it."""
+
+    def script(wrap):
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(6, 6))
+        other = nn.Parameter(torch.randn(6, 6))
+        optimizer = wrap(adamw([w, other]))
+        for i in range(4):
+            optimizer.zero_grad()
+            x = batch(i)[0]
+            ((torch.tanh(x @ other) @ w.data) @ w).square().sum().backward()
+            optimizer.step()
+        yield "weights", [w.detach(), other.detach()]
+        yield "state", optimizer.state_dict()
+
+    same(script, "backward")
+
+
+@both_modes
+@pytest.mark.parametrize("counter", (0.9, 1e-7))
+def test_the_step_counter_is_a_number_of_its_own_precision(mode, counter):
+    """Stock adds 1 in float32, which rounds."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters(), betas=(0.99999, 0.9999999)))
+        for i in range(4):
+            train(model, optimizer, i)
+            if i == 1:
+                for entry in optimizer.state.values():
+                    entry["step"].fill_(counter)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+CHANGES = {
+    "lr": lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
+    "weight decay": lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
+    "a hook before step": lambda optimizer: optimizer.register_step_pre_hook(
+        lambda chosen, *_: chosen.param_groups[0].update(lr=0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_options_changed_between_backward_and_step_are_refused_in_backward_mode(change):
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    CHANGES[change](optimizer)
+    refused(optimizer.step, "between backward() and step()")
+
+
+def test_options_changed_before_backward_or_after_step_are_obeyed_in_backward_mode():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(6):
+            if i % 2:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            train(model, optimizer, i)
+            optimizer.param_groups[0]["weight_decay"] *= 0.5
+        yield from everything(model, optimizer)
+
+    same(script, "backward")
