@@ -52,7 +52,9 @@ void grow(const c10::Storage &mine, const c10::Storage &cpu) {
 
 } // namespace
 
-bool is_mine(const at::Tensor &tensor) { return tensor.defined() && tensor.device().type() == kDevice; }
+bool is_mine(const at::Tensor &tensor) {
+    return tensor.defined() && tensor.device().type() == kDevice;
+}
 
 Range range_of(const at::Tensor &tensor, bool write) {
     if (tensor.numel() == 0)
@@ -88,8 +90,7 @@ at::Tensor Aliases::of(const at::Tensor &tensor, Use use) {
                 "tensors are on different devices");
     if (device == -1 || tensor.dim() != 0)
         device = static_cast<c10::DeviceIndex>(tensor.get_device());
-    const at::Tensor cpu =
-        over(alias_of(tensor.storage(), use), c10::DispatchKey::CPU, tensor);
+    const at::Tensor cpu = over(alias_of(tensor.storage(), use), c10::DispatchKey::CPU, tensor);
     cpu._set_neg(tensor.is_neg());
     cpu._set_conj(tensor.is_conj());
     pairs_.push_back({tensor, cpu, use});

@@ -7,7 +7,9 @@
 
 namespace fake {
 
-static size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
+static size_t rounded(size_t bytes) {
+    return (bytes + 511) / 512 * 512;
+}
 
 Block *block_at(World &w, const void *address) {
     const char *at = static_cast<const char *>(address);

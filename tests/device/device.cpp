@@ -11,7 +11,9 @@ namespace {
 thread_local c10::DeviceIndex the_device = 0;
 thread_local std::array<StreamNumber, DEVICES> streams = {}; // 0: the default one
 
-void free_memory(void *memory) { release(memory); }
+void free_memory(void *memory) {
+    release(memory);
+}
 
 struct Memory final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
@@ -30,9 +32,13 @@ REGISTER_ALLOCATOR(kDevice, &memory)
 
 } // namespace
 
-c10::Allocator *allocator() { return &memory; }
+c10::Allocator *allocator() {
+    return &memory;
+}
 
-c10::DeviceIndex current_device() { return the_device; }
+c10::DeviceIndex current_device() {
+    return the_device;
+}
 
 void set_current_device(c10::DeviceIndex device) {
     TORCH_CHECK(device >= 0 && device < DEVICES, "there is no device ", int(device));

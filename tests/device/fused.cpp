@@ -30,8 +30,12 @@ struct Call {
     at::Tensor lr, grad_scale, found_inf; // undefined if not on the device
 };
 
-const void *data_of(const at::Tensor &tensor) { return tensor.storage().data() == nullptr ? nullptr : tensor.const_data_ptr(); }
-void *data_to(const at::Tensor &tensor) { return data_of(tensor) == nullptr ? nullptr : tensor.mutable_data_ptr(); }
+const void *data_of(const at::Tensor &tensor) {
+    return tensor.storage().data() == nullptr ? nullptr : tensor.const_data_ptr();
+}
+void *data_to(const at::Tensor &tensor) {
+    return data_of(tensor) == nullptr ? nullptr : tensor.mutable_data_ptr();
+}
 
 float float_at(const at::Tensor &tensor) {
     float value = 0;
@@ -67,7 +71,8 @@ double square_root(of_dtype dtype, double x) {
 
 // All elements of a tensor are taken in fours, or none.
 size_t tail_of(const of_span &span, of_dtype dtype) {
-    uintptr_t all = reinterpret_cast<uintptr_t>(span.param) | reinterpret_cast<uintptr_t>(span.grad);
+    uintptr_t all =
+        reinterpret_cast<uintptr_t>(span.param) | reinterpret_cast<uintptr_t>(span.grad);
     for (const void *state : span.state)
         all |= reinterpret_cast<uintptr_t>(state);
     return span.n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0 ? 0 : span.n;
@@ -82,8 +87,12 @@ void update(const Call &call, size_t i) {
         s.correction1 = correction(dtype, call.beta1, step);
         s.correction2 = square_root(dtype, correction(dtype, call.beta2, step));
     }
-    of_span span = {data_to(call.params[i]), data_of(call.grads[i]), {},
-                    static_cast<size_t>(call.params[i].numel()), 0, nullptr};
+    of_span span = {data_to(call.params[i]),
+                    data_of(call.grads[i]),
+                    {},
+                    static_cast<size_t>(call.params[i].numel()),
+                    0,
+                    nullptr};
     for (size_t j = 0; j < call.state.size(); j++)
         span.state[j] = call.state[j].empty() ? nullptr : data_to(call.state[j][i]);
     span.tail = tail_of(span, dtype);
@@ -128,16 +137,25 @@ void run(Call call, Maybe grad_scale, Maybe found_inf) {
 }
 
 // A learning rate on the host is a number.
-double rate_of(const at::Tensor &lr) { return is_mine(lr) ? 0.0 : lr.item<double>(); }
-at::Tensor on_device(const at::Tensor &lr) { return is_mine(lr) ? lr : at::Tensor(); }
+double rate_of(const at::Tensor &lr) {
+    return is_mine(lr) ? 0.0 : lr.item<double>();
+}
+at::Tensor on_device(const at::Tensor &lr) {
+    return is_mine(lr) ? lr : at::Tensor();
+}
 
 template <bool decoupled>
 void adam(List params, List grads, List m, List v, List most, List steps, double lr, double beta1,
           double beta2, double decay, double eps, bool amsgrad, bool maximize, Maybe grad_scale,
           Maybe found_inf, at::Tensor lr_at = {}) {
-    Call call = {"adam", decoupled ? "aten::_fused_adamw_" : "aten::_fused_adam_",
-                 params, grads, {m, v, most}, steps, {}, beta1, beta2, std::move(lr_at), {}, {}};
-    const double hyper[] = {lr, beta1, beta2, eps, decay, double(amsgrad), double(maximize), double(decoupled)};
+    Call call = {"adam",       decoupled ? "aten::_fused_adamw_" : "aten::_fused_adam_",
+                 params,       grads,
+                 {m, v, most}, steps,
+                 {},           beta1,
+                 beta2,        std::move(lr_at),
+                 {},           {}};
+    const double hyper[] = {
+        lr, beta1, beta2, eps, decay, double(amsgrad), double(maximize), double(decoupled)};
     std::memcpy(call.scalars.hyper, hyper, sizeof hyper);
     call.scalars.lr = lr;
     run(std::move(call), grad_scale, found_inf);
@@ -162,8 +180,8 @@ void adam_tensor(List params, List grads, List m, List v, List most, List steps,
 void sgd(List params, List grads, List buffers, double decay, double momentum, double lr,
          double dampening, bool nesterov, bool maximize, bool first, Maybe grad_scale,
          Maybe found_inf, at::Tensor lr_at) {
-    Call call = {"sgd", "aten::_fused_sgd_", params, grads, {buffers}, {}, {}, 0, 0,
-                 std::move(lr_at), {}, {}};
+    Call call = {"sgd", "aten::_fused_sgd_", params, grads, {buffers}, {}, {}, 0,
+                 0,     std::move(lr_at),    {},     {}};
     const double hyper[] = {lr, momentum, dampening, decay, double(nesterov), double(maximize)};
     std::memcpy(call.scalars.hyper, hyper, sizeof hyper);
     call.scalars.lr = lr;
@@ -181,8 +199,8 @@ void sgd_scalar(List params, List grads, List buffers, double decay, double mome
 void sgd_tensor(List params, List grads, List buffers, double decay, double momentum,
                 const at::Tensor &lr, double dampening, bool nesterov, bool maximize, bool first,
                 Maybe grad_scale, Maybe found_inf) {
-    sgd(params, grads, buffers, decay, momentum, rate_of(lr), dampening, nesterov, maximize,
-        first, grad_scale, found_inf, on_device(lr));
+    sgd(params, grads, buffers, decay, momentum, rate_of(lr), dampening, nesterov, maximize, first,
+        grad_scale, found_inf, on_device(lr));
 }
 
 } // namespace

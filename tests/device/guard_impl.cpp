@@ -2,8 +2,8 @@
 // guard_impl.cpp: devices, streams and events for torch's device guards, its
 // autograd engine and torch.Stream, torch.Event.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/version.h>
 
 #include <algorithm>

@@ -16,7 +16,6 @@ from common import Fused, Stock, assert_same, batch, snapshot
 from fakecuda import NAME
 from torch import nn
 
-
 # What a script trains, so that it does not free it with work under way.
 kept = []
 

@@ -107,9 +107,9 @@ at::Tensor convolution(const at::Tensor &input, const at::Tensor &weight,
     std::optional<at::Tensor> cpu_bias;
     if (bias && bias->defined())
         cpu_bias = a.of(*bias, Use::read);
-    const at::Tensor result = a.back(at::convolution_symint(
-        a.of(input, Use::read), a.of(weight, Use::read), cpu_bias, stride, padding, dilation,
-        transposed, output_padding, groups));
+    const at::Tensor result = a.back(
+        at::convolution_symint(a.of(input, Use::read), a.of(weight, Use::read), cpu_bias, stride,
+                               padding, dilation, transposed, output_padding, groups));
     a.report("aten::convolution");
     return result;
 }

@@ -7,7 +7,9 @@
 namespace fake {
 namespace {
 
-const char *verb(bool write) { return write ? " writes" : " reads"; }
+const char *verb(bool write) {
+    return write ? " writes" : " reads";
+}
 
 void add(World &w, const std::string &text) {
     if (w.watching)
@@ -32,11 +34,10 @@ bool replaces(const Access &now, const Access &old, const Clock &clock) {
 void compare(World &w, const Block &block, const Access &now, const Clock &clock) {
     for (const Access &old : block.accesses)
         if (conflict(old, now) && !happened(clock, old.stream, old.time))
-            add(w, now.name + " on " + name_of(now.stream) + verb(now.write) + " what " +
-                          old.name + " on " + name_of(old.stream) + verb(old.write) +
-                          ", and nothing puts the two in order: " +
-                          where(block, std::max(old.begin, now.begin),
-                                std::min(old.end, now.end)));
+            add(w, now.name + " on " + name_of(now.stream) + verb(now.write) + " what " + old.name +
+                       " on " + name_of(old.stream) + verb(old.write) +
+                       ", and nothing puts the two in order: " +
+                       where(block, std::max(old.begin, now.begin), std::min(old.end, now.end)));
 }
 
 } // namespace
@@ -50,16 +51,17 @@ void touch(World &w, StreamNumber stream, uint64_t time, const std::string &name
         add(w, name + verb(range.write) + " memory that is not the device's");
         return;
     }
-    const size_t begin = static_cast<size_t>(static_cast<const char *>(range.address) - block->base);
+    const size_t begin =
+        static_cast<size_t>(static_cast<const char *>(range.address) - block->base);
     const Access now = {stream, time, begin, begin + range.bytes, range.write, name};
     if (!block->in_use)
-        add(w, name + verb(range.write) + " memory that is free: " +
-                      where(*block, now.begin, now.end));
+        add(w, name + verb(range.write) +
+                   " memory that is free: " + where(*block, now.begin, now.end));
     if (now.end > block->size)
         add(w, name + verb(range.write) + " past the end of its memory");
     if (w.streams.at(stream).device != w.streams.at(block->owner).device)
         add(w, name + " on " + name_of(stream) + verb(range.write) +
-                      " memory of another device: " + where(*block, now.begin, now.end));
+                   " memory of another device: " + where(*block, now.begin, now.end));
     const Clock &clock = w.streams.at(stream).clock;
     compare(w, *block, now, clock);
     auto &accesses = block->accesses;
@@ -73,9 +75,9 @@ void check_free(World &w, const Block &block, const Clock &clock) {
     for (const Access &old : block.accesses)
         if (!happened(clock, old.stream, old.time))
             add(w, "memory is freed that " + old.name + " on " + name_of(old.stream) +
-                          verb(old.write) + ", and " + name_of(block.owner) +
-                          " may use it again before that (record_stream is missing): " +
-                          where(block, old.begin, old.end));
+                       verb(old.write) + ", and " + name_of(block.owner) +
+                       " may use it again before that (record_stream is missing): " +
+                       where(block, old.begin, old.end));
 }
 
 void launch(StreamNumber stream, const std::string &name, const std::vector<Range> &ranges) {

@@ -41,7 +41,9 @@ uint64_t tick(World &w, StreamNumber stream) {
     return ++clock[stream];
 }
 
-StreamNumber default_stream(int device) { return static_cast<StreamNumber>(device) + 1; }
+StreamNumber default_stream(int device) {
+    return static_cast<StreamNumber>(device) + 1;
+}
 
 StreamNumber new_stream(int device) {
     World &w = world();

@@ -53,8 +53,7 @@ def step_in_a_capture_is_launched_in_it():
     torch.ops.fakecuda.set_logging(False)
     assert launched, "step() left its update pending inside the capture"
     settle()
-    weights = to_host(list(model.parameters()))
-    return weights
+    return to_host(list(model.parameters()))
 
 
 def test_a_step_in_a_capture_is_launched_in_it():

@@ -29,7 +29,8 @@ class Block(nn.Module):
         self.heads = heads
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.wide = nn.Sequential(*wide)
 
     def forward(self, x):
         batch, length, width = x.shape

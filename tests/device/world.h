@@ -39,11 +39,11 @@ struct Stream {
 };
 
 struct World {
-    std::mutex lock; // guards everything below
+    std::mutex lock;             // guards everything below
     std::vector<Stream> streams; // [0] is the host
     std::vector<StreamNumber> pools[DEVICES];
-    size_t given = 0; // streams of full pools
-    std::map<const char *, std::unique_ptr<Block>> blocks; // by base
+    size_t given = 0;                                                     // streams of full pools
+    std::map<const char *, std::unique_ptr<Block>> blocks;                // by base
     std::map<std::pair<StreamNumber, size_t>, std::vector<Block *>> free; // by owner and size
     std::vector<std::string> races, launches;
     bool watching = true, logging = false, prompt = false;

@@ -12,11 +12,13 @@ DEVICE = os.environ.get("OPTFUSE_TEST_ON", "")
 # What there is no sense in on a device, or no way to do on the fake one.
 HOST_MEMORY = "it needs memory of the host"
 OTHER_PROCESS = "the device is not set up in another process"
+OTHER_THREAD = "torch.set_default_device() is for one thread"
 TOGETHER = "on a device neighbours are launched together"
 NOT_PLAYED = "the fake device can't do it"
 LEFT_OUT = {
     r"numpy|np\.asarray|DLPack|share_memory|shared": HOST_MEMORY,
-    r"atexit|pickled_optimizer_loads|data_parallel|in_two_threads|fork": OTHER_PROCESS,
+    r"atexit|pickled_optimizer_loads|data_parallel|fork": OTHER_PROCESS,
+    r"in_two_threads|in_another_thread": OTHER_THREAD,
     r"test_exception_in_forward": TOGETHER,
     r"sparse|lazy_parameter|lazy_zero|lazily_negated|\[(adamw-|sgd-)?data =\]": NOT_PLAYED,
 }
