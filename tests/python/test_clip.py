@@ -30,6 +30,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import optfuse
+from optfuse import _clip
 
 STEPS = 4
 TIGHT = 0.05  # far below every norm here
@@ -110,6 +111,29 @@ def test_with_threads(several_threads):
             yield from everything(model, optimizer)
 
     same(script)
+
+
+def test_our_norms_are_those_of_torch(several_threads):
+    """At every length of a tail, of several gradients at once, on one thread
+    and on three, with infinities and NaN among them."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("PyTorch's norm has other roundings here; its operator is used")
+    assert _clip._our_norm_is_torchs()
+    sizes = (*range(1, 130), 1000, 4095, 33_333, 400_001)
+    for spread in (1.0, 1e-30, 1e25):
+        params = [nn.Parameter(torch.zeros(n)) for n in sizes]
+        optimizer = optfuse.fuse(sgd(params))
+        for p in params:
+            p.grad = torch.randn(p.shape) * spread
+        params[50].grad[3], params[60].grad[4] = math.inf, math.nan
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            ours = _clip.Gradients(params).norms()
+            stock = torch.stack([torch.linalg.vector_norm(p.grad, 2.0) for p in params])
+            assert_same_tensor(f"norms of {spread}", ours, stock)
+            stock = torch.stack(torch._foreach_norm([p.grad for p in params], 2.0))
+            assert_same_tensor(f"foreach norms of {spread}", ours, stock)
+        optfuse.unfuse(optimizer)
 
 
 # Nothing is written, and nothing is seen
