@@ -75,7 +75,7 @@ class Gradients:
 def _refuse_backward(link: _link.Link, slot: int) -> None:
     if link.mode == BACKWARD and guard("clip"):
         raise Error(
-            f"optfuse: clip_grad_norm_() needs all gradients at once, but {link.label(slot)} "
+            f"optfuse: clipping and unscaling need all gradients at once, but {link.label(slot)} "
             "belongs to an optimizer in backward mode, whose updates don't wait for them; "
             'use optfuse.fuse(optimizer, mode="forward")'
         )
