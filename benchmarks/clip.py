@@ -111,5 +111,5 @@ def clipped(rounds: int) -> Iterator[Clipped]:
 
 
 if __name__ == "__main__":
-    for result in clipped(40):
+    for result in clipped(15):
         print(result, flush=True)

@@ -3,7 +3,8 @@
  *
  * PyTorch sums the squares in eight lanes, adds the lanes in order, and then
  * what does not fill a vector: four squares at a time, rounded before they are
- * added, and the last three at most by fused multiply-adds. */
+ * added, and the last three at most by fused multiply-adds. The norm of one
+ * element is its absolute value. */
 #include <math.h>
 #include <string.h>
 
@@ -52,6 +53,6 @@ void OF_NORM(of_norm *of) {
         sum = at < fused ? sum + square : fmaf(x, x, sum);
         zeros += of->data[at] * 0.0f;
     }
-    of->norm = sqrtf(sum);
+    of->norm = of->n == 1 ? fabsf(scaled_at(of, 0)) : sqrtf(sum);
     of->finite = zeros == 0.0f;
 }

@@ -75,7 +75,7 @@ class Gradients:
 def _refuse_backward(link: _link.Link, slot: int) -> None:
     if link.mode == BACKWARD and guard("clip"):
         raise Error(
-            f"optfuse: clip_grad_norm_() needs all gradients at once, but {link.label(slot)} "
+            f"optfuse: clipping and unscaling need all gradients at once, but {link.label(slot)} "
             "belongs to an optimizer in backward mode, whose updates don't wait for them; "
             'use optfuse.fuse(optimizer, mode="forward")'
         )
@@ -88,11 +88,12 @@ def _our_norm_is_torchs() -> bool:
     do the work."""
     random = torch.Generator().manual_seed(0)
     for n in (*range(1, 40), 1000, 1001, 1006, 1007, 5000):
-        x = torch.randn(n, generator=random)
-        ours = torch.ops.optfuse.norm(x)
-        for theirs in (torch.linalg.vector_norm(x, 2.0), *torch._foreach_norm([x], 2.0)):
-            if guard("norm") and ours.item() != theirs.item():
-                return False
+        for spread in (1.0, 1e-30):  # the squares of the latter vanish
+            x = torch.randn(n, generator=random) * spread
+            ours = torch.ops.optfuse.norm(x)
+            for theirs in (torch.linalg.vector_norm(x, 2.0), *torch._foreach_norm([x], 2.0)):
+                if guard("norm") and ours.item() != theirs.item():
+                    return False
     return True
 
 

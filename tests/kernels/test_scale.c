@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The rows that multiply gradients: what the plain C row computes, and that all
- * others give its bits, apart and in place, between guard pages. */
+/* The rows that multiply gradients and those that find their norms: what the
+ * plain C row computes, and that all others give its bits, between guard pages. */
 #include <check.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "arrays.h"
 #include "cpu/narrow.h"
+#include "norm.h"
 #include "scale.h"
 
 enum { ROUNDS = 300, MOST = 2000, TO = 0, FROM = 1 };
@@ -93,11 +95,46 @@ START_TEST(there_is_a_row_for_every_dtype_and_isa) {
 }
 END_TEST
 
+/* Both rows read the same array, which ends at a guard page. */
+static bool norms_agree(of_isa isa, arrays *a, bool special, uint64_t *random) {
+    const size_t n = 1 + random_next(random) % (random_next(random) % 4 ? 100 : MOST - 1);
+    arrays_place(a, OF_FLOAT32, n, 0, random);
+    arrays_fill(a, random);
+    float *x = (float *)(void *)a->at[FROM];
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) {
+        if (!special)
+            x[i] = (float)(random_real(random) * 2.0 - 1.0);
+        finite = finite && isfinite(x[i]);
+    }
+    of_norm plain = {.data = x, .n = n}, row = plain;
+    pick_factors(plain.factors, random);
+    memcpy(row.factors, plain.factors, sizeof row.factors);
+    of_norm_find(OF_ISA_C)(&plain);
+    of_norm_find(isa)(&row);
+    return (row.norm == plain.norm || (isnan(row.norm) && isnan(plain.norm))) &&
+           row.finite == finite && plain.finite == finite && arrays_intact(a);
+}
+
+START_TEST(every_norm_has_the_bits_of_the_c_one) {
+    arrays a;
+    arrays_create(&a, MOST * sizeof(double));
+    for (of_isa isa = OF_ISA_C; isa <= of_isa_detect(); isa++) {
+        uint64_t random = 11;
+        for (int i = 0; i < ROUNDS; i++)
+            ck_assert_msg(norms_agree(isa, &a, i % 2 == 0, &random), "%s, round %d",
+                          of_isa_name(isa), i);
+    }
+    arrays_destroy(&a);
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create("scale");
     TCase *rows = tcase_create("rows");
     tcase_add_test(rows, every_row_gives_the_bits_of_the_c_row);
     tcase_add_test(rows, each_product_is_rounded_to_the_element_type);
+    tcase_add_test(rows, every_norm_has_the_bits_of_the_c_one);
     tcase_add_test(rows, there_is_a_row_for_every_dtype_and_isa);
     suite_add_tcase(suite, rows);
     SRunner *runner = srunner_create(suite);

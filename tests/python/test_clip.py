@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import os
+import threading
 from pathlib import Path
 
 import numpy
@@ -30,6 +31,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import optfuse
+from optfuse import _clip
 
 STEPS = 4
 TIGHT = 0.05  # far below every norm here
@@ -110,6 +112,29 @@ def test_with_threads(several_threads):
             yield from everything(model, optimizer)
 
     same(script)
+
+
+def test_our_norms_are_those_of_torch(several_threads):
+    """At every length of a tail, of several gradients at once, on one thread
+    and on three, with infinities and NaN among them."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("PyTorch's norm has other roundings here; its operator is used")
+    assert _clip._our_norm_is_torchs()
+    sizes = (*range(1, 130), 1000, 4095, 33_333, 400_001)
+    for spread in (1.0, 1e-30, 1e25):
+        params = [nn.Parameter(torch.zeros(n)) for n in sizes]
+        optimizer = optfuse.fuse(sgd(params))
+        for p in params:
+            p.grad = torch.randn(p.shape) * spread
+        params[50].grad[3], params[60].grad[4] = math.inf, math.nan
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            ours = _clip.Gradients(params).norms()
+            stock = torch.stack([torch.linalg.vector_norm(p.grad, 2.0) for p in params])
+            assert_same_tensor(f"norms of {spread}", ours, stock)
+            stock = torch.stack(torch._foreach_norm([p.grad for p in params], 2.0))
+            assert_same_tensor(f"foreach norms of {spread}", ours, stock)
+        optfuse.unfuse(optimizer)
 
 
 # Nothing is written, and nothing is seen
@@ -401,6 +426,35 @@ def test_clip_without_step():
         yield from everything(model, optimizer)
 
     same(script)
+
+
+@pytest.mark.parametrize("stepped", (False, True))
+def test_another_thread_looks(stepped):
+    model, optimizer = model_to_clip()
+    stock = twin_of(model)
+    nn.utils.clip_grad_norm_(stock.parameters(), TIGHT)
+    optfuse.clip_grad_norm_(optimizer, TIGHT)
+    if stepped:
+        optimizer.step()
+    seen = []
+    thread = threading.Thread(target=lambda: seen.extend(gradients(model)))
+    thread.start()
+    thread.join()
+    for ours, p in zip(seen, stock.parameters(), strict=True):
+        assert_same_tensor("gradient", ours, p.grad)
+
+
+def test_a_forked_child_looks():
+    model, optimizer = model_to_clip()
+    stock = twin_of(model)
+    nn.utils.clip_grad_norm_(stock.parameters(), TIGHT)
+    optfuse.clip_grad_norm_(optimizer, TIGHT)
+    child = os.fork()
+    if child == 0:
+        pairs = zip(model.parameters(), stock.parameters(), strict=True)
+        os._exit(0 if all(torch.equal(p.grad, q.grad) for p, q in pairs) else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, "the child sees other gradients"
 
 
 # Which parameters
