@@ -322,6 +322,14 @@ def a_learning_rate_changed_after_backward_is_not_ignored():
     must_raise(pair.fused.step, "step() with another learning rate than backward used")
 
 
+@guards("discarded")
+def a_gradient_thrown_away_after_it_was_applied_raises():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.ours.zero_grad()
+    must_raise(pair.fused.step, "step() after the gradients were thrown away")
+
+
 # The player
 
 

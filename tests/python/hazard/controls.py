@@ -31,6 +31,7 @@ OFTEN = {
     "copyback": (),
     "postpone": (),
     "create_graph": ("backward_with_create_graph",),
+    "discarded": ("backward", "zero_grad_of_the_model", "step"),
     "late": ("hook_before_step",),
 }
 
