@@ -30,8 +30,7 @@ OFTEN = {
     "dense": ("new_data", "set_gradient"),
     "copyback": (),
     "postpone": (),
-    "create_graph": ("backward_with_create_graph",),
-    "discarded": ("backward", "zero_grad_of_the_model", "step"),
+    "discarded": ("discarded_backward",),
     "late": ("hook_before_step",),
 }
 
@@ -41,6 +40,7 @@ OUT_OF_REACH = {
     "fork": "programs don't fork",
     "ddp": "programs have one process",
     "compile": "compiling takes seconds; its scenario needs key, seal and raw off as well",
+    "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
     "recheck": "without it the update runs in step(): later, with the same bits",
     "scaler": "GradScaler then reads gradients that are spent, which raises too",
 }
