@@ -67,7 +67,8 @@ bool defer(void *, void *opaque) {
 
 bool can_reuse_spent(const at::Tensor &spent, const at::Tensor &param) {
     return spent.defined() && spent.use_count() == 1 && is_spent(spent.unsafeGetTensorImpl()) &&
-           spent.sizes() == param.sizes() && spent.dtype() == param.dtype();
+           spent.sizes() == param.sizes() && spent.dtype() == param.dtype() &&
+           (spent.strides() == param.strides() || !param.is_non_overlapping_and_dense());
 }
 
 void spend_gradient(Hold *hold) {

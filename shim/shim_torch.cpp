@@ -8,6 +8,7 @@
 #include "device.h"
 #include "error.h"
 #include "memory.h"
+#include "guard.h"
 #include "tensors.h"
 
 using optfuse::plan_of;
@@ -122,10 +123,39 @@ int of_shim_group(of_shim_plan *handle, size_t group, const double *hyper, size_
     return of_plan_set_group(plan_of(handle)->core, group, hyper, n_hyper);
 }
 
+namespace {
+
+bool is_kept(const optfuse::Slot *slot) {
+    const at::Tensor &grad = slot->param->grad();
+    return grad.defined() && optfuse::is_spent(grad.unsafeGetTensorImpl());
+}
+
+// Backward mode: stock would not apply a gradient that has been dropped since
+// backward, and would apply one that has taken its place.
+bool gradients_are_kept(optfuse::Plan *plan) {
+    if (!OF_GUARD(discarded) || !of_plan_unconfirmed(plan->core))
+        return true;
+    of_plan_close(plan->core);
+    for (const optfuse::Slot *slot : plan->slots)
+        if (of_plan_is_updated(plan->core, slot->index) && !is_kept(slot)) {
+            of_set_error("the gradient of %s was discarded, zeroed or replaced between backward() "
+                         "and step(), but backward fusion has already applied it; where gradients "
+                         "are changed or thrown away, use optfuse.fuse(optimizer, "
+                         "mode=\"forward\")",
+                         slot->label.c_str());
+            return false;
+        }
+    return true;
+}
+
+} // namespace
+
 int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
     optfuse::Plan *plan = plan_of(handle);
     optfuse::note_stepping_thread();
     plan->stepping.store(pthread_self(), std::memory_order_relaxed);
+    if (!gradients_are_kept(plan))
+        return OF_INVALID;
     return of_plan_step(plan->core, needs, capacity, n_needs);
 }
 

@@ -3,7 +3,8 @@
 // it. Metadata (shape, dtype, device) reads as usual; any operator that would
 // read numbers raises, because no numbers are left.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zero.h>
 #include <c10/core/TensorOptions.h>
 
 #include <cstring>
@@ -54,9 +55,12 @@ std::string shape_of(const c10::TensorImpl *impl) {
 // zero_grad(set_to_none=False): the gradient becomes a real tensor again.
 void make_real_zeros(c10::TensorImpl *impl) {
     const auto sizes = impl->sizes().vec();
+    const auto strides = impl->strides().vec();
     PlainMode plain;
     const at::Tensor zeros =
-        at::zeros(sizes, at::TensorOptions().dtype(impl->dtype()).device(impl->device()));
+        at::empty_strided(sizes, strides,
+                          at::TensorOptions().dtype(impl->dtype()).device(impl->device()))
+            .zero_();
     impl->set_storage_keep_dtype(zeros.storage());
     impl->set_sizes_and_strides(zeros.sizes(), zeros.strides());
     unmark(impl);
@@ -70,8 +74,11 @@ at::Tensor make_spent(const at::Tensor &param) {
         c10::DispatchKeySet(c10::computeDispatchKey(param.scalar_type(), c10::kStrided,
                                                     param.device())),
         param.dtype());
-    const std::vector<int64_t> strides(static_cast<size_t>(param.dim()), 0);
-    spent.unsafeGetTensorImpl()->set_sizes_and_strides(param.sizes(), strides);
+    // As autograd lays gradients out.
+    if (param.is_non_overlapping_and_dense())
+        spent.unsafeGetTensorImpl()->set_sizes_and_strides(param.sizes(), param.strides());
+    else
+        spent.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
     mark(spent.unsafeGetTensorImpl());
     return spent;
 }

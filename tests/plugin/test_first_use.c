@@ -141,6 +141,30 @@ START_TEST(host_can_end_deferring) {
 }
 END_TEST
 
+/* The table of pending memory starts with 1024 places and doubles; AddressSanitizer
+ * sees whether the old ones are freed. */
+START_TEST(two_thousand_pending_tensors_find_their_updates) {
+    enum { PLANS = 9 };
+    fixture *fixtures[PLANS];
+    for (int i = 0; i < PLANS; i++) {
+        fixtures[i] = setup(OF_FORWARD, 0);
+        for (int k = 0; k < MAX_TWINS; k++)
+            add(fixtures[i], 1 + k % 5);
+        backward_all(fixtures[i]);
+        step(fixtures[i]);
+        ck_assert_uint_eq(counts(fixtures[i]).pending, MAX_TWINS);
+    }
+    for (int i = PLANS; i-- > 0;) {
+        for (size_t k = 0; k < fixtures[i]->n; k += 2)
+            check_twin(&fixtures[i]->twins[k]);
+        ck_assert_uint_eq(counts(fixtures[i]).pending, MAX_TWINS / 2);
+    }
+    for (int i = 0; i < PLANS; i++)
+        teardown_unchecked(fixtures[i]);
+    ck_assert(!of_any_pending());
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create("first use");
     TCase *tests = tcase_create("first use");
@@ -154,6 +178,7 @@ int main(void) {
     tcase_add_test(tests, replaced_memory_keeps_its_own_update);
     tcase_add_test(tests, foreign_thread_ends_deferring);
     tcase_add_test(tests, host_can_end_deferring);
+    tcase_add_test(tests, two_thousand_pending_tensors_find_their_updates);
     suite_add_tcase(suite, tests);
     return run(suite);
 }

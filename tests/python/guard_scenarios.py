@@ -165,7 +165,7 @@ def a_second_gradient_before_step_raises():
     must_raise(lambda: loss_of(pair.ours, 1).backward(), "a second backward before step()")
 
 
-@guards("spent")
+@guards("spent", "discarded")
 def clipping_a_spent_gradient_raises():
     pair = Pair(mode="backward")
     loss_of(pair.ours, 0).backward()
@@ -437,6 +437,14 @@ def a_learning_rate_changed_after_backward_is_not_ignored():
     loss_of(pair.ours, 0).backward()
     pair.fused.param_groups[0]["lr"] *= 0.5
     must_raise(pair.fused.step, "step() with another learning rate than backward used")
+
+
+@guards("discarded")
+def a_gradient_thrown_away_after_it_was_applied_raises():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.ours.zero_grad()
+    must_raise(pair.fused.step, "step() after the gradients were thrown away")
 
 
 # The player

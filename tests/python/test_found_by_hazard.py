@@ -179,3 +179,44 @@ def test_options_changed_before_backward_or_after_step_are_obeyed_in_backward_mo
         yield from everything(model, optimizer)
 
     same(script, "backward")
+
+
+def throw_away(model):
+    model.zero_grad()
+
+
+def zero(model):
+    model.zero_grad(set_to_none=False)
+
+
+def replace(model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+@pytest.mark.parametrize("change", (throw_away, zero, replace))
+def test_gradients_changed_between_backward_and_step_are_refused_in_backward_mode(change):
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    change(model)
+    refused(optimizer.step, "between backward() and step()", "parameter 0 of group 0")
+
+
+def test_zeroed_gradients_lie_in_memory_as_their_parameter():
+    def script(wrap):
+        model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        model.turned = nn.Parameter(torch.randn(5, 4).t())
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            x = torch.ones(1, 2, 4, 4) * (i + 1)
+            (model(x).sum() + model.turned.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            yield "strides", [p.grad.stride() for p in model.parameters()]
+            yield "zeros", [p.grad for p in model.parameters()]
+        yield from everything(model, optimizer)
+
+    same(script, "backward")

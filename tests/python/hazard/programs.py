@@ -21,10 +21,10 @@ LAST = ("look_at_weights_and_state", {})
 class Program:
     seed: int
     setup: dict
-    actions: tuple  # (name, arguments) each
+    actions: list  # (name, arguments) each
 
     def with_actions(self, actions):
-        return replace(self, actions=tuple(actions))
+        return replace(self, actions=list(actions))
 
     def code(self):
         """Runs from tests/python."""
@@ -93,18 +93,19 @@ def draw_setup(rng):
     return {"models": names, "optimizers": optimizers}
 
 
-def generate(seed):
-    """About half of all programs hold only what backward fusion can answer."""
+def generate(seed, often=()):
+    """About half of all programs hold only what backward fusion can answer.
+    often: names of actions to be drawn more often, in programs of all kinds."""
     rng = random.Random(seed)
     setup = draw_setup(rng)
-    gentle = rng.random() < 0.5
+    gentle = rng.random() < 0.5 and not often
     usable = [a for a in ACTIONS.values() if a.gentle or not gentle]
     if gentle:
         usable = [a for a in usable if not a.between or a.name == "collect_garbage"]
     if any(name in SIXTEEN_BITS for name in setup["models"]):
         usable = [a for a in usable if a.name != "train_in_another_dtype"]
-    weights = [a.weight for a in usable]
+    weights = [a.weight * (10 if a.name in often else 1) for a in usable]
     drawn = rng.choices(usable, weights, k=rng.randint(5, 16))
     start = [("iteration", {"model": 0, "batch": 0, "set_to_none": True})]
     actions = [(a.name, a.draw(rng)) for a in drawn]
-    return Program(seed, setup, tuple(start + actions + [LAST]))
+    return Program(seed, setup, [*start, *actions, LAST])

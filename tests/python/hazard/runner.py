@@ -38,13 +38,13 @@ class Tally:
     ended: Counter = field(default_factory=Counter)  # (mode, action, end): the run ended there
     failures: list = field(default_factory=list)
 
-    def add(self, seed, results):
+    def add(self, seed, results, program):
         self.programs += 1
         for mode, (end, at, name, failure) in results.items():
             self.ends[mode, end] += 1
             if end != "equal":
                 self.ended[mode, name, end] += 1
-            for played, _ in generate(seed).actions[:at]:
+            for played, _ in program.actions[:at]:
                 self.played[mode, played] += 1
             if failure:
                 self.failures.append(Failure(seed, mode, failure))
@@ -90,12 +90,12 @@ def prepare():
     gc.freeze()
 
 
-def play_chunk(seeds):
+def play_chunk(seeds, often):
     def play_all(write):
         for seed in seeds:
             write(seed, None)
             signal.alarm(SECONDS)
-            write(seed, results_of(generate(seed)))
+            write(seed, results_of(generate(seed, often)))
         signal.alarm(0)
         gc.collect()
 
@@ -107,17 +107,18 @@ def crash(status):
     return f"it hangs for {SECONDS} s" if number == -signal.SIGALRM else f"crashed, status {number}"
 
 
-def run(first, count, say=lambda tally: None, stop_at_failure=False):
+def run(first, count, say=lambda tally: None, often=(), stop_at_failure=False):
     """Plays the programs of `count` seeds."""
     tally = Tally()
     seed, last = first, first + count
     while seed < last:
-        seeds = range(seed, min(last, seed + CHUNK))
-        for line in play_chunk(seeds):
+        chunk = 20 if stop_at_failure else CHUNK
+        seeds = range(seed, min(last, seed + chunk))
+        for line in play_chunk(seeds, often):
             if isinstance(line, list):
                 seed = line[0]
                 if line[1] is not None:
-                    tally.add(seed, line[1])
+                    tally.add(seed, line[1], generate(seed, often))
                     seed += 1
             elif line != 0 or seed < seeds.stop:
                 tally.failures.append(Failure(seed, "any", crash(line)))

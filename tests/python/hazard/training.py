@@ -71,13 +71,14 @@ def accumulate(world, model, batch, times):
         world.step(i)
 
 
-@action(weight=1, model=INDEX, batch=BATCH)
-def discarded_backward(world, model, batch):
+@action(model=INDEX, batch=BATCH, again=BOOL)
+def discarded_backward(world, model, batch, again):
     """Its gradients are thrown away."""
     world.backward(world.loss(model, batch))
     for chosen in world.models:
         chosen.zero_grad()
-    world.backward(world.loss(model, batch + 1))
+    if again:
+        world.backward(world.loss(model, batch + 1))
     for i in range(len(world.optimizers)):
         world.step(i)
 

@@ -11,6 +11,15 @@ from hazard.models import MODELS, inputs
 from hazard.reference import Dense
 
 
+def comparable(value):
+    """NaN equals NaN, and sparse tensors are compared by what they stand for."""
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if torch.is_tensor(value):
+        return value.detach().to_dense() if value.is_sparse else value
+    return [comparable(v) for v in value] if type(value) in (list, tuple) else value
+
+
 class World:
     def __init__(self, setup, mode):
         self.mode = mode  # "stock", "forward" or "backward"
@@ -148,9 +157,7 @@ class World:
     # ---- observations
 
     def see(self, what, value):
-        if isinstance(value, float):  # NaN equals NaN
-            value = torch.tensor(value, dtype=torch.float64)
-        self.seen.append((f"{self.label}: {what}", snapshot(value)))
+        self.seen.append((f"{self.label}: {what}", snapshot(comparable(value))))
 
     def look(self, gradients=True):
         """Everything that stock shows."""
@@ -158,8 +165,7 @@ class World:
         self.see("buffers", [b for m in self.models for b in m.buffers()])
         self.see("state", [o.state_dict() for o in self.optimizers])
         if gradients:
-            gradients = [p.grad for p in self.params() if p.grad is not None]
-            self.see("gradients", [g.to_dense() if g.is_sparse else g for g in gradients])
+            self.see("gradients", [p.grad for p in self.params()])
         self.see_held()
 
     def see_held(self):

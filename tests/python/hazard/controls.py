@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Negative controls: with a guard of the library off, random programs must find
+a difference. Run as a program with the test-only library in OPTFUSE_LIBRARY."""
+
+import json
+import os
+import sys
+
+from guard_scenarios import SCENARIOS
+
+from hazard.runner import prepare, run
+
+PROGRAMS = 600  # at most, for each guard
+
+# What leads to each guard: actions that are drawn more often, so that it takes
+# seconds and not minutes.
+OFTEN = {
+    "key": (),
+    "privacy": ("hold", "see_what_is_held"),
+    "seal": ("read",),
+    "raw": ("read",),
+    "version": ("keep_a_loss", "backward_of_a_kept_loss"),
+    "rearm": ("step",),
+    "twice": ("discarded_backward",),
+    "spent": ("clipped",),
+    "spent_twice": ("step_twice",),
+    "groups": ("add_a_group", "take_a_group_away", "iteration_with_zero_grad_of_the_model"),
+    "lazy": ("step_with_negated_gradients",),
+    "clear": ("replace_the_optimizer",),
+    "dense": ("new_data", "set_gradient"),
+    "copyback": (),
+    "postpone": (),
+    "discarded": ("discarded_backward",),
+    "late": ("hook_before_step",),
+}
+
+# Why programs can't see that these are off.
+OUT_OF_REACH = {
+    "foreign": "it prevents a race; a program's other thread ends before the next action",
+    "fork": "programs don't fork",
+    "ddp": "programs have one process",
+    "compile": "compiling takes seconds; its scenario needs key, seal and raw off as well",
+    "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
+    "recheck": "without it the update runs in step(): later, with the same bits",
+    "scaler": "GradScaler then reads gradients that are spent, which raises too",
+}
+
+
+def found(guard):
+    """What the first program that fails says, or an empty string."""
+    off = (guard, *SCENARIOS[guard][1])
+    os.environ["OPTFUSE_TEST_GUARDS_OFF"] = ",".join(off)
+    tally = run(1, PROGRAMS, often=OFTEN.get(guard, ()), stop_at_failure=True)
+    return str(tally.failures[0]) if tally.failures else ""
+
+
+def main():
+    prepare()
+    guards = sys.argv[1:] or OFTEN
+    print(json.dumps({guard: found(guard) for guard in guards}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A thousand random training programs (hazard/), always the same: every bit as
+in stock, or an error. By hand: run_hazard.py."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import guard_scenarios
+import pytest
+from common import HERE
+from hazard.controls import OFTEN, OUT_OF_REACH
+from hazard.play import Run, difference, judge
+from hazard.programs import generate
+from hazard.registry import ACTIONS
+from hazard.runner import explain, run
+from hazard.shrink import shrink
+
+PROGRAMS = 1000
+
+
+@pytest.fixture(scope="module")
+def tally():
+    return run(1, PROGRAMS)
+
+
+@pytest.mark.slow
+def test_a_thousand_programs_are_equal_or_raise(tally):
+    assert tally.programs == PROGRAMS or tally.failures
+    shown = "\n\n".join(str(explain(failure)) for failure in tally.failures[:3])
+    assert not tally.failures, f"{len(tally.failures)} programs failed, such as\n{shown}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "least"), (("forward", 0.95), ("backward", 0.35)))
+def test_most_programs_run_to_their_end(mode, least, tally):
+    """A mode that always raised would pass the test above."""
+    share = tally.share(mode, "equal")
+    assert share >= least, f"{share:.0%} of all programs ran to their end in {mode} mode"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_every_action_is_played_and_goes_well(mode, tally):
+    """In backward mode those that it can answer."""
+    refused = {"train_in_another_dtype"}  # always: the state has the old one
+    wanted = [a.name for a in ACTIONS.values() if a.gentle or mode == "forward"]
+    rare = {n: tally.played[mode, n] for n in wanted if tally.played[mode, n] < 3}
+    assert rare.keys() <= refused, f"hardly ever played in {mode} mode: {rare}"
+
+
+# Negative controls
+
+
+@pytest.fixture(scope="module")
+def found():
+    library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
+    if not library:
+        pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
+    done = subprocess.run(
+        [sys.executable, "-m", "hazard.controls"],
+        cwd=HERE,
+        env={**os.environ, "OPTFUSE_LIBRARY": library, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", OFTEN)
+def test_programs_find_that_a_guard_is_off(guard, found):
+    assert found[guard], f"no program failed with the guard {guard!r} off"
+
+
+def test_every_guard_is_looked_for_or_has_a_reason_not_to():
+    assert set(OFTEN) | set(OUT_OF_REACH) == set(guard_scenarios.SCENARIOS)
+    assert not set(OFTEN) & set(OUT_OF_REACH)
+
+
+# The tester tested
+
+
+def test_a_seed_gives_the_same_program_every_time():
+    assert generate(7) == generate(7) != generate(8)
+    code = generate(7).code().replace("check(", "program = (")
+    namespace = {}
+    exec(code, namespace)
+    assert namespace["program"] == generate(7), "the printed code is another program"
+
+
+def test_a_difference_in_one_bit_is_seen():
+    import torch
+
+    zero, minus = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
+    assert not difference(Run([("a", zero)]), Run([("a", zero.clone())]))
+    assert "1 of 3 elements differ" in difference(Run([("a", zero)]), Run([("a", minus)]))
+    assert difference(Run([("a", 1), ("b", 2)]), Run([("a", 1)])), "less seen than in stock"
+    assert difference(Run([("a", 1)]), Run([("a", 1), ("b", 2)])), "more seen than in stock"
+    assert not difference(Run([("a", 1), ("b", 2)]), Run([("a", 1)], end="raised"))
+
+
+def test_shrinking_leaves_what_is_needed():
+    program = next(p for p in map(generate, range(99)) if len(p.actions) > 12)
+    names = [name for name, _ in program.actions]
+    needed = Counter((names[3], names[9]))
+
+    def fails(candidate):
+        return not needed - Counter(name for name, _ in candidate.actions)
+
+    small = shrink(program, fails)
+    assert sorted(name for name, _ in small.actions) == sorted((names[3], names[9]))
+
+
+def test_an_action_that_goes_wrong_is_a_failure(monkeypatch):
+    from hazard.world import World
+
+    look = World.look
+
+    def look_twice(world, gradients=True):
+        look(world, gradients)
+        if world.mode == "backward":
+            world.see("more", 1)
+
+    monkeypatch.setattr(World, "look", look_twice)
+    program = next(p for p in map(generate, range(99)) if not judge(p)["backward"].run.error)
+    verdicts = judge(program)
+    assert verdicts["backward"].failure and not verdicts["forward"].failure
