@@ -17,7 +17,7 @@ STEPS = 6
 WIDE = 512
 
 
-def wide(on: On) -> nn.Module:
+def wide(on: On) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, WIDE), nn.Tanh(), nn.Linear(WIDE, 3)).to(on.device)
 
