@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ SECTIONS = ("speed", "memory", "cost", "updates", "clip")
 # The machinery alone is timed on the CPU, where nothing runs beside it.
 SECTIONS_OF = {"cpu": ("speed", "memory", "cost", "clip"), "cuda": ("speed", "memory", "updates")}
 SMOKE_SECTIONS = ("speed", "memory", "updates")
-UNRECORDED = ("out", "markdown", "no_plot")
+UNRECORDED = ("out", "markdown", "no_plot", "budget", "until")
 PRECISION = {False: "float32", True: "float32 with bfloat16 by autocast"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
@@ -55,6 +57,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 12")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds; then no other cell"
+    )
     parser.add_argument("--autocast", action="store_true", help="train in bfloat16 by autocast")
     parser.add_argument(
         "--compiled",
@@ -70,6 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     chosen = parser.parse_args()
+    chosen.until = time.monotonic() + chosen.budget
     chosen.seconds = chosen.seconds or seconds_of(chosen)
     sections = SMOKE_SECTIONS if chosen.smoke else SECTIONS_OF[chosen.device]
     chosen.section = chosen.section or list(sections)
@@ -95,8 +101,16 @@ def title(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
+def in_time(cells: list[Cell], chosen: argparse.Namespace) -> Iterator[Cell]:
+    for i, cell in enumerate(cells):
+        if time.monotonic() > chosen.until:
+            title(f"left out for want of time: {', '.join(map(str, cells[i:]))}")
+            return
+        yield cell
+
+
 def measure_speed(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
-    for cell in cells:
+    for cell in in_time(cells, chosen):
         distances = Distances()
 
         def each_round(message: str, cell: Cell = cell, distances: Distances = distances) -> None:
@@ -126,7 +140,7 @@ def measure_speed(chosen: argparse.Namespace, cells: list[Cell], results: Result
 
 def measure_memory(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
     title("Peak memory of tensors, MB (and against fused=True)")
-    for cell in cells:
+    for cell in in_time(cells, chosen):
         peaks: dict[str, int] = {}
         build = training(cell, chosen.optimizer, chosen.autocast)
         if cell.device == "cuda":  # what is allocated once is allocated before

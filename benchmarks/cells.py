@@ -106,7 +106,8 @@ def training(cell: Cell, optimizer: str, autocast: bool = False) -> BuildFn:
     """What optfuse.ab takes: plain PyTorch training, the same for each variant."""
 
     def build(wrap: Wrap) -> Iteration:
-        model = MODELS[cell.model]().to(cell.device)
+        with torch.device(cell.device):
+            model = MODELS[cell.model]()
         opt = wrap(OPTIMIZERS[optimizer](model.parameters()))
         stream = batches(cell)
 

@@ -46,17 +46,12 @@ class PythonHooks(Optimizer):
 
 
 class CompiledStep(Optimizer):
-    """The optimizer's step() under torch.compile; the learning rate is a
-    tensor, or each change of it would compile anew."""
+    """The optimizer's step() under torch.compile."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         torch._dynamo.reset()
         like = with_flags(optimizer, foreach=True, fused=None)
-        for group in like.param_groups:
-            group["lr"] = torch.tensor(group["lr"])
-            if "capturable" in group:
-                group["capturable"] = group["params"][0].is_cuda
         self._step = torch.compile(like.step, fullgraph=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:

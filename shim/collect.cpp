@@ -38,17 +38,12 @@ bool state_is_missing(const Slot *slot, unsigned used) {
     return slot->plan->counts_steps && !slot->step.defined();
 }
 
-// The device counts for itself.
-bool step_is_on_gpu(const Slot *slot) {
-    return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
-}
-
 // The number of this update, in the counter's own precision, as stock counts.
 double step_number(const Slot *slot) {
     if (!slot->plan->counts_steps)
         return slot->first ? 1 : 2;
     if (step_is_on_gpu(slot))
-        return 1;
+        return 1; // the device counts for itself
     const c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
     const void *data = data_of(impl);
     return impl->dtype().toScalarType() == c10::ScalarType::Double
@@ -126,7 +121,7 @@ void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, Hold *hold
         if (in->state[i] != nullptr)
             in->state[i] = stand_in(hold, slot->state[i]);
     in->grad = stand_in(hold, grad);
-    hold->n_written = hold->stand_ins.size() - 1;
+    hold->n_written = hold->stand_ins.size() - (slot->plan->scalars.scale_gradients() ? 0 : 1);
 }
 
 of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,
@@ -138,16 +133,12 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     hold->spends = std::exchange(slot->spends, false);
     in->numel = p->numel();
     in->step = step_number(slot);
-    if (is_gpu(p->device()))
-        fill_in_gpu(slot, p, in, hold);
-    else if (slot->plan->scalars.scale_gradients())
-        return refuse(slot, "", "is on the CPU, but GradScaler left the unscaling to the update",
-                      ", which happens on GPUs only: call scaler.unscale_(optimizer) before "
-                      "scaler.step(optimizer)");
-    if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
-        return refuse(slot, "the step counter of ", "is on the CPU, but a CUDA graph is being "
-                      "captured", ", whose replays can't count it: build the optimizer with "
-                      "capturable=True");
+    if (place(slot, p, in, hold) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    // What the update writes back to the gradient must arrive there.
+    const bool unscales = slot->plan->scalars.scale_gradients();
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    dense = dense && (!unscales || (same_strides(p, g) && !is_lazy(g)));
     in->param = data_of(p);
     take_part(hold, in, p);
     in->alone = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));

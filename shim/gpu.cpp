@@ -49,15 +49,31 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     return OF_FOUND_INPUTS;
 }
 
-void fill_in_gpu(Slot *slot, c10::TensorImpl *p, of_inputs *in, Hold *hold) {
+bool step_is_on_gpu(const Slot *slot) {
+    return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
+}
+
+of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold) {
+    Plan *plan = slot->plan;
+    if (!is_gpu(p->device()))
+        return !plan->scalars.scale_gradients()
+                   ? OF_FOUND_INPUTS
+                   : refuse(slot, "", "is on the CPU, but GradScaler left unscaling to the update",
+                            ", which does it on GPUs only: call scaler.unscale_(optimizer) before "
+                            "scaler.step(optimizer)");
     hold->on_gpu = true;
     in->device = OF_CUDA;
     in->ready = current_stream(p->device().index());
     in->stream = in->ready;
-    if (slot->plan->beside && hold->spends)
+    if (plan->beside && hold->spends)
         in->stream.id = side_stream(in->ready.device);
     hold->stream = in->stream;
-    slot->plan->scalars.give(slot->group, p->device(), in, hold);
+    plan->scalars.give(slot->group, p->device(), in, hold);
+    if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
+        return refuse(slot, "the step counter of ", "is on the CPU",
+                      ", where the replays of the CUDA graph that is being captured can't count "
+                      "it: build the optimizer with capturable=True");
+    return OF_FOUND_INPUTS;
 }
 
 void DeviceScalars::set(std::vector<at::Tensor> rates, at::Tensor scale, at::Tensor inf) {

@@ -184,7 +184,9 @@ void note_stepping_thread();
 
 // gpu.cpp: the part of collect() that concerns a GPU
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
-void fill_in_gpu(Slot *slot, c10::TensorImpl *p, of_inputs *in, Hold *hold);
+bool step_is_on_gpu(const Slot *slot);
+// The device, its stream and scalars; or why it can't be there.
+of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold);
 
 // spent.cpp
 at::Tensor make_spent(const at::Tensor &param);

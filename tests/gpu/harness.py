@@ -53,7 +53,7 @@ class On:
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def net(self) -> nn.Module:
+    def net(self) -> nn.Sequential:
         return common.net().to(self.device)
 
     def batch(self, i: int, n: int = 5) -> tuple[torch.Tensor, ...]:

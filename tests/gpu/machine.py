@@ -40,7 +40,8 @@ class Machine:
 
     def describe(self) -> dict[str, str]:
         nvcc = self.find("nvcc")
-        release = output([nvcc, "--version"]).strip().splitlines()[-2] if nvcc else "not found"
+        said = output([nvcc, "--version"]) if nvcc else ""
+        release = next((line for line in said.splitlines() if "release" in line), "not found")
         return {
             "python": sys.version.split()[0],
             "torch": f"{self.torch}, CUDA {self.cuda}",

@@ -7,7 +7,9 @@
 
 #include "gpu.h"
 
-__global__ void writes_past_the_end(int *values, int n) { values[n + threadIdx.x] = 1; }
+__global__ void writes_past_the_end(int *values, int n) {
+    values[n + threadIdx.x] = 1;
+}
 
 __global__ void races(int *out) {
     __shared__ int shared[64];
@@ -21,6 +23,12 @@ __global__ void diverges(int *out) {
     out[threadIdx.x] = 1;
 }
 
+__global__ void forgets_a_thread(int *out) {
+    if (threadIdx.x <= 16)
+        __syncwarp(0xffff); // thread 16 takes part and is not in the mask
+    out[threadIdx.x] = 1;
+}
+
 int main(int argc, char **argv) {
     const char *tool = argc > 1 ? argv[1] : "";
     int *values;
@@ -31,7 +39,7 @@ int main(int argc, char **argv) {
     else if (strcmp(tool, "racecheck") == 0)
         races<<<1, 64>>>(values);
     else if (strcmp(tool, "synccheck") == 0)
-        diverges<<<1, 32>>>(values);
+        diverges<<<1, 32>>>(values), forgets_a_thread<<<1, 32>>>(values);
     else
         return 2;
     cudaDeviceSynchronize(); // its error is the tool's to report

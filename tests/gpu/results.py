@@ -14,6 +14,15 @@ from part import FAILED, Part, Ran, Verdict
 
 LARGEST = 15 << 20  # bytes of one file
 MOST_FILES = 8
+OURS = (
+    "summary.txt",
+    "results.json",
+    "build.log",
+    "checks.log",
+    "measurements.log",
+    "benchmark-*.json",
+    "trace.json.gz",
+)
 
 
 @dataclass
@@ -35,9 +44,12 @@ class Results:
         self.rows: list[Row] = []
         self.details: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.iterdir():
-            if old.is_file():
-                old.unlink()
+        for old in self.files():
+            old.unlink()
+
+    def files(self) -> list[Path]:
+        """Ours; whatever else is in the folder is left alone."""
+        return sorted(path for pattern in OURS for path in self.folder.glob(pattern))
 
     def log(self, name: str, title: str, ran: list[Ran]) -> None:
         path = self.folder / name
@@ -82,7 +94,7 @@ class Results:
 
     def check_limits(self) -> None:
         """The promise about the files is kept, or it is said."""
-        files = [path for path in self.folder.iterdir() if path.is_file()]
+        files = self.files()
         large = [path.name for path in files if path.stat().st_size > 16 << 20]
         assert len(files) <= MOST_FILES, f"too many files: {sorted(p.name for p in files)}"
         assert not large, f"over 16 MiB: {large}"

@@ -137,6 +137,13 @@ def test_logs_are_cut_and_the_summary_is_there_from_the_first_part(tmp_path: Pat
     )
 
 
+def test_only_files_of_ours_are_replaced(tmp_path: Path) -> None:
+    for name in ("build.log", "precious.log"):
+        (tmp_path / name).touch()
+    Results(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.log"]
+
+
 # Scenarios
 
 
