@@ -76,10 +76,10 @@ def legal(script, mode="forward", prove=True, **options):
         wrap.prove()
 
 
-def races_without(guard, script, monkeypatch, mode="forward"):
+def races_without(guard, script, monkeypatch, mode="forward", **options):
     """The negative control: with the guard off, the script must race."""
     monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", guard)
-    _, found = play(script, Fused(mode))
+    _, found = play(script, Fused(mode, **options))
     assert found, f"no race is seen without {guard!r}: the script proves nothing"
 
 

@@ -111,6 +111,15 @@ def test_a_use_on_another_stream_comes_after_the_update(script, mode):
 
 
 @pytest.mark.parametrize("script", WAITS)
+def test_a_use_on_another_stream_comes_after_an_update_on_the_side_stream(script):
+    legal(script, "backward", side_stream=True)
+
+
+def test_without_our_waits_the_side_stream_races(monkeypatch):
+    races_without("streams", waited_for_stream, monkeypatch, "backward", side_stream=True)
+
+
+@pytest.mark.parametrize("script", WAITS)
 def test_without_our_wait_it_would_not(script, monkeypatch):
     races_without("streams", script, monkeypatch)
 
