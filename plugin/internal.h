@@ -168,6 +168,7 @@ bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *af
 /* Makes the current streams wait for what is in flight on others. */
 bool of_lanes_join(of_plan *plan);
 void of_lanes_land(of_plan *plan);   /* forgets what is known to be done */
+void of_lanes_fence(of_plan *plan);  /* lets that be known of all that is in flight */
 void of_lanes_forget(of_plan *plan); /* forgets all: joined at the end of backward */
 void of_lanes_drain(of_plan *plan);  /* waits for the devices, then forgets all */
 void of_lanes_free(of_plan *plan);

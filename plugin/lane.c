@@ -90,6 +90,12 @@ static void forget(of_lane *lane, size_t n) {
         lane->last = NULL;
 }
 
+/* A fence that is out stays where it is, or it might never be reached. */
+static void fence(of_plan *plan, of_lane *lane) {
+    if (lane->count && plan->host.device->record(plan->host.ctx, &lane->stream, &lane->fence))
+        lane->fenced = lane->count;
+}
+
 void of_lanes_land(of_plan *plan) {
     const of_device_host *device = plan->host.device;
     for (size_t i = 0; i < plan->n_lanes; i++) {
@@ -98,10 +104,14 @@ void of_lanes_land(of_plan *plan) {
             forget(lane, lane->fenced);
             lane->fenced = 0;
         }
-        if (!lane->fenced && lane->count &&
-            device->record(plan->host.ctx, &lane->stream, &lane->fence))
-            lane->fenced = lane->count;
+        if (!lane->fenced)
+            fence(plan, lane);
     }
+}
+
+void of_lanes_fence(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_lanes; i++)
+        fence(plan, &plan->lanes[i]);
 }
 
 static void close_lane(of_plan *plan, of_lane *lane) {

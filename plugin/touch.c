@@ -34,6 +34,10 @@ static bool may_use(const of_update *update, const of_stream *user) {
 static of_touched use_on_device(of_plan *plan, of_update *update, of_list *done) {
     const of_device_host *device = plan->host.device;
     const of_stream user = device->current(plan->host.ctx, update->in.stream.device);
+    if (update->flying && user.capture != update->in.stream.capture)
+        of_lanes_land(plan);
+    if (!update->pending && !update->flying)
+        return OF_UNTOUCHED;
     if (!may_use(update, &user))
         return OF_TOUCH_FAILED;
     const of_stream home = update->in.stream;
@@ -105,6 +109,8 @@ static of_status finish(of_plan *plan, bool scalings, bool wait) {
         of_lanes_drain(plan);
     else if (status == OF_OK && !of_lanes_join(plan))
         status = OF_REFUSED;
+    if (scalings && !wait) /* for whoever waits for the device himself */
+        of_lanes_fence(plan);
     pthread_mutex_unlock(&plan->lock);
     of_updates_release(plan, &done);
     return status;

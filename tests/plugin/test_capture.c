@@ -55,6 +55,22 @@ START_TEST(update_in_flight_met_in_a_capture_is_refused) {
 }
 END_TEST
 
+START_TEST(flushed_and_done_before_the_capture_all_is_well) {
+    twin *t;
+    fixture *f = pending_before_capture(&t);
+    device.capture[1] = 0;
+    device.current = 0;
+    ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+    device.busy = false; /* the user synchronizes with the device */
+    device.current = 1;
+    device.capture[1] = 7;
+    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_UNTOUCHED);
+    ck_assert(!of_any_pending());
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
 START_TEST(drained_before_the_capture_all_is_well) {
     twin *t;
     fixture *f = pending_before_capture(&t);
@@ -93,6 +109,7 @@ int main(void) {
     tcase_add_test(tcase, captured_step_launches_at_once);
     tcase_add_test(tcase, pending_update_met_in_a_capture_is_refused_and_stays);
     tcase_add_test(tcase, update_in_flight_met_in_a_capture_is_refused);
+    tcase_add_test(tcase, flushed_and_done_before_the_capture_all_is_well);
     tcase_add_test(tcase, drained_before_the_capture_all_is_well);
     tcase_add_test(tcase, captured_backward_closes_inside_the_capture);
     suite_add_tcase(suite, tcase);
