@@ -6,8 +6,8 @@
 
 #include "compat.h"
 #include "error.h"
-#include "memory.h"
 #include "guard.h"
+#include "memory.h"
 #include "tensors.h"
 
 using optfuse::plan_of;
