@@ -94,8 +94,7 @@ int spend(Plan *plan, size_t slot) {
 bool is_known_to_others(const at::Tensor &param) {
     const at::Tensor &grad = param.grad();
     return !is_private(storage_of(param.unsafeGetTensorImpl()), 0) ||
-           (grad.defined() &&
-            grad.use_count() > 1 + idle_references(*grad.unsafeGetTensorImpl()));
+           (grad.defined() && grad.use_count() > 1 + idle_references(*grad.unsafeGetTensorImpl()));
 }
 
 // The gradient of one parameter is complete. Python may end the plan meanwhile.

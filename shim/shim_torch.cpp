@@ -7,8 +7,8 @@
 #include "compat.h"
 #include "device.h"
 #include "error.h"
-#include "memory.h"
 #include "guard.h"
+#include "memory.h"
 #include "tensors.h"
 
 using optfuse::plan_of;
