@@ -65,6 +65,7 @@ def first_use_on_another_stream_that_waited_before(on: On) -> None:
             on.train(model, optimizer, i)
             wrap.pending()
             other.wait_stream(on.api.current_stream())
+            keep_busy(on)  # a launch now is late; who does not wait for it reads old values
             with on.api.stream(other):
                 read = [p.detach() * 2 for p in model.parameters()]
             on.api.current_stream().wait_stream(other)
@@ -87,6 +88,7 @@ def first_use_on_one_stream_and_then_on_a_third(on: On) -> None:
             wrap.pending()
             for stream in (second, third):
                 stream.wait_stream(on.api.current_stream())
+            keep_busy(on)
             results: list[Tensor] = []
             for stream in (second, third):
                 with on.api.stream(stream):
@@ -112,6 +114,7 @@ def an_event_recorded_after_step_orders_a_use(on: On) -> None:
             wrap.pending()
             event = on.api.current_stream().record_event()
             other.wait_event(event)
+            keep_busy(on)
             with on.api.stream(other):
                 read = model[0].weight.detach().clone()
             on.api.current_stream().wait_stream(other)
