@@ -28,6 +28,12 @@ def keep_busy(on: On) -> None:
         torch.cuda._sleep(5_000_000)
 
 
+def done_with(on: On, *streams: Any) -> None:
+    """Their memory may be freed now: they wait for what has read it here."""
+    for stream in streams:
+        stream.wait_stream(on.api.current_stream())
+
+
 @scenario()
 def training_on_a_stream_of_its_own(on: On) -> None:
     def script(wrap: Any) -> Any:
@@ -41,6 +47,7 @@ def training_on_a_stream_of_its_own(on: On) -> None:
                 on.train(model, optimizer, i)
         on.api.current_stream().wait_stream(stream)
         yield from common.everything(model, optimizer)
+        done_with(on, stream)
 
     on.same(script)
 
@@ -58,11 +65,13 @@ def first_use_on_another_stream_that_waited_before(on: On) -> None:
             on.train(model, optimizer, i)
             wrap.pending()
             other.wait_stream(on.api.current_stream())
+            keep_busy(on)  # a launch now is late; who does not wait for it reads old values
             with on.api.stream(other):
                 read = [p.detach() * 2 for p in model.parameters()]
             on.api.current_stream().wait_stream(other)
             yield "read", read
         yield from common.everything(model, optimizer)
+        done_with(on, other)
 
     on.same(script)
 
@@ -79,6 +88,7 @@ def first_use_on_one_stream_and_then_on_a_third(on: On) -> None:
             wrap.pending()
             for stream in (second, third):
                 stream.wait_stream(on.api.current_stream())
+            keep_busy(on)
             results: list[Tensor] = []
             for stream in (second, third):
                 with on.api.stream(stream):
@@ -87,6 +97,7 @@ def first_use_on_one_stream_and_then_on_a_third(on: On) -> None:
                 on.api.current_stream().wait_stream(stream)
             yield "read", results
         yield from common.everything(model, optimizer)
+        done_with(on, second, third)
 
     on.same(script)
 
@@ -103,11 +114,13 @@ def an_event_recorded_after_step_orders_a_use(on: On) -> None:
             wrap.pending()
             event = on.api.current_stream().record_event()
             other.wait_event(event)
+            keep_busy(on)
             with on.api.stream(other):
                 read = model[0].weight.detach().clone()
             on.api.current_stream().wait_stream(other)
             yield "read", read
         yield from common.everything(model, optimizer)
+        done_with(on, other)
 
     on.same(script)
 
@@ -133,6 +146,7 @@ def step_on_another_stream_than_backward(on: On) -> None:
             rubbish = [torch.full((WIDE, 6), 7.0, device=on.device) for _ in range(8)]
             del rubbish
         yield from common.everything(model, optimizer)
+        done_with(on, side)
 
     on.same(script)
 
@@ -146,7 +160,8 @@ def forward_on_a_side_stream_and_backward_follows_it(on: On) -> None:
         optimizer = wrap(common.adamw(model.parameters()))
         side = on.api.Stream()
         for i in range(STEPS):
-            optimizer.zero_grad()
+            side.wait_stream(on.api.current_stream())
+            optimizer.zero_grad()  # frees gradients, some of which are the side stream's
             x, y = on.batch(i)
             side.wait_stream(on.api.current_stream())
             with on.api.stream(side):
@@ -156,6 +171,7 @@ def forward_on_a_side_stream_and_backward_follows_it(on: On) -> None:
             nn.functional.mse_loss(model[2](model[1](hidden)), y).backward()
             optimizer.step()
         yield from common.everything(model, optimizer)
+        done_with(on, side)
 
     on.same(script)
 

@@ -305,23 +305,26 @@ def two_models_train_in_two_threads(on: On) -> None:
         models = [on.net(), on.net()]
         optimizers = [wrap(common.adamw(model.parameters())) for model in models]
 
-        def work(k: int) -> None:
-            stream = on.api.Stream()
+        streams = [on.api.Stream() for _ in range(2)]
+        for stream in streams:
             stream.wait_stream(on.api.current_stream())
-            with on.api.stream(stream):
+
+        def work(k: int) -> None:
+            with on.api.stream(streams[k]):
                 for i in range(4 * STEPS):
                     on.train(models[k], optimizers[k], i + 10 * k)
-                optfuse.flush(optimizers[k])
-            stream.synchronize() if on.is_cuda else None
 
-        on.api.synchronize()
         threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        for stream in streams:
+            on.api.current_stream().wait_stream(stream)
         for model, optimizer in zip(models, optimizers, strict=True):
             yield from common.everything(model, optimizer)
+        for stream in streams:
+            stream.wait_stream(on.api.current_stream())
 
     on.same(script)
 
