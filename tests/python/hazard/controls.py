@@ -42,6 +42,11 @@ OUT_OF_REACH = {
     "compile": "compiling takes seconds; its scenario needs key, seal and raw off as well",
     "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
     "recheck": "without it the update runs in step(): later, with the same bits",
+    **dict.fromkeys(
+        ("factors", "unread", "clip", "norm", "nonfinite", "added_late", "nested"),
+        "no action clips with optfuse.clip_grad_norm_() or adds in optfuse.accumulate() yet",
+    ),
+    "graphs": "a graph of the tests' own replays here; programs have none",
     "scaler": "GradScaler then reads gradients that are spent, which raises too",
 }
 
