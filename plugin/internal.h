@@ -202,6 +202,7 @@ void of_registry_remove_one(of_update *update);
 void of_registry_take(const void *key);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(const void *key);
+bool of_registry_has_scalings(void); /* no lock */
 /* The factors of the scaling with this key, 1 where there is none; how many. */
 unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm);
 /* Adds one to it; false: there is none, or it has no room. */

@@ -172,11 +172,15 @@ of_update *of_registry_find(const void *key) {
     return update;
 }
 
+bool of_registry_has_scalings(void) {
+    return atomic_load_explicit(&scalings, memory_order_acquire) != 0;
+}
+
 unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm) {
     unsigned n = 0;
     factors[0] = factors[1] = 1.0;
     *norm = NAN;
-    if (!key || !atomic_load_explicit(&scalings, memory_order_acquire))
+    if (!key || !of_registry_has_scalings())
         return 0;
     pthread_mutex_lock(&lock);
     const entry *at = seek(key);
@@ -190,7 +194,7 @@ unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], fl
 
 bool of_registry_add_factor(const void *key, double factor) {
     bool added = false;
-    if (!atomic_load_explicit(&scalings, memory_order_acquire))
+    if (!of_registry_has_scalings())
         return false;
     pthread_mutex_lock(&lock);
     const entry *at = seek(key);

@@ -102,5 +102,5 @@ unsigned of_scale_factors(const void *key, double factors[2], float *norm) {
 bool of_is_scaled(const void *key) {
     double factors[OF_MAX_FACTORS];
     float norm;
-    return of_scale_factors(key, factors, &norm) != 0;
+    return of_registry_has_scalings() && of_scale_factors(key, factors, &norm) != 0;
 }
