@@ -54,7 +54,10 @@ class Dense:
         groups = self.optimizer.param_groups
         self.updated = [p for group in groups for p in group["params"] if p.grad is not None]
         if self.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.updated, self.max_norm)
+            # PyTorch's foreach operators can't write to negated gradients.
+            negated = any(p.grad.is_neg() for p in self.updated)
+            foreach = False if negated else None
+            torch.nn.utils.clip_grad_norm_(self.updated, self.max_norm, foreach=foreach)
         self.swapped.extend(lay_out(self.optimizer))
         if isinstance(self.optimizer, torch.optim.SGD):
             for group in groups:
