@@ -251,20 +251,3 @@ def test_a_clipped_gradient_that_another_optimizer_is_to_read(last):
         yield "weight", p.detach().clone()
 
     same(script, "forward")
-
-
-def test_two_optimizers_and_one_clipped_gradient_of_two_parameters():
-    """The second update was made with the factor, and then the first one's
-    launch multiplied the gradient as well."""
-
-    def script(wrap):
-        torch.manual_seed(0)
-        p, q = (nn.Parameter(torch.randn(64)) for _ in range(2))
-        first, second = (wrap(torch.optim.SGD([x], 0.1, fused=True)) for x in (p, q))
-        p.grad = q.grad = torch.randn(64)
-        optfuse.clip_grad_norm_(first, 0.05)
-        first.step()
-        second.step()
-        yield "weights", [p.detach().clone(), q.detach().clone(), p.grad.clone()]
-
-    same(script, "forward")
