@@ -180,6 +180,7 @@ void of_plan_fail(of_plan *plan); /* notes the message of this thread */
 const void *of_scale_key(const void *key);                  /* a gradient's, for its scaling */
 void of_scaling_prepare(of_plan *plan, of_update *scaling); /* plan->lock held */
 void of_launch_scalings(of_plan *plan, of_list *done);      /* plan->lock held */
+void of_launch_readers(of_plan *plan); /* what must come before that, without the lock */
 
 /* bucket.c: a record for the slot, for a call with layout read */
 of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update);

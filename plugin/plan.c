@@ -112,6 +112,7 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
 /* Launches what is pending and drops every slot and group. */
 static void empty(of_plan *plan) {
     of_list done = {0};
+    of_launch_readers(plan);
     pthread_rwlock_wrlock(&plan->layout);
     pthread_mutex_lock(&plan->lock);
     if (OF_GUARD(clear))

@@ -20,6 +20,32 @@ void of_scaling_prepare(of_plan *plan, of_update *scaling) {
         scaling->in.numel = 0;
 }
 
+/* The plan, another one, of an update that is pending on the gradient of a scaling (*key)
+ * and is going to multiply what it reads by itself; or NULL. Lock held. */
+static of_plan *find_reader(of_plan *plan, const void **key) {
+    for (of_update *u = plan->scalings.first; u; u = u->next) {
+        *key = (const char *)u->in.keys[0] - 1; /* see of_scale_key() */
+        of_update *reader = of_registry_find(*key);
+        if (reader && reader->plan != plan)
+            return reader->plan;
+        if (reader)
+            of_plan_unref(plan);
+    }
+    return NULL;
+}
+
+void of_launch_readers(of_plan *plan) {
+    for (bool more = true; more;) {
+        const void *key = NULL;
+        pthread_mutex_lock(&plan->lock);
+        of_plan *other = find_reader(plan, &key);
+        pthread_mutex_unlock(&plan->lock);
+        more = other && of_launch_at(key, false) != OF_TOUCH_FAILED;
+        if (other)
+            of_plan_unref(other);
+    }
+}
+
 void of_launch_scalings(of_plan *plan, of_list *done) {
     for (of_update *u = plan->scalings.first; u; u = u->next)
         of_scaling_prepare(plan, u);

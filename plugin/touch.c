@@ -100,6 +100,8 @@ of_touched of_touch(const void *key, bool foreign) {
 /* What is pending goes first: nothing else is launched or waited for then. */
 static of_status finish(of_plan *plan, bool scalings, bool wait) {
     of_list done = {0};
+    if (scalings)
+        of_launch_readers(plan);
     pthread_mutex_lock(&plan->lock);
     of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
     if (scalings)

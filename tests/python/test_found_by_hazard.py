@@ -220,3 +220,34 @@ def test_zeroed_gradients_lie_in_memory_as_their_parameter():
         yield from everything(model, optimizer)
 
     same(script, "backward")
+
+
+# ---- two optimizers and a clipped gradient
+
+
+@pytest.mark.parametrize("last", ("flush", "add a group", "step"))
+def test_a_clipped_gradient_that_another_optimizer_is_to_read(last):
+    """What ends the first one's clipping came before the second one's update,
+    which then clipped the gradient again."""
+
+    def script(wrap):
+        torch.manual_seed(0)
+        p, q = (nn.Parameter(torch.randn(64)) for _ in range(2))
+        first = wrap(torch.optim.SGD([p, q], 0.1, momentum=0.9, fused=True))
+        second = wrap(torch.optim.SGD([p, q], 0.1, fused=True))
+        p.square().sum().backward()
+        for optimizer, norm in ((first, 0.05), (second, 0.025)):
+            optfuse.clip_grad_norm_(optimizer, norm)
+            optimizer.step()
+        p.grad = None
+        if last == "step":
+            q.square().sum().backward()
+            first.step()  # makes state
+        elif last == "flush":
+            optfuse.flush(first)
+        else:
+            first.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+            first.zero_grad()
+        yield "weight", p.detach().clone()
+
+    same(script, "forward")

@@ -4,6 +4,8 @@
 import random
 from dataclasses import dataclass, replace
 
+import hazard.adding  # noqa: F401
+import hazard.clipping  # noqa: F401
 import hazard.faults  # noqa: F401
 import hazard.keeping  # noqa: F401
 import hazard.reading  # noqa: F401
@@ -70,6 +72,10 @@ SHARES = (
 )
 
 
+# max_grad_norm is refused in backward mode, so it is rare.
+OPTIONS_OF_FUSE = [{}] * 26 + [{"accumulate": 2}, {"accumulate": 3}] + [{"max_grad_norm": 0.05}] * 2
+
+
 def draw_setup(rng):
     names = [rng.choice(tuple(MODELS)) for _ in range(rng.choice((1, 1, 1, 2)))]
     share = rng.choice(SHARES)
@@ -90,7 +96,8 @@ def draw_setup(rng):
                 "options": options(rng, kind),
             }
         )
-    return {"models": names, "optimizers": optimizers}
+    options_of_fuse = rng.choice(OPTIONS_OF_FUSE)
+    return {"models": names, "optimizers": optimizers, **options_of_fuse}
 
 
 def generate(seed, often=()):

@@ -24,8 +24,9 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dens
 class Dense:
     """On a stock optimizer until taken off."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, max_norm=None):
         self.optimizer = optimizer
+        self.max_norm = max_norm  # as fuse(max_grad_norm=)
         self.updated = []
         self.swapped = []  # (tensor to write back to, what took its place, how to put it back)
         self.before_step = optimizer.register_step_pre_hook(self.before)
@@ -52,6 +53,11 @@ class Dense:
     def prepare(self):
         groups = self.optimizer.param_groups
         self.updated = [p for group in groups for p in group["params"] if p.grad is not None]
+        if self.max_norm is not None:
+            # PyTorch's foreach operators can't write to negated gradients.
+            negated = any(p.grad.is_neg() for p in self.updated)
+            foreach = False if negated else None
+            torch.nn.utils.clip_grad_norm_(self.updated, self.max_norm, foreach=foreach)
         self.swapped.extend(lay_out(self.optimizer))
         if isinstance(self.optimizer, torch.optim.SGD):
             for group in groups:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import optfuse
 from hazard.registry import BATCH, BOOL, INDEX, action
 
 
@@ -274,9 +275,15 @@ def clip(world, kind, foreach):
 
 
 OVERFLOW = (False, False, True)
+CLIPPING = {
+    "": None,
+    "torch": lambda world, optimizer: nn.utils.clip_grad_norm_(world.params(), 0.05),
+    "optfuse": lambda world, optimizer: optfuse.clip_grad_norm_(world.params(), 0.05),
+    "the optimizer": lambda world, optimizer: optfuse.clip_grad_norm_(optimizer, 0.05),
+}
 
 
-@action(weight=4, model=INDEX, batch=BATCH, unscale=BOOL, clipping=BOOL, overflow=OVERFLOW)
+@action(weight=4, model=INDEX, batch=BATCH, unscale=BOOL, clipping=CLIPPING, overflow=OVERFLOW)
 def scaled(world, model, batch, unscale, clipping, overflow):
     if world.scaler is None:
         world.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
@@ -288,7 +295,7 @@ def scaled(world, model, batch, unscale, clipping, overflow):
         if unscale:
             world.scaler.unscale_(optimizer)
             if clipping:
-                world.see("norm", nn.utils.clip_grad_norm_(world.params(), 0.05))
+                world.see("norm", CLIPPING[clipping](world, optimizer))
         world.scaler.step(optimizer)
         world.unsettled.discard(i)
     world.scaler.update()

@@ -147,7 +147,7 @@ def unfuse_and_fuse_again(world, optimizer):
 def train_one_round_unfused(world, optimizer, model, batch):
     chosen = world.optimizer(optimizer)
     if world.fused:
-        dense = Dense(optfuse.unfuse(chosen))
+        dense = Dense(optfuse.unfuse(chosen), world.max_norm)
     try:
         world.train(lambda: world.loss(model, batch))
     finally:

@@ -34,6 +34,9 @@ class World:
         self.held, self.losses, self.saved = [], [], []
         self.scaler = None
         self.references = []
+        # Of fuse(); stock clips by hand.
+        self.passes = setup.get("accumulate", 1)
+        self.max_norm = setup.get("max_grad_norm")
         self.overlapping = "same elements" in self.kinds
         self.optimizers = [self.wrap(self.make(spec)) for spec in setup["optimizers"]]
         self.specs = list(setup["optimizers"])
@@ -62,9 +65,11 @@ class World:
     def wrap(self, optimizer):
         if self.mode == "stock":
             optimizer._step_supports_amp_scaling = False  # see reference.py
-            self.references.append(Dense(optimizer))
+            self.references.append(Dense(optimizer, self.max_norm))
             return optimizer
-        return optfuse.fuse(optimizer, mode=self.mode)
+        return optfuse.fuse(
+            optimizer, mode=self.mode, accumulate=self.passes, max_grad_norm=self.max_norm
+        )
 
     @property
     def fused(self):
@@ -122,10 +127,17 @@ class World:
         return out + sum(p.square().sum() for p in self.extra if p.dtype == out.dtype)
 
     def backward(self, loss, **options):
-        """Every backward pass goes through here."""
+        """Every backward pass goes through here, or below."""
         self.in_backward = True
         self.unsettled.update(range(len(self.optimizers)))
         loss.backward(**options)
+        self.in_backward = False
+
+    def backward_that_adds(self, loss):
+        """One that updates in no mode, so that all is to be as in stock, but for
+        what another pass has updated before."""
+        self.in_backward = bool(self.unsettled)
+        loss.backward()
         self.in_backward = False
 
     def step(self, i, closure=None):
