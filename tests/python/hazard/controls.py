@@ -24,7 +24,7 @@ OFTEN = {
     "twice": ("discarded_backward",),
     "spent": ("clipped",),
     "spent_twice": ("step_twice",),
-    "groups": ("add_a_group", "take_a_group_away", "iteration_with_zero_grad_of_the_model"),
+    "groups": ("take_a_group_away", "iteration_with_zero_grad_of_the_model"),
     "lazy": ("step_with_negated_gradients",),
     "clear": ("replace_the_optimizer",),
     "dense": ("new_data", "set_gradient"),

@@ -111,7 +111,7 @@ def generate(seed, often=()):
         usable = [a for a in usable if not a.between or a.name == "collect_garbage"]
     if any(name in SIXTEEN_BITS for name in setup["models"]):
         usable = [a for a in usable if a.name != "train_in_another_dtype"]
-    weights = [a.weight * (10 if a.name in often else 1) for a in usable]
+    weights = [a.weight * (40 if a.name in often else 1) for a in usable]
     drawn = rng.choices(usable, weights, k=rng.randint(5, 16))
     start = [("iteration", {"model": 0, "batch": 0, "set_to_none": True})]
     actions = [(a.name, a.draw(rng)) for a in drawn]
