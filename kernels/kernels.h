@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-enum { OF_MAX_STATE = 3, OF_MAX_HYPER = 10, OF_MAX_SCALARS = 192 };
+enum { OF_MAX_STATE = 3, OF_MAX_COUNTERS = 2, OF_MAX_HYPER = 10, OF_MAX_SCALARS = 192 };
 
 typedef enum of_dtype { OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16, OF_FLOAT16, OF_DTYPE_COUNT } of_dtype;
 
@@ -40,6 +40,8 @@ typedef enum of_reference {
     OF_REF_COUNT
 } of_reference;
 
+typedef void of_roots_fn(void *values, size_t n);
+
 /* A run of consecutive elements of one parameter. param, state[] are updated
  * in place; grad is only read. All hold elements of the row's dtype, need no
  * alignment beyond that of one element, and do not overlap. Unused state
@@ -55,6 +57,9 @@ typedef struct of_span {
      * other, each product rounded to the row's dtype as in memory. The rows of
      * CUDA's reference take it from their scalars. */
     const double *factors;
+    /* NULL, or what takes square roots in place as the reference's own library
+     * does, which may not round correctly: of n floats; of doubles for float64. */
+    of_roots_fn *square_roots;
 } of_span;
 
 typedef void of_kernel_fn(const of_span *span, const void *scalars);
@@ -82,6 +87,13 @@ typedef struct of_kernel {
     of_kernel_fn *run;
 } of_kernel;
 
+/* The numbers that an update changes beside its tensors. */
+typedef struct of_count {
+    double step; /* number of this update of the parameter, from 1 */
+    double counters[OF_MAX_COUNTERS];
+    bool single; /* the counters are kept in float32, not in float64 */
+} of_count;
+
 typedef struct of_rule {
     const char *name;         /* "adam", "sgd" */
     const char *const *state; /* n_state keys of torch.optim's state, in of_span order */
@@ -91,9 +103,16 @@ typedef struct of_rule {
     size_t scalars_size;      /* bytes, at most OF_MAX_SCALARS */
     /* Bit i is set if state[i] is used under these hyper-parameters. */
     unsigned (*state_used)(const double *hyper);
-    /* Fills `scalars` (scalars_size bytes, aligned for double) for the
-     * step-th update of a parameter, step >= 1. */
-    void (*prepare)(const double *hyper, double step, void *scalars);
+    /* Fills `scalars` (scalars_size bytes, aligned for double) for one update.
+     * count->counters: as they are before it; on return, as they are after it. */
+    void (*prepare)(const double *hyper, of_count *count, void *scalars);
+    bool counts; /* torch.optim's state has a "step" */
+    /* Keys of the state's other 0-dim tensors, which an update changes; n_counters. */
+    const char *const *counters;
+    size_t n_counters;
+    /* There are no kernels: the host does the update, with operators of its own
+     * (of_host.apply() of the plugin). The state may have any shapes. */
+    bool by_host;
 } of_rule;
 
 /* The rules, ended by a row whose name is NULL. */

@@ -25,10 +25,10 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 
 const of_rule of_rules[] = {
     {"adam", adam_state, ADAM_N_STATE, adam_hyper, ADAM_N_HYPER, sizeof(adam_scalars),
-     adam_state_used, adam_prepare},
+     adam_state_used, adam_prepare, true, NULL, 0, false},
     {"sgd", sgd_state, SGD_N_STATE, sgd_hyper, SGD_N_HYPER, sizeof(sgd_scalars), sgd_state_used,
-     sgd_prepare},
-    {NULL, NULL, 0, NULL, 0, 0, NULL, NULL},
+     sgd_prepare, false, NULL, 0, false},
+    {0},
 };
 
 const of_rule *of_rule_find(const char *name) {

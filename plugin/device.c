@@ -32,9 +32,16 @@ static of_cuda_entry entry_of(const of_inputs *in) {
                            .grad = (void *)(uintptr_t)in->grad,
                            .n = (size_t)in->numel,
                            .step_at = in->step_at,
-                           .step = in->step};
+                           .step = in->count.step};
     memcpy(entry.state, in->state, sizeof entry.state);
     return entry;
+}
+
+static bool apply_all(of_plan *plan, const of_list *call) {
+    bool done = true;
+    for (of_update *u = call->first; u && done; u = u->next)
+        done = of_apply(plan, u);
+    return done;
 }
 
 static bool run(of_plan *plan, const of_list *call) {
@@ -52,6 +59,8 @@ static bool run(of_plan *plan, const of_list *call) {
                              .grad_scale_at = first->in.grad_scale_at,
                              .found_inf_at = first->in.found_inf_at};
     plan->counts.launches++;
+    if (plan->rule->by_host)
+        return of_stream_order(plan, &first->in.ready, &first->in.stream) && apply_all(plan, call);
     return of_stream_order(plan, &first->in.ready, &first->in.stream) &&
            plan->host.device->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
 }

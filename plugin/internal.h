@@ -155,6 +155,7 @@ void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *
 void of_launch_bucket(of_plan *plan, of_update *first, of_list *done); /* at its use */
 void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
 void of_settle(of_plan *plan, of_list *list, of_list *done);
+bool of_apply(of_plan *plan, of_update *update); /* by the host's operators */
 
 /* device.c: with plan->lock held. Runs a list of updates that are on devices. */
 void of_device_launch(of_plan *plan, of_list *list, of_list *done);

@@ -6,6 +6,8 @@
  * whatever the number and the sizes of its updates. Chunks are whole cache
  * lines of every dtype, so a reference's vectors are never cut, and the
  * kernels give the same bits however the space is split. */
+#include <string.h>
+
 #include "internal.h"
 
 /* Below this many elements in all, the calling thread does the work itself:
@@ -39,6 +41,7 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
         span.tail = of_tail(update->plan->reference, in->dtype, update->plan->vector_bytes, numel);
     if (update->n_factors && OF_GUARD(factors))
         span.factors = update->factors;
+    span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];
     update->kernel->run(&span, update->scalars);
 }
 
@@ -65,6 +68,20 @@ static void run_list(of_plan *plan, of_list *list) {
         run_chunks(list->first, 0, chunks);
     else
         plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, list->first);
+}
+
+bool of_apply(of_plan *plan, of_update *update) {
+    double hyper[OF_MAX_HYPER];
+    memcpy(hyper, update->scalars, sizeof hyper);
+    return plan->host.apply(plan->host.ctx, &update->in, hyper);
+}
+
+static void apply_list(of_plan *plan, of_list *list) {
+    for (of_update *u = list->first; u; u = u->next)
+        if (!of_apply(plan, u)) {
+            of_plan_fail(plan);
+            return;
+        }
 }
 
 static void count(of_plan *plan, const of_list *list, of_reason reason) {
@@ -120,7 +137,10 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     if (!list->first)
         return;
     plan->counts.launches += !list->first->scaling;
-    run_list(plan, list);
+    if (plan->rule->by_host && !list->first->scaling)
+        apply_list(plan, list);
+    else
+        run_list(plan, list);
     of_settle(plan, list, done);
 }
 

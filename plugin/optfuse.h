@@ -18,9 +18,9 @@
  * of_touch() needs is held while the host's collect(), commit(), release() and
  * drop() run: they may cause calls of of_touch() and of_any_pending(), and
  * read of_plan_rule() and of_plan_hyper(), but must not call the other
- * functions of the same plan. settle(), defer() and parallel_for() run under
- * the lock of one plan and must not call back at all. A host with a global
- * lock of its own (the GIL) calls without it.
+ * functions of the same plan. settle(), defer(), apply() and parallel_for()
+ * run under the lock of one plan and must not call back at all. A host with a
+ * global lock of its own (the GIL) calls without it.
  *
  * Errors: functions that can fail return an of_status; on anything but OF_OK
  * of_error_message() says what happened and what to do, and nothing was
@@ -78,8 +78,8 @@ typedef struct of_inputs {
     int64_t numel;
     of_dtype dtype;
     of_device device;
-    double step; /* number of this update, from 1; with the
-                    state counter not yet advanced */
+    of_count count; /* with the counters as they are before this update; when
+                       commit() comes, as they are after it */
     /* For a device other than the CPU only: */
     of_stream ready;            /* where the inputs are complete: the current stream */
     of_stream stream;           /* where the update belongs: the same one; or, in backward
@@ -141,6 +141,15 @@ typedef struct of_host {
     /* optional: without it collect() must give updates on the CPU only. Alive
      * as long as the process. */
     const of_device_host *device;
+
+    /* optional: square roots as the reference's library takes them (of_span);
+     * for values of float32, and of float64. Called by many threads at once. */
+    of_roots_fn *square_roots[2];
+    /* optional; for the rules that have no kernels: does the update. hyper: the
+     * rule's, as they were when the update was created. On a device other than
+     * the CPU: on in->stream. false: it failed, and of_set_error() says why.
+     * Called under the lock of the plan; must not call back. */
+    bool (*apply)(void *ctx, of_inputs *in, const double *hyper);
 
     /* optional, all three or none: for of_plan_scale(). Like collect(), for the
      * gradient alone: param is its memory, keys[0] the identity of that. Nothing

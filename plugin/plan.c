@@ -92,6 +92,8 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     const of_rule *found = find_rule(rule);
     if (!found)
         return OF_INVALID;
+    if (found->by_host && !host->apply)
+        return of_fail(OF_INVALID, "'%s' has no kernels, and the host has no apply()", rule);
     of_plan *plan = calloc(1, sizeof *plan);
     if (!plan)
         return of_fail(OF_NO_MEMORY, "out of memory for a plan");

@@ -106,13 +106,15 @@ static of_status check_state(const of_plan *plan, const of_inputs *in, unsigned 
 }
 
 static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned used) {
-    if (in->numel < 0 || in->n_keys > OF_MAX_KEYS || !(in->step >= 1))
+    if (in->numel < 0 || in->n_keys > OF_MAX_KEYS || !(in->count.step >= 1))
         return of_fail(OF_INVALID,
                        "bad inputs of an update: %lld elements, %zu keys, step %g (first is 1)",
-                       (long long)in->numel, in->n_keys, in->step);
+                       (long long)in->numel, in->n_keys, in->count.step);
     if ((unsigned)in->dtype >= OF_DTYPE_COUNT || (unsigned)in->device > OF_CUDA)
         return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
                        (int)in->device);
+    if (plan->rule->by_host)
+        return OF_OK;
     if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.device)
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
@@ -123,6 +125,19 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
     return check_state(plan, in, used);
 }
 
+static void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
+    of_count *count = &update->in.count;
+    if (rule->n_counters) { /* of a parameter's own */
+        rule->prepare(group->hyper, count, update->scalars);
+        return;
+    }
+    if (group->scalars_step != count->step) {
+        rule->prepare(group->hyper, count, group->scalars);
+        group->scalars_step = count->step;
+    }
+    memcpy(update->scalars, group->scalars, rule->scalars_size);
+}
+
 of_status of_update_complete(of_plan *plan, of_update *update) {
     of_inputs *in = &update->in;
     of_group *group = &plan->groups[plan->slots[update->slot].group];
@@ -130,15 +145,11 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     if (status != OF_OK)
         return status;
     update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
-    if (in->device != OF_CPU) { /* its kernels take the hyper-parameters themselves */
+    if (in->device != OF_CPU || plan->rule->by_host) { /* they take the hyper-parameters */
         memcpy(update->scalars, group->hyper, sizeof group->hyper);
         return OF_OK;
     }
-    if (group->scalars_step != in->step) {
-        plan->rule->prepare(group->hyper, in->step, group->scalars);
-        group->scalars_step = in->step;
-    }
-    memcpy(update->scalars, group->scalars, plan->rule->scalars_size);
+    fill_scalars(plan->rule, group, update);
     update->kernel = plan->kernels[in->dtype];
     update->n_factors =
         of_registry_factors(of_scale_key(in->grad_key), update->factors, &update->norm);

@@ -35,12 +35,15 @@ bool state_is_missing(const Slot *slot, unsigned used) {
     for (size_t i = 0; i < slot->plan->rule->n_state; i++)
         if ((used >> i & 1u) != 0 && !slot->state[i].defined())
             return true;
-    return slot->plan->counts_steps && !slot->step.defined();
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++)
+        if (!slot->counters[i].defined())
+            return true;
+    return slot->plan->rule->counts && !slot->step.defined();
 }
 
 // The number of this update, in the counter's own precision, as stock counts.
 double step_number(const Slot *slot) {
-    if (!slot->plan->counts_steps)
+    if (!slot->plan->rule->counts)
         return slot->first ? 1 : 2;
     if (step_is_on_gpu(slot))
         return 1; // the device counts for itself
@@ -49,6 +52,18 @@ double step_number(const Slot *slot) {
     return impl->dtype().toScalarType() == c10::ScalarType::Double
                ? *static_cast<const double *>(data) + 1
                : static_cast<double>(*static_cast<const float *>(data) + 1.0f);
+}
+
+of_count count_of(const Slot *slot) {
+    of_count count = {};
+    count.step = step_number(slot);
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
+        const c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
+        count.single = impl->dtype().toScalarType() == c10::ScalarType::Float;
+        count.counters[i] = count.single ? *static_cast<const float *>(data_of(impl))
+                                         : *static_cast<const double *>(data_of(impl));
+    }
+    return count;
 }
 
 // Another optimizer's update of the same memory must be done before it is
@@ -132,7 +147,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     hold->slot = slot;
     hold->spends = std::exchange(slot->spends, false);
     in->numel = p->numel();
-    in->step = step_number(slot);
+    in->count = count_of(slot);
     if (place(slot, p, in, hold) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     // What the update writes back to the gradient must arrive there.

@@ -35,9 +35,21 @@ void advance_step(Slot *slot) {
     impl->bump_version();
 }
 
+void write_counters(const Slot *slot, const of_count &count) {
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
+        c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
+        if (count.single)
+            *static_cast<float *>(data_of(impl)) = static_cast<float>(count.counters[i]);
+        else
+            *static_cast<double *>(data_of(impl)) = count.counters[i];
+        impl->bump_version();
+    }
+}
+
 void commit(void *, of_inputs *in) {
     Hold *hold = hold_of(in->hold);
     advance_step(hold->slot);
+    write_counters(hold->slot, in->count);
     if (OF_GUARD(version))
         hold->slot->param->bump_version();
     hold->committed = true;
@@ -150,6 +162,8 @@ of_host make_host(Plan *plan) {
     host.drop = drop;
     host.parallel_for = parallel_for;
     host.device = &gpu_host;
+    host.square_roots[0] = square_roots_of_floats;
+    host.square_roots[1] = square_roots_of_doubles;
     host.collect_gradient = collect_gradient;
     host.is_alive = is_alive;
     host.keep = keep;

@@ -42,14 +42,20 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
     }
 }
 
-// state: the rule's state tensors in its order, None where there is none.
+// state: the rule's state tensors in its order, then its counters; None where
+// there is none.
 // step: the counter, or None. first: the rule has no counter and this state
 // is new.
 void set_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
                const std::optional<at::Tensor> &step, bool first) {
     Slot &slot = slot_at(plan_at(address), index);
-    for (size_t i = 0; i < OF_MAX_STATE; i++)
-        slot.state[i] = i < state.size() && state[i] ? *state[i] : at::Tensor();
+    const of_rule *rule = slot.plan->rule;
+    if (state.size() != rule->n_state + rule->n_counters)
+        throw Error("optfuse: a wrong number of state tensors");
+    for (size_t i = 0; i < rule->n_state; i++)
+        slot.state[i] = state[i] ? *state[i] : at::Tensor();
+    for (size_t i = 0; i < rule->n_counters; i++)
+        slot.counters[i] = state[rule->n_state + i] ? *state[rule->n_state + i] : at::Tensor();
     slot.step = step ? *step : at::Tensor();
     slot.first = first;
 }

@@ -111,8 +111,27 @@ of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
     return OF_FOUND_INPUTS;
 }
 
+namespace {
+
+of_found check_counters(const Slot *slot) {
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
+        const std::string which = std::string("state['") + slot->plan->rule->counters[i] + "'] of ";
+        const at::Tensor &counter = slot->counters[i];
+        const bool known = counter.scalar_type() == at::kFloat || counter.scalar_type() == at::kDouble;
+        if (!counter.is_cpu() || counter.numel() != 1 || !known ||
+            counter.scalar_type() != slot->counters[0].scalar_type())
+            return refuse(slot, which.c_str(), "is not a 0-dim float tensor on the CPU",
+                          ", as torch.optim makes it without capturable=True");
+    }
+    return OF_FOUND_INPUTS;
+}
+
+} // namespace
+
 of_found check_step(const Slot *slot, const c10::TensorImpl *p) {
     const char *which = "the step counter of ";
+    if (check_counters(slot) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
     if (slot->step.defined() && !slot->step.device().is_cpu() &&
         (slot->step.device() != p->device() || slot->step.scalar_type() != at::kFloat))
         return refuse(slot, which, "is on another device or is not float32",

@@ -35,8 +35,6 @@ bool clean(c10::TensorImpl *impl) {
     return true;
 }
 
-bool has_step_counter(const of_rule *rule) { return std::string(rule->name) != "sgd"; }
-
 int choose_isa(const char *name, of_isa *out) {
     const of_isa best = of_isa_detect();
     *out = best;
@@ -97,7 +95,6 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
             return status;
         plan->mode = options.mode;
         plan->rule = of_plan_rule(plan->core);
-        plan->counts_steps = has_step_counter(plan->rule);
         plan->self = plan;
         *out = optfuse::handle_of(plan.get());
         return OF_OK;

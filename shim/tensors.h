@@ -37,6 +37,7 @@ struct Slot {
     at::Tensor state[OF_MAX_STATE];
     at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
                         // parameter's device, or undefined
+    at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU
     bool first = false; // rules without a counter: the next update is the first
     // Backward mode: this update runs inside backward, and .grad becomes `spent`.
     // What step() updates keeps its gradient, as in stock.
@@ -102,7 +103,6 @@ struct Plan {
     of_plan *core = nullptr;
     of_mode mode = OF_FORWARD;
     const of_rule *rule = nullptr;
-    bool counts_steps = false;     // the rule's state has a step counter
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
     // Backward passes only add to the gradients: those that begin now, as the
@@ -170,6 +170,11 @@ std::optional<at::Tensor> norms(const std::vector<GradientOf> &of);
 // with nothing changed, if one of them can't be read here or has a factor.
 std::optional<bool> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor);
 at::Tensor norm_by_our_formula(const at::Tensor &x); // contiguous float32
+
+// roots.cpp: square roots with the bits of PyTorch's operator. n values of
+// float32; of float64.
+void square_roots_of_floats(void *values, size_t n);
+void square_roots_of_doubles(void *values, size_t n);
 
 // host.cpp
 of_host make_host(Plan *plan);

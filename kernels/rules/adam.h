@@ -55,7 +55,7 @@ static inline unsigned adam_state_used(const double *hyper) {
     return hyper[ADAM_AMSGRAD] != 0.0 ? 7u : 3u;
 }
 
-static inline void adam_prepare(const double *hyper, double step, void *scalars) {
+static inline void adam_prepare(const double *hyper, of_count *count, void *scalars) {
     adam_scalars *s = (adam_scalars *)scalars;
     const double lr = hyper[ADAM_LR];
     const double decay = hyper[ADAM_WEIGHT_DECAY];
@@ -68,8 +68,8 @@ static inline void adam_prepare(const double *hyper, double step, void *scalars)
     s->average_weight = 1.0 - hyper[ADAM_BETA1];
     s->square_weight = 1.0 - hyper[ADAM_BETA2];
     s->beta2 = hyper[ADAM_BETA2];
-    s->step_size = lr / (1.0 - pow(hyper[ADAM_BETA1], step));
-    s->correction = sqrt(1.0 - pow(hyper[ADAM_BETA2], step));
+    s->step_size = lr / (1.0 - pow(hyper[ADAM_BETA1], count->step));
+    s->correction = sqrt(1.0 - pow(hyper[ADAM_BETA2], count->step));
     s->eps = hyper[ADAM_EPS];
     s->sign = hyper[ADAM_MAXIMIZE] != 0.0 ? -1.0 : 1.0;
     s->variant = (hyper[ADAM_AMSGRAD] != 0.0 ? (unsigned)ADAM_WITH_AMSGRAD : 0u) |

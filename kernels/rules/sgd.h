@@ -45,7 +45,7 @@ static inline unsigned sgd_state_used(const double *hyper) {
     return hyper[SGD_MOMENTUM] != 0.0 ? 1u : 0u;
 }
 
-static inline void sgd_prepare(const double *hyper, double step, void *scalars) {
+static inline void sgd_prepare(const double *hyper, of_count *count, void *scalars) {
     sgd_scalars *s = (sgd_scalars *)scalars;
     const bool momentum = hyper[SGD_MOMENTUM] != 0.0;
 
@@ -57,7 +57,7 @@ static inline void sgd_prepare(const double *hyper, double step, void *scalars) 
     s->variant = s->weight_decay != 0.0 ? (unsigned)SGD_WITH_DECAY : 0u;
     if (momentum)
         s->variant |= SGD_WITH_MOMENTUM;
-    if (momentum && step <= 1.0)
+    if (momentum && count->step <= 1.0)
         s->variant |= SGD_WITH_FIRST;
     if (momentum && hyper[SGD_NESTEROV] != 0.0)
         s->variant |= SGD_WITH_NESTEROV;

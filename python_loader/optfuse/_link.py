@@ -217,7 +217,7 @@ class Link:
         self._values = list(chain.from_iterable(map(dict.values, self._entries)))
 
     def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool) -> None:
-        tensors: _State = tuple(entry.get(name) for name in self.rule.state)
+        tensors: _State = tuple(map(entry.get, (*self.rule.state, *self.rule.counters)))
         step = entry.get("step") if self.rule.counts_steps else None
         known = self._slot_states[slot]
         if known is not None and all(map(is_, known, (*tensors, step))):

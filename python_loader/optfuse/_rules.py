@@ -19,13 +19,15 @@ Group = dict[str, Any]
 @dataclass(frozen=True)
 class Rule:
     """One row for each stock class: the C rule's name, its hyper-parameters in
-    the C rule's order, and the state tensors in the C rule's order."""
+    the C rule's order, the state tensors in the C rule's order, and behind them
+    the 0-dim tensors other than "step" that count updates."""
 
     name: str
     hyper: Callable[[Group], tuple[float, ...]]
     state: tuple[str, ...]
     counts_steps: bool
     make_state: Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
+    counters: tuple[str, ...] = ()
 
 
 def _adam_hyper(group: Group) -> tuple[float, ...]:

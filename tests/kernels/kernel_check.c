@@ -111,7 +111,8 @@ static void run(const of_kernel *row, const of_rule *rule, const trial *t, const
     double scalars[OF_MAX_SCALARS / sizeof(double)];
     of_span span = arrays_span(a, t->tail);
     span.factors = t->scaled ? t->factors : NULL;
-    rule->prepare(t->hyper, t->step, scalars);
+    of_count count = {.step = t->step, .counters = {0.9, 0.01}};
+    rule->prepare(t->hyper, &count, scalars);
     row->run(&span, scalars);
 }
 

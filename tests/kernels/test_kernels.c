@@ -25,7 +25,8 @@ static void update(const char *name, of_dtype dtype, const double *hyper, double
     double scalars[OF_MAX_SCALARS / sizeof(double)];
     const of_kernel *row = of_kernel_find(name, OF_REF_CPU_FUSED, dtype, OF_CPU, OF_ISA_C);
     ck_assert(row != NULL);
-    rule_of(name)->prepare(hyper, step, scalars);
+    of_count count = {.step = step};
+    rule_of(name)->prepare(hyper, &count, scalars);
     row->run(span, scalars);
 }
 

@@ -107,7 +107,8 @@ static void compute(const of_cuda_update *update, const of_cuda_entry *entry) {
     const of_kernel *kernel =
         of_kernel_find(update->rule, OF_REF_CPU_FUSED, update->dtype, OF_CPU, of_isa_detect());
     _Alignas(16) unsigned char scalars[OF_MAX_SCALARS];
-    rule->prepare(update->hyper, entry->step, scalars);
+    of_count count = {.step = entry->step};
+    rule->prepare(update->hyper, &count, scalars);
     of_span span = {.param = entry->param, .grad = entry->grad, .n = entry->n};
     memcpy(span.state, entry->state, sizeof span.state);
     span.tail = of_tail(OF_REF_CPU_FUSED, update->dtype, 32, entry->n);

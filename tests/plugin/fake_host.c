@@ -158,7 +158,7 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
         in->ready = tensor->host->table.device->current(tensor->host, 0);
         in->stream = fake_home();
     }
-    in->step = tensor->step + 1;
+    in->count.step = tensor->step + 1;
 }
 
 static of_found collect(void *ctx, void *opaque, of_inputs *in) {

@@ -166,7 +166,8 @@ void expect_update_at(twin *t, void *param, void **state) {
     for (size_t i = 0; i < tensor->n_state; i++)
         span.state[i] = state[i];
     span.tail = of_tail(OF_REF_CPU_FUSED, tensor->dtype, VECTOR_BYTES, numel);
-    rule->prepare(t->hyper, ++t->step, scalars);
+    of_count count = {.step = ++t->step};
+    rule->prepare(t->hyper, &count, scalars);
     if (numel)
         kernel->run(&span, scalars);
 }
