@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from optfuse._native import BACKWARD, Error, lib
 from optfuse._refuse import check_group
@@ -70,8 +71,10 @@ class _Fused:
         optimizer: Any = self
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            check_group(optimizer.param_groups[-1], len(optimizer.param_groups) - 1, False)
-            link_of(optimizer).rebuild(optimizer)
+            link = link_of(optimizer)
+            groups = optimizer.param_groups
+            check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
+            link.rebuild(optimizer)
         except BaseException:
             optimizer.param_groups.pop()
             raise
@@ -90,20 +93,12 @@ class _Fused:
         return fuse_like(twin, link, [copy.deepcopy(p, memo) for p in link.eager])
 
 
-class FusedSGD(_Fused, SGD):
-    pass
-
-
-class FusedAdam(_Fused, Adam):
-    pass
-
-
-class FusedAdamW(_Fused, AdamW):
-    pass
-
-
-FUSED: dict[type[Optimizer], type[Optimizer]] = {SGD: FusedSGD, Adam: FusedAdam, AdamW: FusedAdamW}
-for _stock, _fused in FUSED.items():
-    _fused.__name__ = _stock.__name__
-    _fused.__qualname__ = _stock.__qualname__
-    _fused.__doc__ = _stock.__doc__
+@functools.cache
+def fused_class(stock: type[Optimizer]) -> type[Optimizer]:
+    """The subclass that a fused optimizer of this class becomes."""
+    names = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+    }
+    return type(stock.__name__, (_Fused, stock), names)

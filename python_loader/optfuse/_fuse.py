@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse import _link
-from optfuse._classes import FUSED, LINK, link_of
+from optfuse._classes import LINK, fused_class, link_of
 from optfuse._gpu import is_gpu
 from optfuse._link import How
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
@@ -110,7 +110,7 @@ def _fuse(optimizer: OptimizerT, how: How) -> OptimizerT:
     stock = type(optimizer)
     link = _link.Link(optimizer, how)
     optimizer.__dict__[LINK] = link
-    optimizer.__class__ = FUSED[stock]
+    optimizer.__class__ = fused_class(stock)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
     # On the CPU GradScaler must skip steps by itself, and unscale before someone
     # clips: what is folded is folded in its own unscale_().
@@ -193,7 +193,7 @@ class Summary:
             groups = ", ".join(map(str, self.reference_differs))
             lines.append(
                 f"  note: the flags of group {groups} select another implementation of "
-                "PyTorch than fused=True; it rounds differently (docs/numerics.md). "
+                "PyTorch; it rounds differently (docs/numerics.md). "
                 "strict=True refuses this"
             )
         if self.gpu_bits_differ:
@@ -240,8 +240,10 @@ def summary(optimizer: Optimizer) -> Summary:
         mode="forward" if link.mode == FORWARD else "backward",
         parameters=len(params),
         elements=sum(p.numel() for p in params),
-        reference="torch's fused=True on " + " and ".join(_kinds(params)),
-        reference_differs=tuple(i for i, group in enumerate(groups) if not group.get("fused")),
+        reference=f"torch's {link.rule.reference} on " + " and ".join(_kinds(params)),
+        reference_differs=tuple(
+            i for i, group in enumerate(groups) if not link.rule.is_reference(group)
+        ),
         gpu_bits_differ=link.gpu_bits_differ,
         isa={
             name: " and ".join(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from optfuse._gpu import is_gpu
 from optfuse._native import Error
-from optfuse._rules import RULES
+from optfuse._rules import RULES, Rule
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -45,7 +45,7 @@ def check_class(optimizer: Optimizer) -> None:
     )
 
 
-def check_group(group: dict[str, Any], index: int, strict: bool) -> None:
+def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:
     on_cpu = any(param.device.type == "cpu" for param in group["params"])
     for flag in ("differentiable", "capturable"):
         if group.get(flag) and (flag == "differentiable" or on_cpu):
@@ -53,12 +53,13 @@ def check_group(group: dict[str, Any], index: int, strict: bool) -> None:
                 f"optfuse: parameter group {index} has {flag}=True, which has no fused "
                 f"{'CPU ' if on_cpu else ''}update; set {flag}=False or keep the optimizer as it is"
             )
-    if strict and not group.get("fused"):
+    if strict and not rule.is_reference(group):
+        flags = ", ".join(f"{flag}={group.get(flag)}" for flag in ("fused", "foreach"))
         raise Error(
-            f"optfuse: strict=True, but parameter group {index} has fused={group.get('fused')}: "
-            "PyTorch would compute it with another implementation, whose roundings differ from "
-            "the fused one that optfuse reproduces bit for bit. Build the optimizer with "
-            "fused=True, or pass strict=False"
+            f"optfuse: strict=True, but parameter group {index} has {flags}: PyTorch would "
+            "compute it with another implementation, whose roundings differ from the one that "
+            f"optfuse reproduces bit for bit. Build the optimizer with {rule.reference}, or pass "
+            "strict=False"
         )
     for i, param in enumerate(group["params"]):
         check_param(param, label(group, index, i))
@@ -92,7 +93,7 @@ def _why_not(param: Tensor) -> str | None:
 def check_optimizer(optimizer: Optimizer, strict: bool) -> None:
     check_class(optimizer)
     for index, group in enumerate(optimizer.param_groups):
-        check_group(group, index, strict)
+        check_group(RULES[type(optimizer)], group, index, strict)
 
 
 def check_eager(eager: Iterable[Tensor], optimizer: Optimizer) -> list[Tensor]:

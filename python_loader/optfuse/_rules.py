@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which torch.optim classes fuse, and where their numbers are."""
+"""Which optimizer classes fuse, and where their numbers are."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,51 +15,14 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from optfuse._gpu import number
 
 Group = dict[str, Any]
+MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One row for each stock class: the C rule's name, its hyper-parameters in
-    the C rule's order, the state tensors in the C rule's order, and behind them
-    the 0-dim tensors other than "step" that count updates."""
-
-    name: str
-    hyper: Callable[[Group], tuple[float, ...]]
-    state: tuple[str, ...]
-    counts_steps: bool
-    make_state: Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
-    counters: tuple[str, ...] = ()
-
-
-def _adam_hyper(group: Group) -> tuple[float, ...]:
-    beta1, beta2 = group["betas"]
-    return (
-        number(group["lr"]),
-        float(beta1),
-        float(beta2),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        float(group["amsgrad"]),
-        float(group["maximize"]),
-        float(group["decoupled_weight_decay"]),
-    )
-
-
-def _adam_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param: Tensor) -> None:
+def _stock_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param: Tensor) -> None:
     """Stock's own lazy initialisation, for one parameter."""
-    lists: list[list[Tensor]] = [[] for _ in range(6)]
-    stock._init_group(optimizer, {**group, "params": [param]}, *lists)  # type: ignore[attr-defined]
-
-
-def _sgd_hyper(group: Group) -> tuple[float, ...]:
-    return (
-        number(group["lr"]),
-        float(group["momentum"]),
-        float(group["dampening"]),
-        float(group["weight_decay"]),
-        float(group["nesterov"]),
-        float(group["maximize"]),
-    )
+    init: Any = stock._init_group  # type: ignore[attr-defined]
+    lists: list[list[Tensor]] = [[] for _ in list(inspect.signature(init).parameters)[2:]]
+    init(optimizer, {**group, "params": [param]}, *lists)
 
 
 def _sgd_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param: Tensor) -> None:
@@ -67,7 +31,53 @@ def _sgd_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param
     )
 
 
-_ADAM = Rule("adam", _adam_hyper, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), True, _adam_state)
-_SGD = Rule("sgd", _sgd_hyper, ("momentum_buffer",), False, _sgd_state)
+@dataclass(frozen=True)
+class Rule:
+    """One row for each stock class."""
+
+    name: str  # of the C rule
+    options: tuple[str, ...]  # its hyper-parameters in the C rule's order; "betas.0": the first
+    state: tuple[str, ...]  # its state tensors in the C rule's order
+    counters: tuple[str, ...] = ()  # 0-dim tensors other than "step" that count updates
+    counts_steps: bool = True  # there is a "step"
+    # The implementation of PyTorch on the CPU whose bits are reproduced, and the
+    # flag of a group that selects it.
+    reference: str = "fused=True"
+    make_state: MakeState = _stock_state
+    _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        split = [name.partition(".") for name in self.options]
+        where = [(key, int(index) if index else None) for key, _, index in split]
+        object.__setattr__(self, "_where", where)
+
+    def hyper(self, group: Group) -> tuple[float, ...]:
+        """A group's numbers, as the C rule wants them."""
+        return tuple(
+            [number(group[key] if i is None else group[key][i]) for key, i in self._where]
+        )
+
+    def is_reference(self, group: Group) -> bool:
+        """Whether the group's flags select the implementation whose bits are reproduced."""
+        if self.reference == "fused=True":
+            return bool(group.get("fused"))
+        return not group.get("foreach")
+
+
+_ADAM = Rule(
+    "adam",
+    (
+        "lr", "betas.0", "betas.1", "eps", "weight_decay", "amsgrad", "maximize",
+        "decoupled_weight_decay",
+    ),
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+)
+_SGD = Rule(
+    "sgd",
+    ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    ("momentum_buffer",),
+    counts_steps=False,
+    make_state=_sgd_state,
+)
 
 RULES: dict[type[Optimizer], Rule] = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
