@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* rule_table.c: the rules as const rows. */
+#include <string.h>
+
+#include "kernels.h"
+#include "rules/adam.h"
+#include "rules/rmsprop.h"
+#include "rules/sgd.h"
+
+static const char *const adam_state[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+static const char *const adam_hyper[] = {"lr",           "beta1",   "beta2",    "eps",
+                                         "weight_decay", "amsgrad", "maximize", "decoupled"};
+static const char *const sgd_state[] = {"momentum_buffer"};
+static const char *const sgd_hyper[] = {"lr",           "momentum", "dampening",
+                                        "weight_decay", "nesterov", "maximize"};
+static const char *const rmsprop_state[] = {"momentum_buffer", "square_avg", "grad_avg"};
+static const char *const rmsprop_hyper[] = {"lr",       "alpha",    "eps",     "weight_decay",
+                                            "momentum", "centered", "maximize"};
+
+#define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
+#define OF_FITS(rule, RULE)                                                                        \
+    _Static_assert(OF_LENGTH(rule##_state) == RULE##_N_STATE, "names of " #rule "'s state");       \
+    _Static_assert(OF_LENGTH(rule##_hyper) == RULE##_N_HYPER, "names of " #rule "'s options");     \
+    _Static_assert((int)RULE##_N_HYPER <= (int)OF_MAX_HYPER, "options of " #rule);                 \
+    _Static_assert(sizeof(rule##_scalars) <= OF_MAX_SCALARS, "scalars of " #rule)
+
+OF_FITS(adam, ADAM);
+OF_FITS(sgd, SGD);
+OF_FITS(rmsprop, RMSPROP);
+
+#define OF_ROW(rule, RULE)                                                                         \
+#rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
+        rule##_state_used, rule##_prepare
+
+const of_rule of_rules[] = {
+    {OF_ROW(adam, ADAM), true, NULL, 0, false, false},
+    {OF_ROW(sgd, SGD), false, NULL, 0, false, false},
+    {OF_ROW(rmsprop, RMSPROP), true, NULL, 0, false, true},
+    {0},
+};
+
+const of_rule *of_rule_find(const char *name) {
+    for (const of_rule *rule = of_rules; rule->name; rule++)
+        if (strcmp(rule->name, name) == 0)
+            return rule;
+    return NULL;
+}
