@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "rules/adadelta.h"
 #include "rules/adam.h"
 #include "rules/rmsprop.h"
 #include "rules/sgd.h"
@@ -16,6 +17,8 @@ static const char *const sgd_hyper[] = {"lr",           "momentum", "dampening",
 static const char *const rmsprop_state[] = {"momentum_buffer", "square_avg", "grad_avg"};
 static const char *const rmsprop_hyper[] = {"lr",       "alpha",    "eps",     "weight_decay",
                                             "momentum", "centered", "maximize"};
+static const char *const adadelta_state[] = {"square_avg", "acc_delta"};
+static const char *const adadelta_hyper[] = {"lr", "rho", "eps", "weight_decay", "maximize"};
 
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
@@ -27,6 +30,7 @@ static const char *const rmsprop_hyper[] = {"lr",       "alpha",    "eps",     "
 OF_FITS(adam, ADAM);
 OF_FITS(sgd, SGD);
 OF_FITS(rmsprop, RMSPROP);
+OF_FITS(adadelta, ADADELTA);
 
 #define OF_ROW(rule, RULE)                                                                         \
 #rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
@@ -36,6 +40,7 @@ const of_rule of_rules[] = {
     {OF_ROW(adam, ADAM), true, NULL, 0, false, false},
     {OF_ROW(sgd, SGD), false, NULL, 0, false, false},
     {OF_ROW(rmsprop, RMSPROP), true, NULL, 0, false, true},
+    {OF_ROW(adadelta, ADADELTA), true, NULL, 0, false, true},
     {0},
 };
 

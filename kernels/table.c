@@ -56,7 +56,9 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     OF_DTYPES(X, adam)                                                                             \
     OF_DTYPES(X, sgd)
 
-#define OF_CHAINS(X) OF_CHAIN(X, rmsprop)
+#define OF_CHAINS(X)                                                                               \
+    OF_CHAIN(X, rmsprop)                                                                           \
+    OF_CHAIN(X, adadelta)
 
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \
