@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "rules/adadelta.h"
 #include "rules/adam.h"
+#include "rules/nadam.h"
 #include "rules/rmsprop.h"
 #include "rules/sgd.h"
 
@@ -19,6 +20,11 @@ static const char *const rmsprop_hyper[] = {"lr",       "alpha",    "eps",     "
                                             "momentum", "centered", "maximize"};
 static const char *const adadelta_state[] = {"square_avg", "acc_delta"};
 static const char *const adadelta_hyper[] = {"lr", "rho", "eps", "weight_decay", "maximize"};
+static const char *const nadam_state[] = {"exp_avg", "exp_avg_sq"};
+static const char *const nadam_hyper[] = {
+    "lr",      "beta1", "beta2", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay",
+    "maximize"};
+static const char *const nadam_counters[] = {"mu_product"};
 
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
@@ -31,6 +37,8 @@ OF_FITS(adam, ADAM);
 OF_FITS(sgd, SGD);
 OF_FITS(rmsprop, RMSPROP);
 OF_FITS(adadelta, ADADELTA);
+OF_FITS(nadam, NADAM);
+_Static_assert(OF_LENGTH(nadam_counters) == NADAM_N_COUNTERS, "names of nadam's counters");
 
 #define OF_ROW(rule, RULE)                                                                         \
 #rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
@@ -41,6 +49,7 @@ const of_rule of_rules[] = {
     {OF_ROW(sgd, SGD), false, NULL, 0, false, false},
     {OF_ROW(rmsprop, RMSPROP), true, NULL, 0, false, true},
     {OF_ROW(adadelta, ADADELTA), true, NULL, 0, false, true},
+    {OF_ROW(nadam, NADAM), true, nadam_counters, NADAM_N_COUNTERS, false, true},
     {0},
 };
 
