@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "rules/adadelta.h"
 #include "rules/adam.h"
+#include "rules/adamax.h"
 #include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
@@ -29,6 +30,9 @@ static const char *const nadam_counters[] = {"mu_product"};
 static const char *const radam_state[] = {"exp_avg", "exp_avg_sq"};
 static const char *const radam_hyper[] = {
     "lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"};
+static const char *const adamax_state[] = {"exp_avg", "exp_inf"};
+static const char *const adamax_hyper[] = {"lr",  "beta1",        "beta2",
+                                           "eps", "weight_decay", "maximize"};
 
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
@@ -44,6 +48,7 @@ OF_FITS(adadelta, ADADELTA);
 OF_FITS(nadam, NADAM);
 _Static_assert(OF_LENGTH(nadam_counters) == NADAM_N_COUNTERS, "names of nadam's counters");
 OF_FITS(radam, RADAM);
+OF_FITS(adamax, ADAMAX);
 
 #define OF_ROW(rule, RULE)                                                                         \
 #rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
@@ -56,6 +61,7 @@ const of_rule of_rules[] = {
     {OF_ROW(adadelta, ADADELTA), true, NULL, 0, false, true},
     {OF_ROW(nadam, NADAM), true, nadam_counters, NADAM_N_COUNTERS, false, true},
     {OF_ROW(radam, RADAM), true, NULL, 0, false, true},
+    {OF_ROW(adamax, ADAMAX), true, NULL, 0, false, true},
     {0},
 };
 
