@@ -9,6 +9,7 @@
 #include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
+#include "rules/rprop.h"
 #include "rules/sgd.h"
 
 static const char *const adam_state[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
@@ -33,6 +34,9 @@ static const char *const radam_hyper[] = {
 static const char *const adamax_state[] = {"exp_avg", "exp_inf"};
 static const char *const adamax_hyper[] = {"lr",  "beta1",        "beta2",
                                            "eps", "weight_decay", "maximize"};
+static const char *const rprop_state[] = {"prev", "step_size"};
+static const char *const rprop_hyper[] = {"etaminus", "etaplus", "step_size_min", "step_size_max",
+                                          "maximize"};
 
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
@@ -49,6 +53,7 @@ OF_FITS(nadam, NADAM);
 _Static_assert(OF_LENGTH(nadam_counters) == NADAM_N_COUNTERS, "names of nadam's counters");
 OF_FITS(radam, RADAM);
 OF_FITS(adamax, ADAMAX);
+OF_FITS(rprop, RPROP);
 
 #define OF_ROW(rule, RULE)                                                                         \
 #rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
@@ -62,6 +67,7 @@ const of_rule of_rules[] = {
     {OF_ROW(nadam, NADAM), true, nadam_counters, NADAM_N_COUNTERS, false, true},
     {OF_ROW(radam, RADAM), true, NULL, 0, false, true},
     {OF_ROW(adamax, ADAMAX), true, NULL, 0, false, true},
+    {OF_ROW(rprop, RPROP), true, NULL, 0, false, true},
     {0},
 };
 
