@@ -6,6 +6,7 @@
 #include "rules/adadelta.h"
 #include "rules/adam.h"
 #include "rules/adamax.h"
+#include "rules/asgd.h"
 #include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
@@ -37,6 +38,9 @@ static const char *const adamax_hyper[] = {"lr",  "beta1",        "beta2",
 static const char *const rprop_state[] = {"prev", "step_size"};
 static const char *const rprop_hyper[] = {"etaminus", "etaplus", "step_size_min", "step_size_max",
                                           "maximize"};
+static const char *const asgd_state[] = {"ax"};
+static const char *const asgd_hyper[] = {"lr", "lambd", "alpha", "t0", "weight_decay", "maximize"};
+static const char *const asgd_counters[] = {"eta", "mu"};
 
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
@@ -54,6 +58,8 @@ _Static_assert(OF_LENGTH(nadam_counters) == NADAM_N_COUNTERS, "names of nadam's 
 OF_FITS(radam, RADAM);
 OF_FITS(adamax, ADAMAX);
 OF_FITS(rprop, RPROP);
+OF_FITS(asgd, ASGD);
+_Static_assert(OF_LENGTH(asgd_counters) == ASGD_N_COUNTERS, "names of asgd's counters");
 
 #define OF_ROW(rule, RULE)                                                                         \
 #rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
@@ -68,6 +74,7 @@ const of_rule of_rules[] = {
     {OF_ROW(radam, RADAM), true, NULL, 0, false, true},
     {OF_ROW(adamax, ADAMAX), true, NULL, 0, false, true},
     {OF_ROW(rprop, RPROP), true, NULL, 0, false, true},
+    {OF_ROW(asgd, ASGD), true, asgd_counters, ASGD_N_COUNTERS, false, true},
     {0},
 };
 
