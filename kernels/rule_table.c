@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 #include "rules/adadelta.h"
+#include "rules/adagrad.h"
 #include "rules/adam.h"
 #include "rules/adamax.h"
 #include "rules/asgd.h"
@@ -41,6 +42,8 @@ static const char *const rprop_hyper[] = {"etaminus", "etaplus", "step_size_min"
 static const char *const asgd_state[] = {"ax"};
 static const char *const asgd_hyper[] = {"lr", "lambd", "alpha", "t0", "weight_decay", "maximize"};
 static const char *const asgd_counters[] = {"eta", "mu"};
+static const char *const adagrad_state[] = {"sum"};
+static const char *const adagrad_hyper[] = {"lr", "lr_decay", "weight_decay", "eps", "maximize"};
 
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
@@ -60,6 +63,7 @@ OF_FITS(adamax, ADAMAX);
 OF_FITS(rprop, RPROP);
 OF_FITS(asgd, ASGD);
 _Static_assert(OF_LENGTH(asgd_counters) == ASGD_N_COUNTERS, "names of asgd's counters");
+OF_FITS(adagrad, ADAGRAD);
 
 #define OF_ROW(rule, RULE)                                                                         \
 #rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
@@ -75,6 +79,7 @@ const of_rule of_rules[] = {
     {OF_ROW(adamax, ADAMAX), true, NULL, 0, false, true},
     {OF_ROW(rprop, RPROP), true, NULL, 0, false, true},
     {OF_ROW(asgd, ASGD), true, asgd_counters, ASGD_N_COUNTERS, false, true},
+    {OF_ROW(adagrad, ADAGRAD), true, NULL, 0, false, false},
     {0},
 };
 

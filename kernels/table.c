@@ -54,7 +54,8 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 
 #define OF_RULES(X)                                                                                \
     OF_DTYPES(X, adam)                                                                             \
-    OF_DTYPES(X, sgd)
+    OF_DTYPES(X, sgd)                                                                              \
+    OF_DTYPES(X, adagrad)
 
 #define OF_CHAINS(X)                                                                               \
     OF_CHAIN(X, rmsprop)                                                                           \

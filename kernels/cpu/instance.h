@@ -13,6 +13,7 @@
 
 #include "stored.h"
 
+#include "../rules/adagrad.h"
 #include "../rules/adam.h"
 #include "../rules/sgd.h"
 
