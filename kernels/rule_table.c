@@ -66,20 +66,22 @@ _Static_assert(OF_LENGTH(asgd_counters) == ASGD_N_COUNTERS, "names of asgd's cou
 OF_FITS(adagrad, ADAGRAD);
 
 #define OF_ROW(rule, RULE)                                                                         \
-#rule, rule##_state, RULE##_N_STATE, rule##_hyper, RULE##_N_HYPER, sizeof(rule##_scalars),     \
-        rule##_state_used, rule##_prepare
+    .name = #rule, .state = rule##_state, .n_state = RULE##_N_STATE, .hyper = rule##_hyper,        \
+    .n_hyper = RULE##_N_HYPER, .scalars_size = sizeof(rule##_scalars),                             \
+    .state_used = rule##_state_used, .prepare = rule##_prepare
+#define OF_COUNTERS(rule, RULE) .counters = rule##_counters, .n_counters = RULE##_N_COUNTERS
 
 const of_rule of_rules[] = {
-    {OF_ROW(adam, ADAM), true, NULL, 0, false, false},
-    {OF_ROW(sgd, SGD), false, NULL, 0, false, false},
-    {OF_ROW(rmsprop, RMSPROP), true, NULL, 0, false, true},
-    {OF_ROW(adadelta, ADADELTA), true, NULL, 0, false, true},
-    {OF_ROW(nadam, NADAM), true, nadam_counters, NADAM_N_COUNTERS, false, true},
-    {OF_ROW(radam, RADAM), true, NULL, 0, false, true},
-    {OF_ROW(adamax, ADAMAX), true, NULL, 0, false, true},
-    {OF_ROW(rprop, RPROP), true, NULL, 0, false, true},
-    {OF_ROW(asgd, ASGD), true, asgd_counters, ASGD_N_COUNTERS, false, true},
-    {OF_ROW(adagrad, ADAGRAD), true, NULL, 0, false, false},
+    {OF_ROW(adam, ADAM), .counts = true},
+    {OF_ROW(sgd, SGD)},
+    {OF_ROW(rmsprop, RMSPROP), .counts = true, .chain = true},
+    {OF_ROW(adadelta, ADADELTA), .counts = true, .chain = true},
+    {OF_ROW(nadam, NADAM), .counts = true, .chain = true, OF_COUNTERS(nadam, NADAM)},
+    {OF_ROW(radam, RADAM), .counts = true, .chain = true},
+    {OF_ROW(adamax, ADAMAX), .counts = true, .chain = true},
+    {OF_ROW(rprop, RPROP), .counts = true, .chain = true},
+    {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD)},
+    {OF_ROW(adagrad, ADAGRAD), .counts = true},
     {0},
 };
 
