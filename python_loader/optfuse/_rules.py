@@ -26,6 +26,7 @@ from torch.optim import (
 )
 
 from optfuse._gpu import number
+from optfuse.optim import Lion
 
 Group = dict[str, Any]
 MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
@@ -143,6 +144,13 @@ _ASGD = Rule(
     counters=("eta", "mu"),
     reference=_FOR_LOOP,
 )
+_LION = Rule(
+    "lion",
+    ("lr", "betas.0", "betas.1", "weight_decay", "maximize"),
+    ("exp_avg",),
+    counts_steps=False,
+    reference="step()",
+)
 
 RULES: dict[type[Optimizer], Rule] = {
     SGD: _SGD,
@@ -156,4 +164,5 @@ RULES: dict[type[Optimizer], Rule] = {
     Adamax: _ADAMAX,
     Rprop: _RPROP,
     ASGD: _ASGD,
+    Lion: _LION,
 }
