@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import launch
 import torch
 from cells import (
     GRID_CELLS,
@@ -39,7 +41,9 @@ from verdict import verdict
 import optfuse
 from optfuse._ab import Wrap
 
-SECTIONS = ("speed", "memory", "cost", "updates", "clip", "grid")
+# Only when asked for; each prints what it finds and returns its figures.
+EXTRA = {"launch": launch.section}
+SECTIONS = ("speed", "memory", "cost", "updates", "clip", "grid", *EXTRA)
 # The machinery alone is timed on the CPU, where nothing runs beside it.
 SECTIONS_OF = {"cpu": ("speed", "memory", "cost", "clip"), "cuda": ("speed", "memory", "updates")}
 SMOKE_SECTIONS = ("speed", "memory", "updates")
@@ -251,11 +255,21 @@ def write(chosen: argparse.Namespace, results: Results) -> None:
         stem = f"{chosen.optimizer}-cuda" + ("-autocast" if chosen.autocast else "")
     if chosen.section == ["grid"]:
         stem += "-grid"
-    write_json(results, chosen.out / f"{stem}.json")
+    if results.cells or results.memory or results.costs or results.updates:
+        write_json(results, chosen.out / f"{stem}.json")
     if results.cells and not chosen.no_plot:
         plot(results, chosen.out / f"{stem}.png")
     if chosen.markdown and results.cells:
         title(markdown(results))
+
+
+def measure_extra(chosen: argparse.Namespace) -> None:
+    for name in (name for name in EXTRA if name in chosen.section):
+        found = EXTRA[name](chosen)
+        if found is not None:
+            chosen.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"machine": machine(), "section": name, **found}, indent=1)
+            (chosen.out / f"{name}-{chosen.optimizer}.json").write_text(text + "\n", "utf-8")
 
 
 def cells_of(chosen: argparse.Namespace, quick: bool) -> list[Cell]:
@@ -288,6 +302,7 @@ def main() -> None:
         measure_updates(chosen, results)
     if "clip" in chosen.section:
         measure_clipping(chosen)
+    measure_extra(chosen)
     write(chosen, results)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
 
