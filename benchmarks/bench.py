@@ -14,6 +14,7 @@ from pathlib import Path
 
 import launch
 import scaling
+import sweeps
 import torch
 from cells import (
     GRID_CELLS,
@@ -43,7 +44,7 @@ import optfuse
 from optfuse._ab import Wrap
 
 # Only when asked for; each prints what it finds and returns its figures.
-EXTRA = {"launch": launch.section, "scaling": scaling.section}
+EXTRA = {"launch": launch.section, "scaling": scaling.section, "sweeps": sweeps.section}
 SECTIONS = ("speed", "memory", "cost", "updates", "clip", "grid", *EXTRA)
 # The machinery alone is timed on the CPU, where nothing runs beside it.
 SECTIONS_OF = {"cpu": ("speed", "memory", "cost", "clip"), "cuda": ("speed", "memory", "updates")}
