@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import alone
 import launch
 import scaling
 import sweeps
@@ -44,7 +45,12 @@ import optfuse
 from optfuse._ab import Wrap
 
 # Only when asked for; each prints what it finds and returns its figures.
-EXTRA = {"launch": launch.section, "scaling": scaling.section, "sweeps": sweeps.section}
+EXTRA = {
+    "alone": alone.section,
+    "launch": launch.section,
+    "scaling": scaling.section,
+    "sweeps": sweeps.section,
+}
 SECTIONS = ("speed", "memory", "cost", "updates", "clip", "grid", *EXTRA)
 # The machinery alone is timed on the CPU, where nothing runs beside it.
 SECTIONS_OF = {"cpu": ("speed", "memory", "cost", "clip"), "cuda": ("speed", "memory", "updates")}
