@@ -251,6 +251,8 @@ def describe(results: Results) -> None:
             " not repeat their own bits, so that curves can differ between any two runs;"
             " tests/gpu/run compares where they do."
         )
+    elif not available:
+        print("libfloor.so was not built, or finds no OpenMP runtime: there is no floor.")
     if handwritten() is None:
         print("scikit-learn is missing: the images are invented.")
 

@@ -25,11 +25,13 @@ def bytes_each(optimizer: str, element: int = 4, cached: bool = False) -> int:
 
 
 def _open() -> Any:
-    """The build is where benchmarks/run says; None if it isn't."""
+    """The build is where benchmarks/run says. None if it isn't, or if it was
+    made for an OpenMP runtime that PyTorch does not have."""
     path = Path(os.environ.get("OPTFUSE_BUILD", "")) / "benchmarks" / "libfloor.so"
-    if not path.is_file():
+    try:
+        function = ctypes.CDLL(str(path)).floor_pass
+    except OSError:
         return None
-    function = ctypes.CDLL(str(path)).floor_pass
     function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 2 + [ctypes.c_int]
     function.restype = None
     return function
