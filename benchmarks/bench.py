@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--section", action="append", choices=SECTIONS, help="only this one; grid: more cells"
     )
-    parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 12")
+    parser.add_argument("--seconds", type=float, help="for each cell; default 40, quick 12")
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="seconds; then no other cell"
     )
@@ -117,7 +117,7 @@ def arguments() -> argparse.Namespace:
 def seconds_of(chosen: argparse.Namespace) -> float:
     if chosen.smoke:
         return 0.5
-    return 12.0 if chosen.quick else 45.0
+    return 12.0 if chosen.quick else 40.0
 
 
 def in_time(cells: list[Cell], chosen: argparse.Namespace) -> Iterator[Cell]:
@@ -174,8 +174,10 @@ def compare(
     places = distances.places() if cell.device == "cpu" else {}
     for where, picked in (places or {"": everything}).items():
         core_ns = distances.median_ns(picked) if distances.ns else None
+        rows = lines(compared, picked)
         parts = shares(compared, picked, floor) if cell.device == "cpu" else []
-        one = Measured(cell, compared, where, core_ns, picked, lines(compared, picked), parts)
+        parts = [part for part in parts if part.name in {row.name for row in rows}]
+        one = Measured(cell, compared, where, core_ns, picked, rows, parts)
         results.cells.append(one)
         title(f"{one}: {len(picked)} rounds" + (f", {core_ns:.0f} ns apart" if core_ns else ""))
         print(text_table(one.lines))

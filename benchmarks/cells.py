@@ -51,7 +51,8 @@ class Cell:
         return f"{self.model}, batch {self.batch}"
 
 
-# The first of each model is also the one of --quick and of the memory section.
+# The first of each model, but of the last, is also that of --quick and of the
+# memory section.
 CELLS = (
     Cell("MobileNetV2", 1, 6),
     Cell("MobileNetV2", 8, 4),
@@ -73,7 +74,11 @@ GRID = {
     "MLP-200x64": {1: 10, 8: 10, 128: 6},
 }
 GRID_CELLS = tuple(Cell(model, batch, n) for model in GRID for batch, n in GRID[model].items())
-QUICK_CELLS = tuple(cell for cell in CELLS if cell.batch == (8 if "MLP" in cell.model else 1))
+QUICK_CELLS = tuple(
+    cell
+    for cell in CELLS
+    if cell.batch == (8 if cell.model == "MLP" else 1) and cell.model != "MLP-200x64"
+)
 
 GPU_BATCHES = {
     "MobileNetV2": (1, 8, 32, 128, 256),
@@ -101,8 +106,7 @@ def cells_for(device: str, quick: bool, smoke: bool) -> tuple[Cell, ...]:
 
 
 def parameters_of(cell: Cell) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in MODELS[cell.model]().parameters())
+    return sum(p.numel() for p in MODELS[cell.model]().parameters())
 
 
 def batches(cell: Cell) -> Iterator[tuple[Tensor, Tensor]]:
