@@ -32,6 +32,8 @@ TORCH = "torch==2.13.0"
 TOOLS = ["meson>=1.3", "meson-python>=0.18", "ninja", "pytest", "ruff"]
 PACKAGES = ["numpy", "scikit-learn", "matplotlib"]
 BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
+BUILT_FROM += ["benchmarks/meson.build", "benchmarks/core_distance.c", "benchmarks/floor.c"]
+BUILT_FROM += ["benchmarks/callgrind_marks.c"]
 
 
 def say(message: str) -> None:
