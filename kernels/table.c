@@ -23,11 +23,24 @@ _Static_assert((int)SGD_N_HYPER <= (int)OF_MAX_HYPER && sizeof(sgd_scalars) <= O
                "sgd fits");
 _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CUDA rows fit");
 
+static unsigned no_state_used(const double *hyper) {
+    (void)hyper;
+    return 0;
+}
+
+static void prepare_nothing(const double *hyper, of_count *count, void *scalars) {
+    (void)hyper;
+    (void)count;
+    (void)scalars;
+}
+
 const of_rule of_rules[] = {
     {"adam", adam_state, ADAM_N_STATE, adam_hyper, ADAM_N_HYPER, sizeof(adam_scalars),
      adam_state_used, adam_prepare, true, NULL, 0, false},
     {"sgd", sgd_state, SGD_N_STATE, sgd_hyper, SGD_N_HYPER, sizeof(sgd_scalars), sgd_state_used,
      sgd_prepare, false, NULL, 0, false},
+    /* Any optimizer whose own code is run on one parameter; its state is the host's business. */
+    {.name = "own", .state_used = no_state_used, .prepare = prepare_nothing, .by_host = true},
     {0},
 };
 
