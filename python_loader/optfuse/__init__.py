@@ -11,6 +11,7 @@ from optfuse._clip import clip_grad_norm_
 from optfuse._fuse import Summary, flush, fuse, summary, unfuse
 from optfuse._native import Error
 from optfuse._passes import accumulate
+from optfuse._register import register
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "clip_grad_norm_",
     "flush",
     "fuse",
+    "register",
     "summary",
     "unfuse",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from optfuse._gpu import number
+from optfuse._gpu import is_gpu, number
 
 Group = dict[str, Any]
 MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
@@ -44,6 +44,8 @@ class Rule:
     # flag of a group that selects it.
     reference: str = "fused=True"
     make_state: MakeState = _stock_state
+    on_gpu: bool = True  # there are kernels for GPUs too
+    by_host: bool = False  # there are none: the class's own step() updates
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +61,8 @@ class Rule:
 
     def is_reference(self, group: Group) -> bool:
         """Whether the group's flags select the implementation whose bits are reproduced."""
+        if self.by_host:
+            return True
         if self.reference == "fused=True":
             return bool(group.get("fused"))
         return not group.get("foreach")
@@ -81,3 +85,14 @@ _SGD = Rule(
 )
 
 RULES: dict[type[Optimizer], Rule] = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
+
+# The class's own step(), on one parameter at a time.
+OWN = Rule("own", (), (), counts_steps=False, reference="own step()", by_host=True)
+
+
+def rule_of(stock: type[Optimizer], groups: list[Group]) -> Rule:
+    """The rule for an optimizer; OWN if there are no kernels for all of its parameters."""
+    rule = RULES.get(stock, OWN)
+    if rule.on_gpu or not any(is_gpu(p.device) for group in groups for p in group["params"]):
+        return rule
+    return OWN
