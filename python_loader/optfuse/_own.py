@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from operator import is_
 from typing import Any
 
 import torch
@@ -188,8 +187,8 @@ def _versions(group: Group) -> list[Any]:
     values: list[Any] = []
     for key, value in group.items():
         if key not in _NOT_OPTIONS:
-            tensors = list(_tensors(value))
-            values.append((key, [(id(t), t._version) for t in tensors] if tensors else copied(value)))
+            tensors = [(id(t), t._version) for t in _tensors(value)]
+            values.append((key, tensors or copied(value)))
     return values
 
 

@@ -263,9 +263,9 @@ class _Trial:
                     "when that parameter is stepped by itself"
                 )
         stepped = {id(small.whole) for small in smalls}
-        for key in whole.state:
-            if id(key) not in stepped:
-                self._refuse(f"it keeps state[{key!r}], which belongs to no parameter")
+        for owner in whole.state:
+            if id(owner) not in stepped:
+                self._refuse(f"it keeps state[{owner!r}], which belongs to no parameter")
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -285,14 +285,14 @@ def _tensors_of(entry: Entry | None) -> list[Tensor]:
 
 def _shrunk(entry: Entry) -> Entry:
     """A state entry of a small parameter. Sizes follow those of the parameter."""
-    small: Entry = {}
-    for key, value in entry.items():
-        if isinstance(value, Tensor):
-            value = value.detach()
-            for dim, n in enumerate(value.shape):
-                value = value.narrow(dim, 0, min(LONGEST, n))
-        small[key] = copied(value)
-    return small
+    return {k: copied(_cut(v) if isinstance(v, Tensor) else v) for k, v in entry.items()}
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    for dim, n in enumerate(tensor.shape):
+        tensor = tensor.narrow(dim, 0, min(LONGEST, n))
+    return tensor
 
 
 def _difference(name: str, ours: Any, theirs: Any) -> str | None:
