@@ -44,6 +44,10 @@ def interrupted() -> BaseException | None:
 def free_plan(plan: int) -> None:
     """When the optimizer is gone. Its updates may take locks that this thread holds."""
     _late.append(plan)
+    _free_late()
+
+
+def _free_late() -> None:
     while _late and not running():
         late = _late.pop()
         lib.of_shim_plan_free(late)
@@ -123,6 +127,7 @@ class Own:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Takes over what updates from here on use. Nothing is pending now."""
+        _free_late()
         self._attributes = attributes_of(optimizer)
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._versions = [_versions(group) for group in optimizer.param_groups]
