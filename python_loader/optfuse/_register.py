@@ -141,12 +141,20 @@ class _Trial:
         self._attributes = {k: copied(v) for k, v in attributes_of(optimizer).items()}
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._replaces = False
+        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        self._gpus = sorted(d.index for d in devices if d.type == "cuda")
 
     def run(self) -> bool:
         self._refuse_what_is_shared()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=self._gpus):
             self._run()
         return self._replaces
+
+    def _seed(self, seed: int) -> None:
+        """No other generators than those that are put back afterwards."""
+        torch.default_generator.manual_seed(seed)
+        for device in self._gpus:
+            torch.cuda.default_generators[device].manual_seed(seed)
 
     def _refuse(self, why: str) -> None:
         if guard("independent"):
@@ -174,9 +182,9 @@ class _Trial:
                 gradient = self._numbers(small.whole)
                 small.whole.grad, small.alone.grad = gradient.clone(), gradient
             tensors = {id(s.whole): _tensors_of(whole.state.get(s.whole)) for s in smalls}
-            torch.manual_seed(step)
+            self._seed(step)
             self._try(lambda: self._step(whole))
-            torch.manual_seed(step)
+            self._seed(step)
             for small in reversed(smalls):  # in another order, which must not matter
                 self._step_alone(twin, small)
             self._compare(whole, smalls, step)
