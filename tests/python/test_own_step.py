@@ -41,7 +41,7 @@ from torch.optim import ASGD, Adafactor, Muon, NAdam, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import optfuse
-from optfuse import _register
+from optfuse import _trial
 
 MODES = ["forward", "backward"]
 OWN = [Tensors, Numbers, NewTensors, Stateless, Flaky]
@@ -650,7 +650,7 @@ def test_an_error_inside_step_has_its_cause():
 def test_an_interrupt_stays_one(where, monkeypatch):
     p = nn.Parameter(torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr(_register, "STEPS", 2)
+        patch.setattr(_trial, "STEPS", 2)
         optfuse.register(Interrupted)
         eager = [p] if where == "step" else []
         optimizer = optfuse.fuse(Interrupted([p]), eager=eager)
