@@ -137,7 +137,8 @@ bool run_python(Slot *slot) {
     if (python_callback(handle_of(slot->plan), OF_SHIM_APPLY, slot->index) != 0)
         return true;
     const std::string reason = of_error_message();
-    of_set_error("step() on %s failed: %s", slot->label.c_str(), reason.c_str());
+    of_set_error("step() on %s failed: %s", slot->label.c_str(),
+                 reason.empty() ? "it was interrupted" : reason.c_str());
     return false;
 }
 

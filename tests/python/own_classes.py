@@ -72,6 +72,15 @@ class Flaky(Tensors):
         super().update(group, p, state)
 
 
+class Interrupted(Tensors):
+    """Ctrl-C comes in the middle of its third step."""
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        if state["t"] == 3:
+            raise KeyboardInterrupt
+
+
 # What register() is not for
 
 

@@ -27,6 +27,7 @@ from own_classes import (
     Flaky,
     GlobalNorm,
     GroupCounter,
+    Interrupted,
     Listed,
     NewTensors,
     Noisy,
@@ -40,6 +41,7 @@ from torch.optim import ASGD, Adafactor, Muon, NAdam, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import optfuse
+from optfuse import _trial
 
 MODES = ["forward", "backward"]
 OWN = [Tensors, Numbers, NewTensors, Stateless, Flaky]
@@ -642,6 +644,23 @@ def test_an_error_inside_step_has_its_cause():
     with pytest.raises(optfuse.Error) as caught:
         optimizer.step()
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("where", ["first use", "step"])
+def test_an_interrupt_stays_one(where, monkeypatch):
+    p = nn.Parameter(torch.ones(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(_trial, "STEPS", 2)
+        optfuse.register(Interrupted)
+        eager = [p] if where == "step" else []
+        optimizer = optfuse.fuse(Interrupted([p]), eager=eager)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(3):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        assert where == "first use"
+        p.sum()
+    refused(optimizer.step, "it was interrupted", way_out="checkpoint")
 
 
 # register()
