@@ -54,6 +54,11 @@ def write_storage(p):
     p.untyped_storage()[0] = 7
 
 
+def set_normal(p):
+    torch.manual_seed(1)
+    p.normal_()
+
+
 WRITES = {
     "clamp_": lambda p: p.clamp_(-0.1, 0.1),
     "add_": lambda p: p.add_(0.01),
@@ -64,7 +69,7 @@ WRITES = {
     "fill_ one element": lambda p: p.view(-1)[:1].fill_(3.0),
     "item assignment": lambda p: p.__setitem__(0, 0.25),
     "nn.init": lambda p: nn.init.constant_(p, 0.1),
-    "normal_": lambda p: p.normal_(generator=torch.Generator().manual_seed(1)),
+    "normal_": set_normal,
     "foreach": lambda p: torch._foreach_mul_([p], 0.5),
     "out=": lambda p: torch.mul(p, 0.5, out=p),
     "data =": set_data,

@@ -21,7 +21,8 @@ CHANNELS_LAST = torch.channels_last
 
 
 def numbers(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def last(t):
