@@ -113,6 +113,8 @@ typedef struct of_rule {
     /* There are no kernels: the host does the update, with operators of its own
      * (of_host.apply() of the plugin). The state may have any shapes. */
     bool by_host;
+    /* The reference on the CPU is a chain of PyTorch's operators. */
+    bool chain;
 } of_rule;
 
 /* The rules, ended by a row whose name is NULL. */
@@ -131,13 +133,17 @@ const char *of_isa_name(of_isa isa);
 bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "avx512" */
 
 /* How many of a parameter's numel elements, its last ones, take the reference's
- * scalar formula. vector_bytes: width of the vectors PyTorch has chosen for
- * this CPU; of more than 32 only 32 count, because its fused optimizers have no
- * AVX-512 build and run the AVX2 one there. PyTorch splits a parameter between
- * threads at multiples of 64 bytes, so only the span that ends the parameter
- * has a tail. The CUDA kernel takes all elements of a tensor in fours, or none:
- * those of an unaligned one are a tail as well, which the caller has to see. */
-size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel);
+ * scalar formula: what does not fill a vector, or two where the reference is a
+ * chain of operators. vector_bytes: width of the vectors PyTorch has chosen for
+ * this CPU; of more than 32 only 32 count, because neither its fused optimizers
+ * nor these operators have an AVX-512 build and run the AVX2 one there. PyTorch
+ * splits a parameter between threads at multiples of 64 bytes, so only the span
+ * that ends the parameter has a tail. (A chain's operators split it anywhere;
+ * their tails in the middle are those of no span.) The CUDA kernel takes all
+ * elements of a tensor in fours, or none: those of an unaligned one are a tail
+ * as well, which the caller has to see. */
+size_t of_tail(const of_rule *rule, of_reference reference, of_dtype dtype, size_t vector_bytes,
+               size_t numel);
 
 /* Whether PyTorch's fused CUDA kernels round in their first way on a chip of
  * this compute capability (docs/numerics.md): that depends on what its compiler

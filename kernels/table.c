@@ -1,42 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* table.c: the rules and the kernels as const rows. */
+/* table.c: the kernels as const rows. */
 #include <string.h>
 
 #include "kernels.h"
-#include "rules/adam.h"
-#include "rules/sgd.h"
 
-static const char *const adam_state[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-static const char *const adam_hyper[] = {"lr",           "beta1",   "beta2",    "eps",
-                                         "weight_decay", "amsgrad", "maximize", "decoupled"};
-static const char *const sgd_state[] = {"momentum_buffer"};
-static const char *const sgd_hyper[] = {"lr",           "momentum", "dampening",
-                                        "weight_decay", "nesterov", "maximize"};
-
-_Static_assert(sizeof adam_state / sizeof *adam_state == ADAM_N_STATE, "names of adam's state");
-_Static_assert(sizeof adam_hyper / sizeof *adam_hyper == ADAM_N_HYPER, "names of adam's options");
-_Static_assert(sizeof sgd_state / sizeof *sgd_state == SGD_N_STATE, "names of sgd's state");
-_Static_assert(sizeof sgd_hyper / sizeof *sgd_hyper == SGD_N_HYPER, "names of sgd's options");
-_Static_assert((int)ADAM_N_HYPER <= (int)OF_MAX_HYPER && sizeof(adam_scalars) <= OF_MAX_SCALARS,
-               "adam fits");
-_Static_assert((int)SGD_N_HYPER <= (int)OF_MAX_HYPER && sizeof(sgd_scalars) <= OF_MAX_SCALARS,
-               "sgd fits");
 _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CUDA rows fit");
-
-const of_rule of_rules[] = {
-    {"adam", adam_state, ADAM_N_STATE, adam_hyper, ADAM_N_HYPER, sizeof(adam_scalars),
-     adam_state_used, adam_prepare, true, NULL, 0, false},
-    {"sgd", sgd_state, SGD_N_STATE, sgd_hyper, SGD_N_HYPER, sizeof(sgd_scalars), sgd_state_used,
-     sgd_prepare, false, NULL, 0, false},
-    {0},
-};
-
-const of_rule *of_rule_find(const char *name) {
-    for (const of_rule *rule = of_rules; rule->name; rule++)
-        if (strcmp(rule->name, name) == 0)
-            return rule;
-    return NULL;
-}
 
 #if defined(__x86_64__)
 #define OF_ISAS(X, ...)                                                                            \
@@ -48,6 +16,21 @@ const of_rule *of_rule_find(const char *name) {
 #define OF_ISAS(X, ...)                                                                            \
     X(__VA_ARGS__, c, OF_ISA_C)                                                                    \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE)
+#endif
+
+/* A rule of chain_loop.c: a reference only where it occurs. */
+#if defined(__x86_64__)
+#define OF_CHAIN_ISAS(X, ...)                                                                      \
+    X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
+    X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
+    X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)                       \
+    X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED)                                     \
+    X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED)
+#else
+#define OF_CHAIN_ISAS(X, ...)                                                                      \
+    X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
+    X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
+    X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)
 #endif
 
 /* The yardstick of the CUDA kernels; it runs on the CPU. */
@@ -63,9 +46,25 @@ const of_rule *of_rule_find(const char *name) {
     OF_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                        \
     OF_ISAS(X, rule, float16, OF_FLOAT16)
 
+#define OF_CHAIN(X, rule)                                                                          \
+    OF_CHAIN_ISAS(X, rule, float32, OF_FLOAT32)                                                    \
+    OF_CHAIN_ISAS(X, rule, float64, OF_FLOAT64)                                                    \
+    OF_CHAIN_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                  \
+    OF_CHAIN_ISAS(X, rule, float16, OF_FLOAT16)
+
 #define OF_RULES(X)                                                                                \
     OF_DTYPES(X, adam)                                                                             \
-    OF_DTYPES(X, sgd)
+    OF_DTYPES(X, sgd)                                                                              \
+    OF_DTYPES(X, adagrad)
+
+#define OF_CHAINS(X)                                                                               \
+    OF_CHAIN(X, rmsprop)                                                                           \
+    OF_CHAIN(X, adadelta)                                                                          \
+    OF_CHAIN(X, nadam)                                                                             \
+    OF_CHAIN(X, radam)                                                                             \
+    OF_CHAIN(X, adamax)                                                                            \
+    OF_CHAIN(X, rprop)                                                                             \
+    OF_CHAIN(X, asgd)
 
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \
@@ -77,17 +76,31 @@ const of_rule *of_rule_find(const char *name) {
          dtype_code, OF_CPU,                                                                       \
          isa_code,   of_##rule##_##dtype##_##isa##_plain},
 
+#define OF_DECLARE_CHAIN(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                    \
+    of_kernel_fn of_##rule##_##dtype##_##isa##_##ref;
+
+#define OF_CHAIN_ROW(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                        \
+    {#rule, ref_code, dtype_code, OF_CPU, isa_code, of_##rule##_##dtype##_##isa##_##ref},
+
 #define OF_DECLARE_CUDA(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_cuda;
 
 #define OF_CUDA_ROW(rule, dtype, dtype_code)                                                       \
     {#rule, OF_REF_CUDA_FUSED, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_cuda},
 
 OF_RULES(OF_DECLARE)
+OF_CHAINS(OF_DECLARE_CHAIN)
 OF_CUDA_ROWS(OF_DECLARE_CUDA, adam)
 OF_CUDA_ROWS(OF_DECLARE_CUDA, sgd)
 
-const of_kernel of_kernels[] = {OF_RULES(OF_ROWS) OF_CUDA_ROWS(OF_CUDA_ROW, adam) OF_CUDA_ROWS(
-    OF_CUDA_ROW, sgd){NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL}};
+/* clang-format off */
+const of_kernel of_kernels[] = {
+    OF_RULES(OF_ROWS)
+    OF_CHAINS(OF_CHAIN_ROW)
+    OF_CUDA_ROWS(OF_CUDA_ROW, adam)
+    OF_CUDA_ROWS(OF_CUDA_ROW, sgd)
+    {NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL},
+};
+/* clang-format on */
 
 const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dtype dtype,
                                 of_device device, of_isa isa) {
@@ -112,11 +125,12 @@ const char *of_dtype_name(of_dtype dtype) {
     return names[dtype];
 }
 
-size_t of_tail(of_reference reference, of_dtype dtype, size_t vector_bytes, size_t numel) {
+size_t of_tail(const of_rule *rule, of_reference reference, of_dtype dtype, size_t vector_bytes,
+               size_t numel) {
     if (reference == OF_REF_CUDA_FUSED)
         return numel % 4 ? numel : 0;
     /* Both others have the same shape: whole vectors, then the rest. */
     const size_t width = vector_bytes < 32 ? vector_bytes : 32;
-    const size_t lanes = width / of_dtype_size(dtype);
+    const size_t lanes = (rule->chain ? 2 : 1) * width / of_dtype_size(dtype);
     return lanes > 1 ? numel % lanes : 0;
 }

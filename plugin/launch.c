@@ -38,7 +38,8 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
         span.state[i] = advance(in->state[i], offset);
     span.n = end - begin;
     if (end == numel)
-        span.tail = of_tail(update->plan->reference, in->dtype, update->plan->vector_bytes, numel);
+        span.tail = of_tail(update->plan->rule, update->plan->reference, in->dtype,
+                            update->plan->vector_bytes, numel);
     if (update->n_factors && OF_GUARD(factors))
         span.factors = update->factors;
     span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];

@@ -20,8 +20,22 @@ static void usual_hyper(const of_rule *rule, double *hyper) {
     static const struct {
         const char *name;
         double value;
-    } usual[] = {{"lr", 1e-3},           {"beta1", 0.9},     {"beta2", 0.999}, {"eps", 1e-8},
-                 {"weight_decay", 0.01}, {"decoupled", 1.0}, {"momentum", 0.9}};
+    } usual[] = {{"lr", 1e-3},
+                 {"beta1", 0.9},
+                 {"beta2", 0.999},
+                 {"eps", 1e-8},
+                 {"weight_decay", 0.01},
+                 {"decoupled", 1.0},
+                 {"momentum", 0.9},
+                 {"alpha", 0.99},
+                 {"rho", 0.9},
+                 {"momentum_decay", 4e-3},
+                 {"etaminus", 0.5},
+                 {"etaplus", 1.2},
+                 {"step_size_min", 1e-6},
+                 {"step_size_max", 50.0},
+                 {"lambd", 1e-4},
+                 {"t0", 1e6}};
     for (size_t i = 0; i < rule->n_hyper; i++) {
         hyper[i] = 0.0;
         for (size_t k = 0; k < sizeof usual / sizeof *usual; k++)
@@ -41,7 +55,7 @@ static unsigned count_bits(unsigned bits) {
  * that they do not fall on each other in the cache. */
 static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n) {
     const size_t stride = bytes + 4096 + 256;
-    of_span span = {block, block + stride, {NULL}, n, 0, NULL};
+    of_span span = {block, block + stride, {NULL}, n, 0, NULL, NULL};
     unsigned char *next = block + 2 * stride;
     for (unsigned i = 0; i < OF_MAX_STATE; i++) {
         if (used & (1u << i)) {

@@ -6,6 +6,7 @@
  *   kernel_check [--seed N] [--rounds N] [--bench] [--only TEXT]
  */
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,9 +27,10 @@ typedef struct settings {
 /* One update to compare: its rule's options, step and the arrays of both rows. */
 typedef struct trial {
     double hyper[OF_MAX_HYPER];
-    double step;
+    double step, counters[OF_MAX_COUNTERS];
     size_t n, tail;
-    bool scaled; /* the gradient is multiplied first */
+    bool library; /* square roots are taken as by a library that rounds wrongly */
+    bool scaled;  /* the gradient is multiplied first */
     double factors[2];
 } trial;
 
@@ -61,9 +63,9 @@ static double random_hyper(const char *name, uint64_t *random) {
     static const double weights[] = {0.0, 0.0, 0.01, 0.3};
     static const double rates[] = {0.0, 1e-3, 0.1, 7.0};
     static const double eps[] = {0.0, 1e-8, 1e-3};
-    if (is_one_of(name, "amsgrad maximize decoupled nesterov"))
+    if (is_one_of(name, "amsgrad maximize decoupled nesterov centered decoupled_weight_decay"))
         return pick(random, flags, 2);
-    if (is_one_of(name, "beta1 beta2 momentum dampening"))
+    if (is_one_of(name, "beta1 beta2 momentum dampening alpha rho etaminus"))
         return pick(random, betas, 5);
     if (strcmp(name, "weight_decay") == 0)
         return pick(random, weights, 4);
@@ -84,10 +86,14 @@ static size_t random_length(uint64_t *random) {
 static trial random_trial(const of_rule *rule, uint64_t *random) {
     static const double steps[] = {1, 2, 3, 100, 100000};
     static const double factors[] = {1.0, 0.3, 1.0 / 65536, 0.0};
+    static const double counters[] = {1.0, 0.9, 0.01};
     trial t;
     for (size_t i = 0; i < rule->n_hyper; i++)
         t.hyper[i] = random_hyper(rule->hyper[i], random);
     t.step = pick(random, steps, 5);
+    for (int i = 0; i < OF_MAX_COUNTERS; i++)
+        t.counters[i] = pick(random, counters, 3);
+    t.library = random_next(random) % 2 == 0;
     t.n = random_length(random);
     t.tail = random_next(random) % 16;
     if (t.tail > t.n || random_next(random) % 8 == 0)
@@ -102,16 +108,29 @@ static void print_trial(const of_rule *rule, const trial *t) {
     printf("  step %g, %zu elements, tail %zu;", t->step, t->n, t->tail);
     for (size_t i = 0; i < rule->n_hyper; i++)
         printf(" %s %g", rule->hyper[i], t->hyper[i]);
+    printf(" counters %g %g%s", t->counters[0], t->counters[1], t->library ? " library" : "");
     if (t->scaled)
         printf(" factors %g %g", t->factors[0], t->factors[1]);
     printf("\n");
+}
+
+static void roots_of_floats(void *values, size_t n) {
+    for (float *x = values; n--; x++)
+        *x = nextafterf(sqrtf(*x), 1.0f);
+}
+
+static void roots_of_doubles(void *values, size_t n) {
+    for (double *x = values; n--; x++)
+        *x = nextafter(sqrt(*x), 1.0);
 }
 
 static void run(const of_kernel *row, const of_rule *rule, const trial *t, const arrays *a) {
     double scalars[OF_MAX_SCALARS / sizeof(double)];
     of_span span = arrays_span(a, t->tail);
     span.factors = t->scaled ? t->factors : NULL;
-    of_count count = {.step = t->step, .counters = {0.9, 0.01}};
+    if (t->library)
+        span.square_roots = row->dtype == OF_FLOAT64 ? roots_of_doubles : roots_of_floats;
+    of_count count = {.step = t->step, .counters = {t->counters[0], t->counters[1]}};
     rule->prepare(t->hyper, &count, scalars);
     row->run(&span, scalars);
 }

@@ -111,7 +111,7 @@ static void compute(const of_cuda_update *update, const of_cuda_entry *entry) {
     rule->prepare(update->hyper, &count, scalars);
     of_span span = {.param = entry->param, .grad = entry->grad, .n = entry->n};
     memcpy(span.state, entry->state, sizeof span.state);
-    span.tail = of_tail(OF_REF_CPU_FUSED, update->dtype, 32, entry->n);
+    span.tail = of_tail(rule, OF_REF_CPU_FUSED, update->dtype, 32, entry->n);
     if (entry->n)
         kernel->run(&span, scalars);
 }

@@ -165,7 +165,7 @@ void expect_update_at(twin *t, void *param, void **state) {
     of_span span = {.param = param, .grad = tensor->grad->data, .n = numel};
     for (size_t i = 0; i < tensor->n_state; i++)
         span.state[i] = state[i];
-    span.tail = of_tail(OF_REF_CPU_FUSED, tensor->dtype, VECTOR_BYTES, numel);
+    span.tail = of_tail(rule, OF_REF_CPU_FUSED, tensor->dtype, VECTOR_BYTES, numel);
     of_count count = {.step = ++t->step};
     rule->prepare(t->hyper, &count, scalars);
     if (numel)

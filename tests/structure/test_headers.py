@@ -14,14 +14,14 @@ from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, output, sources
 
 HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix == ".h"]
 # What the build defines for the headers that are compiled once per instance.
+INSTANCE = ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=baseline"]
+LOOP = ["-DOF_RULE=adam", "-DOF_VARIANTS=ADAM_VARIANTS", *INSTANCE]
+CHAIN = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1", *INSTANCE]
 MACROS = {
-    "kernels/cpu/instance.h": [
-        "-DOF_RULE=adam",
-        "-DOF_VARIANTS=ADAM_VARIANTS",
-        "-DOF_DTYPE=float32",
-        "-DOF_DTYPE_FLOAT32",
-        "-DOF_ISA=baseline",
-    ]
+    "kernels/cpu/instance.h": LOOP,
+    "kernels/cpu/stored.h": INSTANCE,
+    "kernels/cpu/chain_instance.h": CHAIN,
+    "kernels/cpu/chain_numbers.h": CHAIN,
 }
 TORCH = re.compile(r"#include <(torch|ATen|c10)/")
 CUDA = re.compile(r"#include <cuda")

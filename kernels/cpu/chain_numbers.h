@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* chain_numbers.h: a block of a parameter as the chain loop computes with it. */
+#ifndef OPTFUSE_CPU_CHAIN_NUMBERS_H
+#define OPTFUSE_CPU_CHAIN_NUMBERS_H
+
+#include "chain_instance.h"
+#include "narrow_block.h"
+
+/* Two roots of float64 take 8 KiB, five arrays of float 10 KiB. */
+enum { OF_CHAIN_BLOCK = 512 };
+
+/* Where a block's numbers are while they are computed with: for 16-bit types in
+ * the room, else in memory, but for a gradient that has to change. */
+typedef struct of_numbers {
+    of_real *param, *state[OF_MAX_STATE];
+    const of_real *grad;
+    size_t n; /* in the room: filled up to whole vectors */
+} of_numbers;
+
+typedef struct of_room {
+    _Alignas(64) of_real grad[OF_CHAIN_BLOCK];
+    of_real roots[OF_ROOM * OF_CHAIN_BLOCK];
+#ifdef OF_IS_NARROW
+    of_real param[OF_CHAIN_BLOCK], state[OF_MAX_STATE][OF_CHAIN_BLOCK];
+#endif
+} of_room;
+
+#ifdef OF_IS_NARROW
+
+#define WIDEN OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))
+#define NARROW OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))
+
+/* What is left after whole vectors is widened with zeros behind it. */
+static void widen(of_real *to, const of_stored *from, size_t n) {
+    of_stored rest[OF_BLOCK] = {0};
+    size_t at = 0;
+    for (; at + OF_BLOCK <= n; at += OF_BLOCK)
+        WIDEN(to + at, from + at);
+    if (at < n) {
+        memcpy(rest, from + at, (n - at) * sizeof *rest);
+        WIDEN(to + at, rest);
+    }
+}
+
+static void narrow(of_stored *to, const of_real *from, size_t n) {
+    of_stored rest[OF_BLOCK];
+    size_t at = 0;
+    for (; at + OF_BLOCK <= n; at += OF_BLOCK)
+        NARROW(to + at, from + at);
+    if (at < n) {
+        NARROW(rest, from + at);
+        memcpy(to + at, rest, (n - at) * sizeof *rest);
+    }
+}
+
+__attribute__((noinline)) static of_numbers load(const of_span *span, unsigned used, size_t at,
+                                                 size_t n, of_room *room) {
+    of_numbers x = {room->param, {NULL}, room->grad, (n + OF_BLOCK - 1) / OF_BLOCK * OF_BLOCK};
+    widen(room->param, (const of_stored *)span->param + at, n);
+    widen(room->grad, (const of_stored *)span->grad + at, n);
+    for (unsigned i = 0; i < OF_MAX_STATE; i++) {
+        if (used & (1u << i)) {
+            x.state[i] = room->state[i];
+            widen(x.state[i], (const of_stored *)span->state[i] + at, n);
+        }
+    }
+    return x;
+}
+
+__attribute__((noinline)) static void save(const of_span *span, unsigned used, size_t at, size_t n,
+                                           const of_numbers *x) {
+    narrow((of_stored *)span->param + at, x->param, n);
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (used & (1u << i))
+            narrow((of_stored *)span->state[i] + at, x->state[i], n);
+}
+
+/* Tells the compiler that nothing is left after whole vectors. */
+OF_RULE_FN size_t count(const of_numbers *x) {
+    return x->n / OF_BLOCK * OF_BLOCK;
+}
+
+#else
+
+OF_RULE_FN of_numbers load(const of_span *span, unsigned used, size_t at, size_t n, of_room *room) {
+    of_numbers x = {(of_real *)span->param + at, {NULL}, (const of_real *)span->grad + at, n};
+    (void)room;
+    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+        if (used & (1u << i))
+            x.state[i] = (of_real *)span->state[i] + at;
+    return x;
+}
+
+/* They were computed in place. */
+OF_RULE_FN void save(const of_span *span, unsigned used, size_t at, size_t n, const of_numbers *x) {
+    (void)span, (void)used, (void)at, (void)n, (void)x;
+}
+
+OF_RULE_FN size_t count(const of_numbers *x) {
+    return x->n;
+}
+
+#endif
+
+#endif

@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* rule_table.c: the rules as const rows. */
+#include <string.h>
+
+#include "kernels.h"
+#include "rules/adadelta.h"
+#include "rules/adagrad.h"
+#include "rules/adam.h"
+#include "rules/adamax.h"
+#include "rules/asgd.h"
+#include "rules/nadam.h"
+#include "rules/radam.h"
+#include "rules/rmsprop.h"
+#include "rules/rprop.h"
+#include "rules/sgd.h"
+
+static const char *const adam_state[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+static const char *const adam_hyper[] = {"lr",           "beta1",   "beta2",    "eps",
+                                         "weight_decay", "amsgrad", "maximize", "decoupled"};
+static const char *const sgd_state[] = {"momentum_buffer"};
+static const char *const sgd_hyper[] = {"lr",           "momentum", "dampening",
+                                        "weight_decay", "nesterov", "maximize"};
+static const char *const rmsprop_state[] = {"momentum_buffer", "square_avg", "grad_avg"};
+static const char *const rmsprop_hyper[] = {"lr",       "alpha",    "eps",     "weight_decay",
+                                            "momentum", "centered", "maximize"};
+static const char *const adadelta_state[] = {"square_avg", "acc_delta"};
+static const char *const adadelta_hyper[] = {"lr", "rho", "eps", "weight_decay", "maximize"};
+static const char *const nadam_state[] = {"exp_avg", "exp_avg_sq"};
+static const char *const nadam_hyper[] = {
+    "lr",      "beta1", "beta2", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay",
+    "maximize"};
+static const char *const nadam_counters[] = {"mu_product"};
+static const char *const radam_state[] = {"exp_avg", "exp_avg_sq"};
+static const char *const radam_hyper[] = {
+    "lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"};
+static const char *const adamax_state[] = {"exp_avg", "exp_inf"};
+static const char *const adamax_hyper[] = {"lr",  "beta1",        "beta2",
+                                           "eps", "weight_decay", "maximize"};
+static const char *const rprop_state[] = {"prev", "step_size"};
+static const char *const rprop_hyper[] = {"etaminus", "etaplus", "step_size_min", "step_size_max",
+                                          "maximize"};
+static const char *const asgd_state[] = {"ax"};
+static const char *const asgd_hyper[] = {"lr", "lambd", "alpha", "t0", "weight_decay", "maximize"};
+static const char *const asgd_counters[] = {"eta", "mu"};
+static const char *const adagrad_state[] = {"sum"};
+static const char *const adagrad_hyper[] = {"lr", "lr_decay", "weight_decay", "eps", "maximize"};
+
+#define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
+#define OF_FITS(rule, RULE)                                                                        \
+    _Static_assert(OF_LENGTH(rule##_state) == RULE##_N_STATE, "names of " #rule "'s state");       \
+    _Static_assert(OF_LENGTH(rule##_hyper) == RULE##_N_HYPER, "names of " #rule "'s options");     \
+    _Static_assert((int)RULE##_N_HYPER <= (int)OF_MAX_HYPER, "options of " #rule);                 \
+    _Static_assert(sizeof(rule##_scalars) <= OF_MAX_SCALARS, "scalars of " #rule)
+
+OF_FITS(adam, ADAM);
+OF_FITS(sgd, SGD);
+OF_FITS(rmsprop, RMSPROP);
+OF_FITS(adadelta, ADADELTA);
+OF_FITS(nadam, NADAM);
+_Static_assert(OF_LENGTH(nadam_counters) == NADAM_N_COUNTERS, "names of nadam's counters");
+OF_FITS(radam, RADAM);
+OF_FITS(adamax, ADAMAX);
+OF_FITS(rprop, RPROP);
+OF_FITS(asgd, ASGD);
+_Static_assert(OF_LENGTH(asgd_counters) == ASGD_N_COUNTERS, "names of asgd's counters");
+OF_FITS(adagrad, ADAGRAD);
+
+#define OF_ROW(rule, RULE)                                                                         \
+    .name = #rule, .state = rule##_state, .n_state = RULE##_N_STATE, .hyper = rule##_hyper,        \
+    .n_hyper = RULE##_N_HYPER, .scalars_size = sizeof(rule##_scalars),                             \
+    .state_used = rule##_state_used, .prepare = rule##_prepare
+#define OF_COUNTERS(rule, RULE) .counters = rule##_counters, .n_counters = RULE##_N_COUNTERS
+
+const of_rule of_rules[] = {
+    {OF_ROW(adam, ADAM), .counts = true},
+    {OF_ROW(sgd, SGD)},
+    {OF_ROW(rmsprop, RMSPROP), .counts = true, .chain = true},
+    {OF_ROW(adadelta, ADADELTA), .counts = true, .chain = true},
+    {OF_ROW(nadam, NADAM), .counts = true, .chain = true, OF_COUNTERS(nadam, NADAM)},
+    {OF_ROW(radam, RADAM), .counts = true, .chain = true},
+    {OF_ROW(adamax, ADAMAX), .counts = true, .chain = true},
+    {OF_ROW(rprop, RPROP), .counts = true, .chain = true},
+    {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD)},
+    {OF_ROW(adagrad, ADAGRAD), .counts = true},
+    {0},
+};
+
+const of_rule *of_rule_find(const char *name) {
+    for (const of_rule *rule = of_rules; rule->name; rule++)
+        if (strcmp(rule->name, name) == 0)
+            return rule;
+    return NULL;
+}

@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* rprop.h: the update rule of Rprop, operator by operator as PyTorch's
+ * single-tensor implementation on the CPU. The learning rate is where step sizes
+ * start, no matter of an update. */
+#ifndef OPTFUSE_RULES_RPROP_H
+#define OPTFUSE_RULES_RPROP_H
+
+#include "chain.h"
+
+enum { RPROP_PREV, RPROP_STEP_SIZE, RPROP_N_STATE };
+
+enum {
+    RPROP_ETAMINUS,
+    RPROP_ETAPLUS,
+    RPROP_STEP_SIZE_MIN,
+    RPROP_STEP_SIZE_MAX,
+    RPROP_MAXIMIZE,
+    RPROP_N_HYPER
+};
+
+#define RPROP_VARIANTS(X) X(0)
+
+typedef struct rprop_scalars {
+    chain_scalars chain;
+    double etaminus, etaplus, least, most;
+} rprop_scalars;
+
+OF_RULE_FN unsigned rprop_variant_state(unsigned variant) {
+    (void)variant;
+    return 3u;
+}
+
+static inline unsigned rprop_state_used(const double *hyper) {
+    (void)hyper;
+    return 3u;
+}
+
+static inline void rprop_prepare(const double *hyper, of_count *count, void *scalars) {
+    rprop_scalars *s = (rprop_scalars *)scalars;
+    (void)count;
+    s->chain = chain_prepare(0.0, hyper[RPROP_MAXIMIZE], 0);
+    s->etaminus = hyper[RPROP_ETAMINUS];
+    s->etaplus = hyper[RPROP_ETAPLUS];
+    s->least = hyper[RPROP_STEP_SIZE_MIN];
+    s->most = hyper[RPROP_STEP_SIZE_MAX];
+}
+
+/* One after the other, as the reference does: what was set is looked at again,
+ * and in 16 bits etaminus can be 0 or 1. */
+OF_RULE_FN of_real rprop_factor(of_real sign, of_real etaminus, of_real etaplus) {
+    sign = sign > (of_real)0 ? etaplus : sign;
+    sign = sign < (of_real)0 ? etaminus : sign;
+    return sign == (of_real)0 ? (of_real)1 : sign;
+}
+
+OF_RULE_FN void rprop_element(const rprop_scalars *s, unsigned variant, of_form form, of_element *e,
+                              const of_real *root) {
+    of_real *prev = &e->state[RPROP_PREV], *step_size = &e->state[RPROP_STEP_SIZE];
+    const of_real etaminus = aten_round((of_real)s->etaminus);
+    const of_real etaplus = aten_round((of_real)s->etaplus);
+    (void)variant, (void)root;
+    const of_real factor = rprop_factor(aten_sign(aten_mul(e->grad, *prev)), etaminus, etaplus);
+    *step_size = aten_clamp(aten_mul(*step_size, factor), s->least, s->most);
+    *prev = factor == etaminus ? (of_real)0 : e->grad;
+    e->param = aten_addcmul(form, e->param, aten_sign(*prev), *step_size, -1.0);
+}
+
+#endif
