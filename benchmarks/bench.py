@@ -6,31 +6,57 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import math
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import alone
+import launch
+import scaling
+import sweeps
 import torch
-from cells import MODELS, OPTIMIZERS, Cell, batches, cells_for, training
+from cells import (
+    GRID_CELLS,
+    MODELS,
+    OPTIMIZERS,
+    Cell,
+    batches,
+    cells_for,
+    parameters_of,
+    training,
+)
 from clip import clipped
+from console import progress, title
 from cores import FAR_NS, Distances
 from data import handwritten
+from floor import WRITTEN, Floor, available
 from memory import peak_bytes
 from micro import costs
 from report import Measured, Results, machine, markdown, plot, write_json
+from shares import share_table, shares
 from table import FUSED, lines, text_table
 from updates import updates
-from variants import variants
+from variants import few_variants, variants
+from verdict import verdict
 
 import optfuse
+from optfuse._ab import Wrap
 
-SECTIONS = ("speed", "memory", "cost", "updates", "clip")
+# Only when asked for; each prints what it finds and returns its figures.
+EXTRA = {
+    "alone": alone.section,
+    "launch": launch.section,
+    "scaling": scaling.section,
+    "sweeps": sweeps.section,
+}
+SECTIONS = ("speed", "memory", "cost", "updates", "clip", "grid", *EXTRA)
 # The machinery alone is timed on the CPU, where nothing runs beside it.
 SECTIONS_OF = {"cpu": ("speed", "memory", "cost", "clip"), "cuda": ("speed", "memory", "updates")}
 SMOKE_SECTIONS = ("speed", "memory", "updates")
 UNRECORDED = ("out", "markdown", "no_plot", "budget", "until")
+MOST, GRID_ROUNDS = 400, 30
 PRECISION = {False: "float32", True: "float32 with bfloat16 by autocast"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
@@ -55,8 +81,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", choices=MODELS, help="only this model; may be repeated"
     )
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
-    parser.add_argument("--seconds", type=float, help="for each cell; default 45, quick 12")
+    parser.add_argument(
+        "--section", action="append", choices=SECTIONS, help="only this one; grid: more cells"
+    )
+    parser.add_argument("--seconds", type=float, help="for each cell; default 40, quick 12")
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="seconds; then no other cell"
     )
@@ -67,7 +95,9 @@ def arguments() -> argparse.Namespace:
         help="a step() under torch.compile, too; default: on a GPU, unless --quick",
     )
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as it chooses")
-    parser.add_argument("--rounds", type=int, default=400, help="the most rounds for each cell")
+    parser.add_argument(
+        "--rounds", type=int, help=f"of each cell; the most, default {MOST}; of grid, {GRID_ROUNDS}"
+    )
     parser.add_argument(
         "--malloc", choices=("default", "steady"), default="default", help=steady_heap.__doc__
     )
@@ -87,18 +117,7 @@ def arguments() -> argparse.Namespace:
 def seconds_of(chosen: argparse.Namespace) -> float:
     if chosen.smoke:
         return 0.5
-    return 12.0 if chosen.quick else 45.0
-
-
-def progress(message: str) -> None:
-    """One line that overwrites itself; nothing where nobody watches."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
-
-
-def title(text: str) -> None:
-    progress("")
-    print(f"\n{text}", flush=True)
+    return 12.0 if chosen.quick else 40.0
 
 
 def in_time(cells: list[Cell], chosen: argparse.Namespace) -> Iterator[Cell]:
@@ -111,31 +130,62 @@ def in_time(cells: list[Cell], chosen: argparse.Namespace) -> Iterator[Cell]:
 
 def measure_speed(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
     for cell in in_time(cells, chosen):
-        distances = Distances()
+        wraps = variants(cell.device, chosen.compiled)
+        compare(chosen, cell, wraps, chosen.rounds or MOST, chosen.seconds, results)
 
-        def each_round(message: str, cell: Cell = cell, distances: Distances = distances) -> None:
-            progress(f"{cell}: {message}")
-            distances.sample()
 
-        compared = optfuse.ab(
-            training(cell, chosen.optimizer, chosen.autocast),
-            variants=variants(cell.device, chosen.compiled),
-            rounds=chosen.rounds,
-            iterations=cell.iterations,
-            seconds=chosen.seconds,
-            progress=each_round,
-        )
-        everything = list(range(compared.settings["rounds"]))
-        places = distances.places() if cell.device == "cpu" else {}
-        for where, rounds in (places or {"": everything}).items():
-            core_ns = distances.median_ns(rounds) if distances.ns else None
-            one = Measured(cell, compared, where, core_ns, rounds, lines(compared, rounds))
-            results.cells.append(one)
-            title(f"{one}: {len(rounds)} rounds" + (f", {core_ns:.0f} ns apart" if core_ns else ""))
-            print(text_table(one.lines))
-        for row in compared.rows:
-            if row.note:
-                print(f"{row.name} left out: {row.note}")
+def measure_grid(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
+    """Every model at every batch, a given number of rounds however long they take."""
+    for cell in in_time(cells, chosen):
+        compare(chosen, cell, few_variants(), chosen.rounds or GRID_ROUNDS, None, results)
+
+
+def floor_of(chosen: argparse.Namespace, cell: Cell) -> Floor | None:
+    if cell.device != "cpu" or not available or chosen.optimizer not in WRITTEN:
+        return None
+    return Floor(chosen.optimizer, parameters_of(cell))
+
+
+def compare(
+    chosen: argparse.Namespace,
+    cell: Cell,
+    wraps: Mapping[str, Wrap],
+    rounds: int,
+    seconds: float | None,
+    results: Results,
+) -> None:
+    distances, floor = Distances(), floor_of(chosen, cell)
+
+    def each_round(message: str) -> None:
+        progress(f"{cell}: {message}")
+        distances.sample()
+        if floor:
+            floor.sample()
+
+    compared = optfuse.ab(
+        training(cell, chosen.optimizer, chosen.autocast),
+        variants=wraps,
+        rounds=rounds,
+        iterations=cell.iterations,
+        seconds=seconds,
+        progress=each_round,
+    )
+    everything = list(range(compared.settings["rounds"]))
+    places = distances.places() if cell.device == "cpu" else {}
+    for where, picked in (places or {"": everything}).items():
+        core_ns = distances.median_ns(picked) if distances.ns else None
+        rows = lines(compared, picked)
+        parts = shares(compared, picked, floor) if cell.device == "cpu" else []
+        parts = [part for part in parts if part.name in {row.name for row in rows}]
+        one = Measured(cell, compared, where, core_ns, picked, rows, parts)
+        results.cells.append(one)
+        title(f"{one}: {len(picked)} rounds" + (f", {core_ns:.0f} ns apart" if core_ns else ""))
+        print(text_table(one.lines))
+        if parts:
+            print(share_table(parts, floor))
+    for row in compared.rows:
+        if row.note:
+            print(f"{row.name} left out: {row.note}")
 
 
 def measure_memory(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
@@ -173,6 +223,7 @@ def measure_updates(chosen: argparse.Namespace, results: Results) -> None:
         results.updates.append(one)
         print(one, flush=True)
 
+
 def measure_clipping(chosen: argparse.Namespace) -> None:
     title("Clipping and update of an MLP of 50 M parameters, nothing else")
     for part in clipped(rounds=15 if chosen.quick else 40):
@@ -190,7 +241,8 @@ def describe(results: Results) -> None:
     print(
         f"{results.settings['optimizer']}, {precision}. Medians with 95 % bootstrap intervals."
         " x: times as fast, round by round. recovered: share of what fused=True costs over no"
-        " optimizer."
+        " optimizer, where that is more than nothing. floor: the time of a kernel that moves an"
+        " update's bytes and computes nothing; x floor: how many times that the optimizer takes."
         " loss: mean of the last 20. far cores: rounds in which a cache line needed more than"
         f" {FAR_NS:.0f} ns from one core to the other. curve: every loss equals fused=True's."
         f" faults: page faults an iteration, with malloc {results.settings['malloc']}."
@@ -201,6 +253,8 @@ def describe(results: Results) -> None:
             " not repeat their own bits, so that curves can differ between any two runs;"
             " tests/gpu/run compares where they do."
         )
+    elif not available:
+        print("libfloor.so was not built, or finds no OpenMP runtime: there is no floor.")
     if handwritten() is None:
         print("scikit-learn is missing: the images are invented.")
 
@@ -211,11 +265,23 @@ def write(chosen: argparse.Namespace, results: Results) -> None:
     stem = f"{chosen.optimizer}-cpu-{threads}-thread{'s' if threads > 1 else ''}"
     if chosen.device == "cuda":
         stem = f"{chosen.optimizer}-cuda" + ("-autocast" if chosen.autocast else "")
-    write_json(results, chosen.out / f"{stem}.json")
+    if chosen.section == ["grid"]:
+        stem += "-grid"
+    if results.cells or results.memory or results.costs or results.updates:
+        write_json(results, chosen.out / f"{stem}.json")
     if results.cells and not chosen.no_plot:
         plot(results, chosen.out / f"{stem}.png")
     if chosen.markdown and results.cells:
         title(markdown(results))
+
+
+def measure_extra(chosen: argparse.Namespace) -> None:
+    for name in (name for name in EXTRA if name in chosen.section):
+        found = EXTRA[name](chosen)
+        if found is not None:
+            chosen.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"machine": machine(), "section": name, **found}, indent=1)
+            (chosen.out / f"{name}-{chosen.optimizer}.json").write_text(text + "\n", "utf-8")
 
 
 def cells_of(chosen: argparse.Namespace, quick: bool) -> list[Cell]:
@@ -235,6 +301,11 @@ def main() -> None:
     small = cells_of(chosen, quick=True)
     if "speed" in chosen.section:
         measure_speed(chosen, cells_of(chosen, chosen.quick), results)
+    if "grid" in chosen.section:
+        grid = [cell for cell in GRID_CELLS if not chosen.model or cell.model in chosen.model]
+        measure_grid(chosen, grid, results)
+    if results.cells:
+        title("\n".join(verdict(results.cells)))
     if "memory" in chosen.section:
         measure_memory(chosen, small, results)
     if "cost" in chosen.section:
@@ -243,6 +314,7 @@ def main() -> None:
         measure_updates(chosen, results)
     if "clip" in chosen.section:
         measure_clipping(chosen)
+    measure_extra(chosen)
     write(chosen, results)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
 

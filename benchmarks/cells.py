@@ -24,7 +24,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "MobileNetV2": lambda: MobileNetV2(10),
     "ResNet-18": lambda: ResNet18(10),
     "GPT": lambda: GPT(len(text()[1]), LENGTH),
-    "MLP": MLP,
+    "MLP": MLP,  # 20 x Linear(512)
+    "MLP-200x64": lambda: MLP(64, 200),
     "ResNet-50": lambda: ResNet50(10),
     "ViT-S": lambda: ViT(10),
     "GPT-2": GPT2,
@@ -50,7 +51,8 @@ class Cell:
         return f"{self.model}, batch {self.batch}"
 
 
-# The first of each model is also the one of --quick and of the memory section.
+# The first of each model, but of the last, is also that of --quick and of the
+# memory section.
 CELLS = (
     Cell("MobileNetV2", 1, 6),
     Cell("MobileNetV2", 8, 4),
@@ -60,8 +62,23 @@ CELLS = (
     Cell("GPT", 8, 4),
     Cell("MLP", 8, 10),
     Cell("MLP", 128, 6),
+    Cell("MLP-200x64", 8, 10),
+    Cell("MLP-200x64", 128, 6),
 )
-QUICK_CELLS = tuple(cell for cell in CELLS if cell.batch == (8 if cell.model == "MLP" else 1))
+# Iterations a round: enough for some 100 ms where an iteration is shorter.
+GRID = {
+    "MobileNetV2": {1: 6, 8: 4, 32: 2},
+    "ResNet-18": {1: 4, 8: 2, 32: 1},
+    "GPT": {1: 4, 8: 1, 32: 1},
+    "MLP": {1: 10, 8: 10, 128: 4},
+    "MLP-200x64": {1: 10, 8: 10, 128: 6},
+}
+GRID_CELLS = tuple(Cell(model, batch, n) for model in GRID for batch, n in GRID[model].items())
+QUICK_CELLS = tuple(
+    cell
+    for cell in CELLS
+    if cell.batch == (8 if cell.model == "MLP" else 1) and cell.model != "MLP-200x64"
+)
 
 GPU_BATCHES = {
     "MobileNetV2": (1, 8, 32, 128, 256),
@@ -88,6 +105,10 @@ def cells_for(device: str, quick: bool, smoke: bool) -> tuple[Cell, ...]:
     return GPU_QUICK_CELLS if quick else GPU_CELLS
 
 
+def parameters_of(cell: Cell) -> int:
+    return sum(p.numel() for p in MODELS[cell.model]().parameters())
+
+
 def batches(cell: Cell) -> Iterator[tuple[Tensor, Tensor]]:
     batch, device = cell.batch, cell.device
     image = LARGE_IMAGE if device == "cuda" else IMAGE
@@ -97,7 +118,7 @@ def batches(cell: Cell) -> Iterator[tuple[Tensor, Tensor]]:
         return text_batches(batch, LARGE_LENGTH, device=device)
     if cell.model == "BERT":
         return masked_batches(batch, SHORT_LENGTH, MASK, device)
-    if cell.model == "MLP":
+    if cell.model.startswith("MLP"):
         return digit_batches(batch, 8, 1, device=device)
     return digit_batches(batch, LARGE_IMAGE if cell.model == "ViT-S" else image, 3, device=device)
 

@@ -98,12 +98,14 @@ class ResNet18(nn.Module):
 
 
 class MLP(nn.Module):
-    """Twenty hidden layers, Linear(512) and ReLU, between a stem and a head."""
+    """Hidden layers, Linear(width) and ReLU, between a stem and a head."""
 
-    def __init__(self, inputs: int = 64, classes: int = 10, width: int = 512) -> None:
+    def __init__(
+        self, width: int = 512, layers: int = 20, inputs: int = 64, classes: int = 10
+    ) -> None:
         super().__init__()
         hidden: list[nn.Module] = []
-        for _ in range(20):
+        for _ in range(layers):
             hidden += [nn.Linear(width, width), nn.ReLU()]
         self.layers = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), *hidden)
         self.head = nn.Linear(width, classes)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from cells import Cell
 from micro import Cost
+from shares import Share
 from table import CURVE_END, DEFAULT, FUSED, NONE, Line
 from updates import Update
 from variants import COMPILED, FOR_LOOP, FOREACH, HOOK_VARIANTS
@@ -31,6 +32,7 @@ class Measured:
     core_ns: float | None  # median distance of the first two cores
     rounds: list[int]  # those that count here
     lines: list[Line]
+    shares: list[Share] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.cell}, {self.where}" if self.where else str(self.cell)
@@ -79,6 +81,7 @@ def write_json(results: Results, path: Path) -> None:
             "core_distance_ns": one.core_ns,
             "rounds_used": one.rounds,
             "lines": [asdict(line) for line in one.lines],
+            "shares": [asdict(share) for share in one.shares],
         }
         for one in results.cells
     ]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import torch
+from resample import share
 from variants import HOOK_VARIANTS
 
-from optfuse._ab_result import RESAMPLES, Comparison, Interval, Row, median_interval
+from optfuse._ab_result import Comparison, Interval, Row, median_interval
 
 FUSED, DEFAULT, NONE = "fused=True", "default", "no optimizer"
 CURVE_END = 20  # iterations whose mean loss is the end of the loss curve
@@ -37,7 +37,7 @@ class Line:
     against_fused: Interval  # fused=True's time by this one's
     against_default: Interval
     saved_ms: Interval  # against fused=True
-    recovered: Interval | None  # of what fused=True costs over no optimizer
+    recovered: Interval | None  # of what fused=True costs over no optimizer, if it costs anything
     loss: float
     same_curve: bool  # every loss equals fused=True's
     equal_bits: bool | None  # the parameters at the end, too
@@ -92,18 +92,6 @@ def _line(row: Row, rows: dict[str, Row]) -> Line:
 
 def _ratios(theirs: Sequence[float], own: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(theirs, own, strict=True)]
-
-
-def share(fused: Sequence[float], own: Sequence[float], without: Sequence[float]) -> Interval:
-    """(fused - ours) / (fused - no optimizer), of medians over the same rounds."""
-    times = torch.tensor([fused, own, without], dtype=torch.float64)
-    n = times.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(n, (RESAMPLES, n), generator=generator)
-    f, o, w = times[:, picks].quantile(0.5, dim=2)
-    low, high = ((f - o) / (f - w)).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    f, o, w = times.quantile(0.5, dim=1)
-    return Interval(((f - o) / (f - w)).item(), low.item(), high.item())
 
 
 def cells_of(line: Line) -> tuple[str, ...]:

@@ -59,6 +59,14 @@ class CompiledStep(Optimizer):
         self._step()
 
 
+# What an optimizer costs and what of it we recover; nothing else.
+FEW = ("no optimizer", "default", "fused=True", "backward fusion", "forward fusion")
+
+
+def few_variants() -> Mapping[str, Wrap]:
+    return {name: VARIANTS[name] for name in FEW}
+
+
 def variants(device: str = "cpu", compiled: bool = False) -> Mapping[str, Wrap]:
     """By name, in the order of the table. The default is a loop over the
     parameters on the CPU and foreach on a GPU; the other one is named."""

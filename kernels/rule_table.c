@@ -8,6 +8,7 @@
 #include "rules/adam.h"
 #include "rules/adamax.h"
 #include "rules/asgd.h"
+#include "rules/lion.h"
 #include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
@@ -44,6 +45,8 @@ static const char *const asgd_hyper[] = {"lr", "lambd", "alpha", "t0", "weight_d
 static const char *const asgd_counters[] = {"eta", "mu"};
 static const char *const adagrad_state[] = {"sum"};
 static const char *const adagrad_hyper[] = {"lr", "lr_decay", "weight_decay", "eps", "maximize"};
+static const char *const lion_state[] = {"exp_avg"};
+static const char *const lion_hyper[] = {"lr", "beta1", "beta2", "weight_decay", "maximize"};
 
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
@@ -64,6 +67,7 @@ OF_FITS(rprop, RPROP);
 OF_FITS(asgd, ASGD);
 _Static_assert(OF_LENGTH(asgd_counters) == ASGD_N_COUNTERS, "names of asgd's counters");
 OF_FITS(adagrad, ADAGRAD);
+OF_FITS(lion, LION);
 
 #define OF_ROW(rule, RULE)                                                                         \
     .name = #rule, .state = rule##_state, .n_state = RULE##_N_STATE, .hyper = rule##_hyper,        \
@@ -82,6 +86,7 @@ const of_rule of_rules[] = {
     {OF_ROW(rprop, RPROP), .counts = true, .chain = true},
     {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD)},
     {OF_ROW(adagrad, ADAGRAD), .counts = true},
+    {OF_ROW(lion, LION), .chain = true},
     {0},
 };
 

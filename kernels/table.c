@@ -64,7 +64,8 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     OF_CHAIN(X, radam)                                                                             \
     OF_CHAIN(X, adamax)                                                                            \
     OF_CHAIN(X, rprop)                                                                             \
-    OF_CHAIN(X, asgd)
+    OF_CHAIN(X, asgd)                                                                              \
+    OF_CHAIN(X, lion)
 
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \

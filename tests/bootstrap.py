@@ -33,6 +33,8 @@ TOOLS = ["meson>=1.3", "meson-python>=0.18", "ninja", "pytest", "ruff"]
 # expecttest: torch.testing._internal, with its list of optimizers, imports it.
 PACKAGES = ["numpy", "scikit-learn", "matplotlib", "expecttest"]
 BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
+BUILT_FROM += ["benchmarks/meson.build", "benchmarks/core_distance.c", "benchmarks/floor.c"]
+BUILT_FROM += ["benchmarks/callgrind_marks.c"]
 
 
 def say(message: str) -> None:

@@ -6,6 +6,7 @@
 
 Everything else in the training loop stays as it is."""
 
+from optfuse import optim
 from optfuse._ab import ab
 from optfuse._clip import clip_grad_norm_
 from optfuse._fuse import Summary, flush, fuse, summary, unfuse
@@ -21,6 +22,7 @@ __all__ = [
     "clip_grad_norm_",
     "flush",
     "fuse",
+    "optim",
     "summary",
     "unfuse",
 ]

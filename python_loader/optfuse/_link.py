@@ -207,8 +207,9 @@ class Link:
         )
 
     def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        flushed = False
         for slot, param in enumerate(self._params):
-            self._set_state(slot, state.get(param, {}), fresh=False)
+            flushed = self._set_state(slot, state.get(param, {}), False, flushed)
         self._remember_state(state)
 
     def _remember_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -216,29 +217,34 @@ class Link:
         self._entries = list(state.values())
         self._values = list(chain.from_iterable(map(dict.values, self._entries)))
 
-    def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool) -> None:
+    def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool, flushed: bool) -> bool:
+        """Whether the plan is flushed now. Once does for many slots: a flush
+        looks at every slot, and nothing becomes pending before the next step."""
         tensors: _State = tuple(map(entry.get, (*self.rule.state, *self.rule.counters)))
         step = entry.get("step") if self.rule.counts_steps else None
         known = self._slot_states[slot]
         if known is not None and all(map(is_, known, (*tensors, step))):
-            return
+            return flushed
         if step is not None and not _countable(step, self._params[slot]):
             raise Error(
                 f"optfuse: state['step'] of {self._labels[slot]} must be a 0-dim float tensor on "
                 "the CPU, or a float32 one on its parameter's GPU, as torch.optim makes it, not "
                 f"{step!r}"
             )
-        self._flush(drain=False)
+        if not flushed:
+            self._flush(drain=False)
         torch.ops.optfuse.set_state(self.plan, slot, list(tensors), step, fresh)
         self._slot_states[slot] = (*tensors, step)
+        return True
 
     def make_state(self, optimizer: Optimizer, slots: list[int]) -> None:
         """As stock does at a parameter's first gradient."""
         group_of = [g for g in optimizer.param_groups for _ in g["params"]]
+        flushed = False
         for slot in slots:
             param = self._params[slot]
             self.rule.make_state(optimizer, self.stock, group_of[slot], param)
-            self._set_state(slot, optimizer.state[param], fresh=True)
+            flushed = self._set_state(slot, optimizer.state[param], True, flushed)
         self._forget_state()  # the next sync looks at all of it once
 
     # ---- the two schedules

@@ -10,9 +10,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from optfuse._gpu import number
+from optfuse.optim import Lion
 
 Group = dict[str, Any]
 MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
@@ -80,4 +94,75 @@ _SGD = Rule(
     make_state=_sgd_state,
 )
 
-RULES: dict[type[Optimizer], Rule] = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
+_ADAGRAD = Rule("adagrad", ("lr", "lr_decay", "weight_decay", "eps", "maximize"), ("sum",))
+
+_FOR_LOOP = "foreach=False"
+_RMSPROP = Rule(
+    "rmsprop",
+    ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    ("momentum_buffer", "square_avg", "grad_avg"),
+    reference=_FOR_LOOP,
+)
+_ADADELTA = Rule(
+    "adadelta",
+    ("lr", "rho", "eps", "weight_decay", "maximize"),
+    ("square_avg", "acc_delta"),
+    reference=_FOR_LOOP,
+)
+_NADAM = Rule(
+    "nadam",
+    (
+        "lr", "betas.0", "betas.1", "eps", "weight_decay", "momentum_decay",
+        "decoupled_weight_decay", "maximize",
+    ),
+    ("exp_avg", "exp_avg_sq"),
+    counters=("mu_product",),
+    reference=_FOR_LOOP,
+)
+_RADAM = Rule(
+    "radam",
+    ("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+    ("exp_avg", "exp_avg_sq"),
+    reference=_FOR_LOOP,
+)
+_ADAMAX = Rule(
+    "adamax",
+    ("lr", "betas.0", "betas.1", "eps", "weight_decay", "maximize"),
+    ("exp_avg", "exp_inf"),
+    reference=_FOR_LOOP,
+)
+_RPROP = Rule(
+    "rprop",
+    ("etas.0", "etas.1", "step_sizes.0", "step_sizes.1", "maximize"),
+    ("prev", "step_size"),
+    reference=_FOR_LOOP,
+)
+_ASGD = Rule(
+    "asgd",
+    ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
+    ("ax",),
+    counters=("eta", "mu"),
+    reference=_FOR_LOOP,
+)
+_LION = Rule(
+    "lion",
+    ("lr", "betas.0", "betas.1", "weight_decay", "maximize"),
+    ("exp_avg",),
+    counts_steps=False,
+    reference="step()",
+)
+
+RULES: dict[type[Optimizer], Rule] = {
+    SGD: _SGD,
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    Adagrad: _ADAGRAD,
+    RMSprop: _RMSPROP,
+    Adadelta: _ADADELTA,
+    NAdam: _NADAM,
+    RAdam: _RADAM,
+    Adamax: _ADAMAX,
+    Rprop: _RPROP,
+    ASGD: _ASGD,
+    Lion: _LION,
+}

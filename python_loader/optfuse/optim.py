@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers that torch.optim does not have. They work without fuse(), like
+any other, and their step() is the reference for what fuse() gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Lion: the sign of a momentum ("Symbolic Discovery of Optimization
+    Algorithms", arXiv 2302.06675, algorithm 2):
+
+        u = sign(beta1 * m + (1 - beta1) * g)
+        p = (1 - lr * weight_decay) * p - lr * u
+        m = beta2 * m + (1 - beta2) * g
+
+    params: floating-point tensors of any shape, or groups of them.
+    lr: learning rate, a number or a 0-dim tensor; about a third to a tenth of
+        AdamW's, since every element of u is -1, 0 or 1.
+    betas: of the update and of the momentum, in [0, 1).
+    weight_decay: decoupled, as AdamW's; about three to ten times AdamW's.
+    maximize: ascends.
+
+    The state has one tensor a parameter, "exp_avg", of its shape and dtype.
+    Raises ValueError for a number out of its range and RuntimeError for a
+    sparse gradient.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not float(lr) >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], exp_avgs: list[Tensor]
+    ) -> None:
+        """Collects the parameters that have a gradient, and makes their state."""
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError("Lion does not support sparse gradients")
+            state = self.state[param]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            params.append(param)
+            exp_avgs.append(state["exp_avg"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what closure
+        returns, which is called first with gradients enabled."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            exp_avgs: list[Tensor] = []
+            self._init_group(group, params, exp_avgs)
+            for param, exp_avg in zip(params, exp_avgs, strict=True):
+                _update(group, param, exp_avg)
+        return loss
+
+
+def _update(group: dict[str, Any], param: Tensor, exp_avg: Tensor) -> None:
+    assert param.grad is not None
+    lr = float(group["lr"])
+    beta1, beta2 = group["betas"]
+    grad = -param.grad if group["maximize"] else param.grad
+    update = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+    param.mul_(1 - lr * group["weight_decay"])
+    param.add_(update, alpha=-lr)
+    exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

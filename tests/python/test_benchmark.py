@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the benchmark's figures stand on: the no-math kernel moves every byte it
+is said to move, and what is computed from times finds what was planted in them."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    """Lets the benchmark's modules be imported, with the build that tests/run made."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "OPTFUSE_BUILD" not in os.environ:
+            patch.setenv("OPTFUSE_BUILD", str(ROOT / ".venv" / "build"))
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
+@pytest.mark.parametrize("elements", [16, 16 * 37, 100_000])
+def test_the_floor_reads_and_writes_every_byte(benchmarks, optimizer, elements, cached, threads):
+    import floor
+
+    if not floor.available:
+        pytest.skip("libfloor.so is not built")
+    one = floor.Floor(optimizer, elements)
+    gradient, *written = one.arrays
+    assert gradient.numel() == 4 * elements and len(written) == floor.WRITTEN[optimizer]
+    for array in one.arrays:
+        array.random_()
+    before = [array.clone() for array in one.arrays]
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    one.run(cached)
+    torch.set_num_threads(torch_threads)
+    # Cached: an array of 32-bit numbers, of which each 16th is 1.
+    constant = torch.tensor([1] + 15 * [0], dtype=torch.int32).view(torch.uint8)
+    x = constant.repeat(elements // 16) if cached else gradient
+    assert torch.equal(gradient, before[0])
+    for array, old in zip(written, before[1:], strict=True):
+        assert torch.equal(array, old ^ x)
+
+
+def test_bytes_a_parameter(benchmarks):
+    from floor import bytes_each
+
+    assert [bytes_each(name) for name in ("adamw", "momentum", "sgd")] == [28, 20, 12]
+    assert bytes_each("adamw", cached=True) == 24
+    assert bytes_each("adamw", element=2) == 14
+
+
+def noisy(middle: float, seed: int) -> list[float]:
+    noise = torch.randn(40, generator=torch.Generator().manual_seed(seed))
+    return (middle + 0.1 * noise).tolist()
+
+
+def test_recovered_share_is_the_planted_one(benchmarks):
+    from resample import share
+
+    found = share(noisy(30, 0), noisy(24, 1), noisy(20, 2))
+    assert found is not None and found.low < 0.6 < found.high, found
+    assert found.high - found.low < 0.05, found
+
+
+def test_no_share_of_a_cost_that_may_be_nothing(benchmarks):
+    from resample import share
+
+    assert share(noisy(20, 0), noisy(19, 1), noisy(20, 2)) is None
+    assert share(noisy(19, 0), noisy(18, 1), noisy(20, 2)) is None, "stock is faster than none"
+
+
+def test_optimizer_and_rest_make_the_iteration(benchmarks):
+    from shares import shares
+
+    from optfuse._ab_result import Comparison, Row, median_interval
+
+    class HalfFloor:
+        ms = {False: noisy(2, 3), True: noisy(1, 4)}
+
+    times = {"no optimizer": noisy(20, 0), "fused=True": noisy(30, 1)}
+    times["backward fusion"] = noisy(22, 2)
+    rows = [Row(name, ms=median_interval(ms), rounds_ms=ms) for name, ms in times.items()]
+    compared = Comparison(rows, "fused=True", "fused=True", steps=0, settings={})
+    stock, backward = shares(compared, range(40), HalfFloor())
+    assert stock.optimizer_ms.median == pytest.approx(10, abs=0.2)
+    assert stock.of_iteration.median == pytest.approx(1 / 3, abs=0.02)
+    assert stock.of_floor.median == pytest.approx(5, abs=0.4), "10 ms of a floor of 2"
+    assert backward.of_floor.median == pytest.approx(2, abs=0.3), "the gradient is in the cache"
+
+
+def test_a_planted_step_is_found_and_a_straight_line_has_none(benchmarks, monkeypatch):
+    import scaling
+
+    def planted(step: float):
+        def timed(cases, seconds):
+            # By side and variant: 50 us a tensor of the rest, 10 of the optimizer.
+            tensors = dict(zip((0, 1), (255, 256), strict=True))
+            return {
+                (side, name): noisy(
+                    tensors[side] * (50 if name == "no optimizer" else 60)
+                    + (step if side and name == "forward fusion" else 0),
+                    i,
+                )
+                for i, (side, name) in enumerate(cases)
+            }
+
+        return timed
+
+    def found(step: float) -> list[str]:
+        monkeypatch.setattr(scaling, "timed", planted(step))
+        return [j.variant for j in scaling.jumps("sgd", "threads begin, many", 0) if j.is_step]
+
+    assert found(0) == []
+    assert found(1000) == ["forward fusion"]
+
+
+def test_instructions_are_read_and_subtracted(benchmarks):
+    import launch
+
+    text = "part: 3\ndesc: Trigger: Client Request: flush\n\nfn=x\n1 2\n\ntotals: 1234\n"
+    assert launch.read(text) == ("flush", 1234)
+    names = {name for part in launch.PARTS for name in part.plus + part.minus}
+    counts = {one.what: one.instructions for one in launch.counts(dict.fromkeys(names, 100.0))}
+    assert counts["gradient hook, with the update"] == 0
+    assert counts["gradient hook, above the update"] == -100
+    assert counts["step() in forward mode, in C"] == 100
+
+
+def test_budgets_are_those_of_the_documentation(benchmarks):
+    import launch
+
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    written = {row[1]: row[3] for row in rows if len(row) > 4}
+    for part in launch.PARTS:
+        if part.budget is not None:
+            assert written.get(part.what) == f"{part.budget:,}", part.what
