@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from bare import COMPARED, FUSED, NONE, iteration
+from bare import COMPARED, FUSED, NONE, Run, iteration
 from console import columns, progress, title
 from floor import WRITTEN, Floor, available
 from interleave import in_turn
@@ -36,6 +36,7 @@ FLOOR = "floor"
 ROUND_US = 20_000.0  # what a case takes of a round, if one run takes less
 FEWEST, MOST = 3, 25  # rounds
 STEP = 0.25  # of the cost: a jump
+SLOW_MS = 10_000.0  # a first iteration; no more tensors after one
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Point:
     tensors: int
     elements: int  # of each
     us: dict[str, Interval]  # an iteration, above that without an optimizer
+    first_ms: dict[str, float]  # the first iteration, all of it: it makes the state
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,16 @@ def timed(cases: dict[Any, Callable[[], object]], seconds: float) -> dict[Any, l
 
 
 def point(optimizer: str, tensors: int, elements: int, seconds: float) -> Point:
-    times = timed(cases_of(optimizer, tensors, elements), seconds)
+    cases = cases_of(optimizer, tensors, elements)
+    first_ms = {name: 1e3 * run.first for name, run in cases.items() if isinstance(run, Run)}
+    times = timed(cases, seconds)
     us = {}
     for name, own in times.items():
         if name == FLOOR:
             us[name] = of_medians(lambda o: o, own)
         elif name != NONE:
             us[name] = of_medians(lambda o, w: o - w, own, times[NONE])
-    return Point(torch.get_num_threads(), tensors, elements, us)
+    return Point(torch.get_num_threads(), tensors, elements, us, first_ms)
 
 
 def jumps(optimizer: str, edge: str, seconds: float) -> list[Jump]:
@@ -148,6 +152,28 @@ def jump_table(found: list[Jump]) -> str:
     return columns(rows)
 
 
+def over_counts(optimizer: str, counts: list[int], seconds: float) -> list[Point]:
+    found: list[Point] = []
+    for n in counts:
+        if found and max(found[-1].first_ms.values()) > SLOW_MS:
+            title(f"left out: {n:,} tensors; see the first iteration of {found[-1].tensors:,}")
+            break
+        progress(f"scaling: {n} tensors, {torch.get_num_threads()} threads")
+        found.append(point(optimizer, n, SMALL, seconds))
+    return found
+
+
+def first_table(points: list[Point]) -> str:
+    """A first iteration that costs more for each tensor the more there are is
+    not a straight line."""
+    names = list(points[0].first_ms)
+    rows = [["threads", "tensors", *(f"{name}, ms" for name in names)]]
+    for one in points:
+        ms = [f"{one.first_ms[name]:.1f}" for name in names]
+        rows.append([str(one.threads), f"{one.tensors:,}", *ms])
+    return columns(rows)
+
+
 def section(chosen: Any) -> dict[str, Any]:
     """On one thread and on as many as PyTorch was given."""
     seconds = 0.05 if chosen.smoke else 2.0 if chosen.quick else 6.0
@@ -158,10 +184,7 @@ def section(chosen: Any) -> dict[str, Any]:
     found: list[Jump] = []
     for threads in sorted({1, every}):
         torch.set_num_threads(threads)
-        for n in COUNTS:
-            if n <= limit:
-                progress(f"scaling: {n} tensors, {threads} threads")
-                counts.append(point(chosen.optimizer, n, SMALL, seconds))
+        counts += over_counts(chosen.optimizer, [n for n in COUNTS if n <= limit], seconds)
         for n in SIZES:
             if n <= limit * 100:
                 progress(f"scaling: {n} elements, {threads} threads")
@@ -172,6 +195,8 @@ def section(chosen: Any) -> dict[str, Any]:
     torch.set_num_threads(every)
     title(f"{chosen.optimizer}, us an iteration above no optimizer; tensors of {SMALL} elements")
     print(table(counts, by_tensors=True))
+    title("The first iteration, which makes the state")
+    print(first_table(counts))
     title("One tensor")
     print(table(sizes, by_tensors=False))
     title(f"Jumps where the code changes its way; STEP: more than {STEP:.0%} of the cost")

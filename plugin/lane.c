@@ -64,13 +64,19 @@ bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *af
            device->wait(plan->host.ctx, after, lane->event);
 }
 
+/* A graph can't wait for work outside of it: that ends the capture. What uses
+ * such memory inside the capture is refused at its touch. */
+static bool is_out_of_reach(const of_stream *home, const of_stream *user) {
+    return user->capture != 0 && user->capture != home->capture && OF_GUARD(capture);
+}
+
 bool of_lanes_join(of_plan *plan) {
     for (size_t i = 0; i < plan->n_lanes; i++) {
         const of_stream home = plan->lanes[i].stream;
         if (plan->lanes[i].count == 0)
             continue;
         const of_stream user = plan->host.device->current(plan->host.ctx, home.device);
-        if (!of_stream_order(plan, &home, &user))
+        if (!is_out_of_reach(&home, &user) && !of_stream_order(plan, &home, &user))
             return false;
     }
     return true;

@@ -109,10 +109,16 @@ struct Event {
     c10::DeviceIndex device = 0;
 };
 
+// PyTorch's functions for events go to the device and back by themselves, and
+// going back makes a context, with some hundred megabytes, on a device that this
+// process may never have used. Its guard does not.
+using OnDevice = c10::DeviceGuard;
+
 bool record(void *, const of_stream *stream, void **event) {
     return attempt("recording an event", [&] {
         if (!same_capture(*stream))
             return false;
+        const OnDevice guard(device_at(stream->device));
         if (*event == nullptr)
             *event = new Event;
         auto *made = static_cast<Event *>(*event);
@@ -125,6 +131,7 @@ bool record(void *, const of_stream *stream, void **event) {
 
 bool wait(void *, const of_stream *stream, void *event) {
     return attempt("waiting for an event", [&] {
+        const OnDevice guard(device_at(stream->device));
         guard_impl().block(static_cast<Event *>(event)->native, stream_of(*stream));
         return true;
     });
@@ -143,22 +150,30 @@ struct Relaxed {
 
 bool is_done(void *, void *event) {
     const Relaxed relaxed;
-    return attempt("asking for an event",
-                   [&] { return guard_impl().queryEvent(static_cast<Event *>(event)->native); });
+    return attempt("asking for an event", [&] {
+        const auto *made = static_cast<Event *>(event);
+        const OnDevice guard(device_at(made->device));
+        return guard_impl().queryEvent(made->native);
+    });
 }
 
 void synchronize(void *, void *event) {
     const Relaxed relaxed;
     attempt("synchronizing with an event", [&] {
-        guard_impl().synchronizeEvent(static_cast<Event *>(event)->native);
+        const auto *made = static_cast<Event *>(event);
+        const OnDevice guard(device_at(made->device));
+        guard_impl().synchronizeEvent(made->native);
         return true;
     });
 }
 
 void destroy(void *, void *event) {
     auto *made = static_cast<Event *>(event);
-    if (made->native != nullptr)
+    attempt("destroying an event", [&] {
+        const OnDevice guard(device_at(made->device));
         guard_impl().destroyEvent(made->native, made->device);
+        return true;
+    });
     delete made;
 }
 

@@ -68,7 +68,8 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold) 
     if (plan->beside && hold->spends)
         in->stream.id = side_stream(in->ready.device);
     hold->stream = in->stream;
-    plan->scalars.give(slot->group, p->device(), in, hold);
+    hold->ready = in->ready;
+    plan->scalars.give(slot->group, in, hold);
     if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
         return refuse(slot, "the step counter of ", "is on the CPU",
                       ", where the replays of the CUDA graph that is being captured can't count "
@@ -86,30 +87,34 @@ void DeviceScalars::set(std::vector<at::Tensor> rates, at::Tensor scale, at::Ten
         any = any || rate.defined();
 }
 
-const float *DeviceScalars::copy_of(const at::Tensor &scalar, const c10::Device &device,
+// On the current stream, which is the one where the inputs are ready: nothing else
+// would order a copy made on another.
+const float *DeviceScalars::copy_of(const at::Tensor &scalar, const of_stream &stream,
                                     at::Tensor *keep) {
     if (!scalar.defined())
         return nullptr;
     for (const Copy &known : copies)
-        if (known.of == scalar.unsafeGetTensorImpl() && known.device == device)
+        if (known.of == scalar.unsafeGetTensorImpl() && known.stream.device == stream.device &&
+            known.stream.id == stream.id)
             *keep = known.copy;
     if (!keep->defined()) {
         const PlainMode plain;
+        const c10::Device device(gpu_type(), static_cast<c10::DeviceIndex>(stream.device));
         *keep = at::empty({}, at::TensorOptions().device(device).dtype(at::kFloat));
         keep->copy_(scalar.reshape({}), /*non_blocking=*/true);
-        copies.push_back({scalar.unsafeGetTensorImpl(), device, *keep});
+        copies.push_back({scalar.unsafeGetTensorImpl(), stream, *keep});
     }
     return static_cast<const float *>(data_of(keep->unsafeGetTensorImpl()));
 }
 
-void DeviceScalars::give(size_t group, const c10::Device &device, of_inputs *in, Hold *hold) {
+void DeviceScalars::give(size_t group, of_inputs *in, Hold *hold) {
     if (!any)
         return;
     const std::lock_guard<std::mutex> guard(lock);
     if (group < lr.size())
-        in->lr_at = copy_of(lr[group], device, &hold->scalars[0]);
-    in->grad_scale_at = copy_of(grad_scale, device, &hold->scalars[1]);
-    in->found_inf_at = copy_of(found_inf, device, &hold->scalars[2]);
+        in->lr_at = copy_of(lr[group], in->ready, &hold->scalars[0]);
+    in->grad_scale_at = copy_of(grad_scale, in->ready, &hold->scalars[1]);
+    in->found_inf_at = copy_of(found_inf, in->ready, &hold->scalars[2]);
 }
 
 } // namespace optfuse

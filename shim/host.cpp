@@ -122,7 +122,7 @@ void settle(void *, void *opaque, bool was_deferred) {
     if (hold->on_gpu && was_deferred)
         record_all(hold);
     else if (hold->on_gpu && hold->spends) // the gradient dies here, not with its owner
-        record_on_stream(storage_of(hold->grad), hold->stream);
+        record_on_stream(storage_of(hold->grad), hold->ready);
     if (hold->spends)
         spend_gradient(hold);
 }

@@ -66,7 +66,8 @@ struct Hold {
     std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
     size_t n_written = 0;
     bool on_gpu = false;
-    of_stream stream = {};  // on a GPU: where the update runs
+    of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
+    of_stream ready = {};   // and if not
     at::Tensor scalars[3];  // copies of device scalars that it reads
 };
 
@@ -79,15 +80,15 @@ class DeviceScalars {
     void set(std::vector<at::Tensor> lr, at::Tensor grad_scale, at::Tensor found_inf);
     bool scale_gradients() const { return grad_scale.defined() || found_inf.defined(); }
     // Fills in the addresses and the references that keep them valid.
-    void give(size_t group, const c10::Device &device, of_inputs *in, Hold *hold);
+    void give(size_t group, of_inputs *in, Hold *hold);
 
   private:
     struct Copy {
         const c10::TensorImpl *of;
-        c10::Device device;
+        of_stream stream; // on which it was made
         at::Tensor copy;
     };
-    const float *copy_of(const at::Tensor &scalar, const c10::Device &device, at::Tensor *keep);
+    const float *copy_of(const at::Tensor &scalar, const of_stream &stream, at::Tensor *keep);
     bool any = false;
     std::vector<at::Tensor> lr;
     at::Tensor grad_scale, found_inf;

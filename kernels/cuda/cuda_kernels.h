@@ -64,7 +64,8 @@ OF_CUDA_API int of_cuda_abi_version(void);
 /* Opens the driver; the other calls do it themselves. */
 OF_CUDA_API of_cuda_status of_cuda_open(void);
 
-/* Loads the update's kernels (those for its options) into its device. A first
+/* Loads the update's kernels (those for its options) and the one that counts steps
+ * into its device. A first
  * launch does it too, but may then have to wait for the device, which it must not while
  * a graph is captured. */
 OF_CUDA_API of_cuda_status of_cuda_prepare(const of_cuda_update *update);

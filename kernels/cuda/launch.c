@@ -121,19 +121,26 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
     return of_cuda_rule(update, &c->used, &c->table.common, of_cuda_early(major, update->dtype));
 }
 
+/* Into the current context. */
+static of_cuda_status load(const of_driver *driver, CUkernel kernel) {
+    CUfunction function;
+    const CUresult result = driver->kernel_function(&function, kernel);
+    return result == CUDA_SUCCESS ? OF_CUDA_OK
+                                  : of_driver_fail(driver, result, "a kernel does not load");
+}
+
 of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
     call c;
+    CUkernel advance = NULL;
     of_cuda_status status = begin(&c, update);
     if (status != OF_CUDA_OK)
         return status;
     c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
-    for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++) {
-        CUfunction function;
-        const CUresult result = c.driver->kernel_function(&function, c.kernels->size[size]);
-        if (result != CUDA_SUCCESS)
-            status = of_driver_fail(c.driver, result, "a kernel does not load");
-    }
-    return status;
+    for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++)
+        status = load(c.driver, c.kernels->size[size]);
+    if (status == OF_CUDA_OK)
+        status = of_cuda_find_advance(c.driver, &advance);
+    return status == OF_CUDA_OK ? load(c.driver, advance) : status;
 }
 
 of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry *entries,

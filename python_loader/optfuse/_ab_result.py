@@ -28,11 +28,12 @@ class Interval:
 
 def median_interval(samples: Sequence[float], seed: int = 0) -> Interval:
     """The median of the samples and its 95 % bootstrap interval."""
-    values = torch.tensor(samples, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    values = torch.tensor(samples, dtype=torch.float64, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shape = (RESAMPLES, len(values))
+    picks = torch.randint(len(values), shape, generator=generator, device="cpu")
     medians = values[picks].quantile(0.5, dim=1)
-    bounds = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    bounds = medians.quantile(values.new_tensor([0.025, 0.975]))
     return Interval(values.quantile(0.5).item(), bounds[0].item(), bounds[1].item())
 
 

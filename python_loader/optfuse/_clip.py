@@ -86,10 +86,10 @@ def _our_norm_is_torchs() -> bool:
     """Our pass over the gradients adds up their squares in the order in which
     this PyTorch does on this CPU. If it doesn't after all, PyTorch's operators
     do the work."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     for n in (*range(1, 40), 1000, 1001, 1006, 1007, 5000):
         for spread in (1.0, 1e-30):  # the squares of the latter vanish
-            x = torch.randn(n, generator=random) * spread
+            x = torch.randn(n, generator=random, device="cpu") * spread
             ours = torch.ops.optfuse.norm(x)
             for theirs in (torch.linalg.vector_norm(x, 2.0), *torch._foreach_norm([x], 2.0)):
                 if guard("norm") and ours.item() != theirs.item():

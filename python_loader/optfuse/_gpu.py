@@ -39,24 +39,29 @@ def install(flush_all: Callable[[], None], drain_all: Callable[[], None]) -> Non
     """Once per process. What is pending is launched before a graph is captured
     or replayed; what is still running when a capture begins is waited for,
     because a graph can't depend on it."""
-    if not torch.backends.cuda.is_built():
-        return
-    for name, before in (
-        ("capture_begin", drain_all),
-        ("capture_end", flush_all),
-        ("replay", flush_all),
-    ):
-        wrap(torch.cuda.CUDAGraph, name, before)
+    graphs = [getattr(torch.accelerator, "Graph", None)]  # from torch 2.12 on
+    if torch.backends.cuda.is_built():
+        graphs.append(torch.cuda.CUDAGraph)
+    for graph in filter(None, graphs):
+        wrap(graph, "capture_begin", drain_all)
+        wrap(graph, "capture_end", flush_all, anyway=True)
+        wrap(graph, "replay", flush_all)
 
 
-def wrap(owner: type, name: str, before: Callable[[], None]) -> None:
-    """Puts a call before a method of a class."""
+def wrap(owner: type, name: str, before: Callable[[], None], anyway: bool = False) -> None:
+    """Puts a call before a method of a class. anyway: the method is called even
+    if the call raises; else the stream would be captured for ever."""
     method = getattr(owner, name)
 
     @functools.wraps(method)
     def launch_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if guard("graphs"):
-            before()
+        try:
+            if guard("graphs"):
+                before()
+        except BaseException:
+            if anyway:
+                method(self, *args, **kwargs)
+            raise
         return method(self, *args, **kwargs)
 
     setattr(owner, name, launch_first)

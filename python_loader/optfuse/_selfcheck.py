@@ -67,10 +67,10 @@ def _train(
     stock: type[Optimizer], options: dict[str, Any], dtype: torch.dtype, device: torch.device,
     wrap: Fuse,
 ) -> list[Tensor]:
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
 
-    def numbers(size: int) -> Tensor:
-        return torch.randn(size, generator=random).to(device, dtype)
+    def numbers(size: int) -> Tensor:  # wherever new tensors go by default
+        return torch.randn(size, generator=random, device="cpu").to(device, dtype)
 
     params = [numbers(size).requires_grad_() for size in SIZES]
     optimizer = stock(params, lr=1e-2, fused=True)  # type: ignore[call-arg]

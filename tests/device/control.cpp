@@ -39,6 +39,7 @@ TORCH_LIBRARY(fakecuda, m) {
     m.def("set_prompt", fake::set_prompt);
     m.def("set_capture", fake::set_capture_of);
     m.def("watcher", fake::watcher);
+    m.def("visits", fake::visits);
     m.def("bytes_in_use", [](int64_t device) {
         return static_cast<int64_t>(fake::bytes_in_use(static_cast<int>(device)));
     });

@@ -22,4 +22,7 @@ StreamNumber number_of(const c10::Stream &stream);
 
 c10::Allocator *allocator();
 
+// How often an event was used with another device than its own being current.
+int64_t visits();
+
 } // namespace fake

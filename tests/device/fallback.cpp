@@ -75,6 +75,9 @@ void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     const size_t n = schema.arguments().size();
     Aliases aliases;
     const size_t first = stack->size() - n;
+    for (size_t i = 0; i < n; i++) // as on a GPU
+        TORCH_CHECK(!(*stack)[first + i].isGenerator(), schema.name(),
+                    ": expected a generator of this device, found one of the CPU");
     for (size_t i = 0; i < n; i++) // the device, before a kernel that has no tensors needs it
         (*stack)[first + i] =
             alias_value(&aliases, (*stack)[first + i], use_of(schema.arguments()[i]));

@@ -7,12 +7,21 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "device.h"
 
 namespace fake {
 namespace {
+
+std::atomic<int64_t> visited{0};
+
+// CUDA's functions for events go to the event's device and back; going back makes
+// a context where there was none.
+void note_visit(c10::DeviceIndex device) {
+    visited += device != current_device();
+}
 
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return kDevice; }
@@ -64,11 +73,13 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
 
     void record(void **event, const c10::Stream &stream, const c10::DeviceIndex,
                 const c10::EventFlag) const override {
+        note_visit(stream.device_index());
         if (*event == nullptr)
             *event = new Event;
         fake::record(static_cast<Event *>(*event), number_of(stream));
     }
     void block(void *event, const c10::Stream &stream) const override {
+        note_visit(stream.device_index());
         if (event != nullptr)
             wait(number_of(stream), *static_cast<Event *>(event));
     }
@@ -79,7 +90,8 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
         if (event != nullptr)
             synchronize(*static_cast<Event *>(event));
     }
-    void destroyEvent(void *event, const c10::DeviceIndex) const noexcept override {
+    void destroyEvent(void *event, const c10::DeviceIndex device) const noexcept override {
+        note_visit(device);
         delete static_cast<Event *>(event);
     }
     void recordDataPtrOnStream(const c10::DataPtr &data, const c10::Stream &stream) const override {
@@ -129,4 +141,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 }();
 
 } // namespace
+
+int64_t visits() { return visited; }
+
 } // namespace fake

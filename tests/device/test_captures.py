@@ -12,6 +12,7 @@ from common import adamw, assert_same
 from legal import backward, net, settle, to_host, train
 
 import optfuse
+from optfuse import _gpu
 from optfuse._link import drain_all
 
 
@@ -107,3 +108,53 @@ def test_what_was_waited_for_is_no_obstacle():
     with captured(stream):
         model[2].weight.add(1)
     settle()
+
+
+def pending_after_a_replay():
+    """Of one of torch's graphs for any device, without the device's part in it."""
+
+    class Base(torch._C._acceleratorGraph):
+        def replay(self):
+            pass
+
+    class Graph(torch.accelerator.Graph, Base):
+        pass
+
+    model, optimizer = prepared()
+    train(model, optimizer, 1)
+    Graph.__new__(Graph).replay()
+    pending = optfuse.summary(optimizer).pending
+    optfuse.flush(optimizer)
+    return pending
+
+
+needs_graphs = pytest.mark.skipif(
+    not hasattr(torch.accelerator, "Graph"), reason="this torch has no torch.accelerator.Graph"
+)
+
+
+@needs_graphs
+def test_what_is_pending_is_launched_before_a_graph_of_any_device_is_replayed():
+    assert pending_after_a_replay() == 0
+
+
+@needs_graphs
+def test_without_the_guard_it_is_not(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "graphs")
+    assert pending_after_a_replay() > 0
+
+
+def test_a_capture_ends_although_what_is_pending_can_not_be_launched():
+    ended = []
+
+    class Graph:
+        def capture_end(self):
+            ended.append(self)
+
+    def fail():
+        raise optfuse.Error("the device is broken")
+
+    _gpu.wrap(Graph, "capture_end", fail, anyway=True)
+    with pytest.raises(optfuse.Error, match="broken"):
+        Graph().capture_end()
+    assert len(ended) == 1

@@ -8,7 +8,7 @@ from common import adamw
 from fakecuda import NAME
 
 import optfuse
-from optfuse import _selfcheck
+from optfuse import _ab_result, _clip, _selfcheck
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +55,20 @@ def test_each_set_of_options_is_looked_at_once(monkeypatch):
     optfuse.fuse(optimizer())
     monkeypatch.setattr(_selfcheck, "_compare", lambda *_: pytest.fail("compared again"))
     optfuse.fuse(optimizer())
+
+
+def test_fused_where_new_tensors_go_to_the_gpu_by_default():
+    """As after torch.set_default_device("cuda"), whose operators take no generator
+    of the CPU."""
+    with torch.device(NAME):
+        optimizer_there = optfuse.fuse(optimizer())
+        with pytest.raises(RuntimeError, match="expected a generator of this device"):
+            torch.randn(3, generator=torch.Generator("cpu"))
+    assert optfuse.summary(optimizer_there).gpu_bits_differ == ()
+
+
+def test_what_else_draws_numbers_does_so_on_the_cpu():
+    _clip._our_norm_is_torchs.cache_clear()
+    with torch.device(NAME):
+        assert _clip._our_norm_is_torchs()
+        assert _ab_result.median_interval([2.0, 4.0]).median == 3.0

@@ -321,3 +321,48 @@ def test_the_current_device_may_be_another_one(mode):
         yield "weights", list(model.parameters())
 
     legal(script, mode)
+
+
+def visits_of_steps(steps=3):
+    """How often our events went to their device from another one."""
+    visits = 0
+    model, other = net(f"{NAME}:1"), fakecuda.stream(1)
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    for i in range(steps):
+        backward(model, optimizer, i)  # with events of the engine's
+        before = torch.ops.fakecuda.visits()
+        optimizer.step()
+        with other, torch.no_grad():
+            model[0].weight.add(1)
+        torch.accelerator.set_device_index(0)
+        optfuse.flush(optimizer)
+        visits += torch.ops.fakecuda.visits() - before
+        fakecuda.synchronize(1)
+    return visits
+
+
+def test_no_step_makes_a_context_on_a_device_that_is_only_current():
+    assert visits_of_steps() == 0
+
+
+def test_a_learning_rate_on_the_device_reaches_each_stream_of_backward():
+    def script(wrap):
+        rate = torch.tensor(1e-2, device=NAME)
+        models, sides = [net(), net()], [fakecuda.stream(), fakecuda.stream()]
+        optimizer = wrap(adamw([p for m in models for p in m.parameters()], lr=rate))
+        for i in range(3):
+            for side in sides:
+                side.wait_stream(fakecuda.current())
+            optimizer.zero_grad()  # frees gradients that are the sides'
+            losses = []
+            for model, side in zip(models, sides, strict=True):
+                with side:
+                    losses.append(loss_of(model, i))
+                fakecuda.current().wait_stream(side)
+            sum(losses).backward()
+            optimizer.step()
+        yield "weights", [list(model.parameters()) for model in models]
+        for side in sides:
+            side.wait_stream(fakecuda.current())
+
+    legal(script, "backward", prove=False)

@@ -5,6 +5,7 @@ a capture and before a replay, and an update made in a capture is in the graph."
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def made_a_graphed_callable_and_then_fused(on: On) -> None:
 def what_can_not_be_captured_is_refused_at_capture(on: On) -> None:
     """As in stock, an optimizer whose step count is on the host."""
     for wrap in (common.Stock(), common.Fused(on.mode)):
-        one = Iteration(on, wrap, common.adamw)
+        one = Iteration(on, wrap, partial(common.adamw, fused=False))
         one.warm_up()
         try:
             one.capture()

@@ -88,6 +88,12 @@ void fake_operator(fake_buffer *buffer, bool write, const char *name) {
 
 /* The host's functions. An event is a clock. */
 
+/* What was on a stream when it was recorded, and the graph that it is in. */
+typedef struct fake_event {
+    fake_clock clock;
+    uint64_t capture;
+} fake_event;
+
 static of_stream current(void *ctx, int ordinal) {
     (void)ctx;
     return (of_stream){ordinal, device.current, device.capture[device.current]};
@@ -140,32 +146,39 @@ static bool record(void *ctx, const of_stream *stream, void **event) {
         return false;
     }
     if (!*event) {
-        *event = aligned_alloc(64, (sizeof(fake_clock) + 63) / 64 * 64);
+        *event = aligned_alloc(64, (sizeof(fake_event) + 63) / 64 * 64);
         device.events++;
     }
-    fake_clock *clock = *event;
-    *clock = device.timeline.streams[stream->id];
+    *(fake_event *)*event =
+        (fake_event){device.timeline.streams[stream->id], device.capture[stream->id]};
     return true;
 }
 
+/* A stream that is being captured can wait for nothing from outside. */
 static bool wait(void *ctx, const of_stream *stream, void *event) {
     (void)ctx;
+    const fake_event *from = event;
     device.waits++;
-    join(&device.timeline.streams[stream->id], event);
+    if (device.capture[stream->id] != 0 && from->capture != device.capture[stream->id]) {
+        device.spoiled = true;
+        of_set_error("dependency created on uncaptured work in another stream");
+        return false;
+    }
+    join(&device.timeline.streams[stream->id], &from->clock);
     return true;
 }
 
 static bool is_done(void *ctx, void *event) {
     (void)ctx;
     if (!device.busy)
-        join(&device.timeline.streams[HOST], event);
+        join(&device.timeline.streams[HOST], &((const fake_event *)event)->clock);
     return !device.busy;
 }
 
 static void synchronize(void *ctx, void *event) {
     (void)ctx;
     device.synchronized++;
-    join(&device.timeline.streams[HOST], event);
+    join(&device.timeline.streams[HOST], &((const fake_event *)event)->clock);
 }
 
 static void destroy(void *ctx, void *event) {

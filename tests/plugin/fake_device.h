@@ -42,6 +42,7 @@ typedef struct fake_device {
     int current;                    /* stream of every thread */
     int side;                       /* stream for updates in backward; -1: the current one */
     uint64_t capture[FAKE_STREAMS]; /* graph being captured on a stream */
+    bool spoiled;                   /* a capture waited for work outside of it, which ends it */
     bool busy;                      /* no event is ever done by itself */
     int fail_launch;                /* the number of the launch that fails, from 1 */
     int launches;

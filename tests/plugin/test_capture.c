@@ -85,6 +85,20 @@ START_TEST(drained_before_the_capture_all_is_well) {
 }
 END_TEST
 
+/* Another thread trains meanwhile: what it has under way is no part of the graph. */
+START_TEST(flush_inside_a_capture_launches_but_waits_for_nothing_outside) {
+    twin *t;
+    fixture *f = pending_before_capture(&t);
+    ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+    ck_assert_int_eq(device.launches, 1);
+    ck_assert_int_eq(device.last_stream, 0);
+    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_TOUCH_FAILED);
+    ck_assert(!device.spoiled);
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
 START_TEST(captured_backward_closes_inside_the_capture) {
     fixture *f = setup_on_device(OF_BACKWARD, 0);
     for (int i = 0; i < 3; i++)
@@ -111,6 +125,7 @@ int main(void) {
     tcase_add_test(tcase, update_in_flight_met_in_a_capture_is_refused);
     tcase_add_test(tcase, flushed_and_done_before_the_capture_all_is_well);
     tcase_add_test(tcase, drained_before_the_capture_all_is_well);
+    tcase_add_test(tcase, flush_inside_a_capture_launches_but_waits_for_nothing_outside);
     tcase_add_test(tcase, captured_backward_closes_inside_the_capture);
     suite_add_tcase(suite, tcase);
     return run(suite);

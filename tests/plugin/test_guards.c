@@ -229,22 +229,41 @@ static bool captured_step_is_in_the_graph(void) {
     return right;
 }
 
-static bool update_from_outside_stays_out_of_a_capture(void) {
+static bool capture_is_not_spoiled_by(bool (*what)(fixture *f, const twin *t)) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
     twin *t = add_on_device(f, 100, 0);
     backward(t);
     step(f);
     device.current = 1;
     device.capture[1] = 3;
-    bool right = of_touch(t->tensor->param, false) == OF_TOUCH_FAILED;
+    bool right = what(f, t) && !device.spoiled;
     device.capture[1] = 0;
     finish(f);
     return right;
 }
 
+static bool is_refused(fixture *f, const twin *t) {
+    (void)f;
+    return of_touch(t->tensor->param, false) == OF_TOUCH_FAILED;
+}
+
+static bool update_from_outside_stays_out_of_a_capture(void) {
+    return capture_is_not_spoiled_by(is_refused);
+}
+
+static bool is_flushed(fixture *f, const twin *t) {
+    (void)t;
+    return of_plan_flush(f->plan) == OF_OK;
+}
+
+static bool flush_makes_no_capture_wait(void) {
+    return capture_is_not_spoiled_by(is_flushed);
+}
+
 START_TEST(capture) {
     check_guard("capture", captured_step_is_in_the_graph);
     check_guard("capture", update_from_outside_stays_out_of_a_capture);
+    check_guard("capture", flush_makes_no_capture_wait);
 }
 END_TEST
 

@@ -94,7 +94,11 @@ static void check_tables(void) {
     host.context = false;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context,
           "without a context the device's own is used");
-    check(of_cuda_prepare(&update) == OF_CUDA_OK, "kernels can be loaded beforehand");
+    host.loaded[0] = '\0';
+    check(of_cuda_prepare(&update) == OF_CUDA_OK &&
+              strcmp(host.loaded, "of_cuda_sgd_float32_0_small of_cuda_sgd_float32_0_large "
+                                  "of_cuda_advance_steps ") == 0,
+          "all kernels of an update can be loaded beforehand");
 }
 
 static void check_errors(void) {

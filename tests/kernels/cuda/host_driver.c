@@ -118,6 +118,9 @@ static CUresult host_kernel(CUkernel *kernel, CUlibrary library, const char *nam
 }
 
 static CUresult host_function(CUfunction *function, CUkernel kernel) {
+    const size_t length = strlen(host.loaded);
+    snprintf(host.loaded + length, sizeof host.loaded - length, "%s ",
+             ((const kernel_row *)kernel)->name);
     *function = (CUfunction)kernel;
     return CUDA_SUCCESS;
 }

@@ -17,6 +17,7 @@ typedef struct host_driver {
     bool backwards;  /* the last block and thread first */
     int fail_launch; /* the number of the launch that fails, from 1; 0: none */
     size_t launches;
+    char loaded[512]; /* names of the kernels that were loaded beforehand */
     size_t blocks; /* of the last launch */
     size_t bytes;  /* of its arguments */
     void *stream;
