@@ -177,7 +177,7 @@ def compare(optimizer, params, stock):
 
 
 def try_out(one, dtype, mode, stock):
-    """"equal" or "refused"; an AssertionError says what else."""
+    """What it became: "equal" or "refused"; an AssertionError says what else."""
     reason = why_refused(one)
     if reason is not None:
         params = [torch.nn.Parameter(t.clone()) for t in tape(one.name, dtype)[0]]
