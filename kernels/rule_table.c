@@ -69,6 +69,17 @@ _Static_assert(OF_LENGTH(asgd_counters) == ASGD_N_COUNTERS, "names of asgd's cou
 OF_FITS(adagrad, ADAGRAD);
 OF_FITS(lion, LION);
 
+static unsigned no_state_used(const double *hyper) {
+    (void)hyper;
+    return 0;
+}
+
+static void prepare_nothing(const double *hyper, of_count *count, void *scalars) {
+    (void)hyper;
+    (void)count;
+    (void)scalars;
+}
+
 #define OF_ROW(rule, RULE)                                                                         \
     .name = #rule, .state = rule##_state, .n_state = RULE##_N_STATE, .hyper = rule##_hyper,        \
     .n_hyper = RULE##_N_HYPER, .scalars_size = sizeof(rule##_scalars),                             \
@@ -87,6 +98,8 @@ const of_rule of_rules[] = {
     {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD)},
     {OF_ROW(adagrad, ADAGRAD), .counts = true},
     {OF_ROW(lion, LION), .chain = true},
+    /* Any optimizer whose own code is run on one parameter; its state is the host's business. */
+    {.name = "own", .state_used = no_state_used, .prepare = prepare_nothing, .by_host = true},
     {0},
 };
 

@@ -123,7 +123,7 @@ struct of_plan {
     bool stopped;   /* no more deferring */
     of_lane *lanes;
     size_t n_lanes;
-    char failure[256]; /* of a launch; "": none. Nothing is right after one */
+    char failure[512]; /* of a launch; "": none. Nothing is right after one */
     of_counts counts;
 
     /* The pool. `spare`, like a group's scalars, belongs to whoever has

@@ -52,7 +52,8 @@ static of_touched use(of_plan *plan, of_update *update, of_list *done) {
     if (update->in.device != OF_CPU)
         return use_on_device(plan, update, done);
     of_launch_bucket(plan, update, done);
-    return OF_TOUCHED;
+    const bool failed = plan->rule->by_host && of_plan_health(plan) != OF_OK;
+    return failed ? OF_TOUCH_FAILED : OF_TOUCHED;
 }
 
 /* Between the look-up and the lock another thread may have launched the

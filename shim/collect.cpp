@@ -66,9 +66,9 @@ of_count count_of(const Slot *slot) {
     return count;
 }
 
-// Another optimizer's update of the same memory must be done before it is
-// judged and used. Nothing is pending behind most marks.
-void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch = of_touch) {
+} // namespace
+
+void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch) {
     if (OF_GUARD(rearm) && has_mark(impl) && launch(storage_of(impl), false) == OF_TOUCH_FAILED)
         throw std::runtime_error(of_error_message());
 }
@@ -85,6 +85,8 @@ at::Tensor reference_to(c10::TensorImpl *impl) {
     return at::Tensor(
         c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
 }
+
+namespace {
 
 // The gradient with the parameter's strides; a copy if it has others.
 const void *gradient_data(Hold *hold, of_inputs *in, const c10::TensorImpl *p,
@@ -191,16 +193,19 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         check_gradient(slot, p, g) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     launch_others(p);
-    launch_others(g, of_launch_at); // its factors are the update's to apply
+    // A kernel applies the gradient's factors, operators don't.
+    launch_others(g, plan->rule->by_host ? of_touch : of_launch_at);
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;
-    if (is_gpu(p->device()) && prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
+    if (!plan->rule->by_host && is_gpu(p->device()) &&
+        prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     Hold *hold = new (in->hold) Hold;
     of_found found = OF_FOUND_ERROR;
     try {
-        found = fill_in(slot, p, grad, used, in, hold);
+        found = plan->rule->by_host ? fill_in_own(slot, p, grad, in, hold)
+                                    : fill_in(slot, p, grad, used, in, hold);
     } catch (...) {
         hold->~Hold();
         throw;

@@ -6,7 +6,10 @@
 #include <ATen/core/stack.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <utility>
+
 #include "compat.h"
+#include "gil.h"
 #include "memory.h"
 #include "tensors.h"
 
@@ -14,6 +17,18 @@ namespace optfuse {
 namespace {
 
 thread_local bool steps_here = false;
+
+of_touched touch_without_gil(c10::TensorImpl *impl, bool stranger) {
+    const WithoutGil wait;
+    return of_touch(storage_of(impl), stranger);
+}
+
+// An interrupt that came while an optimizer's own step() ran stays one.
+Error failure(const char *op) {
+    _object *interrupt = std::exchange(raised_in_python, nullptr);
+    return Error(std::string("optfuse: ") + op + ": " + of_error_message(),
+                 interrupt == nullptr ? Error::type : interrupt);
+}
 
 void use(const char *op, const at::Tensor &tensor) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
@@ -24,9 +39,9 @@ void use(const char *op, const at::Tensor &tensor) {
         return;
     }
     const bool stranger = called_by_stranger();
-    const of_touched touched = of_touch(storage_of(impl), stranger);
+    const of_touched touched = touch_without_gil(impl, stranger);
     if (touched == OF_TOUCH_FAILED)
-        throw Error(std::string("optfuse: ") + op + ": " + of_error_message());
+        throw failure(op);
     // As long as a GPU may be at it, other streams have to come here too. The
     // key set is no atomic: only the threads that train write it.
     if (!stranger && touched != OF_IN_FLIGHT)

@@ -162,6 +162,7 @@ of_host make_host(Plan *plan) {
     host.drop = drop;
     host.parallel_for = parallel_for;
     host.device = &gpu_host;
+    host.apply = apply;
     host.square_roots[0] = square_roots_of_floats;
     host.square_roots[1] = square_roots_of_doubles;
     host.collect_gradient = collect_gradient;

@@ -42,14 +42,34 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
     }
 }
 
+void set_own_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state) {
+    slot.own.clear();
+    slot.can_wait = true;
+    for (const auto &tensor : state) {
+        slot.can_wait = slot.can_wait && tensor.has_value();
+        if (tensor)
+            slot.own.push_back(*tensor);
+    }
+}
+
+// The very tensor that set_slots() was given.
+at::Tensor parameter_of(int64_t address, int64_t index) {
+    return reference_to(slot_at(plan_at(address), index).param);
+}
+
 // state: the rule's state tensors in its order, then its counters; None where
-// there is none.
+// there is none. The rule "own": all state tensors; with a None among them
+// if an update may change something else too.
 // step: the counter, or None. first: the rule has no counter and this state
 // is new.
 void set_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
                const std::optional<at::Tensor> &step, bool first) {
     Slot &slot = slot_at(plan_at(address), index);
     const of_rule *rule = slot.plan->rule;
+    if (rule->by_host) {
+        set_own_state(slot, state);
+        return;
+    }
     if (state.size() != rule->n_state + rule->n_counters)
         throw Error("optfuse: a wrong number of state tensors");
     for (size_t i = 0; i < rule->n_state; i++)
@@ -91,8 +111,12 @@ void detach(int64_t address, const std::vector<at::Tensor> &params) {
 std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
                                      const std::vector<int64_t> &slots) {
     std::vector<GradientOf> of;
-    for (size_t i = 0; i < slots.size(); i++)
+    for (size_t i = 0; i < slots.size(); i++) {
         of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
+        // An optimizer's own code may write to the gradient; our kernels never do.
+        if (of.back().plan->rule->by_host && of.back().grad().defined())
+            launch_others(of.back().grad().unsafeGetTensorImpl(), of_launch_at);
+    }
     return of;
 }
 
@@ -142,6 +166,7 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::set_state);
+    m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
     m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
           optfuse::set_device_scalars);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);

@@ -7,6 +7,7 @@
 #include "compat.h"
 #include "device.h"
 #include "error.h"
+#include "gil.h"
 #include "guard.h"
 #include "memory.h"
 #include "tensors.h"
@@ -33,6 +34,11 @@ bool clean(c10::TensorImpl *impl) {
         return false;
     optfuse::unmark(impl);
     return true;
+}
+
+void prepare_fork() {
+    const optfuse::WithoutGil wait;
+    of_fork_prepare();
 }
 
 int choose_isa(const char *name, of_isa *out) {
@@ -62,7 +68,7 @@ int of_shim_init(void *error_type, of_shim_callback *callback) {
             return status;
         optfuse::Error::type = static_cast<_object *>(error_type);
         optfuse::python_callback = callback;
-        pthread_atfork(of_fork_prepare, of_fork_parent, of_fork_child);
+        pthread_atfork(prepare_fork, of_fork_parent, of_fork_child);
         return OF_OK;
     } catch (const std::exception &e) {
         return failed(e);
@@ -96,6 +102,8 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         plan->mode = options.mode;
         plan->rule = of_plan_rule(plan->core);
         plan->self = plan;
+        if (plan->rule->by_host)
+            optfuse::updates_take_the_gil();
         *out = optfuse::handle_of(plan.get());
         return OF_OK;
     } catch (const std::exception &e) {
@@ -170,6 +178,8 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
         for (const at::Tensor &state : slot->state)
             if (state.defined())
                 all &= clean(state.unsafeGetTensorImpl());
+        for (const at::Tensor &state : slot->own)
+            all &= clean(state.unsafeGetTensorImpl());
         if (slot->step.defined())
             all &= clean(slot->step.unsafeGetTensorImpl());
     }

@@ -38,6 +38,10 @@ struct Slot {
     at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
                         // parameter's device, or undefined
     at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU
+    // Rules without kernels: all state tensors; and whether these are all that an
+    // update changes beside the parameter and the gradient, so that it can wait.
+    std::vector<at::Tensor> own;
+    bool can_wait = false;
     bool first = false; // rules without a counter: the next update is the first
     // Backward mode: this update runs inside backward, and .grad becomes `spent`.
     // What step() updates keeps its gradient, as in stock.
@@ -65,6 +69,12 @@ struct Hold {
     // written back after the update.
     std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
     size_t n_written = 0;
+    // Rules without kernels: the gradient, which may have left .grad before the
+    // update runs; whether gradients were on; and whether the thread had modes that
+    // the update must run under, as in stock.
+    at::Tensor held_grad;
+    bool grad_mode = true;
+    bool as_is = false;
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
     of_stream ready = {};   // and if not
@@ -147,6 +157,16 @@ bool is_lazy(const c10::TensorImpl *impl);
 
 // collect.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);
+void take_part(Hold *hold, of_inputs *in, c10::TensorImpl *impl);
+at::Tensor reference_to(c10::TensorImpl *impl);
+// Another optimizer's update of the same memory must be done before it is
+// judged and used. Nothing is pending behind most marks.
+void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch = of_touch);
+
+// apply.cpp: rules without kernels
+of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in,
+                     Hold *hold);
+bool apply(void *ctx, of_inputs *in, const double *hyper);
 
 // scale.cpp
 struct GradientOf {

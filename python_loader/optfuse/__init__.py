@@ -12,6 +12,7 @@ from optfuse._clip import clip_grad_norm_
 from optfuse._fuse import Summary, flush, fuse, summary, unfuse
 from optfuse._native import Error
 from optfuse._passes import accumulate
+from optfuse._register import register
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "flush",
     "fuse",
     "optim",
+    "register",
     "summary",
     "unfuse",
 ]

@@ -15,7 +15,9 @@ import torch._dynamo
 from torch.optim import Optimizer
 
 from optfuse._native import BACKWARD, Error, lib
+from optfuse._own import running
 from optfuse._refuse import check_group
+from optfuse._register import check_promise
 
 if TYPE_CHECKING:
     from optfuse._link import Link
@@ -74,6 +76,8 @@ class _Fused:
             link = link_of(optimizer)
             groups = optimizer.param_groups
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
+            if link.rule.by_host:
+                check_promise(optimizer, link.stock)
             link.rebuild(optimizer)
         except BaseException:
             optimizer.param_groups.pop()
@@ -93,8 +97,24 @@ class _Fused:
         return fuse_like(twin, link, [copy.deepcopy(p, memo) for p in link.eager])
 
 
+class _FusedOwn(_Fused):
+    """What the class's own step() puts into the state is not known beforehand, so
+    whoever asks for the state finds nothing pending."""
+
+    @property
+    def state(self) -> Any:
+        link = self.__dict__.get(LINK)
+        if link is not None and lib.of_any_pending() and not running():
+            link.flush()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
 @functools.cache
-def fused_class(stock: type[Optimizer]) -> type[Optimizer]:
+def fused_class(stock: type[Optimizer], by_host: bool = False) -> type[Optimizer]:
     """The subclass that a fused optimizer of this class becomes."""
 
     def make_stock(_: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
@@ -107,4 +127,4 @@ def fused_class(stock: type[Optimizer]) -> type[Optimizer]:
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
     }
-    return type(stock.__name__, (_Fused, stock), names)
+    return type(stock.__name__, (_FusedOwn if by_host else _Fused, stock), names)

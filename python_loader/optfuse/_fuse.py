@@ -18,6 +18,7 @@ from optfuse._gpu import is_gpu
 from optfuse._link import How
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
+from optfuse._rules import rule_of
 from optfuse._scheduler import check_step, rewrap
 from optfuse._selfcheck import gpu_bits_differ
 
@@ -42,8 +43,10 @@ def fuse(
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
-    optimizer: a torch.optim.SGD, Adam or AdamW over dense parameters on the CPU
-        or on NVIDIA GPUs, of dtype float32, float64, bfloat16 or float16.
+    optimizer: one of torch.optim but LBFGS and SparseAdam, or of a class named to
+        register(), over dense parameters on the CPU or on NVIDIA GPUs, of dtype
+        float32, float64, bfloat16 or float16. Where there are no kernels for it
+        the update is the class's own step(), run on one parameter.
     mode: "forward": step() leaves every update pending until the first use of
         its parameter, gradient or state, usually in the next forward pass; any
         training loop works. "backward": each update runs inside backward() as
@@ -93,7 +96,9 @@ def fuse(
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
-    differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, How()))
+    differ: list[str] = []
+    if not rule_of(type(optimizer), optimizer.param_groups).by_host:
+        differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, How()))
     if strict and differ:
         raise Error(
             f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "
@@ -110,7 +115,7 @@ def _fuse(optimizer: OptimizerT, how: How) -> OptimizerT:
     stock = type(optimizer)
     link = _link.Link(optimizer, how)
     optimizer.__dict__[LINK] = link
-    optimizer.__class__ = fused_class(stock)  # type: ignore[assignment, arg-type]
+    optimizer.__class__ = fused_class(stock, link.rule.by_host)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
     # On the CPU GradScaler must skip steps by itself, and unscale before someone
     # clips: what is folded is folded in its own unscale_().
@@ -123,7 +128,8 @@ def _fuse(optimizer: OptimizerT, how: How) -> OptimizerT:
 def _unscales(optimizer: Optimizer, mode: int) -> bool:
     """Whether GradScaler may leave unscaling and skipping to the update, as it
     does with stock's fused=True: on GPUs, where the step counters are too."""
-    return mode == FORWARD and all(
+    by_host = link_of(optimizer).rule.by_host
+    return not by_host and mode == FORWARD and all(
         group.get("fused") and all(is_gpu(p.device) for p in group["params"])
         for group in optimizer.param_groups
     )
@@ -246,7 +252,7 @@ def summary(optimizer: Optimizer) -> Summary:
         ),
         gpu_bits_differ=link.gpu_bits_differ,
         isa={
-            name: " and ".join(
+            name: "own step()" if link.rule.by_host else " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"
                 for kind in _kinds(p for p in params if str(p.dtype) == f"torch.{name}")
             )

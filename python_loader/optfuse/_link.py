@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _compiled, _gpu, _scaled
+from optfuse import _compiled, _gpu, _own, _scaled
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._native import (
     ADDS,
     BACKWARD,
     DONE,
+    EVENT_APPLY,
     EVENT_BACKWARD,
     FORWARD,
     NEEDS_STATE,
@@ -41,11 +42,17 @@ from optfuse._native import (
 from optfuse._native import start as start_library
 from optfuse._passes import Passes
 from optfuse._refuse import label
-from optfuse._rules import RULES
+from optfuse._register import check_promise
+from optfuse._rules import rule_of
 
 _params_of = itemgetter("params")
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
+_LATE = (
+    "optfuse: an option of parameter group {} (such as lr) was changed between backward() and "
+    "step(), but backward fusion has already updated with the old value; change it before "
+    'backward() or after step(), or use optfuse.fuse(optimizer, mode="forward")'
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Link:
 
     def __init__(self, optimizer: Optimizer, how: How) -> None:
         self.stock = type(optimizer)
-        self.rule = RULES[self.stock]
+        self.rule = rule_of(self.stock, optimizer.param_groups)
         self.how = how
         self.mode = how.mode
         self.eager = how.eager
@@ -86,7 +93,7 @@ class Link:
         if how.side_stream:
             lib.of_shim_update_beside(self.plan)
         self._optimizer = weakref.ref(optimizer)
-        self._free = weakref.finalize(optimizer, lib.of_shim_plan_free, self.plan)
+        self._free = weakref.finalize(optimizer, _own.free_plan, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         self.marked = False  # tensors may carry the pending mark
         self.gpu_bits_differ: tuple[str, ...] = ()
@@ -96,7 +103,11 @@ class Link:
         self._params: list[Tensor] = []
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         links[self.plan] = self
+        self.own: _own.Own | None = None
         try:
+            if self.rule.by_host:
+                replaces = check_promise(optimizer, self.stock)
+                self.own = _own.Own(self.plan, self.stock, replaces)
             self.rebuild(optimizer)
         except BaseException:
             self._free()
@@ -146,6 +157,8 @@ class Link:
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
         self._slot_states: list[_State | None] = [None] * len(params)
         self._forget_state()
+        if self.own is not None:
+            self.own.layout(groups)
         if self.mode == BACKWARD:
             self.attach()
 
@@ -209,8 +222,17 @@ class Link:
     def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         flushed = False
         for slot, param in enumerate(self._params):
-            flushed = self._set_state(slot, state.get(param, {}), False, flushed)
+            if self.own is not None:
+                self._set_own_state(slot, self.own.take_state(slot, state.get(param)))
+            else:
+                flushed = self._set_state(slot, state.get(param, {}), False, flushed)
         self._remember_state(state)
+
+    def _set_own_state(self, slot: int, tensors: list[Tensor | None]) -> None:
+        known = self._slot_states[slot]
+        if known is None or len(known) != len(tensors) or not all(map(is_, known, tensors)):
+            torch.ops.optfuse.set_state(self.plan, slot, tensors, None, False)
+            self._slot_states[slot] = tuple(tensors)
 
     def _remember_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         self._keys = list(state)
@@ -262,13 +284,25 @@ class Link:
     def sync(self, optimizer: Optimizer) -> None:
         self.sync_params(optimizer)
         self._refuse_late_change(optimizer.param_groups)
+        self._sync_inputs(optimizer)
+
+    def _sync_inputs(self, optimizer: Optimizer) -> None:
+        """What updates from here on read: options and state."""
+        state = optimizer.__dict__["state"]
+        if self.own is not None:
+            self._flush(drain=False)  # what is pending keeps its own options
+            self.own.begin(optimizer)
         self._sync_hyper(optimizer.param_groups)
-        if not self._state_unchanged(optimizer.state):
-            self._sync_state(optimizer.state)
+        if not self._state_unchanged(state) or (self.own is not None and self.own.changed):
+            self._sync_state(state)
+            if self.own is not None:
+                self.own.changed = False
 
     def _sync_device_scalars(self, optimizer: Optimizer) -> None:
         """Learning rates that are tensors on a GPU, and what GradScaler hands
         over: copied there, now, for updates that run later."""
+        if self.own is not None:
+            return
         rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
         self._rates = _identities(optimizer.param_groups)
         attributes = optimizer.__dict__
@@ -282,17 +316,17 @@ class Link:
         """Between backward() and step(), where stock would still obey it."""
         if self.mode != BACKWARD or not lib.of_shim_unconfirmed(self.plan) or not guard("late"):
             return
+        if self.own is not None:
+            changed = self.own.late_change(groups)
+            if changed is not None:
+                raise Error(_LATE.format(changed))
+            return
         rates = zip(_identities(groups), self._rates, strict=False)
         same_rates = [now == before for now, before in rates]
         for i, (group, known) in enumerate(zip(groups, self._hyper, strict=False)):
             if self.rule.hyper(group) != known or not all(same_rates[i : i + 1]):
                 self._hyper[i] = ()  # the next step() or backward() takes the new values
-                raise Error(
-                    f"optfuse: an option of parameter group {i} (such as lr) was changed between "
-                    "backward() and step(), but backward fusion has already updated with the old "
-                    "value; change it before backward() or after step(), or use "
-                    'optfuse.fuse(optimizer, mode="forward")'
-                )
+                raise Error(_LATE.format(i))
 
     def step(self, optimizer: Optimizer) -> None:
         self.sync(optimizer)
@@ -307,7 +341,7 @@ class Link:
             self.make_state(optimizer, self._needs[: missing.value])
             status = lib.of_shim_step(*arguments)
         if status != OK:
-            raise Error(f"optfuse: {message()}")
+            raise_failure(self.own)
         self.passes.restart()
         if _compiled.running():
             self.flush()
@@ -324,12 +358,17 @@ class Link:
                 "backward pass can't take that over; call zero_grad() after changing them. "
                 "Nothing was updated"
             )
-        self._sync_hyper(optimizer.param_groups)
-        if not self._state_unchanged(optimizer.state):
-            self._sync_state(optimizer.state)
+        self._sync_inputs(optimizer)
         self._sync_device_scalars(optimizer)
         self.marked = True
         return DONE
+
+    def apply(self, slot: int) -> None:
+        """One update by the class's own step(). Under the plan's lock."""
+        made = _own.apply(self.plan, slot, self._params[slot])
+        optimizer = self._optimizer()
+        if made is not None and optimizer is not None:
+            optimizer.__dict__["state"][self._params[slot]] = made
 
     def add_only(self, entered: int) -> None:
         """Enters (+1) or leaves (-1) a context whose passes only add."""
@@ -360,6 +399,14 @@ class Link:
             self.compiled = True
 
 
+def raise_failure(own: _own.Own | None) -> None:
+    """After a failed step: what the class's own step() raised is the cause."""
+    cause = None if own is None else _own.interrupted()
+    if isinstance(cause, KeyboardInterrupt | SystemExit):
+        raise cause
+    raise Error(f"optfuse: {message()}") from cause
+
+
 def _identities(groups: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """What tells whether a learning rate on a GPU was changed, without a look at it."""
     rates = [group["lr"] for group in groups]
@@ -375,6 +422,8 @@ def _countable(step: Any, param: Tensor) -> bool:
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:
+    if _own.running():  # under a plan's lock; and its tensors are ready
+        return
     for link in list(links.values()):
         if link.marked:
             work(link)
@@ -412,6 +461,12 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
 
 def _on_event(plan: int, event: int, slot: int) -> int:
     link = links.get(plan)
+    if event == EVENT_APPLY and link is not None:
+        link.apply(slot)
+        return DONE
+    if event == EVENT_APPLY:
+        _own.apply(plan, slot, None)
+        return DONE
     if link is None:
         return DONE
     if event == EVENT_BACKWARD:

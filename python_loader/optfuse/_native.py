@@ -10,7 +10,7 @@ from optfuse._library import load
 
 FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
-EVENT_BACKWARD, EVENT_STATE = 0, 1
+EVENT_BACKWARD, EVENT_STATE, EVENT_APPLY = 0, 1, 2
 DONE, ADDS = 1, 2  # what a callback returns
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 

@@ -12,8 +12,13 @@ from torch.optim import Optimizer
 
 from optfuse._gpu import is_gpu
 from optfuse._native import Error
-from optfuse._rules import RULES, Rule
+from optfuse._register import INDEPENDENT, check_promise, is_registered
+from optfuse._rules import RULES, Rule, rule_of
 
+_REGISTER = (
+    "If its step() treats each parameter by itself, say so with optfuse.register(cls, "
+    "per_parameter=True); else use the optimizer as it is"
+)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -30,24 +35,35 @@ def label(group: dict[str, Any], group_index: int, index: int) -> str:
 
 def check_class(optimizer: Optimizer) -> None:
     stock = type(optimizer)
-    if stock in RULES:
+    if stock in RULES or stock in INDEPENDENT or is_registered(stock):
         return
-    known = ", ".join(sorted(f"torch.optim.{cls.__name__}" for cls in RULES))
-    if stock is torch.optim.LBFGS:
+    known = ", ".join(sorted(f"torch.optim.{cls.__name__}" for cls in {*RULES, *INDEPENDENT}))
+    way_out = "Use the optimizer as it is"
+    if stock is torch.optim.SparseAdam:
+        reason = "it is for sparse gradients, which have no fused update"
+    elif stock is torch.optim.LBFGS:
         reason = "it evaluates the loss several times a step and needs all gradients at once"
     elif any(issubclass(stock, cls) for cls in RULES):
         reason = "it is a subclass, whose step() may do more than the class it extends"
+        way_out = _REGISTER
     else:
-        reason = "there is no fused rule for it"
+        reason = "optfuse does not know what its step() does"
+        way_out = _REGISTER
     raise Error(
         f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: {reason}. "
-        f"Fused today: {known}. Use the optimizer as it is"
+        f"Fused today: {known}. {way_out}"
     )
 
 
 def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:
     on_cpu = any(param.device.type == "cpu" for param in group["params"])
-    for flag in ("differentiable", "capturable"):
+    if not rule.on_gpu and any(is_gpu(param.device) for param in group["params"]):
+        raise Error(
+            f"optfuse: parameter group {index} is on a GPU, and the others of this optimizer are "
+            "updated by kernels that exist for the CPU only; unfuse it, and fuse it again with "
+            "all groups"
+        )
+    for flag in ("differentiable",) if rule.by_host else ("differentiable", "capturable"):
         if group.get(flag) and (flag == "differentiable" or on_cpu):
             raise Error(
                 f"optfuse: parameter group {index} has {flag}=True, which has no fused "
@@ -92,8 +108,12 @@ def _why_not(param: Tensor) -> str | None:
 
 def check_optimizer(optimizer: Optimizer, strict: bool) -> None:
     check_class(optimizer)
+    stock = type(optimizer)
+    rule = rule_of(stock, optimizer.param_groups)
     for index, group in enumerate(optimizer.param_groups):
-        check_group(RULES[type(optimizer)], group, index, strict)
+        check_group(rule, group, index, strict)
+    if rule.by_host:
+        check_promise(optimizer, stock)
 
 
 def check_eager(eager: Iterable[Tensor], optimizer: Optimizer) -> list[Tensor]:

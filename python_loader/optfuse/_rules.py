@@ -25,7 +25,7 @@ from torch.optim import (
     Rprop,
 )
 
-from optfuse._gpu import number
+from optfuse._gpu import is_gpu, number
 from optfuse.optim import Lion
 
 Group = dict[str, Any]
@@ -58,6 +58,8 @@ class Rule:
     # flag of a group that selects it.
     reference: str = "fused=True"
     make_state: MakeState = _stock_state
+    on_gpu: bool = True  # there are kernels for GPUs too
+    by_host: bool = False  # there are none: the class's own step() updates
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,8 @@ class Rule:
 
     def is_reference(self, group: Group) -> bool:
         """Whether the group's flags select the implementation whose bits are reproduced."""
+        if self.by_host:
+            return True
         if self.reference == "fused=True":
             return bool(group.get("fused"))
         return not group.get("foreach")
@@ -94,7 +98,9 @@ _SGD = Rule(
     make_state=_sgd_state,
 )
 
-_ADAGRAD = Rule("adagrad", ("lr", "lr_decay", "weight_decay", "eps", "maximize"), ("sum",))
+_ADAGRAD = Rule(
+    "adagrad", ("lr", "lr_decay", "weight_decay", "eps", "maximize"), ("sum",), on_gpu=False
+)
 
 _FOR_LOOP = "foreach=False"
 _RMSPROP = Rule(
@@ -102,12 +108,14 @@ _RMSPROP = Rule(
     ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
     ("momentum_buffer", "square_avg", "grad_avg"),
     reference=_FOR_LOOP,
+    on_gpu=False,
 )
 _ADADELTA = Rule(
     "adadelta",
     ("lr", "rho", "eps", "weight_decay", "maximize"),
     ("square_avg", "acc_delta"),
     reference=_FOR_LOOP,
+    on_gpu=False,
 )
 _NADAM = Rule(
     "nadam",
@@ -118,24 +126,28 @@ _NADAM = Rule(
     ("exp_avg", "exp_avg_sq"),
     counters=("mu_product",),
     reference=_FOR_LOOP,
+    on_gpu=False,
 )
 _RADAM = Rule(
     "radam",
     ("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
     ("exp_avg", "exp_avg_sq"),
     reference=_FOR_LOOP,
+    on_gpu=False,
 )
 _ADAMAX = Rule(
     "adamax",
     ("lr", "betas.0", "betas.1", "eps", "weight_decay", "maximize"),
     ("exp_avg", "exp_inf"),
     reference=_FOR_LOOP,
+    on_gpu=False,
 )
 _RPROP = Rule(
     "rprop",
     ("etas.0", "etas.1", "step_sizes.0", "step_sizes.1", "maximize"),
     ("prev", "step_size"),
     reference=_FOR_LOOP,
+    on_gpu=False,
 )
 _ASGD = Rule(
     "asgd",
@@ -143,6 +155,7 @@ _ASGD = Rule(
     ("ax",),
     counters=("eta", "mu"),
     reference=_FOR_LOOP,
+    on_gpu=False,
 )
 _LION = Rule(
     "lion",
@@ -150,6 +163,7 @@ _LION = Rule(
     ("exp_avg",),
     counts_steps=False,
     reference="step()",
+    on_gpu=False,
 )
 
 RULES: dict[type[Optimizer], Rule] = {
@@ -166,3 +180,14 @@ RULES: dict[type[Optimizer], Rule] = {
     ASGD: _ASGD,
     Lion: _LION,
 }
+
+# The class's own step(), on one parameter at a time.
+OWN = Rule("own", (), (), counts_steps=False, reference="own step()", by_host=True)
+
+
+def rule_of(stock: type[Optimizer], groups: list[Group]) -> Rule:
+    """The rule for an optimizer; OWN if there are no kernels for all of its parameters."""
+    rule = RULES.get(stock, OWN)
+    if rule.on_gpu or not any(is_gpu(p.device) for group in groups for p in group["params"]):
+        return rule
+    return OWN

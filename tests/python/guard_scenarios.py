@@ -23,6 +23,7 @@ import traceback
 
 import torch
 from common import adamw, assert_same, batch, loss_of, net, sgd, snapshot, train
+from own_classes import GlobalNorm
 from torch import nn
 
 import optfuse
@@ -445,6 +446,48 @@ def a_gradient_thrown_away_after_it_was_applied_raises():
     loss_of(pair.ours, 0).backward()
     pair.ours.zero_grad()
     must_raise(pair.fused.step, "step() after the gradients were thrown away")
+
+
+@guards("independent")
+def an_optimizer_that_looks_at_all_gradients_is_refused():
+    optfuse.register(GlobalNorm)
+    optimizer = GlobalNorm(net().parameters())
+    must_raise(lambda: optfuse.fuse(optimizer), "fusing a class whose step() has a global term")
+
+
+WAITS = """
+import threading, time, torch, optfuse
+from own_classes import Tensors
+
+class Slow(Tensors):
+    def update(self, group, p, state):
+        if threading.current_thread() is not threading.main_thread():
+            running.set()
+            time.sleep(0.5)
+        super().update(group, p, state)
+
+running = threading.Event()
+optfuse.register(Slow)
+p = torch.nn.Parameter(torch.ones(3))
+optimizer = optfuse.fuse(Slow([p]))
+for _ in range(2):
+    p.grad = torch.ones(3)
+    optimizer.step()
+thread = threading.Thread(target=optfuse.flush, args=(optimizer,))
+thread.start()
+running.wait()
+p[0]
+thread.join()
+"""
+
+
+@guards("gil")
+def who_waits_for_an_update_in_python_lets_python_run():
+    """The process that hangs does so with the GIL held, and must be killed."""
+    try:
+        subprocess.run([sys.executable, "-c", WAITS], check=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        raise AssertionError("both threads wait for each other") from None
 
 
 # The player

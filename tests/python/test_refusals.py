@@ -34,9 +34,6 @@ def test_error_is_a_runtime_error():
 
 UNKNOWN = {
     "LBFGS": lambda p: torch.optim.LBFGS(p),
-    "Rprop": lambda p: torch.optim.Rprop(p),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "RMSprop": lambda p: torch.optim.RMSprop(p),
     "SparseAdam": lambda p: torch.optim.SparseAdam(p),
     "Mine": lambda p: Mine(p, {}),
     "MyAdamW": lambda p: MyAdamW(p),
