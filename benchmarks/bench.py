@@ -14,6 +14,7 @@ from pathlib import Path
 
 import alone
 import launch
+import optimizers
 import scaling
 import sweeps
 import torch
@@ -48,6 +49,7 @@ from optfuse._ab import Wrap
 EXTRA = {
     "alone": alone.section,
     "launch": launch.section,
+    "optimizers": optimizers.section,
     "scaling": scaling.section,
     "sweeps": sweeps.section,
 }

@@ -30,7 +30,8 @@ RELEASES = ("2.11", "2.12", "2.13")
 TORCH = "torch==2.13.0"
 # Installed even if the calling Python has them: their commands must be in .venv.
 TOOLS = ["meson>=1.3", "meson-python>=0.18", "ninja", "pytest", "ruff"]
-PACKAGES = ["numpy", "scikit-learn", "matplotlib"]
+# expecttest: torch.testing._internal, with its list of optimizers, imports it.
+PACKAGES = ["numpy", "scikit-learn", "matplotlib", "expecttest"]
 BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
 BUILT_FROM += ["benchmarks/meson.build", "benchmarks/core_distance.c", "benchmarks/floor.c"]
 BUILT_FROM += ["benchmarks/callgrind_marks.c"]

@@ -116,7 +116,13 @@ class _FusedOwn(_Fused):
 @functools.cache
 def fused_class(stock: type[Optimizer], by_host: bool = False) -> type[Optimizer]:
     """The subclass that a fused optimizer of this class becomes."""
+
+    def make_stock(_: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
+        """type(optimizer)(...) makes another one, which nobody has fused."""
+        return stock(*args, **kwargs)
+
     names = {
+        "__new__": make_stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""PyTorch's own database of optimizers, as inputs for our tests.
+
+torch.testing._internal.common_optimizers has a list of every optimizer with the
+options that PyTorch tests it with. From it come here:
+
+- all that PyTorch uses on the CPU: every input with every implementation flag;
+- foreach=True, which PyTorch's helper adds on GPUs only;
+- the inputs that it has for GPUs only (capturable=True), as they are and, since
+  some have other options too, without capturable.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput, optim_db
+from torch.testing._internal.common_optimizers import (
+    _get_optim_inputs_including_global_cliquey_kwargs as inputs_with_flags,
+)
+
+from optfuse.optim import Lion
+
+
+def lion_inputs(device, dtype=None):
+    every = (
+        {},
+        {"lr": 0.01},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "maximize": True},
+        {"betas": (0.8, 0.95)},
+        {"lr": torch.tensor(0.001)},
+    )
+    return [OptimizerInput(params=None, kwargs=kwargs) for kwargs in every]
+
+
+#: PyTorch's own, and beside them ours.
+INFOS = {info.name: info for info in optim_db}
+INFOS["Lion"] = OptimizerInfo(Lion, optim_inputs_func=lion_inputs, supported_impls=())
+#: Which implementation of PyTorch computes: no part of the algorithm.
+FLAGS = ("foreach", "fused", "differentiable")
+#: Optimizers with a fused kernel on the CPU; its bits are the reference. For
+#: the others it is the loop over the parameters (docs/numerics.md).
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+#: Odd sizes; the last is split between threads and leaves a tail in each dtype.
+SHAPES = ((), (1,), (7,), (3, 5), (17,), (2, 3, 11), (131, 157))
+MATRICES = ((1, 1), (3, 5), (31, 3), (131, 157))
+
+
+@dataclass(frozen=True)
+class Input:
+    """One way to make an optimizer."""
+
+    name: str
+    kwargs: dict
+    desc: str
+
+    def options(self):
+        """Without the flags; tensors of its own."""
+        return {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in self.kwargs.items()
+            if key not in FLAGS
+        }
+
+    def key(self):
+        return self.name, repr(sorted(self.options().items(), key=lambda item: item[0]))
+
+    def __str__(self):
+        kwargs = ", ".join(f"{key}={value!r}" for key, value in self.kwargs.items())
+        return f"{self.name}({kwargs})"
+
+
+def plain_inputs(name):
+    """Those of PyTorch on the CPU without flags; without capturable, those of GPUs."""
+    info = INFOS[name]
+    found = [Input(name, one.kwargs, one.desc) for one in info.optim_inputs_func(device="cpu")]
+    known = {one.key() for one in found}
+    for one in info.optim_inputs_func(device="cuda"):
+        kwargs = {key: value for key, value in one.kwargs.items() if key != "capturable"}
+        without = Input(name, kwargs, f"{one.desc}, but not capturable")
+        if without.key() not in known:
+            known.add(without.key())
+            found.append(without)
+    return found
+
+
+def flagged_inputs(name):
+    """The others: every flag that the optimizer has, and capturable."""
+    info = INFOS[name]
+    found = [
+        Input(name, one.kwargs, one.desc) for one in inputs_with_flags("cpu", torch.float32, info)
+    ]
+    if "foreach" in info.supported_impls:
+        for one in info.optim_inputs_func(device="cpu"):
+            found.append(Input(name, {**one.kwargs, "foreach": True}, f"{one.desc} & foreach"))
+    for one in info.optim_inputs_func(device="cuda"):
+        if one.kwargs.get("capturable"):
+            found.append(Input(name, one.kwargs, one.desc))
+    return found
+
+
+def shapes_of(name, dtype):
+    if name == "SGD" and dtype.itemsize == 2:
+        return (*SHAPES[:-1], (31, 157))  # the reference is slow there: test_bits.py
+    return MATRICES if name == "Muon" else SHAPES
+
+
+def make(one, params, **flags):
+    """The optimizer; with flags, those instead of the input's own."""
+    kwargs = one.options() if flags else {**one.kwargs, **one.options()}
+    return INFOS[one.name].optim_cls(params, **kwargs, **flags)
+
+
+def reference(one, params):
+    """The same algorithm by the implementation whose bits are promised."""
+    if one.name in FUSED:
+        return make(one, params, fused=True)
+    if "foreach" in INFOS[one.name].supported_impls:
+        return make(one, params, foreach=False)
+    return make(one, params)
