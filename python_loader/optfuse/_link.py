@@ -130,6 +130,7 @@ class Link:
         self._refuse_in_backward("a change of param_groups")
         groups = optimizer.param_groups
         params = list(chain.from_iterable(map(_params_of, groups)))
+        self._group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
         labels = [label(g, i, j) for i, g in enumerate(groups) for j in range(len(g["params"]))]
         updated = {
             id(p) for i, p in enumerate(self._params) if lib.of_shim_is_updated(self.plan, i)
@@ -145,7 +146,7 @@ class Link:
         torch.ops.optfuse.set_slots(
             self.plan,
             params,
-            [i for i, group in enumerate(groups) for _ in group["params"]],
+            self._group_of,
             [int(id(p) in eager) for p in params],
             [int(id(p) in updated) for p in params],
             labels,
@@ -253,19 +254,20 @@ class Link:
                 "the CPU, or a float32 one on its parameter's GPU, as torch.optim makes it, not "
                 f"{step!r}"
             )
-        if not flushed:
+        replaces = known is not None and any(tensor is not None for tensor in known)
+        if replaces and not flushed:  # what is pending is for the old ones
             self._flush(drain=False)
         torch.ops.optfuse.set_state(self.plan, slot, list(tensors), step, fresh)
         self._slot_states[slot] = (*tensors, step)
-        return True
+        return flushed or replaces
 
     def make_state(self, optimizer: Optimizer, slots: list[int]) -> None:
         """As stock does at a parameter's first gradient."""
-        group_of = [g for g in optimizer.param_groups for _ in g["params"]]
+        groups = optimizer.param_groups
         flushed = False
         for slot in slots:
             param = self._params[slot]
-            self.rule.make_state(optimizer, self.stock, group_of[slot], param)
+            self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
             flushed = self._set_state(slot, optimizer.state[param], True, flushed)
         self._forget_state()  # the next sync looks at all of it once
 

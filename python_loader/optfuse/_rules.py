@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +34,7 @@ MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
 def _stock_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param: Tensor) -> None:
     """Stock's own lazy initialisation, for one parameter."""
     init: Any = stock._init_group  # type: ignore[attr-defined]
-    lists: list[list[Tensor]] = [[] for _ in list(inspect.signature(init).parameters)[2:]]
+    lists: list[list[Tensor]] = [[] for _ in range(init.__code__.co_argcount - 2)]
     init(optimizer, {**group, "params": [param]}, *lists)
 
 
