@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import optfuse
 from optfuse._ab_result import Interval
+from optfuse._register import INDEPENDENT
 from optfuse._rules import RULES
 
 OURS = "optfuse"
@@ -120,15 +121,14 @@ def race(cls: type[Optimizer], shape: Shape) -> Raced:
     us = in_turn(steps, shape.rounds, dict.fromkeys(steps, shape.repeats))
     medians = {name: of_medians(lambda t: t, times) for name, times in us.items()}
     stock = [name for name in us if name != OURS]
-    rule = RULES[cls]
-    reference = "fused" if rule.reference == "fused=True" else "for-loop"
+    fused = cls in RULES and RULES[cls].reference == "fused=True"
     return Raced(
         cls.__name__,
         shape.name,
         medians,
         {name: of_medians(lambda s, o: s / o, us[name], us[OURS]) for name in stock},
         min(stock, key=lambda name: medians[name].median),
-        equal(optimizers[OURS], optimizers[reference]),
+        equal(optimizers[OURS], optimizers["fused" if fused else "for-loop"]),
     )
 
 
@@ -138,7 +138,7 @@ def section(chosen: Any) -> dict[str, Any]:
     title(f"The update alone by optimizer, ms a step, {torch.get_num_threads()} threads, float32")
     for shape in shapes:
         here = []
-        for cls in RULES:
+        for cls in (*RULES, *INDEPENDENT):
             if (cls.__name__, shape.name) in TOO_LONG:
                 print(f"{cls.__name__} left out: a step takes too long")
                 continue

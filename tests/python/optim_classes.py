@@ -7,9 +7,10 @@ import torch
 from common import net
 from torch import nn
 
+from optfuse._register import INDEPENDENT
 from optfuse._rules import RULES
 
-CLASSES = sorted(RULES, key=lambda cls: cls.__name__)
+CLASSES = sorted({*RULES, *INDEPENDENT}, key=lambda cls: cls.__name__)
 #: What a class needs beside a learning rate to have all of its state.
 OPTIONS = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
 #: Classes whose fused implementation on the CPU is the reference (docs/numerics.md).
