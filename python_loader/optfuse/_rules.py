@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +33,16 @@ Group = dict[str, Any]
 MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
 
 
+@functools.cache
+def _n_lists(stock: type[Optimizer]) -> int:
+    """How many lists _init_group() fills."""
+    return len(inspect.signature(stock._init_group).parameters) - 2  # type: ignore[attr-defined]
+
+
 def _stock_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param: Tensor) -> None:
     """Stock's own lazy initialisation, for one parameter."""
     init: Any = stock._init_group  # type: ignore[attr-defined]
-    lists: list[list[Tensor]] = [[] for _ in range(init.__code__.co_argcount - 2)]
+    lists: list[list[Tensor]] = [[] for _ in range(_n_lists(stock))]
     init(optimizer, {**group, "params": [param]}, *lists)
 
 
