@@ -198,7 +198,7 @@ class Summary:
         if self.reference_differs:
             groups = ", ".join(map(str, self.reference_differs))
             lines.append(
-                f"  note: the flags of group {groups} select another implementation of "
+                f"  note: the options of group {groups} select another implementation of "
                 "PyTorch; it rounds differently (docs/numerics.md). "
                 "strict=True refuses this"
             )
@@ -248,7 +248,7 @@ def summary(optimizer: Optimizer) -> Summary:
         elements=sum(p.numel() for p in params),
         reference=f"torch's {link.rule.reference} on " + " and ".join(_kinds(params)),
         reference_differs=tuple(
-            i for i, group in enumerate(groups) if not link.rule.is_reference(group)
+            i for i, group in enumerate(groups) if link.rule.difference(group)
         ),
         gpu_bits_differ=link.gpu_bits_differ,
         isa={

@@ -69,13 +69,12 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
                 f"optfuse: parameter group {index} has {flag}=True, which has no fused "
                 f"{'CPU ' if on_cpu else ''}update; set {flag}=False or keep the optimizer as it is"
             )
-    if strict and not rule.is_reference(group):
-        flags = ", ".join(f"{flag}={group.get(flag)}" for flag in ("fused", "foreach"))
+    if strict and rule.difference(group):
         raise Error(
-            f"optfuse: strict=True, but parameter group {index} has {flags}: PyTorch would "
-            "compute it with another implementation, whose roundings differ from the one that "
-            f"optfuse reproduces bit for bit. Build the optimizer with {rule.reference}, or pass "
-            "strict=False"
+            f"optfuse: strict=True, but parameter group {index} has {rule.difference(group)}: "
+            "PyTorch would compute it with another implementation, whose roundings differ from "
+            f"the one that optfuse reproduces bit for bit. Build the optimizer with "
+            f"{rule.reference} and a number as lr, or pass strict=False"
         )
     for i, param in enumerate(group["params"]):
         check_param(param, label(group, index, i))

@@ -65,6 +65,9 @@ class Rule:
     # flag of a group that selects it.
     reference: str = "fused=True"
     make_state: MakeState = _stock_state
+    # The reference computes its scalars in the dtype of a learning rate that is a
+    # tensor; we always do in float64.
+    lr_makes_scalars: bool = False
     on_gpu: bool = True  # there are kernels for GPUs too
     by_host: bool = False  # there are none: the class's own step() updates
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
@@ -80,13 +83,18 @@ class Rule:
             [number(group[key] if i is None else group[key][i]) for key, i in self._where]
         )
 
-    def is_reference(self, group: Group) -> bool:
-        """Whether the group's flags select the implementation whose bits are reproduced."""
+    def difference(self, group: Group) -> str:
+        """What in the group selects an implementation other than the one whose bits
+        are reproduced; empty if nothing does."""
         if self.by_host:
-            return True
-        if self.reference == "fused=True":
-            return bool(group.get("fused"))
-        return not group.get("foreach")
+            return ""
+        lr = group.get("lr")
+        if self.lr_makes_scalars and isinstance(lr, Tensor) and lr.dtype != torch.float64:
+            return f"a tensor of {lr.dtype} as lr"
+        is_fused = self.reference == "fused=True"
+        if group.get("fused") if is_fused else not group.get("foreach"):
+            return ""
+        return ", ".join(f"{flag}={group.get(flag)}" for flag in ("fused", "foreach"))
 
 
 _ADAM = Rule(
@@ -133,6 +141,7 @@ _NADAM = Rule(
     ("exp_avg", "exp_avg_sq"),
     counters=("mu_product",),
     reference=_FOR_LOOP,
+    lr_makes_scalars=True,
     on_gpu=False,
 )
 _RADAM = Rule(
@@ -140,6 +149,7 @@ _RADAM = Rule(
     ("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
     ("exp_avg", "exp_avg_sq"),
     reference=_FOR_LOOP,
+    lr_makes_scalars=True,
     on_gpu=False,
 )
 _ADAMAX = Rule(
@@ -147,6 +157,7 @@ _ADAMAX = Rule(
     ("lr", "betas.0", "betas.1", "eps", "weight_decay", "maximize"),
     ("exp_avg", "exp_inf"),
     reference=_FOR_LOOP,
+    lr_makes_scalars=True,
     on_gpu=False,
 )
 _RPROP = Rule(
@@ -162,6 +173,7 @@ _ASGD = Rule(
     ("ax",),
     counters=("eta", "mu"),
     reference=_FOR_LOOP,
+    lr_makes_scalars=True,
     on_gpu=False,
 )
 _LION = Rule(

@@ -98,6 +98,25 @@ def test_strict_refuses_flags_that_select_another_implementation(make, flags, mo
     optfuse.fuse(make(net().parameters(), fused=True), mode=mode, strict=True)
 
 
+@both_modes
+def test_strict_where_the_reference_is_the_for_loop(mode):
+    make = torch.optim.Adamax
+    several = make(net().parameters(), foreach=True)
+    refused(several, "strict", "foreach=True", mode=mode, strict=True)
+    optfuse.fuse(make(net().parameters()), mode=mode, strict=True)
+
+
+@both_modes
+@pytest.mark.parametrize("make", ("Adamax", "ASGD", "NAdam", "RAdam"))
+def test_strict_refuses_a_float32_tensor_as_lr_where_stock_computes_with_it(make, mode):
+    make = getattr(torch.optim, make)
+    optimizer = make(net().parameters(), lr=torch.tensor(0.01))
+    refused(optimizer, "strict", "torch.float32", mode=mode, strict=True)
+    assert optfuse.summary(optfuse.fuse(optimizer, mode=mode)).reference_differs == (0,)
+    wide = make(net().parameters(), lr=torch.tensor(0.01, dtype=torch.float64))
+    assert optfuse.summary(optfuse.fuse(wide, mode=mode, strict=True)).reference_differs == ()
+
+
 class Subclass(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
