@@ -105,6 +105,8 @@ class KeepVersion {
 bool can_be_marked(const Hold *hold, const c10::TensorImpl *impl) {
     if (!impl->has_storage() || impl->key_set().has(c10::DispatchKey::Python))
         return false;
+    if (!impl->is_non_overlapping_and_dense()) // perhaps expanded, which step() can't update
+        return false;
     for (size_t i = 0; i < hold->n; i++)
         if (hold->storages[i].get() == storage_of(impl))
             return false;
@@ -144,7 +146,7 @@ bool run_python(Slot *slot) {
 
 bool update(const of_inputs *in, Hold *hold) {
     Slot *slot = hold->slot;
-    const at::Tensor param = reference_to(slot->param);
+    const at::Tensor &param = hold->param;
     std::optional<WithoutModes> plain;
     if (!hold->as_is)
         plain.emplace(hold->grad_mode);
@@ -180,8 +182,9 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
                 !take_all_parts(slot, grad, in, hold);
     if (in->alone)
         take_only_parameter(in, hold);
-    if (in->alone || hold->spends)
-        hold->param = reference_to(p);
+    // Kept alive: step() needs the tensor itself, and a plan whose optimizer dies
+    // while an update runs is freed after that.
+    hold->param = reference_to(p);
     if (hold->spends)
         hold->grad = grad.unsafeGetTensorImpl();
     hold->held_grad = grad;

@@ -42,7 +42,7 @@ def _n_lists(stock: type[Optimizer]) -> int:
 def _stock_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param: Tensor) -> None:
     """Stock's own lazy initialisation, for one parameter."""
     init: Any = stock._init_group  # type: ignore[attr-defined]
-    lists: list[list[Tensor]] = [[] for _ in range(_n_lists(stock))]
+    lists: list[list[Tensor]] = [[] for _ in range(_n_lists(stock))]  # type: ignore[arg-type]
     init(optimizer, {**group, "params": [param]}, *lists)
 
 

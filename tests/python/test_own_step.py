@@ -594,6 +594,51 @@ def test_a_dying_optimizer_still_updates():
                 [p.detach() for p in stock.parameters()])
 
 
+DYING = """
+import torch, optfuse
+from own_classes import Tensors
+
+class Last(Tensors):
+    def update(self, group, p, state):
+        others.clear()  # with the parameters
+        super().update(group, p, state)
+
+def fused(cls):
+    optimizer = optfuse.fuse(cls([torch.nn.Parameter(torch.ones(3))]))
+    for _ in range(2):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+        optimizer.step()
+    return optimizer
+
+optfuse.register(Tensors), optfuse.register(Last)
+others = []
+last = fused(Last)
+others.extend(fused(Tensors) for _ in range(50))
+assert all(optfuse.summary(other).pending == 1 for other in others)
+optfuse.flush(last)
+torch.ones(1000).sum(), last.step()
+print("done")
+"""
+
+
+def test_an_optimizer_that_dies_in_the_update_of_another():
+    assert python_ok(DYING).strip() == "done"
+
+
+def test_state_that_can_not_be_updated_raises_in_step():
+    p = nn.Parameter(torch.ones(3, 4))
+    optimizer = optfuse.fuse(Adafactor([p]))
+    for _ in range(2):
+        p.grad = torch.ones(3, 4)
+        optimizer.step()
+    entry = optimizer.state[p]
+    entry["row_var"] = torch.zeros(()).expand_as(entry["row_var"])
+    optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    p.grad = torch.ones(3, 4)
+    with pytest.raises(optfuse.Error, match="single memory location"):
+        optimizer.step()
+
+
 def test_a_step_that_compiles_a_part_of_itself():
     """As many write Muon. Entering compiled code launches what is pending."""
     out = python_ok(

@@ -20,6 +20,8 @@ so does optfuse. The reference is made to do that too."""
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # where fused=True is the reference
+
 
 class Dense:
     """On a stock optimizer until taken off."""
@@ -58,6 +60,8 @@ class Dense:
             negated = any(p.grad.is_neg() for p in self.updated)
             foreach = False if negated else None
             torch.nn.utils.clip_grad_norm_(self.updated, self.max_norm, foreach=foreach)
+        if not any(group.get("fused") for group in groups):
+            return  # the for-loop is right as it is
         self.swapped.extend(lay_out(self.optimizer))
         if isinstance(self.optimizer, torch.optim.SGD):
             for group in groups:

@@ -8,7 +8,7 @@ from torch import nn
 
 import optfuse
 from hazard.models import MODELS, inputs
-from hazard.reference import Dense
+from hazard.reference import FUSED, Dense
 
 
 def comparable(value):
@@ -51,7 +51,9 @@ class World:
         options = dict(spec["options"])
         if spec["tensor_lr"]:
             options["lr"] = torch.tensor(options["lr"])
-        return getattr(torch.optim, spec["kind"])(groups, fused=True, **options)
+        if spec["kind"] in FUSED:
+            options["fused"] = True
+        return getattr(torch.optim, spec["kind"])(groups, **options)
 
     def chosen(self, over):
         if over == "last model":
