@@ -22,7 +22,7 @@ import threading
 import traceback
 
 import torch
-from common import adamw, assert_same, batch, loss_of, net, sgd, snapshot, train
+from common import HERE, adamw, assert_same, batch, loss_of, net, sgd, snapshot, train
 from own_classes import GlobalNorm
 from torch import nn
 
@@ -485,7 +485,7 @@ thread.join()
 def who_waits_for_an_update_in_python_lets_python_run():
     """The process that hangs does so with the GIL held, and must be killed."""
     try:
-        subprocess.run([sys.executable, "-c", WAITS], check=True, timeout=20)
+        subprocess.run([sys.executable, "-c", WAITS], check=True, timeout=20, cwd=HERE)
     except subprocess.TimeoutExpired:
         raise AssertionError("both threads wait for each other") from None
 

@@ -129,12 +129,16 @@ def test_nothing_is_pending_when_a_clock_starts_or_stops(monkeypatch):
     assert len(seen) == 2 * 2 * (1 + 2 * 4)
 
 
+class Unknown(torch.optim.RMSprop):
+    """Nobody has promised that it treats its parameters one by one."""
+
+
 def test_an_optimizer_without_fused_is_compared_with_the_default_one():
-    result = compare(lambda wrap: build(wrap, torch.optim.RMSprop))
+    result = compare(lambda wrap: build(wrap, Unknown))
     assert (result.baseline, result.reference) == ("default", "default")
     assert "fused" in result["fused=True"].note
     for name in OURS:
-        assert "RMSprop" in result[name].note and result[name].ms is None
+        assert "Unknown" in result[name].note and result[name].ms is None
     assert "left out" in str(result)
 
 
