@@ -105,7 +105,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     chosen = parser.parse_args()
     chosen.until = time.monotonic() + chosen.budget
     chosen.seconds = chosen.seconds or seconds_of(chosen)
