@@ -91,7 +91,8 @@ typedef struct of_kernel {
 typedef struct of_count {
     double step; /* number of this update of the parameter, from 1 */
     double counters[OF_MAX_COUNTERS];
-    bool single; /* the counters are kept in float32, not in float64 */
+    bool single;      /* the counters are kept in float32, not in float64 */
+    bool made_single; /* a number becomes a float32 tensor on its way there: the default dtype */
 } of_count;
 
 typedef struct of_rule {

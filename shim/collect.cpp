@@ -8,6 +8,8 @@
 
 #include <stdexcept>
 
+#include <c10/core/DefaultDtype.h>
+
 #include "compat.h"
 #include "device.h"
 #include "guard.h"
@@ -57,6 +59,7 @@ double step_number(const Slot *slot) {
 of_count count_of(const Slot *slot) {
     of_count count = {};
     count.step = step_number(slot);
+    count.made_single = c10::get_default_dtype_as_scalartype() == c10::ScalarType::Float;
     for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
         const c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
         count.single = impl->dtype().toScalarType() == c10::ScalarType::Float;

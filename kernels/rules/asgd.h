@@ -37,8 +37,9 @@ static inline void asgd_advance(const double *hyper, of_count *count) {
     const double growth = 1.0 + hyper[ASGD_LAMBD] * hyper[ASGD_LR] * count->step;
     const double eta = hyper[ASGD_LR] / pow(growth, hyper[ASGD_ALPHA]);
     const double mu = 1.0 / (late > 1.0 ? late : 1.0);
-    count->counters[ASGD_ETA] = chain_counter(count, eta);
-    count->counters[ASGD_MU] = chain_counter(count, mu);
+    const bool single = count->single || count->made_single;
+    count->counters[ASGD_ETA] = chain_number(single, eta);
+    count->counters[ASGD_MU] = chain_number(single, mu);
 }
 
 static inline void asgd_prepare(const double *hyper, of_count *count, void *scalars) {

@@ -20,9 +20,9 @@ static inline chain_scalars chain_prepare(double weight_decay, double maximize, 
 
 /* A number of the optimizer's state as it is kept. (volatile: GCC 12.2 loses the
  * two conversions where it stores two such numbers side by side.) */
-static inline double chain_counter(const of_count *count, double value) {
+static inline double chain_number(bool is_single, double value) {
     const volatile float single = (float)value;
-    return count->single ? (double)single : value;
+    return is_single ? (double)single : value;
 }
 
 #endif

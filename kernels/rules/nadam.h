@@ -54,7 +54,7 @@ static inline void nadam_prepare(const double *hyper, of_count *count, void *sca
     const double mu_next = nadam_momentum(hyper, count->step + 1.0);
     double *product = &count->counters[NADAM_MU_PRODUCT];
 
-    *product = chain_counter(count, *product * chain_counter(count, mu));
+    *product = chain_number(count->single, *product * chain_number(count->single, mu));
     s->chain = chain_prepare(decoupled ? 0.0 : decay, hyper[NADAM_MAXIMIZE], 0);
     s->shrink = decoupled ? 1.0 - lr * decay : 1.0;
     s->average_weight = 1.0 - hyper[NADAM_BETA1];

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What random programs (run_hazard.py) have found, each as small as it gets."""
 
+import copy
+
 import pytest
 import torch
 from common import adamw, batch, everything, fused_backward, loss_of, net, refused, same, sgd, train
@@ -251,3 +253,22 @@ def test_a_clipped_gradient_that_another_optimizer_is_to_read(last):
         yield "weight", p.detach().clone()
 
     same(script, "forward")
+
+
+def test_asgd_with_counters_that_a_checkpoint_has_made_float64():
+    """load_state_dict() gives them the parameter's dtype; stock still rounds what it
+    puts there to the default dtype."""
+
+    def script(wrap):
+        model = nn.Linear(4, 3).double()
+        optimizer = wrap(torch.optim.ASGD(model.parameters(), lr=1e-3, t0=2))
+        for i in range(6):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), float(i), dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+            if i == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.state[model.weight]["eta"].dtype == torch.float64
+        yield from everything(model, optimizer)
+
+    same(script)

@@ -10,7 +10,7 @@ from guard_scenarios import SCENARIOS
 
 from hazard.runner import prepare, run
 
-PROGRAMS = 600  # at most, for each guard
+PROGRAMS = 2000  # at most, for each guard
 
 # What leads to each guard: actions that are drawn more often, so that it takes
 # seconds and not minutes.
@@ -34,7 +34,7 @@ OFTEN = {
     "late": ("hook_before_step",),
     "factors": ("clipped_by_optfuse",),
     "unread": ("clipped_by_optfuse", "clip_by_optfuse"),
-    "clip": ("backward_that_only_adds", "clip_by_optfuse"),
+    "clip": ("backward_that_adds_for_one", "clip_by_optfuse"),
     "nonfinite": ("scaled",),
 }
 

@@ -171,7 +171,7 @@ def collect_garbage(world):
     gc.collect(1)
 
 
-@action(weight=1, between=True, gentle=True, optimizer=INDEX)
+@action(weight=3, between=True, gentle=True, optimizer=INDEX)
 def hook_before_step(world, optimizer):
     """One that changes what step() does."""
 
