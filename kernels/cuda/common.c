@@ -4,6 +4,7 @@
 
 #include "launch.h"
 #include "rules/adam.h"
+#include "rules/scaling.h"
 #include "rules/sgd.h"
 
 typedef struct rule {
@@ -15,6 +16,7 @@ typedef struct rule {
 /* kernels.h has such a table too; this library has to stand alone. */
 static const rule rules[] = {
     {"adam", ADAM_N_HYPER, adam_state_used},
+    {"scaling", 0, scaling_state_used},
     {"sgd", SGD_N_HYPER, sgd_state_used},
 };
 
@@ -24,6 +26,7 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
     common->lr_at = update->lr_at;
     common->grad_scale_at = update->grad_scale_at;
     common->found_inf_at = update->found_inf_at;
+    common->factor_at = update->factor_at;
     common->early = early;
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
         if (strcmp(rules[i].name, update->rule) != 0)

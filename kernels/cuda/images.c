@@ -23,6 +23,10 @@ OF_IMAGE(adam, float32);
 OF_IMAGE(adam, float64);
 OF_IMAGE(adam, bfloat16);
 OF_IMAGE(adam, float16);
+OF_IMAGE(scaling, float32);
+OF_IMAGE(scaling, float64);
+OF_IMAGE(scaling, bfloat16);
+OF_IMAGE(scaling, float16);
 OF_IMAGE(sgd, float32);
 OF_IMAGE(sgd, float64);
 OF_IMAGE(sgd, bfloat16);
@@ -36,6 +40,10 @@ static image images[] = {
     {"adam", OF_FLOAT64, of_image_adam_float64, false, {{3, {NULL}}, {7, {NULL}}}},
     {"adam", OF_BFLOAT16, of_image_adam_bfloat16, false, {{3, {NULL}}, {7, {NULL}}}},
     {"adam", OF_FLOAT16, of_image_adam_float16, false, {{3, {NULL}}, {7, {NULL}}}},
+    {"scaling", OF_FLOAT32, of_image_scaling_float32, false, {{0, {NULL}}, {0, {NULL}}}},
+    {"scaling", OF_FLOAT64, of_image_scaling_float64, false, {{0, {NULL}}, {0, {NULL}}}},
+    {"scaling", OF_BFLOAT16, of_image_scaling_bfloat16, false, {{0, {NULL}}, {0, {NULL}}}},
+    {"scaling", OF_FLOAT16, of_image_scaling_float16, false, {{0, {NULL}}, {0, {NULL}}}},
     {"sgd", OF_FLOAT32, of_image_sgd_float32, false, {{0, {NULL}}, {1, {NULL}}}},
     {"sgd", OF_FLOAT64, of_image_sgd_float64, false, {{0, {NULL}}, {1, {NULL}}}},
     {"sgd", OF_BFLOAT16, of_image_sgd_bfloat16, false, {{0, {NULL}}, {1, {NULL}}}},

@@ -23,6 +23,8 @@ typedef struct batch {
     of_cuda_update update;
     double hyper[OF_MAX_HYPER];
     float lr, grad_scale, found_inf; /* "device" scalars */
+    float factor;                    /* for float64 it has to be a double: */
+    double wide_factor;
     bool early;
 } batch;
 

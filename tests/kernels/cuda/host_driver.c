@@ -22,6 +22,9 @@ typedef struct kernel_row {
     size_t bytes; /* of its arguments */
 } kernel_row;
 
+/* Kernels of one set of state, which is none. */
+#define ALONE(X) X(scaling_float32) X(scaling_float64) X(scaling_bfloat16) X(scaling_float16)
+
 #define KERNELS(X)                                                                                 \
     X(adam_float32, 3, 7)                                                                          \
     X(adam_float64, 3, 7)                                                                          \
@@ -35,19 +38,27 @@ typedef struct kernel_row {
     extern const unsigned long long of_image_##name[];                                             \
     const unsigned long long of_image_##name[] = {0};
 
+#define DECLARE_ALONE(name)                                                                        \
+    kernel_fn of_cuda_##name##_0_small, of_cuda_##name##_0_large;                                  \
+    extern const unsigned long long of_image_##name[];                                             \
+    const unsigned long long of_image_##name[] = {0};
+
 #define ROW(name, used, size)                                                                      \
     {"of_cuda_" #name "_" #used "_" #size, of_cuda_##name##_##used##_##size,                       \
      sizeof(of_cuda_##size##_table)},
 #define ROWS(name, least, most)                                                                    \
     ROW(name, least, small) ROW(name, least, large) ROW(name, most, small) ROW(name, most, large)
 
+#define ROWS_ALONE(name) ROW(name, 0, small) ROW(name, 0, large)
+
 KERNELS(DECLARE)
+ALONE(DECLARE_ALONE)
 kernel_fn of_cuda_advance_steps;
 extern const unsigned long long of_image_advance[];
 const unsigned long long of_image_advance[] = {0};
 
 static const kernel_row rows[] = {
-    KERNELS(ROWS){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
+    KERNELS(ROWS) ALONE(ROWS_ALONE){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
 
 static CUresult host_init(unsigned flags) {
     (void)flags;

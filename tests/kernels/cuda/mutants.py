@@ -30,6 +30,7 @@ class Mutant:
     old: str
     new: str
     flags: tuple[str, ...] = ()
+    dtype: str = "float32"  # of the instance that is broken
 
 
 UPDATE, LAUNCH = "cuda/update.cu", "cuda/launch.c"
@@ -43,6 +44,15 @@ MUTANTS = [
            "if (USED >> i & 8)\n            all |="),
     Mutant("the rest is left out", UPDATE, "at = packed;", "at = end;"),
     Mutant("found_inf is ignored", UPDATE, "*common.found_inf_at == 1.0f", "false"),
+    Mutant("the factor is ignored", UPDATE, "if (block.multiplied)", "if (false)"),
+    Mutant("the factor comes after the scale", UPDATE, "        if (block.scaled) {",
+           "        if (block.scaled && block.multiplied) {\n"
+           "            e.grad = of_widen(grad.lane[lane]) / block.grad_scale * block.factor;\n"
+           "            grad.lane[lane] = of_narrow(e.grad);\n"
+           "        } else if (block.scaled) {"),
+    Mutant("the product is not rounded to the dtype", UPDATE,
+           "of_widen(of_narrow(e.grad * block.factor))", "e.grad * block.factor", (), "bfloat16"),
+    Mutant("the factor is not handed over", "cuda/common.c", "= update->factor_at;", "= NULL;"),
     Mutant("the device's step is ignored", "cuda/moment.cuh", "if (common.steps_on_device)",
            "if (common.unused[0])"),
     Mutant("one product is rounded", "rules/adam.h", "of_multiply_add(true, -k->beta1",
@@ -77,11 +87,11 @@ class Build:
         run(*CC, *flags, "-c", path, "-o", out)
         return out
 
-    def kernel(self, *flags: str) -> Path:
-        """Adam in float32; it takes the place of the library's."""
+    def kernel(self, dtype: str, *flags: str) -> Path:
+        """Adam in this dtype; it takes the place of the library's."""
         out = self.folder / "kernel.o"
         macros = ["-DOF_RULE=adam", "-DOF_RULE_ADAM", "-DOF_VARIANTS=ADAM_VARIANTS"]
-        macros += ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=cuda"]
+        macros += [f"-DOF_DTYPE={dtype}", f"-DOF_DTYPE_{dtype.upper()}", "-DOF_ISA=cuda"]
         macros += ['-DHOST_SOURCE="cuda/update.cu"']
         run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
             "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
@@ -98,7 +108,8 @@ class Build:
         launcher = dict(self.launcher)
         if path and path.suffix == ".c":
             launcher[path.name] = self.c(path)
-        kernel = self.kernel(*(mutant.flags if mutant else ()))
+        dtype = mutant.dtype if mutant else "float32"
+        kernel = self.kernel(dtype, *(mutant.flags if mutant else ()))
         program = self.folder / "check"
         run(*CXX, "-o", program, *self.objects, *launcher.values(), kernel, *self.libraries,
             "-lpthread", "-lm")  # fmt: skip
@@ -106,7 +117,7 @@ class Build:
             path.write_text(text)
             if path.suffix == ".c":
                 self.c(path)
-        arguments = [program, "--rounds", "100", "--only", "adam float32"]
+        arguments = [program, "--rounds", "100", "--only", f"adam {dtype}"]
         return subprocess.run(arguments, capture_output=True, timeout=120).returncode == 0
 
 

@@ -18,16 +18,20 @@ from pathlib import Path
 
 OPERATIONS = ("fma", "mul", "add", "sub", "div", "sqrt")
 # Of one element, in that order, by the state in use. All branches count: both
-# ways of adding L2 decay, of filling SGD's buffer, of taking a step.
+# ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
+# is the gradient's by the factor of clipping, one division that by the loss scale.
 ELEMENT = {
-    "adam-float32": {3: (6, 3, 2, 1, 3, 1), 7: (6, 3, 2, 1, 3, 1)},
-    "adam-float64": {3: (6, 2, 1, 1, 3, 1), 7: (6, 2, 1, 1, 3, 1)},
-    "sgd-float32": {0: (2, 1, 1, 0, 1, 0), 1: (5, 3, 1, 0, 1, 0)},
-    "sgd-float64": {0: (2, 1, 1, 0, 1, 0), 1: (4, 2, 1, 0, 1, 0)},
-    "sgd-bfloat16": {0: (2, 0, 0, 0, 1, 0), 1: (5, 2, 0, 0, 1, 0)},
+    "adam-float32": {3: (6, 4, 2, 1, 3, 1), 7: (6, 4, 2, 1, 3, 1)},
+    "adam-float64": {3: (6, 3, 1, 1, 3, 1), 7: (6, 3, 1, 1, 3, 1)},
+    "sgd-float32": {0: (2, 2, 1, 0, 1, 0), 1: (5, 4, 1, 0, 1, 0)},
+    "sgd-float64": {0: (2, 2, 1, 0, 1, 0), 1: (4, 3, 1, 0, 1, 0)},
+    "sgd-bfloat16": {0: (2, 1, 0, 0, 1, 0), 1: (5, 3, 0, 0, 1, 0)},
+    "scaling-float32": {0: (0, 1, 0, 0, 1, 0)},
 }
 ELEMENT["adam-bfloat16"] = ELEMENT["adam-float16"] = ELEMENT["adam-float32"]
 ELEMENT["sgd-float16"] = ELEMENT["sgd-bfloat16"]
+for dtype in ("float64", "bfloat16", "float16"):
+    ELEMENT[f"scaling-{dtype}"] = ELEMENT["scaling-float32"]
 # Of one block: lr * weight decay, lr / correction, the second correction's
 # root; 1 - dampening. The powers are counted on their own.
 BLOCK = {3: (0, 1, 0, 0, 1, 1), 7: (0, 1, 0, 0, 1, 1), 0: (0,) * 6, 1: (0, 0, 0, 1, 0, 0)}
@@ -108,7 +112,7 @@ def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -
     powers = counts(kernels(compiler.run(snippet, *arch, *flags)[0])["powers"])
     found = []
     bodies = kernels(compiler.run(source, *arch, *flags, *macros)[0])
-    if len(bodies) != 4:
+    if len(bodies) != 2 * len(ELEMENT[instance]):
         found.append(f"{instance}: {len(bodies)} kernels")
     for name, body in bodies.items():
         used = int(name.split("_")[-2])
