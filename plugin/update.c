@@ -36,6 +36,7 @@ void of_inputs_clear(of_update *update) {
     update->n_factors = 0;
     update->factors[0] = update->factors[1] = 1.0;
     update->scale = NULL;
+    update->reader = NULL;
 }
 
 /* Records are freed with their plan and not before: of_touch() may look at one
@@ -147,6 +148,8 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
     if (in->device != OF_CPU || plan->rule->by_host) { /* they take the hyper-parameters */
         memcpy(update->scalars, group->hyper, sizeof group->hyper);
+        if (plan->mode == OF_FORWARD) /* in the other one the plan's lock is held */
+            of_scaling_share(plan, update);
         return OF_OK;
     }
     fill_scalars(plan->rule, group, update);
