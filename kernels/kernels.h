@@ -72,12 +72,13 @@ typedef struct of_cuda_scalars {
     double lr;
     double correction1; /* 1 - beta1^t */
     double correction2; /* sqrt(1 - beta2^t) */
-    const double *factor; /* NULL, or what the gradient is multiplied by before anything else,
-                             the product rounded to the dtype */
-    double grad_scale;  /* what the gradient is divided by, if `unscaled` is given */
-    void *unscaled;     /* where the divided gradient goes; may be the gradient; or NULL */
-    bool first;         /* the first update of the parameter */
-    bool early;         /* see of_cuda_early() */
+    /* NULL, or what the gradient is multiplied by before anything else, the product
+     * rounded to the dtype. */
+    const double *factor;
+    double grad_scale; /* what the gradient is divided by, if `unscaled` is given */
+    void *unscaled;    /* where the divided gradient goes; may be the gradient; or NULL */
+    bool first;        /* the first update of the parameter */
+    bool early;        /* see of_cuda_early() */
 } of_cuda_scalars;
 
 typedef struct of_kernel {

@@ -60,8 +60,8 @@ struct of_update {
      * that is registered belong to the registry's lock. */
     unsigned n_factors;
     double factors[OF_MAX_FACTORS];
-    of_scale_fn *scale; /* NULL: no factors */
-    float norm;         /* of a scaling: see of_scale_factors() */
+    of_scale_fn *scale;      /* NULL: no factors */
+    float norm;              /* of a scaling: see of_scale_factors() */
     const of_update *reader; /* of a scaling on a device: the last that was given its factor */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's hold_bytes follow */

@@ -206,8 +206,7 @@ bool of_registry_add_factor(const void *key, double factor) {
         return false;
     pthread_mutex_lock(&lock);
     const entry *at = seek(key);
-    if (at->key && at->update->in.device == OF_CPU &&
-        at->update->n_factors < OF_MAX_FACTORS) {
+    if (at->key && at->update->in.device == OF_CPU && at->update->n_factors < OF_MAX_FACTORS) {
         at->update->factors[at->update->n_factors++] = factor;
         at->update->norm = NAN;
         added = true;

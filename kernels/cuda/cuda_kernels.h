@@ -59,7 +59,7 @@ typedef struct of_cuda_update {
     /* Device, of the type of the computation: float, or double for float64. Before anything
      * else gradients are multiplied by it, rounded to their dtype; or NULL. */
     const void *factor_at;
-    void *stream;               /* CUstream or cudaStream_t */
+    void *stream; /* CUstream or cudaStream_t */
 } of_cuda_update;
 
 OF_CUDA_API int of_cuda_abi_version(void);

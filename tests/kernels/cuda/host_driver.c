@@ -57,8 +57,8 @@ kernel_fn of_cuda_advance_steps;
 extern const unsigned long long of_image_advance[];
 const unsigned long long of_image_advance[] = {0};
 
-static const kernel_row rows[] = {
-    KERNELS(ROWS) ALONE(ROWS_ALONE){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
+static const kernel_row rows[] = {KERNELS(ROWS) ALONE(ROWS_ALONE){
+    "of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
 
 static CUresult host_init(unsigned flags) {
     (void)flags;
