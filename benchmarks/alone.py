@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The kernels alone, in memory: one tensor of 50 M parameters, updated by
-step() and a flush, in turns with a pass of the no-math kernel over as much."""
+step() and a flush, in turns with a pass of the no-math kernel over as much; and
+in a cache (in_cache.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from cells import OPTIMIZERS
 from console import columns, title
 from floor import Floor, available, bytes_each
+from in_cache import in_cache
 from interleave import in_turn
 from resample import of_medians
 from torch import nn
@@ -88,4 +90,9 @@ def section(chosen: Any) -> dict[str, Any] | None:
             )
         )
     print(columns(rows))
-    return {"elements": elements, "rules": [asdict(one) for one in found]}
+    cached = in_cache(3 if chosen.smoke or chosen.quick else 11)
+    return {
+        "elements": elements,
+        "rules": [asdict(one) for one in found],
+        "in_cache": [asdict(one) for one in cached or ()],
+    }

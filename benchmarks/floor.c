@@ -13,13 +13,19 @@
 /* A cache line. The arrays hold whole ones. */
 typedef unsigned line __attribute__((vector_size(64), aligned(4), may_alias));
 
-static inline __attribute__((always_inline)) void
-lines(const line *gradient, line *const *written, const size_t n_written, size_t begin, size_t end) {
+static inline __attribute__((always_inline)) void lines(const line *gradient, line *const *written,
+                                                        const size_t n_written, size_t begin,
+                                                        size_t end) {
     const line one = {1};
+    line *const first = written[0], *const second = written[n_written > 1 ? 1 : 0],
+                *const third = written[n_written > 2 ? 2 : 0]; /* none is read again in the loop */
     for (size_t i = begin; i < end; i++) {
         const line x = gradient ? gradient[i] : one;
-        for (size_t k = 0; k < n_written; k++)
-            written[k][i] ^= x;
+        first[i] ^= x;
+        if (n_written > 1)
+            second[i] ^= x;
+        if (n_written > 2)
+            third[i] ^= x;
     }
 }
 
@@ -41,13 +47,13 @@ some_lines(const line *gradient, line *const *written, size_t n_written, size_t 
         lines(NULL, written, 3, begin, end);
 }
 
-/* One pass over n_lines of the gradient and of 1 to 3 arrays that are written.
+/* Passes over n_lines of the gradient and of 1 to 3 arrays that are written.
  * gradient NULL: it is in the cache, and reading it costs nothing. Each thread
  * takes one consecutive part, as in at::parallel_for. */
 EXPORT void floor_pass(const void *gradient, void *const *written, size_t n_written, size_t n_lines,
-                       int threads);
+                       int threads, int passes);
 void floor_pass(const void *gradient, void *const *written, size_t n_written, size_t n_lines,
-                int threads) {
+                int threads, int passes) {
     line *arrays[3] = {NULL};
     for (size_t k = 0; k < n_written && k < 3; k++)
         arrays[k] = written[k];
@@ -55,6 +61,7 @@ void floor_pass(const void *gradient, void *const *written, size_t n_written, si
     {
         const size_t parts = (size_t)omp_get_num_threads(), part = (size_t)omp_get_thread_num();
         const size_t begin = n_lines * part / parts, end = n_lines * (part + 1) / parts;
-        some_lines(gradient, arrays, n_written, begin, end);
+        for (int i = 0; i < passes; i++)
+            some_lines(gradient, arrays, n_written, begin, end);
     }
 }

@@ -32,7 +32,7 @@ def _open() -> Any:
         function = ctypes.CDLL(str(path)).floor_pass
     except OSError:
         return None
-    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 2 + [ctypes.c_int]
+    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 2 + [ctypes.c_int] * 2
     function.restype = None
     return function
 
@@ -58,10 +58,10 @@ class Floor:
         self._written = (ctypes.c_void_p * (count - 1))(*addresses[1:])
         self.ms: dict[bool, list[float]] = {False: [], True: []}  # by: gradient in the cache
 
-    def run(self, cached: bool = False) -> None:
+    def run(self, cached: bool = False, passes: int = 1) -> None:
         gradient = None if cached else self._gradient
         threads = torch.get_num_threads()
-        _floor_pass(gradient, self._written, len(self._written), self.lines, threads)
+        _floor_pass(gradient, self._written, len(self._written), self.lines, threads, passes)
 
     def sample(self) -> None:
         """Times one pass of each kind."""

@@ -7,8 +7,6 @@
 #include <string.h>
 #include <time.h>
 
-enum { CACHED_BYTES = 384 << 10, LARGE_BYTES = 256 << 20 };
-
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -66,8 +64,7 @@ static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n
     return span;
 }
 
-/* Seconds of the fastest of several runs over about total_bytes. */
-static double best_time(const of_kernel *row, size_t total_bytes, size_t *n, size_t *moved) {
+double bench_seconds(const of_kernel *row, size_t total_bytes, size_t *n, size_t *moved) {
     const of_rule *rule = of_rule_find(row->rule);
     double hyper[OF_MAX_HYPER], scalars[OF_MAX_SCALARS / sizeof(double)];
     usual_hyper(rule, hyper);
@@ -108,7 +105,8 @@ void bench_row(const of_kernel *row, const char *name) {
     printf("%-32s", name);
     for (int large = 0; large < 2; large++) {
         size_t n, moved;
-        const double took = best_time(row, large ? LARGE_BYTES : CACHED_BYTES, &n, &moved);
+        const size_t bytes = large ? BENCH_LARGE_BYTES : BENCH_CACHED_BYTES;
+        const double took = bench_seconds(row, bytes, &n, &moved);
         printf(" %11.3f %10.1f", 1e9 * took / (double)n, 1e-9 * (double)moved / took);
     }
     printf("\n");
