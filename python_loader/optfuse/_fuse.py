@@ -40,6 +40,7 @@ def fuse(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     fold: bool = True,
+    bucket_bytes: int = 0,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -71,6 +72,11 @@ def fuse(
     fold: in forward mode, whether multiplying gradients is left to the update,
         in clip_grad_norm_() and max_grad_norm, and, on the CPU, when
         torch.amp.GradScaler unscales. It changes no result.
+    bucket_bytes: in backward mode, updates stay pending until their parameters
+        have so many bytes, and then run together; the gradients live as long.
+        0: on the CPU each update runs at once, on GPUs buckets have 4 MiB. On a
+        CPU whose cores are far from each other (on several chiplets or sockets)
+        try 64 << 20: docs/performance.md.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -86,6 +92,11 @@ def fuse(
         raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
     if side_stream and mode != "backward":
         raise Error('optfuse: side_stream=True goes with mode="backward"')
+    if bucket_bytes < 0 or (bucket_bytes and mode != "backward"):
+        raise Error(
+            f"optfuse: bucket_bytes={bucket_bytes}: a number of bytes, 0 for the default, that "
+            'goes with mode="backward"'
+        )
     if accumulate < 1:
         raise Error(f"optfuse: accumulate is the number of passes a step, not {accumulate}")
     if max_grad_norm is not None and mode == "backward":
@@ -106,7 +117,9 @@ def fuse(
             "fused=True there (docs/numerics.md names the releases and chips where they are "
             "equal). Pass strict=False, or keep the optimizer as it is"
         )
-    how = How(_MODES[mode], tuple(chosen), side_stream, accumulate, max_grad_norm, fold)
+    how = How(
+        _MODES[mode], tuple(chosen), side_stream, accumulate, max_grad_norm, fold, bucket_bytes
+    )
     fused = _fuse(optimizer, how)
     link_of(fused).gpu_bits_differ = tuple(differ)
     return fused

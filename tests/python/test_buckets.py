@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Backward mode with buckets, on the CPU: updates wait for each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import optfuse
+
+LAYERS, WIDTH = 6, 16
+BYTES = LAYERS * 4 * (WIDTH * WIDTH + WIDTH)  # of all parameters
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def train(net: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        opt.zero_grad()
+        net(torch.randn(4, WIDTH, generator=generator)).square().sum().backward()
+        opt.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def stock() -> list[torch.Tensor]:
+    net = model()
+    return train(net, torch.optim.AdamW(net.parameters(), fused=True), 5)
+
+
+@pytest.mark.parametrize("bucket", [1, 2000, BYTES // 2, BYTES, 1 << 30])
+def test_a_bucket_of_any_size_gives_the_bits_of_stock(bucket: int) -> None:
+    net = model()
+    opt = optfuse.fuse(
+        torch.optim.AdamW(net.parameters(), fused=True), mode="backward", bucket_bytes=bucket
+    )
+    assert all(map(torch.equal, train(net, opt, 5), stock()))
+
+
+def test_what_fits_a_bucket_runs_together() -> None:
+    def launches(bucket: int) -> tuple[int, int]:
+        net = model()
+        opt = optfuse.fuse(torch.optim.SGD(net.parameters(), 0.1), "backward", bucket_bytes=bucket)
+        train(net, opt, 1)
+        return optfuse.summary(opt).at_close, optfuse.summary(opt).launches
+
+    assert launches(0) == (0, 2 * LAYERS)
+    in_buckets, regions = launches(BYTES // 2)
+    assert in_buckets == 2 * LAYERS
+    assert regions <= 3
+
+
+def test_reading_a_parameter_runs_what_waits_for_it() -> None:
+    net = model()
+    opt = optfuse.fuse(torch.optim.SGD(net.parameters(), 0.1), "backward", bucket_bytes=1 << 30)
+    before = net[0].weight.detach().clone()
+    net(torch.ones(1, WIDTH)).sum().backward()
+    assert not torch.equal(net[0].weight.detach(), before)
+    opt.step()
+
+
+def test_a_copy_has_the_buckets_of_the_original() -> None:
+    import copy
+
+    net = model()
+    opt = optfuse.fuse(torch.optim.SGD(net.parameters(), 0.1), "backward", bucket_bytes=1 << 30)
+    net, opt = copy.deepcopy((net, opt))
+    train(net, opt, 1)
+    assert optfuse.summary(opt).at_close == 2 * LAYERS
+
+
+@pytest.mark.parametrize(("mode", "bucket"), [("forward", 1 << 20), ("backward", -1)])
+def test_other_numbers_and_modes_are_refused(mode: str, bucket: int) -> None:
+    opt = torch.optim.SGD(model().parameters(), 0.1)
+    with pytest.raises(optfuse.Error, match="bucket_bytes"):
+        optfuse.fuse(opt, mode=mode, bucket_bytes=bucket)
+    assert type(opt) is torch.optim.SGD
