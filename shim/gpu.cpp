@@ -17,6 +17,13 @@ namespace {
 bool load_kernels(const CudaLibrary *library, Slot *slot, const c10::TensorImpl *p, of_dtype dtype,
                   const double *hyper) {
     of_cuda_update update = {};
+    double prepared[OF_MAX_HYPER] = {};
+    of_count first = {};
+    first.step = 1;
+    if (slot->plan->rule->prepare_gpu != nullptr) {
+        slot->plan->rule->prepare_gpu(hyper, &first, prepared);
+        hyper = prepared;
+    }
     update.rule = slot->plan->rule->name;
     update.dtype = dtype;
     update.device = p->device().index();
@@ -69,6 +76,10 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold) 
         in->stream.id = side_stream(in->ready.device);
     hold->stream = in->stream;
     hold->ready = in->ready;
+    if (plan->rule->prepare_gpu != nullptr && step_is_on_gpu(slot))
+        return refuse(slot, "the step counter of ", "is on the GPU",
+                      ", where this update does not look for it: move state['step'] to the CPU, as "
+                      "torch.optim has it without capturable=True");
     plan->scalars.give(slot->group, in, hold);
     if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
         return refuse(slot, "the step counter of ", "is on the CPU",

@@ -43,7 +43,7 @@ from optfuse._native import start as start_library
 from optfuse._passes import Passes
 from optfuse._refuse import label
 from optfuse._register import check_promise
-from optfuse._rules import rule_of
+from optfuse._rules import Rule, rule_of, why_own_step
 
 _params_of = itemgetter("params")
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
@@ -71,9 +71,11 @@ class How:
 class Link:
     """Owned by the optimizer; frees the plan when the optimizer dies."""
 
-    def __init__(self, optimizer: Optimizer, how: How) -> None:
+    def __init__(self, optimizer: Optimizer, how: How, rule: Rule | None = None) -> None:
+        """rule: another than the optimizer's own, for a trial of it."""
         self.stock = type(optimizer)
-        self.rule = rule_of(self.stock, optimizer.param_groups)
+        self.own_step_because = () if rule else tuple(why_own_step(optimizer))
+        self.rule = rule or rule_of(optimizer)
         self.how = how
         self.mode = how.mode
         self.eager = how.eager
@@ -243,6 +245,9 @@ class Link:
     def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool, flushed: bool) -> bool:
         """Whether the plan is flushed now. Once does for many slots: a flush
         looks at every slot, and nothing becomes pending before the next step."""
+        for name in self.rule.counters if self.rule.as_made else ():
+            if is_on_gpu(entry.get(name)):  # load_state_dict() moves it to its parameter
+                entry[name] = entry[name].cpu()
         tensors: _State = tuple(map(entry.get, (*self.rule.state, *self.rule.counters)))
         step = entry.get("step") if self.rule.counts_steps else None
         known = self._slot_states[slot]
@@ -303,7 +308,7 @@ class Link:
     def _sync_device_scalars(self, optimizer: Optimizer) -> None:
         """Learning rates that are tensors on a GPU, and what GradScaler hands
         over: copied there, now, for updates that run later."""
-        if self.own is not None:
+        if self.own is not None or self.rule.as_made:
             return
         rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
         self._rates = _identities(optimizer.param_groups)

@@ -103,8 +103,7 @@ static void prepare(batch *b, uint64_t *random) {
         count.counters[i] = pick(random, counters, 3);
     memset(b->prepared, 0, sizeof b->prepared);
     b->rule->prepare_gpu(b->hyper, &count, b->prepared);
-    memcpy(b->scalars, b->prepared, sizeof b->scalars);
-    b->update.hyper = b->scalars;
+    b->update.hyper = b->prepared;
     b->update.lr_at = b->update.grad_scale_at = b->update.found_inf_at = NULL;
 }
 

@@ -4,8 +4,6 @@
 #ifndef OPTFUSE_TEST_BATCH_H
 #define OPTFUSE_TEST_BATCH_H
 
-#include <stdalign.h>
-
 #include "../arrays.h"
 #include "cuda/cuda_kernels.h"
 
@@ -24,9 +22,7 @@ typedef struct batch {
     const of_rule *rule;
     of_cuda_update update;
     double hyper[OF_MAX_HYPER];
-    /* Of a rule that has them prepared: for all tensors, which differ in nothing else. */
-    alignas(16) unsigned char prepared[OF_MAX_HYPER * sizeof(double)];
-    double scalars[OF_MAX_HYPER]; /* the same bytes, as they are handed over */
+    double prepared[OF_MAX_HYPER]; /* scalars, if the rule has them prepared: for all tensors */
     float lr, grad_scale, found_inf; /* "device" scalars */
     bool early;
 } batch;
