@@ -47,7 +47,7 @@ typedef struct adam_scalars {
 /* The same, rounded to the type of the computation. */
 typedef struct adam_constants {
     of_real weight_decay, decay, average_weight, square_weight;
-    of_real beta2, step_size, correction, eps, sign;
+    of_real beta2, step_size, correction, reciprocal, eps, sign;
     bool from_average; /* the running average moves from itself, not from the gradient */
 } adam_constants;
 
@@ -99,6 +99,7 @@ OF_RULE_FN adam_constants adam_round(const void *scalars, of_form form) {
     k.beta2 = (of_real)s->beta2;
     k.step_size = -(of_real)s->step_size;
     k.correction = (of_real)s->correction;
+    k.reciprocal = (of_real)1 / k.correction;
     k.eps = (of_real)s->eps;
     k.sign = (of_real)s->sign;
     return k;
@@ -137,7 +138,8 @@ OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form 
     of_real denominator = *square;
     if (variant & ADAM_WITH_AMSGRAD)
         denominator = *largest = adam_maximum(form.tail, *largest, *square);
-    denominator = of_square_root(denominator) / k->correction + k->eps;
+    denominator =
+        of_divide_known(of_square_root(denominator), k->correction, k->reciprocal) + k->eps;
     e->param = param + k->step_size * *average / denominator;
 }
 

@@ -65,6 +65,23 @@ OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c) 
 #endif
 }
 
+/* x / by, correctly rounded, where reciprocal is 1 / by, correctly rounded: one
+ * product and two fused multiply-adds instead of a division (P. Markstein, IBM J.
+ * Res. Dev. 34, 1990). Nothing may overflow or underflow on the way, as when x is
+ * 0 or the square root of a number and by lies between 1e-8 and 1. The correction
+ * is left out where it is 0, or NaN because x or the quotient is infinite. */
+OF_RULE_FN of_real of_divide_known(of_real x, of_real by, of_real reciprocal) {
+#if defined(__FMA__) && !defined(__CUDACC__)
+    const of_real quotient = x * reciprocal;
+    const of_real rest = of_multiply_add(true, -quotient, by, x);
+    const of_real corrected = of_multiply_add(true, rest, reciprocal, quotient);
+    return rest < (of_real)0 || rest > (of_real)0 ? corrected : quotient;
+#else
+    (void)reciprocal;
+    return x / by;
+#endif
+}
+
 OF_RULE_FN of_real of_square_root(of_real x) {
 #ifdef OF_REAL_FLOAT
     return sqrtf(x);
