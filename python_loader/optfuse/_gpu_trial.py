@@ -30,7 +30,8 @@ STEPS = 8  # RAdam takes another way from the sixth on
 SIZES = (1, 7, 64, 1003, 9001)  # with tails, and more than a block's part
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 3e38, 1.0, -65504.0)
 _LEFT_OUT = ("params", "param_names", "lr", "initial_lr")
-_ON_DEVICE = ("capturable", "fused", "differentiable")  # the step counter would be there
+# With one of these the class computes its scalars in other ways, or on the device.
+_OTHER_WAYS = ("capturable", "fused", "differentiable", "a tensor as lr")
 
 known: dict[Kind, str] = {}  # why a kind of parameters has no kernels; "": it has
 
@@ -44,12 +45,20 @@ def kinds(stock: type[Optimizer], groups: list[Group]) -> Iterator[tuple[Kind, G
             yield (stock, dtype, device, text), options
 
 
+def flags_of(group: Group) -> tuple[Any, ...]:
+    """What selects one of the class's implementations."""
+    tensor = isinstance(group.get("lr"), Tensor)
+    return *map(group.get, _OTHER_WAYS[:-1]), tensor, group.get("foreach")
+
+
+def _other_ways(group: Group) -> list[str]:
+    *ways, _ = flags_of(group)
+    return [name for name, taken in zip(_OTHER_WAYS, ways, strict=True) if taken]
+
+
 def reasons(stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]) -> list[str]:
     """Why the class's own step() has to update; empty if kernels may."""
-    found = []
-    for flag in _ON_DEVICE:
-        if any(group.get(flag) for group in groups):
-            found.append(f"of {flag}=True")
+    found = sorted({f"of {way}" for group in groups for way in _other_ways(group)})
     if any(is_on_gpu(entry.get("step")) for entry in state.values()):
         found.append("its step counters are on the GPU")
     if not all(is_gpu(p.device) for group in groups for p in group["params"]):
@@ -67,7 +76,7 @@ def reasons(stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]) 
 def make(stock: type[Optimizer], groups: list[Group], fuse: Fuse) -> None:
     """The trials of those kinds that had none yet."""
     for kind, options in kinds(stock, groups):
-        if kind not in known and not any(options.get(flag) for flag in _ON_DEVICE):
+        if kind not in known and not _other_ways(options):
             known[kind] = _try(kind, options, fuse) if guard("tried") else ""
 
 
@@ -88,7 +97,7 @@ def _variations(options: Group) -> Iterator[Group]:
     formulas go other ways."""
     yield options
     decay = 0.0 if options.get("weight_decay") else 0.1
-    other = {"weight_decay": decay, "maximize": not options.get("maximize")}
+    other: Group = {"weight_decay": decay, "maximize": not options.get("maximize")}
     yield {**options, **{k: v for k, v in other.items() if k in options}}
     other = {"weight_decay": 0.1, "betas": (0.3, 0.6), "alpha": 0.3, "rho": 0.3}
     other["decoupled_weight_decay"] = not options.get("decoupled_weight_decay")

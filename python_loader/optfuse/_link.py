@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from optfuse import _compiled, _gpu, _own, _scaled
 from optfuse._gpu import is_gpu, is_on_gpu
+from optfuse._gpu_trial import flags_of
 from optfuse._native import (
     ADDS,
     BACKWARD,
@@ -52,6 +53,11 @@ _LATE = (
     "optfuse: an option of parameter group {} (such as lr) was changed between backward() and "
     "step(), but backward fusion has already updated with the old value; change it before "
     'backward() or after step(), or use optfuse.fuse(optimizer, mode="forward")'
+)
+_FLAGS = (
+    "optfuse: foreach, capturable or fused of a parameter group is another than when the optimizer "
+    "was fused, or its lr has become a tensor: its step() would now go another way, whose bits the "
+    "kernels that update on the GPU do not have. Call optfuse.unfuse() and fuse it again"
 )
 
 
@@ -104,6 +110,7 @@ class Link:
         self._rates: list[tuple[int, int]] = []  # learning rates on a GPU
         self._params: list[Tensor] = []
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
+        self._flags: list[tuple[Any, ...]] = []  # of each group
         links[self.plan] = self
         self.own: _own.Own | None = None
         try:
@@ -143,6 +150,7 @@ class Link:
             kept = set(map(id, params))
             torch.ops.optfuse.detach(self.plan, [p for p in self._params if id(p) not in kept])
         self._hyper: list[tuple[float, ...]] = []
+        self._flags += map(flags_of, groups[len(self._flags) :])
         self._sync_hyper(groups)
         eager = set(map(id, self.eager))
         torch.ops.optfuse.set_slots(
@@ -197,6 +205,8 @@ class Link:
     def _sync_hyper(self, groups: list[dict[str, Any]]) -> None:
         hyper_of = self.rule.hyper
         known = self._hyper
+        if self.rule.as_made and list(map(flags_of, groups)) != self._flags[: len(groups)]:
+            raise Error(_FLAGS)
         for i, group in enumerate(groups):
             hyper = hyper_of(group)
             if i < len(known) and known[i] == hyper:
@@ -308,7 +318,7 @@ class Link:
     def _sync_device_scalars(self, optimizer: Optimizer) -> None:
         """Learning rates that are tensors on a GPU, and what GradScaler hands
         over: copied there, now, for updates that run later."""
-        if self.own is not None or self.rule.as_made:
+        if self.own is not None:
             return
         rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
         self._rates = _identities(optimizer.param_groups)

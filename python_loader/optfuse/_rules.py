@@ -82,8 +82,9 @@ class Rule:
 
     def hyper(self, group: Group) -> tuple[float, ...]:
         """A group's numbers, as the C rule wants them."""
-        read = float if self.as_made else number  # as stock does, which waits for the device
-        return tuple([read(group[key] if i is None else group[key][i]) for key, i in self._where])
+        return tuple(
+            [number(group[key] if i is None else group[key][i]) for key, i in self._where]
+        )
 
     def on_gpus(self) -> Rule:
         """Where the kernels have passed their trial."""

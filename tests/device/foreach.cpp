@@ -53,12 +53,15 @@ template <class Formula>
 void run(const char *name, List out, List self, List a, List b, const Numbers &numbers,
          Formula formula) {
     std::vector<Range> ranges;
+    Tensors used; // copies live until they have been reported
     for (size_t i = 0; i < self.size(); i++) {
         const at::Tensor in[] = {in_order_of(out[i], self, i), in_order_of(out[i], a, i),
                                  in_order_of(out[i], b, i)};
         for (const at::Tensor &tensor : in)
-            if (tensor.defined())
+            if (tensor.defined() && !tensor.is_same(out[i])) {
                 ranges.push_back(range_of(tensor, false));
+                used.push_back(tensor);
+            }
         ranges.push_back(range_of(out[i], true));
         AT_DISPATCH_FLOATING_TYPES_AND2(
             at::kHalf, at::kBFloat16, self[i].scalar_type(), "multi_tensor", [&] {
