@@ -56,7 +56,7 @@ typedef struct of_span {
     size_t tail;
     /* NULL, or two by which the gradient is multiplied first, one after the
      * other, each product rounded to the row's dtype as in memory. The rows of
-     * CUDA's reference take it from their scalars. */
+     * CUDA's fused kernel take it from their scalars. */
     const double *factors;
     /* NULL, or what takes square roots in place as the reference's own library
      * does, which may not round correctly: of n floats; of doubles for float64. */
@@ -73,10 +73,13 @@ typedef struct of_cuda_scalars {
     double lr;
     double correction1; /* 1 - beta1^t */
     double correction2; /* sqrt(1 - beta2^t) */
-    double grad_scale;  /* what the gradient is divided by, if `unscaled` is given */
-    void *unscaled;     /* where the divided gradient goes; may be the gradient; or NULL */
-    bool first;         /* the first update of the parameter */
-    bool early;         /* see of_cuda_early() */
+    /* NULL, or what the gradient is multiplied by before anything else, the product
+     * rounded to the dtype. */
+    const double *factor;
+    double grad_scale; /* what the gradient is divided by, if `unscaled` is given */
+    void *unscaled;    /* where the divided gradient goes; may be the gradient; or NULL */
+    bool first;        /* the first update of the parameter */
+    bool early;        /* see of_cuda_early() */
 } of_cuda_scalars;
 
 typedef struct of_kernel {

@@ -4,7 +4,7 @@
  * rounded again. A factor of 1 changes nothing.
  *
  * Rows as those of the update kernels: all of one dtype give the same bits. The
- * GPU's kernels will take the factors as scalars on the device instead.
+ * GPU's kernels take a factor that is on the device instead (rules/scaling.h).
  */
 #ifndef OPTFUSE_SCALE_H
 #define OPTFUSE_SCALE_H

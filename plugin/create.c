@@ -16,10 +16,11 @@ static bool overtake_own(of_plan *plan, of_update *own, const of_update *update,
            of_stream_order(plan, &own->in.stream, &update->in.stream);
 }
 
-/* As above, by an update of another plan, whose lock needs ours dropped. */
+/* As above, by an update of another plan, whose lock needs ours dropped. A scaling of
+ * the gradient stays pending: this update has its factor. */
 static bool overtake_other(of_plan *plan, const void *key) {
     pthread_mutex_unlock(&plan->lock);
-    const of_touched touched = of_touch(key, false);
+    const of_touched touched = of_launch_at(key, false);
     pthread_mutex_lock(&plan->lock);
     if (touched == OF_IN_FLIGHT)
         of_registry_take(key);

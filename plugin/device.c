@@ -11,7 +11,8 @@ static bool goes_in_one_call(const of_update *a, const of_update *b) {
     return of_stream_equal(&a->in.stream, &b->in.stream) &&
            of_stream_equal(&a->in.ready, &b->in.ready) && a->in.dtype == b->in.dtype &&
            a->in.lr_at == b->in.lr_at && a->in.grad_scale_at == b->in.grad_scale_at &&
-           a->in.found_inf_at == b->in.found_inf_at &&
+           a->in.found_inf_at == b->in.found_inf_at && a->in.factor_at == b->in.factor_at &&
+           a->scaling == b->scaling &&
            memcmp(a->scalars, b->scalars, OF_MAX_HYPER * sizeof(double)) == 0;
 }
 
@@ -44,22 +45,31 @@ static bool apply_all(of_plan *plan, const of_list *call) {
     return done;
 }
 
+/* A scaling whose gradient nobody has any more. */
+static bool is_gone(const of_update *update) {
+    return update->scaling && update->in.numel == 0;
+}
+
 static bool run(of_plan *plan, const of_list *call) {
     of_cuda_entry entries[CALL_ENTRIES];
     size_t n = 0;
     for (const of_update *u = call->first; u; u = u->next)
-        entries[n++] = entry_of(&u->in);
+        if (!is_gone(u))
+            entries[n++] = entry_of(&u->in);
+    if (n == 0)
+        return true;
     const of_update *first = call->first;
     double hyper[OF_MAX_HYPER];
     memcpy(hyper, first->scalars, sizeof hyper);
-    of_cuda_update update = {.rule = plan->rule->name,
+    of_cuda_update update = {.rule = first->scaling ? "scaling" : plan->rule->name,
                              .dtype = first->in.dtype,
                              .hyper = hyper,
                              .lr_at = first->in.lr_at,
                              .grad_scale_at = first->in.grad_scale_at,
-                             .found_inf_at = first->in.found_inf_at};
-    plan->counts.launches++;
-    if (plan->rule->by_host)
+                             .found_inf_at = first->in.found_inf_at,
+                             .factor_at = first->in.factor_at};
+    plan->counts.launches += !first->scaling;
+    if (plan->rule->by_host && !first->scaling)
         return of_stream_order(plan, &first->in.ready, &first->in.stream) && apply_all(plan, call);
     return of_stream_order(plan, &first->in.ready, &first->in.stream) &&
            plan->host.device->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
@@ -70,7 +80,7 @@ static void settle(of_plan *plan, of_list *call, of_list *done) {
     of_list landed = {0};
     for (of_update *u = call->first, *next; u; u = next) {
         next = u->next;
-        if (!u->deferred || !of_lane_add(plan, u)) {
+        if (!u->deferred || is_gone(u) || !of_lane_add(plan, u)) {
             of_list_append(&landed, u);
             continue;
         }

@@ -60,8 +60,9 @@ struct of_update {
      * that is registered belong to the registry's lock. */
     unsigned n_factors;
     double factors[OF_MAX_FACTORS];
-    of_scale_fn *scale; /* NULL: no factors */
-    float norm;         /* of a scaling: see of_scale_factors() */
+    of_scale_fn *scale;      /* NULL: no factors */
+    float norm;              /* of a scaling: see of_scale_factors() */
+    const of_update *reader; /* of a scaling on a device: the last that was given its factor */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's hold_bytes follow */
 };
@@ -186,7 +187,11 @@ void of_plan_fail(of_plan *plan); /* notes the message of this thread */
 const void *of_scale_key(const void *key);                  /* a gradient's, for its scaling */
 void of_scaling_prepare(of_plan *plan, of_update *scaling); /* plan->lock held */
 void of_launch_scalings(of_plan *plan, of_list *done);      /* plan->lock held */
+void of_launch_scalings_with(of_plan *plan, of_update *first, of_list *done); /* the same */
 void of_launch_readers(of_plan *plan); /* what must come before that, without the lock */
+/* Gives an update on a device the factor that is pending on its gradient, if it is
+ * on the update's stream; no lock of a plan held. */
+void of_scaling_share(of_plan *plan, of_update *update);
 
 /* bucket.c: a record for the slot, for a call with layout read */
 of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update);
@@ -212,6 +217,8 @@ of_update *of_registry_find(const void *key);
 bool of_registry_has_scalings(void); /* no lock */
 /* The factors of the scaling with this key, 1 where there is none; how many. */
 unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm);
+/* Whether this update is in flight, and still the last that has this key. */
+bool of_registry_flies(const void *key, const of_update *update);
 /* Adds one to it; false: there is none, or it has no room. */
 bool of_registry_add_factor(const void *key, double factor);
 void of_registry_lock(void);

@@ -166,7 +166,7 @@ void of_launch_bucket(of_plan *plan, of_update *first, of_list *done) {
     const size_t enough = plan->mode == OF_FORWARD ? plan->bucket_bytes[first->in.device] : 0;
     of_list bucket = {0};
     if (first->scaling) {
-        of_launch_one(plan, first, OF_AT_USE, done);
+        of_launch_scalings_with(plan, first, done);
         return;
     }
     for (of_update *u = first, *next; u && goes_with(first, u); u = next) {

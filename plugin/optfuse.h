@@ -47,7 +47,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state and step counter. */
-enum { OF_ABI_VERSION = 2, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 3, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 typedef enum of_status {
     OF_OK = 0,
@@ -88,6 +88,8 @@ typedef struct of_inputs {
     const float *lr_at;         /* scalars on the device, as in of_cuda_update; or NULL. */
     const float *grad_scale_at; /* Nobody may change them until release() */
     const float *found_inf_at;
+    const void *factor_at; /* of a scaling: the factor, of the type of the computation. The core
+                              hands it on to the updates that apply it: share_factor() */
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_touch();
                                       the parameter's first */
     const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then
@@ -161,6 +163,9 @@ typedef struct of_host {
     bool (*is_alive)(void *ctx, void *hold);
     /* The same, and if so keeps it alive until release(). */
     bool (*keep)(void *ctx, void *hold);
+    /* For gradients on a device: `to`, the hold of an update, keeps what factor_at of
+     * `from`, the hold of a scaling, points to. Runs under the lock of a plan. */
+    void (*share_factor)(void *ctx, void *to, const void *from);
 } of_host;
 
 /* How a plan computes and schedules. Zero means the default. */
@@ -255,7 +260,9 @@ OF_API of_status of_plan_drain(of_plan *plan);
 /* Multiplies the gradient of a slot by a factor, rounding to its
  * dtype: at its first use, and in the updates created until then as they read
  * it. norm: of the result, kept for of_scale_factors(); NaN: not known. Not
- * *scaled: the host's collect_gradient() found nothing. */
+ * *scaled: the host's collect_gradient() found nothing. On a device the factor is
+ * the one that collect_gradient() names, `factor` is not used, and one can be
+ * pending at a time: a second one has the first applied. */
 OF_API of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, bool *scaled);
 /* How many factors are pending on a gradient's memory, at most 2; 1 for those
  * that are not there. *norm: that of the gradient with them, or NaN. */
@@ -263,6 +270,10 @@ OF_API unsigned of_scale_factors(const void *key, double factors[2], float *norm
 /* Whether this memory is a gradient that is still to be multiplied. A host may
  * ask in settle(). */
 OF_API bool of_is_scaled(const void *key);
+/* Whether an update whose inputs are ready on this stream may be created on this
+ * gradient as it is: it is not scaled, or was on the same stream, so that the
+ * update can apply the factor itself. Else collect() calls of_touch() first. */
+OF_API bool of_scaling_fits(const void *key, const of_stream *ready);
 /* Forgets what is left of gradients that are gone. */
 OF_API void of_plan_sweep(of_plan *plan);
 

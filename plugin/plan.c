@@ -43,7 +43,7 @@ static of_status check_options(const of_plan_options *options) {
         return of_fail(OF_INVALID, "of_plan_options has an unknown mode, reference or ISA");
     if (options->reference >= OF_REF_CUDA_FUSED) /* their rows take other scalars */
         return of_fail(OF_INVALID, "the reference of a plan is one of the CPU's; what is on a "
-                                   "GPU always gets the bits of PyTorch's fused CUDA kernels");
+                                   "GPU always has the one that its rule has there");
     return OF_OK;
 }
 

@@ -184,12 +184,20 @@ unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], fl
         return 0;
     pthread_mutex_lock(&lock);
     const entry *at = seek(key);
-    for (; at->key && n < at->update->n_factors; n++)
+    for (; at->key && !at->update->flying && n < at->update->n_factors; n++)
         factors[n] = at->update->factors[n];
     if (n)
         *norm = at->update->norm;
     pthread_mutex_unlock(&lock);
     return n;
+}
+
+bool of_registry_flies(const void *key, const of_update *update) {
+    pthread_mutex_lock(&lock);
+    const entry *at = table ? seek(key) : NULL;
+    const bool flies = at && at->key && at->update == update && update->flying;
+    pthread_mutex_unlock(&lock);
+    return flies;
 }
 
 bool of_registry_add_factor(const void *key, double factor) {
@@ -198,7 +206,7 @@ bool of_registry_add_factor(const void *key, double factor) {
         return false;
     pthread_mutex_lock(&lock);
     const entry *at = seek(key);
-    if (at->key && at->update->n_factors < OF_MAX_FACTORS) {
+    if (at->key && at->update->in.device == OF_CPU && at->update->n_factors < OF_MAX_FACTORS) {
         at->update->factors[at->update->n_factors++] = factor;
         at->update->norm = NAN;
         added = true;

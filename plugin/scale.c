@@ -6,8 +6,15 @@
  * is entered in the registry under a key of its own, beside whatever update is
  * pending on the same memory. An update that is created meanwhile copies the
  * factors and multiplies what it reads; the scaling itself stays pending, for
- * the gradient may still be looked at, and ends with it. */
+ * the gradient may still be looked at, and ends with it.
+ *
+ * On a device it belongs to the stream where its factor was computed, and is
+ * launched there however late. Only updates of that stream apply the factor
+ * themselves, so that what they read of the gradient comes before the launch. */
 #include "scale.h"
+
+#include <string.h>
+
 #include "internal.h"
 
 const void *of_scale_key(const void *key) {
@@ -20,13 +27,56 @@ void of_scaling_prepare(of_plan *plan, of_update *scaling) {
         scaling->in.numel = 0;
 }
 
+/* The scaling of this gradient, pending or in flight, with its plan's lock held and
+ * a reference to it; or NULL. */
+static of_update *lock_scaling(const void *key) {
+    of_update *scaling = key && of_registry_has_scalings() ? of_registry_find(key) : NULL;
+    if (!scaling)
+        return NULL;
+    pthread_mutex_lock(&scaling->plan->lock);
+    if ((scaling->pending || scaling->flying) && scaling->in.keys[0] == key)
+        return scaling;
+    pthread_mutex_unlock(&scaling->plan->lock);
+    of_plan_unref(scaling->plan);
+    return NULL;
+}
+
+static void unlock_scaling(of_update *scaling) {
+    of_plan *plan = scaling->plan;
+    pthread_mutex_unlock(&plan->lock);
+    of_plan_unref(plan);
+}
+
+bool of_scaling_fits(const void *key, const of_stream *ready) {
+    of_update *scaling = lock_scaling(of_scale_key(key));
+    if (!scaling)
+        return true;
+    const bool fits = of_stream_equal(&scaling->in.stream, ready) || !OF_GUARD(clipstream);
+    unlock_scaling(scaling);
+    return fits;
+}
+
+void of_scaling_share(of_plan *plan, of_update *update) {
+    of_update *scaling = lock_scaling(of_scale_key(update->in.grad_key));
+    if (!scaling)
+        return;
+    if (scaling->pending && of_stream_equal(&scaling->in.stream, &update->in.ready) &&
+        OF_GUARD(factors)) {
+        update->in.factor_at = scaling->in.factor_at;
+        scaling->reader = update;
+        plan->host.share_factor(plan->host.ctx, update->in.hold, scaling->in.hold);
+    }
+    unlock_scaling(scaling);
+}
+
 /* The plan, another one, of an update that is pending on the gradient of a scaling (*key)
- * and is going to multiply what it reads by itself; or NULL. Lock held. */
+ * and is going to multiply what it reads by itself; or NULL. One in flight does so on the
+ * scaling's own stream, and comes first anyway. Lock held. */
 static of_plan *find_reader(of_plan *plan, const void **key) {
     for (of_update *u = plan->scalings.first; u; u = u->next) {
         *key = (const char *)u->in.keys[0] - 1; /* see of_scale_key() */
         of_update *reader = of_registry_find(*key);
-        if (reader && reader->plan != plan)
+        if (reader && reader->plan != plan && !reader->flying)
             return reader->plan;
         if (reader)
             of_plan_unref(plan);
@@ -52,6 +102,32 @@ void of_launch_scalings(of_plan *plan, of_list *done) {
     of_launch(plan, &plan->scalings, OF_AT_CLOSE, done);
 }
 
+/* Whether nothing that reads the gradient has to come before. Who was given the factor
+ * may not even be registered yet. */
+static bool has_no_reader(const of_update *u) {
+    return !u->reader || of_registry_flies((const char *)u->in.keys[0] - 1, u->reader);
+}
+
+/* On a device, where a launch is dear, whoever looks at one gradient has the others of
+ * its stream multiplied too: as stock does at once, and likely to be looked at next. */
+void of_launch_scalings_with(of_plan *plan, of_update *first, of_list *done) {
+    of_list bucket = {0};
+    if (first->in.device == OF_CPU) {
+        of_launch_one(plan, first, OF_AT_USE, done);
+        return;
+    }
+    for (of_update *u = plan->scalings.first, *next; u; u = next) {
+        next = u->next;
+        if (u != first && (u->in.device == OF_CPU || !has_no_reader(u) ||
+                           !of_stream_equal(&u->in.stream, &first->in.stream)))
+            continue;
+        of_scaling_prepare(plan, u);
+        of_list_remove(&plan->scalings, u);
+        of_list_append(&bucket, u);
+    }
+    of_launch(plan, &bucket, OF_AT_USE, done);
+}
+
 void of_plan_sweep(of_plan *plan) {
     of_list gone = {0};
     pthread_mutex_lock(&plan->lock);
@@ -72,6 +148,8 @@ static void create_scaling(of_plan *plan, of_update *update, of_list *done) {
     update->in.keys[0] = of_scale_key(update->in.keys[0]);
     update->in.n_keys = 1;
     update->scale = of_scale_find(update->in.dtype, plan->isa);
+    memset(update->scalars, 0, sizeof update->scalars); /* those on devices are compared */
+    of_registry_take(update->in.keys[0]);               /* one in flight is waited for by now */
     if (!plan->stopped && of_registry_add(update, 1, &key, &own) == OF_ADDED) {
         if (plan->host.defer(plan->host.ctx, update->in.hold)) {
             update->pending = update->deferred = true;
@@ -96,8 +174,12 @@ static of_status scale_slot(of_plan *plan, of_update *update, double factor, flo
         of_list_append(done, update);
         return OF_OK;
     }
-    of_launch_at(of_scale_key(update->in.keys[0]), false); /* it has all factors it can take */
-    update->factors[0] = factor;
+    /* It has all factors it can take. */
+    if (of_launch_at(of_scale_key(update->in.keys[0]), false) == OF_TOUCH_FAILED) {
+        of_list_append(done, update);
+        return OF_REFUSED;
+    }
+    update->factors[0] = update->in.device == OF_CPU ? factor : 1.0;
     update->n_factors = 1;
     update->norm = norm;
     pthread_mutex_lock(&plan->lock);

@@ -92,7 +92,7 @@ of_touched of_launch_at(const void *key, bool foreign) {
 /* The update goes first: it reads the gradient as it was when it was created. */
 of_touched of_touch(const void *key, bool foreign) {
     of_touched updated = of_launch_at(key, foreign);
-    if (updated == OF_TOUCH_FAILED || !OF_GUARD(unread) || !of_is_scaled(key))
+    if (updated == OF_TOUCH_FAILED || !OF_GUARD(unread) || !of_registry_has_scalings())
         return updated;
     of_touched scaled = of_launch_at(of_scale_key(key), foreign);
     return scaled > updated ? scaled : updated;

@@ -36,6 +36,7 @@ void of_inputs_clear(of_update *update) {
     update->n_factors = 0;
     update->factors[0] = update->factors[1] = 1.0;
     update->scale = NULL;
+    update->reader = NULL;
 }
 
 /* Records are freed with their plan and not before: of_touch() may look at one
@@ -146,6 +147,8 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     if (status != OF_OK)
         return status;
     update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
+    if (in->device != OF_CPU && plan->mode == OF_FORWARD) /* else the plan's lock is held */
+        of_scaling_share(plan, update);
     if (plan->rule->by_host || (in->device != OF_CPU && !plan->rule->prepare_gpu)) {
         memcpy(update->scalars, group->hyper, sizeof group->hyper); /* they take the options */
         return OF_OK;

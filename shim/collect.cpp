@@ -135,6 +135,19 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
     return check_step(slot, p);
 }
 
+// Whether the update applies what clipping has left pending on its gradient.
+// Operators don't; and a kernel that writes the gradient, divided, must find there
+// what it reads.
+bool applies_factor(const Plan *plan, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+    if (plan->rule->by_host)
+        return false;
+    if (!is_gpu(p->device()))
+        return true;
+    const of_stream ready = current_stream(p->device().index());
+    return plan->mode == OF_FORWARD && !(plan->scalars.divide_gradients() && OF_GUARD(divided)) &&
+           of_scaling_fits(storage_of(g), &ready);
+}
+
 void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, Hold *hold) {
     in->param = stand_in(hold, hold->param);
     for (size_t i = 0; i < slot->plan->rule->n_state; i++)
@@ -196,8 +209,8 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         check_gradient(slot, p, g) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     launch_others(p);
-    // A kernel applies the gradient's factors, operators don't.
-    launch_others(g, plan->rule->by_host ? of_touch : of_launch_at);
+    if (has_mark(g))
+        launch_others(g, applies_factor(plan, p, g) ? of_launch_at : of_touch);
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;

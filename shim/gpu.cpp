@@ -14,21 +14,14 @@ namespace optfuse {
 
 namespace {
 
-bool load_kernels(const CudaLibrary *library, Slot *slot, const c10::TensorImpl *p, of_dtype dtype,
-                  const double *hyper) {
+bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Device &where,
+                  of_dtype dtype, const double *hyper) {
     of_cuda_update update = {};
-    double prepared[OF_MAX_HYPER] = {};
-    of_count first = {};
-    first.step = 1;
-    if (slot->plan->rule->prepare_gpu != nullptr) {
-        slot->plan->rule->prepare_gpu(hyper, &first, prepared);
-        hyper = prepared;
-    }
-    update.rule = slot->plan->rule->name;
+    update.rule = rule;
     update.dtype = dtype;
-    update.device = p->device().index();
+    update.device = where.index();
     update.hyper = hyper;
-    const c10::DeviceGuard device(p->device());
+    const c10::DeviceGuard device(where);
     library->relax(true); // a graph may be being captured
     const bool loaded = library->prepare(&update) == OF_CUDA_OK;
     library->relax(false);
@@ -41,6 +34,7 @@ bool load_kernels(const CudaLibrary *library, Slot *slot, const c10::TensorImpl 
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     Plan *plan = slot->plan;
     const double *hyper = of_plan_hyper(plan->core, slot->index);
+    double first[OF_MAX_HYPER] = {}; // scalars of a first update: all use the same kernels
     const auto ordinal = static_cast<size_t>(p->device().index());
     const uint32_t bit = UINT32_C(1) << (static_cast<unsigned>(dtype) * 8 +
                                          (plan->rule->state_used(hyper) & 7u));
@@ -49,11 +43,32 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const CudaLibrary *library = cuda_library();
     if (library == nullptr)
         return refuse(slot, "", "is on a GPU, but ", of_error_message());
-    if (!load_kernels(library, slot, p, dtype, hyper))
+    if (plan->rule->prepare_gpu != nullptr) {
+        of_count count = {};
+        count.step = 1;
+        plan->rule->prepare_gpu(hyper, &count, first);
+        hyper = first;
+    }
+    if (!load_kernels(library, plan->rule->name, p->device(), dtype, hyper))
         return refuse(slot, "", "is on a GPU, but ", library->error());
     if (ordinal < 64)
         plan->prepared[ordinal].fetch_or(bit, std::memory_order_relaxed);
     return OF_FOUND_INPUTS;
+}
+
+bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype) {
+    static const double none[OF_MAX_HYPER] = {};
+    const auto ordinal = static_cast<size_t>(device.index());
+    const uint32_t bit = UINT32_C(1) << static_cast<unsigned>(dtype);
+    if (ordinal >= 64)
+        return false;
+    if ((plan->prepared_scaling[ordinal].load(std::memory_order_relaxed) & bit) != 0)
+        return true;
+    const CudaLibrary *library = cuda_library();
+    if (library == nullptr || !load_kernels(library, "scaling", device, dtype, none))
+        return false;
+    plan->prepared_scaling[ordinal].fetch_or(bit, std::memory_order_relaxed);
+    return true;
 }
 
 bool step_is_on_gpu(const Slot *slot) {
@@ -126,6 +141,26 @@ void DeviceScalars::give(size_t group, of_inputs *in, Hold *hold) {
         in->lr_at = copy_of(lr[group], in->ready, &hold->scalars[0]);
     in->grad_scale_at = copy_of(grad_scale, in->ready, &hold->scalars[1]);
     in->found_inf_at = copy_of(found_inf, in->ready, &hold->scalars[2]);
+}
+
+void DeviceScalars::set_factor(at::Tensor by) {
+    factor = std::move(by);
+    factors.clear();
+}
+
+void DeviceScalars::give_factor(of_inputs *in, Hold *hold) {
+    at::Tensor &keep = hold->scalars[FACTOR];
+    for (const auto &[stream, known] : factors)
+        if (stream.device == in->stream.device && stream.id == in->stream.id)
+            keep = known;
+    if (!keep.defined()) {
+        const PlainMode plain;
+        const c10::Device device(gpu_type(), static_cast<c10::DeviceIndex>(in->stream.device));
+        const bool wide = factor.scalar_type() == at::kDouble;
+        keep = factor.reshape({}).to(device, wide ? at::kDouble : at::kFloat, /*non_blocking=*/true);
+        factors.emplace_back(in->stream, keep);
+    }
+    in->factor_at = data_of(keep.unsafeGetTensorImpl());
 }
 
 } // namespace optfuse

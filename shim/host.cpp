@@ -104,7 +104,8 @@ void spend_gradient(Hold *hold) {
 // An owner that frees its memory knows nothing of a launch that came late.
 void record_all(Hold *hold) {
     for (size_t i = 0; i < hold->n; i++)
-        record_on_stream(hold->storages[i].get(), hold->stream);
+        if (hold->storages[i]) // else a gradient that nobody has any more
+            record_on_stream(hold->storages[i].get(), hold->stream);
     if (hold->copy.defined())
         record_on_stream(storage_of(hold->copy.unsafeGetTensorImpl()), hold->stream);
     for (const at::Tensor &scalar : hold->scalars)
@@ -115,8 +116,8 @@ void record_all(Hold *hold) {
 void settle(void *, void *opaque, bool was_deferred) {
     Hold *hold = hold_of(opaque);
     if (hold->scaling)
-        return settle_scaling(hold, was_deferred);
-    for (size_t i = 0; was_deferred && i < hold->n; i++)
+        settle_scaling(hold, was_deferred);
+    for (size_t i = 0; was_deferred && !hold->scaling && i < hold->n; i++)
         if (!of_is_scaled(hold->storages[i].get())) // else the gradient stays pending
             unseal(hold->storages[i].get());
     if (hold->on_gpu && was_deferred)
@@ -168,6 +169,7 @@ of_host make_host(Plan *plan) {
     host.collect_gradient = collect_gradient;
     host.is_alive = is_alive;
     host.keep = keep;
+    host.share_factor = share_factor;
     return host;
 }
 

@@ -128,13 +128,12 @@ void sweep(const std::vector<GradientOf> &of) {
 }
 
 // Multiplies the gradients of slots by a 0-dim tensor, rounding to their dtypes.
+// Nobody may write to the factor any more.
 void scale_gradients(const std::vector<int64_t> &plans, const std::vector<int64_t> &slots,
                      const at::Tensor &factor) {
     const std::vector<GradientOf> of = gradients_of(plans, slots);
-    const double number = factor.item<double>();
     sweep(of);
-    for (const GradientOf &g : of)
-        scale_one(g, number, std::numeric_limits<float>::quiet_NaN(), factor);
+    scale_all(of, factor);
 }
 
 std::optional<at::Tensor> norms_of_gradients(const std::vector<int64_t> &plans,

@@ -51,6 +51,8 @@ struct Slot {
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
 
+enum { FACTOR = 3 }; // of Hold::scalars
+
 struct Hold {
     Slot *slot = nullptr;
     bool spends = false; // the gradient is replaced after the update
@@ -78,19 +80,29 @@ struct Hold {
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
     of_stream ready = {};   // and if not
-    at::Tensor scalars[3];  // copies of device scalars that it reads
+    at::Tensor scalars[4];  // device scalars that it reads: copies, and the factor
 };
 
 // Scalars of this step that live on a GPU: learning rates, the loss scale and
-// whether a gradient overflowed. An update that runs later reads a copy, which
-// nobody rewrites.
+// whether a gradient overflowed; and the factor of the clipping under way. An update
+// that runs later reads a copy, which nobody rewrites.
 class DeviceScalars {
   public:
     // lr: one for each group, undefined where it is a number.
     void set(std::vector<at::Tensor> lr, at::Tensor grad_scale, at::Tensor found_inf);
     bool scale_gradients() const { return grad_scale.defined() || found_inf.defined(); }
+    // Whether updates write the gradients that they have divided.
+    bool divide_gradients() const { return grad_scale.defined(); }
     // Fills in the addresses and the references that keep them valid.
     void give(size_t group, of_inputs *in, Hold *hold);
+    // A 0-dim tensor that nobody writes to any more, or an undefined one.
+    void set_factor(at::Tensor by);
+    // Whether it is of this dtype. PyTorch's operators differ in how they round one
+    // of another dtype, and are left to do so.
+    bool has_factor(at::ScalarType dtype) const {
+        return factor.defined() && factor.scalar_type() == dtype;
+    }
+    void give_factor(of_inputs *in, Hold *hold);
 
   private:
     struct Copy {
@@ -101,9 +113,11 @@ class DeviceScalars {
     const float *copy_of(const at::Tensor &scalar, const of_stream &stream, at::Tensor *keep);
     bool any = false;
     std::vector<at::Tensor> lr;
-    at::Tensor grad_scale, found_inf;
+    at::Tensor grad_scale, found_inf, factor;
     std::mutex lock; // guards copies: gradient hooks of two devices may come at once
     std::vector<Copy> copies;
+    // The factor in the type of the computation, on the devices that have asked for it.
+    std::vector<std::pair<of_stream, at::Tensor>> factors;
 };
 
 // of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
@@ -128,6 +142,8 @@ struct Plan {
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint32_t> prepared[64] = {};
+    // Bit dtype: those that multiply gradients have been.
+    std::atomic<uint32_t> prepared_scaling[64] = {};
 };
 
 inline Plan *plan_of(of_shim_plan *handle) { return reinterpret_cast<Plan *>(handle); }
@@ -175,12 +191,16 @@ struct GradientOf {
     const at::Tensor &grad() const { return slot->param->grad(); }
 };
 // Multiplies a gradient, when it is next read, by a 0-dim tensor whose value is
-// `number`; norm: of the result, NaN if not known.
+// `number`; norm: of the result, NaN if not known. False: it can't be left pending.
+bool scale_later(const GradientOf &of, double number, float norm);
 void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor);
+// All of them; on a GPU the host does not wait for the factor's value.
+void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor);
 of_found collect_gradient(void *ctx, void *tensor, of_inputs *in);
 bool is_alive(void *ctx, void *hold);
 bool keep(void *ctx, void *hold);
 bool defer_scaling(Hold *hold);
+void share_factor(void *ctx, void *to, const void *from);
 void settle_scaling(Hold *hold, bool was_deferred);
 
 // norm.cpp
@@ -210,6 +230,8 @@ void note_stepping_thread();
 
 // gpu.cpp: the part of collect() that concerns a GPU
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
+// Whether the kernels that multiply gradients of this dtype are loaded now.
+bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype);
 bool step_is_on_gpu(const Slot *slot);
 // The device, its stream and scalars; or why it can't be there.
 of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold);

@@ -15,6 +15,7 @@
 
 #include "../rules/adagrad.h"
 #include "../rules/adam.h"
+#include "../rules/scaling.h"
 #include "../rules/sgd.h"
 
 typedef OF_RULE_NAME(constants) of_constants;

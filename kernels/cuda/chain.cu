@@ -5,8 +5,15 @@
 // chain_element.h) and gets two kernels for each set of state that the rule uses.
 #include "tensor.cuh"
 
+// What all elements of a block have in common.
+struct of_block {
+    of_chain chain;
+    of_real factor;
+    bool multiplied;
+};
+
 template <unsigned USED, int N>
-OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_chain &chain, uint64_t at) {
+OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block, uint64_t at) {
     of_pack<N> param = of_load<N>(tensor.param, at);
     const of_pack<N> grad = of_load<N>(tensor.grad, at);
     of_pack<N> state[OF_MAX_STATE];
@@ -21,7 +28,9 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_chain &chain,
         for (int i = 0; i < OF_MAX_STATE; i++)
             if (USED >> i & 1)
                 e.state[i] = of_widen(state[i].lane[lane]);
-        of_chain_update(&chain, &e);
+        if (block.multiplied)
+            of_chain_multiply(block.factor, &e);
+        of_chain_update(&block.chain, &e);
         param.lane[lane] = of_narrow(e.param);
 #pragma unroll
         for (int i = 0; i < OF_MAX_STATE; i++)
@@ -39,9 +48,12 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_chain &chain,
 template <unsigned USED>
 OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *words) {
     const of_tensor tensor = of_unpack<USED>(of_find<USED>(words, common.entries, blockIdx.x));
-    of_chain chain = of_chain_round(common.hyper);
+    of_block block;
+    block.chain = of_chain_round(common.hyper);
+    block.multiplied = common.factor_at != nullptr;
+    block.factor = block.multiplied ? *static_cast<const of_real *>(common.factor_at) : (of_real)1;
 #ifdef OF_RULE_RMSPROP // known here, so that the other ways are left out
-    chain.scalars.chain.variant =
+    block.chain.scalars.chain.variant =
         (USED & 1 << RMSPROP_MOMENTUM_BUFFER ? RMSPROP_WITH_MOMENTUM : 0) |
         (USED & 1 << RMSPROP_GRAD_AVG ? RMSPROP_WITH_CENTER : 0);
 #endif
@@ -51,11 +63,11 @@ OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *
     if (of_aligned<USED>(tensor, 16)) {
         const uint64_t packed = end - end % OF_LANES;
         for (uint64_t i = at + threadIdx.x * OF_LANES; i < packed; i += blockDim.x * OF_LANES)
-            of_update_pack<USED, OF_LANES>(tensor, chain, i);
+            of_update_pack<USED, OF_LANES>(tensor, block, i);
         at = packed;
     }
     for (uint64_t i = at + threadIdx.x; i < end; i += blockDim.x)
-        of_update_pack<USED, 1>(tensor, chain, i);
+        of_update_pack<USED, 1>(tensor, block, i);
 }
 
 #define OF_CUDA_NAME(used, size)                                                                   \

@@ -27,6 +27,8 @@ static void update_one(const of_span *span, const of_chain *chain, unsigned used
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             e.state[i] = load(span->state[i], at);
+    for (int i = 0; span->factors && i < 2; i++)
+        of_chain_multiply((of_real)span->factors[i], &e);
     of_chain_update(chain, &e);
     store(span->param, at, e.param);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)

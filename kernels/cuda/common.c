@@ -12,6 +12,7 @@
 #include "rules/radam_foreach.h"
 #include "rules/rmsprop.h"
 #include "rules/rprop.h"
+#include "rules/scaling.h"
 #include "rules/sgd.h"
 
 typedef struct rule {
@@ -47,6 +48,7 @@ OF_PREPARED(OF_USED)
 
 /* kernels.h has such a table too; this library has to stand alone. */
 static const rule rules[] = {{"adam", ADAM_N_HYPER * sizeof(double), adam_state_used, false},
+                             {"scaling", 0, scaling_state_used, false},
                              {"sgd", SGD_N_HYPER * sizeof(double), sgd_state_used, false},
                              OF_PREPARED(OF_PREPARED_ROW)};
 
@@ -56,6 +58,7 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
     common->lr_at = update->lr_at;
     common->grad_scale_at = update->grad_scale_at;
     common->found_inf_at = update->found_inf_at;
+    common->factor_at = update->factor_at;
     common->early = early;
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
         const rule *known = &rules[i];

@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 2 };
+enum { OF_CUDA_ABI_VERSION = 3 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -51,13 +51,17 @@ typedef struct of_cuda_entry {
 typedef struct of_cuda_update {
     const char *rule;
     of_dtype dtype;
-    int device;                 /* ordinal, used if no context is current */
-    const double *hyper;        /* in the rule's order; or what of_rule.prepare_gpu() made of
-                                   them, for rules that have it: then no device scalars */
+    int device; /* ordinal, used if no context is current */
+    /* In the rule's order; or what of_rule.prepare_gpu() made of them, for rules that have
+     * it: then nothing but the factor may be on the device. */
+    const double *hyper;
     const float *lr_at;         /* device; instead of the lr in hyper, or NULL */
     const float *grad_scale_at; /* device; gradients are divided by it, or NULL */
     const float *found_inf_at;  /* device; 1 skips the update, or NULL */
-    void *stream;               /* CUstream or cudaStream_t */
+    /* Device, of the type of the computation: float, or double for float64. Before anything
+     * else gradients are multiplied by it, rounded to their dtype; or NULL. */
+    const void *factor_at;
+    void *stream; /* CUstream or cudaStream_t */
 } of_cuda_update;
 
 OF_CUDA_API int of_cuda_abi_version(void);
@@ -72,7 +76,8 @@ OF_CUDA_API of_cuda_status of_cuda_open(void);
 OF_CUDA_API of_cuda_status of_cuda_prepare(const of_cuda_update *update);
 
 /* Updates n_entries tensors on update->stream: one launch per table, which has
- * room for several hundred tensors. */
+ * room for several hundred tensors. The rule "scaling" has no options and no state:
+ * the parameter becomes the gradient times *factor_at, and may be the same memory. */
 OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
                                           const of_cuda_entry *entries, size_t n_entries);
 

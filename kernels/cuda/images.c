@@ -20,7 +20,8 @@ typedef struct image {
 } image;
 
 #define OF_RULES(X)                                                                                \
-    X(adam) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad) X(lion)
+    X(adam)                                                                                        \
+    X(scaling) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad) X(lion)
 #define OF_DECLARE(rule)                                                                           \
     extern const unsigned long long of_image_##rule##_float32[], of_image_##rule##_float64[],      \
         of_image_##rule##_bfloat16[], of_image_##rule##_float16[];

@@ -24,6 +24,13 @@ static void store(void *to, size_t at, of_real value) {
 #endif
 }
 
+/* To the dtype, as memory would. */
+static of_real rounded(of_real value) {
+    of_stored stored;
+    store(&stored, 0, value);
+    return load(&stored, 0);
+}
+
 static of_moment moment_of(const of_cuda_scalars *s) {
     const of_moment now = {(of_real)s->lr, (of_real)s->correction1, (of_real)s->correction2,
                            s->first,       s->unscaled != NULL,     OF_NARROW,
@@ -34,6 +41,8 @@ static of_moment moment_of(const of_cuda_scalars *s) {
 static void update_one(const of_span *span, const of_cuda_scalars *s, const cuda_constants *k,
                        unsigned used, size_t at) {
     of_element e = {load(span->param, at), load(span->grad, at), {0}};
+    if (s->factor)
+        e.grad = rounded(e.grad * (of_real)*s->factor);
     if (s->unscaled) {
         e.grad = e.grad / (of_real)s->grad_scale;
         store(s->unscaled, at, e.grad);

@@ -31,6 +31,7 @@ typedef struct of_cuda_common {
     const float *lr_at;
     const float *grad_scale_at;
     const float *found_inf_at;
+    const void *factor_at;
     uint32_t entries;
     uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
     uint8_t early;           /* of_cuda_early() of this chip */

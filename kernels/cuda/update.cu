@@ -14,6 +14,8 @@ typedef OF_RULE_NAME(cuda_constants) of_cuda_constants;
 // What all elements of a block have in common.
 struct of_block {
     of_cuda_constants constants;
+    of_real factor;
+    bool multiplied;
     of_real grad_scale;
     bool scaled;
     bool quad; // the reference takes this tensor in fours
@@ -30,6 +32,8 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
 #pragma unroll
     for (int lane = 0; lane < N; lane++) {
         of_element e = {of_widen(param.lane[lane]), of_widen(grad.lane[lane]), {0}};
+        if (block.multiplied) // as a pass over memory would have left it
+            e.grad = of_widen(of_narrow(e.grad * block.factor));
         if (block.scaled) {
             e.grad = e.grad / block.grad_scale;
             grad.lane[lane] = of_narrow(e.grad);
@@ -64,6 +68,8 @@ OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *
     const of_moment now = of_moment_of(common, tensor.step);
     of_block block;
     block.constants = OF_RULE_NAME(cuda_round)(common.hyper, &now);
+    block.multiplied = common.factor_at != nullptr;
+    block.factor = block.multiplied ? *static_cast<const of_real *>(common.factor_at) : (of_real)1;
     block.scaled = now.scaled;
     block.grad_scale = now.scaled ? (of_real)*common.grad_scale_at : (of_real)1;
     block.quad = tensor.n % 4 == 0 && of_aligned<USED>(tensor, 4 * sizeof(of_stored));
@@ -97,6 +103,9 @@ OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *
 // The sets of state a rule can use, as bits.
 #if defined(OF_RULE_ADAM)
 OF_CUDA_KERNELS(3, 7)
+#elif defined(OF_RULE_SCALING)
+OF_CUDA_KERNEL(0, small)
+OF_CUDA_KERNEL(0, large)
 #elif defined(OF_RULE_SGD)
 OF_CUDA_KERNELS(0, 1)
 #else

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse import _link
+from optfuse._gpu import is_on_gpu
 from optfuse._native import BACKWARD, Error, guard
 
 
@@ -31,30 +32,38 @@ def _owner(param: Tensor, links: list[_link.Link]) -> tuple[_link.Link, int] | N
     return None
 
 
+def _folds(link: _link.Link, grad: Tensor) -> bool:
+    """Whether multiplying this gradient may be left to whoever reads it. On a GPU
+    an update by the optimizer's own operators would read it just the same."""
+    return link.fold and not (link.rule.by_host and is_on_gpu(grad))
+
+
 class Gradients:
-    """The gradients of these parameters: in slots of plans, or not fused."""
+    """The gradients of these parameters: in slots of plans, or left to torch."""
 
     def __init__(self, params: list[Tensor]) -> None:
         links = sorted(_link.links.values(), key=lambda link: link.mode != BACKWARD)
         self.plans: list[int] = []
         self.slots: list[int] = []
         self.plain: list[Tensor] = []  # parameters
+        self.on_gpu = False
         for param in params:
             owner = _owner(param, links)
             if owner is not None:
                 _refuse_backward(*owner)
             if param.grad is None:
                 continue
-            if owner is None:
+            if owner is None or not _folds(owner[0], param.grad):
                 self.plain.append(param)
                 continue
+            self.on_gpu = self.on_gpu or is_on_gpu(param.grad)
             owner[0].marked = True
             self.plans.append(owner[0].plan)
             self.slots.append(owner[1])
 
     def norms(self) -> Tensor | None:
         """Their 2-norms in this order, or None if an operator must find them."""
-        if self.plain or not _our_norm_is_torchs():
+        if self.plain or self.on_gpu or not _our_norm_is_torchs():
             return None
         norms: Tensor | None = torch.ops.optfuse.norms(self.plans, self.slots)
         return norms
@@ -126,9 +135,11 @@ def clip_grad_norm_(
     """torch.nn.utils.clip_grad_norm_ without its pass over the gradients.
 
     parameters: an optimizer, or parameters of any shape. Gradients of fused
-        ones (forward mode, dense, CPU; float32, float64, bfloat16, float16) are
+        ones (forward mode, dense; float32, float64, bfloat16, float16) are
         multiplied where the update reads them, or at their first use if that
-        comes earlier; all others at once, by torch's own function.
+        comes earlier; all others at once, by torch's own function. On a GPU
+        that is so for optimizers with a CUDA kernel, and nothing waits for the
+        norm; while a CUDA graph is captured all are multiplied at once.
     max_norm, norm_type, error_if_nonfinite, foreach: as torch's.
 
     Returns the total norm, a 0-dim tensor of the dtype that torch gives it. The
@@ -146,7 +157,7 @@ def clip_grad_norm_(
         )
     norm = _total_norm(gradients, params, norm_type, error_if_nonfinite, foreach)
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-    if factor.item() != 1.0:
+    if is_on_gpu(factor) or factor.item() != 1.0:
         gradients.scale(factor)
     if gradients.plain:
         torch.nn.utils.clip_grads_with_norm_(gradients.plain, max_norm, norm, foreach)

@@ -68,8 +68,9 @@ def fuse(
     max_grad_norm: step() first clips the gradients of this optimizer to this
         2-norm, as clip_grad_norm_() does; for loops that can't be edited.
         Forward mode only.
-    fold: in forward mode, whether torch.amp.GradScaler's unscaling is left to
-        the update, as clipping is. It changes no result.
+    fold: in forward mode, whether multiplying gradients is left to the update,
+        in clip_grad_norm_() and max_grad_norm, and, on the CPU, when
+        torch.amp.GradScaler unscales. It changes no result.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -117,8 +118,7 @@ def try_on_gpu(stock: type[Optimizer], groups: list[dict[str, Any]]) -> None:
     each kind of parameters."""
     rule = RULES.get(stock)
     if rule is not None and rule.tried:
-        there = [g for g in groups if any(is_gpu(p.device) for p in g["params"])]
-        _gpu_trial.make(stock, there, lambda small: _fuse(small, How(), rule.on_gpus()))
+        _gpu_trial.make(stock, groups, lambda small: _fuse(small, How(), rule.on_gpus()))
 
 
 def _fuse(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:

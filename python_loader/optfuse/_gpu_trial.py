@@ -4,10 +4,10 @@ bits, on that very GPU?
 
 For Adam, AdamW and SGD the kernels reproduce fused=True whatever a trial finds
 (_selfcheck.py). The rules here promise the bits of the class's own step(), with the
-flags that it was made with. What PyTorch's operators round where is known, but
-depends on how its compiler contracted them for a chip and a release. So a few steps
-are taken both ways; kernels run only where every bit is equal, and else the
-class's own step() does."""
+flags that it was made with. Where PyTorch's operators round is known, but depends on
+how its compiler contracted them for a chip and a release. So a few steps are taken
+both ways; kernels run only where every bit is equal, and else the class's own step()
+does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def kinds(stock: type[Optimizer], groups: list[Group]) -> Iterator[tuple[Kind, G
     for group in groups:
         options = {k: v for k, v in group.items() if k not in _LEFT_OUT}
         text = repr(sorted(options.items()))
-        for dtype, device in sorted({(p.dtype, p.device) for p in group["params"]}, key=str):
+        places = {(p.dtype, p.device) for p in group["params"] if is_gpu(p.device)}
+        for dtype, device in sorted(places, key=str):
             yield (stock, dtype, device, text), options
 
 

@@ -87,7 +87,7 @@ class Link:
         self.eager = how.eager
         self.passes = Passes(how.accumulate)
         self.max_grad_norm = how.max_grad_norm
-        self.fold = how.fold  # GradScaler's unscaling into the update
+        self.fold = how.fold  # clipping and GradScaler's unscaling into the update
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         isa = os.environ.get("OPTFUSE_ISA", "").encode()

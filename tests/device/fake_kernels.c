@@ -24,7 +24,8 @@ static void add(ranges *r, uint64_t address, size_t bytes, bool write) {
         r->at[r->n++] = (fake_range){(const void *)(uintptr_t)address, bytes, write};
 }
 
-static void add_common(ranges *r, const of_cuda_common *common) {
+static void add_common(ranges *r, const of_cuda_common *common, size_t element) {
+    add(r, (uintptr_t)common->factor_at, element > sizeof(float) ? element : sizeof(float), false);
     add(r, (uintptr_t)common->lr_at, sizeof(float), false);
     add(r, (uintptr_t)common->grad_scale_at, sizeof(float), false);
     add(r, (uintptr_t)common->found_inf_at, sizeof(float), false);
@@ -61,7 +62,7 @@ static void read_update(ranges *r, const char *kernel, const void *table) {
     const of_cuda_common *common = (const of_cuda_common *)table;
     const uint64_t *word = (const uint64_t *)(common + 1);
     const unsigned states = states_of(kernel);
-    add_common(r, common);
+    add_common(r, common, element_of(kernel));
     for (uint32_t i = 0; i < common->entries; i++)
         add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states), states,
                   element_of(kernel));

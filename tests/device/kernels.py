@@ -33,6 +33,7 @@ class Update(ctypes.Structure):
         ("lr_at", ctypes.c_void_p),
         ("grad_scale_at", ctypes.c_void_p),
         ("found_inf_at", ctypes.c_void_p),
+        ("factor_at", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
     ]
 
@@ -41,7 +42,7 @@ def _address(tensor):
     return tensor.data_ptr() if tensor is not None else None
 
 
-def launch(rule, hyper, tensors, stream, *, lr=None, grad_scale=None, found_inf=None):
+def launch(rule, hyper, tensors, stream, *, lr=None, grad_scale=None, found_inf=None, factor=None):
     """tensors: (param, grad, state, step) each; step: a number or a tensor."""
     entries = (Entry * len(tensors))()
     for entry, (param, grad, state, step) in zip(entries, tensors, strict=True):
@@ -59,6 +60,7 @@ def launch(rule, hyper, tensors, stream, *, lr=None, grad_scale=None, found_inf=
         _address(lr),
         _address(grad_scale),
         _address(found_inf),
+        _address(factor),
         stream.native_handle,
     )
     status = _lib.of_cuda_launch(ctypes.byref(update), entries, ctypes.c_size_t(len(entries)))

@@ -19,6 +19,8 @@ import fakecuda
 import torch
 from fakecuda import NAME
 
+import optfuse
+
 STREAMS = 3
 MOST_REPAIRS = 60
 
@@ -88,6 +90,11 @@ def write_grad(m, s, seed):
         grad.mul_(0.5)
 
 
+def clip(m, s, seed):
+    """By torch's own function, where the optimizer is stock's."""
+    m.outputs.append(optfuse.clip_grad_norm_(m.optimizer, 0.1 * (seed % 5)))
+
+
 def drop_grad(m, s, seed):
     m.params[seed % 3].grad = None
 
@@ -120,7 +127,7 @@ def forget(m, s, seed):
 
 
 FORWARD = [backward, step, step, zero_grad, evaluate, read_param, write_param, read_grad]
-FORWARD += [write_grad, drop_grad, read_state, use_memory]
+FORWARD += [write_grad, drop_grad, read_state, use_memory, clip, clip]
 BACKWARD = [train, train, evaluate, read_param, write_param, read_state, use_memory]
 Action = tuple[Callable, int, int]
 

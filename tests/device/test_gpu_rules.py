@@ -257,6 +257,24 @@ def test_a_group_that_would_go_another_way_now_raises(change, small_trials):
     assert optimizer.state[params[0]]["step"] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [c for c in OPTIONS if c is not Lion], ids=lambda c: c.__name__)
+def test_clipping_that_is_left_to_the_update_is_in_it(cls, dtype, small_trials):
+    def script(wrap):
+        params = parameters(dtype, sizes=(7, 64, 1003))
+        optimizer = wrap(cls(params, lr=1e-2))
+        clip = optfuse.clip_grad_norm_ if wrap.fused else torch.nn.utils.clip_grad_norm_
+        for step in range(4):
+            for p in params:
+                torch.manual_seed(step)
+                p.grad = torch.randn(p.shape).to(NAME, dtype)
+            clip(params, 0.5)
+            optimizer.step()
+        yield "parameters", params
+
+    legal(script)
+
+
 def test_checkpoints_go_both_ways(small_trials):
     """load_state_dict() moves NAdam's mu_product to the GPU."""
     def script(wrap):

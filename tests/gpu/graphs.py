@@ -31,6 +31,7 @@ class Iteration:
         self.optimizer = wrap(make(self.model.parameters()))
         self.x, self.y = (t.clone() for t in on.batch(0))
         self.loss: Tensor | None = None
+        self.limit: float | None = None  # of the gradients' norm
 
     def load(self, i: int) -> None:
         x, y = self.on.batch(i)
@@ -38,11 +39,19 @@ class Iteration:
         self.y.copy_(y)
 
     def run(self, step: bool = True) -> None:
+        self.backward()
+        if step:
+            self.clip()
+            self.optimizer.step()
+
+    def clip(self) -> None:
+        if self.limit is not None:
+            optfuse.clip_grad_norm_(self.optimizer, self.limit)
+
+    def backward(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = nn.functional.mse_loss(self.model(self.x), self.y)
         self.loss.backward()
-        if step:
-            self.optimizer.step()
 
     def warm_up(self, step: bool = True) -> None:
         """As PyTorch's documentation asks: on a side stream, before a capture."""
@@ -108,6 +117,44 @@ def forward_and_backward_in_a_graph_and_step_outside(on: On) -> None:
             graph.replay()
             one.optimizer.step()
             yield "loss", one.loss
+        yield from common.everything(one.model, one.optimizer)
+
+    on.same(script)
+
+
+@scenario(devices=CUDA, modes=("forward",))
+def whole_iterations_with_clipping_in_a_graph(on: On) -> None:
+    def script(wrap: Any) -> Any:
+        one = Iteration(on, wrap)
+        one.limit = 0.05
+        one.warm_up()
+        graph = one.capture()
+        for i in range(STEPS):
+            one.load(10 + i)
+            graph.replay()
+            yield "loss", one.loss
+        yield from common.everything(one.model, one.optimizer)
+
+    on.same(script, prove=False)
+
+
+@scenario(devices=CUDA, modes=("forward",))
+def forward_and_backward_in_a_graph_and_clipping_outside(on: On) -> None:
+    """A replay writes gradients that are still to be multiplied."""
+
+    def script(wrap: Any) -> Any:
+        one = Iteration(on, wrap, common.adamw)
+        one.limit = 0.05
+        one.warm_up(step=False)
+        graph = one.capture(step=False)
+        for i in range(STEPS):
+            one.load(10 + i)
+            graph.replay()
+            one.clip()
+            one.optimizer.step()
+            yield "loss", one.loss
+            if i == 2:
+                yield "gradients", [p.grad for p in one.model.parameters()]
         yield from common.everything(one.model, one.optimizer)
 
     on.same(script)

@@ -13,7 +13,7 @@ extern "C" {
 #include "../kernels/arrays.h"
 }
 
-enum { TENSORS = 12, MOST = 50000, PADDING = 256 };
+enum { TENSORS = 12, MOST = 50000, PADDING = 256, SCALARS = 4 };
 
 template <class T>
 __global__ void corrections(double beta1, double beta2, float step, double *out) {
@@ -30,7 +30,8 @@ struct tensor {
 
 static tensor tensors[TENSORS];
 static double *device_corrections;
-static float *device_scalars; // lr, grad_scale, found_inf, steps
+static float *device_scalars; // lr, grad_scale, found_inf, factor, steps
+static double *device_factor; // for float64
 
 static double pick(uint64_t *random, const double *values, size_t n) {
     return values[random_next(random) % n];
@@ -91,8 +92,8 @@ static of_cuda_entry upload(tensor *t, of_dtype dtype, unsigned used, size_t ind
     entry.n = n;
     entry.step = t->step;
     if (random_next(random) % 2) {
-        entry.step_at = device_scalars + 3 + index;
-        GPU(cudaMemcpy(device_scalars + 3 + index, &t->step, 4, cudaMemcpyHostToDevice));
+        entry.step_at = device_scalars + SCALARS + index;
+        GPU(cudaMemcpy(device_scalars + SCALARS + index, &t->step, 4, cudaMemcpyHostToDevice));
     }
     return entry;
 }
@@ -131,8 +132,10 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
     s.correction2 = both[1];
     s.first = t->step <= 1.0f;
     s.unscaled = scaled ? t->wanted.at[1] : NULL;
-    const of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
+    of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
     if (rule->prepare_gpu) {
+        const double factors[] = {s.factor ? *s.factor : 1.0, 1.0};
+        span.factors = s.factor ? factors : NULL;
         of_kernel_find(rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)
             ->run(&span, prepared);
         return;
@@ -169,11 +172,15 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
     of_cuda_entry entries[TENSORS];
     random_options(rule, s.hyper, random);
     const float lr = 0.25f, scale = 1024.0f, infinite = 0.0f;
-    const float scalars[] = {lr, scale, infinite};
+    const float factor = dtype == OF_FLOAT64 ? 0.0f : 0.3f;
+    const double wide = dtype == OF_FLOAT64 ? 1.0 / 3.0 : (double)factor;
+    const float scalars[SCALARS] = {lr, scale, infinite, factor};
+    GPU(cudaMemcpy(device_factor, &wide, sizeof wide, cudaMemcpyHostToDevice));
     GPU(cudaMemcpy(device_scalars, scalars, sizeof scalars, cudaMemcpyHostToDevice));
     const bool lr_there = random_next(random) % 2, scaled = random_next(random) % 2;
     s.lr = lr_there ? (double)lr : s.hyper[0];
     s.grad_scale = scale;
+    s.factor = random_next(random) % 2 ? &wide : NULL;
     s.early = of_cuda_early(major, dtype);
     of_cuda_update update = {};
     update.rule = rule->name;
@@ -182,6 +189,8 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
     update.lr_at = lr_there ? device_scalars : NULL;
     update.grad_scale_at = scaled ? device_scalars + 1 : NULL;
     update.found_inf_at = random_next(random) % 2 ? device_scalars + 2 : NULL;
+    if (s.factor)
+        update.factor_at = dtype == OF_FLOAT64 ? (void *)device_factor : device_scalars + 3;
     if (rule->prepare_gpu)
         prepare(rule, &update, random);
     for (size_t i = 0; i < TENSORS; i++)
@@ -236,6 +245,7 @@ int main(int argc, char **argv) {
             GPU(cudaMalloc(&tensors[i].device[k], MOST * sizeof(double) + PADDING));
     }
     GPU(cudaMalloc(&device_corrections, 2 * sizeof(double)));
-    GPU(cudaMalloc(&device_scalars, (3 + TENSORS) * sizeof(float)));
+    GPU(cudaMalloc(&device_scalars, (SCALARS + TENSORS) * sizeof(float)));
+    GPU(cudaMalloc(&device_factor, sizeof(double)));
     return check_all(seed, rounds, major) ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -30,6 +30,7 @@ ALWAYS = {
     "key": "weight read by clone",
     "raw": "state read by torch.save",
     "privacy": "aliases held across steps",
+    "factors": "clipping left to the update",
 }
 #: Guard, and the scenario that breaks without it: a test that can fail.
 CONTROLS = {

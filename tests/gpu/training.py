@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,86 @@ def clipping_and_accumulation(on: On) -> None:
     on.same(script)
 
 
-def amp_training(on: On, unscale: bool) -> None:
+@contextmanager
+def without_waiting(on: On) -> Iterator[None]:
+    """Raises if the host waits for the GPU."""
+    if on.is_cuda:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if on.is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def clipped_training(on: On, make: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Now and then somebody looks at gradients, before step() or after it."""
+
+    def script(wrap: Any) -> Any:
+        model = on.net().to(dtype)
+        optimizer = wrap(make(model.parameters()))
+        for i in range(2 * STEPS):
+            optimizer.zero_grad()
+            x, y = (t.to(dtype) for t in on.batch(i))
+            nn.functional.mse_loss(model(x), y).backward()
+            with without_waiting(on):
+                norm = optfuse.clip_grad_norm_(optimizer, 0.05)
+                if i % 4 == 1:
+                    model[0].weight.grad.add_(0.25)
+                if i:  # the first one makes the state
+                    optimizer.step()
+            if not i:
+                optimizer.step()
+            yield "norm", norm
+            if i % 4 == 2:
+                yield "gradients", [p.grad for p in model.parameters()]
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+@scenario(modes=("forward",))
+def clipping_left_to_the_update(on: On) -> None:
+    clipped_training(on, common.adamw)
+
+
+@scenario(modes=("forward",))
+def clipping_left_to_updates_by_SGD(on: On) -> None:
+    clipped_training(on, common.sgd)
+
+
+@scenario(modes=("forward",))
+def clipping_of_bfloat16_left_to_the_update(on: On) -> None:
+    clipped_training(on, common.adamw, torch.bfloat16)
+
+
+@scenario(modes=("forward",))
+def clipping_of_float64_left_to_the_update(on: On) -> None:
+    clipped_training(on, common.adamw, torch.float64)
+
+
+@scenario(modes=("forward",))
+def clipping_of_mixed_dtypes(on: On) -> None:
+    """The factor is of the widest dtype, and the gradients of others are multiplied
+    at once."""
+
+    def script(wrap: Any) -> Any:
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        params = [nn.Parameter(on.batch(i, 300)[0].to(t)) for i, t in enumerate(dtypes)]
+        optimizer = wrap(common.adamw(params))
+        for i in range(STEPS):
+            for p in params:
+                p.grad = on.batch(10 + i, 300)[0].to(p.dtype)
+            yield "norm", optfuse.clip_grad_norm_(optimizer, 0.1)
+            if i == 2:
+                yield "gradients", [p.grad for p in params]
+            optimizer.step()
+        yield "parameters", params
+
+    on.same(script)
+
+
+def amp_training(on: On, unscale: bool, clip: Any = nn.utils.clip_grad_norm_) -> None:
     """Half precision with a loss scale that overflows now and then."""
 
     def script(wrap: Any) -> Any:
@@ -135,7 +214,7 @@ def amp_training(on: On, unscale: bool) -> None:
             scaler.scale(loss).backward()
             if unscale:
                 scaler.unscale_(optimizer)
-                yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                yield "norm", clip(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
             yield "scale", scaler.get_scale()
@@ -152,6 +231,11 @@ def autocast_and_grad_scaler(on: On) -> None:
 @scenario(modes=("forward",))
 def autocast_and_grad_scaler_with_unscale_and_clip(on: On) -> None:
     amp_training(on, unscale=True)
+
+
+@scenario(modes=("forward",))
+def autocast_and_grad_scaler_with_our_clipping(on: On) -> None:
+    amp_training(on, unscale=True, clip=optfuse.clip_grad_norm_)
 
 
 @scenario(modes=("backward",))

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "fixture.h"
+#include "scale.h"
 
 enum { HOST = FAKE_STREAMS };
 
@@ -99,16 +100,27 @@ static of_stream current(void *ctx, int ordinal) {
     return (of_stream){ordinal, device.current, device.capture[device.current]};
 }
 
-static void use_all(const of_cuda_entry *entry, int stream) {
+static void use_all(const of_cuda_update *update, const of_cuda_entry *entry, int stream) {
     fake_timeline_access(&device.timeline, stream, entry->param, true, "the update");
+    if (update->factor_at)
+        fake_timeline_access(&device.timeline, stream, update->factor_at, false, "the update");
     fake_timeline_access(&device.timeline, stream, entry->grad, false, "the update");
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         if (entry->state[i])
             fake_timeline_access(&device.timeline, stream, entry->state[i], true, "the update");
 }
 
+static void multiply(const of_cuda_update *update, const of_cuda_entry *entry) {
+    const double factors[OF_MAX_FACTORS] = {(double)*(const float *)update->factor_at, 1.0};
+    of_scale_find(update->dtype, OF_ISA_C)(entry->param, entry->grad, entry->n, factors);
+}
+
 /* With the CPU's kernel, so that the fixture's yardstick holds here too. */
 static void compute(const of_cuda_update *update, const of_cuda_entry *entry) {
+    if (strcmp(update->rule, "scaling") == 0) {
+        multiply(update, entry);
+        return;
+    }
     const of_rule *rule = of_rule_find(update->rule);
     const of_kernel *kernel =
         of_kernel_find(update->rule, OF_REF_CPU_FUSED, update->dtype, OF_CPU, of_isa_detect());
@@ -118,6 +130,10 @@ static void compute(const of_cuda_update *update, const of_cuda_entry *entry) {
     of_span span = {.param = entry->param, .grad = entry->grad, .n = entry->n};
     memcpy(span.state, entry->state, sizeof span.state);
     span.tail = of_tail(rule, OF_REF_CPU_FUSED, update->dtype, 32, entry->n);
+    const double factors[OF_MAX_FACTORS] = {
+        update->factor_at ? (double)*(const float *)update->factor_at : 1.0, 1.0};
+    if (update->factor_at)
+        span.factors = factors;
     if (entry->n)
         kernel->run(&span, scalars);
 }
@@ -134,7 +150,7 @@ static bool launch(void *ctx, const of_stream *stream, of_cuda_update *update,
     device.last_stream = id;
     for (size_t i = 0; i < n; i++) {
         compute(update, &entries[i]);
-        use_all(&entries[i], id);
+        use_all(update, &entries[i], id);
     }
     return true;
 }

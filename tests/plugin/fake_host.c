@@ -16,6 +16,7 @@ typedef struct fake_hold {
     fake_tensor *tensor;
     fake_buffer *buffers[MAX_BUFFERS]; /* parameter, gradient, state */
     size_t n_buffers;
+    fake_buffer *factor; /* on a device */
     bool inside;  /* the update */
     bool scaling; /* of a gradient: there is no commit() */
     bool committed;
@@ -177,6 +178,11 @@ static of_found collect(void *ctx, void *opaque, of_inputs *in) {
         return OF_FOUND_NOTHING;
     if (tensor->lacks_state)
         return OF_FOUND_NEEDS_STATE;
+    if (tensor->device == OF_CUDA && host->table.device) {
+        const of_stream ready = host->table.device->current(host, 0);
+        if (!of_scaling_fits(tensor->grad, &ready))
+            of_touch(tensor->grad, false);
+    }
     atomic_fetch_add(&host->holds, 1);
     fill(tensor, in);
     return OF_FOUND_INPUTS;
@@ -220,7 +226,22 @@ static of_found collect_gradient(void *ctx, void *opaque, of_inputs *in) {
     hold->scaling = true;
     hold_buffer(hold, tensor->grad, in);
     in->param = tensor->grad->data;
+    if (tensor->device == OF_CUDA) {
+        in->grad = in->param;
+        in->ready = in->stream = host->table.device->current(host, 0);
+        in->factor_at = tensor->factor->data;
+        hold->factor = tensor->factor;
+        fake_buffer_retain(hold->factor);
+    }
     return OF_FOUND_INPUTS;
+}
+
+static void share_factor(void *ctx, void *to, const void *from) {
+    (void)ctx;
+    fake_hold *hold = to;
+    require(!hold->factor, "share the factor of one scaling");
+    hold->factor = ((const fake_hold *)from)->factor;
+    fake_buffer_retain(hold->factor);
 }
 
 /* The hold's own reference stands for a weak one. */
@@ -264,6 +285,7 @@ static void release(void *ctx, void *opaque) {
     require(hold->settled || !hold->committed, "release no committed update before it is settled");
     for (size_t i = 0; i < hold->n_buffers; i++)
         fake_buffer_release(hold->buffers[i]);
+    fake_buffer_release(hold->factor);
     if (!hold->inside)
         free(hold);
     const bool flushes = host->flushes_on_release;
@@ -336,7 +358,8 @@ fake_host *fake_host_new(void) {
                             .log = log_message,
                             .collect_gradient = collect_gradient,
                             .is_alive = is_alive,
-                            .keep = is_alive};
+                            .keep = is_alive,
+                            .share_factor = share_factor};
     return host;
 }
 

@@ -40,6 +40,7 @@ typedef struct fake_tensor {
     bool owned;       /* a plan has it */
     int drops;
     double step;               /* updates committed */
+    fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */
     fake_buffer *used_on_look; /* collect() uses this buffer */
     void (*on_collect)(void *arg);
     void (*on_release)(void *arg);

@@ -218,6 +218,33 @@ START_TEST(streams) {
 }
 END_TEST
 
+/* Clipped on one stream, stepped on another that has waited for it. */
+static bool clipped_update_of_another_stream_is_smaller(void) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    twin *t = add_on_device(f, 100, 0);
+    bool scaled = false;
+    t->tensor->factor = fake_buffer_new(sizeof(float));
+    *(float *)(void *)t->tensor->factor->data = 0.25f;
+    backward(t);
+    of_plan_scale(f->plan, t->slot, 0, NAN, &scaled);
+    float *gradient = (float *)(void *)t->tensor->grad->data;
+    for (int i = 0; i < 100; i++)
+        gradient[i] *= 0.25f;
+    expect_update(f, t);
+    for (int i = 0; i < 100; i++)
+        gradient[i] *= 4.0f;
+    fake_timeline_wait(&device.timeline, 1, 0);
+    device.current = 1;
+    of_plan_step(f->plan, NULL, 0, NULL);
+    fake_buffer_release(t->tensor->factor);
+    return finish(f);
+}
+
+START_TEST(clipstream) {
+    check_guard("clipstream", clipped_update_of_another_stream_is_smaller);
+}
+END_TEST
+
 static bool captured_step_is_in_the_graph(void) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
     twin *t = add_on_device(f, 100, 0);
@@ -276,6 +303,7 @@ int main(void) {
     tcase_add_test(all, clear);
     tcase_add_test(all, fork_);
     tcase_add_test(all, streams);
+    tcase_add_test(all, clipstream);
     tcase_add_test(all, capture);
     tcase_add_test(all, factors);
     tcase_add_test(all, unread);

@@ -179,6 +179,19 @@ def test_no_gradient_is_written():
     assert raw(address, n) != memory
 
 
+def test_without_folding_every_gradient_is_written():
+    model = long_net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), fold=False)
+    backward(model, 0)
+    grads = [p.grad for p in model.parameters()]
+    memory = [raw(g.data_ptr(), g.numel()) for g in grads]
+    addresses = [g.data_ptr() for g in grads]
+    optfuse.clip_grad_norm_(optimizer, TIGHT)
+    for address, before, g in zip(addresses, memory, grads, strict=True):
+        assert raw(address, g.numel()) != before, "clipping left the gradient to the update"
+    same(script_of(), fold=False)
+
+
 def test_a_clipped_gradient_is_freed_by_zero_grad():
     model, optimizer = model_to_clip()
     for _ in range(3):

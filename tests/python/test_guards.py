@@ -63,6 +63,8 @@ ELSEWHERE = {
     "streams": "tests/plugin/test_guards.c",
     "capture": "tests/plugin/test_guards.c",
     "tried": "tests/device/test_gpu_rules.py",
+    "clipstream": "tests/plugin/test_guards.c",
+    "divided": "tests/device/test_clipping.py",
 }
 
 

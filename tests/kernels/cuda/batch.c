@@ -114,12 +114,17 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     b->lr = (float)pick(random, (double[]){1e-3, 0.25}, 2);
     b->grad_scale = (float)pick(random, (double[]){1024.0, 3.0}, 2);
     b->found_inf = random_next(random) % 8 == 0 ? 1.0f : 0.0f;
+    b->factor = (float)pick(random, (double[]){0.3, 1.0, 1e-4}, 3);
+    b->wide_factor = dtype == OF_FLOAT64 ? 1.0 / 3.0 : (double)b->factor;
     b->update = (of_cuda_update){.rule = rule->name,
                                  .dtype = dtype,
                                  .hyper = b->hyper,
                                  .lr_at = random_next(random) % 2 ? &b->lr : NULL,
                                  .grad_scale_at = random_next(random) % 2 ? &b->grad_scale : NULL,
                                  .found_inf_at = random_next(random) % 2 ? &b->found_inf : NULL};
+    if (random_next(random) % 2)
+        b->update.factor_at =
+            dtype == OF_FLOAT64 ? (const void *)&b->wide_factor : (const void *)&b->factor;
     if (rule->prepare_gpu)
         prepare(b, random);
     b->n = many ? MOST_TENSORS : random_next(random) % LONG_TENSORS;
@@ -153,13 +158,16 @@ static void expect_tensor(batch *b, size_t i) {
     const of_dtype dtype = b->update.dtype;
     const unsigned used = b->rule->state_used(b->hyper);
     const size_t tail = in_fours(&b->entries[i], dtype, used) ? 0 : b->entries[i].n;
-    const of_span span = arrays_span(&t->wanted, tail);
+    of_span span = arrays_span(&t->wanted, tail);
     if (b->rule->prepare_gpu) {
+        const double factors[] = {b->wide_factor, 1.0};
+        span.factors = b->update.factor_at ? factors : NULL;
         of_kernel_find(b->rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)
             ->run(&span, b->prepared);
         return;
     }
     of_cuda_scalars s = {.lr = b->update.lr_at ? (double)b->lr : b->hyper[0],
+                         .factor = b->update.factor_at ? &b->wide_factor : NULL,
                          .grad_scale = b->grad_scale,
                          .unscaled = b->update.grad_scale_at ? t->wanted.at[1] : NULL,
                          .first = t->step <= 1.0f,

@@ -24,6 +24,8 @@ typedef struct batch {
     double hyper[OF_MAX_HYPER];
     double prepared[OF_MAX_HYPER]; /* scalars, if the rule has them prepared: for all tensors */
     float lr, grad_scale, found_inf; /* "device" scalars */
+    float factor;                    /* for float64 it has to be a double: */
+    double wide_factor;
     bool early;
 } batch;
 

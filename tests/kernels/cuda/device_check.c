@@ -15,6 +15,7 @@
 #include "batch.h"
 #include "cuda/table.h"
 #include "host_driver.h"
+#include "scale.h"
 
 static int failures;
 
@@ -133,6 +134,43 @@ static void check_errors(void) {
     check(of_cuda_launch(&update, entries, 1) == OF_CUDA_UNSUPPORTED, "an unknown rule");
 }
 
+/* The CPU's row of scale.h says what a gradient becomes. */
+static bool scaling_agrees(of_dtype dtype, arrays *mine, arrays *wanted, uint64_t *random) {
+    const double factors[OF_MAX_FACTORS] = {dtype == OF_FLOAT64 ? 1.0 / 3.0 : 0.3125, 1.0};
+    const float single = (float)factors[0];
+    const double hyper[OF_MAX_HYPER] = {0};
+    const size_t n = random_next(random) % (3 * OF_CUDA_CHUNK);
+    arrays_place(wanted, dtype, n, 0, random);
+    arrays_fill(wanted, random);
+    arrays_place_aligned(mine, dtype, n, 0, random_next(random) % 2 ? 16 : 1, random);
+    arrays_copy(mine, wanted);
+    const of_cuda_update update = {.rule = "scaling",
+                                   .dtype = dtype,
+                                   .hyper = hyper,
+                                   .factor_at =
+                                       dtype == OF_FLOAT64 ? (void *)factors : (void *)&single};
+    const of_cuda_entry entry = {.param = mine->at[0], .grad = mine->at[0], .n = n, .step = 1};
+    of_scale_find(dtype, OF_ISA_C)(wanted->at[0], wanted->at[0], n, factors);
+    int array;
+    size_t element;
+    return of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK &&
+           arrays_differ(mine, wanted, &array, &element) == 0 && arrays_intact(mine);
+}
+
+static void check_scaling(uint64_t random) {
+    arrays mine, wanted;
+    arrays_create(&mine, 3 * OF_CUDA_CHUNK * sizeof(double));
+    arrays_create(&wanted, 3 * OF_CUDA_CHUNK * sizeof(double));
+    for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
+        bool right = true;
+        for (int i = 0; i < 20; i++)
+            right = right && scaling_agrees((of_dtype)dtype, &mine, &wanted, &random);
+        check(right, "a gradient that is read has the bits that the CPU's kernel gives it");
+    }
+    arrays_destroy(&mine);
+    arrays_destroy(&wanted);
+}
+
 static void check_steps(void) {
     enum { N = 2 * OF_CUDA_STEPS + 7 };
     static float steps[N], inf = 1.0f;
@@ -209,6 +247,7 @@ int main(int argc, char **argv) {
     batch_destroy(&b);
     check_tables();
     check_errors();
+    check_scaling(seed);
     check_steps();
     check_capture();
     printf(failures ? "%d failures, seed %" PRIu64 "\n" : "all agree\n", failures, seed);

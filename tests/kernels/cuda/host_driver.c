@@ -28,6 +28,7 @@ typedef struct kernel_row {
 #define KERNELS(X)                                                                                 \
     DTYPES(X, adam, 3)                                                                             \
     DTYPES(X, adam, 7)                                                                             \
+    DTYPES(X, scaling, 0)                                                                          \
     DTYPES(X, sgd, 0)                                                                              \
     DTYPES(X, sgd, 1)                                                                              \
     DTYPES(X, rmsprop, 2)                                                                          \
@@ -42,7 +43,9 @@ typedef struct kernel_row {
     DTYPES(X, adagrad, 1)                                                                          \
     DTYPES(X, lion, 1)
 #define RULES(X)                                                                                   \
-    X(adam) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad) X(lion)
+    X(adam)                                                                                        \
+    X(scaling) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad)       \
+        X(lion)
 
 /* The "code" of an image is its name. */
 #define IMAGE(name)                                                                                \

@@ -31,6 +31,7 @@ class Mutant:
     new: str
     flags: tuple[str, ...] = ()
     rule: str = "adam"
+    dtype: str = "float32"  # of the instance that is broken
 
 
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
@@ -47,6 +48,15 @@ MUTANTS = [
            "if (USED >> i & 8)\n            all |="),
     Mutant("the rest is left out", UPDATE, "at = packed;", "at = end;"),
     Mutant("found_inf is ignored", UPDATE, "*common.found_inf_at == 1.0f", "false"),
+    Mutant("the factor is ignored", UPDATE, "if (block.multiplied)", "if (false)"),
+    Mutant("the factor comes after the scale", UPDATE, "        if (block.scaled) {",
+           "        if (block.scaled && block.multiplied) {\n"
+           "            e.grad = of_widen(grad.lane[lane]) / block.grad_scale * block.factor;\n"
+           "            grad.lane[lane] = of_narrow(e.grad);\n"
+           "        } else if (block.scaled) {"),
+    Mutant("the product is not rounded to the dtype", UPDATE,
+           "of_widen(of_narrow(e.grad * block.factor))", "e.grad * block.factor", (), "bfloat16"),
+    Mutant("the factor is not handed over", "cuda/common.c", "= update->factor_at;", "= NULL;"),
     Mutant("the device's step is ignored", "cuda/moment.cuh", "if (common.steps_on_device)",
            "if (common.unused[0])"),
     Mutant("one product is rounded", "rules/adam.h", "of_multiply_add(true, -k->beta1",
@@ -70,6 +80,8 @@ MUTANTS = [
            rule="nadam"),
     Mutant("scalars are not rounded", ELEMENT, "numbers[i] = of_rounded(numbers[i]);",
            "numbers[i] = of_rounded(numbers[i]) * (1 + 1e-7);", rule="nadam"),
+    Mutant("a chain's factor is ignored", CHAIN, "if (block.multiplied)", "if (false)",
+           rule="nadam"),
     Mutant("a chain's rest is left out", CHAIN, "at = packed;", "at = end;", rule="nadam"),
     Mutant("a chain's chunks overlap", CHAIN, ": at + OF_CUDA_CHUNK;",
            ": at + OF_CUDA_CHUNK + 4;", rule="adagrad"),
@@ -98,11 +110,11 @@ class Build:
         run(*CC, *flags, "-c", path, "-o", out)
         return out
 
-    def kernel(self, rule: str, *flags: str) -> Path:
-        """A rule in float32; it takes the place of the library's."""
+    def kernel(self, rule: str, dtype: str, *flags: str) -> Path:
+        """A rule in this dtype; it takes the place of the library's."""
         out = self.folder / "kernel.o"
         macros = [f"-DOF_RULE={rule}", f"-DOF_RULE_{rule.upper()}"]
-        macros += ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=cuda"]
+        macros += [f"-DOF_DTYPE={dtype}", f"-DOF_DTYPE_{dtype.upper()}", "-DOF_ISA=cuda"]
         if rule in CHAINS:
             form, roots = CHAINS[rule]
             macros += [f"-DOF_FORM={form}", f'-DOF_RULE_HEADER="../rules/{form}.h"']
@@ -125,7 +137,8 @@ class Build:
         launcher = dict(self.launcher)
         if path and path.suffix == ".c":
             launcher[path.name] = self.c(path)
-        kernel = self.kernel(rule, *(mutant.flags if mutant else ()))
+        dtype = mutant.dtype if mutant else "float32"
+        kernel = self.kernel(rule, dtype, *(mutant.flags if mutant else ()))
         program = self.folder / "check"
         run(*CXX, "-o", program, *self.objects, *launcher.values(), kernel, *self.libraries,
             "-lpthread", "-lm")  # fmt: skip
@@ -133,7 +146,7 @@ class Build:
             path.write_text(text)
             if path.suffix == ".c":
                 self.c(path)
-        arguments = [program, "--rounds", "100", "--only", f"{rule} float32"]
+        arguments = [program, "--rounds", "100", "--only", f"{rule} {dtype}"]
         return subprocess.run(arguments, capture_output=True, timeout=120).returncode == 0
 
 

@@ -19,33 +19,38 @@ from pathlib import Path
 OPERATIONS = ("fma", "mul", "add", "sub", "div", "sqrt")
 # Of chain.cu, the same for all types; and reciprocals. Sums are differences: of a
 # running average (aten_lerp) or of two flags (aten_sign). All branches count: a
-# running average's two, those of a value of 1 and another, weight decay.
+# running average's two, those of a value of 1 and another, weight decay. One product
+# is the gradient's by the factor of clipping.
 CHAINS = {
     "rmsprop": {
-        2: (4, 2, 2, 0, 1, 1, 0), 3: (4, 3, 2, 0, 1, 1, 0),
-        6: (7, 3, 2, 1, 1, 1, 0), 7: (7, 4, 2, 1, 1, 1, 0),
+        2: (4, 3, 2, 0, 1, 1, 0), 3: (4, 4, 2, 0, 1, 1, 0),
+        6: (7, 4, 2, 1, 1, 1, 0), 7: (7, 5, 2, 1, 1, 1, 0),
     },
-    "adadelta": {3: (6, 5, 2, 0, 1, 2, 0)},
-    "nadam": {3: (7, 3, 3, 1, 3, 1, 0)},
-    "radam": {3: (6, 3, 2, 1, 1, 1, 1)},
-    "adamax": {3: (4, 1, 2, 1, 1, 0, 0)},
-    "rprop": {3: (2, 3, 0, 2, 0, 0, 0)},
-    "adagrad": {1: (2, 1, 2, 0, 1, 1, 0)},
-    "lion": {1: (4, 3, 0, 1, 0, 0, 0)},
+    "adadelta": {3: (6, 6, 2, 0, 1, 2, 0)},
+    "nadam": {3: (7, 4, 3, 1, 3, 1, 0)},
+    "radam": {3: (6, 4, 2, 1, 1, 1, 1)},
+    "adamax": {3: (4, 2, 2, 1, 1, 0, 0)},
+    "rprop": {3: (2, 4, 0, 2, 0, 0, 0)},
+    "adagrad": {1: (2, 2, 2, 0, 1, 1, 0)},
+    "lion": {1: (4, 4, 0, 1, 0, 0, 0)},
 }
 LERPS = {"rmsprop-6": 1, "rmsprop-7": 1, "nadam-3": 1, "radam-3": 1, "adamax-3": 1}
 SPILLS = ("adam", "sgd", "rmsprop", "nadam")
 # Of one element, in that order, by the state in use. All branches count: both
-# ways of adding L2 decay, of filling SGD's buffer, of taking a step.
+# ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
+# is the gradient's by the factor of clipping, one division that by the loss scale.
 ELEMENT = {
-    "adam-float32": {3: (6, 3, 2, 1, 3, 1), 7: (6, 3, 2, 1, 3, 1)},
-    "adam-float64": {3: (6, 2, 1, 1, 3, 1), 7: (6, 2, 1, 1, 3, 1)},
-    "sgd-float32": {0: (2, 1, 1, 0, 1, 0), 1: (5, 3, 1, 0, 1, 0)},
-    "sgd-float64": {0: (2, 1, 1, 0, 1, 0), 1: (4, 2, 1, 0, 1, 0)},
-    "sgd-bfloat16": {0: (2, 0, 0, 0, 1, 0), 1: (5, 2, 0, 0, 1, 0)},
+    "adam-float32": {3: (6, 4, 2, 1, 3, 1), 7: (6, 4, 2, 1, 3, 1)},
+    "adam-float64": {3: (6, 3, 1, 1, 3, 1), 7: (6, 3, 1, 1, 3, 1)},
+    "sgd-float32": {0: (2, 2, 1, 0, 1, 0), 1: (5, 4, 1, 0, 1, 0)},
+    "sgd-float64": {0: (2, 2, 1, 0, 1, 0), 1: (4, 3, 1, 0, 1, 0)},
+    "sgd-bfloat16": {0: (2, 1, 0, 0, 1, 0), 1: (5, 3, 0, 0, 1, 0)},
+    "scaling-float32": {0: (0, 1, 0, 0, 1, 0)},
 }
 ELEMENT["adam-bfloat16"] = ELEMENT["adam-float16"] = ELEMENT["adam-float32"]
 ELEMENT["sgd-float16"] = ELEMENT["sgd-bfloat16"]
+for dtype in ("float64", "bfloat16", "float16"):
+    ELEMENT[f"scaling-{dtype}"] = ELEMENT["scaling-float32"]
 # Of one block: lr * weight decay, lr / correction, the second correction's
 # root; 1 - dampening. The powers are counted on their own.
 BLOCK = {3: (0, 1, 0, 0, 1, 1), 7: (0, 1, 0, 0, 1, 1), 0: (0,) * 6, 1: (0, 0, 0, 1, 0, 0)}
@@ -164,7 +169,7 @@ def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -
     powers = counts(kernels(compiler.run(snippet, *arch, *flags)[0])["powers"])
     found = []
     bodies = kernels(compiler.run(source, *arch, *flags, *macros)[0])
-    if len(bodies) != 4:
+    if len(bodies) != 2 * len(ELEMENT[instance]):
         found.append(f"{instance}: {len(bodies)} kernels")
     for name, body in bodies.items():
         used = int(name.split("_")[-2])
