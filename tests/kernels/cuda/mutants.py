@@ -30,8 +30,8 @@ class Mutant:
     old: str
     new: str
     flags: tuple[str, ...] = ()
-    rule: str = "adam"
     dtype: str = "float32"  # of the instance that is broken
+    rule: str = "adam"
 
 
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
