@@ -262,7 +262,8 @@ OF_API of_status of_plan_drain(of_plan *plan);
  * it. norm: of the result, kept for of_scale_factors(); NaN: not known. Not
  * *scaled: the host's collect_gradient() found nothing. On a device the factor is
  * the one that collect_gradient() names, `factor` is not used, and one can be
- * pending at a time: a second one has the first applied. */
+ * pending at a time: a second one has the first applied. After
+ * of_plan_stop_deferring() it is left to the host there: not *scaled. */
 OF_API of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, bool *scaled);
 /* How many factors are pending on a gradient's memory, at most 2; 1 for those
  * that are not there. *norm: that of the gradient with them, or NaN. */

@@ -160,6 +160,14 @@ static void create_scaling(of_plan *plan, of_update *update, of_list *done) {
     of_launch_one(plan, update, OF_AT_ONCE, done);
 }
 
+/* Where nothing may wait, a device's host multiplies all gradients in few launches. */
+static bool may_defer(of_plan *plan) {
+    pthread_mutex_lock(&plan->lock);
+    const bool may = !plan->stopped;
+    pthread_mutex_unlock(&plan->lock);
+    return may;
+}
+
 static of_status scale_slot(of_plan *plan, of_update *update, double factor, float norm,
                             of_list *done, bool *scaled) {
     of_inputs_clear(update);
@@ -170,7 +178,8 @@ static of_status scale_slot(of_plan *plan, of_update *update, double factor, flo
         of_pool_give(plan, update);
         return found == OF_FOUND_ERROR ? OF_INVALID : OF_OK;
     }
-    if (of_registry_add_factor(of_scale_key(update->in.keys[0]), factor)) {
+    *scaled = update->in.device == OF_CPU || may_defer(plan);
+    if (!*scaled || of_registry_add_factor(of_scale_key(update->in.keys[0]), factor)) {
         of_list_append(done, update);
         return OF_OK;
     }

@@ -158,7 +158,11 @@ void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
             if (!number)
                 number = factor.item<double>();
             scale_one(g, *number, unknown, factor);
-        } else if (!scale_later(g, 1, unknown)) {
+        } else if (scale_later(g, 1, unknown)) {
+            continue;
+        } else if (grad.layout() != at::kStrided || is_lazy(grad.unsafeGetTensorImpl())) {
+            grad.mul_(factor.to(grad.device()));
+        } else {
             now[{grad.device().index(), grad.scalar_type()}].push_back(grad);
         }
     }

@@ -17,20 +17,31 @@ enum { OF_BLOCK = 16 };
 
 #if defined(__AVX512F__)
 
+/* For each of 16 floats, the number of the word in its upper half. */
+#define OF_UPPER_WORDS                                                                             \
+    _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 31, 29, 27, 25, 23, 21, 19,   \
+                     17, 15, 13, 11, 9, 7, 5, 3, 1)
+/* The word that belongs there. */
+#define OF_NARROW_WORDS                                                                            \
+    _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, \
+                     4, 4, 3, 3, 2, 2, 1, 1, 0, 0)
+
 OF_BLOCK_FN void of_bfloat16_widen_block(float *to, const uint16_t *from) {
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-    _mm512_storeu_ps(to, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+    const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
+    const __m512i bits = _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, OF_NARROW_WORDS, words);
+    _mm512_storeu_ps(to, _mm512_castsi512_ps(bits));
 }
 
 OF_BLOCK_FN void of_bfloat16_narrow_block(uint16_t *to, const float *from) {
     const __m512 value = _mm512_loadu_ps(from);
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    const __m512i result = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(result));
+    const __m512i bits = _mm512_castps_si512(value), nan = _mm512_set1_epi32(0x7fc00000);
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    const __m512i half =
+        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fff), odd, _mm512_set1_epi32(0x8000));
+    const __mmask16 numbers = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
+    const __m512i rounded = _mm512_mask_add_epi32(nan, numbers, bits, half);
+    const __m512i words = _mm512_permutexvar_epi16(OF_UPPER_WORDS, rounded);
+    _mm256_storeu_si256((__m256i *)to, _mm512_castsi512_si256(words));
 }
 
 OF_BLOCK_FN void of_float16_widen_block(float *to, const uint16_t *from) {

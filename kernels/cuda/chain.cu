@@ -15,12 +15,16 @@ struct of_block {
 template <unsigned USED, int N>
 OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block, uint64_t at) {
     of_pack<N> param = of_load<N>(tensor.param, at);
-    const of_pack<N> grad = of_load<N>(tensor.grad, at);
+    of_pack<N> grad = of_load<N>(tensor.grad, at);
     of_pack<N> state[OF_MAX_STATE];
 #pragma unroll
     for (int i = 0; i < OF_MAX_STATE; i++)
         if (USED >> i & 1)
             state[i] = of_load<N>(tensor.state[i], at);
+    if (block.multiplied) // as a pass over memory would have left it
+#pragma unroll
+        for (int lane = 0; lane < N; lane++)
+            grad.lane[lane] = of_narrow(of_widen(grad.lane[lane]) * block.factor);
 #pragma unroll
     for (int lane = 0; lane < N; lane++) {
         of_element e = {of_widen(param.lane[lane]), of_widen(grad.lane[lane]), {0}};
@@ -28,8 +32,6 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
         for (int i = 0; i < OF_MAX_STATE; i++)
             if (USED >> i & 1)
                 e.state[i] = of_widen(state[i].lane[lane]);
-        if (block.multiplied)
-            of_chain_multiply(block.factor, &e);
         of_chain_update(&block.chain, &e);
         param.lane[lane] = of_narrow(e.param);
 #pragma unroll

@@ -54,11 +54,6 @@ OF_RULE_FN of_chain of_chain_round(const void *prepared) {
     return chain;
 }
 
-/* What clipping has left to the update, rounded as a pass over memory would leave it. */
-OF_RULE_FN void of_chain_multiply(of_real factor, of_element *e) {
-    e->grad = aten_mul(e->grad, factor);
-}
-
 /* On a GPU roots are correctly rounded. C has no empty arrays. */
 OF_RULE_FN void of_chain_update(const of_chain *chain, of_element *e) {
     const of_form form = {true, false};

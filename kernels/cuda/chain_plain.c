@@ -28,7 +28,7 @@ static void update_one(const of_span *span, const of_chain *chain, unsigned used
         if (used & (1u << i))
             e.state[i] = load(span->state[i], at);
     for (int i = 0; span->factors && i < 2; i++)
-        of_chain_multiply((of_real)span->factors[i], &e);
+        e.grad = aten_mul_number(e.grad, span->factors[i]);
     of_chain_update(chain, &e);
     store(span->param, at, e.param);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)

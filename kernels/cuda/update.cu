@@ -29,11 +29,13 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
     for (int i = 0; i < OF_MAX_STATE; i++)
         if (USED >> i & 1)
             state[i] = of_load<N>(tensor.state[i], at);
+    if (block.multiplied) // as a pass over memory would have left it
+#pragma unroll
+        for (int lane = 0; lane < N; lane++)
+            grad.lane[lane] = of_narrow(of_widen(grad.lane[lane]) * block.factor);
 #pragma unroll
     for (int lane = 0; lane < N; lane++) {
         of_element e = {of_widen(param.lane[lane]), of_widen(grad.lane[lane]), {0}};
-        if (block.multiplied) // as a pass over memory would have left it
-            e.grad = of_widen(of_narrow(e.grad * block.factor));
         if (block.scaled) {
             e.grad = e.grad / block.grad_scale;
             grad.lane[lane] = of_narrow(e.grad);

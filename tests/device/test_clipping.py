@@ -14,7 +14,9 @@ from legal import backward, legal, loss_of, net, play, races_without, settle, tr
 from test_captures import captured
 
 import optfuse
+from optfuse._classes import link_of
 from optfuse._link import drain_all
+from optfuse._native import lib
 
 LIMIT = 0.05  # far below the norms: every step is clipped
 STEPS = 4
@@ -416,6 +418,15 @@ def test_without_folding_torchs_operator_multiplies():
     assert READS_A_NUMBER not in names, names
     assert names.count(MULTIPLIES) == 1 + 6 and kernels_of(names) == OURS_ALONE, names
     legal(clipped_steps(), fold=False)
+
+
+def test_where_no_update_waits_torchs_operator_multiplies():
+    """As after compiled code has met one."""
+    optimizer, model = trained()
+    lib.of_shim_stop_deferring(link_of(optimizer).plan)
+    names = work_of(optimizer, model)
+    assert READS_A_NUMBER not in names and kernels_of(names) == OURS_ALONE, names
+    assert names.count(MULTIPLIES) == 1 + 6, names
 
 
 def test_gradients_that_others_see_are_multiplied_at_once():

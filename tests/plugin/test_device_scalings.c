@@ -302,6 +302,18 @@ START_TEST(a_gradient_that_is_gone_is_not_multiplied) {
 }
 END_TEST
 
+START_TEST(where_nothing_may_wait_the_host_multiplies) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    twin *t = with_gradient(f, 100);
+    of_plan_stop_deferring(f->plan);
+    ck_assert(!clip(f, t, FACTOR));
+    ck_assert_int_eq(device.launches, 0);
+    ck_assert_int_eq(atomic_load(&f->host->holds), 0);
+    step(f);
+    finish(f);
+}
+END_TEST
+
 START_TEST(a_graph_does_not_use_what_was_clipped_outside) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
     twin *t = with_gradient(f, 100);
@@ -343,6 +355,7 @@ int main(void) {
     tcase_add_test(tests, a_flush_multiplies_all_in_one_launch);
     tcase_add_test(tests, a_look_at_one_multiplies_others_in_its_launch);
     tcase_add_test(tests, a_gradient_that_is_gone_is_not_multiplied);
+    tcase_add_test(tests, where_nothing_may_wait_the_host_multiplies);
     tcase_add_test(tests, a_graph_does_not_use_what_was_clipped_outside);
     tcase_add_test(tests, a_failed_product_is_an_error_at_the_use_and_after);
     suite_add_tcase(suite, tests);

@@ -553,7 +553,7 @@ def odd_gradients():
     yield "with holes", torch.linspace(0, 1, 24 * 11).view(24, 11)[::2]
     yield "a part of another", torch.linspace(0, 1, 24 * 11).view(24, 11)[3:15]
     yield "negated", torch._neg_view(base.clone())
-    yield "from numpy", torch.from_numpy(base.numpy().copy())
+    yield "from numpy", torch.from_numpy(base.cpu().numpy().copy()).to(base.device)
     yield "empty", torch.empty(0)
     yield "with infinity", base.masked_fill(base > 2.9, math.inf)
     yield "with NaN", base.masked_fill(base > 2.9, math.nan)

@@ -38,6 +38,12 @@ UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 CHAIN, ELEMENT, OPERATORS = "cuda/chain.cu", "cuda/chain_element.h", "rules/aten_cuda.h"
 # Where the formula of a chain is, and how many roots it takes.
 CHAINS = {"nadam": ("nadam_foreach", 1), "adagrad": ("adagrad_foreach", 1)}
+ROUNDED = "grad.lane[lane] = of_narrow(of_widen(grad.lane[lane]) * block.factor);"
+PRODUCT = f"""{ROUNDED}
+#pragma unroll
+    for (int lane = 0; lane < N; lane++) {{
+        of_element e = {{of_widen(param.lane[lane]), of_widen(grad.lane[lane]), {{0}}}};"""
+UNROUNDED = PRODUCT.replace(ROUNDED, ";").replace("), {0}", ") * block.factor, {0}")
 MUTANTS = [
     Mutant("the search is off by one", TENSOR, "STRIDE - 1] <= block", "STRIDE - 1] < block"),
     Mutant("one element too many", UPDATE, "i < end; i +=", "i <= end; i +="),
@@ -49,13 +55,10 @@ MUTANTS = [
     Mutant("the rest is left out", UPDATE, "at = packed;", "at = end;"),
     Mutant("found_inf is ignored", UPDATE, "*common.found_inf_at == 1.0f", "false"),
     Mutant("the factor is ignored", UPDATE, "if (block.multiplied)", "if (false)"),
-    Mutant("the factor comes after the scale", UPDATE, "        if (block.scaled) {",
-           "        if (block.scaled && block.multiplied) {\n"
-           "            e.grad = of_widen(grad.lane[lane]) / block.grad_scale * block.factor;\n"
-           "            grad.lane[lane] = of_narrow(e.grad);\n"
-           "        } else if (block.scaled) {"),
-    Mutant("the product is not rounded to the dtype", UPDATE,
-           "of_widen(of_narrow(e.grad * block.factor))", "e.grad * block.factor", (), "bfloat16"),
+    Mutant("the factor is ignored beside a scale", UPDATE, "if (block.multiplied)",
+           "if (block.multiplied && !block.scaled)"),
+    Mutant("the product is not rounded to the dtype", UPDATE, PRODUCT,
+           UNROUNDED, (), "bfloat16"),
     Mutant("the factor is not handed over", "cuda/common.c", "= update->factor_at;", "= NULL;"),
     Mutant("the device's step is ignored", "cuda/moment.cuh", "if (common.steps_on_device)",
            "if (common.unused[0])"),

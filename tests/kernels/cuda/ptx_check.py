@@ -16,23 +16,23 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-OPERATIONS = ("fma", "mul", "add", "sub", "div", "sqrt")
-# Of chain.cu, the same for all types; and reciprocals. Sums are differences: of a
-# running average (aten_lerp) or of two flags (aten_sign). All branches count: a
-# running average's two, those of a value of 1 and another, weight decay. One product
-# is the gradient's by the factor of clipping.
+OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
+# A sum is an add or a sub: p + g * -lr may come out as p - g * lr, which is the same.
+# Of chain.cu, the same for all types; and reciprocals. All branches count: a running
+# average's two, those of a value of 1 and another, weight decay. One product is the
+# gradient's by the factor of clipping.
 CHAINS = {
     "rmsprop": {
-        2: (4, 3, 2, 0, 1, 1, 0), 3: (4, 4, 2, 0, 1, 1, 0),
-        6: (7, 4, 2, 1, 1, 1, 0), 7: (7, 5, 2, 1, 1, 1, 0),
+        2: (4, 3, 2, 1, 1, 0), 3: (4, 4, 2, 1, 1, 0),
+        6: (7, 4, 3, 1, 1, 0), 7: (7, 5, 3, 1, 1, 0),
     },
-    "adadelta": {3: (6, 6, 2, 0, 1, 2, 0)},
-    "nadam": {3: (7, 4, 3, 1, 3, 1, 0)},
-    "radam": {3: (6, 4, 2, 1, 1, 1, 1)},
-    "adamax": {3: (4, 2, 2, 1, 1, 0, 0)},
-    "rprop": {3: (2, 4, 0, 2, 0, 0, 0)},
-    "adagrad": {1: (2, 2, 2, 0, 1, 1, 0)},
-    "lion": {1: (4, 4, 0, 1, 0, 0, 0)},
+    "adadelta": {3: (6, 6, 2, 1, 2, 0)},
+    "nadam": {3: (7, 4, 4, 3, 1, 0)},
+    "radam": {3: (6, 4, 3, 1, 1, 1)},
+    "adamax": {3: (4, 2, 3, 1, 0, 0)},
+    "rprop": {3: (2, 4, 2, 0, 0, 0)},
+    "adagrad": {1: (2, 2, 2, 1, 1, 0)},
+    "lion": {1: (4, 4, 1, 0, 0, 0)},
 }
 LERPS = {"rmsprop-6": 1, "rmsprop-7": 1, "nadam-3": 1, "radam-3": 1, "adamax-3": 1}
 SPILLS = ("adam", "sgd", "rmsprop", "nadam")
@@ -40,12 +40,12 @@ SPILLS = ("adam", "sgd", "rmsprop", "nadam")
 # ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
 # is the gradient's by the factor of clipping, one division that by the loss scale.
 ELEMENT = {
-    "adam-float32": {3: (6, 4, 2, 1, 3, 1), 7: (6, 4, 2, 1, 3, 1)},
-    "adam-float64": {3: (6, 3, 1, 1, 3, 1), 7: (6, 3, 1, 1, 3, 1)},
-    "sgd-float32": {0: (2, 2, 1, 0, 1, 0), 1: (5, 4, 1, 0, 1, 0)},
-    "sgd-float64": {0: (2, 2, 1, 0, 1, 0), 1: (4, 3, 1, 0, 1, 0)},
-    "sgd-bfloat16": {0: (2, 1, 0, 0, 1, 0), 1: (5, 3, 0, 0, 1, 0)},
-    "scaling-float32": {0: (0, 1, 0, 0, 1, 0)},
+    "adam-float32": {3: (6, 4, 3, 3, 1), 7: (6, 4, 3, 3, 1)},
+    "adam-float64": {3: (6, 3, 2, 3, 1), 7: (6, 3, 2, 3, 1)},
+    "sgd-float32": {0: (2, 2, 1, 1, 0), 1: (5, 4, 1, 1, 0)},
+    "sgd-float64": {0: (2, 2, 1, 1, 0), 1: (4, 3, 1, 1, 0)},
+    "sgd-bfloat16": {0: (2, 1, 0, 1, 0), 1: (5, 3, 0, 1, 0)},
+    "scaling-float32": {0: (0, 1, 0, 1, 0)},
 }
 ELEMENT["adam-bfloat16"] = ELEMENT["adam-float16"] = ELEMENT["adam-float32"]
 ELEMENT["sgd-float16"] = ELEMENT["sgd-bfloat16"]
@@ -53,7 +53,7 @@ for dtype in ("float64", "bfloat16", "float16"):
     ELEMENT[f"scaling-{dtype}"] = ELEMENT["scaling-float32"]
 # Of one block: lr * weight decay, lr / correction, the second correction's
 # root; 1 - dampening. The powers are counted on their own.
-BLOCK = {3: (0, 1, 0, 0, 1, 1), 7: (0, 1, 0, 0, 1, 1), 0: (0,) * 6, 1: (0, 0, 0, 1, 0, 0)}
+BLOCK = {3: (0, 1, 0, 1, 1), 7: (0, 1, 0, 1, 1), 0: (0,) * 5, 1: (0, 0, 1, 0, 0)}
 LANES = {"float32": 4, "float64": 2, "bfloat16": 8, "float16": 8}
 POWERS = """
 extern "C" __global__ void powers(TYPE *out, TYPE a, TYPE b, TYPE step) {
@@ -82,9 +82,11 @@ def kernels(ptx: str) -> dict[str, str]:
 
 
 def counts(body: str) -> Counter[str]:
-    return Counter(
+    found = Counter(
         match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body)
     )
+    found["sum"] = found["add"] + found["sub"]
+    return found
 
 
 def wrongly_rounded(body: str, contracted: bool) -> list[str]:
@@ -111,12 +113,15 @@ def products_in_sums(body: str) -> list[str]:
     return [f"{name} in a sum" for pair in sums for name in pair if name in products]
 
 
-def expected(instance: str, used: int, powers: Counter[str]) -> Counter[str]:
+def expected(instance: str, used: int, powers: Counter[str], again: bool) -> Counter[str]:
+    """again: with what all elements have in common computed for each of them, which
+    compilers do where it saves a register."""
     rule, dtype = instance.split("-")
     elements = LANES[dtype] + 1  # the 16-byte path and the scalar one
+    times = elements if again else 1
     total: Counter[str] = Counter()
     for name, each, once in zip(OPERATIONS, ELEMENT[instance][used], BLOCK[used], strict=True):
-        total[name] = elements * each + once + (powers[name] if rule == "adam" else 0)
+        total[name] = elements * each + once * times + (powers[name] if rule == "adam" else 0)
     return total
 
 
@@ -128,7 +133,7 @@ def expected_of_chain(instance: str, used: int) -> dict[str, range]:
     each = zip((*OPERATIONS, "rcp"), CHAINS[rule][used], strict=True)
     wanted = {name: range(n * elements, n * elements + 1) for name, n in each}
     extra = LERPS.get(f"{rule}-{used}", 0) * 2 * elements
-    wanted["sub"] = range(wanted["sub"].start, wanted["sub"].start + extra + 1)
+    wanted["sum"] = range(wanted["sum"].start, wanted["sum"].start + extra + 1)
     return wanted
 
 
@@ -173,7 +178,9 @@ def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -
         found.append(f"{instance}: {len(bodies)} kernels")
     for name, body in bodies.items():
         used = int(name.split("_")[-2])
-        have, want = counts(body), expected(instance, used, powers)
+        have, want = counts(body), expected(instance, used, powers, again=False)
+        if have["sum"] == (other := expected(instance, used, powers, again=True))["sum"]:
+            want["sum"] = other["sum"]
         different = [
             f"{key} {have[key]} for {want[key]}" for key in OPERATIONS if have[key] != want[key]
         ]
