@@ -33,15 +33,17 @@ struct Numbers {
     double of(size_t tensor) const { return all.size() == 1 ? all[0] : all[tensor]; }
 };
 
-// The tensor in the order in which the result lies in memory, as PyTorch's fast way
-// wants it.
+// The tensor as the result lies in memory, which is PyTorch's fast way; a copy of what
+// has another shape, order, dtype or device.
 at::Tensor in_order_of(const at::Tensor &out, const List &list, size_t i) {
     if (list.empty())
         return {};
-    TORCH_CHECK(out.is_non_overlapping_and_dense() && out.dtype() == list[i].dtype() &&
-                    is_mine(out) && is_mine(list[i]),
-                "the fake device's multi-tensor functions take no such tensors");
-    return list[i].strides() == out.strides() ? list[i] : at::empty_like(out).copy_(list[i]);
+    TORCH_CHECK(out.is_non_overlapping_and_dense() && is_mine(out),
+                "the fake device's multi-tensor functions change no such tensors");
+    const at::Tensor &in = list[i];
+    const bool same = is_mine(in) && in.dtype() == out.dtype() && in.sizes() == out.sizes() &&
+                      in.strides() == out.strides();
+    return same ? in : at::empty_like(out).copy_(in);
 }
 
 template <class T> const T *read(const at::Tensor &tensor) {
@@ -71,18 +73,20 @@ void run(const char *name, List out, List self, List a, List b, const Numbers &n
                                *z = read<scalar_t>(in[2]);
                 auto *to = static_cast<scalar_t *>(out[i].mutable_data_ptr());
                 for (int64_t k = 0; k < self[i].numel(); k++)
-                    to[k] = static_cast<scalar_t>(
-                        formula(Real(x[k]), y ? Real(y[k]) : Real(0), z ? Real(z[k]) : Real(0),
-                                number));
+                    to[k] = static_cast<scalar_t>(formula(Real(x[k]), y ? Real(y[k]) : Real(0),
+                                                          z ? Real(z[k]) : Real(0), number));
             });
     }
     launch(current_stream(static_cast<c10::DeviceIndex>(self[0].get_device())), name, ranges);
 }
 
-Tensors like(List self) {
+// Numbers on the device, as with capturable=True, become as large as what they go with.
+Tensors like(List self, List a) {
     Tensors made;
-    for (const at::Tensor &tensor : self)
-        made.push_back(at::empty_like(tensor));
+    for (size_t i = 0; i < self.size(); i++) {
+        const bool number = !a.empty() && self[i].dim() == 0;
+        made.push_back(at::empty_like(number ? a[i] : self[i]));
+    }
     return made;
 }
 
@@ -93,7 +97,7 @@ void in_place(const char *name, List self, List a, List b, const Numbers &n, For
 }
 template <class Formula>
 Tensors made(const char *name, List self, List a, List b, const Numbers &n, Formula f) {
-    Tensors out = like(self);
+    Tensors out = like(self, a);
     run(name, out, self, a, b, n, f);
     return out;
 }
@@ -166,12 +170,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     LIST("_foreach_mul", times)
     LIST("_foreach_div", by)
     LIST("_foreach_maximum", larger)
-    m.impl("_foreach_add.List", [](List x, List y, Scalar n) {
-        return made("aten::_foreach_add", x, y, {}, n, plus);
-    });
-    m.impl("_foreach_add_.List", [](List x, List y, Scalar n) {
-        in_place("aten::_foreach_add_", x, y, {}, n, plus);
-    });
+    m.impl("_foreach_add.List",
+           [](List x, List y, Scalar n) { return made("aten::_foreach_add", x, y, {}, n, plus); });
+    m.impl("_foreach_add_.List",
+           [](List x, List y, Scalar n) { in_place("aten::_foreach_add_", x, y, {}, n, plus); });
     m.impl("_foreach_lerp_.Scalar", [](List x, List y, Scalar n) {
         in_place("aten::_foreach_lerp_", x, y, {}, n, towards);
     });
