@@ -72,7 +72,7 @@ void run(const char *name, List out, List self, List a, List b, const Numbers &n
                 const scalar_t *x = read<scalar_t>(in[0]), *y = read<scalar_t>(in[1]),
                                *z = read<scalar_t>(in[2]);
                 auto *to = static_cast<scalar_t *>(out[i].mutable_data_ptr());
-                for (int64_t k = 0; k < self[i].numel(); k++)
+                for (int64_t k = 0; k < out[i].numel(); k++)
                     to[k] = static_cast<scalar_t>(formula(Real(x[k]), y ? Real(y[k]) : Real(0),
                                                           z ? Real(z[k]) : Real(0), number));
             });
