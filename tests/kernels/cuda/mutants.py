@@ -77,8 +77,6 @@ MUTANTS = [
            "if (factor == (of_real)1)\n        return aten_round(of_multiply_add",
            "if (factor == (of_real)2)\n        return aten_round(of_multiply_add",
            rule="adagrad"),
-    Mutant("the compiler fuses a chain's products", CHAIN, "", "",
-           ("-ffp-contract=fast", "-mfma"), rule="nadam"),
     Mutant("a chain's decay is left out", ELEMENT, "if (chain->decays)", "if (false)",
            rule="nadam"),
     Mutant("scalars are not rounded", ELEMENT, "numbers[i] = of_rounded(numbers[i]);",
