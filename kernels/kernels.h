@@ -28,15 +28,16 @@ typedef enum of_isa { OF_ISA_C, OF_ISA_BASELINE, OF_ISA_AVX2, OF_ISA_AVX512, OF_
 /* The implementation of PyTorch whose bits a row reproduces: its fused CPU
  * kernel as compiled for AVX2 (fused multiply-adds), which also serves CPUs
  * with AVX-512, or as compiled for plain x86-64 (none); or its fused CUDA
- * kernel. docs/numerics.md has the formulas.
+ * kernel; or the chain of its CUDA operators. docs/numerics.md has the formulas.
  *
- * Of the last one the table has only plain C rows, which run on the CPU: the
- * yardstick of kernels/cuda/. They take an of_cuda_scalars, not what the rule
- * prepares. */
+ * Of the last two the table has only plain C rows, which run on the CPU: the
+ * yardstick of kernels/cuda/. Those of CUDA's fused kernel take an of_cuda_scalars,
+ * those of the chain what the rule's prepare_gpu() makes. */
 typedef enum of_reference {
     OF_REF_CPU_FUSED,
     OF_REF_CPU_FUSED_PLAIN,
     OF_REF_CUDA_FUSED,
+    OF_REF_CUDA_CHAIN,
     OF_REF_COUNT
 } of_reference;
 
@@ -55,7 +56,7 @@ typedef struct of_span {
     size_t tail;
     /* NULL, or two by which the gradient is multiplied first, one after the
      * other, each product rounded to the row's dtype as in memory. The rows of
-     * CUDA's reference take it from their scalars. */
+     * CUDA's fused kernel take it from their scalars. */
     const double *factors;
     /* NULL, or what takes square roots in place as the reference's own library
      * does, which may not round correctly: of n floats; of doubles for float64. */
@@ -110,6 +111,9 @@ typedef struct of_rule {
     /* Fills `scalars` (scalars_size bytes, aligned for double) for one update.
      * count->counters: as they are before it; on return, as they are after it. */
     void (*prepare)(const double *hyper, of_count *count, void *scalars);
+    /* The same for its kernels on GPUs, at most as much as OF_MAX_HYPER doubles.
+     * NULL: they take the options themselves, or there are none. */
+    void (*prepare_gpu)(const double *hyper, of_count *count, void *scalars);
     bool counts; /* torch.optim's state has a "step" */
     /* Keys of the state's other 0-dim tensors, which an update changes; n_counters. */
     const char *const *counters;

@@ -4,13 +4,13 @@
 
 #include "kernels.h"
 #include "rules/adadelta.h"
-#include "rules/adagrad.h"
+#include "rules/adagrad_foreach.h"
 #include "rules/adam.h"
 #include "rules/adamax.h"
 #include "rules/asgd.h"
 #include "rules/lion.h"
-#include "rules/nadam.h"
-#include "rules/radam.h"
+#include "rules/nadam_foreach.h"
+#include "rules/radam_foreach.h"
 #include "rules/rmsprop.h"
 #include "rules/rprop.h"
 #include "rules/sgd.h"
@@ -69,6 +69,18 @@ _Static_assert(OF_LENGTH(asgd_counters) == ASGD_N_COUNTERS, "names of asgd's cou
 OF_FITS(adagrad, ADAGRAD);
 OF_FITS(lion, LION);
 
+/* Where a kernel on a GPU otherwise has the options. */
+#define OF_FITS_GPU(form)                                                                          \
+    _Static_assert(sizeof(form##_scalars) <= OF_MAX_HYPER * sizeof(double), "scalars of " #form)
+OF_FITS_GPU(rmsprop);
+OF_FITS_GPU(adadelta);
+OF_FITS_GPU(nadam_foreach);
+OF_FITS_GPU(radam_foreach);
+OF_FITS_GPU(adamax);
+OF_FITS_GPU(rprop);
+OF_FITS_GPU(adagrad_foreach);
+OF_FITS_GPU(lion);
+
 static unsigned no_state_used(const double *hyper) {
     (void)hyper;
     return 0;
@@ -86,18 +98,21 @@ static void prepare_nothing(const double *hyper, of_count *count, void *scalars)
     .state_used = rule##_state_used, .prepare = rule##_prepare
 #define OF_COUNTERS(rule, RULE) .counters = rule##_counters, .n_counters = RULE##_N_COUNTERS
 
+#define OF_GPU(form) .prepare_gpu = form##_prepare
+
 const of_rule of_rules[] = {
     {OF_ROW(adam, ADAM), .counts = true},
     {OF_ROW(sgd, SGD)},
-    {OF_ROW(rmsprop, RMSPROP), .counts = true, .chain = true},
-    {OF_ROW(adadelta, ADADELTA), .counts = true, .chain = true},
-    {OF_ROW(nadam, NADAM), .counts = true, .chain = true, OF_COUNTERS(nadam, NADAM)},
-    {OF_ROW(radam, RADAM), .counts = true, .chain = true},
-    {OF_ROW(adamax, ADAMAX), .counts = true, .chain = true},
-    {OF_ROW(rprop, RPROP), .counts = true, .chain = true},
+    {OF_ROW(rmsprop, RMSPROP), .counts = true, .chain = true, OF_GPU(rmsprop)},
+    {OF_ROW(adadelta, ADADELTA), .counts = true, .chain = true, OF_GPU(adadelta)},
+    {OF_ROW(nadam, NADAM), .counts = true, .chain = true, OF_COUNTERS(nadam, NADAM),
+     OF_GPU(nadam_foreach)},
+    {OF_ROW(radam, RADAM), .counts = true, .chain = true, OF_GPU(radam_foreach)},
+    {OF_ROW(adamax, ADAMAX), .counts = true, .chain = true, OF_GPU(adamax)},
+    {OF_ROW(rprop, RPROP), .counts = true, .chain = true, OF_GPU(rprop)},
     {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD)},
-    {OF_ROW(adagrad, ADAGRAD), .counts = true},
-    {OF_ROW(lion, LION), .chain = true},
+    {OF_ROW(adagrad, ADAGRAD), .counts = true, OF_GPU(adagrad_foreach)},
+    {OF_ROW(lion, LION), .chain = true, OF_GPU(lion)},
     /* Any optimizer whose own code is run on one parameter; its state is the host's business. */
     {.name = "own", .state_used = no_state_used, .prepare = prepare_nothing, .by_host = true},
     {0},

@@ -67,6 +67,16 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     OF_CHAIN(X, asgd)                                                                              \
     OF_CHAIN(X, lion)
 
+#define OF_CUDA_CHAINS(X)                                                                          \
+    OF_CUDA_ROWS(X, rmsprop)                                                                       \
+    OF_CUDA_ROWS(X, adadelta)                                                                      \
+    OF_CUDA_ROWS(X, nadam)                                                                         \
+    OF_CUDA_ROWS(X, radam)                                                                         \
+    OF_CUDA_ROWS(X, adamax)                                                                        \
+    OF_CUDA_ROWS(X, rprop)                                                                         \
+    OF_CUDA_ROWS(X, adagrad)                                                                       \
+    OF_CUDA_ROWS(X, lion)
+
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \
     of_kernel_fn of_##rule##_##dtype##_##isa##_plain;
@@ -88,10 +98,16 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 #define OF_CUDA_ROW(rule, dtype, dtype_code)                                                       \
     {#rule, OF_REF_CUDA_FUSED, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_cuda},
 
+#define OF_DECLARE_CUDA_CHAIN(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_chain;
+
+#define OF_CUDA_CHAIN_ROW(rule, dtype, dtype_code)                                                 \
+    {#rule, OF_REF_CUDA_CHAIN, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_chain},
+
 OF_RULES(OF_DECLARE)
 OF_CHAINS(OF_DECLARE_CHAIN)
 OF_CUDA_ROWS(OF_DECLARE_CUDA, adam)
 OF_CUDA_ROWS(OF_DECLARE_CUDA, sgd)
+OF_CUDA_CHAINS(OF_DECLARE_CUDA_CHAIN)
 
 /* clang-format off */
 const of_kernel of_kernels[] = {
@@ -99,6 +115,7 @@ const of_kernel of_kernels[] = {
     OF_CHAINS(OF_CHAIN_ROW)
     OF_CUDA_ROWS(OF_CUDA_ROW, adam)
     OF_CUDA_ROWS(OF_CUDA_ROW, sgd)
+    OF_CUDA_CHAINS(OF_CUDA_CHAIN_ROW)
     {NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL},
 };
 /* clang-format on */
@@ -128,6 +145,8 @@ const char *of_dtype_name(of_dtype dtype) {
 
 size_t of_tail(const of_rule *rule, of_reference reference, of_dtype dtype, size_t vector_bytes,
                size_t numel) {
+    if (reference == OF_REF_CUDA_CHAIN)
+        return 0;
     if (reference == OF_REF_CUDA_FUSED)
         return numel % 4 ? numel : 0;
     /* Both others have the same shape: whole vectors, then the rest. */

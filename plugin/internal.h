@@ -85,13 +85,18 @@ typedef struct of_lane {
     void *event;   /* for waits of other streams */
 } of_lane;
 
-/* One parameter group with the scalars of the step value last asked for,
- * since nearly always all parameters of a group are at the same step. */
+/* Scalars of the step value last asked for. */
+typedef struct of_prepared {
+    double step; /* 0: stale */
+    alignas(16) unsigned char scalars[OF_MAX_SCALARS];
+} of_prepared;
+
+/* One parameter group with its scalars, since nearly always all parameters of a
+ * group are at the same step. */
 typedef struct of_group {
     double hyper[OF_MAX_HYPER];
-    unsigned used;       /* bit i: state[i] is needed */
-    double scalars_step; /* 0: scalars are stale */
-    alignas(16) unsigned char scalars[OF_MAX_SCALARS];
+    unsigned used;           /* bit i: state[i] is needed */
+    of_prepared prepared[2]; /* by of_device */
 } of_group;
 
 struct of_plan {

@@ -41,9 +41,9 @@ static of_status check_options(const of_plan_options *options) {
     if ((unsigned)options->mode > OF_BACKWARD || (unsigned)options->reference >= OF_REF_COUNT ||
         (unsigned)options->isa >= OF_ISA_COUNT)
         return of_fail(OF_INVALID, "of_plan_options has an unknown mode, reference or ISA");
-    if (options->reference == OF_REF_CUDA_FUSED) /* its rows take other scalars */
+    if (options->reference >= OF_REF_CUDA_FUSED) /* their rows take other scalars */
         return of_fail(OF_INVALID, "the reference of a plan is one of the CPU's; what is on a "
-                                   "GPU always gets the bits of PyTorch's fused CUDA kernels");
+                                   "GPU always has the one that its rule has there");
     return OF_OK;
 }
 
@@ -179,7 +179,7 @@ static of_status put_group(of_plan *plan, size_t index, const double *hyper) {
     of_group *group = &plan->groups[index];
     memcpy(group->hyper, hyper, plan->rule->n_hyper * sizeof *hyper);
     group->used = plan->rule->state_used(group->hyper);
-    group->scalars_step = 0;
+    group->prepared[OF_CPU].step = group->prepared[OF_CUDA].step = 0;
     return OF_OK;
 }
 

@@ -128,15 +128,16 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
 
 static void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
     of_count *count = &update->in.count;
-    if (rule->n_counters) { /* of a parameter's own */
-        rule->prepare(group->hyper, count, update->scalars);
-        return;
+    const bool on_cpu = update->in.device == OF_CPU;
+    of_prepared *known = &group->prepared[update->in.device];
+    if (rule->n_counters || known->step != count->step) { /* counters: of a parameter's own */
+        /* Updates on a device are told apart by all bytes. */
+        memset(known->scalars, 0, sizeof known->scalars);
+        (on_cpu ? rule->prepare : rule->prepare_gpu)(group->hyper, count, known->scalars);
+        known->step = count->step;
     }
-    if (group->scalars_step != count->step) {
-        rule->prepare(group->hyper, count, group->scalars);
-        group->scalars_step = count->step;
-    }
-    memcpy(update->scalars, group->scalars, rule->scalars_size);
+    memcpy(update->scalars, known->scalars,
+           on_cpu ? rule->scalars_size : OF_MAX_HYPER * sizeof(double));
 }
 
 of_status of_update_complete(of_plan *plan, of_update *update) {
@@ -146,13 +147,15 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     if (status != OF_OK)
         return status;
     update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
-    if (in->device != OF_CPU || plan->rule->by_host) { /* they take the hyper-parameters */
-        memcpy(update->scalars, group->hyper, sizeof group->hyper);
-        if (plan->mode == OF_FORWARD) /* in the other one the plan's lock is held */
-            of_scaling_share(plan, update);
+    if (in->device != OF_CPU && plan->mode == OF_FORWARD) /* else the plan's lock is held */
+        of_scaling_share(plan, update);
+    if (plan->rule->by_host || (in->device != OF_CPU && !plan->rule->prepare_gpu)) {
+        memcpy(update->scalars, group->hyper, sizeof group->hyper); /* they take the options */
         return OF_OK;
     }
     fill_scalars(plan->rule, group, update);
+    if (in->device != OF_CPU)
+        return OF_OK;
     update->kernel = plan->kernels[in->dtype];
     update->n_factors =
         of_registry_factors(of_scale_key(in->grad_key), update->factors, &update->norm);

@@ -34,6 +34,7 @@ bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Devic
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     Plan *plan = slot->plan;
     const double *hyper = of_plan_hyper(plan->core, slot->index);
+    double first[OF_MAX_HYPER] = {}; // scalars of a first update: all use the same kernels
     const auto ordinal = static_cast<size_t>(p->device().index());
     const uint32_t bit = UINT32_C(1) << (static_cast<unsigned>(dtype) * 8 +
                                          (plan->rule->state_used(hyper) & 7u));
@@ -42,6 +43,12 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const CudaLibrary *library = cuda_library();
     if (library == nullptr)
         return refuse(slot, "", "is on a GPU, but ", of_error_message());
+    if (plan->rule->prepare_gpu != nullptr) {
+        of_count count = {};
+        count.step = 1;
+        plan->rule->prepare_gpu(hyper, &count, first);
+        hyper = first;
+    }
     if (!load_kernels(library, plan->rule->name, p->device(), dtype, hyper))
         return refuse(slot, "", "is on a GPU, but ", library->error());
     if (ordinal < 64)
@@ -84,6 +91,10 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold) 
         in->stream.id = side_stream(in->ready.device);
     hold->stream = in->stream;
     hold->ready = in->ready;
+    if (plan->rule->prepare_gpu != nullptr && step_is_on_gpu(slot))
+        return refuse(slot, "the step counter of ", "is on the GPU",
+                      ", where this update does not look for it: move state['step'] to the CPU, as "
+                      "torch.optim has it without capturable=True");
     plan->scalars.give(slot->group, in, hold);
     if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
         return refuse(slot, "the step counter of ", "is on the CPU",

@@ -3,22 +3,54 @@
 #include <string.h>
 
 #include "launch.h"
+#include "rules/adadelta.h"
+#include "rules/adagrad_foreach.h"
 #include "rules/adam.h"
+#include "rules/adamax.h"
+#include "rules/lion.h"
+#include "rules/nadam_foreach.h"
+#include "rules/radam_foreach.h"
+#include "rules/rmsprop.h"
+#include "rules/rprop.h"
 #include "rules/scaling.h"
 #include "rules/sgd.h"
 
 typedef struct rule {
     const char *name;
-    size_t n_hyper;
+    size_t bytes; /* of its options, or of its prepared scalars */
     unsigned (*state_used)(const double *hyper);
+    bool prepared;
 } rule;
 
+/* All prepared scalars begin in one way. */
+static unsigned variant_of(const double *prepared) {
+    chain_scalars chain;
+    memcpy(&chain, prepared, sizeof chain);
+    return chain.variant;
+}
+
+#define OF_PREPARED(X)                                                                             \
+    X(rmsprop, rmsprop)                                                                            \
+    X(adadelta, adadelta)                                                                          \
+    X(nadam, nadam_foreach)                                                                        \
+    X(radam, radam_foreach)                                                                        \
+    X(adamax, adamax)                                                                              \
+    X(rprop, rprop)                                                                                \
+    X(adagrad, adagrad_foreach)                                                                    \
+    X(lion, lion)
+#define OF_USED(rule, form)                                                                        \
+    static unsigned rule##_used(const double *prepared) {                                          \
+        return form##_variant_state(variant_of(prepared));                                         \
+    }
+#define OF_PREPARED_ROW(rule, form) {#rule, sizeof(form##_scalars), rule##_used, true},
+
+OF_PREPARED(OF_USED)
+
 /* kernels.h has such a table too; this library has to stand alone. */
-static const rule rules[] = {
-    {"adam", ADAM_N_HYPER, adam_state_used},
-    {"scaling", 0, scaling_state_used},
-    {"sgd", SGD_N_HYPER, sgd_state_used},
-};
+static const rule rules[] = {{"adam", ADAM_N_HYPER * sizeof(double), adam_state_used, false},
+                             {"scaling", 0, scaling_state_used, false},
+                             {"sgd", SGD_N_HYPER * sizeof(double), sgd_state_used, false},
+                             OF_PREPARED(OF_PREPARED_ROW)};
 
 of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
                             bool early) {
@@ -29,10 +61,13 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
     common->factor_at = update->factor_at;
     common->early = early;
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
-        if (strcmp(rules[i].name, update->rule) != 0)
+        const rule *known = &rules[i];
+        if (strcmp(known->name, update->rule) != 0)
             continue;
-        memcpy(common->hyper, update->hyper, rules[i].n_hyper * sizeof(double));
-        *used = rules[i].state_used(update->hyper);
+        if (known->prepared && (update->lr_at || update->grad_scale_at || update->found_inf_at))
+            return of_cuda_fail(OF_CUDA_INVALID, "%s takes no scalars on the device", known->name);
+        memcpy(common->hyper, update->hyper, known->bytes);
+        *used = known->state_used(update->hyper);
         return OF_CUDA_OK;
     }
     return of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernels for the rule %s", update->rule);

@@ -43,7 +43,7 @@ typedef struct of_cuda_entry {
     void *state[OF_MAX_STATE];
     size_t n;             /* elements; 0 is allowed */
     const float *step_at; /* number of this update, on the device; or NULL: */
-    double step;          /* the number itself, >= 1 */
+    double step;          /* the number itself, >= 1. (Prepared scalars have it in them.) */
 } of_cuda_entry;
 
 /* What the tensors of one call have in common. A device scalar, where given,
@@ -51,8 +51,10 @@ typedef struct of_cuda_entry {
 typedef struct of_cuda_update {
     const char *rule;
     of_dtype dtype;
-    int device;                 /* ordinal, used if no context is current */
-    const double *hyper;        /* in the rule's order */
+    int device; /* ordinal, used if no context is current */
+    /* In the rule's order; or what of_rule.prepare_gpu() made of them, for rules that have
+     * it: then nothing but the factor may be on the device. */
+    const double *hyper;
     const float *lr_at;         /* device; instead of the lr in hyper, or NULL */
     const float *grad_scale_at; /* device; gradients are divided by it, or NULL */
     const float *found_inf_at;  /* device; 1 skips the update, or NULL */

@@ -4,7 +4,11 @@
 #ifndef OPTFUSE_CUDA_ELEMENT_CUH
 #define OPTFUSE_CUDA_ELEMENT_CUH
 
+#ifdef OF_FORM
+#include "chain_element.h"
+#else
 #include "../cpu/instance.h"
+#endif
 
 #ifdef __CUDACC__
 #ifdef OF_DTYPE_BFLOAT16
@@ -47,12 +51,18 @@ OF_DEVICE_FN of_real of_widen(of_stored stored) {
 OF_DEVICE_FN of_stored of_narrow(of_real value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
+OF_RULE_FN of_real aten_round(of_real x) {
+    return __bfloat162float(__float2bfloat16_rn(x));
+}
 #else
 OF_DEVICE_FN of_real of_widen(of_stored stored) {
     return __half2float(__ushort_as_half(stored));
 }
 OF_DEVICE_FN of_stored of_narrow(of_real value) {
     return __half_as_ushort(__float2half_rn(value));
+}
+OF_RULE_FN of_real aten_round(of_real x) {
+    return __half2float(__float2half_rn(x));
 }
 #endif
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* images.c: one fat binary per rule and dtype, loaded when first used. */
+/* images.c: one fat binary per rule and dtype, loaded when first used. Kernels are
+ * looked up by their names, for each set of state when it is first used. */
 #include "images.h"
 
 #include <pthread.h>
@@ -8,47 +9,35 @@
 
 #include "launch.h"
 
-enum { SETS = 2 }; /* of used state, per rule */
+enum { SETS = 1 << OF_MAX_STATE }; /* of used state */
 
 typedef struct image {
     const char *rule;
     of_dtype dtype;
     const unsigned long long *code;
-    bool loaded;
+    CUlibrary library; /* NULL: not loaded yet */
     of_cuda_kernels kernels[SETS];
 } image;
 
-#define OF_IMAGE(rule, dtype) extern const unsigned long long of_image_##rule##_##dtype[]
-OF_IMAGE(adam, float32);
-OF_IMAGE(adam, float64);
-OF_IMAGE(adam, bfloat16);
-OF_IMAGE(adam, float16);
-OF_IMAGE(scaling, float32);
-OF_IMAGE(scaling, float64);
-OF_IMAGE(scaling, bfloat16);
-OF_IMAGE(scaling, float16);
-OF_IMAGE(sgd, float32);
-OF_IMAGE(sgd, float64);
-OF_IMAGE(sgd, bfloat16);
-OF_IMAGE(sgd, float16);
+#define OF_RULES(X)                                                                                \
+    X(adam)                                                                                        \
+    X(scaling) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad) X(lion)
+#define OF_DECLARE(rule)                                                                           \
+    extern const unsigned long long of_image_##rule##_float32[], of_image_##rule##_float64[],      \
+        of_image_##rule##_bfloat16[], of_image_##rule##_float16[];
+#define OF_IMAGE(rule, dtype, code) {#rule, code, of_image_##rule##_##dtype, NULL, {{{NULL}}}},
+#define OF_IMAGES(rule)                                                                            \
+    OF_IMAGE(rule, float32, OF_FLOAT32)                                                            \
+    OF_IMAGE(rule, float64, OF_FLOAT64)                                                            \
+    OF_IMAGE(rule, bfloat16, OF_BFLOAT16)                                                          \
+    OF_IMAGE(rule, float16, OF_FLOAT16)
+
+OF_RULES(OF_DECLARE)
 extern const unsigned long long of_image_advance[];
 
 /* guards the fields of `images` and `advance` that loading fills */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static image images[] = {
-    {"adam", OF_FLOAT32, of_image_adam_float32, false, {{3, {NULL}}, {7, {NULL}}}},
-    {"adam", OF_FLOAT64, of_image_adam_float64, false, {{3, {NULL}}, {7, {NULL}}}},
-    {"adam", OF_BFLOAT16, of_image_adam_bfloat16, false, {{3, {NULL}}, {7, {NULL}}}},
-    {"adam", OF_FLOAT16, of_image_adam_float16, false, {{3, {NULL}}, {7, {NULL}}}},
-    {"scaling", OF_FLOAT32, of_image_scaling_float32, false, {{0, {NULL}}, {0, {NULL}}}},
-    {"scaling", OF_FLOAT64, of_image_scaling_float64, false, {{0, {NULL}}, {0, {NULL}}}},
-    {"scaling", OF_BFLOAT16, of_image_scaling_bfloat16, false, {{0, {NULL}}, {0, {NULL}}}},
-    {"scaling", OF_FLOAT16, of_image_scaling_float16, false, {{0, {NULL}}, {0, {NULL}}}},
-    {"sgd", OF_FLOAT32, of_image_sgd_float32, false, {{0, {NULL}}, {1, {NULL}}}},
-    {"sgd", OF_FLOAT64, of_image_sgd_float64, false, {{0, {NULL}}, {1, {NULL}}}},
-    {"sgd", OF_BFLOAT16, of_image_sgd_bfloat16, false, {{0, {NULL}}, {1, {NULL}}}},
-    {"sgd", OF_FLOAT16, of_image_sgd_float16, false, {{0, {NULL}}, {1, {NULL}}}},
-};
+static image images[] = {OF_RULES(OF_IMAGES)};
 static CUkernel advance;
 
 static of_cuda_status load_code(const of_driver *driver, const void *code, CUlibrary *library) {
@@ -63,35 +52,30 @@ static of_cuda_status get_kernel(const of_driver *driver, CUlibrary library, con
     return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, name);
 }
 
-static of_cuda_status load_image(const of_driver *driver, image *one) {
+static of_cuda_status load_kernels(const of_driver *driver, image *one, unsigned used) {
     static const char *const sizes[OF_CUDA_TABLE_SIZES] = {"small", "large"};
-    CUlibrary library = NULL;
-    of_cuda_status status = load_code(driver, one->code, &library);
-    for (int set = 0; set < SETS; set++)
-        for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++) {
-            char name[80];
-            snprintf(name, sizeof name, "of_cuda_%s_%s_%u_%s", one->rule,
-                     of_cuda_dtype_name(one->dtype), one->kernels[set].used, sizes[size]);
-            status = get_kernel(driver, library, name, &one->kernels[set].size[size]);
-        }
-    one->loaded = status == OF_CUDA_OK;
+    of_cuda_status status = one->library ? OF_CUDA_OK : load_code(driver, one->code, &one->library);
+    for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++) {
+        char name[80];
+        snprintf(name, sizeof name, "of_cuda_%s_%s_%u_%s", one->rule,
+                 of_cuda_dtype_name(one->dtype), used, sizes[size]);
+        status = get_kernel(driver, one->library, name, &one->kernels[used].size[size]);
+    }
+    if (status != OF_CUDA_OK)
+        one->kernels[used] = (of_cuda_kernels){{NULL}};
     return status;
 }
 
 const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, of_dtype dtype,
                                     unsigned used, of_cuda_status *status) {
-    for (size_t i = 0; i < sizeof images / sizeof *images; i++) {
+    for (size_t i = 0; i < sizeof images / sizeof *images && used < SETS; i++) {
         image *one = &images[i];
         if (strcmp(one->rule, rule) != 0 || one->dtype != dtype)
             continue;
         pthread_mutex_lock(&lock);
-        *status = one->loaded ? OF_CUDA_OK : load_image(driver, one);
+        *status = one->kernels[used].size[0] ? OF_CUDA_OK : load_kernels(driver, one, used);
         pthread_mutex_unlock(&lock);
-        for (int set = 0; set < SETS && *status == OF_CUDA_OK; set++)
-            if (one->kernels[set].used == used)
-                return &one->kernels[set];
-        if (*status != OF_CUDA_OK)
-            return NULL;
+        return *status == OF_CUDA_OK ? &one->kernels[used] : NULL;
     }
     *status =
         of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernel for %s, dtype %d", rule, (int)dtype);

@@ -9,7 +9,6 @@ enum { OF_CUDA_TABLE_SIZES = 2 }; /* small, large: see table.h */
 
 /* The kernels that update with one set of used state. */
 typedef struct of_cuda_kernels {
-    unsigned used;
     CUkernel size[OF_CUDA_TABLE_SIZES];
 } of_cuda_kernels;
 

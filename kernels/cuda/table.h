@@ -27,7 +27,7 @@ enum {
 };
 
 typedef struct of_cuda_common {
-    double hyper[OF_MAX_HYPER];
+    double hyper[OF_MAX_HYPER]; /* or the bytes of prepared scalars: of_rule.prepare_gpu() */
     const float *lr_at;
     const float *grad_scale_at;
     const float *found_inf_at;

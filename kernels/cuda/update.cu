@@ -7,62 +7,9 @@
 // search over the tensors' first blocks, so nothing but the tensors themselves
 // has to be in the table, and that is in the kernel's arguments.
 #include "moment.cuh"
+#include "tensor.cuh"
 
 typedef OF_RULE_NAME(cuda_constants) of_cuda_constants;
-
-// The tensor of one entry.
-struct of_tensor {
-    of_stored *param;
-    of_stored *grad;
-    of_stored *state[OF_MAX_STATE];
-    uint64_t n;
-    uint64_t step; // a word, see table.h
-    uint64_t first_block;
-};
-
-template <unsigned USED> struct of_words {
-    enum { STATES = (USED & 1) + (USED >> 1 & 1) + (USED >> 2 & 1) };
-    enum { STRIDE = OF_CUDA_WORDS_BESIDE_STATE + STATES };
-};
-
-// The last entry whose first block is not after this one.
-template <unsigned USED>
-OF_DEVICE_FN const uint64_t *of_find(const uint64_t *words, uint32_t entries, uint64_t block) {
-    enum { STRIDE = of_words<USED>::STRIDE };
-    uint32_t low = 0, high = entries;
-    while (high - low > 1) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (words[middle * STRIDE + STRIDE - 1] <= block)
-            low = middle;
-        else
-            high = middle;
-    }
-    return words + low * STRIDE;
-}
-
-template <unsigned USED> OF_DEVICE_FN of_tensor of_unpack(const uint64_t *words) {
-    of_tensor tensor;
-    tensor.param = reinterpret_cast<of_stored *>(*words++);
-    tensor.grad = reinterpret_cast<of_stored *>(*words++);
-#pragma unroll
-    for (int i = 0; i < OF_MAX_STATE; i++)
-        tensor.state[i] = USED >> i & 1 ? reinterpret_cast<of_stored *>(*words++) : nullptr;
-    tensor.step = *words++;
-    tensor.n = *words++;
-    tensor.first_block = *words;
-    return tensor;
-}
-
-// Whether all arrays of the tensor lie at multiples of `bytes`.
-template <unsigned USED> OF_DEVICE_FN bool of_aligned(const of_tensor &tensor, unsigned bytes) {
-    uint64_t all =
-        reinterpret_cast<uint64_t>(tensor.param) | reinterpret_cast<uint64_t>(tensor.grad);
-#pragma unroll
-    for (int i = 0; i < OF_MAX_STATE; i++)
-        if (USED >> i & 1)
-            all |= reinterpret_cast<uint64_t>(tensor.state[i]);
-    return all % bytes == 0;
-}
 
 // What all elements of a block have in common.
 struct of_block {

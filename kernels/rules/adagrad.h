@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_ADAGRAD_H
 #define OPTFUSE_RULES_ADAGRAD_H
 
-#include "aten.h"
+#include "chain.h"
 
 enum { ADAGRAD_SUM, ADAGRAD_N_STATE };
 

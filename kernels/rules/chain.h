@@ -4,12 +4,18 @@
 #ifndef OPTFUSE_RULES_CHAIN_H
 #define OPTFUSE_RULES_CHAIN_H
 
+/* The operators of PyTorch's CUDA, or of its CPU. */
+#ifdef OF_ATEN_CUDA
+#include "aten_cuda.h"
+#else
 #include "aten.h"
+#endif
 
-/* The first member of each such rule's scalars. */
+/* The first member of each such rule's scalars. Without padding, because scalars
+ * are compared by their bytes. */
 typedef struct chain_scalars {
     double weight_decay; /* 0: none, or the rule's own affair */
-    bool maximize;
+    unsigned maximize;
     unsigned variant;
 } chain_scalars;
 

@@ -14,6 +14,8 @@ import torch
 import torch._dynamo
 from torch.optim import Optimizer
 
+from optfuse import _gpu_trial
+from optfuse._gpu import is_gpu
 from optfuse._native import BACKWARD, Error, lib
 from optfuse._own import running
 from optfuse._refuse import check_group
@@ -75,6 +77,8 @@ class _Fused:
         try:
             link = link_of(optimizer)
             groups = optimizer.param_groups
+            if link.rule.as_made:
+                _try_group(link.stock, groups[-1])
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             if link.rule.by_host:
                 check_promise(optimizer, link.stock)
@@ -95,6 +99,20 @@ class _Fused:
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
         return fuse_like(twin, link, [copy.deepcopy(p, memo) for p in link.eager])
+
+
+def _try_group(stock: type[Optimizer], group: dict[str, Any]) -> None:
+    """A group is added to others that kernels update on a GPU."""
+    from optfuse._fuse import try_on_gpu
+
+    try_on_gpu(stock, [group])
+    why = _gpu_trial.reasons(stock, [group], {})
+    if why and all(is_gpu(param.device) for param in group["params"]):
+        raise Error(
+            "optfuse: the others of this optimizer's parameters are updated by kernels, but those "
+            f"of the new group can't be, because {why[0]}; unfuse the optimizer, and fuse it again "
+            "with all groups"
+        )
 
 
 class _FusedOwn(_Fused):

@@ -7,18 +7,18 @@ import ctypes
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _link
+from optfuse import _gpu_trial, _link
 from optfuse._classes import LINK, fused_class, link_of
 from optfuse._gpu import is_gpu
 from optfuse._link import How
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
-from optfuse._rules import rule_of
+from optfuse._rules import RULES, Rule, rule_of
 from optfuse._scheduler import check_step, rewrap
 from optfuse._selfcheck import gpu_bits_differ
 
@@ -108,8 +108,9 @@ def fuse(
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _link.start()
+    try_on_gpu(type(optimizer), optimizer.param_groups)
     differ: list[str] = []
-    if not rule_of(type(optimizer), optimizer.param_groups).by_host:
+    if RULES.get(type(optimizer)) is rule_of(optimizer):
         differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, How()))
     if strict and differ:
         raise Error(
@@ -125,9 +126,17 @@ def fuse(
     return fused
 
 
-def _fuse(optimizer: OptimizerT, how: How) -> OptimizerT:
+def try_on_gpu(stock: type[Optimizer], groups: list[dict[str, Any]]) -> None:
+    """Whether kernels may take the place of the class's own step() on a GPU; once for
+    each kind of parameters."""
+    rule = RULES.get(stock)
+    if rule is not None and rule.tried:
+        _gpu_trial.make(stock, groups, lambda small: _fuse(small, How(), rule.on_gpus()))
+
+
+def _fuse(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:
     stock = type(optimizer)
-    link = _link.Link(optimizer, how)
+    link = _link.Link(optimizer, how, rule)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = fused_class(stock, link.rule.by_host)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
@@ -151,7 +160,8 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was."""
-    return _fuse(optimizer, replace(link.how, eager=tuple(eager)))
+    rule = None if link.rule.by_host else link.rule
+    return _fuse(optimizer, replace(link.how, eager=tuple(eager)), rule)
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
@@ -187,6 +197,7 @@ class Summary:
     reference: str  # the implementation of PyTorch whose bits are reproduced
     reference_differs: tuple[int, ...]  # groups whose flags select another one
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
+    own_step_because: tuple[str, ...]  # why kernels are not used on a GPU, where there are some
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     created: int
@@ -221,6 +232,10 @@ class Summary:
                 f"  note: updates of {', '.join(self.gpu_bits_differ)} round differently from "
                 "fused=True on this GPU and release. strict=True refuses this"
             )
+        lines += [
+            f"  note: the class's own step() updates, because {why}"
+            for why in self.own_step_because
+        ]
         if self.eager:
             lines.append(f"  note: {self.eager} parameters are eager, as asked")
         if self.threads_seen:
@@ -265,6 +280,7 @@ def summary(optimizer: Optimizer) -> Summary:
             i for i, group in enumerate(groups) if link.rule.difference(group)
         ),
         gpu_bits_differ=link.gpu_bits_differ,
+        own_step_because=link.own_step_because,
         isa={
             name: "own step()" if link.rule.by_host else " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"

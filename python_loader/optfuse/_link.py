@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from optfuse import _compiled, _gpu, _own, _scaled
 from optfuse._gpu import is_gpu, is_on_gpu
+from optfuse._gpu_trial import flags_of
 from optfuse._native import (
     ADDS,
     BACKWARD,
@@ -43,7 +44,7 @@ from optfuse._native import start as start_library
 from optfuse._passes import Passes
 from optfuse._refuse import label
 from optfuse._register import check_promise
-from optfuse._rules import rule_of
+from optfuse._rules import Rule, rule_of, why_own_step
 
 _params_of = itemgetter("params")
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
@@ -52,6 +53,11 @@ _LATE = (
     "optfuse: an option of parameter group {} (such as lr) was changed between backward() and "
     "step(), but backward fusion has already updated with the old value; change it before "
     'backward() or after step(), or use optfuse.fuse(optimizer, mode="forward")'
+)
+_FLAGS = (
+    "optfuse: foreach, capturable or fused of a parameter group is another than when the optimizer "
+    "was fused, or its lr has become a tensor: its step() would now go another way, whose bits the "
+    "kernels that update on the GPU do not have. Call optfuse.unfuse() and fuse it again"
 )
 
 
@@ -71,9 +77,11 @@ class How:
 class Link:
     """Owned by the optimizer; frees the plan when the optimizer dies."""
 
-    def __init__(self, optimizer: Optimizer, how: How) -> None:
+    def __init__(self, optimizer: Optimizer, how: How, rule: Rule | None = None) -> None:
+        """rule: another than the optimizer's own, for a trial of it."""
         self.stock = type(optimizer)
-        self.rule = rule_of(self.stock, optimizer.param_groups)
+        self.own_step_because = () if rule else tuple(why_own_step(optimizer))
+        self.rule = rule or rule_of(optimizer)
         self.how = how
         self.mode = how.mode
         self.eager = how.eager
@@ -102,6 +110,7 @@ class Link:
         self._rates: list[tuple[int, int]] = []  # learning rates on a GPU
         self._params: list[Tensor] = []
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
+        self._flags: list[tuple[Any, ...]] = []  # of each group
         links[self.plan] = self
         self.own: _own.Own | None = None
         try:
@@ -141,6 +150,7 @@ class Link:
             kept = set(map(id, params))
             torch.ops.optfuse.detach(self.plan, [p for p in self._params if id(p) not in kept])
         self._hyper: list[tuple[float, ...]] = []
+        self._flags += map(flags_of, groups[len(self._flags) :])
         self._sync_hyper(groups)
         eager = set(map(id, self.eager))
         torch.ops.optfuse.set_slots(
@@ -195,6 +205,8 @@ class Link:
     def _sync_hyper(self, groups: list[dict[str, Any]]) -> None:
         hyper_of = self.rule.hyper
         known = self._hyper
+        if self.rule.as_made and list(map(flags_of, groups)) != self._flags[: len(groups)]:
+            raise Error(_FLAGS)
         for i, group in enumerate(groups):
             hyper = hyper_of(group)
             if i < len(known) and known[i] == hyper:
@@ -243,6 +255,9 @@ class Link:
     def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool, flushed: bool) -> bool:
         """Whether the plan is flushed now. Once does for many slots: a flush
         looks at every slot, and nothing becomes pending before the next step."""
+        for name in self.rule.counters if self.rule.as_made else ():
+            if is_on_gpu(entry.get(name)):  # load_state_dict() moves it to its parameter
+                entry[name] = entry[name].cpu()
         tensors: _State = tuple(map(entry.get, (*self.rule.state, *self.rule.counters)))
         step = entry.get("step") if self.rule.counts_steps else None
         known = self._slot_states[slot]

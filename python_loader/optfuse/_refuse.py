@@ -63,6 +63,12 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
             "updated by kernels that exist for the CPU only; unfuse it, and fuse it again with "
             "all groups"
         )
+    if rule.as_made and not all(is_gpu(param.device) for param in group["params"]):
+        raise Error(
+            f"optfuse: parameter group {index} is on the CPU, and the others of this optimizer are "
+            "updated by kernels that have its bits on a GPU only; unfuse it, and fuse it again "
+            "with all groups"
+        )
     for flag in ("differentiable",) if rule.by_host else ("differentiable", "capturable"):
         if group.get(flag) and (flag == "differentiable" or on_cpu):
             raise Error(
@@ -108,7 +114,7 @@ def _why_not(param: Tensor) -> str | None:
 def check_optimizer(optimizer: Optimizer, strict: bool) -> None:
     check_class(optimizer)
     stock = type(optimizer)
-    rule = rule_of(stock, optimizer.param_groups)
+    rule = rule_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         check_group(rule, group, index, strict)
     if rule.by_host:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.optim import (
     Rprop,
 )
 
+from optfuse import _gpu_trial
 from optfuse._gpu import is_gpu, number
 from optfuse.optim import Lion
 
@@ -68,7 +69,9 @@ class Rule:
     # The reference computes its scalars in the dtype of a learning rate that is a
     # tensor; we always do in float64.
     lr_makes_scalars: bool = False
-    on_gpu: bool = True  # there are kernels for GPUs too
+    on_gpu: bool = True  # there are kernels for GPUs too ...
+    tried: bool = False  # ... which have to pass a trial against the class's own step()
+    as_made: bool = False  # they have: the bits are those of the class, with its own flags
     by_host: bool = False  # there are none: the class's own step() updates
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
 
@@ -83,10 +86,14 @@ class Rule:
             [number(group[key] if i is None else group[key][i]) for key, i in self._where]
         )
 
+    def on_gpus(self) -> Rule:
+        """Where the kernels have passed their trial."""
+        return replace(self, reference="own step()", as_made=True)
+
     def difference(self, group: Group) -> str:
         """What in the group selects an implementation other than the one whose bits
         are reproduced; empty if nothing does."""
-        if self.by_host:
+        if self.by_host or self.as_made:
             return ""
         lr = group.get("lr")
         if self.lr_makes_scalars and isinstance(lr, Tensor) and lr.dtype != torch.float64:
@@ -114,7 +121,7 @@ _SGD = Rule(
 )
 
 _ADAGRAD = Rule(
-    "adagrad", ("lr", "lr_decay", "weight_decay", "eps", "maximize"), ("sum",), on_gpu=False
+    "adagrad", ("lr", "lr_decay", "weight_decay", "eps", "maximize"), ("sum",), tried=True
 )
 
 _FOR_LOOP = "foreach=False"
@@ -123,14 +130,14 @@ _RMSPROP = Rule(
     ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
     ("momentum_buffer", "square_avg", "grad_avg"),
     reference=_FOR_LOOP,
-    on_gpu=False,
+    tried=True,
 )
 _ADADELTA = Rule(
     "adadelta",
     ("lr", "rho", "eps", "weight_decay", "maximize"),
     ("square_avg", "acc_delta"),
     reference=_FOR_LOOP,
-    on_gpu=False,
+    tried=True,
 )
 _NADAM = Rule(
     "nadam",
@@ -142,7 +149,7 @@ _NADAM = Rule(
     counters=("mu_product",),
     reference=_FOR_LOOP,
     lr_makes_scalars=True,
-    on_gpu=False,
+    tried=True,
 )
 _RADAM = Rule(
     "radam",
@@ -150,7 +157,7 @@ _RADAM = Rule(
     ("exp_avg", "exp_avg_sq"),
     reference=_FOR_LOOP,
     lr_makes_scalars=True,
-    on_gpu=False,
+    tried=True,
 )
 _ADAMAX = Rule(
     "adamax",
@@ -158,14 +165,14 @@ _ADAMAX = Rule(
     ("exp_avg", "exp_inf"),
     reference=_FOR_LOOP,
     lr_makes_scalars=True,
-    on_gpu=False,
+    tried=True,
 )
 _RPROP = Rule(
     "rprop",
     ("etas.0", "etas.1", "step_sizes.0", "step_sizes.1", "maximize"),
     ("prev", "step_size"),
     reference=_FOR_LOOP,
-    on_gpu=False,
+    tried=True,
 )
 _ASGD = Rule(
     "asgd",
@@ -174,7 +181,7 @@ _ASGD = Rule(
     counters=("eta", "mu"),
     reference=_FOR_LOOP,
     lr_makes_scalars=True,
-    on_gpu=False,
+    on_gpu=False,  # where its counters would be on them
 )
 _LION = Rule(
     "lion",
@@ -182,7 +189,7 @@ _LION = Rule(
     ("exp_avg",),
     counts_steps=False,
     reference="step()",
-    on_gpu=False,
+    tried=True,
 )
 
 RULES: dict[type[Optimizer], Rule] = {
@@ -204,9 +211,22 @@ RULES: dict[type[Optimizer], Rule] = {
 OWN = Rule("own", (), (), counts_steps=False, reference="own step()", by_host=True)
 
 
-def rule_of(stock: type[Optimizer], groups: list[Group]) -> Rule:
-    """The rule for an optimizer; OWN if there are no kernels for all of its parameters."""
+def rule_of(optimizer: Optimizer) -> Rule:
+    """The rule for an optimizer that is not fused; OWN if there are no kernels for all
+    of its parameters."""
+    stock, groups = type(optimizer), optimizer.param_groups
     rule = RULES.get(stock, OWN)
-    if rule.on_gpu or not any(is_gpu(p.device) for group in groups for p in group["params"]):
+    if not any(is_gpu(p.device) for group in groups for p in group["params"]):
         return rule
-    return OWN
+    if not rule.tried:
+        return rule if rule.on_gpu else OWN
+    return OWN if why_own_step(optimizer) else rule.on_gpus()
+
+
+def why_own_step(optimizer: Optimizer) -> list[str]:
+    """Why an optimizer for which there are kernels on GPUs does without them there."""
+    stock, groups = type(optimizer), optimizer.param_groups
+    devices = {p.device for group in groups for p in group["params"]}
+    if stock not in RULES or not RULES[stock].tried or not any(map(is_gpu, devices)):
+        return []
+    return _gpu_trial.reasons(stock, groups, optimizer.__dict__["state"])

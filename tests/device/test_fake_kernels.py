@@ -159,7 +159,7 @@ def test_stock_on_two_streams_is_seen():
     optimizer.step()
     fakecuda.synchronize()
     two_steps(optimizer.step)
-    expect_race("aten::_fused_adamw_", "aten::add")  # add counts the steps
+    expect_race("aten::_fused_adamw_", "aten::_foreach_add_")  # which counts the steps
 
 
 def test_our_kernels_on_two_streams_are_seen():

@@ -43,7 +43,7 @@ static void random_options(const of_rule *rule, double *hyper, uint64_t *random)
     for (size_t i = 0; i < rule->n_hyper; i++) {
         const char *name = rule->hyper[i];
         if (strncmp(name, "beta", 4) == 0 || !strcmp(name, "momentum") ||
-            !strcmp(name, "dampening"))
+            !strcmp(name, "dampening") || !strcmp(name, "alpha") || !strcmp(name, "rho"))
             hyper[i] = pick(random, betas, 4);
         else if (!strcmp(name, "weight_decay"))
             hyper[i] = pick(random, weights, 3);
@@ -98,6 +98,20 @@ static of_cuda_entry upload(tensor *t, of_dtype dtype, unsigned used, size_t ind
     return entry;
 }
 
+// The scalars of a rule that has them prepared: one set for all tensors of a launch.
+static double prepared[OF_MAX_HYPER];
+
+static void prepare(const of_rule *rule, of_cuda_update *update, uint64_t *random) {
+    static const double steps[] = {1, 2, 17, 1000};
+    of_count count = {};
+    count.step = pick(random, steps, 4);
+    count.counters[0] = count.counters[1] = 0.9;
+    memset(prepared, 0, sizeof prepared);
+    rule->prepare_gpu(update->hyper, &count, prepared);
+    update->hyper = prepared;
+    update->lr_at = update->grad_scale_at = update->found_inf_at = NULL;
+}
+
 static bool in_fours(const tensor *t, of_dtype dtype, unsigned used) {
     size_t all = t->offset[0] | t->offset[1]; // cudaMalloc aligns to 256 bytes
     for (int i = 0; i < OF_MAX_STATE; i++)
@@ -118,7 +132,14 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
     s.correction2 = both[1];
     s.first = t->step <= 1.0f;
     s.unscaled = scaled ? t->wanted.at[1] : NULL;
-    const of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
+    of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
+    if (rule->prepare_gpu) {
+        const double factors[] = {s.factor ? *s.factor : 1.0, 1.0};
+        span.factors = s.factor ? factors : NULL;
+        of_kernel_find(rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)
+            ->run(&span, prepared);
+        return;
+    }
     of_kernel_find(rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
 }
 
@@ -170,6 +191,8 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
     update.found_inf_at = random_next(random) % 2 ? device_scalars + 2 : NULL;
     if (s.factor)
         update.factor_at = dtype == OF_FLOAT64 ? (void *)device_factor : device_scalars + 3;
+    if (rule->prepare_gpu)
+        prepare(rule, &update, random);
     for (size_t i = 0; i < TENSORS; i++)
         entries[i] = upload(&tensors[i], dtype, rule->state_used(s.hyper), i, random);
     if (of_cuda_launch(&update, entries, TENSORS) != OF_CUDA_OK) {
@@ -186,7 +209,8 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
 }
 
 static bool is_for_gpus(const of_rule *rule) {
-    return of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
+    return rule->prepare_gpu ||
+           of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
 }
 
 static int check_all(uint64_t seed, int rounds, int major) {

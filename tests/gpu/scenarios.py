@@ -21,6 +21,7 @@ import bits  # noqa: F401 - each module adds its scenarios
 import graphs  # noqa: F401
 import harness
 import memory
+import own_rules  # noqa: F401
 import reads  # noqa: F401
 import streams  # noqa: F401
 import torch
@@ -28,7 +29,7 @@ import training  # noqa: F401
 from harness import FAILED, On, Outcome, Scenario, play
 
 PARTS = {
-    "bits": ("bits",),
+    "bits": ("bits", "own_rules"),
     "transparency": ("reads", "training", "streams", "graphs", "memory"),
 }
 ODD = "no scenario was run"

@@ -106,6 +106,21 @@ START_TEST(the_cuda_reference_has_a_plain_row_for_every_dtype) {
 }
 END_TEST
 
+START_TEST(rules_that_gpus_have_prepared_for_them_have_a_plain_row_of_that_chain) {
+    int n = 0;
+    for (const of_rule *rule = of_rules; rule->name; rule++)
+        for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
+            const of_kernel *row = of_kernel_find(rule->name, OF_REF_CUDA_CHAIN, (of_dtype)dtype,
+                                                  OF_CPU, OF_ISA_AVX512);
+            ck_assert_msg(!row == !rule->prepare_gpu, "%s %s", rule->name,
+                          of_dtype_name((of_dtype)dtype));
+            n += row != NULL;
+        }
+    ck_assert_int_eq(n, 8 * OF_DTYPE_COUNT);
+    ck_assert_uint_eq(of_tail(rule_of("lion"), OF_REF_CUDA_CHAIN, OF_BFLOAT16, 32, 1003), 0);
+}
+END_TEST
+
 START_TEST(the_cuda_reference_takes_a_tensor_in_fours_or_not_at_all) {
     ck_assert_uint_eq(of_tail(rule_of("adam"), OF_REF_CUDA_FUSED, OF_FLOAT32, 32, 1004), 0);
     ck_assert_uint_eq(of_tail(rule_of("adam"), OF_REF_CUDA_FUSED, OF_FLOAT32, 32, 1003), 1003);
@@ -311,6 +326,7 @@ int main(void) {
     tcase_add_test(table, state_is_used_only_where_the_options_need_it);
     tcase_add_test(table, every_rule_reference_and_dtype_has_its_rows);
     tcase_add_test(table, the_cuda_reference_has_a_plain_row_for_every_dtype);
+    tcase_add_test(table, rules_that_gpus_have_prepared_for_them_have_a_plain_row_of_that_chain);
     tcase_add_test(table, the_cuda_reference_takes_a_tensor_in_fours_or_not_at_all);
     tcase_add_test(table, what_has_no_row_is_not_found);
     tcase_add_test(table, rows_are_unique);

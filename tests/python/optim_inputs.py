@@ -103,6 +103,12 @@ def flagged_inputs(name):
     return found
 
 
+def inputs_for_gpus(name):
+    """Those that PyTorch uses on GPUs, with every implementation flag."""
+    found = inputs_with_flags("cuda", torch.float32, INFOS[name])
+    return [Input(name, one.kwargs, one.desc) for one in found]
+
+
 def shapes_of(name, dtype):
     if name == "SGD" and dtype.itemsize == 2:
         return (*SHAPES[:-1], (31, 157))  # the reference is slow there: test_bits.py

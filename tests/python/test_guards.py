@@ -62,6 +62,7 @@ def test_the_release_build_has_no_switch():
 ELSEWHERE = {
     "streams": "tests/plugin/test_guards.c",
     "capture": "tests/plugin/test_guards.c",
+    "tried": "tests/device/test_gpu_rules.py",
     "clipstream": "tests/plugin/test_guards.c",
     "divided": "tests/device/test_clipping.py",
 }

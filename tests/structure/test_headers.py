@@ -17,7 +17,9 @@ HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix 
 INSTANCE = ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=baseline"]
 LOOP = ["-DOF_RULE=adam", "-DOF_VARIANTS=ADAM_VARIANTS", *INSTANCE]
 CHAIN = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1", *INSTANCE]
+FORM = ["-DOF_FORM=rmsprop", *CHAIN]
 MACROS = {
+    "kernels/cuda/chain_element.h": FORM,
     "kernels/cpu/instance.h": LOOP,
     "kernels/cpu/stored.h": INSTANCE,
     "kernels/cpu/chain_instance.h": CHAIN,

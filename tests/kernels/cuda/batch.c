@@ -39,12 +39,13 @@ static double pick(uint64_t *random, const double *values, size_t n) {
 static double random_hyper(const char *name, uint64_t *random) {
     static const double betas[] = {0.0, 0.5, 0.9, 0.999}, weights[] = {0.0, 0.01, 0.3};
     static const double rates[] = {1e-3, 0.1, 7.0}, eps[] = {0.0, 1e-8, 1e-3};
-    static const char *const flags[] = {"amsgrad", "maximize", "decoupled", "nesterov"};
+    static const char *const flags[] = {"amsgrad",  "maximize", "decoupled",
+                                        "nesterov", "centered", "decoupled_weight_decay"};
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         if (strcmp(name, flags[i]) == 0)
             return (double)(random_next(random) & 1);
     if (strncmp(name, "beta", 4) == 0 || strcmp(name, "momentum") == 0 ||
-        strcmp(name, "dampening") == 0)
+        strcmp(name, "dampening") == 0 || strcmp(name, "alpha") == 0 || strcmp(name, "rho") == 0)
         return pick(random, betas, 4);
     if (strcmp(name, "weight_decay") == 0)
         return pick(random, weights, 3);
@@ -94,6 +95,18 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
         entry->param = NULL; /* as empty tensors have it */
 }
 
+/* Then there are no scalars on the device. */
+static void prepare(batch *b, uint64_t *random) {
+    static const double steps[] = {1, 2, 3, 10, 100, 100000}, counters[] = {1.0, 0.9, 0.01};
+    of_count count = {.step = pick(random, steps, 6)};
+    for (int i = 0; i < OF_MAX_COUNTERS; i++)
+        count.counters[i] = pick(random, counters, 3);
+    memset(b->prepared, 0, sizeof b->prepared);
+    b->rule->prepare_gpu(b->hyper, &count, b->prepared);
+    b->update.hyper = b->prepared;
+    b->update.lr_at = b->update.grad_scale_at = b->update.found_inf_at = NULL;
+}
+
 void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64_t *random) {
     b->rule = rule;
     for (size_t i = 0; i < rule->n_hyper; i++)
@@ -112,6 +125,8 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     if (random_next(random) % 2)
         b->update.factor_at =
             dtype == OF_FLOAT64 ? (const void *)&b->wide_factor : (const void *)&b->factor;
+    if (rule->prepare_gpu)
+        prepare(b, random);
     b->n = many ? MOST_TENSORS : random_next(random) % LONG_TENSORS;
     for (size_t i = 0; i < b->n; i++)
         fill_tensor(b, i, rule->state_used(b->hyper), random);
@@ -143,7 +158,14 @@ static void expect_tensor(batch *b, size_t i) {
     const of_dtype dtype = b->update.dtype;
     const unsigned used = b->rule->state_used(b->hyper);
     const size_t tail = in_fours(&b->entries[i], dtype, used) ? 0 : b->entries[i].n;
-    const of_span span = arrays_span(&t->wanted, tail);
+    of_span span = arrays_span(&t->wanted, tail);
+    if (b->rule->prepare_gpu) {
+        const double factors[] = {b->wide_factor, 1.0};
+        span.factors = b->update.factor_at ? factors : NULL;
+        of_kernel_find(b->rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)
+            ->run(&span, b->prepared);
+        return;
+    }
     of_cuda_scalars s = {.lr = b->update.lr_at ? (double)b->lr : b->hyper[0],
                          .factor = b->update.factor_at ? &b->wide_factor : NULL,
                          .grad_scale = b->grad_scale,

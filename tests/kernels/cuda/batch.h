@@ -22,6 +22,7 @@ typedef struct batch {
     const of_rule *rule;
     of_cuda_update update;
     double hyper[OF_MAX_HYPER];
+    double prepared[OF_MAX_HYPER]; /* scalars, if the rule has them prepared: for all tensors */
     float lr, grad_scale, found_inf; /* "device" scalars */
     float factor;                    /* for float64 it has to be a double: */
     double wide_factor;

@@ -42,7 +42,8 @@ static bool round_agrees(batch *b, const of_rule *rule, of_dtype dtype, bool man
 }
 
 static bool is_for_gpus(const of_rule *rule) {
-    return of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
+    return rule->prepare_gpu ||
+           of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
 }
 
 static void check_instance(batch *b, const of_rule *rule, of_dtype dtype, uint64_t random,
@@ -124,6 +125,11 @@ static void check_errors(void) {
     check(of_cuda_launch(&update, entries, 1) == OF_CUDA_FAILED, "a failing launch is reported");
     check(strstr(of_cuda_error(), "made by the test") != NULL, "in the driver's words");
     host.fail_launch = 0;
+    const float lr = 0.1f;
+    update.rule = "lion";
+    update.lr_at = &lr;
+    check(of_cuda_launch(&update, entries, 1) == OF_CUDA_INVALID,
+          "prepared scalars go with none on the device");
     update.rule = "lbfgs";
     check(of_cuda_launch(&update, entries, 1) == OF_CUDA_UNSUPPORTED, "an unknown rule");
 }
@@ -235,7 +241,8 @@ int main(int argc, char **argv) {
     batch_create(&b);
     for (const of_rule *rule = of_rules; rule->name; rule++)
         for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++)
-            check_instance(&b, rule, (of_dtype)dtype, seed, rounds, only);
+            check_instance(&b, rule, (of_dtype)dtype, seed, rule->prepare_gpu ? rounds / 2 : rounds,
+                           only);
     check_the_check(&b, seed);
     batch_destroy(&b);
     check_tables();

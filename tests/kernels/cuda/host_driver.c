@@ -22,43 +22,52 @@ typedef struct kernel_row {
     size_t bytes; /* of its arguments */
 } kernel_row;
 
-/* Kernels of one set of state, which is none. */
-#define ALONE(X) X(scaling_float32) X(scaling_float64) X(scaling_bfloat16) X(scaling_float16)
-
+/* Each set of used state has a kernel for both sizes of table. */
+#define DTYPES(X, rule, used)                                                                      \
+    X(rule, float32, used) X(rule, float64, used) X(rule, bfloat16, used) X(rule, float16, used)
 #define KERNELS(X)                                                                                 \
-    X(adam_float32, 3, 7)                                                                          \
-    X(adam_float64, 3, 7)                                                                          \
-    X(adam_bfloat16, 3, 7) X(adam_float16, 3, 7) X(sgd_float32, 0, 1) X(sgd_float64, 0, 1)         \
-        X(sgd_bfloat16, 0, 1) X(sgd_float16, 0, 1)
+    DTYPES(X, adam, 3)                                                                             \
+    DTYPES(X, adam, 7)                                                                             \
+    DTYPES(X, scaling, 0)                                                                          \
+    DTYPES(X, sgd, 0)                                                                              \
+    DTYPES(X, sgd, 1)                                                                              \
+    DTYPES(X, rmsprop, 2)                                                                          \
+    DTYPES(X, rmsprop, 3)                                                                          \
+    DTYPES(X, rmsprop, 6)                                                                          \
+    DTYPES(X, rmsprop, 7)                                                                          \
+    DTYPES(X, adadelta, 3)                                                                         \
+    DTYPES(X, nadam, 3)                                                                            \
+    DTYPES(X, radam, 3)                                                                            \
+    DTYPES(X, adamax, 3)                                                                           \
+    DTYPES(X, rprop, 3)                                                                            \
+    DTYPES(X, adagrad, 1)                                                                          \
+    DTYPES(X, lion, 1)
+#define RULES(X)                                                                                   \
+    X(adam)                                                                                        \
+    X(scaling) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad)       \
+        X(lion)
 
 /* The "code" of an image is its name. */
-#define DECLARE(name, least, most)                                                                 \
-    kernel_fn of_cuda_##name##_##least##_small, of_cuda_##name##_##least##_large,                  \
-        of_cuda_##name##_##most##_small, of_cuda_##name##_##most##_large;                          \
+#define IMAGE(name)                                                                                \
     extern const unsigned long long of_image_##name[];                                             \
     const unsigned long long of_image_##name[] = {0};
+#define IMAGES(rule)                                                                               \
+    IMAGE(rule##_float32) IMAGE(rule##_float64) IMAGE(rule##_bfloat16) IMAGE(rule##_float16)
+#define DECLARE(rule, dtype, used)                                                                 \
+    kernel_fn of_cuda_##rule##_##dtype##_##used##_small, of_cuda_##rule##_##dtype##_##used##_large;
 
-#define DECLARE_ALONE(name)                                                                        \
-    kernel_fn of_cuda_##name##_0_small, of_cuda_##name##_0_large;                                  \
-    extern const unsigned long long of_image_##name[];                                             \
-    const unsigned long long of_image_##name[] = {0};
+#define ROW(name, size) {#name, name, sizeof(of_cuda_##size##_table)},
+#define ROWS(rule, dtype, used)                                                                    \
+    ROW(of_cuda_##rule##_##dtype##_##used##_small, small)                                          \
+    ROW(of_cuda_##rule##_##dtype##_##used##_large, large)
 
-#define ROW(name, used, size)                                                                      \
-    {"of_cuda_" #name "_" #used "_" #size, of_cuda_##name##_##used##_##size,                       \
-     sizeof(of_cuda_##size##_table)},
-#define ROWS(name, least, most)                                                                    \
-    ROW(name, least, small) ROW(name, least, large) ROW(name, most, small) ROW(name, most, large)
-
-#define ROWS_ALONE(name) ROW(name, 0, small) ROW(name, 0, large)
-
+RULES(IMAGES)
+IMAGE(advance)
 KERNELS(DECLARE)
-ALONE(DECLARE_ALONE)
 kernel_fn of_cuda_advance_steps;
-extern const unsigned long long of_image_advance[];
-const unsigned long long of_image_advance[] = {0};
 
-static const kernel_row rows[] = {KERNELS(ROWS) ALONE(ROWS_ALONE){
-    "of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
+static const kernel_row rows[] = {
+    KERNELS(ROWS){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
 
 static CUresult host_init(unsigned flags) {
     (void)flags;

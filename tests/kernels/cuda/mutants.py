@@ -31,9 +31,13 @@ class Mutant:
     new: str
     flags: tuple[str, ...] = ()
     dtype: str = "float32"  # of the instance that is broken
+    rule: str = "adam"
 
 
-UPDATE, LAUNCH = "cuda/update.cu", "cuda/launch.c"
+UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
+CHAIN, ELEMENT, OPERATORS = "cuda/chain.cu", "cuda/chain_element.h", "rules/aten_cuda.h"
+# Where the formula of a chain is, and how many roots it takes.
+CHAINS = {"nadam": ("nadam_foreach", 1), "adagrad": ("adagrad_foreach", 1)}
 ROUNDED = "grad.lane[lane] = of_narrow(of_widen(grad.lane[lane]) * block.factor);"
 PRODUCT = f"""{ROUNDED}
 #pragma unroll
@@ -41,12 +45,12 @@ PRODUCT = f"""{ROUNDED}
         of_element e = {{of_widen(param.lane[lane]), of_widen(grad.lane[lane]), {{0}}}};"""
 UNROUNDED = PRODUCT.replace(ROUNDED, ";").replace("), {0}", ") * block.factor, {0}")
 MUTANTS = [
-    Mutant("the search is off by one", UPDATE, "STRIDE - 1] <= block", "STRIDE - 1] < block"),
+    Mutant("the search is off by one", TENSOR, "STRIDE - 1] <= block", "STRIDE - 1] < block"),
     Mutant("one element too many", UPDATE, "i < end; i +=", "i <= end; i +="),
     Mutant("a vector over the end", UPDATE, "end - end % OF_LANES", "end + OF_LANES - 1"),
     Mutant("chunks overlap", UPDATE, ": at + OF_CUDA_CHUNK;", ": at + OF_CUDA_CHUNK + 4;"),
     Mutant("vectors anywhere", UPDATE, "if (of_aligned<USED>(tensor, 16))", "if (true)"),
-    Mutant("alignment of the state ignored", UPDATE, "if (USED >> i & 1)\n            all |=",
+    Mutant("alignment of the state ignored", TENSOR, "if (USED >> i & 1)\n            all |=",
            "if (USED >> i & 8)\n            all |="),
     Mutant("the rest is left out", UPDATE, "at = packed;", "at = end;"),
     Mutant("found_inf is ignored", UPDATE, "*common.found_inf_at == 1.0f", "false"),
@@ -67,6 +71,23 @@ MUTANTS = [
     Mutant("a small table for many", LAUNCH, "OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ?",
            "OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES) ?"),
     Mutant("steps are mixed", LAUNCH, "if (full || other ||", "if (full ||"),
+    Mutant("a chain's product is rounded", OPERATORS, "of_multiply_add(true, w, way, self)",
+           "of_multiply_add(false, w, way, self)", rule="nadam"),
+    Mutant("a value of 1 is like all others", OPERATORS,
+           "if (factor == (of_real)1)\n        return aten_round(of_multiply_add",
+           "if (factor == (of_real)2)\n        return aten_round(of_multiply_add",
+           rule="adagrad"),
+    Mutant("a chain's decay is left out", ELEMENT, "if (chain->decays)", "if (false)",
+           rule="nadam"),
+    Mutant("scalars are not rounded", ELEMENT, "numbers[i] = of_rounded(numbers[i]);",
+           "numbers[i] = of_rounded(numbers[i]) * (1 + 1e-7);", rule="nadam"),
+    Mutant("a chain's factor is ignored", CHAIN, "if (block.multiplied)", "if (false)",
+           rule="nadam"),
+    Mutant("a chain's rest is left out", CHAIN, "at = packed;", "at = end;", rule="nadam"),
+    Mutant("a chain's chunks overlap", CHAIN, ": at + OF_CUDA_CHUNK;",
+           ": at + OF_CUDA_CHUNK + 4;", rule="adagrad"),
+    Mutant("the last scalar is lost", "cuda/common.c", "update->hyper, known->bytes);",
+           "update->hyper, known->bytes - 8);", rule="adagrad"),
 ]  # fmt: skip
 
 
@@ -90,18 +111,24 @@ class Build:
         run(*CC, *flags, "-c", path, "-o", out)
         return out
 
-    def kernel(self, dtype: str, *flags: str) -> Path:
-        """Adam in this dtype; it takes the place of the library's."""
+    def kernel(self, rule: str, dtype: str, *flags: str) -> Path:
+        """A rule in this dtype; it takes the place of the library's."""
         out = self.folder / "kernel.o"
-        macros = ["-DOF_RULE=adam", "-DOF_RULE_ADAM", "-DOF_VARIANTS=ADAM_VARIANTS"]
+        macros = [f"-DOF_RULE={rule}", f"-DOF_RULE_{rule.upper()}"]
         macros += [f"-DOF_DTYPE={dtype}", f"-DOF_DTYPE_{dtype.upper()}", "-DOF_ISA=cuda"]
-        macros += ['-DHOST_SOURCE="cuda/update.cu"']
+        if rule in CHAINS:
+            form, roots = CHAINS[rule]
+            macros += [f"-DOF_FORM={form}", f'-DOF_RULE_HEADER="../rules/{form}.h"']
+            macros += [f"-DOF_ROOTS={roots}", f'-DHOST_SOURCE="{CHAIN}"']
+        else:
+            macros += [f"-DOF_VARIANTS={rule.upper()}_VARIANTS", f'-DHOST_SOURCE="{UPDATE}"']
         run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
             "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
         return out
 
-    def survives(self, mutant: Mutant | None) -> bool:
+    def survives(self, mutant: Mutant | None, unbroken: str = "adam") -> bool:
         """Whether device_check is content with it."""
+        rule = mutant.rule if mutant else unbroken
         path = self.tree / mutant.file if mutant else None
         text = path.read_text() if path else ""
         if mutant and mutant.old:
@@ -112,7 +139,7 @@ class Build:
         if path and path.suffix == ".c":
             launcher[path.name] = self.c(path)
         dtype = mutant.dtype if mutant else "float32"
-        kernel = self.kernel(dtype, *(mutant.flags if mutant else ()))
+        kernel = self.kernel(rule, dtype, *(mutant.flags if mutant else ()))
         program = self.folder / "check"
         run(*CXX, "-o", program, *self.objects, *launcher.values(), kernel, *self.libraries,
             "-lpthread", "-lm")  # fmt: skip
@@ -120,15 +147,16 @@ class Build:
             path.write_text(text)
             if path.suffix == ".c":
                 self.c(path)
-        arguments = [program, "--rounds", "100", "--only", f"adam {dtype}"]
+        arguments = [program, "--rounds", "100", "--only", f"{rule} {dtype}"]
         return subprocess.run(arguments, capture_output=True, timeout=120).returncode == 0
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build = Build(Path(folder), sys.argv[1], sys.argv[2:])
-        if not build.survives(None):
-            sys.exit("device_check fails on what is not broken")
+        for rule in ("adam", *CHAINS):
+            if not build.survives(None, rule):
+                sys.exit(f"device_check fails on what is not broken: {rule}")
         survived = []
         for mutant in MUTANTS:
             seen = not build.survives(mutant)

@@ -3,7 +3,7 @@
 operations that the rules write, each rounded as written, and ptxas spills no
 register.
 
-    ptx_check.py NVCC SOURCE FLAGS... -- INSTANCE MACROS... [-- INSTANCE MACROS...]
+    ptx_check.py NVCC FOLDER FLAGS... -- INSTANCE SOURCE MACROS... [-- INSTANCE ...]
 """
 
 from __future__ import annotations
@@ -18,6 +18,24 @@ from pathlib import Path
 
 OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
 # A sum is an add or a sub: p + g * -lr may come out as p - g * lr, which is the same.
+# Of chain.cu, the same for all types; and reciprocals. All branches count: a running
+# average's two, those of a value of 1 and another, weight decay. One product is the
+# gradient's by the factor of clipping.
+CHAINS = {
+    "rmsprop": {
+        2: (4, 3, 2, 1, 1, 0), 3: (4, 4, 2, 1, 1, 0),
+        6: (7, 4, 3, 1, 1, 0), 7: (7, 5, 3, 1, 1, 0),
+    },
+    "adadelta": {3: (6, 6, 2, 1, 2, 0)},
+    "nadam": {3: (7, 4, 4, 3, 1, 0)},
+    "radam": {3: (6, 4, 3, 1, 1, 1)},
+    "adamax": {3: (4, 2, 3, 1, 0, 0)},
+    "rprop": {3: (2, 4, 2, 0, 0, 0)},
+    "adagrad": {1: (2, 2, 2, 1, 1, 0)},
+    "lion": {1: (4, 4, 1, 0, 0, 0)},
+}
+LERPS = {"rmsprop-6": 1, "rmsprop-7": 1, "nadam-3": 1, "radam-3": 1, "adamax-3": 1}
+SPILLS = ("adam", "sgd", "rmsprop", "nadam")
 # Of one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
 # is the gradient's by the factor of clipping, one division that by the loss scale.
@@ -107,8 +125,46 @@ def expected(instance: str, used: int, powers: Counter[str], again: bool) -> Cou
     return total
 
 
+def expected_of_chain(instance: str, used: int) -> dict[str, range]:
+    """How often an operation may occur. A running average's difference may be taken in
+    both branches, and 1 - weight at every element."""
+    rule, dtype = instance.split("-")
+    elements = LANES[dtype] + 1
+    each = zip((*OPERATIONS, "rcp"), CHAINS[rule][used], strict=True)
+    wanted = {name: range(n * elements, n * elements + 1) for name, n in each}
+    extra = LERPS.get(f"{rule}-{used}", 0) * 2 * elements
+    wanted["sum"] = range(wanted["sum"].start, wanted["sum"].start + extra + 1)
+    return wanted
+
+
+def chain_faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
+    rule, dtype = instance.split("-")
+    found = []
+    bodies = kernels(compiler.run(source, "-arch=compute_90", "-ptx", "-fmad=false", *macros)[0])
+    if len(bodies) != 2 * len(CHAINS[rule]):
+        found.append(f"{instance}: {len(bodies)} kernels")
+    for name, body in bodies.items():
+        have, want = counts(body), expected_of_chain(instance, int(name.split("_")[-2]))
+        different = [
+            f"{key} {have[key]} for {list(some)}"
+            for key, some in want.items()
+            if have[key] not in some
+        ]
+        # Each scalar is rounded to float once, and not at every element.
+        rounded = len(re.findall(r"cvt\.rn\.f32\.f64", body))
+        if rounded > 10:
+            different.append(f"{rounded} roundings of scalars")
+        if different:
+            found.append(f"{name}: {', '.join(different)}")
+        if wrong := wrongly_rounded(body, False):
+            found.append(f"{name}: {sorted(set(wrong))}")
+    return found
+
+
 def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
     """What is wrong with the PTX of one instance."""
+    if instance.split("-")[0] in CHAINS:
+        return chain_faults(compiler, source, instance, macros)
     contracted = instance == "adam-float64"
     flags = [f"-fmad={'true' if contracted else 'false'}"]
     real = "double" if instance.endswith("float64") else "float"
@@ -144,41 +200,57 @@ def spills(compiler: Compiler, source: Path, chip: str, macros: list[str]) -> li
     return [] if set(bytes_spilled) == {"0"} else [f"{chip} spills: {bytes_spilled}"]
 
 
-def must_fail(compiler: Compiler, source: Path, macros: list[str]) -> list[str]:
+def changed(compiler: Compiler, source: Path, file: str, old: str, new: str) -> Path:
+    """The source in a copy of the tree with one file changed."""
+    tree = compiler.folder / "kernels"
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(source.parent.parent, tree)
+    text = (tree / file).read_text()
+    if text.count(old) != 1:
+        sys.exit(f"{file} has {old!r} {text.count(old)} times")
+    (tree / file).write_text(text.replace(old, new))
+    return tree / "cuda" / source.name
+
+
+def must_fail(compiler: Compiler, source: Path, instance: str, macros: list[str],
+              options: tuple[str, ...], file: str, fused: str) -> list[str]:  # fmt: skip
     """Controls: builds that the check has to refuse."""
     missed = []
-    for flag in ("-fmad=true", "-use_fast_math"):
-        found = faults(compiler, source, "adam-float32", [*macros, flag])
-        print(f"control {flag}:", *(found[:1] or ["NOT SEEN"]))
-        missed += [] if found else [f"a build with {flag} was accepted"]
-    tree = compiler.folder / "kernels"
-    shutil.copytree(source.parent.parent, tree)
-    rule = tree / "rules" / "adam.h"
-    text = rule.read_text()
-    fused = "of_multiply_add(true, -k->beta1"
-    rule.write_text(text.replace(fused, fused.replace("true", "false")))
-    found = faults(compiler, tree / "cuda" / source.name, "adam-float32", macros)
-    print("control, a product less fused:", *(found[:1] or ["NOT SEEN"]))
-    return missed + ([] if found else ["a changed formula was accepted"])
+    for flag in options:
+        found = faults(compiler, source, instance, [*macros, flag])
+        print(f"control {instance} {flag}:", *(found[:1] or ["NOT SEEN"]))
+        missed += [] if found else [f"a build of {instance} with {flag} was accepted"]
+    other = changed(compiler, source, file, fused, fused.replace("true", "false"))
+    found = faults(compiler, other, instance, macros)
+    print(f"control {instance}, a product less fused:", *(found[:1] or ["NOT SEEN"]))
+    return missed + ([] if found else [f"a changed formula of {instance} was accepted"])
 
 
 def main() -> None:
-    nvcc, source, *rest = sys.argv[1:]
+    nvcc, folder, *rest = sys.argv[1:]
     groups: list[list[str]] = [[]]
     for word in rest:
         groups.append([]) if word == "--" else groups[-1].append(word)
-    flags, instances = groups[0], {group[0]: group[1:] for group in groups[1:]}
+    flags = groups[0]
+    instances = {name: (Path(folder) / source, macros) for name, source, *macros in groups[1:]}
     failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        compiler = Compiler(nvcc, flags, Path(folder))
-        for instance, macros in instances.items():
-            found = faults(compiler, Path(source), instance, macros)
-            print(f"{'FAIL' if found else 'ok  '} {instance}", *found, sep="\n     ")
+    with tempfile.TemporaryDirectory() as temporary:
+        compiler = Compiler(nvcc, flags, Path(temporary))
+        for instance, (source, macros) in instances.items():
+            found = faults(compiler, source, instance, macros)
+            print(f"{'FAIL' if found else 'ok  '} {instance}", *found, sep="\n     ", flush=True)
             failed += found
-            if instance.endswith(("float32", "bfloat16")):
+            if instance.split("-")[0] in SPILLS and instance.endswith(("float32", "bfloat16")):
                 for chip in ("sm_75", "sm_90"):
-                    failed += spills(compiler, Path(source), chip, macros)
-        failed += must_fail(compiler, Path(source), instances["adam-float32"])
+                    failed += spills(compiler, source, chip, macros)
+        for instance, options, file, fused in (
+            ("adam-float32", ("-fmad=true", "-use_fast_math"), "rules/adam.h",
+             "of_multiply_add(true, -k->beta1"),
+            ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
+             "rules/aten_cuda.h", "of_multiply_add(true, w, way, self)"),
+        ):  # fmt: skip
+            source, macros = instances[instance]
+            failed += must_fail(compiler, source, instance, macros, options, file, fused)
     sys.exit("\n".join(failed) or 0)
 
 

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Before kernels take the place of a class's own step() on a GPU: do they give its
+bits, on that very GPU?
+
+For Adam, AdamW and SGD the kernels reproduce fused=True whatever a trial finds
+(_selfcheck.py). The rules here promise the bits of the class's own step(), with the
+flags that it was made with. Where PyTorch's operators round is known, but depends on
+how its compiler contracted them for a chip and a release. So a few steps are taken
+both ways; kernels run only where every bit is equal, and else the class's own step()
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse._gpu import is_gpu, is_on_gpu
+from optfuse._native import guard
+from optfuse._trial import _difference
+
+Group = dict[str, Any]
+Fuse = Callable[[Optimizer], Optimizer]
+Kind = tuple[type[Optimizer], torch.dtype, torch.device, str]
+
+STEPS = 8  # RAdam takes another way from the sixth on
+SIZES = (1, 7, 64, 1003, 9001)  # with tails, and more than a block's part
+SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 3e38, 1.0, -65504.0)
+_LEFT_OUT = ("params", "param_names", "lr", "initial_lr")
+# With one of these the class computes its scalars in other ways, or on the device.
+_OTHER_WAYS = ("capturable", "fused", "differentiable", "a tensor as lr")
+
+known: dict[Kind, str] = {}  # why a kind of parameters has no kernels; "": it has
+
+
+def kinds(stock: type[Optimizer], groups: list[Group]) -> Iterator[tuple[Kind, Group]]:
+    """What makes a difference to the verdict, and the options for a trial."""
+    for group in groups:
+        options = {k: v for k, v in group.items() if k not in _LEFT_OUT}
+        text = repr(sorted(options.items()))
+        places = {(p.dtype, p.device) for p in group["params"] if is_gpu(p.device)}
+        for dtype, device in sorted(places, key=str):
+            yield (stock, dtype, device, text), options
+
+
+def flags_of(group: Group) -> tuple[Any, ...]:
+    """What selects one of the class's implementations."""
+    tensor = isinstance(group.get("lr"), Tensor)
+    return *map(group.get, _OTHER_WAYS[:-1]), tensor, group.get("foreach")
+
+
+def _other_ways(group: Group) -> list[str]:
+    *ways, _ = flags_of(group)
+    return [name for name, taken in zip(_OTHER_WAYS, ways, strict=True) if taken]
+
+
+def reasons(stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]) -> list[str]:
+    """Why the class's own step() has to update; empty if kernels may."""
+    found = sorted({f"of {way}" for group in groups for way in _other_ways(group)})
+    if any(is_on_gpu(entry.get("step")) for entry in state.values()):
+        found.append("its step counters are on the GPU")
+    if not all(is_gpu(p.device) for group in groups for p in group["params"]):
+        found.append("some parameters are on the CPU")
+    if found:
+        return found
+    for kind, _ in kinds(stock, groups):
+        why = known.get(kind, "of no trial")
+        place = f"{str(kind[1]).removeprefix('torch.')} on {kind[2]}"
+        if why and f"{why} ({place})" not in found:
+            found.append(f"{why} ({place})")
+    return found
+
+
+def make(stock: type[Optimizer], groups: list[Group], fuse: Fuse) -> None:
+    """The trials of those kinds that had none yet."""
+    for kind, options in kinds(stock, groups):
+        if kind not in known and not _other_ways(options):
+            known[kind] = _try(kind, options, fuse) if guard("tried") else ""
+
+
+def _try(kind: Kind, options: Group, fuse: Fuse) -> str:
+    stock, dtype, device, _ = kind
+    try:
+        for varied in _variations(options):
+            difference = _compare(stock, varied, dtype, device, fuse)
+            if difference:
+                return f"in a trial the kernels gave other bits than it: {difference}"
+    except Exception as error:  # whatever it is, the class's own step() needs no kernels
+        return f"the trial of the kernels failed: {type(error).__name__}: {error}"
+    return ""
+
+
+def _variations(options: Group) -> Iterator[Group]:
+    """The options; and others that a script may come to later, through which the
+    formulas go other ways."""
+    yield options
+    decay = 0.0 if options.get("weight_decay") else 0.1
+    other: Group = {"weight_decay": decay, "maximize": not options.get("maximize")}
+    yield {**options, **{k: v for k, v in other.items() if k in options}}
+    other = {"weight_decay": 0.1, "betas": (0.3, 0.6), "alpha": 0.3, "rho": 0.3}
+    other["decoupled_weight_decay"] = not options.get("decoupled_weight_decay")
+    yield {**options, **{k: v for k, v in other.items() if k in options}}
+
+
+def _compare(
+    stock: type[Optimizer], options: Group, dtype: torch.dtype, device: torch.device, fuse: Fuse
+) -> str:
+    """The first difference between own steps and kernels, or nothing."""
+    random = torch.Generator("cpu").manual_seed(0)
+    params = [[_placed(n, dtype, device) for n in SIZES] for _ in range(2)]
+    for theirs, ours in zip(*params, strict=True):
+        numbers = _numbers(theirs.numel(), random).to(device, dtype)
+        for param in (theirs, ours):
+            param.detach().copy_(numbers)
+    own, fused = (_made(stock, options, some) for some in params)
+    fused = fuse(fused)
+    for step in range(STEPS):
+        for theirs, ours in zip(*params, strict=True):
+            theirs.grad = _numbers(theirs.numel(), random).to(device, dtype)
+            ours.grad = theirs.grad.clone()
+        own.step()
+        fused.step()
+        for theirs, ours in zip(*params, strict=True):
+            what = f"after {step + 1} steps of {theirs.numel()} elements the"
+            difference = _difference(f"{what} parameter", ours, theirs) or _difference(
+                f"{what} state", dict(fused.state[ours]), dict(own.state[theirs])
+            )
+            if difference is not None:
+                return difference
+    return ""
+
+
+def _placed(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Every other one does not begin where memory does."""
+    start = n % 2
+    whole = torch.zeros(start + n, device=device, dtype=dtype)
+    return whole[start:].detach().requires_grad_()
+
+
+def _numbers(n: int, random: torch.Generator) -> Tensor:
+    """Of many magnitudes; a few of them are special."""
+    plain, scale = (torch.randn(n, generator=random, device="cpu") for _ in range(2))
+    numbers = plain * torch.exp(3 * scale)
+    if n >= 4 * len(SPECIAL):
+        places = torch.randperm(n, generator=random, device="cpu")[: len(SPECIAL)]
+        numbers[places] = torch.tensor(SPECIAL, device="cpu")
+    return numbers
+
+
+def _made(stock: type[Optimizer], options: Group, params: list[Tensor]) -> Optimizer:
+    optimizer = stock(params, lr=1e-2)  # type: ignore[call-arg]
+    optimizer.param_groups[0].update(options)
+    return optimizer

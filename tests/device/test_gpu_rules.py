@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Kernels that take the place of a class's own step() on a GPU, where a trial has
+shown that they have its bits. On the fake GPU torch.optim's own steps go through
+foreach.cpp and Python's formulas, the kernels through kernels/cuda/chain.cu."""
+
+import copy
+import dataclasses
+
+import fakecuda
+import pytest
+import torch
+from common import assert_same, everything
+from fakecuda import NAME
+from legal import legal, net, train
+from torch.optim import ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop
+
+import optfuse
+from optfuse import _gpu_trial, _rules
+from optfuse.optim import Lion
+
+MODES = ("forward", "backward")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DECAYS = ({}, {"weight_decay": 0.1, "maximize": True})
+DECOUPLED = (*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True})
+OPTIONS = {
+    RMSprop: (*DECAYS, {"momentum": 0.9}, {"centered": True},
+              {"momentum": 0.5, "centered": True, "weight_decay": 0.01, "alpha": 0.3}),
+    Adadelta: (*DECAYS, {"rho": 0.3}),
+    NAdam: (*DECOUPLED, {"betas": (0.3, 0.6), "momentum_decay": 0.1}),
+    RAdam: (*DECOUPLED, {"betas": (0.3, 0.6)}),
+    Adamax: (*DECAYS, {"betas": (0.0, 0.5)}),
+    Rprop: ({}, {"maximize": True}, {"etas": (0.3, 1.7), "step_sizes": (1e-3, 0.02)}),
+    Adagrad: (*DECAYS, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    Lion: (*DECAYS, {"betas": (0.0, 0.5)}),
+}  # fmt: skip
+CASES = [(cls, options) for cls, some in OPTIONS.items() for options in some]
+OWN = {"float32": "own step()"}
+KERNELS = {"float32": "cuda"}
+
+
+def kinds_of(cls):
+    """On the fake device stock's operators for 16 bits that are not multi-tensor
+    functions round as the CPU's, so that Lion's own step() is another there."""
+    return DTYPES[:2] if cls is Lion else DTYPES
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(_gpu_trial, "known", {})
+
+
+@pytest.fixture
+def small_trials(monkeypatch):
+    monkeypatch.setattr(_gpu_trial, "SIZES", (1, 7, 64))
+
+
+def parameters(dtype=torch.float32, sizes=(1, 7, 64, 1003, 9001)):
+    torch.manual_seed(1)
+    return [torch.randn(n, dtype=dtype).to(NAME).requires_grad_() for n in sizes]
+
+
+def steps(optimizer, params, n, seed=0):
+    for step in range(n):
+        torch.manual_seed(100 * seed + step)
+        for p in params:
+            p.grad = torch.randn(p.shape).to(NAME, p.dtype)
+        optimizer.step()
+
+
+def state_of(optimizer, params):
+    return [dict(optimizer.state[p]) for p in params]
+
+
+def isa(optimizer):
+    return optfuse.summary(optimizer).isa
+
+
+@pytest.mark.parametrize("cls, options", CASES, ids=str)
+def test_kernels_pass_the_trial_and_have_the_bits_of_the_class(cls, options):
+    for dtype in kinds_of(cls):
+        ours, theirs = parameters(dtype), parameters(dtype)
+        fused = optfuse.fuse(cls(ours, lr=1e-2, **options), strict=True)
+        stock = cls(theirs, lr=1e-2, **options)
+        steps(fused, ours, 20)
+        steps(stock, theirs, 20)
+        name = str(dtype).removeprefix("torch.")
+        found = optfuse.summary(fused)
+        assert found.isa == {name: "cuda"} and not found.own_step_because, str(found)
+        assert found.reference == "torch's own step() on CUDA"
+        assert_same(f"{name} parameters", ours, theirs)
+        assert_same(f"{name} state", state_of(fused, ours), state_of(stock, theirs))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
+def test_order_and_bits_are_those_of_the_class(cls, mode, small_trials):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(cls(model.parameters(), lr=1e-2))
+        assert not wrap.fused or isa(optimizer) == KERNELS
+        for i in range(4):
+            train(model, optimizer, i)
+        yield from everything(model, optimizer)
+
+    legal(script, mode)
+
+
+@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
+def test_parameters_of_one_step_count_go_in_one_launch(cls, small_trials):
+    params = parameters(sizes=(3, 40, 500, 64))
+    optimizer = optfuse.fuse(cls(params, lr=1e-2))
+    steps(optimizer, params, 3)
+    optfuse.flush(optimizer)
+    assert optfuse.summary(optimizer).launches == 3
+
+
+def test_those_of_different_step_counts_have_scalars_of_their_own(small_trials):
+    def script(wrap):
+        params = parameters(sizes=(5, 9, 70))
+        optimizer = wrap(NAdam(params, lr=1e-2))
+        for n in (1, 2, 3, 3):
+            steps(optimizer, params[:n], 2, seed=n)
+        yield "parameters", params
+        yield "state", state_of(optimizer, params)
+
+    legal(script)
+
+
+# The trial
+
+
+def test_a_step_with_other_roundings_is_seen_and_taken(monkeypatch, small_trials):
+    """As on a chip or a release where PyTorch's operators were contracted otherwise."""
+    plain = torch._foreach_addcdiv_
+
+    def otherwise(params, a, b, value=1.0):
+        if not isinstance(value, list):
+            return plain(params, a, b, value=value)
+        for p, x, y, number in zip(params, a, b, value, strict=True):
+            p.add_(x.mul(number).div(y))  # three roundings, where one is fused
+        return None
+
+    monkeypatch.setattr(torch, "_foreach_addcdiv_", otherwise)
+    ours, theirs = parameters(), parameters()
+    fused, stock = optfuse.fuse(Adamax(ours), strict=True), Adamax(theirs)
+    steps(fused, ours, 5)
+    steps(stock, theirs, 5)
+    found = optfuse.summary(fused)
+    assert found.isa == OWN
+    assert "the class's own step() updates, because in a trial the kernels gave" in str(found)
+    assert "(float32 on fakecuda:0)" in str(found)
+    assert_same("parameters", ours, theirs)
+
+
+@pytest.mark.parametrize("cls", [c for c in OPTIONS if c is not Lion], ids=lambda cls: cls.__name__)
+def test_one_bit_of_one_element_is_enough(cls, monkeypatch, small_trials):
+    """A class whose step() is that of the kernels but for the last bit of a parameter.
+    (Lion's own step() has to pass a trial of its own, which refuses that.)"""
+    step = cls.step
+
+    def with_another_bit(self, closure=None):
+        step(self)
+        first = self.param_groups[0]["params"][-1]
+        if type(self) is cls and self.state[first]:
+            with torch.no_grad():
+                first.view(torch.int32)[3] ^= 1
+
+    monkeypatch.setattr(cls, "step", with_another_bit)
+    assert isa(optfuse.fuse(cls(parameters(sizes=(9,)), lr=1e-2))) == OWN
+
+
+def test_a_trial_that_fails_leaves_the_class_its_step(monkeypatch, small_trials):
+    def fail(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(_gpu_trial, "_compare", fail)
+    optimizer = optfuse.fuse(RMSprop(parameters()))
+    assert isa(optimizer) == OWN
+    assert "the trial of the kernels failed: RuntimeError: no such kernel" in str(
+        optfuse.summary(optimizer)
+    )
+
+
+@pytest.mark.parametrize("make, why", [
+    (lambda p: RMSprop(p, capturable=True), "capturable"),
+    (lambda p: Adagrad(p, fused=True), "fused"),
+    (lambda p: Adamax(p, lr=torch.tensor(0.1)), "a tensor as lr"),
+    (lambda p: Lion([q.detach().bfloat16().requires_grad_() for q in p]), "bfloat16"),
+    (lambda p: RMSprop(p, foreach=False), "other bits"),
+])  # fmt: skip
+def test_what_takes_another_way_is_left_to_the_class(make, why, small_trials):
+    optimizer = optfuse.fuse(make(parameters()))
+    found = optfuse.summary(optimizer)
+    assert set(found.isa.values()) == {"own step()"}
+    assert any(why in reason for reason in found.own_step_because), found.own_step_because
+
+
+def test_asgd_counts_on_the_device_and_keeps_its_step(small_trials):
+    assert isa(optfuse.fuse(ASGD(parameters()))) == OWN
+
+
+def test_each_kind_is_tried_once(monkeypatch, small_trials):
+    optfuse.fuse(RMSprop(parameters(), lr=1.0))
+    monkeypatch.setattr(_gpu_trial, "_compare", lambda *_: pytest.fail("tried again"))
+    assert isa(optfuse.fuse(RMSprop(parameters(), lr=2.0))) == KERNELS
+    assert isa(copy.deepcopy(optfuse.fuse(RMSprop(parameters())))) == KERNELS
+
+
+def check_guard(name, monkeypatch):
+    """Without it kernels run whose bits are not those of the class."""
+    def final():
+        params = [p.detach().bfloat16().requires_grad_() for p in parameters()]
+        optimizer = optfuse.fuse(Lion(params, lr=1e-2))
+        steps(optimizer, params, 5)
+        return params
+
+    own = final()
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", name)
+    _gpu_trial.known.clear()
+    kernels = final()
+    with pytest.raises(AssertionError):
+        assert_same("parameters", kernels, own)
+
+
+def test_without_the_trial_other_bits_are_trained_with(monkeypatch, small_trials):
+    check_guard("tried", monkeypatch)
+
+
+# What a script may do to such an optimizer
+
+
+def test_learning_rates_are_those_of_the_scheduler(small_trials):
+    def script(wrap):
+        params = parameters(sizes=(7, 64))
+        optimizer = wrap(RAdam(params, lr=1e-2))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for i in range(8):
+            steps(optimizer, params, 1, seed=i)
+            scheduler.step()
+        yield "parameters", params
+
+    legal(script)
+
+
+@pytest.mark.parametrize("change", [
+    {"lr": torch.tensor(1e-3, device=NAME)}, {"lr": torch.tensor(1e-3, device="cpu")},
+    {"foreach": False}, {"capturable": True},
+], ids=str)  # fmt: skip
+def test_a_group_that_would_go_another_way_now_raises(change, small_trials):
+    params = parameters(sizes=(7,))
+    optimizer = optfuse.fuse(RAdam(params))
+    steps(optimizer, params, 1)
+    optimizer.param_groups[0].update(change)
+    for _ in range(2):
+        with pytest.raises(optfuse.Error, match="its step\\(\\) would now go another way"):
+            steps(optimizer, params, 1)
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [c for c in OPTIONS if c is not Lion], ids=lambda c: c.__name__)
+def test_clipping_that_is_left_to_the_update_is_in_it(cls, dtype, small_trials):
+    def script(wrap):
+        params = parameters(dtype, sizes=(7, 64, 1003))
+        optimizer = wrap(cls(params, lr=1e-2))
+        clip = optfuse.clip_grad_norm_ if wrap.fused else torch.nn.utils.clip_grad_norm_
+        for step in range(4):
+            for p in params:
+                torch.manual_seed(step)
+                p.grad = torch.randn(p.shape).to(NAME, dtype)
+            clip(params, 0.5)
+            optimizer.step()
+        yield "parameters", params
+
+    legal(script)
+
+
+def test_checkpoints_go_both_ways(small_trials):
+    """load_state_dict() moves NAdam's mu_product to the GPU."""
+    def script(wrap):
+        params = parameters(sizes=(7, 64))
+        first = wrap(NAdam(params, lr=1e-2))
+        steps(first, params, 3)
+        saved = copy.deepcopy(first.state_dict())
+        again = parameters(sizes=(7, 64))
+        second = wrap(NAdam(again, lr=1e-2))
+        second.load_state_dict(saved)
+        steps(second, again, 3, seed=1)
+        assert not wrap.fused or isa(second) == KERNELS
+        yield "parameters", again
+        yield "product", [second.state[p]["mu_product"].cpu() for p in again]
+
+    legal(script)
+
+
+def test_a_step_counter_on_the_device_is_refused(small_trials):
+    params = parameters(sizes=(7,))
+    optimizer = optfuse.fuse(RAdam(params))
+    steps(optimizer, params, 1)
+    optimizer.state[params[0]]["step"] = torch.tensor(1.0, device=NAME)
+    with pytest.raises(optfuse.Error, match=r"step counter .* move state\['step'\] to the CPU"):
+        steps(optimizer, params, 1)
+
+
+def test_a_group_that_kernels_can_take_is_added(small_trials):
+    def script(wrap):
+        params = parameters(sizes=(7, 64))
+        optimizer = wrap(RMSprop(params[:1], lr=1e-2))
+        steps(optimizer, params[:1], 2)
+        optimizer.add_param_group({"params": params[1:], "weight_decay": 0.3})
+        steps(optimizer, params, 2, seed=1)
+        yield "parameters", params
+
+    legal(script)
+
+
+def test_a_group_that_they_cannot_take_is_refused(small_trials):
+    optimizer = optfuse.fuse(RMSprop(parameters(sizes=(7,))))
+    cpu = torch.nn.Parameter(torch.ones(3, device="cpu"))
+    for group in ({"params": parameters(), "capturable": True}, {"params": [cpu]}):
+        with pytest.raises(optfuse.Error, match="fuse it again with all groups"):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_with_parameters_on_both_the_class_steps(small_trials):
+    cpu = torch.nn.Parameter(torch.ones(3, device="cpu"))
+    optimizer = optfuse.fuse(RMSprop([*parameters(sizes=(7,)), cpu]))
+    assert isa(optimizer) == OWN
+    assert "some parameters are on the CPU" in str(optfuse.summary(optimizer))
+
+
+def test_the_trial_leaves_nothing_behind(small_trials):
+    """Neither memory in use nor work that nothing puts in order."""
+    optimizer = RMSprop(parameters(sizes=(7,)))
+    before = torch.ops.fakecuda.bytes_in_use(0)
+    optfuse.fuse(optimizer)
+    fakecuda.synchronize()
+    assert torch.ops.fakecuda.bytes_in_use(0) == before
+
+
+def test_rules_without_a_trial_are_as_they_were(monkeypatch):
+    rule = dataclasses.replace(_rules.RULES[torch.optim.SGD], on_gpu=False)
+    monkeypatch.setitem(_rules.RULES, torch.optim.SGD, rule)
+    assert isa(optfuse.fuse(torch.optim.SGD(parameters()))) == OWN

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers whose kernels have to pass a trial on the GPU: equal to the class's own
+step(), with the flags that it was made with, by bits; with every input that
+PyTorch's own tests have for GPUs. Whether kernels ran or the class's own step()
+is printed: both must have these bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bits import (
+    DTYPES,
+    Gradients,
+    assert_same_optimizers,
+    deliver,
+    numbers,
+    parameter,
+    parameters_of,
+    tape,
+)
+from harness import On, add
+
+import optfuse
+from optfuse._rules import RULES
+
+SIZES = (1, 4, 7, 1003, 8196, 9001)
+LOOK_EVERY = 7
+DECAYS: list[dict[str, Any]] = [{}, {"weight_decay": 0.1, "maximize": True}]
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "RMSprop": [*DECAYS, {"momentum": 0.9}, {"centered": True},
+                {"momentum": 0.9, "centered": True, "weight_decay": 0.1}],
+    "Adadelta": DECAYS,
+    "NAdam": [*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
+    "RAdam": [*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
+    "Adamax": DECAYS,
+    "Rprop": [{}, {"maximize": True, "etas": (0.3, 1.7)}],
+    "Adagrad": [*DECAYS, {"lr_decay": 0.1}],
+    "Lion": DECAYS,
+}  # fmt: skip
+CLASSES = {cls.__name__: cls for cls, rule in RULES.items() if rule.tried}
+assert CLASSES.keys() == OPTIONS.keys(), "OPTIONS does not name the classes with a trial"
+
+
+def train(make: Callable[[list[Any]], Any], what: str, dtype: torch.dtype, on: On,
+          gradients: Gradients, steps: int) -> str:  # fmt: skip
+    """Twins on recorded gradients; what updated ours."""
+    twins = [
+        [parameter(v, i % 2 == 1) for i, v in enumerate(numbers(SIZES, on, dtype, 3))]
+        for _ in range(2)
+    ]
+    stock = make(twins[0])
+    ours = optfuse.fuse(make(twins[1]), mode=on.mode)
+    for step in range(steps):
+        deliver(stock, gradients(step), "forward")
+        deliver(ours, gradients(step), on.mode)
+        stock.step()
+        ours.step()
+        if step % LOOK_EVERY == 2 or step == steps - 1:
+            assert_same_optimizers(f"{what}, step {step + 1}", ours, stock, gradients=False)
+    made = optfuse.summary(ours).created
+    wanted = steps * len(parameters_of(ours))
+    assert made == wanted, f"{what}: {made} updates were made, not {wanted}"
+    return " and ".join(optfuse.summary(ours).isa.values())
+
+
+def options_of(name: str, dtype: torch.dtype) -> Callable[[On], None]:
+    def body(on: On) -> None:
+        gradients = tape(SIZES, on, dtype, 1, spoil=False)
+        ran: Counter[str] = Counter()
+        for options in OPTIONS[name]:
+            def make(params: list[Any], options: dict[str, Any] = options) -> Any:
+                return CLASSES[name](params, lr=0.01, **options)
+
+            what = f"{name} {options}"
+            ran[train(make, what, dtype, on, gradients, 10 if on.quick else 100)] += 1
+        print(f"{name}, {dtype}: {dict(ran)}", flush=True)
+
+    return body
+
+
+def database(name: str) -> Callable[[On], None]:
+    def body(on: On) -> None:
+        import optim_inputs  # PyTorch's own tests' package
+
+        gradients = tape(SIZES, on, torch.float32, 1, spoil=False)
+        ran: Counter[str] = Counter()
+        for one in optim_inputs.inputs_for_gpus(name):
+            if one.kwargs.get("differentiable"):
+                ran["not for updates in place"] += 1
+                continue
+
+            def make(params: list[Any], one: Any = one) -> Any:
+                return optim_inputs.make(one, params)
+
+            ran[train(make, str(one), torch.float32, on, gradients, 6 if on.quick else 20)] += 1
+        print(f"{name}, every input of PyTorch's tests: {dict(ran)}", flush=True)
+
+    return body
+
+
+def add_all() -> None:
+    for name, dtype in itertools.product(CLASSES, DTYPES):
+        body = options_of(name, dtype)
+        what = f"{name} {str(dtype).removeprefix('torch.')}, own step()"
+        add(what, body, ("cuda",), slow=dtype is not torch.float32)
+    for name in CLASSES:
+        add(f"{name}, every input of PyTorch's tests", database(name), ("cuda",))
+
+
+add_all()
