@@ -233,16 +233,13 @@ def _kinds(params: Iterable[Tensor]) -> list[str]:
 
 def _by_host(rule: Rule, groups: list[Group], dtype: str) -> str:
     """What updates parameters of this dtype where there are no kernels."""
-    return " and ".join(
-        sorted(
-            {
-                "torch's operators" if rule.is_native(g) and not is_gpu(p.device) else "own step()"
-                for g in groups
-                for p in g["params"]
-                if str(p.dtype) == f"torch.{dtype}"
-            }
-        )
-    )
+    found = set()
+    for group in groups:
+        on_cpu = "torch's operators" if rule.is_native(group) else "own step()"
+        for p in group["params"]:
+            if str(p.dtype) == f"torch.{dtype}":
+                found.add("own step()" if is_gpu(p.device) else on_cpu)
+    return " and ".join(sorted(found))
 
 
 def summary(optimizer: Optimizer) -> Summary:
