@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The update alone with every optimizer that fuses, against each of stock's
 implementations, on equal tensors with gradients that stay: ours is step() and
-flush() in forward mode. Adafactor and Muon step by the class's own code."""
+flush() in forward mode."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def section(chosen: Any) -> dict[str, Any]:
     title(f"The update alone by optimizer, ms a step, {torch.get_num_threads()} threads, float32")
     for shape in shapes:
         here = []
-        for cls in (*RULES, *INDEPENDENT):
+        for cls in dict.fromkeys((*RULES, *INDEPENDENT)):
             if (cls.__name__, shape.name) in TOO_LONG:
                 print(f"{cls.__name__} left out: a step takes too long")
                 continue

@@ -8,6 +8,7 @@
 #include "rules/adam.h"
 #include "rules/adamax.h"
 #include "rules/asgd.h"
+#include "rules/by_host.h"
 #include "rules/lion.h"
 #include "rules/nadam_foreach.h"
 #include "rules/radam_foreach.h"
@@ -48,6 +49,11 @@ static const char *const adagrad_hyper[] = {"lr", "lr_decay", "weight_decay", "e
 static const char *const lion_state[] = {"exp_avg"};
 static const char *const lion_hyper[] = {"lr", "beta1", "beta2", "weight_decay", "maximize"};
 
+static const char *const adafactor_hyper[] = {"lr", "beta2_decay",  "eps1",    "eps2",
+                                              "d",  "weight_decay", "foreach", "maximize"};
+static const char *const muon_hyper[] = {"lr", "weight_decay", "momentum", "nesterov", "a", "b",
+                                         "c",  "eps",          "ns_steps", "adjust_lr"};
+
 #define OF_LENGTH(array) (sizeof(array) / sizeof *(array))
 #define OF_FITS(rule, RULE)                                                                        \
     _Static_assert(OF_LENGTH(rule##_state) == RULE##_N_STATE, "names of " #rule "'s state");       \
@@ -81,6 +87,13 @@ OF_FITS_GPU(rprop);
 OF_FITS_GPU(adagrad_foreach);
 OF_FITS_GPU(lion);
 
+#define OF_FITS_HOST(rule, RULE)                                                                   \
+    _Static_assert(OF_LENGTH(rule##_hyper) == RULE##_N_HYPER, "names of " #rule "'s options");     \
+    _Static_assert((int)RULE##_N_HYPER <= (int)OF_MAX_HYPER, "options of " #rule)
+
+OF_FITS_HOST(adafactor, ADAFACTOR);
+OF_FITS_HOST(muon, MUON);
+
 static unsigned no_state_used(const double *hyper) {
     (void)hyper;
     return 0;
@@ -99,6 +112,9 @@ static void prepare_nothing(const double *hyper, of_count *count, void *scalars)
 #define OF_COUNTERS(rule, RULE) .counters = rule##_counters, .n_counters = RULE##_N_COUNTERS
 
 #define OF_GPU(form) .prepare_gpu = form##_prepare
+#define OF_HOST_ROW(rule, RULE)                                                                    \
+    .name = #rule, .hyper = rule##_hyper, .n_hyper = RULE##_N_HYPER, .state_used = no_state_used,  \
+    .prepare = prepare_nothing, .by_host = true
 
 const of_rule of_rules[] = {
     {OF_ROW(adam, ADAM), .counts = true},
@@ -113,7 +129,10 @@ const of_rule of_rules[] = {
     {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD)},
     {OF_ROW(adagrad, ADAGRAD), .counts = true, OF_GPU(adagrad_foreach)},
     {OF_ROW(lion, LION), .chain = true, OF_GPU(lion)},
-    /* Any optimizer whose own code is run on one parameter; its state is the host's business. */
+    /* By operators of the host; the state is its business. */
+    {OF_HOST_ROW(adafactor, ADAFACTOR)},
+    {OF_HOST_ROW(muon, MUON)},
+    /* Any optimizer whose own code is run on one parameter. */
     {.name = "own", .state_used = no_state_used, .prepare = prepare_nothing, .by_host = true},
     {0},
 };

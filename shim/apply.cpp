@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// apply.cpp: updates of optimizers that have no kernels. Python runs the class's
-// own step() on one parameter, by the callback of shim.h. Such an update can wait
-// if all it changes is the parameter, its gradient and state tensors that are
-// known; else it runs inside step(), as in stock.
+// apply.cpp: updates of optimizers that have no kernels. Where there is a native
+// update and nothing is unusual, that one runs; else Python runs the class's own
+// step() on one parameter, by the callback of shim.h. Such an update can wait if
+// all it changes is the parameter, its gradient and state tensors that are known;
+// else it runs inside step(), as in stock.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/StreamGuard.h>
@@ -144,7 +145,18 @@ bool run_python(Slot *slot) {
     return false;
 }
 
-bool update(const of_inputs *in, Hold *hold) {
+// Under modes the class's operators are those of Python.
+bool run_native(const of_inputs *in, const double *hyper, const Hold *hold) {
+    const Slot *slot = hold->slot;
+    if (slot->plan->native == nullptr || hold->as_is || in->device != OF_CPU || !slot->can_wait)
+        return false;
+    const c10::AutoGradMode no_grad(false);
+    const c10::impl::ExcludeDispatchKeyGuard no_autograd(
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    return slot->plan->native({hold->param, hold->held_grad, slot->own, hyper});
+}
+
+bool update(const of_inputs *in, const double *hyper, Hold *hold) {
     Slot *slot = hold->slot;
     const at::Tensor &param = hold->param;
     std::optional<WithoutModes> plain;
@@ -155,6 +167,8 @@ bool update(const of_inputs *in, Hold *hold) {
     c10::OptionalStreamGuard stream;
     if (in->device != OF_CPU)
         stream.reset_stream(c10::Stream(c10::Stream::UNSAFE, param.device(), in->stream.id));
+    if (run_native(in, hyper, hold))
+        return true;
     const KeepVersion version(slot->param);
     const GradientInPlace gradient(param, hold->held_grad);
     return run_python(slot);
@@ -191,12 +205,12 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     return OF_FOUND_INPUTS;
 }
 
-bool apply(void *, of_inputs *in, const double *) {
+bool apply(void *, of_inputs *in, const double *hyper) {
     Hold *hold = static_cast<Hold *>(in->hold);
     for (size_t i = 0; i < hold->n; i++)
         unseal(hold->storages[i].get());
     try {
-        return update(in, hold);
+        return update(in, hyper, hold);
     } catch (const c10::Error &e) {
         of_set_error("the update of %s failed: %s", hold->slot->label.c_str(),
                      e.what_without_backtrace());

@@ -58,8 +58,9 @@ at::Tensor parameter_of(int64_t address, int64_t index) {
 }
 
 // state: the rule's state tensors in its order, then its counters; None where
-// there is none. The rule "own": all state tensors; with a None among them
-// if an update may change something else too.
+// there is none. Rules without kernels: all state tensors, in the class's order if
+// they have a native update; with a None among them if an update may change
+// something else too.
 // step: the counter, or None. first: the rule has no counter and this state
 // is new.
 void set_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,

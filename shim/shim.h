@@ -34,9 +34,9 @@ enum { OF_SHIM_DONE = 1, OF_SHIM_ADDS = 2 };
 typedef enum of_shim_event {
     OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete */
     OF_SHIM_STATE,    /* optimizer state of this slot must be made now */
-    OF_SHIM_APPLY     /* the rule "own": run the optimizer's own step() on this slot's parameter,
-                         whose gradient is in .grad. Under the plan's lock: of these functions
-                         only of_shim_set_error() may be called for this plan */
+    OF_SHIM_APPLY     /* rules without kernels: run the optimizer's own step() on this slot's
+                         parameter, whose gradient is in .grad. Under the plan's lock: of these
+                         functions only of_shim_set_error() may be called for this plan */
 } of_shim_event;
 typedef int of_shim_callback(of_shim_plan *plan, int event, size_t slot);
 

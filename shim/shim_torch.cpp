@@ -101,6 +101,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
             return status;
         plan->mode = options.mode;
         plan->rule = of_plan_rule(plan->core);
+        plan->native = optfuse::native_update(plan->rule->name);
         plan->self = plan;
         if (plan->rule->by_host)
             optfuse::updates_take_the_gil();

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "error.h"
+#include "native.h"
 #include "optfuse.h"
 #include "shim.h"
 
@@ -38,8 +39,9 @@ struct Slot {
     at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
                         // parameter's device, or undefined
     at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU
-    // Rules without kernels: all state tensors; and whether these are all that an
-    // update changes beside the parameter and the gradient, so that it can wait.
+    // Rules without kernels: all state tensors, in the class's order if the rule has
+    // a native update; and whether these are all that an update changes beside the
+    // parameter and the gradient, so that it can wait.
     std::vector<at::Tensor> own;
     bool can_wait = false;
     bool first = false; // rules without a counter: the next update is the first
@@ -128,6 +130,7 @@ struct Plan {
     of_plan *core = nullptr;
     of_mode mode = OF_FORWARD;
     const of_rule *rule = nullptr;
+    NativeUpdate *native = nullptr; // rules without kernels: or Python updates
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
     // Backward passes only add to the gradients: those that begin now, as the

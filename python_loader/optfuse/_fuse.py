@@ -18,7 +18,7 @@ from optfuse._gpu import is_gpu
 from optfuse._link import How
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
-from optfuse._rules import RULES, Rule, rule_of
+from optfuse._rules import RULES, Group, Rule, rule_of
 from optfuse._scheduler import check_step, rewrap
 from optfuse._selfcheck import gpu_bits_differ
 
@@ -47,7 +47,8 @@ def fuse(
     optimizer: one of torch.optim but LBFGS and SparseAdam, or of a class named to
         register(), over dense parameters on the CPU or on NVIDIA GPUs, of dtype
         float32, float64, bfloat16 or float16. Where there are no kernels for it
-        the update is the class's own step(), run on one parameter.
+        the update runs torch's operators as the class's step() does, or that
+        step() itself, on one parameter.
     mode: "forward": step() leaves every update pending until the first use of
         its parameter, gradient or state, usually in the next forward pass; any
         training loop works. "backward": each update runs inside backward() as
@@ -110,7 +111,8 @@ def fuse(
     _link.start()
     try_on_gpu(type(optimizer), optimizer.param_groups)
     differ: list[str] = []
-    if RULES.get(type(optimizer)) is rule_of(optimizer):
+    rule = rule_of(optimizer)
+    if rule is RULES.get(type(optimizer)) and not rule.by_host:
         differ = gpu_bits_differ(optimizer, lambda small: _fuse(small, How()))
     if strict and differ:
         raise Error(
@@ -259,6 +261,17 @@ def _kinds(params: Iterable[Tensor]) -> list[str]:
     return sorted({"CUDA" if is_gpu(p.device) else "the CPU" for p in params})
 
 
+def _by_host(rule: Rule, groups: list[Group], dtype: str) -> str:
+    """What updates parameters of this dtype where there are no kernels."""
+    found = set()
+    for group in groups:
+        on_cpu = "torch's operators" if rule.is_native(group) else "own step()"
+        for p in group["params"]:
+            if str(p.dtype) == f"torch.{dtype}":
+                found.add("own step()" if is_gpu(p.device) else on_cpu)
+    return " and ".join(sorted(found))
+
+
 def summary(optimizer: Optimizer) -> Summary:
     """What the fused optimizer has done so far, and what it fell back from.
     Raises optfuse.Error if the optimizer is not fused."""
@@ -282,7 +295,7 @@ def summary(optimizer: Optimizer) -> Summary:
         gpu_bits_differ=link.gpu_bits_differ,
         own_step_because=link.own_step_because,
         isa={
-            name: "own step()" if link.rule.by_host else " and ".join(
+            name: _by_host(link.rule, groups, name) if link.rule.by_host else " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"
                 for kind in _kinds(p for p in params if str(p.dtype) == f"torch.{name}")
             )

@@ -116,7 +116,7 @@ class Link:
         try:
             if self.rule.by_host:
                 replaces = check_promise(optimizer, self.stock)
-                self.own = _own.Own(self.plan, self.stock, replaces)
+                self.own = _own.Own(self.plan, self.stock, replaces, self.rule.entries)
             self.rebuild(optimizer)
         except BaseException:
             self._free()

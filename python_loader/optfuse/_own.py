@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Optimizers without kernels: the class's own step() runs on one parameter, on a
-twin of the optimizer that has nothing but this parameter.
+twin of the optimizer that has nothing but this parameter. Where the library has a
+native update, it comes here for what is unusual, and for the first one, which makes
+the state.
 
 An update that waits uses the options and the state entry of its own step(). The
 library calls apply() under the lock of the plan."""
@@ -106,10 +108,17 @@ class Own:
     """What the updates of one plan need. Knows neither the optimizer nor its
     parameters, so that it keeps none of them alive."""
 
-    def __init__(self, plan: int, stock: type[Optimizer], replaces_state: bool) -> None:
+    def __init__(
+        self,
+        plan: int,
+        stock: type[Optimizer],
+        replaces_state: bool,
+        entries: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
         self._step = step_of(stock)
         self._twin = stock.__new__(stock)
         self._replaces_state = replaces_state
+        self._native_entries = entries  # those that the library updates itself
         self._attributes: dict[str, Any] = {}
         self._options: list[Group] = []
         self._versions: list[list[Any]] = []
@@ -144,6 +153,9 @@ class Own:
         """The state of a slot, as the library's set_state() wants it."""
         self._entries[slot] = entry
         values = list(entry.values()) if entry else []
+        if entry and self._native_entries:
+            names = next((n for n in self._native_entries if entry.keys() == set(n)), None)
+            values = [None, *values] if names is None else [entry[name] for name in names]
         tensors: list[Tensor | None] = [v for v in values if isinstance(v, Tensor)]
         is_known = bool(values) or self._stepped[slot]
         if not is_known or self._replaced[slot] or len(tensors) < len(values):

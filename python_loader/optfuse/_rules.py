@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,10 +16,12 @@ from torch.optim import (
     ASGD,
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -53,6 +56,26 @@ def _sgd_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param
     )
 
 
+#: Rules without kernels: what options stand for that are not numbers.
+_WORDS: dict[str, dict[Any, float]] = {
+    "eps.0": {None: math.nan},
+    "foreach": {None: 0.0},
+    "adjust_lr_fn": {None: 0.0, "original": 0.0, "match_rms_adamw": 1.0},
+}
+#: And of which types numbers may be; a tensor's or NumPy's arithmetic rounds otherwise.
+_NUMBERS: dict[str, tuple[type, ...]] = {"ns_steps": (int,), "adjust_lr_fn": ()}
+
+
+def _plain(name: str, value: Any) -> float:
+    """An option as a number; raises ValueError if it is not a usual one."""
+    if type(value) in _NUMBERS.get(name, (float, int, bool)) and value == value:
+        return float(value)
+    words = _WORDS.get(name, {})
+    if (value is None or type(value) is str) and value in words:
+        return words[value]
+    raise ValueError(name)
+
+
 @dataclass(frozen=True)
 class Rule:
     """One row for each stock class."""
@@ -72,16 +95,24 @@ class Rule:
     on_gpu: bool = True  # there are kernels for GPUs too ...
     tried: bool = False  # ... which have to pass a trial against the class's own step()
     as_made: bool = False  # they have: the bits are those of the class, with its own flags
-    by_host: bool = False  # there are none: the class's own step() updates
+    by_host: bool = False  # there are none: torch's operators or the class's own step() update
+    # Keys of a state entry, in the order of the native update by operators; none: there
+    # is no such update.
+    entries: tuple[tuple[str, ...], ...] = ()
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
+    _lengths: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         split = [name.partition(".") for name in self.options]
         where = [(key, int(index) if index else None) for key, _, index in split]
         object.__setattr__(self, "_where", where)
+        lengths = {key: 1 + index for key, index in where if index is not None}
+        object.__setattr__(self, "_lengths", lengths)
 
     def hyper(self, group: Group) -> tuple[float, ...]:
         """A group's numbers, as the C rule wants them."""
+        if self.by_host:
+            return self._plain_numbers(group)
         return tuple(
             [number(group[key] if i is None else group[key][i]) for key, i in self._where]
         )
@@ -89,6 +120,24 @@ class Rule:
     def on_gpus(self) -> Rule:
         """Where the kernels have passed their trial."""
         return replace(self, reference="own step()", as_made=True)
+
+    def _plain_numbers(self, group: Group) -> tuple[float, ...]:
+        """All NaN, for the class's own step(), if one of them is not a usual one."""
+        numbers = []
+        try:
+            for name, (key, i) in zip(self.options, self._where, strict=True):
+                if i is not None and len(group[key]) != self._lengths[key]:
+                    raise ValueError(name)
+                numbers.append(_plain(name, group[key] if i is None else group[key][i]))
+        except (ValueError, KeyError, TypeError, OverflowError):
+            return (math.nan,) * len(self.options)
+        return tuple(numbers)
+
+    def is_native(self, group: Group) -> bool:
+        """Whether updates on the CPU run without the class's own step(), once
+        there is state."""
+        usual = bool(self.entries) and not math.isnan(self.hyper(group)[0])
+        return usual and not group.get("foreach")
 
     def difference(self, group: Group) -> str:
         """What in the group selects an implementation other than the one whose bits
@@ -192,6 +241,29 @@ _LION = Rule(
     tried=True,
 )
 
+# Torch's operators, in the order of the class's step().
+_ADAFACTOR = Rule(
+    "adafactor",
+    ("lr", "beta2_decay", "eps.0", "eps.1", "d", "weight_decay", "foreach", "maximize"),
+    (),
+    counts_steps=False,
+    reference="own step()",
+    by_host=True,
+    entries=(("step", "row_var", "col_var"), ("step", "variance")),
+)
+_MUON = Rule(
+    "muon",
+    (
+        "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients.0", "ns_coefficients.1",
+        "ns_coefficients.2", "eps", "ns_steps", "adjust_lr_fn",
+    ),
+    (),
+    counts_steps=False,
+    reference="own step()",
+    by_host=True,
+    entries=(("momentum_buffer",),),
+)
+
 RULES: dict[type[Optimizer], Rule] = {
     SGD: _SGD,
     Adam: _ADAM,
@@ -205,6 +277,8 @@ RULES: dict[type[Optimizer], Rule] = {
     Rprop: _RPROP,
     ASGD: _ASGD,
     Lion: _LION,
+    Adafactor: _ADAFACTOR,
+    Muon: _MUON,
 }
 
 # The class's own step(), on one parameter at a time.

@@ -455,6 +455,18 @@ def an_optimizer_that_looks_at_all_gradients_is_refused():
     must_raise(lambda: optfuse.fuse(optimizer), "fusing a class whose step() has a global term")
 
 
+@guards("native")
+def what_is_not_usual_is_left_to_the_class():
+    """Two of its implementations round differently, and a tensor as learning rate
+    makes it compute its numbers in float32."""
+    for options in ({"foreach": True}, {"lr": torch.tensor(0.1)}):
+        pair = Pair(make=lambda p, options=options: torch.optim.Adafactor(p, **options))
+        for i in range(4):
+            pair.train(i)
+        pair.assert_pending()
+        pair.assert_same()
+
+
 WAITS = """
 import threading, time, torch, optfuse
 from own_classes import Tensors

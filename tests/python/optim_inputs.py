@@ -41,7 +41,7 @@ FLAGS = ("foreach", "fused", "differentiable")
 #: Optimizers with a fused kernel on the CPU; its bits are the reference. For
 #: the others it is the loop over the parameters (docs/numerics.md).
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-#: These run the class's own step(), with the flags it has.
+#: These have the bits of the class's own step(), with the flags it has.
 OWN_STEP = ("Adafactor", "Muon")
 #: Odd sizes; the last is split between threads and leaves a tail in each dtype.
 SHAPES = ((), (1,), (7,), (3, 5), (17,), (2, 3, 11), (131, 157))

@@ -22,7 +22,7 @@ def optimizers(monkeypatch):
     return optimizers
 
 
-@pytest.mark.parametrize("cls", (*RULES, *INDEPENDENT), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", dict.fromkeys((*RULES, *INDEPENDENT)), ids=lambda cls: cls.__name__)
 def test_every_optimizer_races_and_ends_with_the_bits_of_its_reference(optimizers, cls):
     raced = optimizers.race(cls, optimizers.SMOKE)
     assert raced.equal_bits

@@ -47,7 +47,7 @@ OTHERS = {
     "Adamax": ({}, {"weight_decay": 0.1, "maximize": True}),
     "Rprop": ({},),
     "ASGD": ({}, {"t0": 2, "weight_decay": 0.1}),
-    "Adafactor": ({},),  # runs its own step()
+    "Adafactor": ({},),  # by operators, and at first by its own step()
 }
 
 
