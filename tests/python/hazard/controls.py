@@ -51,6 +51,7 @@ OUT_OF_REACH = {
     "nested": "a pass that is counted twice updates too early, and the next one raises",
     "gil": "it prevents a deadlock of two threads; a program has one at a time",
     "independent": "it is about classes; programs have those of torch.optim",
+    "native": "programs have no Adafactor with foreach=True or a tensor as learning rate",
     "graphs": "a graph of the tests' own replays here; programs have none",
     "scaler": "GradScaler then reads gradients that are spent, which raises too",
 }
