@@ -2,31 +2,14 @@
 /* chain_plain.c: the yardstick of the rows that chain_loop.c makes: one element
  * at a time. */
 #include "chain_instance.h"
-
-#ifdef OF_IS_NARROW
-static of_real load(const void *from, size_t at) {
-    return OF_PASTE(of, OF_PASTE(OF_DTYPE, widen))(((const of_stored *)from)[at]);
-}
-static void store(void *to, size_t at, of_real value) {
-    ((of_stored *)to)[at] = OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow))(value);
-}
-#else
-static of_real load(const void *from, size_t at) {
-    return ((const of_stored *)from)[at];
-}
-static void store(void *to, size_t at, of_real value) {
-    ((of_stored *)to)[at] = value;
-}
-#endif
+#include "memory.h"
 
 static of_real gradient(const of_span *span, const of_scalars *s, of_form form, size_t at) {
-    of_real grad = load(span->grad, at);
-    for (int i = 0; span->factors && i < 2; i++)
-        grad = aten_mul_number(grad, span->factors[i]);
+    of_real grad = of_load_gradient(span, at);
     if (s->chain.maximize)
         grad = -grad;
     if (s->chain.weight_decay != 0.0)
-        grad = aten_add(form, grad, load(span->param, at), s->chain.weight_decay);
+        grad = aten_add(form, grad, of_load(span->param, at), s->chain.weight_decay);
     return grad;
 }
 
@@ -34,19 +17,14 @@ static void update_one(const of_span *span, const of_scalars *s, of_form form, s
     const unsigned variant = s->chain.variant;
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     of_real roots[OF_ROOM] = {0};
-    of_element e = {load(span->param, at), gradient(span, s, form, at), {0}};
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            e.state[i] = load(span->state[i], at);
+    of_element e = {of_load(span->param, at), gradient(span, s, form, at), {0}};
+    of_load_state(span, used, at, &e);
 #if OF_ROOTS
     OF_RULE_NAME(radicand)(s, variant, form, &e, roots);
     of_take_roots(span, roots, OF_ROOTS);
 #endif
     OF_RULE_NAME(element)(s, variant, form, &e, roots);
-    store(span->param, at, e.param);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            store(span->state[i], at, e.state[i]);
+    of_store_element(span, used, at, &e);
 }
 
 static void update_span(const of_span *span, const void *scalars, bool fused) {

@@ -2,46 +2,16 @@
 /* plain.c: the yardstick: one element at a time, nothing to vectorize. Every
  * other row of the table is compared with this one. */
 #include "instance.h"
-#include "narrow.h"
-
-static of_real load(const of_stored *from) {
-#ifdef OF_IS_NARROW
-    return OF_PASTE(of, OF_PASTE(OF_DTYPE, widen))(*from);
-#else
-    return *from;
-#endif
-}
-
-static void store(of_stored *to, of_real value) {
-#ifdef OF_IS_NARROW
-    *to = OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow))(value);
-#else
-    *to = value;
-#endif
-}
-
-/* The gradient as it would lie in memory after each product. */
-static of_real load_gradient(const of_span *span, size_t at) {
-    of_stored stored = ((const of_stored *)span->grad)[at];
-    for (int i = 0; span->factors && i < 2; i++)
-        store(&stored, load(&stored) * (of_real)span->factors[i]);
-    return load(&stored);
-}
+#include "memory.h"
 
 static void update_one(const of_span *span, const void *scalars, of_form form, size_t at) {
     const of_constants k = OF_RULE_NAME(round)(scalars, form);
     const unsigned variant = OF_RULE_NAME(variant)(scalars);
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
-    of_stored *param = (of_stored *)span->param + at;
-    of_element e = {load(param), load_gradient(span, at), {0}};
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            e.state[i] = load((const of_stored *)span->state[i] + at);
+    of_element e = {of_load(span->param, at), of_load_gradient(span, at), {0}};
+    of_load_state(span, used, at, &e);
     OF_RULE_NAME(element)(&k, variant, form, &e);
-    store(param, e.param);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            store((of_stored *)span->state[i] + at, e.state[i]);
+    of_store_element(span, used, at, &e);
 }
 
 static void update_span(const of_span *span, const void *scalars, bool fused) {

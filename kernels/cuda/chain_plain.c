@@ -1,39 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* chain_plain.c: a chain of PyTorch's CUDA operators, one element at a time on the
  * CPU: the yardstick of chain.cu. */
-#include "../cpu/narrow.h"
 #include "chain_element.h"
+
+#include "../cpu/memory.h"
 
 of_kernel_fn OF_KERNEL_NAME(chain);
 
-static of_real load(const void *from, size_t at) {
-#ifdef OF_IS_NARROW
-    return OF_PASTE(of, OF_PASTE(OF_DTYPE, widen))(((const of_stored *)from)[at]);
-#else
-    return ((const of_stored *)from)[at];
-#endif
-}
-
-static void store(void *to, size_t at, of_real value) {
-#ifdef OF_IS_NARROW
-    ((of_stored *)to)[at] = OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow))(value);
-#else
-    ((of_stored *)to)[at] = value;
-#endif
-}
-
 static void update_one(const of_span *span, const of_chain *chain, unsigned used, size_t at) {
-    of_element e = {load(span->param, at), load(span->grad, at), {0}};
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            e.state[i] = load(span->state[i], at);
-    for (int i = 0; span->factors && i < 2; i++)
-        e.grad = aten_mul_number(e.grad, span->factors[i]);
+    of_element e = {of_load(span->param, at), of_load_gradient(span, at), {0}};
+    of_load_state(span, used, at, &e);
     of_chain_update(chain, &e);
-    store(span->param, at, e.param);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            store(span->state[i], at, e.state[i]);
+    of_store_element(span, used, at, &e);
 }
 
 void OF_KERNEL_NAME(chain)(const of_span *span, const void *scalars) {

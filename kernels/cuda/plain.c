@@ -2,34 +2,11 @@
 /* plain.c: the fused CUDA kernel's formula, one element at a time on the CPU:
  * the yardstick of the kernels in this directory. */
 #include "../cpu/instance.h"
-#include "../cpu/narrow.h"
+#include "../cpu/memory.h"
 
 typedef OF_RULE_NAME(cuda_constants) cuda_constants;
 
 of_kernel_fn OF_KERNEL_NAME(cuda);
-
-static of_real load(const void *from, size_t at) {
-#ifdef OF_IS_NARROW
-    return OF_PASTE(of, OF_PASTE(OF_DTYPE, widen))(((const of_stored *)from)[at]);
-#else
-    return ((const of_stored *)from)[at];
-#endif
-}
-
-static void store(void *to, size_t at, of_real value) {
-#ifdef OF_IS_NARROW
-    ((of_stored *)to)[at] = OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow))(value);
-#else
-    ((of_stored *)to)[at] = value;
-#endif
-}
-
-/* To the dtype, as memory would. */
-static of_real rounded(of_real value) {
-    of_stored stored;
-    store(&stored, 0, value);
-    return load(&stored, 0);
-}
 
 static of_moment moment_of(const of_cuda_scalars *s) {
     const of_moment now = {(of_real)s->lr, (of_real)s->correction1, (of_real)s->correction2,
@@ -40,21 +17,16 @@ static of_moment moment_of(const of_cuda_scalars *s) {
 
 static void update_one(const of_span *span, const of_cuda_scalars *s, const cuda_constants *k,
                        unsigned used, size_t at) {
-    of_element e = {load(span->param, at), load(span->grad, at), {0}};
+    of_element e = {of_load(span->param, at), of_load(span->grad, at), {0}};
     if (s->factor)
-        e.grad = rounded(e.grad * (of_real)*s->factor);
+        e.grad = of_as_stored(e.grad * (of_real)*s->factor);
     if (s->unscaled) {
         e.grad = e.grad / (of_real)s->grad_scale;
-        store(s->unscaled, at, e.grad);
+        of_store(s->unscaled, at, e.grad);
     }
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            e.state[i] = load(span->state[i], at);
+    of_load_state(span, used, at, &e);
     OF_RULE_NAME(cuda_element)(k, used, at < span->n - span->tail, (unsigned)(at % 4), &e);
-    store(span->param, at, e.param);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (used & (1u << i))
-            store(span->state[i], at, e.state[i]);
+    of_store_element(span, used, at, &e);
 }
 
 void OF_KERNEL_NAME(cuda)(const of_span *span, const void *scalars) {

@@ -21,6 +21,7 @@ FORM = ["-DOF_FORM=rmsprop", *CHAIN]
 MACROS = {
     "kernels/cuda/chain_element.h": FORM,
     "kernels/cpu/instance.h": LOOP,
+    "kernels/cpu/memory.h": INSTANCE,
     "kernels/cpu/stored.h": INSTANCE,
     "kernels/cpu/chain_instance.h": CHAIN,
     "kernels/cpu/chain_numbers.h": CHAIN,
