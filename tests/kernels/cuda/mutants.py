@@ -35,29 +35,30 @@ class Mutant:
 
 
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
+BLOCK = "cuda/block.cuh"
 CHAIN, ELEMENT, OPERATORS = "cuda/chain.cu", "cuda/chain_element.h", "rules/aten_cuda.h"
 # Where the formula of a chain is, and how many roots it takes.
 CHAINS = {"nadam": ("nadam_foreach", 1), "adagrad": ("adagrad_foreach", 1)}
-ROUNDED = "grad.lane[lane] = of_narrow(of_widen(grad.lane[lane]) * block.factor);"
-PRODUCT = f"""{ROUNDED}
-#pragma unroll
-    for (int lane = 0; lane < N; lane++) {{
-        of_element e = {{of_widen(param.lane[lane]), of_widen(grad.lane[lane]), {{0}}}};"""
-UNROUNDED = PRODUCT.replace(ROUNDED, ";").replace("), {0}", ") * block.factor, {0}")
+MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
+LANES = """#pragma unroll
+    for (int lane = 0; lane < N; lane++) {
+        of_element e = of_get_element(packs, lane);
+"""
+UNROUNDED = LANES + "        e.grad = block.factor.given ? e.grad * block.factor.by : e.grad;\n"
 MUTANTS = [
     Mutant("the search is off by one", TENSOR, "STRIDE - 1] <= block", "STRIDE - 1] < block"),
-    Mutant("one element too many", UPDATE, "i < end; i +=", "i <= end; i +="),
-    Mutant("a vector over the end", UPDATE, "end - end % OF_LANES", "end + OF_LANES - 1"),
-    Mutant("chunks overlap", UPDATE, ": at + OF_CUDA_CHUNK;", ": at + OF_CUDA_CHUNK + 4;"),
-    Mutant("vectors anywhere", UPDATE, "if (of_aligned<USED>(tensor, 16))", "if (true)"),
+    Mutant("one element too many", BLOCK, "i < end; i +=", "i <= end; i +="),
+    Mutant("a vector over the end", BLOCK, "end - end % OF_LANES", "end + OF_LANES - 1"),
+    Mutant("chunks overlap", BLOCK, ": at + OF_CUDA_CHUNK;", ": at + OF_CUDA_CHUNK + 4;"),
+    Mutant("vectors anywhere", BLOCK, "if (of_aligned<USED>(tensor, 16))", "if (true)"),
     Mutant("alignment of the state ignored", TENSOR, "if (USED >> i & 1)\n            all |=",
            "if (USED >> i & 8)\n            all |="),
-    Mutant("the rest is left out", UPDATE, "at = packed;", "at = end;"),
-    Mutant("found_inf is ignored", UPDATE, "*common.found_inf_at == 1.0f", "false"),
-    Mutant("the factor is ignored", UPDATE, "if (block.multiplied)", "if (false)"),
-    Mutant("the factor is ignored beside a scale", UPDATE, "if (block.multiplied)",
-           "if (block.multiplied && !block.scaled)"),
-    Mutant("the product is not rounded to the dtype", UPDATE, PRODUCT,
+    Mutant("the rest is left out", BLOCK, "at = packed;", "at = end;"),
+    Mutant("found_inf is ignored", BLOCK, "*common.found_inf_at == 1.0f", "false"),
+    Mutant("the factor is ignored", UPDATE, MULTIPLY, ""),
+    Mutant("the factor is ignored beside a scale", UPDATE, MULTIPLY,
+           "if (!block.scaled)" + MULTIPLY),
+    Mutant("the product is not rounded to the dtype", UPDATE, MULTIPLY + LANES,
            UNROUNDED, (), "bfloat16"),
     Mutant("the factor is not handed over", "cuda/common.c", "= update->factor_at;", "= NULL;"),
     Mutant("the device's step is ignored", "cuda/moment.cuh", "if (common.steps_on_device)",
@@ -81,10 +82,9 @@ MUTANTS = [
            rule="nadam"),
     Mutant("scalars are not rounded", ELEMENT, "numbers[i] = of_rounded(numbers[i]);",
            "numbers[i] = of_rounded(numbers[i]) * (1 + 1e-7);", rule="nadam"),
-    Mutant("a chain's factor is ignored", CHAIN, "if (block.multiplied)", "if (false)",
-           rule="nadam"),
-    Mutant("a chain's rest is left out", CHAIN, "at = packed;", "at = end;", rule="nadam"),
-    Mutant("a chain's chunks overlap", CHAIN, ": at + OF_CUDA_CHUNK;",
+    Mutant("a chain's factor is ignored", CHAIN, MULTIPLY, "", rule="nadam"),
+    Mutant("a chain's rest is left out", BLOCK, "at = packed;", "at = end;", rule="nadam"),
+    Mutant("a chain's chunks overlap", BLOCK, ": at + OF_CUDA_CHUNK;",
            ": at + OF_CUDA_CHUNK + 4;", rule="adagrad"),
     Mutant("the last scalar is lost", "cuda/common.c", "update->hyper, known->bytes);",
            "update->hyper, known->bytes - 8);", rule="adagrad"),

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// block.cuh: what a block does whatever the rule: it finds its tensor and takes the
+// elements of one chunk, 16 bytes at a time where all arrays are aligned. Who
+// includes it defines of_block, of_begin_block() and of_update_pack().
+#ifndef OPTFUSE_CUDA_BLOCK_CUH
+#define OPTFUSE_CUDA_BLOCK_CUH
+
+#include "tensor.cuh"
+
+// By what the gradient is multiplied first.
+struct of_factor {
+    of_real by;
+    bool given;
+};
+
+OF_DEVICE_FN of_factor of_factor_of(const of_cuda_common &common) {
+    of_factor factor;
+    factor.given = common.factor_at != nullptr;
+    factor.by = factor.given ? *static_cast<const of_real *>(common.factor_at) : (of_real)1;
+    return factor;
+}
+
+// As a pass over memory would have left it.
+template <int N> OF_DEVICE_FN void of_multiply(of_pack<N> *grad, const of_factor &factor) {
+    if (factor.given)
+#pragma unroll
+        for (int lane = 0; lane < N; lane++)
+            grad->lane[lane] = of_narrow(of_widen(grad->lane[lane]) * factor.by);
+}
+
+// N elements of all arrays.
+template <unsigned USED, int N> struct of_packs { of_pack<N> param, grad, state[OF_MAX_STATE]; };
+
+template <unsigned USED, int N>
+OF_DEVICE_FN of_packs<USED, N> of_load_packs(const of_tensor &tensor, uint64_t at) {
+    of_packs<USED, N> packs;
+    packs.param = of_load<N>(tensor.param, at);
+    packs.grad = of_load<N>(tensor.grad, at);
+#pragma unroll
+    for (int i = 0; i < OF_MAX_STATE; i++)
+        if (USED >> i & 1)
+            packs.state[i] = of_load<N>(tensor.state[i], at);
+    return packs;
+}
+
+// All but the gradient, which an update only reads.
+template <unsigned USED, int N>
+OF_DEVICE_FN void of_store_packs(const of_tensor &tensor, uint64_t at,
+                                 const of_packs<USED, N> &packs) {
+    of_store<N>(tensor.param, at, packs.param);
+#pragma unroll
+    for (int i = 0; i < OF_MAX_STATE; i++)
+        if (USED >> i & 1)
+            of_store<N>(tensor.state[i], at, packs.state[i]);
+}
+
+template <unsigned USED, int N>
+OF_DEVICE_FN of_element of_get_element(const of_packs<USED, N> &packs, int lane) {
+    of_element e = {of_widen(packs.param.lane[lane]), of_widen(packs.grad.lane[lane]), {0}};
+#pragma unroll
+    for (int i = 0; i < OF_MAX_STATE; i++)
+        if (USED >> i & 1)
+            e.state[i] = of_widen(packs.state[i].lane[lane]);
+    return e;
+}
+
+template <unsigned USED, int N>
+OF_DEVICE_FN void of_put_element(of_packs<USED, N> *packs, int lane, const of_element &e) {
+    packs->param.lane[lane] = of_narrow(e.param);
+#pragma unroll
+    for (int i = 0; i < OF_MAX_STATE; i++)
+        if (USED >> i & 1)
+            packs->state[i].lane[lane] = of_narrow(e.state[i]);
+}
+
+// What all elements of a block have in common.
+struct of_block;
+
+template <unsigned USED>
+OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tensor &tensor);
+
+// Updates N elements.
+template <unsigned USED, int N>
+OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block, uint64_t at);
+
+// One thread's part of a block.
+template <unsigned USED>
+OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *words) {
+    if (common.found_inf_at && *common.found_inf_at == 1.0f)
+        return;
+    const of_tensor tensor = of_unpack<USED>(of_find<USED>(words, common.entries, blockIdx.x));
+    const auto block = of_begin_block<USED>(common, tensor);
+    uint64_t at = (blockIdx.x - tensor.first_block) * OF_CUDA_CHUNK;
+    const uint64_t end = tensor.n - at < OF_CUDA_CHUNK ? tensor.n : at + OF_CUDA_CHUNK;
+    if (of_aligned<USED>(tensor, 16)) {
+        const uint64_t packed = end - end % OF_LANES;
+        for (uint64_t i = at + threadIdx.x * OF_LANES; i < packed; i += blockDim.x * OF_LANES)
+            of_update_pack<USED, OF_LANES>(tensor, block, i);
+        at = packed;
+    }
+    for (uint64_t i = at + threadIdx.x; i < end; i += blockDim.x)
+        of_update_pack<USED, 1>(tensor, block, i);
+}
+
+// The kernels for one set of state, as bits.
+#define OF_CUDA_NAME(used, size)                                                                   \
+    OF_PASTE(OF_PASTE(of_cuda, OF_PASTE(OF_RULE, OF_DTYPE)), OF_PASTE(used, size))
+#define OF_CUDA_KERNEL(used, size)                                                                 \
+    extern "C" __global__ void __launch_bounds__(OF_CUDA_THREADS)                                  \
+        OF_CUDA_NAME(used, size)(OF_CUDA_ARGUMENT(of_cuda_##size##_table) table) {                 \
+        of_update_block<used>(table.common, table.words);                                          \
+    }
+#define OF_CUDA_KERNELS(used) OF_CUDA_KERNEL(used, small) OF_CUDA_KERNEL(used, large)
+
+#endif
