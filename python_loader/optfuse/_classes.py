@@ -23,6 +23,7 @@ from optfuse._register import check_promise
 
 if TYPE_CHECKING:
     from optfuse._link import Link
+    from optfuse._rules import Rule
 
 LINK = "_optfuse_link"  # the optimizer's attribute that holds its Link
 
@@ -77,8 +78,8 @@ class _Fused:
         try:
             link = link_of(optimizer)
             groups = optimizer.param_groups
-            if link.rule.as_made:
-                _try_group(link.stock, groups[-1])
+            if link.rule.as_made or link.rule.by_host:
+                _try_group(link.rule, link.stock, groups[-1])
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             if link.rule.by_host:
                 check_promise(optimizer, link.stock)
@@ -101,17 +102,23 @@ class _Fused:
         return fuse_like(twin, link, [copy.deepcopy(p, memo) for p in link.eager])
 
 
-def _try_group(stock: type[Optimizer], group: dict[str, Any]) -> None:
-    """A group is added to others that kernels update on a GPU."""
+def _try_group(rule: Rule, stock: type[Optimizer], group: dict[str, Any]) -> None:
+    """A group is added to others that the class's own step() need not update."""
     from optfuse._fuse import try_on_gpu
 
+    if not rule.tried:
+        return
     try_on_gpu(stock, [group])
-    why = _gpu_trial.reasons(stock, [group], {})
-    if why and all(is_gpu(param.device) for param in group["params"]):
+    on_gpu = all(is_gpu(param.device) for param in group["params"])
+    if rule.by_host:
+        why = _gpu_trial.verdicts(stock, [group])
+    else:
+        why = _gpu_trial.reasons(stock, [group], {}) if on_gpu else []
+    if why:
         raise Error(
-            "optfuse: the others of this optimizer's parameters are updated by kernels, but those "
-            f"of the new group can't be, because {why[0]}; unfuse the optimizer, and fuse it again "
-            "with all groups"
+            "optfuse: the others of this optimizer's parameters are updated by "
+            f"{rule.updates_by()}, but those of the new group can't be, because {why[0]}; unfuse "
+            "the optimizer, and fuse it again with all groups"
         )
 
 
