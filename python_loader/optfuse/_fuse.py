@@ -186,6 +186,12 @@ def unfuse(optimizer: OptimizerT) -> OptimizerT:
     return optimizer
 
 
+def fuse_again(optimizer: Optimizer) -> None:
+    """In the same way; with another update where its state has become another."""
+    how = link_of(optimizer).how
+    _fuse(unfuse(optimizer), how)
+
+
 def flush(optimizer: Optimizer | None = None) -> None:
     """Launches every pending update of the optimizer, or of all optimizers."""
     if optimizer is None:

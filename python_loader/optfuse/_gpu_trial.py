@@ -61,14 +61,38 @@ def _other_ways(group: Group) -> list[str]:
     return [name for name, taken in zip(_OTHER_WAYS, ways, strict=True) if taken]
 
 
-def reasons(stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]) -> list[str]:
-    """Why the class's own step() has to update; empty if kernels may."""
+def reasons(
+    stock: type[Optimizer],
+    groups: list[Group],
+    state: dict[Any, Any],
+    counts_on_gpu: tuple[str, ...] = (),
+) -> list[str]:
+    """Why the class's own step() has to update; empty if kernels may. counts_on_gpu: keys
+    of the state whose tensors PyTorch keeps there, of a class that does."""
     found = sorted({f"of {way}" for group in groups for way in _other_ways(group)})
-    if any(is_on_gpu(entry.get("step")) for entry in state.values()):
+    params = [p for group in groups for p in group["params"]]
+    if counts_on_gpu:
+        found += other_counters(params, state, counts_on_gpu)
+    elif any(is_on_gpu(entry.get("step")) for entry in state.values()):
         found.append("its step counters are on the GPU")
-    if not all(is_gpu(p.device) for group in groups for p in group["params"]):
+    if not all(is_gpu(p.device) for p in params):
         found.append("some parameters are on the CPU")
     return found or verdicts(stock, groups)
+
+
+def other_counters(
+    params: list[Tensor], state: dict[Any, Any], names: tuple[str, ...]
+) -> list[str]:
+    """What counters on the GPU are not as they usually are. They meet parameters in
+    operators, which convert them to the parameter's dtype if that one has dimensions."""
+    found = []
+    counters = [entry.get(name) for entry in state.values() if entry for name in names]
+    usual = all(is_on_gpu(c) and c.dtype is torch.float32 and c.dim() == 0 for c in counters)
+    if not usual or torch.get_default_dtype() is not torch.float32:
+        found.append(f"its {', '.join(names)} are not all float32 on the GPU")
+    if any(p.dim() == 0 for p in params):
+        found.append("some parameters have no dimensions")
+    return found
 
 
 def verdicts(stock: type[Optimizer], groups: list[Group]) -> list[str]:
@@ -118,6 +142,7 @@ def _variations(options: Group) -> Iterator[Group]:
     other: Group = {"weight_decay": decay, "maximize": not options.get("maximize")}
     yield {**options, **{k: v for k, v in other.items() if k in options}}
     other = {"weight_decay": 0.1, "betas": (0.3, 0.6), "alpha": 0.3, "rho": 0.3}
+    other |= {"lambd": 3.0, "t0": 3.0}
     other["decoupled_weight_decay"] = not options.get("decoupled_weight_decay")
     yield {**options, **{k: v for k, v in other.items() if k in options}}
 
@@ -142,6 +167,9 @@ def _compare(
             ours.grad = theirs.grad.clone()
         own.step()
         fused.step()
+        if step == 0:
+            _set_apart(own, params[0])
+            _set_apart(fused, params[1])
         for theirs, ours in zip(*params, strict=True):
             what = f"after {step + 1} steps of {theirs.numel()} elements the"
             difference = _difference(f"{what} parameter", ours, theirs) or _difference(
@@ -150,6 +178,14 @@ def _compare(
             if difference is not None:
                 return difference
     return ""
+
+
+def _set_apart(optimizer: Optimizer, params: list[Tensor]) -> None:
+    """What the device computes from a step counter that is there, it computes from many."""
+    for i, param in enumerate(params):
+        counter = optimizer.state[param].get("step")
+        if is_on_gpu(counter):
+            counter += 97 * i
 
 
 def _placed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

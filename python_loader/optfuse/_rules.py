@@ -84,6 +84,7 @@ class Rule:
     options: tuple[str, ...]  # its hyper-parameters in the C rule's order; "betas.0": the first
     state: tuple[str, ...]  # its state tensors in the C rule's order
     counters: tuple[str, ...] = ()  # 0-dim tensors other than "step" that count updates
+    counts_on_gpu: bool = False  # of a parameter on a GPU all of these are there, too
     counts_steps: bool = True  # there is a "step"
     # The implementation of PyTorch on the CPU whose bits are reproduced, and the
     # flag of a group that selects it.
@@ -121,6 +122,10 @@ class Rule:
     def on_gpus(self) -> Rule:
         """Where the trial was passed."""
         return self if self.by_host else replace(self, reference="own step()", as_made=True)
+
+    def numbers_on_gpu(self) -> tuple[str, ...]:
+        """Keys of the state whose tensors are where the parameter is."""
+        return ("step", *self.counters) if self.counts_on_gpu else ()
 
     def updates_by(self) -> str:
         """What takes the place of the class's own step() on a GPU."""
@@ -233,9 +238,10 @@ _ASGD = Rule(
     ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
     ("ax",),
     counters=("eta", "mu"),
+    counts_on_gpu=True,
     reference=_FOR_LOOP,
     lr_makes_scalars=True,
-    on_gpu=False,  # where its counters would be on them
+    tried=True,
 )
 _LION = Rule(
     "lion",
@@ -312,6 +318,13 @@ def why_own_step(optimizer: Optimizer) -> list[str]:
     devices = {p.device for group in groups for p in group["params"]}
     if stock not in RULES or not RULES[stock].tried or not any(map(is_gpu, devices)):
         return []
-    if RULES[stock].by_host:  # it leaves to the class's step() whatever is not as usual
+    return why_not_tried(RULES[stock], stock, groups, optimizer.__dict__["state"])
+
+
+def why_not_tried(
+    rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
+) -> list[str]:
+    """Why what has to pass a trial does not update these groups."""
+    if rule.by_host:  # it leaves to the class's step() whatever is not as usual
         return _gpu_trial.verdicts(stock, groups)
-    return _gpu_trial.reasons(stock, groups, optimizer.__dict__["state"])
+    return _gpu_trial.reasons(stock, groups, state, rule.numbers_on_gpu())

@@ -46,6 +46,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Adamax": DECAYS,
     "Rprop": [{}, {"maximize": True, "etas": (0.3, 1.7)}],
     "Adagrad": [*DECAYS, {"lr_decay": 0.1}],
+    "ASGD": [*DECAYS, {"lambd": 3.0, "alpha": 0.3, "t0": 5.0}, {"lambd": 0.5, "alpha": 0.5}],
     "Lion": DECAYS,
     "Adafactor": [*DECAYS, {"eps": (1e-5, 1e-2), "beta2_decay": -0.3, "d": 2},
                   {"foreach": True}],
