@@ -16,17 +16,18 @@ typedef struct asgd_renewal {
 /* pow(x, exponent) of a float32 tensor and a number, which looks for some exponents.
  * (And for negative ones, which no ASGD has.) */
 OF_RULE_FN float asgd_power(float x, double exponent) {
+    const float single = (float)exponent;
     if (exponent == 0.0)
         return 1.0f;
     if (exponent == 0.5)
         return sqrtf(x);
     if (exponent == 1.0)
         return x;
-    if (exponent == 2.0)
+    if (single == 2.0f)
         return x * x;
-    if (exponent == 3.0)
+    if (single == 3.0f)
         return x * x * x;
-    return powf(x, (float)exponent);
+    return powf(x, single);
 }
 
 /* lr / (1 + lambd * lr * step) ** alpha; Python divides a number by a tensor by its
