@@ -118,6 +118,9 @@ typedef struct of_rule {
     /* Keys of the state's other 0-dim tensors, which an update changes; n_counters. */
     const char *const *counters;
     size_t n_counters;
+    /* Of a parameter on a GPU the step and the counters are there, too, in float32: its
+     * kernels read and renew them. */
+    bool counts_on_gpu;
     /* There are no kernels: the host does the update, with operators of its own
      * (of_host.apply() of the plugin). The state may have any shapes. */
     bool by_host;

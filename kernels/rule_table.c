@@ -7,7 +7,7 @@
 #include "rules/adagrad_foreach.h"
 #include "rules/adam.h"
 #include "rules/adamax.h"
-#include "rules/asgd.h"
+#include "rules/asgd_foreach.h"
 #include "rules/by_host.h"
 #include "rules/lion.h"
 #include "rules/nadam_foreach.h"
@@ -85,6 +85,7 @@ OF_FITS_GPU(radam_foreach);
 OF_FITS_GPU(adamax);
 OF_FITS_GPU(rprop);
 OF_FITS_GPU(adagrad_foreach);
+OF_FITS_GPU(asgd_foreach);
 OF_FITS_GPU(lion);
 
 #define OF_FITS_HOST(rule, RULE)                                                                   \
@@ -126,7 +127,8 @@ const of_rule of_rules[] = {
     {OF_ROW(radam, RADAM), .counts = true, .chain = true, OF_GPU(radam_foreach)},
     {OF_ROW(adamax, ADAMAX), .counts = true, .chain = true, OF_GPU(adamax)},
     {OF_ROW(rprop, RPROP), .counts = true, .chain = true, OF_GPU(rprop)},
-    {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD)},
+    {OF_ROW(asgd, ASGD), .counts = true, .chain = true, OF_COUNTERS(asgd, ASGD),
+     OF_GPU(asgd_foreach), .counts_on_gpu = true},
     {OF_ROW(adagrad, ADAGRAD), .counts = true, OF_GPU(adagrad_foreach)},
     {OF_ROW(lion, LION), .chain = true, OF_GPU(lion)},
     /* By operators of the host; the state is its business. */

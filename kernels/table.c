@@ -75,6 +75,7 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     OF_CUDA_ROWS(X, adamax)                                                                        \
     OF_CUDA_ROWS(X, rprop)                                                                         \
     OF_CUDA_ROWS(X, adagrad)                                                                       \
+    OF_CUDA_ROWS(X, asgd)                                                                          \
     OF_CUDA_ROWS(X, lion)
 
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \

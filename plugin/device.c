@@ -35,6 +35,7 @@ static of_cuda_entry entry_of(const of_inputs *in) {
                            .step_at = in->step_at,
                            .step = in->count.step};
     memcpy(entry.state, in->state, sizeof entry.state);
+    memcpy(entry.numbers_at, in->numbers_at, sizeof entry.numbers_at);
     return entry;
 }
 

@@ -46,8 +46,8 @@
 extern "C" {
 #endif
 
-/* Keys: the memory of parameter, gradient, state and step counter. */
-enum { OF_ABI_VERSION = 3, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+/* Keys: the memory of parameter, gradient, state, step counter and other counters. */
+enum { OF_ABI_VERSION = 4, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 typedef enum of_status {
     OF_OK = 0,
@@ -90,6 +90,8 @@ typedef struct of_inputs {
     const float *found_inf_at;
     const void *factor_at; /* of a scaling: the factor, of the type of the computation. The core
                               hands it on to the updates that apply it: share_factor() */
+    /* The other counters, of a rule that has them on the device: of_rule.counts_on_gpu. */
+    float *numbers_at[OF_MAX_COUNTERS];
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_touch();
                                       the parameter's first */
     const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then

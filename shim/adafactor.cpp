@@ -30,11 +30,13 @@ bool is_mean(const at::Tensor &state, const at::Tensor &grad, int64_t from_end) 
 
 bool is_factored(const NativeInputs &in) { return in.grad.dim() > 1; }
 
-bool has_usual_state(const NativeInputs &in) {
-    const at::Tensor &step = in.state[0];
+// On the CPU, where the class makes it for a GPU too: the host reads it.
+bool is_usual_step(const at::Tensor &step) {
     const bool counts = step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble;
-    if (!counts || step.dim() != 0 || !is_usual_state(step, step))
-        return false;
+    return step.is_cpu() && counts && step.dim() == 0 && is_usual_state(step, step);
+}
+
+bool has_usual_state(const NativeInputs &in) {
     return is_factored(in)
                ? is_mean(in.state[1], in.grad, 1) && is_mean(in.state[2], in.grad, 2)
                : in.state[1].sizes() == in.grad.sizes() && is_usual_state(in.state[1], in.grad);
@@ -109,6 +111,8 @@ at::Tensor variance(const NativeInputs &in, const at::Tensor &grad, double weigh
 bool adafactor(const NativeInputs &in) {
     const double *h = in.hyper;
     if (in.state.size() != (is_factored(in) ? 3 : 2))
+        return false;
+    if (!is_usual_step(in.state[0]))
         return false;
     const double step = next_step(in.state[0]);
     const double weight = std::pow(step, h[ADAFACTOR_BETA2_DECAY]);

@@ -145,10 +145,11 @@ bool run_python(Slot *slot) {
     return false;
 }
 
-// Under modes the class's operators are those of Python.
+// Under modes the class's operators are those of Python. While a graph is captured the
+// class says what can't be in it.
 bool run_native(const of_inputs *in, const double *hyper, const Hold *hold) {
     const Slot *slot = hold->slot;
-    if (slot->plan->native == nullptr || hold->as_is || in->device != OF_CPU || !slot->can_wait)
+    if (slot->plan->native == nullptr || hold->as_is || !slot->can_wait || in->stream.capture != 0)
         return false;
     const c10::AutoGradMode no_grad(false);
     const c10::impl::ExcludeDispatchKeyGuard no_autograd(

@@ -60,6 +60,8 @@ of_count count_of(const Slot *slot) {
     of_count count = {};
     count.step = step_number(slot);
     count.made_single = c10::get_default_dtype_as_scalartype() == c10::ScalarType::Float;
+    if (counts_on_gpu(slot))
+        return count; // the device reads them itself
     for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
         const c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
         count.single = impl->dtype().toScalarType() == c10::ScalarType::Float;
@@ -132,6 +134,8 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
     }
     if (step_is_on_gpu(slot))
         launch_others(slot->step.unsafeGetTensorImpl());
+    for (size_t i = 0; counts_on_gpu(slot) && i < slot->plan->rule->n_counters; i++)
+        launch_others(slot->counters[i].unsafeGetTensorImpl());
     return check_step(slot, p);
 }
 
@@ -187,6 +191,11 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     if (in->device != OF_CPU && step_is_on_gpu(slot)) {
         take_part(hold, in, slot->step.unsafeGetTensorImpl());
         in->step_at = static_cast<float *>(data_of(slot->step.unsafeGetTensorImpl()));
+    }
+    for (size_t i = 0; counts_on_gpu(slot) && i < slot->plan->rule->n_counters; i++) {
+        c10::TensorImpl *counter = slot->counters[i].unsafeGetTensorImpl();
+        take_part(hold, in, counter);
+        in->numbers_at[i] = static_cast<float *>(data_of(counter));
     }
     if (!dense)
         use_stand_ins(slot, grad, in, hold);

@@ -75,6 +75,27 @@ bool step_is_on_gpu(const Slot *slot) {
     return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
 }
 
+bool counts_on_gpu(const Slot *slot) {
+    return slot->plan->rule->counts_on_gpu && is_gpu(slot->param->device());
+}
+
+namespace {
+
+// Of rules whose scalars the host prepares, and of those whose counters are on the GPU.
+of_found check_counting(const Slot *slot, const of_inputs *in) {
+    const of_rule *rule = slot->plan->rule;
+    if (rule->counts_on_gpu && in->stream.capture != 0)
+        return refuse(slot, "the update of ", "can't be captured into a CUDA graph",
+                      ", as in torch.optim without capturable=True");
+    if (rule->prepare_gpu != nullptr && !rule->counts_on_gpu && step_is_on_gpu(slot))
+        return refuse(slot, "the step counter of ", "is on the GPU",
+                      ", where this update does not look for it: move state['step'] to the CPU, as "
+                      "torch.optim has it without capturable=True");
+    return OF_FOUND_INPUTS;
+}
+
+} // namespace
+
 of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold) {
     Plan *plan = slot->plan;
     if (!is_gpu(p->device()))
@@ -91,10 +112,8 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold) 
         in->stream.id = side_stream(in->ready.device);
     hold->stream = in->stream;
     hold->ready = in->ready;
-    if (plan->rule->prepare_gpu != nullptr && step_is_on_gpu(slot))
-        return refuse(slot, "the step counter of ", "is on the GPU",
-                      ", where this update does not look for it: move state['step'] to the CPU, as "
-                      "torch.optim has it without capturable=True");
+    if (check_counting(slot, in) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
     plan->scalars.give(slot->group, in, hold);
     if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
         return refuse(slot, "the step counter of ", "is on the CPU",

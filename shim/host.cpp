@@ -35,13 +35,18 @@ void advance_step(Slot *slot) {
     impl->bump_version();
 }
 
+void write_number(const c10::TensorImpl *impl, bool single, double number) {
+    if (single)
+        *static_cast<float *>(data_of(impl)) = static_cast<float>(number);
+    else
+        *static_cast<double *>(data_of(impl)) = number;
+}
+
 void write_counters(const Slot *slot, const of_count &count) {
     for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
         c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
-        if (count.single)
-            *static_cast<float *>(data_of(impl)) = static_cast<float>(count.counters[i]);
-        else
-            *static_cast<double *>(data_of(impl)) = count.counters[i];
+        if (!is_gpu(impl->device())) // else the launch does it
+            write_number(impl, count.single, count.counters[i]);
         impl->bump_version();
     }
 }

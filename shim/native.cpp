@@ -20,7 +20,7 @@ NativeUpdate *native_update(const char *rule) {
 bool is_usual_state(const at::Tensor &state, const at::Tensor &grad) {
     constexpr c10::DispatchKeySet unusual(
         {c10::DispatchKey::Python, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-    return state.layout() == c10::kStrided && state.is_cpu() &&
+    return state.layout() == c10::kStrided && state.device() == grad.device() &&
            state.scalar_type() == grad.scalar_type() && state.is_non_overlapping_and_dense() &&
            !state.is_inference() && !state.key_set().has_any(unusual);
 }

@@ -12,7 +12,7 @@
 namespace optfuse {
 
 struct NativeInputs {
-    const at::Tensor &param, &grad; // of equal dtype and shape, on the CPU
+    const at::Tensor &param, &grad; // of equal dtype, shape and device
     const std::vector<at::Tensor> &state; // in the order of _rules.py
     const double *hyper;                  // in the order of rules/by_host.h
 };

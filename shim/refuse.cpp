@@ -113,7 +113,25 @@ of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
 
 namespace {
 
-of_found check_counters(const Slot *slot) {
+// ASGD's. (It asks for the step, too, which elsewhere may be on either.)
+of_found check_counters_on_gpu(const Slot *slot, const c10::TensorImpl *p) {
+    const of_rule *rule = slot->plan->rule;
+    for (size_t i = 0; i <= rule->n_counters; i++) {
+        const at::Tensor &counter = i < rule->n_counters ? slot->counters[i] : slot->step;
+        const char *name = i < rule->n_counters ? rule->counters[i] : "step";
+        if (counter.device() != p->device() || counter.dim() != 0 || counter.is_inference() ||
+            counter.scalar_type() != at::kFloat || is_lazy(counter.unsafeGetTensorImpl()))
+            return refuse(slot, ("state['" + std::string(name) + "'] of ").c_str(),
+                          "is not a 0-dim float32 tensor on its parameter's GPU",
+                          ", as torch.optim makes it; unfuse the optimizer and fuse it again, so "
+                          "that the class's own step() takes it as it is");
+    }
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_counters(const Slot *slot, const c10::TensorImpl *p) {
+    if (counts_on_gpu(slot))
+        return check_counters_on_gpu(slot, p);
     for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
         const std::string which = std::string("state['") + slot->plan->rule->counters[i] + "'] of ";
         const at::Tensor &counter = slot->counters[i];
@@ -130,7 +148,7 @@ of_found check_counters(const Slot *slot) {
 
 of_found check_step(const Slot *slot, const c10::TensorImpl *p) {
     const char *which = "the step counter of ";
-    if (check_counters(slot) == OF_FOUND_ERROR)
+    if (check_counters(slot, p) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     if (slot->step.defined() && !slot->step.device().is_cpu() &&
         (slot->step.device() != p->device() || slot->step.scalar_type() != at::kFloat))

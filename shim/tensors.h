@@ -38,7 +38,8 @@ struct Slot {
     at::Tensor state[OF_MAX_STATE];
     at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
                         // parameter's device, or undefined
-    at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU
+    at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU or, if
+                                          // of_rule.counts_on_gpu, the parameter's GPU
     // Rules without kernels: all state tensors, in the class's order if the rule has
     // a native update; and whether these are all that an update changes beside the
     // parameter and the gradient, so that it can wait.
@@ -236,6 +237,8 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 // Whether the kernels that multiply gradients of this dtype are loaded now.
 bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype);
 bool step_is_on_gpu(const Slot *slot);
+// The rule's counters have to be there, too.
+bool counts_on_gpu(const Slot *slot);
 // The device, its stream and scalars; or why it can't be there.
 of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold);
 

@@ -24,7 +24,7 @@ of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps, const float 
         return status;
     status = of_driver_enter(driver, device, &current);
     if (status == OF_CUDA_OK)
-        status = of_cuda_find_advance(driver, &kernel);
+        status = of_cuda_find_single(driver, OF_CUDA_ADVANCE, &kernel);
     for (size_t at = 0; at < n_steps && status == OF_CUDA_OK; at += OF_CUDA_STEPS) {
         const size_t left = n_steps - at;
         of_cuda_steps table;

@@ -11,7 +11,7 @@ struct of_block {
 };
 
 template <unsigned USED>
-OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tensor &) {
+OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tensor &tensor) {
     of_block block;
     block.chain = of_chain_round(common.hyper);
     block.factor = of_factor_of(common);
@@ -19,6 +19,11 @@ OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tens
     block.chain.scalars.chain.variant =
         (USED & 1 << RMSPROP_MOMENTUM_BUFFER ? RMSPROP_WITH_MOMENTUM : 0) |
         (USED & 1 << RMSPROP_GRAD_AVG ? RMSPROP_WITH_CENTER : 0);
+#endif
+#ifdef OF_RULE_ASGD
+    asgd_foreach_meet(&block.chain.scalars, *tensor.number[ASGD_ETA], *tensor.number[ASGD_MU]);
+#else
+    (void)tensor;
 #endif
     return block;
 }
@@ -42,7 +47,7 @@ OF_CUDA_KERNELS(2)
 OF_CUDA_KERNELS(3)
 OF_CUDA_KERNELS(6)
 OF_CUDA_KERNELS(7)
-#elif defined(OF_RULE_ADAGRAD) || defined(OF_RULE_LION)
+#elif defined(OF_RULE_ADAGRAD) || defined(OF_RULE_ASGD) || defined(OF_RULE_LION)
 OF_CUDA_KERNELS(1)
 #else
 OF_CUDA_KERNELS(3)

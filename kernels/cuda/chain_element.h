@@ -51,6 +51,9 @@ OF_RULE_FN of_chain of_chain_round(const void *prepared) {
     memcpy((char *)&chain.scalars + sizeof(chain_scalars), numbers, sizeof numbers);
     chain.decays = chain.scalars.chain.weight_decay != 0.0;
     chain.scalars.chain.weight_decay = of_rounded(chain.scalars.chain.weight_decay);
+#ifdef OF_RULE_ASGD
+    asgd_foreach_meet(&chain.scalars, chain.scalars.eta, chain.scalars.mu);
+#endif
     return chain;
 }
 

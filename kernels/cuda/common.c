@@ -7,6 +7,7 @@
 #include "rules/adagrad_foreach.h"
 #include "rules/adam.h"
 #include "rules/adamax.h"
+#include "rules/asgd_foreach.h"
 #include "rules/lion.h"
 #include "rules/nadam_foreach.h"
 #include "rules/radam_foreach.h"
@@ -20,6 +21,7 @@ typedef struct rule {
     size_t bytes; /* of its options, or of its prepared scalars */
     unsigned (*state_used)(const double *hyper);
     bool prepared;
+    uint8_t numbers; /* that each tensor has on the device */
 } rule;
 
 /* All prepared scalars begin in one way. */
@@ -30,26 +32,28 @@ static unsigned variant_of(const double *prepared) {
 }
 
 #define OF_PREPARED(X)                                                                             \
-    X(rmsprop, rmsprop)                                                                            \
-    X(adadelta, adadelta)                                                                          \
-    X(nadam, nadam_foreach)                                                                        \
-    X(radam, radam_foreach)                                                                        \
-    X(adamax, adamax)                                                                              \
-    X(rprop, rprop)                                                                                \
-    X(adagrad, adagrad_foreach)                                                                    \
-    X(lion, lion)
-#define OF_USED(rule, form)                                                                        \
+    X(rmsprop, rmsprop, 0)                                                                         \
+    X(adadelta, adadelta, 0)                                                                       \
+    X(nadam, nadam_foreach, 0)                                                                     \
+    X(radam, radam_foreach, 0)                                                                     \
+    X(adamax, adamax, 0)                                                                           \
+    X(rprop, rprop, 0)                                                                             \
+    X(adagrad, adagrad_foreach, 0)                                                                 \
+    X(asgd, asgd_foreach, ASGD_N_COUNTERS)                                                         \
+    X(lion, lion, 0)
+#define OF_USED(rule, form, numbers)                                                               \
     static unsigned rule##_used(const double *prepared) {                                          \
         return form##_variant_state(variant_of(prepared));                                         \
     }
-#define OF_PREPARED_ROW(rule, form) {#rule, sizeof(form##_scalars), rule##_used, true},
+#define OF_PREPARED_ROW(rule, form, numbers)                                                       \
+    {#rule, sizeof(form##_scalars), rule##_used, true, numbers},
 
 OF_PREPARED(OF_USED)
 
 /* kernels.h has such a table too; this library has to stand alone. */
-static const rule rules[] = {{"adam", ADAM_N_HYPER * sizeof(double), adam_state_used, false},
-                             {"scaling", 0, scaling_state_used, false},
-                             {"sgd", SGD_N_HYPER * sizeof(double), sgd_state_used, false},
+static const rule rules[] = {{"adam", ADAM_N_HYPER * sizeof(double), adam_state_used, false, 0},
+                             {"scaling", 0, scaling_state_used, false, 0},
+                             {"sgd", SGD_N_HYPER * sizeof(double), sgd_state_used, false, 0},
                              OF_PREPARED(OF_PREPARED_ROW)};
 
 of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
@@ -67,6 +71,7 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
         if (known->prepared && (update->lr_at || update->grad_scale_at || update->found_inf_at))
             return of_cuda_fail(OF_CUDA_INVALID, "%s takes no scalars on the device", known->name);
         memcpy(common->hyper, update->hyper, known->bytes);
+        common->numbers = known->numbers;
         *used = known->state_used(update->hyper);
         return OF_CUDA_OK;
     }

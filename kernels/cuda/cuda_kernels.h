@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 3 };
+enum { OF_CUDA_ABI_VERSION = 4 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -44,6 +44,9 @@ typedef struct of_cuda_entry {
     size_t n;             /* elements; 0 is allowed */
     const float *step_at; /* number of this update, on the device; or NULL: */
     double step;          /* the number itself, >= 1. (Prepared scalars have it in them.) */
+    /* Device: of rules that keep the tensor's other numbers there (of_rule.counts_on_gpu).
+     * The update reads them, then they become those of the next; step_at says which. */
+    float *numbers_at[OF_MAX_COUNTERS];
 } of_cuda_entry;
 
 /* What the tensors of one call have in common. A device scalar, where given,
@@ -53,7 +56,7 @@ typedef struct of_cuda_update {
     of_dtype dtype;
     int device; /* ordinal, used if no context is current */
     /* In the rule's order; or what of_rule.prepare_gpu() made of them, for rules that have
-     * it: then nothing but the factor may be on the device. */
+     * it: then nothing else but the factor may be on the device. */
     const double *hyper;
     const float *lr_at;         /* device; instead of the lr in hyper, or NULL */
     const float *grad_scale_at; /* device; gradients are divided by it, or NULL */

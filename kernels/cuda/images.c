@@ -21,7 +21,8 @@ typedef struct image {
 
 #define OF_RULES(X)                                                                                \
     X(adam)                                                                                        \
-    X(scaling) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad) X(lion)
+    X(scaling)                                                                                     \
+    X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad) X(asgd) X(lion)
 #define OF_DECLARE(rule)                                                                           \
     extern const unsigned long long of_image_##rule##_float32[], of_image_##rule##_float64[],      \
         of_image_##rule##_bfloat16[], of_image_##rule##_float16[];
@@ -33,12 +34,20 @@ typedef struct image {
     OF_IMAGE(rule, float16, OF_FLOAT16)
 
 OF_RULES(OF_DECLARE)
-extern const unsigned long long of_image_advance[];
+extern const unsigned long long of_image_advance[], of_image_renew[];
 
-/* guards the fields of `images` and `advance` that loading fills */
+typedef struct single {
+    const unsigned long long *code;
+    const char *name;
+    CUkernel kernel; /* NULL: not loaded yet */
+} single;
+
+/* guards the fields of `images` and `singles` that loading fills */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static image images[] = {OF_RULES(OF_IMAGES)};
-static CUkernel advance;
+static single singles[OF_CUDA_SINGLES] = {
+    [OF_CUDA_ADVANCE] = {of_image_advance, "of_cuda_advance_steps", NULL},
+    [OF_CUDA_RENEW] = {of_image_renew, "of_cuda_renew_asgd", NULL}};
 
 static of_cuda_status load_code(const of_driver *driver, const void *code, CUlibrary *library) {
     const CUresult result = driver->library_load(library, code, NULL, NULL, 0, NULL, NULL, 0);
@@ -82,16 +91,18 @@ const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, o
     return NULL;
 }
 
-of_cuda_status of_cuda_find_advance(const of_driver *driver, CUkernel *kernel) {
+of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which,
+                                   CUkernel *kernel) {
     of_cuda_status status = OF_CUDA_OK;
     CUlibrary library = NULL;
+    single *one = &singles[which];
     pthread_mutex_lock(&lock);
-    if (!advance) {
-        status = load_code(driver, of_image_advance, &library);
+    if (!one->kernel) {
+        status = load_code(driver, one->code, &library);
         if (status == OF_CUDA_OK)
-            status = get_kernel(driver, library, "of_cuda_advance_steps", &advance);
+            status = get_kernel(driver, library, one->name, &one->kernel);
     }
-    *kernel = advance;
+    *kernel = one->kernel;
     pthread_mutex_unlock(&lock);
     return status;
 }

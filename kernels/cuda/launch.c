@@ -34,6 +34,15 @@ static bool misplaced(const void *array, size_t size) {
     return !array || (uintptr_t)array % size != 0;
 }
 
+static of_cuda_status check_numbers(const call *c, const of_cuda_entry *entry, size_t index) {
+    const unsigned numbers = c->table.common.numbers;
+    bool right = numbers == 0 || entry->step_at;
+    for (unsigned i = 0; i < numbers; i++)
+        right = right && !misplaced(entry->numbers_at[i], sizeof(float));
+    return right ? OF_CUDA_OK
+                 : of_cuda_fail(OF_CUDA_INVALID, "entry %zu: a number misplaced", index);
+}
+
 static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, size_t index) {
     const size_t size = of_cuda_dtype_size(c->update->dtype);
     if (misplaced(entry->param, size) || misplaced(entry->grad, size))
@@ -77,6 +86,8 @@ static void append(call *c, const of_cuda_entry *entry, uint64_t blocks) {
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (c->used & (1u << i))
             *word++ = (uint64_t)(uintptr_t)entry->state[i];
+    for (unsigned i = 0; i < common->numbers; i++)
+        *word++ = (uint64_t)(uintptr_t)entry->numbers_at[i];
     *word++ = step_word(entry);
     *word++ = entry->n;
     *word = c->blocks;
@@ -131,16 +142,21 @@ static of_cuda_status load(const of_driver *driver, CUkernel kernel) {
 
 of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
     call c;
-    CUkernel advance = NULL;
+    CUkernel single = NULL;
     of_cuda_status status = begin(&c, update);
     if (status != OF_CUDA_OK)
         return status;
     c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
     for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++)
         status = load(c.driver, c.kernels->size[size]);
-    if (status == OF_CUDA_OK)
-        status = of_cuda_find_advance(c.driver, &advance);
-    return status == OF_CUDA_OK ? load(c.driver, advance) : status;
+    for (int which = 0; which < OF_CUDA_SINGLES && status == OF_CUDA_OK; which++) {
+        if (which == OF_CUDA_RENEW && c.table.common.numbers == 0)
+            continue;
+        status = of_cuda_find_single(c.driver, (of_cuda_single)which, &single);
+        if (status == OF_CUDA_OK)
+            status = load(c.driver, single);
+    }
+    return status;
 }
 
 of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry *entries,
@@ -152,13 +168,19 @@ of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry 
     c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
     if (!c.kernels)
         return status;
-    c.stride = OF_CUDA_WORDS_BESIDE_STATE + (size_t)__builtin_popcount(c.used);
+    const size_t numbers = c.table.common.numbers;
+    c.stride = OF_CUDA_WORDS_BESIDE_STATE + (size_t)__builtin_popcount(c.used) + numbers;
     /* All are checked before the first launch: nothing is half updated. */
-    for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++)
-        if (entries[i].n > 0)
+    for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++) {
+        status = check_numbers(&c, &entries[i], i);
+        if (status == OF_CUDA_OK && entries[i].n > 0)
             status = check_entry(&c, &entries[i], i);
+    }
     for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++)
         if (entries[i].n > 0)
             status = add(&c, &entries[i]);
-    return status == OF_CUDA_OK ? flush(&c) : status;
+    if (status == OF_CUDA_OK)
+        status = flush(&c);
+    return status == OF_CUDA_OK && numbers ? of_cuda_renew(c.driver, update, entries, n_entries)
+                                           : status;
 }

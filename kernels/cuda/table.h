@@ -35,12 +35,13 @@ typedef struct of_cuda_common {
     uint32_t entries;
     uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
     uint8_t early;           /* of_cuda_early() of this chip */
-    uint8_t unused[2];
+    uint8_t numbers;         /* of_cuda_entry.numbers_at that the rule has */
+    uint8_t unused[1];
 } of_cuda_common;
 
-/* An entry is `stride` words: param, grad, the used states, step, n, and the
- * first block that works on it. First blocks ascend; the first is 0. */
-enum { OF_CUDA_WORDS_BESIDE_STATE = 5 };
+/* An entry is `stride` words: param, grad, the used states, the numbers, step, n, and
+ * the first block that works on it. First blocks ascend; the first is 0. */
+enum { OF_CUDA_WORDS_BESIDE_STATE = 5 }; /* and numbers */
 
 #define OF_CUDA_WORDS(bytes) (((bytes) - sizeof(of_cuda_common)) / sizeof(uint64_t))
 
@@ -61,5 +62,16 @@ typedef struct of_cuda_steps {
     uint64_t n;
     float *step[OF_CUDA_STEPS];
 } of_cuda_steps;
+
+/* The table of of_cuda_renew(): asgd_renewal of rules/asgd_renew.h, and whose. */
+enum { OF_CUDA_NUMBERS = 160 };
+typedef struct of_cuda_numbers {
+    double lr, growth, alpha, t0;
+    uint64_t n;
+    struct {
+        const float *step; /* which has been counted */
+        float *eta, *mu;
+    } at[OF_CUDA_NUMBERS];
+} of_cuda_numbers;
 
 #endif

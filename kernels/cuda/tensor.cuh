@@ -7,11 +7,19 @@
 #include "element.cuh"
 #include "table.h"
 
+// Numbers that each tensor has of its own, on the device.
+#ifdef OF_RULE_ASGD
+enum { OF_NUMBERS = ASGD_N_COUNTERS };
+#else
+enum { OF_NUMBERS = 0 };
+#endif
+
 // The tensor of one entry.
 struct of_tensor {
     of_stored *param;
     of_stored *grad;
     of_stored *state[OF_MAX_STATE];
+    const float *number[OF_MAX_COUNTERS];
     uint64_t n;
     uint64_t step; // a word, see table.h
     uint64_t first_block;
@@ -19,7 +27,7 @@ struct of_tensor {
 
 template <unsigned USED> struct of_words {
     enum { STATES = (USED & 1) + (USED >> 1 & 1) + (USED >> 2 & 1) };
-    enum { STRIDE = OF_CUDA_WORDS_BESIDE_STATE + STATES };
+    enum { STRIDE = OF_CUDA_WORDS_BESIDE_STATE + STATES + OF_NUMBERS };
 };
 
 // The last entry whose first block is not after this one.
@@ -44,6 +52,9 @@ template <unsigned USED> OF_DEVICE_FN of_tensor of_unpack(const uint64_t *words)
 #pragma unroll
     for (int i = 0; i < OF_MAX_STATE; i++)
         tensor.state[i] = USED >> i & 1 ? reinterpret_cast<of_stored *>(*words++) : nullptr;
+#pragma unroll
+    for (int i = 0; i < OF_MAX_COUNTERS; i++)
+        tensor.number[i] = i < OF_NUMBERS ? reinterpret_cast<const float *>(*words++) : nullptr;
     tensor.step = *words++;
     tensor.n = *words++;
     tensor.first_block = *words;

@@ -23,6 +23,7 @@ from optfuse._register import check_promise
 
 if TYPE_CHECKING:
     from optfuse._link import Link
+    from optfuse._rules import Rule
 
 LINK = "_optfuse_link"  # the optimizer's attribute that holds its Link
 
@@ -77,8 +78,8 @@ class _Fused:
         try:
             link = link_of(optimizer)
             groups = optimizer.param_groups
-            if link.rule.as_made:
-                _try_group(link.stock, groups[-1])
+            if link.rule.as_made or link.rule.by_host:
+                _try_group(link.rule, link.stock, groups[-1])
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             if link.rule.by_host:
                 check_promise(optimizer, link.stock)
@@ -86,6 +87,12 @@ class _Fused:
         except BaseException:
             optimizer.param_groups.pop()
             raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        link = link_of(self)  # type: ignore[arg-type]
+        if link.rule.as_made and link.rule.counts_on_gpu:
+            _look_at_counters(self, link)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         stock = link_of(self).stock  # type: ignore[arg-type]
@@ -101,18 +108,32 @@ class _Fused:
         return fuse_like(twin, link, [copy.deepcopy(p, memo) for p in link.eager])
 
 
-def _try_group(stock: type[Optimizer], group: dict[str, Any]) -> None:
-    """A group is added to others that kernels update on a GPU."""
+def _try_group(rule: Rule, stock: type[Optimizer], group: dict[str, Any]) -> None:
+    """A group is added to others that the class's own step() need not update."""
     from optfuse._fuse import try_on_gpu
+    from optfuse._rules import why_not_tried
 
+    if not rule.tried:
+        return
     try_on_gpu(stock, [group])
-    why = _gpu_trial.reasons(stock, [group], {})
-    if why and all(is_gpu(param.device) for param in group["params"]):
+    why = why_not_tried(rule, stock, [group], {})
+    if why and (rule.by_host or all(is_gpu(param.device) for param in group["params"])):
         raise Error(
-            "optfuse: the others of this optimizer's parameters are updated by kernels, but those "
-            f"of the new group can't be, because {why[0]}; unfuse the optimizer, and fuse it again "
-            "with all groups"
+            "optfuse: the others of this optimizer's parameters are updated by "
+            f"{rule.updates_by()}, but those of the new group can't be, because {why[0]}; unfuse "
+            "the optimizer, and fuse it again with all groups"
         )
+
+
+def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
+    """A checkpoint may bring them to the CPU, or in 16 bits. PyTorch then computes
+    otherwise, and the class's own step() does that."""
+    from optfuse._fuse import fuse_again
+
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = optimizer.__dict__["state"]
+    if _gpu_trial.other_counters(params, state, link.rule.numbers_on_gpu()):
+        fuse_again(optimizer)
 
 
 class _FusedOwn(_Fused):

@@ -129,11 +129,17 @@ def fuse(
 
 
 def try_on_gpu(stock: type[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Whether kernels may take the place of the class's own step() on a GPU; once for
+    """Whether something may take the place of the class's own step() on a GPU; once for
     each kind of parameters."""
     rule = RULES.get(stock)
-    if rule is not None and rule.tried:
-        _gpu_trial.make(stock, groups, lambda small: _fuse(small, How(), rule.on_gpus()))
+    if rule is None or not rule.tried:
+        return
+
+    def fuse_for_trial(small: Optimizer) -> Optimizer:
+        return _fuse(small, How(), rule.on_gpus())
+
+    tried = _gpu_trial.Tried(rule.updates_by(), fuse_for_trial, rule.shapes)
+    _gpu_trial.make(stock, groups, tried)
 
 
 def _fuse(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:
@@ -178,6 +184,12 @@ def unfuse(optimizer: OptimizerT) -> OptimizerT:
     optimizer.__class__ = link.stock
     rewrap(optimizer)
     return optimizer
+
+
+def fuse_again(optimizer: Optimizer) -> None:
+    """In the same way; with another update where its state has become another."""
+    how = link_of(optimizer).how
+    _fuse(unfuse(optimizer), how)
 
 
 def flush(optimizer: Optimizer | None = None) -> None:
@@ -265,10 +277,8 @@ def _by_host(rule: Rule, groups: list[Group], dtype: str) -> str:
     """What updates parameters of this dtype where there are no kernels."""
     found = set()
     for group in groups:
-        on_cpu = "torch's operators" if rule.is_native(group) else "own step()"
-        for p in group["params"]:
-            if str(p.dtype) == f"torch.{dtype}":
-                found.add("own step()" if is_gpu(p.device) else on_cpu)
+        if any(str(p.dtype) == f"torch.{dtype}" for p in group["params"]):
+            found.add(rule.updates_by() if rule.is_native(group) else "own step()")
     return " and ".join(sorted(found))
 
 

@@ -7,11 +7,14 @@ For Adam, AdamW and SGD the kernels reproduce fused=True whatever a trial finds
 flags that it was made with. Where PyTorch's operators round is known, but depends on
 how its compiler contracted them for a chip and a release. So a few steps are taken
 both ways; kernels run only where every bit is equal, and else the class's own step()
-does."""
+does. So it is with the operators that take the place of Adafactor's and Muon's step()
+(shim/native.h), although these should have its bits everywhere."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from optfuse._trial import _difference
 Group = dict[str, Any]
 Fuse = Callable[[Optimizer], Optimizer]
 Kind = tuple[type[Optimizer], torch.dtype, torch.device, str]
+Shape = tuple[int, ...]
 
 STEPS = 8  # RAdam takes another way from the sixth on
 SIZES = (1, 7, 64, 1003, 9001)  # with tails, and more than a block's part
@@ -57,15 +61,43 @@ def _other_ways(group: Group) -> list[str]:
     return [name for name, taken in zip(_OTHER_WAYS, ways, strict=True) if taken]
 
 
-def reasons(stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]) -> list[str]:
-    """Why the class's own step() has to update; empty if kernels may."""
+def reasons(
+    stock: type[Optimizer],
+    groups: list[Group],
+    state: dict[Any, Any],
+    counts_on_gpu: tuple[str, ...] = (),
+) -> list[str]:
+    """Why the class's own step() has to update; empty if kernels may. counts_on_gpu: keys
+    of the state whose tensors PyTorch keeps there, of a class that does."""
     found = sorted({f"of {way}" for group in groups for way in _other_ways(group)})
-    if any(is_on_gpu(entry.get("step")) for entry in state.values()):
+    params = [p for group in groups for p in group["params"]]
+    if counts_on_gpu:
+        found += other_counters(params, state, counts_on_gpu)
+    elif any(is_on_gpu(entry.get("step")) for entry in state.values()):
         found.append("its step counters are on the GPU")
-    if not all(is_gpu(p.device) for group in groups for p in group["params"]):
+    if not all(is_gpu(p.device) for p in params):
         found.append("some parameters are on the CPU")
-    if found:
-        return found
+    return found or verdicts(stock, groups)
+
+
+def other_counters(
+    params: list[Tensor], state: dict[Any, Any], names: tuple[str, ...]
+) -> list[str]:
+    """What counters on the GPU are not as they usually are. They meet parameters in
+    operators, which convert them to the parameter's dtype if that one has dimensions."""
+    found = []
+    counters = [entry.get(name) for entry in state.values() if entry for name in names]
+    usual = all(is_on_gpu(c) and c.dtype is torch.float32 and c.dim() == 0 for c in counters)
+    if not usual or torch.get_default_dtype() is not torch.float32:
+        found.append(f"its {', '.join(names)} are not all float32 on the GPU")
+    if any(p.dim() == 0 for p in params):
+        found.append("some parameters have no dimensions")
+    return found
+
+
+def verdicts(stock: type[Optimizer], groups: list[Group]) -> list[str]:
+    """Of the trials that were not passed."""
+    found: list[str] = []
     for kind, _ in kinds(stock, groups):
         why = known.get(kind, "of no trial")
         place = f"{str(kind[1]).removeprefix('torch.')} on {kind[2]}"
@@ -74,22 +106,31 @@ def reasons(stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]) 
     return found
 
 
-def make(stock: type[Optimizer], groups: list[Group], fuse: Fuse) -> None:
+@dataclass(frozen=True)
+class Tried:
+    """What has to pass."""
+
+    name: str  # for people
+    fuse: Fuse
+    shapes: tuple[Shape, ...] = ()  # of the parameters; none: SIZES, with SPECIAL in them
+
+
+def make(stock: type[Optimizer], groups: list[Group], tried: Tried) -> None:
     """The trials of those kinds that had none yet."""
     for kind, options in kinds(stock, groups):
         if kind not in known and not _other_ways(options):
-            known[kind] = _try(kind, options, fuse) if guard("tried") else ""
+            known[kind] = _try(kind, options, tried) if guard("tried") else ""
 
 
-def _try(kind: Kind, options: Group, fuse: Fuse) -> str:
+def _try(kind: Kind, options: Group, tried: Tried) -> str:
     stock, dtype, device, _ = kind
     try:
         for varied in _variations(options):
-            difference = _compare(stock, varied, dtype, device, fuse)
+            difference = _compare(stock, varied, dtype, device, tried)
             if difference:
-                return f"in a trial the kernels gave other bits than it: {difference}"
-    except Exception as error:  # whatever it is, the class's own step() needs no kernels
-        return f"the trial of the kernels failed: {type(error).__name__}: {error}"
+                return f"in a trial {tried.name} gave other bits than it: {difference}"
+    except Exception as error:  # whatever it is, the class's own step() needs none of this
+        return f"the trial of {tried.name} failed: {type(error).__name__}: {error}"
     return ""
 
 
@@ -101,28 +142,34 @@ def _variations(options: Group) -> Iterator[Group]:
     other: Group = {"weight_decay": decay, "maximize": not options.get("maximize")}
     yield {**options, **{k: v for k, v in other.items() if k in options}}
     other = {"weight_decay": 0.1, "betas": (0.3, 0.6), "alpha": 0.3, "rho": 0.3}
+    other |= {"lambd": 3.0, "t0": 3.0}
     other["decoupled_weight_decay"] = not options.get("decoupled_weight_decay")
     yield {**options, **{k: v for k, v in other.items() if k in options}}
 
 
 def _compare(
-    stock: type[Optimizer], options: Group, dtype: torch.dtype, device: torch.device, fuse: Fuse
+    stock: type[Optimizer], options: Group, dtype: torch.dtype, device: torch.device, tried: Tried
 ) -> str:
-    """The first difference between own steps and kernels, or nothing."""
+    """The first difference between own steps and what is tried, or nothing."""
     random = torch.Generator("cpu").manual_seed(0)
-    params = [[_placed(n, dtype, device) for n in SIZES] for _ in range(2)]
+    shapes = tried.shapes or tuple((n,) for n in SIZES)
+    special = () if tried.shapes else SPECIAL  # one NaN would become all of a matrix
+    params = [[_placed(shape, dtype, device) for shape in shapes] for _ in range(2)]
     for theirs, ours in zip(*params, strict=True):
-        numbers = _numbers(theirs.numel(), random).to(device, dtype)
+        numbers = _numbers(theirs, random, special)
         for param in (theirs, ours):
             param.detach().copy_(numbers)
     own, fused = (_made(stock, options, some) for some in params)
-    fused = fuse(fused)
+    fused = tried.fuse(fused)
     for step in range(STEPS):
         for theirs, ours in zip(*params, strict=True):
-            theirs.grad = _numbers(theirs.numel(), random).to(device, dtype)
+            theirs.grad = _numbers(theirs, random, special)
             ours.grad = theirs.grad.clone()
         own.step()
         fused.step()
+        if step == 0:
+            _set_apart(own, params[0])
+            _set_apart(fused, params[1])
         for theirs, ours in zip(*params, strict=True):
             what = f"after {step + 1} steps of {theirs.numel()} elements the"
             difference = _difference(f"{what} parameter", ours, theirs) or _difference(
@@ -133,21 +180,31 @@ def _compare(
     return ""
 
 
-def _placed(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _set_apart(optimizer: Optimizer, params: list[Tensor]) -> None:
+    """What the device computes from a step counter that is there, it computes from many."""
+    for i, param in enumerate(params):
+        counter = optimizer.state[param].get("step")
+        if is_on_gpu(counter):
+            counter += 97 * i
+
+
+def _placed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Every other one does not begin where memory does."""
+    n = math.prod(shape)
     start = n % 2
     whole = torch.zeros(start + n, device=device, dtype=dtype)
-    return whole[start:].detach().requires_grad_()
+    return whole[start:].view(shape).detach().requires_grad_()
 
 
-def _numbers(n: int, random: torch.Generator) -> Tensor:
+def _numbers(like: Tensor, random: torch.Generator, special: tuple[float, ...]) -> Tensor:
     """Of many magnitudes; a few of them are special."""
+    n = like.numel()
     plain, scale = (torch.randn(n, generator=random, device="cpu") for _ in range(2))
     numbers = plain * torch.exp(3 * scale)
-    if n >= 4 * len(SPECIAL):
-        places = torch.randperm(n, generator=random, device="cpu")[: len(SPECIAL)]
-        numbers[places] = torch.tensor(SPECIAL, device="cpu")
-    return numbers
+    if special and n >= 4 * len(special):
+        places = torch.randperm(n, generator=random, device="cpu")[: len(special)]
+        numbers[places] = torch.tensor(special, device="cpu")
+    return numbers.view(like.shape).to(like.device, like.dtype)
 
 
 def _made(stock: type[Optimizer], options: Group, params: list[Tensor]) -> Optimizer:

@@ -255,7 +255,8 @@ class Link:
     def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool, flushed: bool) -> bool:
         """Whether the plan is flushed now. Once does for many slots: a flush
         looks at every slot, and nothing becomes pending before the next step."""
-        for name in self.rule.counters if self.rule.as_made else ():
+        moved = self.rule.as_made and not self.rule.counts_on_gpu
+        for name in self.rule.counters if moved else ():
             if is_on_gpu(entry.get(name)):  # load_state_dict() moves it to its parameter
                 entry[name] = entry[name].cpu()
         tensors: _State = tuple(map(entry.get, (*self.rule.state, *self.rule.counters)))

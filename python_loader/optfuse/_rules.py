@@ -84,6 +84,7 @@ class Rule:
     options: tuple[str, ...]  # its hyper-parameters in the C rule's order; "betas.0": the first
     state: tuple[str, ...]  # its state tensors in the C rule's order
     counters: tuple[str, ...] = ()  # 0-dim tensors other than "step" that count updates
+    counts_on_gpu: bool = False  # of a parameter on a GPU all of these are there, too
     counts_steps: bool = True  # there is a "step"
     # The implementation of PyTorch on the CPU whose bits are reproduced, and the
     # flag of a group that selects it.
@@ -94,6 +95,7 @@ class Rule:
     lr_makes_scalars: bool = False
     on_gpu: bool = True  # there are kernels for GPUs too ...
     tried: bool = False  # ... which have to pass a trial against the class's own step()
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # they have: the bits are those of the class, with its own flags
     by_host: bool = False  # there are none: torch's operators or the class's own step() update
     # Keys of a state entry, in the order of the native update by operators; none: there
@@ -118,8 +120,16 @@ class Rule:
         )
 
     def on_gpus(self) -> Rule:
-        """Where the kernels have passed their trial."""
-        return replace(self, reference="own step()", as_made=True)
+        """Where the trial was passed."""
+        return self if self.by_host else replace(self, reference="own step()", as_made=True)
+
+    def numbers_on_gpu(self) -> tuple[str, ...]:
+        """Keys of the state whose tensors are where the parameter is."""
+        return ("step", *self.counters) if self.counts_on_gpu else ()
+
+    def updates_by(self) -> str:
+        """What takes the place of the class's own step() on a GPU."""
+        return "torch's operators" if self.by_host else "the kernels"
 
     def _plain_numbers(self, group: Group) -> tuple[float, ...]:
         """All NaN, for the class's own step(), if one of them is not a usual one."""
@@ -134,7 +144,7 @@ class Rule:
         return tuple(numbers)
 
     def is_native(self, group: Group) -> bool:
-        """Whether updates on the CPU run without the class's own step(), once
+        """Whether updates run torch's operators without the class's own step(), once
         there is state."""
         usual = bool(self.entries) and not math.isnan(self.hyper(group)[0])
         return usual and not group.get("foreach")
@@ -228,9 +238,10 @@ _ASGD = Rule(
     ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
     ("ax",),
     counters=("eta", "mu"),
+    counts_on_gpu=True,
     reference=_FOR_LOOP,
     lr_makes_scalars=True,
-    on_gpu=False,  # where its counters would be on them
+    tried=True,
 )
 _LION = Rule(
     "lion",
@@ -248,6 +259,8 @@ _ADAFACTOR = Rule(
     (),
     counts_steps=False,
     reference="own step()",
+    tried=True,
+    shapes=((1,), (7,), (1003,), (1, 1), (40, 60), (131, 33), (3, 5, 7)),
     by_host=True,
     entries=(("step", "row_var", "col_var"), ("step", "variance")),
 )
@@ -260,6 +273,8 @@ _MUON = Rule(
     (),
     counts_steps=False,
     reference="own step()",
+    tried=True,
+    shapes=((1, 1), (7, 3), (40, 60), (131, 33)),
     by_host=True,
     entries=(("momentum_buffer",),),
 )
@@ -298,9 +313,18 @@ def rule_of(optimizer: Optimizer) -> Rule:
 
 
 def why_own_step(optimizer: Optimizer) -> list[str]:
-    """Why an optimizer for which there are kernels on GPUs does without them there."""
+    """Why an optimizer with another update on GPUs does without it there."""
     stock, groups = type(optimizer), optimizer.param_groups
     devices = {p.device for group in groups for p in group["params"]}
     if stock not in RULES or not RULES[stock].tried or not any(map(is_gpu, devices)):
         return []
-    return _gpu_trial.reasons(stock, groups, optimizer.__dict__["state"])
+    return why_not_tried(RULES[stock], stock, groups, optimizer.__dict__["state"])
+
+
+def why_not_tried(
+    rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
+) -> list[str]:
+    """Why what has to pass a trial does not update these groups."""
+    if rule.by_host:  # it leaves to the class's step() whatever is not as usual
+        return _gpu_trial.verdicts(stock, groups)
+    return _gpu_trial.reasons(stock, groups, state, rule.numbers_on_gpu())

@@ -34,12 +34,14 @@ static void add_common(ranges *r, const of_cuda_common *common, size_t element) 
 /* An entry as table.h says. */
 static void add_entry(ranges *r, const of_cuda_common *common, const uint64_t *word,
                       unsigned states, size_t element) {
-    const uint64_t *step = word + 2 + states;
+    const uint64_t *number = word + 2 + states, *step = number + common->numbers;
     const size_t bytes = (size_t)step[1] * element;
     add(r, word[0], bytes, true);
     add(r, word[1], bytes, common->grad_scale_at != NULL);
     for (unsigned i = 0; i < states; i++)
         add(r, word[2 + i], bytes, true);
+    for (unsigned i = 0; i < common->numbers; i++)
+        add(r, number[i], sizeof(float), false);
     if (common->steps_on_device)
         add(r, step[0], sizeof(float), false);
 }
@@ -64,8 +66,8 @@ static void read_update(ranges *r, const char *kernel, const void *table) {
     const unsigned states = states_of(kernel);
     add_common(r, common, element_of(kernel));
     for (uint32_t i = 0; i < common->entries; i++)
-        add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states), states,
-                  element_of(kernel));
+        add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states + common->numbers),
+                  states, element_of(kernel));
 }
 
 static void read_steps(ranges *r, const of_cuda_steps *steps) {
@@ -74,12 +76,22 @@ static void read_steps(ranges *r, const of_cuda_steps *steps) {
         add(r, (uintptr_t)steps->step[i], sizeof(float), true);
 }
 
+static void read_numbers(ranges *r, const of_cuda_numbers *numbers) {
+    for (uint64_t i = 0; i < numbers->n; i++) {
+        add(r, (uintptr_t)numbers->at[i].step, sizeof(float), false);
+        add(r, (uintptr_t)numbers->at[i].eta, sizeof(float), true);
+        add(r, (uintptr_t)numbers->at[i].mu, sizeof(float), true);
+    }
+}
+
 static void tell(const char *kernel, const void *table, void *stream) {
     ranges *r = watcher ? calloc(1, sizeof *r) : NULL;
     if (!r)
         return;
     if (strcmp(kernel, "of_cuda_advance_steps") == 0)
         read_steps(r, (const of_cuda_steps *)table);
+    else if (strcmp(kernel, "of_cuda_renew_asgd") == 0)
+        read_numbers(r, (const of_cuda_numbers *)table);
     else if (element_of(kernel))
         read_update(r, kernel, table);
     else {

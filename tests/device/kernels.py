@@ -21,6 +21,7 @@ class Entry(ctypes.Structure):
         ("n", ctypes.c_size_t),
         ("step_at", ctypes.c_void_p),
         ("step", ctypes.c_double),
+        ("numbers_at", ctypes.c_void_p * 2),
     ]
 
 

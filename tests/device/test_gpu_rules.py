@@ -31,6 +31,8 @@ OPTIONS = {
     Adamax: (*DECAYS, {"betas": (0.0, 0.5)}),
     Rprop: ({}, {"maximize": True}, {"etas": (0.3, 1.7), "step_sizes": (1e-3, 0.02)}),
     Adagrad: (*DECAYS, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    ASGD: (*DECAYS, {"lambd": 3.0, "alpha": 0.3, "t0": 5.0, "maximize": True},
+           {"lambd": 0.5, "alpha": 0.5, "t0": 3}),
     Lion: (*DECAYS, {"betas": (0.0, 0.5)}),
 }  # fmt: skip
 CASES = [(cls, options) for cls, some in OPTIONS.items() for options in some]
@@ -193,10 +195,6 @@ def test_what_takes_another_way_is_left_to_the_class(make, why, small_trials):
     found = optfuse.summary(optimizer)
     assert set(found.isa.values()) == {"own step()"}
     assert any(why in reason for reason in found.own_step_because), found.own_step_because
-
-
-def test_asgd_counts_on_the_device_and_keeps_its_step(small_trials):
-    assert isa(optfuse.fuse(ASGD(parameters()))) == OWN
 
 
 def test_each_kind_is_tried_once(monkeypatch, small_trials):

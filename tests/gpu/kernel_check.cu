@@ -8,6 +8,8 @@
 
 #include "cuda/cuda_kernels.h"
 #include "gpu.h"
+#include "rules/asgd_foreach.h"
+#include "rules/asgd_renew.h"
 
 extern "C" {
 #include "../kernels/arrays.h"
@@ -21,11 +23,20 @@ __global__ void corrections(double beta1, double beta2, float step, double *out)
     out[1] = sqrt(1 - ::pow((T)beta2, (T)step));
 }
 
+// Without -fmad=false, so each rounding is spelled out.
+__global__ void next_numbers(asgd_renewal of, float step, float *out) {
+    const float growth = __fadd_rn(__fmul_rn(step, (float)of.growth), 1.0f);
+    out[ASGD_ETA] = __fmul_rn(__frcp_rn(asgd_power(growth, of.alpha)), (float)of.lr);
+    out[ASGD_MU] = asgd_next_mu(&of, step);
+}
+
 struct tensor {
     arrays mine, wanted;
     unsigned char *device[N_ARRAYS]; // MOST doubles and PADDING bytes each
     size_t offset[N_ARRAYS];
     float step;
+    float numbers[ASGD_N_COUNTERS]; // before the update
+    float *numbers_at;              // as many on the device, and as many that are wanted
 };
 
 static tensor tensors[TENSORS];
@@ -98,6 +109,18 @@ static of_cuda_entry upload(tensor *t, of_dtype dtype, unsigned used, size_t ind
     return entry;
 }
 
+// ASGD's counters are all on the device.
+static void upload_numbers(tensor *t, of_cuda_entry *entry, size_t index, uint64_t *random) {
+    static const double etas[] = {0.01, 0.3}, mus[] = {1.0, 1.0 / 3.0};
+    t->numbers[ASGD_ETA] = (float)pick(random, etas, 2);
+    t->numbers[ASGD_MU] = (float)pick(random, mus, 2);
+    GPU(cudaMemcpy(t->numbers_at, t->numbers, sizeof t->numbers, cudaMemcpyHostToDevice));
+    for (int i = 0; i < ASGD_N_COUNTERS; i++)
+        entry->numbers_at[i] = t->numbers_at + i;
+    entry->step_at = device_scalars + SCALARS + index;
+    GPU(cudaMemcpy(device_scalars + SCALARS + index, &t->step, 4, cudaMemcpyHostToDevice));
+}
+
 // The scalars of a rule that has them prepared: one set for all tensors of a launch.
 static double prepared[OF_MAX_HYPER];
 
@@ -120,6 +143,23 @@ static bool in_fours(const tensor *t, of_dtype dtype, unsigned used) {
     return t->mine.n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0;
 }
 
+// The scalars with the tensor's own numbers; what these become is left on the device.
+static void take_numbers(tensor *t, double *own) {
+    asgd_foreach_scalars s;
+    memcpy(&s, own, sizeof s);
+    s.eta = t->numbers[ASGD_ETA];
+    s.mu = t->numbers[ASGD_MU];
+    memcpy(own, &s, sizeof s);
+    const asgd_renewal of = {s.lr, s.growth, s.alpha, s.t0};
+    next_numbers<<<1, 1>>>(of, t->step, t->numbers_at + ASGD_N_COUNTERS);
+}
+
+static bool numbers_differ(const tensor *t) {
+    float both[2][ASGD_N_COUNTERS];
+    GPU(cudaMemcpy(both, t->numbers_at, sizeof both, cudaMemcpyDeviceToHost));
+    return memcmp(both[0], both[1], sizeof both[0]) != 0;
+}
+
 static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scalars s, bool scaled) {
     const unsigned used = rule->state_used(s.hyper);
     double both[2];
@@ -135,9 +175,12 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
     of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
     if (rule->prepare_gpu) {
         const double factors[] = {s.factor ? *s.factor : 1.0, 1.0};
+        double own[OF_MAX_HYPER];
+        memcpy(own, prepared, sizeof own);
+        if (rule->counts_on_gpu)
+            take_numbers(t, own);
         span.factors = s.factor ? factors : NULL;
-        of_kernel_find(rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)
-            ->run(&span, prepared);
+        of_kernel_find(rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)->run(&span, own);
         return;
     }
     of_kernel_find(rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
@@ -193,8 +236,11 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
         update.factor_at = dtype == OF_FLOAT64 ? (void *)device_factor : device_scalars + 3;
     if (rule->prepare_gpu)
         prepare(rule, &update, random);
-    for (size_t i = 0; i < TENSORS; i++)
+    for (size_t i = 0; i < TENSORS; i++) {
         entries[i] = upload(&tensors[i], dtype, rule->state_used(s.hyper), i, random);
+        if (rule->counts_on_gpu)
+            upload_numbers(&tensors[i], &entries[i], i, random);
+    }
     if (of_cuda_launch(&update, entries, TENSORS) != OF_CUDA_OK) {
         fprintf(stderr, "%s\n", of_cuda_error());
         exit(2);
@@ -204,6 +250,7 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
     for (size_t i = 0; i < TENSORS; i++) {
         expect(&tensors[i], rule, dtype, s, scaled);
         count += differing(&tensors[i], dtype);
+        count += rule->counts_on_gpu && numbers_differ(&tensors[i]);
     }
     return count;
 }
@@ -243,6 +290,7 @@ int main(int argc, char **argv) {
         arrays_create(&tensors[i].wanted, MOST * sizeof(double));
         for (int k = 0; k < N_ARRAYS; k++)
             GPU(cudaMalloc(&tensors[i].device[k], MOST * sizeof(double) + PADDING));
+        GPU(cudaMalloc(&tensors[i].numbers_at, 2 * sizeof tensors[i].numbers));
     }
     GPU(cudaMalloc(&device_corrections, 2 * sizeof(double)));
     GPU(cudaMalloc(&device_scalars, (SCALARS + TENSORS) * sizeof(float)));

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers whose kernels have to pass a trial on the GPU: equal to the class's own
-step(), with the flags that it was made with, by bits; with every input that
-PyTorch's own tests have for GPUs. Whether kernels ran or the class's own step()
-is printed: both must have these bits."""
+"""Optimizers whose kernels, or operators called from C++, have to pass a trial on the
+GPU: equal to the class's own step(), with the flags that it was made with, by bits;
+with every input that PyTorch's own tests have for GPUs. Whether these ran or the
+class's own step() is printed: both must have these bits."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,13 @@ from harness import On, add
 import optfuse
 from optfuse._rules import RULES
 
-SIZES = (1, 4, 7, 1003, 8196, 9001)
+Shapes = tuple[tuple[int, ...], ...]
+VECTORS: Shapes = ((1,), (4,), (7,), (1003,), (8196,), (9001,))
+MATRICES: Shapes = ((1, 1), (20, 50), (131, 57), (57, 131), (512, 384))
+SHAPES: dict[str, Shapes] = {
+    "Muon": MATRICES,
+    "Adafactor": ((), (1,), (1003,), (3, 5, 7), *MATRICES),
+}  # of the others: VECTORS
 LOOK_EVERY = 7
 DECAYS: list[dict[str, Any]] = [{}, {"weight_decay": 0.1, "maximize": True}]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -39,19 +46,38 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Adamax": DECAYS,
     "Rprop": [{}, {"maximize": True, "etas": (0.3, 1.7)}],
     "Adagrad": [*DECAYS, {"lr_decay": 0.1}],
+    "ASGD": [*DECAYS, {"lambd": 3.0, "alpha": 0.3, "t0": 5.0}, {"lambd": 0.5, "alpha": 0.5}],
     "Lion": DECAYS,
+    "Adafactor": [*DECAYS, {"eps": (1e-5, 1e-2), "beta2_decay": -0.3, "d": 2},
+                  {"foreach": True}],
+    "Muon": [{}, {"nesterov": False, "weight_decay": 0},
+             {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}],
 }  # fmt: skip
 CLASSES = {cls.__name__: cls for cls, rule in RULES.items() if rule.tried}
 assert CLASSES.keys() == OPTIONS.keys(), "OPTIONS does not name the classes with a trial"
 
 
-def train(make: Callable[[list[Any]], Any], what: str, dtype: torch.dtype, on: On,
-          gradients: Gradients, steps: int) -> str:  # fmt: skip
+def sizes_of(shapes: Shapes) -> tuple[int, ...]:
+    return tuple(map(math.prod, shapes))
+
+
+def recorded(shapes: Shapes, on: On, dtype: torch.dtype) -> Gradients:
+    flat = tape(sizes_of(shapes), on, dtype, 1, spoil=False)
+    return lambda step: [g.view(s) for g, s in zip(flat(step), shapes, strict=True)]
+
+
+def parameters(shapes: Shapes, on: On, dtype: torch.dtype) -> list[Any]:
+    """Every other one off the alignment."""
+    values = enumerate(numbers(sizes_of(shapes), on, dtype, 3))
+    flat = [parameter(v, i % 2 == 1).detach() for i, v in values]
+    return [torch.nn.Parameter(v.view(s)) for v, s in zip(flat, shapes, strict=True)]
+
+
+def train(make: Callable[[list[Any]], Any], what: str, shapes: Shapes, dtype: torch.dtype, on: On,
+          steps: int) -> str:  # fmt: skip
     """Twins on recorded gradients; what updated ours."""
-    twins = [
-        [parameter(v, i % 2 == 1) for i, v in enumerate(numbers(SIZES, on, dtype, 3))]
-        for _ in range(2)
-    ]
+    twins = [parameters(shapes, on, dtype) for _ in range(2)]
+    gradients = recorded(shapes, on, dtype)
     stock = make(twins[0])
     ours = optfuse.fuse(make(twins[1]), mode=on.mode)
     for step in range(steps):
@@ -69,14 +95,14 @@ def train(make: Callable[[list[Any]], Any], what: str, dtype: torch.dtype, on: O
 
 def options_of(name: str, dtype: torch.dtype) -> Callable[[On], None]:
     def body(on: On) -> None:
-        gradients = tape(SIZES, on, dtype, 1, spoil=False)
         ran: Counter[str] = Counter()
         for options in OPTIONS[name]:
             def make(params: list[Any], options: dict[str, Any] = options) -> Any:
                 return CLASSES[name](params, lr=0.01, **options)
 
             what = f"{name} {options}"
-            ran[train(make, what, dtype, on, gradients, 10 if on.quick else 100)] += 1
+            steps = 10 if on.quick else 100
+            ran[train(make, what, SHAPES.get(name, VECTORS), dtype, on, steps)] += 1
         print(f"{name}, {dtype}: {dict(ran)}", flush=True)
 
     return body
@@ -86,7 +112,6 @@ def database(name: str) -> Callable[[On], None]:
     def body(on: On) -> None:
         import optim_inputs  # PyTorch's own tests' package
 
-        gradients = tape(SIZES, on, torch.float32, 1, spoil=False)
         ran: Counter[str] = Counter()
         for one in optim_inputs.inputs_for_gpus(name):
             if one.kwargs.get("differentiable"):
@@ -96,7 +121,8 @@ def database(name: str) -> Callable[[On], None]:
             def make(params: list[Any], one: Any = one) -> Any:
                 return optim_inputs.make(one, params)
 
-            ran[train(make, str(one), torch.float32, on, gradients, 6 if on.quick else 20)] += 1
+            shapes, steps = SHAPES.get(name, VECTORS), 6 if on.quick else 20
+            ran[train(make, str(one), shapes, torch.float32, on, steps)] += 1
         print(f"{name}, every input of PyTorch's tests: {dict(ran)}", flush=True)
 
     return body

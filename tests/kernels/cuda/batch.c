@@ -7,6 +7,8 @@
 #include <string.h>
 
 #include "cuda/table.h"
+#include "rules/asgd_foreach.h"
+#include "rules/asgd_renew.h"
 
 void batch_create(batch *b) {
     memset(b, 0, sizeof *b);
@@ -69,6 +71,20 @@ static size_t random_length(bool long_enough, uint64_t *random) {
     }
 }
 
+/* ASGD's, which are where the step is. */
+static void fill_numbers(batch *b, size_t i, uint64_t *random) {
+    static const double etas[] = {0.01, 0.3, 1e-6, 2.0}, mus[] = {1.0, 0.5, 1.0 / 3.0, 1e-5};
+    batch_tensor *t = &b->tensors[i];
+    of_cuda_entry *entry = &b->entries[i];
+    t->numbers[ASGD_ETA] = (float)pick(random, etas, 4);
+    t->numbers[ASGD_MU] = (float)pick(random, mus, 4);
+    memcpy(t->wanted_numbers, t->numbers, sizeof t->numbers);
+    t->step_on_device = true;
+    entry->step_at = &t->step;
+    for (int k = 0; k < ASGD_N_COUNTERS; k++)
+        entry->numbers_at[k] = &t->numbers[k];
+}
+
 static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     static const double steps[] = {1, 2, 100, 100000};
     batch_tensor *t = &b->tensors[i];
@@ -128,8 +144,11 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     if (rule->prepare_gpu)
         prepare(b, random);
     b->n = many ? MOST_TENSORS : random_next(random) % LONG_TENSORS;
-    for (size_t i = 0; i < b->n; i++)
+    for (size_t i = 0; i < b->n; i++) {
         fill_tensor(b, i, rule->state_used(b->hyper), random);
+        if (rule->counts_on_gpu)
+            fill_numbers(b, i, random);
+    }
 }
 
 /* As the kernels compute it, but by the C library's power function, which is
@@ -153,6 +172,19 @@ static bool in_fours(const of_cuda_entry *entry, of_dtype dtype, unsigned used) 
     return entry->n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0;
 }
 
+/* The prepared scalars with the tensor's own numbers, which are then renewed. */
+static void take_numbers(const batch *b, batch_tensor *t, double *prepared) {
+    asgd_foreach_scalars s;
+    memcpy(&s, prepared, sizeof s);
+    s.eta = (double)t->wanted_numbers[ASGD_ETA];
+    s.mu = (double)t->wanted_numbers[ASGD_MU];
+    memcpy(prepared, &s, sizeof s);
+    const asgd_renewal of = {b->hyper[ASGD_LR], b->hyper[ASGD_LAMBD] * b->hyper[ASGD_LR],
+                             b->hyper[ASGD_ALPHA], b->hyper[ASGD_T0]};
+    t->wanted_numbers[ASGD_ETA] = asgd_next_eta(&of, t->step);
+    t->wanted_numbers[ASGD_MU] = asgd_next_mu(&of, t->step);
+}
+
 static void expect_tensor(batch *b, size_t i) {
     batch_tensor *t = &b->tensors[i];
     const of_dtype dtype = b->update.dtype;
@@ -161,9 +193,13 @@ static void expect_tensor(batch *b, size_t i) {
     of_span span = arrays_span(&t->wanted, tail);
     if (b->rule->prepare_gpu) {
         const double factors[] = {b->wide_factor, 1.0};
+        double prepared[OF_MAX_HYPER];
+        memcpy(prepared, b->prepared, sizeof prepared);
+        if (b->rule->counts_on_gpu)
+            take_numbers(b, t, prepared);
         span.factors = b->update.factor_at ? factors : NULL;
         of_kernel_find(b->rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)
-            ->run(&span, b->prepared);
+            ->run(&span, prepared);
         return;
     }
     of_cuda_scalars s = {.lr = b->update.lr_at ? (double)b->lr : b->hyper[0],
@@ -184,6 +220,17 @@ void batch_expect(batch *b) {
         expect_tensor(b, i);
 }
 
+static bool numbers_differ(const batch *b, size_t i, bool report) {
+    const batch_tensor *t = &b->tensors[i];
+    const float *have = t->numbers, *want = t->wanted_numbers;
+    if (!b->rule->counts_on_gpu || memcmp(have, want, sizeof t->numbers) == 0)
+        return false;
+    if (report)
+        printf("  tensor %zu: eta %.9g, mu %.9g, not %.9g, %.9g\n", i, (double)have[ASGD_ETA],
+               (double)have[ASGD_MU], (double)want[ASGD_ETA], (double)want[ASGD_MU]);
+    return true;
+}
+
 size_t batch_differ(const batch *b, bool report) {
     size_t count = 0;
     for (size_t i = 0; i < b->n; i++) {
@@ -193,6 +240,7 @@ size_t batch_differ(const batch *b, bool report) {
         if (bad && report && !count)
             printf("  tensor %zu of %zu, %zu elements: %zu differ, the first: array %d [%zu]\n", i,
                    b->n, t->mine.n, bad, array, element);
+        bad += numbers_differ(b, i, report);
         if (!arrays_intact(&t->mine)) {
             bad++;
             if (report)

@@ -13,6 +13,7 @@ typedef struct batch_tensor {
     arrays mine, wanted;
     float step; /* read by the kernel where steps are on the device */
     bool step_on_device;
+    float numbers[OF_MAX_COUNTERS], wanted_numbers[OF_MAX_COUNTERS]; /* "on the device" */
 } batch_tensor;
 
 typedef struct batch {

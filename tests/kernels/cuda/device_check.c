@@ -95,7 +95,8 @@ static void check_tables(void) {
     check(host.bytes == sizeof(of_cuda_small_table), "few tensors take the small table");
     check(host.blocks == 1 && host.stream == values, "one block, on the stream that was given");
     check(sizeof(of_cuda_small_table) <= OF_CUDA_SMALL_BYTES &&
-              sizeof(of_cuda_large_table) <= 32764 && sizeof(of_cuda_steps) <= 4096,
+              sizeof(of_cuda_large_table) <= 32764 && sizeof(of_cuda_steps) <= 4096 &&
+              sizeof(of_cuda_numbers) <= 4096,
           "the tables fit the kernels' arguments");
     host.context = false;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context,
@@ -105,6 +106,10 @@ static void check_tables(void) {
               strcmp(host.loaded, "of_cuda_sgd_float32_0_small of_cuda_sgd_float32_0_large "
                                   "of_cuda_advance_steps ") == 0,
           "all kernels of an update can be loaded beforehand");
+    const of_cuda_update asgd = {.rule = "asgd", .dtype = OF_FLOAT64, .hyper = hyper};
+    host.loaded[0] = '\0';
+    check(of_cuda_prepare(&asgd) == OF_CUDA_OK && strstr(host.loaded, "of_cuda_renew_asgd "),
+          "and what renews its numbers");
 }
 
 static void check_errors(void) {
@@ -130,6 +135,14 @@ static void check_errors(void) {
     update.lr_at = &lr;
     check(of_cuda_launch(&update, entries, 1) == OF_CUDA_INVALID,
           "prepared scalars go with none on the device");
+    update.lr_at = NULL;
+    update.rule = "asgd";
+    of_cuda_entry counted = {.param = values, .grad = values, .state = {values}, .n = 4};
+    float number = 1.0f;
+    counted.step_at = counted.numbers_at[0] = &number;
+    host.launches = 0;
+    check(of_cuda_launch(&update, &counted, 1) == OF_CUDA_INVALID && host.launches == 0,
+          "a number that is nowhere is refused before anything is updated");
     update.rule = "lbfgs";
     check(of_cuda_launch(&update, entries, 1) == OF_CUDA_UNSUPPORTED, "an unknown rule");
 }

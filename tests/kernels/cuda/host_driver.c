@@ -41,11 +41,12 @@ typedef struct kernel_row {
     DTYPES(X, adamax, 3)                                                                           \
     DTYPES(X, rprop, 3)                                                                            \
     DTYPES(X, adagrad, 1)                                                                          \
+    DTYPES(X, asgd, 1)                                                                             \
     DTYPES(X, lion, 1)
 #define RULES(X)                                                                                   \
     X(adam)                                                                                        \
     X(scaling) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad)       \
-        X(lion)
+        X(asgd) X(lion)
 
 /* The "code" of an image is its name. */
 #define IMAGE(name)                                                                                \
@@ -63,11 +64,13 @@ typedef struct kernel_row {
 
 RULES(IMAGES)
 IMAGE(advance)
+IMAGE(renew)
 KERNELS(DECLARE)
-kernel_fn of_cuda_advance_steps;
+kernel_fn of_cuda_advance_steps, of_cuda_renew_asgd;
 
 static const kernel_row rows[] = {
-    KERNELS(ROWS){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)}};
+    KERNELS(ROWS){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)},
+    {"of_cuda_renew_asgd", of_cuda_renew_asgd, sizeof(of_cuda_numbers)}};
 
 static CUresult host_init(unsigned flags) {
     (void)flags;

@@ -20,7 +20,7 @@ ROOT = TESTS.parent.parent.parent
 CC = os.environ.get("CC", "cc").split()
 CXX = os.environ.get("CXX", "c++").split()
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "capture.c"]
+LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "renew.c", "capture.c"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 BLOCK = "cuda/block.cuh"
 CHAIN, ELEMENT, OPERATORS = "cuda/chain.cu", "cuda/chain_element.h", "rules/aten_cuda.h"
 # Where the formula of a chain is, and how many roots it takes.
-CHAINS = {"nadam": ("nadam_foreach", 1), "adagrad": ("adagrad_foreach", 1)}
+CHAINS = {"nadam": ("nadam_foreach", 1), "adagrad": ("adagrad_foreach", 1),
+          "asgd": ("asgd_foreach", 0)}  # fmt: skip
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
 LANES = """#pragma unroll
     for (int lane = 0; lane < N; lane++) {
@@ -88,6 +89,19 @@ MUTANTS = [
            ": at + OF_CUDA_CHUNK + 4;", rule="adagrad"),
     Mutant("the last scalar is lost", "cuda/common.c", "update->hyper, known->bytes);",
            "update->hyper, known->bytes - 8);", rule="adagrad"),
+    Mutant("a tensor's numbers are exchanged", CHAIN, "*tensor.number[ASGD_ETA], *tensor",
+           "*tensor.number[ASGD_MU], *tensor", rule="asgd"),
+    Mutant("a tensor's numbers are not converted", "rules/asgd_foreach.h",
+           "(double)aten_round((of_real)eta)", "eta", (), "bfloat16", "asgd"),
+    Mutant("an entry has no room for numbers", LAUNCH, "__builtin_popcount(c.used) + numbers;",
+           "__builtin_popcount(c.used);", rule="asgd"),
+    Mutant("numbers are not renewed", LAUNCH, "status == OF_CUDA_OK && numbers ?",
+           "status == OF_CUDA_OK && !numbers ?", rule="asgd"),
+    Mutant("only the first numbers are renewed", "cuda/renew.c",
+           "if (table.n < OF_CUDA_NUMBERS && i + 1 < n_entries)",
+           "if (table.n < OF_CUDA_NUMBERS)", rule="asgd"),
+    Mutant("numbers are renewed with another option", "cuda/renew.c", ".alpha = s.alpha",
+           ".alpha = s.lr", rule="asgd"),
 ]  # fmt: skip
 
 

@@ -32,6 +32,7 @@ CHAINS = {
     "adamax": {3: (4, 2, 3, 1, 0, 0)},
     "rprop": {3: (2, 4, 2, 0, 0, 0)},
     "adagrad": {1: (2, 2, 2, 1, 1, 0)},
+    "asgd": {1: (5, 2, 0, 0, 0, 0)},
     "lion": {1: (4, 4, 1, 0, 0, 0)},
 }
 LERPS = {"rmsprop-6": 1, "rmsprop-7": 1, "nadam-3": 1, "radam-3": 1, "adamax-3": 1}
@@ -54,11 +55,18 @@ for dtype in ("float64", "bfloat16", "float16"):
 # Of one block: lr * weight decay, lr / correction, the second correction's
 # root; 1 - dampening. The powers are counted on their own.
 BLOCK = {3: (0, 1, 0, 1, 1), 7: (0, 1, 0, 1, 1), 0: (0,) * 5, 1: (0, 0, 1, 0, 0)}
+# Of renew.cu beside its power, with rcp last: three products are powers that need none.
+RENEW = (0, 5, 2, 0, 1, 2)
 LANES = {"float32": 4, "float64": 2, "bfloat16": 8, "float16": 8}
 POWERS = """
 extern "C" __global__ void powers(TYPE *out, TYPE a, TYPE b, TYPE step) {
     out[0] = 1 - ::pow(a, step);
     out[1] = 1 - ::pow(b, step);
+}
+"""
+POWER = """
+extern "C" __global__ void power(float *out, float x, float exponent) {
+    out[0] = ::powf(x, exponent);
 }
 """
 
@@ -161,8 +169,28 @@ def chain_faults(compiler: Compiler, source: Path, instance: str, macros: list[s
     return found
 
 
+def renew_faults(compiler: Compiler, source: Path, macros: list[str]) -> list[str]:
+    """Of the kernel that makes ASGD's numbers anew."""
+    snippet = compiler.folder / "power.cu"
+    snippet.write_text(POWER)
+    flags = ["-arch=compute_90", "-ptx", "-fmad=false"]
+    alone = kernels(compiler.run(snippet, *flags)[0])["power"]
+    body = kernels(compiler.run(source, *flags, *macros)[0])["of_cuda_renew_asgd"]
+    power, have, found = counts(alone), counts(body), []
+    for name, more in zip((*OPERATIONS, "rcp"), RENEW, strict=True):
+        if have[name] != power[name] + more:
+            found.append(f"renew: {name} {have[name]} for {power[name] + more}")
+    if body.count("rcp.approx") != alone.count("rcp.approx"):
+        found.append("renew: rcp.approx")
+    if wrong := wrongly_rounded(body, False):
+        found.append(f"renew: {sorted(set(wrong))}")
+    return found
+
+
 def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
     """What is wrong with the PTX of one instance."""
+    if instance == "renew":
+        return renew_faults(compiler, source, macros)
     if instance.split("-")[0] in CHAINS:
         return chain_faults(compiler, source, instance, macros)
     contracted = instance == "adam-float64"
@@ -220,6 +248,8 @@ def must_fail(compiler: Compiler, source: Path, instance: str, macros: list[str]
         found = faults(compiler, source, instance, [*macros, flag])
         print(f"control {instance} {flag}:", *(found[:1] or ["NOT SEEN"]))
         missed += [] if found else [f"a build of {instance} with {flag} was accepted"]
+    if not file:
+        return missed
     other = changed(compiler, source, file, fused, fused.replace("true", "false"))
     found = faults(compiler, other, instance, macros)
     print(f"control {instance}, a product less fused:", *(found[:1] or ["NOT SEEN"]))
@@ -248,6 +278,7 @@ def main() -> None:
              "of_multiply_add(true, -k->beta1"),
             ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
              "rules/aten_cuda.h", "of_multiply_add(true, w, way, self)"),
+            ("renew", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"), "", ""),
         ):  # fmt: skip
             source, macros = instances[instance]
             failed += must_fail(compiler, source, instance, macros, options, file, fused)

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* renew.c: launches what follows an update that has numbers on the device. */
+#include <string.h>
+
+#include "images.h"
+#include "launch.h"
+#include "rules/asgd_foreach.h"
+
+static of_cuda_status launch_numbers(const of_driver *driver, CUkernel kernel,
+                                     of_cuda_numbers *table, void *stream) {
+    void *parameters[] = {table};
+    const unsigned blocks = (unsigned)((table->n + OF_CUDA_THREADS - 1) / OF_CUDA_THREADS);
+    const CUresult result = driver->launch((CUfunction)kernel, blocks, 1, 1, OF_CUDA_THREADS, 1, 1,
+                                           0, (CUstream)stream, parameters, NULL);
+    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, "launch");
+}
+
+of_cuda_status of_cuda_renew(const of_driver *driver, const of_cuda_update *update,
+                             const of_cuda_entry *entries, size_t n_entries) {
+    asgd_foreach_scalars s;
+    CUkernel kernel = NULL;
+    of_cuda_status status = of_cuda_find_single(driver, OF_CUDA_RENEW, &kernel);
+    memcpy(&s, update->hyper, sizeof s);
+    of_cuda_numbers table = {.lr = s.lr, .growth = s.growth, .alpha = s.alpha, .t0 = s.t0};
+    for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++) {
+        const of_cuda_entry *e = &entries[i];
+        table.at[table.n].step = e->step_at;
+        table.at[table.n].eta = e->numbers_at[ASGD_ETA];
+        table.at[table.n++].mu = e->numbers_at[ASGD_MU];
+        if (table.n < OF_CUDA_NUMBERS && i + 1 < n_entries)
+            continue;
+        status = launch_numbers(driver, kernel, &table, update->stream);
+        table.n = 0;
+    }
+    return status;
+}

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""ASGD on a GPU that the CPU plays. PyTorch keeps its step counter, eta and mu there;
+the kernels read and renew them in place, and the host never waits for one.
+(test_gpu_rules.py has what ASGD shares with the other rules.)"""
+
+import copy
+
+import fakecuda
+import pytest
+import torch
+from common import Fused, Stock
+from fakecuda import NAME
+from legal import legal, net, races_without, train
+from torch.optim import ASGD
+from torch.profiler import ProfilerActivity, profile
+
+import optfuse
+from optfuse import _gpu_trial
+from optfuse._link import drain_all
+
+NUMBERS = ("step", "eta", "mu")
+QUICK = {"lambd": 3.0, "alpha": 0.3, "t0": 2.0}  # numbers that change from step to step
+KERNELS = {"float32": "cuda"}
+OWN = {"float32": "own step()"}
+
+
+@pytest.fixture(autouse=True)
+def small_trials(monkeypatch):
+    """Of their own, and quick."""
+    monkeypatch.setattr(_gpu_trial, "known", {})
+    monkeypatch.setattr(_gpu_trial, "SIZES", (1, 7, 64))
+
+
+def parameters(sizes=(7, 64), dtype=torch.float32):
+    torch.manual_seed(1)
+    return [torch.randn(n).to(NAME, dtype).requires_grad_() for n in sizes]
+
+
+def steps(optimizer, params, n, seed=0):
+    for step in range(n):
+        torch.manual_seed(100 * seed + step)
+        for p in params:
+            p.grad = torch.randn(p.shape).to(NAME, p.dtype)
+        optimizer.step()
+
+
+def everything(optimizer, params):
+    yield "parameters", params
+    yield "state", [dict(optimizer.state[p]) for p in params]
+
+
+def isa(optimizer):
+    return optfuse.summary(optimizer).isa
+
+
+def test_the_host_never_waits():
+    """Stock's does, for each parameter's mu."""
+    def waits(wrap):
+        params = parameters()
+        optimizer = wrap(ASGD(params))
+        steps(optimizer, params, 2)
+        grads = [torch.randn_like(p) for p in params]
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(3):
+                for p, g in zip(params, grads, strict=True):
+                    p.grad = g
+                optimizer.step()
+            optfuse.flush()
+            params[0].add(1)  # so that there is an operator to be seen
+        names = [event.name for event in profiler.events()]
+        assert "aten::add" in names, "the profiler sees no operators"
+        return names.count("aten::_local_scalar_dense")
+
+    assert waits(Stock()) == 6
+    assert waits(Fused("forward")) == 0
+
+
+def test_counters_stay_the_tensors_that_they_were():
+    """And count their changes, as with PyTorch's multi-tensor functions. (The fake device's
+    don't.)"""
+    params = parameters()
+    optimizer = optfuse.fuse(ASGD(params, **QUICK))
+    steps(optimizer, params, 1)
+    before = [optimizer.state[p][name] for p in params for name in NUMBERS]
+    steps(optimizer, params, 4)
+    after = [optimizer.state[p][name] for p in params for name in NUMBERS]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+    assert {t._version for t in (*after, *params)} == {5}
+    assert {t.device.type for t in after} == {NAME} and after[0] == 5
+
+
+def test_parameters_at_different_steps_go_in_one_launch():
+    def script(wrap):
+        params = parameters((5, 9, 70))
+        optimizer = wrap(ASGD(params, **QUICK))
+        assert not wrap.fused or isa(optimizer) == KERNELS
+        for n in (1, 2, 3):
+            steps(optimizer, params[:n], 2, seed=n)
+        if wrap.fused:
+            optfuse.flush()
+            before = optfuse.summary(optimizer).launches
+        steps(optimizer, params, 1)
+        if wrap.fused:
+            optfuse.flush()
+            assert optfuse.summary(optimizer).launches == before + 1
+        yield from everything(optimizer, params)
+
+    legal(script)
+
+
+def test_more_parameters_than_a_table_of_numbers_holds():
+    """Empty ones too: their numbers change like all others."""
+    def script(wrap):
+        params = parameters((0, *range(1, 340), 0))
+        optimizer = wrap(ASGD(params, **QUICK))
+        steps(optimizer, params, 3)
+        yield from everything(optimizer, params)
+
+    legal(script)
+
+
+@pytest.mark.parametrize("alpha", [0, 0.25, 0.5, 0.75, 1, 2, 3, 3.5])
+def test_powers_are_those_of_the_operator(alpha):
+    def script(wrap):
+        params = parameters((3,))
+        optimizer = wrap(ASGD(params, lr=0.3, lambd=0.7))
+        assert not wrap.fused or isa(optimizer) == KERNELS
+        steps(optimizer, params, 1)
+        optimizer.param_groups[0]["alpha"] = alpha
+        for i in range(100):
+            steps(optimizer, params, 1, seed=i)
+            yield "eta", optimizer.state[params[0]]["eta"]
+
+    legal(script)
+
+
+def test_a_scheduler_is_obeyed():
+    def script(wrap):
+        params = parameters()
+        optimizer = wrap(ASGD(params, **QUICK))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for i in range(8):
+            steps(optimizer, params, 1, seed=i)
+            scheduler.step()
+        yield from everything(optimizer, params)
+
+    legal(script)
+
+
+def test_what_a_script_does_to_the_numbers_counts():
+    def script(wrap):
+        params = parameters()
+        optimizer = wrap(ASGD(params, **QUICK))
+        steps(optimizer, params, 2)
+        wrap.pending()
+        yield "read while it is pending", optimizer.state[params[0]]["eta"]
+        optimizer.state[params[0]]["eta"].fill_(0.5)
+        optimizer.state[params[1]]["step"] += 100
+        steps(optimizer, params, 2, seed=1)
+        optimizer.state[params[1]]["mu"] = torch.full((), 0.25, device=NAME)
+        steps(optimizer, params, 2, seed=2)
+        yield from everything(optimizer, params)
+
+    legal(script)
+
+
+def read_on_another_stream(wrap):
+    model = net()
+    optimizer = wrap(ASGD(model.parameters(), **QUICK))
+    for i in range(3):
+        train(model, optimizer, i)
+    a, b = fakecuda.stream(), fakecuda.stream()
+    a.wait_stream(fakecuda.current())
+    with a:
+        train(model, optimizer, 3)
+        event = a.record_event()
+    wrap.pending()
+    b.wait_event(event)
+    with b:
+        for p in model.parameters():
+            yield "numbers", [optimizer.state[p][name] for name in NUMBERS]
+    fakecuda.synchronize()
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_another_stream_that_waited_sees_them(mode):
+    legal(read_on_another_stream, mode)
+
+
+def test_without_our_wait_it_would_not(monkeypatch):
+    races_without("streams", read_on_another_stream, monkeypatch)
+
+
+def test_checkpoints_go_both_ways():
+    def script(wrap):
+        params = parameters()
+        first = wrap(ASGD(params, **QUICK))
+        steps(first, params, 3)
+        saved = copy.deepcopy(first.state_dict())
+        again = parameters()
+        second = wrap(ASGD(again))
+        second.load_state_dict(saved)
+        steps(second, again, 3, seed=1)
+        assert not wrap.fused or isa(second) == KERNELS
+        yield from everything(second, again)
+
+    legal(script)
+
+
+def test_the_trial_sees_powers_that_differ_now_and_then(monkeypatch):
+    power = torch.Tensor.__pow__
+
+    def otherwise(base, exponent):
+        result = power(base, exponent)
+        return result if float(base) < 10 else result.nextafter(torch.zeros_like(result))
+
+    monkeypatch.setattr(torch.Tensor, "__pow__", otherwise)
+    optimizer = optfuse.fuse(ASGD(parameters(), lambd=9.0))
+    assert isa(optimizer) == OWN
+    assert "in a trial the kernels gave other bits" in str(optfuse.summary(optimizer))
+
+
+# What kernels do not take
+
+
+def from_cpu(state):
+    """As torch.load(..., map_location="cpu") has it; the step stays there."""
+    for entry in state["state"].values():
+        entry.update({key: value.cpu() for key, value in entry.items()})
+    return state
+
+
+CHECKPOINTS = {
+    "from a CPU, whose powers are others": (torch.float32, from_cpu),
+    "of 16 bits, which eta and mu get, too": (torch.bfloat16, lambda state: state),
+}
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_with_other_counters_sends_it_back_to_the_class(name, mode):
+    dtype, edited = CHECKPOINTS[name]
+
+    def script(wrap):
+        params = parameters(dtype=dtype)
+        optimizer = wrap(ASGD(params, **QUICK))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        steps(optimizer, params, 3)
+        optimizer.load_state_dict(edited(copy.deepcopy(optimizer.state_dict())))
+        for i in range(4):
+            steps(optimizer, params, 1, seed=i)
+            scheduler.step()
+        if wrap.fused:
+            found = optfuse.summary(optimizer)
+            assert set(found.isa.values()) == {"own step()"} and found.mode == mode
+            assert "its step, eta, mu are not all float32 on the GPU" in str(found)
+        yield from everything(optimizer, params)
+
+    legal(script, mode, prove=False)
+
+
+def test_a_counter_that_was_put_elsewhere_is_refused():
+    params = parameters()
+    optimizer = optfuse.fuse(ASGD(params))
+    steps(optimizer, params, 2)
+    optimizer.state[params[1]]["mu"] = torch.ones((), device="cpu")
+    what = "state\\['mu'\\] of parameter 1 .* is not a 0-dim float32 tensor on its parameter's GPU"
+    for _ in range(2):
+        with pytest.raises(optfuse.Error, match=f"{what}.*unfuse the optimizer and fuse it again"):
+            steps(optimizer, params, 1)
+    assert isa(optfuse.fuse(optfuse.unfuse(optimizer))) == OWN
+
+
+def double_by_default(monkeypatch):
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    return ASGD(parameters())
+
+
+UNUSUAL = {
+    "no dimensions": (lambda _: ASGD([torch.ones((), device=NAME, requires_grad=True)])),
+    "not all float32": double_by_default,
+    "capturable": lambda _: ASGD(parameters(), capturable=True),
+    "other bits": lambda _: ASGD(parameters(), foreach=False),
+}
+
+
+@pytest.mark.parametrize("why", UNUSUAL)
+def test_what_takes_another_way_is_left_to_the_class(why, monkeypatch):
+    optimizer = optfuse.fuse(UNUSUAL[why](monkeypatch))
+    assert isa(optimizer) == OWN
+    assert why in str(optfuse.summary(optimizer))
+
+
+def test_a_graph_cannot_capture_it():
+    """Nor in stock, which says so in its own words."""
+    params = parameters()
+    optimizer = optfuse.fuse(ASGD(params))
+    steps(optimizer, params, 2)
+    drain_all()
+    fakecuda.synchronize()
+    stream = fakecuda.stream()
+    fakecuda.capture(stream, 7)
+    try:
+        with stream, pytest.raises(optfuse.Error, match="can't be captured into a CUDA graph"):
+            steps(optimizer, params, 1, seed=1)
+    finally:
+        fakecuda.capture(stream, 0)
+    fakecuda.synchronize()
+    assert optimizer.state[params[0]]["step"].item() == 2
