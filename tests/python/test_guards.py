@@ -26,7 +26,8 @@ def played():
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
     done = subprocess.run(
-        [sys.executable, str(HERE / "guard_scenarios.py")],
+        [sys.executable, "-m", "guard_scenarios"],
+        cwd=HERE,
         env={**os.environ, "OPTFUSE_LIBRARY": library, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
