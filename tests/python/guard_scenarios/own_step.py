@@ -52,15 +52,23 @@ for _ in range(2):
 thread = threading.Thread(target=optfuse.flush, args=(optimizer,))
 thread.start()
 running.wait()
+print("running", flush=True)
 p[0]
 thread.join()
 """
+SECONDS = 10  # it takes half a second
 
 
 @guards("gil")
 def who_waits_for_an_update_in_python_lets_python_run():
     """The process that hangs does so with the GIL held, and must be killed."""
-    try:
-        subprocess.run([sys.executable, "-c", WAITS], check=True, timeout=20, cwd=HERE)
-    except subprocess.TimeoutExpired:
-        raise AssertionError("both threads wait for each other") from None
+    command = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE) as process:
+        said = process.stdout.readline()
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError("both threads wait for each other") from None
+    if (said, status) != ("running\n", 0):
+        raise RuntimeError(f"it said {said!r} and ended with {status}")
