@@ -175,7 +175,7 @@ def ended():
     try:
         return python_ok(f"USES = {USES}\n{DEADLOCK}", timeout=40).split()
     except subprocess.TimeoutExpired as hangs:
-        return (hangs.stdout or b"").decode().split()
+        return hangs.stdout.split()
 
 
 @pytest.mark.parametrize("use", USES)
