@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Guards of optimizers without kernels, which update with their own step()."""
 
-import subprocess
-import sys
+import os
+import signal
+import threading
+import time
 
 import torch
-from common import HERE, net
-from own_classes import GlobalNorm
+from common import net
+from own_classes import GlobalNorm, Tensors
+from torch import nn
 
 import optfuse
 from guard_scenarios.registry import Pair, guards, must_raise
+
+SECONDS = 10  # to wait for what takes half a second
 
 
 @guards("independent")
@@ -31,44 +36,50 @@ def what_is_not_usual_is_left_to_the_class():
         pair.assert_same()
 
 
-WAITS = """
-import threading, time, torch, optfuse
-from own_classes import Tensors
-
 class Slow(Tensors):
+    """Another thread gives the GIL away in the update, and wants it back."""
+
+    running = threading.Event()
+
     def update(self, group, p, state):
         if threading.current_thread() is not threading.main_thread():
-            running.set()
+            self.running.set()
             time.sleep(0.5)
         super().update(group, p, state)
 
-running = threading.Event()
-optfuse.register(Slow)
-p = torch.nn.Parameter(torch.ones(3))
-optimizer = optfuse.fuse(Slow([p]))
-for _ in range(2):
-    p.grad = torch.ones(3)
-    optimizer.step()
-thread = threading.Thread(target=optfuse.flush, args=(optimizer,))
-thread.start()
-running.wait()
-print("running", flush=True)
-p[0]
-thread.join()
-"""
-SECONDS = 10  # it takes half a second
+
+def wait_for_an_update():
+    optfuse.register(Slow)
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(Slow([p]))
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    thread = threading.Thread(target=optfuse.flush, args=(optimizer,))
+    thread.start()
+    Slow.running.wait()
+    p[0]
+    thread.join()
 
 
 @guards("gil")
 def who_waits_for_an_update_in_python_lets_python_run():
     """The process that hangs does so with the GIL held, and must be killed."""
-    command = [sys.executable, "-c", WAITS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE) as process:
-        said = process.stdout.readline()
+    child = os.fork()
+    if child == 0:
         try:
-            status = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise AssertionError("both threads wait for each other") from None
-    if (said, status) != ("running\n", 0):
-        raise RuntimeError(f"it said {said!r} and ended with {status}")
+            wait_for_an_update()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    until = time.monotonic() + SECONDS
+    ended, status = 0, 0
+    while not ended and time.monotonic() < until:
+        time.sleep(0.05)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise AssertionError("both threads wait for each other")
+    if status != 0:
+        raise RuntimeError(f"the process ended with {status}")
