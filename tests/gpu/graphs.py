@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import optfuse
 
 STEPS = 5
+LIMIT = 0.05  # of the gradients' norm, where they are clipped
 CUDA = ("cuda",)
 Made = Callable[..., Any]
 
@@ -26,12 +27,14 @@ def capturable(parameters: Any) -> torch.optim.Optimizer:
 class Iteration:
     """One whole training iteration over inputs that stay where they are."""
 
-    def __init__(self, on: On, wrap: Any, make: Made = capturable) -> None:
+    def __init__(
+        self, on: On, wrap: Any, make: Made = capturable, limit: float | None = None
+    ) -> None:
         self.on, self.model = on, on.net()
         self.optimizer = wrap(make(self.model.parameters()))
         self.x, self.y = (t.clone() for t in on.batch(0))
         self.loss: Tensor | None = None
-        self.limit: float | None = None  # of the gradients' norm
+        self.limit = limit  # of the gradients' norm
 
     def load(self, i: int) -> None:
         x, y = self.on.batch(i)
@@ -71,10 +74,11 @@ class Iteration:
         return graph
 
 
-@scenario(devices=CUDA)
-def whole_iterations_in_a_graph(on: On) -> None:
+def whole_iterations(on: On, limit: float | None = None) -> None:
+    """Everything is in the graph, the clipping to a limit of the norm, too."""
+
     def script(wrap: Any) -> Any:
-        one = Iteration(on, wrap)
+        one = Iteration(on, wrap, limit=limit)
         one.warm_up()
         graph = one.capture()
         for i in range(STEPS):
@@ -84,6 +88,16 @@ def whole_iterations_in_a_graph(on: On) -> None:
         yield from common.everything(one.model, one.optimizer)
 
     on.same(script, prove=False)
+
+
+@scenario(devices=CUDA)
+def whole_iterations_in_a_graph(on: On) -> None:
+    whole_iterations(on)
+
+
+@scenario(devices=CUDA, modes=("forward",))
+def whole_iterations_with_clipping_in_a_graph(on: On) -> None:
+    whole_iterations(on, LIMIT)
 
 
 @scenario(devices=CUDA)
@@ -106,45 +120,11 @@ def iterations_in_a_graph_and_outside_of_it_in_turn(on: On) -> None:
     on.same(script, prove=False)
 
 
-@scenario(devices=CUDA, modes=("forward",))
-def forward_and_backward_in_a_graph_and_step_outside(on: On) -> None:
-    def script(wrap: Any) -> Any:
-        one = Iteration(on, wrap, common.adamw)
-        one.warm_up(step=False)
-        graph = one.capture(step=False)
-        for i in range(STEPS):
-            one.load(10 + i)
-            graph.replay()
-            one.optimizer.step()
-            yield "loss", one.loss
-        yield from common.everything(one.model, one.optimizer)
-
-    on.same(script)
-
-
-@scenario(devices=CUDA, modes=("forward",))
-def whole_iterations_with_clipping_in_a_graph(on: On) -> None:
-    def script(wrap: Any) -> Any:
-        one = Iteration(on, wrap)
-        one.limit = 0.05
-        one.warm_up()
-        graph = one.capture()
-        for i in range(STEPS):
-            one.load(10 + i)
-            graph.replay()
-            yield "loss", one.loss
-        yield from common.everything(one.model, one.optimizer)
-
-    on.same(script, prove=False)
-
-
-@scenario(devices=CUDA, modes=("forward",))
-def forward_and_backward_in_a_graph_and_clipping_outside(on: On) -> None:
-    """A replay writes gradients that are still to be multiplied."""
+def forward_and_backward_only(on: On, limit: float | None = None) -> None:
+    """The step is outside of the graph, after the clipping if there is a limit."""
 
     def script(wrap: Any) -> Any:
-        one = Iteration(on, wrap, common.adamw)
-        one.limit = 0.05
+        one = Iteration(on, wrap, common.adamw, limit)
         one.warm_up(step=False)
         graph = one.capture(step=False)
         for i in range(STEPS):
@@ -153,11 +133,22 @@ def forward_and_backward_in_a_graph_and_clipping_outside(on: On) -> None:
             one.clip()
             one.optimizer.step()
             yield "loss", one.loss
-            if i == 2:
+            if limit is not None and i == 2:
                 yield "gradients", [p.grad for p in one.model.parameters()]
         yield from common.everything(one.model, one.optimizer)
 
     on.same(script)
+
+
+@scenario(devices=CUDA, modes=("forward",))
+def forward_and_backward_in_a_graph_and_step_outside(on: On) -> None:
+    forward_and_backward_only(on)
+
+
+@scenario(devices=CUDA, modes=("forward",))
+def forward_and_backward_in_a_graph_and_clipping_outside(on: On) -> None:
+    """A replay writes gradients that are still to be multiplied."""
+    forward_and_backward_only(on, LIMIT)
 
 
 @scenario(devices=CUDA)

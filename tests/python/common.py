@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import torch
 from torch import nn
 
@@ -224,21 +225,25 @@ def copied(value):
 # Other processes
 
 
-def python(code, timeout=120, **env):
-    """Runs code in a new interpreter beside the tests; its CompletedProcess."""
+def python(code, timeout=120, fresh=False, **env):
+    """Runs code in another interpreter beside the tests; its CompletedProcess.
+    fresh: one that has imported nothing yet, not even torch."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    if not fresh:
+        return forked_python.run(code, HERE, env, timeout)
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=HERE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
 
 
-def python_ok(code, timeout=120, **env):
+def python_ok(code, timeout=120, fresh=False, **env):
     """The same, and it must succeed without a word on stderr; its stdout."""
-    done = python(code, timeout, **env)
+    done = python(code, timeout, fresh, **env)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert not done.stderr.strip(), f"it exited well but said\n{done.stderr}"
     return done.stdout

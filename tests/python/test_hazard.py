@@ -11,11 +11,12 @@ from collections import Counter
 import guard_scenarios
 import pytest
 from common import HERE
+from hazard import runner
 from hazard.controls import OFTEN, OUT_OF_REACH
 from hazard.play import Run, difference, judge
-from hazard.programs import generate
+from hazard.programs import LAST, Program, generate
 from hazard.registry import ACTIONS
-from hazard.runner import explain, run
+from hazard.runner import Tally, explain, run
 from hazard.shrink import shrink
 
 PROGRAMS = 1000
@@ -114,6 +115,81 @@ def test_shrinking_leaves_what_is_needed():
 
     small = shrink(program, fails)
     assert sorted(name for name, _ in small.actions) == sorted((names[3], names[9]))
+
+
+ONE_OPTIMIZER = {
+    "kind": "Adafactor",
+    "over": "all",
+    "groups": 1,
+    "tensor_lr": False,
+    "options": {"lr": 0.01},
+}
+ITERATION = ("iteration", {"model": 0, "batch": 0, "set_to_none": True})
+
+
+def small_program(*actions):
+    setup = {"models": ["mlp"], "optimizers": [ONE_OPTIMIZER]}
+    return Program(0, setup, [ITERATION, *actions])
+
+
+OTHER_DTYPE = ("train_in_another_dtype", {"model": 0, "batch": 4})
+
+
+def test_an_update_that_raises_late_is_as_good_as_one_in_step():
+    """Stock's step() raises, since the state has another dtype. Nothing need be
+    looked at afterwards."""
+    for actions in ((OTHER_DTYPE,), (OTHER_DTYPE, ITERATION, LAST)):
+        for mode, verdict in judge(small_program(*actions)).items():
+            assert not verdict.failure, f"{mode}: {verdict.failure}"
+            assert verdict.run.end == "raised", mode
+
+
+def test_an_update_that_raises_late_excuses_nothing_else(monkeypatch):
+    from hazard.world import World
+
+    see = World.see
+
+    def see_wrongly(world, what, value):
+        see(world, what, value + 1 if world.fused and not world.at_once else value)
+
+    monkeypatch.setattr(World, "see", see_wrongly)
+    verdict = judge(small_program(OTHER_DTYPE), ("forward",))["forward"]
+    assert verdict.run.end == "raised" and "differ from stock" in verdict.failure
+
+
+@pytest.mark.parametrize("ours", (None, 3, 4))
+def test_an_exception_that_only_stock_raises_is_a_failure(ours, monkeypatch):
+    """Whether ours then raises nothing or raises in another step()."""
+    from hazard.world import World
+
+    import optfuse
+
+    step = World.step
+
+    def step_or_raise(world, i, closure=None):
+        world.steps = getattr(world, "steps", 0) + 1
+        if not world.fused and world.steps == 2:
+            raise RuntimeError
+        if world.fused and world.steps == ours:
+            raise optfuse.Error
+        return step(world, i, closure)
+
+    monkeypatch.setattr(World, "step", step_or_raise)
+    for mode, verdict in judge(small_program(*[ITERATION] * 4, LAST)).items():
+        assert "exception" in verdict.failure, mode
+
+
+def test_what_is_explained_is_the_program_that_failed(monkeypatch):
+    """With the actions that were drawn more often for it."""
+    often = ("scaled",)
+    tally = Tally()
+    results = {"forward": ("equal", 0, "", "other bits")}
+    tally.add(7, results, generate(7, often), often)
+    (failure,) = tally.failures
+    tried = []
+    monkeypatch.setattr(runner, "what_fails", lambda program, mode: tried.append(program))
+    assert explain(failure).code == generate(7, often).code() != generate(7).code()
+    assert tried, "it was not tried to shrink the program"
 
 
 def test_an_action_that_goes_wrong_is_a_failure(monkeypatch):

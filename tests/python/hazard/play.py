@@ -8,10 +8,12 @@ import torch
 from common import assert_same
 
 import optfuse
-from hazard.registry import ACTIONS
+from hazard.registry import ACTIONS, Action
 from hazard.world import World
 
 MODES = ("forward", "backward")
+# For updates that no action has used.
+AT_LAST = Action("launch", World.launch, {}, weight=0, gentle=False, between=False)
 BY_AUTOGRAD = "modified by an inplace operation"
 
 
@@ -48,6 +50,10 @@ def raised_by(world, error):
     return "outside"
 
 
+def label(i, name):
+    return f"action {i}, {name}"
+
+
 def act(world, action, arguments):
     """The exception that the action ended with, or None; nothing else is kept
     of it, since a traceback would hold aliases of every tensor in it."""
@@ -60,23 +66,23 @@ def act(world, action, arguments):
     return None
 
 
-def play(program, mode):
+def play(program, mode, at_once=False):
     run = Run([])
     torch.manual_seed(program.seed)
     try:
-        world = World(program.setup, mode)
+        world = World(program.setup, mode, at_once)
     except optfuse.Error as error:
         return Run([], "raised", 0, "setup", str(error))
     except Exception as error:
         return Run([("setup", type(error).__name__)], "equal", 0, "setup", str(error))
     run.seen = world.seen
-    for i, (name, arguments) in enumerate(program.actions):
-        action = ACTIONS[name]
-        run.at = i
+    actions = [(ACTIONS[name], arguments) for name, arguments in program.actions]
+    for i, (action, arguments) in enumerate([*actions, (AT_LAST, {})]):
+        name, run.at = action.name, i
         if outside(world, action):
             run.end, run.action = "outside", name
             return run
-        world.label = f"action {i}, {name}"
+        world.label = label(i, name)
         error = act(world, action, arguments)
         if error is None:
             continue
@@ -110,16 +116,35 @@ def difference(stock, run):
     return ""
 
 
+def raised_late(program, mode, stock, run):
+    """Whether an update that can't be computed is all that is wrong: stock raises in
+    step(), and ours where the update is launched. With none left pending by step()
+    it must raise there too, and until then both runs must see what stock does."""
+    if run.end != "raised":
+        return False
+    prompt = play(program, mode, at_once=True)
+    n = len(prompt.seen)
+    until_then = Run(stock.seen[:n]), Run(run.seen[:n], "raised")
+    if prompt.end != "raised" or difference(stock, prompt) or difference(*until_then):
+        return False
+    at = [place for place, _ in stock.seen[n : n + 1]]
+    return at == [f"{label(prompt.at, prompt.action)}: exception"]
+
+
+def verdict_of(program, mode, stock):
+    run = play(program, mode)
+    failure = difference(stock, run)
+    if failure and raised_late(program, mode, stock, run):
+        failure = ""
+    return Verdict(run, failure)
+
+
 def judge(program, modes=MODES):
     """{mode: verdict}"""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock = play(program, "stock")
-        verdicts = {}
-        for mode in modes:
-            run = play(program, mode)
-            verdicts[mode] = Verdict(run, difference(stock, run))
-    return verdicts
+        return {mode: verdict_of(program, mode, stock) for mode in modes}
 
 
 def check(program, modes=MODES):

@@ -24,6 +24,7 @@ class Failure:
     seed: int
     mode: str
     what: str
+    often: tuple = ()  # with which the program was generated
     code: str = ""  # of the shrunk program
 
     def __str__(self):
@@ -38,7 +39,7 @@ class Tally:
     ended: Counter = field(default_factory=Counter)  # (mode, action, end): the run ended there
     failures: list = field(default_factory=list)
 
-    def add(self, seed, results, program):
+    def add(self, seed, results, program, often):
         self.programs += 1
         for mode, (end, at, name, failure) in results.items():
             self.ends[mode, end] += 1
@@ -47,7 +48,7 @@ class Tally:
             for played, _ in program.actions[:at]:
                 self.played[mode, played] += 1
             if failure:
-                self.failures.append(Failure(seed, mode, failure))
+                self.failures.append(Failure(seed, mode, failure, often))
 
     def share(self, mode, end):
         return self.ends[mode, end] / max(1, self.programs)
@@ -107,41 +108,38 @@ def crash(status):
     return f"it hangs for {SECONDS} s" if number == -signal.SIGALRM else f"crashed, status {number}"
 
 
-def run(first, count, say=lambda tally: None, often=(), stop_at_failure=False):
+def run(first, count, say=lambda tally: None, often=()):
     """Plays the programs of `count` seeds."""
     tally = Tally()
     seed, last = first, first + count
     while seed < last:
-        chunk = 20 if stop_at_failure else CHUNK
-        seeds = range(seed, min(last, seed + chunk))
+        seeds = range(seed, min(last, seed + CHUNK))
         for line in play_chunk(seeds, often):
             if isinstance(line, list):
                 seed = line[0]
                 if line[1] is not None:
-                    tally.add(seed, line[1], generate(seed, often))
+                    tally.add(seed, line[1], generate(seed, often), often)
                     seed += 1
             elif line != 0 or seed < seeds.stop:
-                tally.failures.append(Failure(seed, "any", crash(line)))
+                tally.failures.append(Failure(seed, "any", crash(line), often))
                 seed += 1
         say(tally)
-        if stop_at_failure and tally.failures:
-            break
     return tally
 
 
-def fails(program, mode):
-    """Whether it does, seen from outside."""
-    finished = []
-    for line in in_child(lambda write: (signal.alarm(SECONDS), write(results_of(program)))):
-        finished.append(line)
-    if len(finished) == 1 or finished[-1] != 0:
-        return True
-    results = finished[0][0]
-    return any(results[m][3] for m in MODES if mode in (m, "any"))
+def what_fails(program, mode):
+    """What is wrong, seen from outside, or an empty string."""
+    *lines, status = in_child(lambda write: (signal.alarm(SECONDS), write(results_of(program))))
+    if status != 0 or not lines:
+        return crash(status)
+    ((results,),) = lines
+    failures = [results[m][3] for m in MODES if mode in (m, "any")]
+    return next(filter(None, failures), "")
 
 
 def explain(failure):
     """Shrinks the program and adds its code."""
-    program = shrink(generate(failure.seed), lambda p: fails(p, failure.mode))
+    program = generate(failure.seed, failure.often)
+    program = shrink(program, lambda p: what_fails(p, failure.mode))
     failure.code = program.code()
     return failure

@@ -297,6 +297,6 @@ def scaled(world, model, batch, unscale, clipping, overflow):
             if clipping:
                 world.see("norm", CLIPPING[clipping](world, optimizer))
         world.scaler.step(optimizer)
-        world.unsettled.discard(i)
+        world.stepped(i)
     world.scaler.update()
     world.see("scale", world.scaler.get_scale())

@@ -21,8 +21,9 @@ def comparable(value):
 
 
 class World:
-    def __init__(self, setup, mode):
+    def __init__(self, setup, mode, at_once=False):
         self.mode = mode  # "stock", "forward" or "backward"
+        self.at_once = at_once  # step() leaves no update pending
         self.seen = []  # (label, value), in order: what is compared
         self.label = "setup"
         self.kinds = list(setup["models"])
@@ -145,8 +146,14 @@ class World:
     def step(self, i, closure=None):
         i %= len(self.optimizers)
         result = self.optimizers[i].step(closure) if closure else self.optimizers[i].step()
-        self.unsettled.discard(i)
+        self.stepped(i)
         return result
+
+    def stepped(self, i):
+        """Every step() comes here afterwards."""
+        self.unsettled.discard(i)
+        if self.at_once and self.fused:
+            self.launch()
 
     def train(self, loss, set_to_none=True):
         """One iteration of all optimizers; loss: a function, or None for the first model."""
@@ -157,6 +164,11 @@ class World:
         for i in range(len(self.optimizers)):
             self.step(i)
         self.see("loss", value)
+
+    def launch(self):
+        """What is pending; what other programs left behind is not looked at."""
+        for optimizer in self.optimizers if self.fused else ():
+            optfuse.flush(optimizer)
 
     def add_step_hook(self, i, hook):
         self.handles.append(self.optimizer(i).register_step_pre_hook(hook))

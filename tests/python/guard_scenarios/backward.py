@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Guards of backward fusion: what it can't answer raises, in time."""
+
+import tempfile
+
+import torch
+from common import adamw, batch, loss_of, net
+from torch import nn
+
+import optfuse
+from guard_scenarios.registry import Pair, guards, must_raise
+
+
+@guards("twice")
+def a_second_gradient_before_step_raises():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.ours.zero_grad()
+    must_raise(lambda: loss_of(pair.ours, 1).backward(), "a second backward before step()")
+
+
+@guards("spent", "discarded")
+def clipping_a_spent_gradient_raises():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    must_raise(lambda: nn.utils.clip_grad_norm_(pair.ours.parameters(), 0.1), "clip_grad_norm_")
+
+
+@guards("spent_twice")
+def a_gradient_that_is_gone_is_not_left_out():
+    pair = Pair(mode="backward")
+    pair.train(0)
+    must_raise(pair.fused.step, "a second step() on the same gradients")
+
+
+@guards("discarded")
+def a_gradient_thrown_away_after_it_was_applied_raises():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.ours.zero_grad()
+    must_raise(pair.fused.step, "step() after the gradients were thrown away")
+
+
+@guards("late")
+def a_learning_rate_changed_after_backward_is_not_ignored():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.fused.param_groups[0]["lr"] *= 0.5
+    must_raise(pair.fused.step, "step() with another learning rate than backward used")
+
+
+@guards("added_late")
+def gradients_added_after_the_update_are_not_kept_for_a_later_step():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    pair.ours.zero_grad()
+    with optfuse.accumulate(pair.fused):
+        must_raise(lambda: loss_of(pair.ours, 1).backward(), "adding before step()")
+
+
+@guards("nested")
+def a_backward_inside_another_is_not_counted_as_a_pass():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", accumulate=2)
+
+    def loss():
+        x, y = batch(0)
+        checked = torch.utils.checkpoint.checkpoint
+        return (checked(model, x.requires_grad_(), use_reentrant=True) - y).sum()
+
+    must_raise(lambda: loss().backward(), "counting a pass inside another")
+    optimizer.step()
+
+
+@guards("recheck")
+def an_evicted_gradient_hook_is_put_back_by_step():
+    pair = Pair(mode="backward")
+    pair.train(0)
+    for p in pair.ours.parameters():
+        p._post_accumulate_grad_hooks = {}
+    pair.train(1)
+    made = optfuse.summary(pair.fused).created
+    pair.fused.zero_grad()
+    loss_of(pair.ours, 2).backward()
+    more = optfuse.summary(pair.fused).created - made
+    assert more == 6, f"{more} of 6 updates ran inside backward"
+
+
+@guards("groups")
+def a_group_taken_away_does_not_lend_its_learning_rate():
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [a], "lr": 1.0}, {"params": [b], "lr": 0.5}]
+    optimizer = optfuse.fuse(torch.optim.SGD(groups), mode="backward")
+    del optimizer.param_groups[0]
+    must_raise((a + b).sum().backward, "backward after a change of param_groups")
+
+
+@guards("ddp")
+def a_data_parallel_model_is_refused():
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        pair = Pair(mode="backward")
+        model = nn.parallel.DistributedDataParallel(pair.ours)
+        must_raise(lambda: model(batch(0)[0]).sum().backward(), "backward of a DDP model")
+        pair.assert_same()  # it was refused before an update
+
+
+@guards("create_graph")
+def create_graph_is_refused():
+    pair = Pair(mode="backward")
+    must_raise(lambda: loss_of(pair.ours, 0).backward(create_graph=True), "create_graph")
+
+
+@guards("scaler")
+def a_scaled_loss_is_refused():
+    pair = Pair(mode="backward")
+    scaler = torch.amp.GradScaler("cpu")
+    must_raise(lambda: scaler.scale(loss_of(pair.ours, 0)).backward(), "a scaled loss")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Guards of optimizers without kernels, which update with their own step()."""
+
+import os
+import signal
+import threading
+import time
+
+import torch
+from common import net
+from own_classes import GlobalNorm, Tensors
+from torch import nn
+
+import optfuse
+from guard_scenarios.registry import Pair, guards, must_raise
+
+SECONDS = 10  # to wait for what takes half a second
+
+
+@guards("independent")
+def an_optimizer_that_looks_at_all_gradients_is_refused():
+    optfuse.register(GlobalNorm)
+    optimizer = GlobalNorm(net().parameters())
+    must_raise(lambda: optfuse.fuse(optimizer), "fusing a class whose step() has a global term")
+
+
+@guards("native")
+def what_is_not_usual_is_left_to_the_class():
+    """Two of its implementations round differently, and a tensor as learning rate
+    makes it compute its numbers in float32."""
+    for options in ({"foreach": True}, {"lr": torch.tensor(0.1)}):
+        pair = Pair(make=lambda p, options=options: torch.optim.Adafactor(p, **options))
+        for i in range(4):
+            pair.train(i)
+        pair.assert_pending()
+        pair.assert_same()
+
+
+class Slow(Tensors):
+    """Another thread gives the GIL away in the update, and wants it back."""
+
+    running = threading.Event()
+
+    def update(self, group, p, state):
+        if threading.current_thread() is not threading.main_thread():
+            self.running.set()
+            time.sleep(0.5)
+        super().update(group, p, state)
+
+
+def wait_for_an_update():
+    optfuse.register(Slow)
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(Slow([p]))
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    thread = threading.Thread(target=optfuse.flush, args=(optimizer,))
+    thread.start()
+    Slow.running.wait()
+    p[0]
+    thread.join()
+
+
+@guards("gil")
+def who_waits_for_an_update_in_python_lets_python_run():
+    """The process that hangs does so with the GIL held, and must be killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            wait_for_an_update()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    until = time.monotonic() + SECONDS
+    ended, status = 0, 0
+    while not ended and time.monotonic() < until:
+        time.sleep(0.05)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise AssertionError("both threads wait for each other")
+    if status != 0:
+        raise RuntimeError(f"the process ended with {status}")

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the tests of classes with their own step() share. Importing it registers
+the classes of OWN."""
+
+from common import everything, net, train
+from own_classes import Flaky, NewTensors, Numbers, Stateless, Tensors
+from torch import nn
+
+import optfuse
+
+MODES = ["forward", "backward"]
+OWN = [Tensors, Numbers, NewTensors, Stateless, Flaky]
+for cls in OWN:
+    optfuse.register(cls)
+
+
+def matrices():
+    layers = nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)
+    return nn.Sequential(*layers)
+
+
+def training(make, build=net, steps=20, set_to_none=True):
+    def script(wrap):
+        model = build()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(steps):
+            train(model, optimizer, i, set_to_none)
+            if i % 7 == 3:
+                yield from everything(model, optimizer)
+        yield from everything(model, optimizer)
+
+    return script
+
+
+def momentum(parameters):
+    return Tensors(parameters)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""optfuse.clip_grad_norm_ writes no gradient that nobody looks at, and keeps no memory."""
+
+import ctypes
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from clip_scripts import TIGHT, backward, long_net, model_to_clip, script_of, twin_of
+from common import adamw, assert_same_tensor, loss_of, same, snapshot
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import optfuse
+
+
+def raw(address, n):
+    return ctypes.string_at(address, 4 * n)
+
+
+def test_no_gradient_is_written():
+    """Neither by the clipping nor by the update; its first reader sees it clipped."""
+    model, optimizer = model_to_clip()
+    weight = model[0].weight
+    before = weight.grad.clone()
+    address, n = weight.grad.data_ptr(), weight.numel()
+    memory = raw(address, n)
+    norm = optfuse.clip_grad_norm_(optimizer, TIGHT)
+    assert raw(address, n) == memory, "clipping wrote the gradient"
+    optimizer.step()
+    assert optfuse.summary(optimizer).pending > 0
+    weight.sum()
+    assert raw(address, n) == memory, "the update wrote the gradient"
+    factor = torch.clamp(TIGHT / (norm + 1e-6), max=1.0)
+    assert_same_tensor("gradient", weight.grad, before * factor)
+    assert raw(address, n) != memory
+
+
+def test_without_folding_every_gradient_is_written():
+    model = long_net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), fold=False)
+    backward(model, 0)
+    grads = [p.grad for p in model.parameters()]
+    memory = [raw(g.data_ptr(), g.numel()) for g in grads]
+    addresses = [g.data_ptr() for g in grads]
+    optfuse.clip_grad_norm_(optimizer, TIGHT)
+    for address, before, g in zip(addresses, memory, grads, strict=True):
+        assert raw(address, g.numel()) != before, "clipping left the gradient to the update"
+    same(script_of(), fold=False)
+
+
+def test_a_clipped_gradient_is_freed_by_zero_grad():
+    model, optimizer = model_to_clip()
+    for _ in range(3):
+        optfuse.clip_grad_norm_(optimizer, TIGHT)
+        optimizer.step()
+        grads = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+        optfuse.clip_grad_norm_(optimizer, TIGHT / 2)
+        optimizer.step()
+        loss_of(model, 1)  # launches
+        optimizer.zero_grad()
+        left = sum(not g.expired() for g in grads)
+        assert left == 0, f"{left} of {len(grads)} gradients are still there"
+        loss_of(model, 1).backward()
+
+
+def test_one_scaling_a_gradient_and_no_more():
+    """What is left of gradients that are gone is swept; memory stays."""
+    model, optimizer = model_to_clip()
+    sizes = []
+    for i in range(300):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        optfuse.clip_grad_norm_(optimizer, TIGHT)
+        optimizer.step()
+        if i % 100 == 99:
+            gc.collect()
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    assert sizes[-1] - sizes[0] < 100, f"resident pages grow: {sizes}"
+
+
+@pytest.mark.parametrize("end", ("unfuse", "delete", "step and delete"))
+def test_gradients_stay_clipped_when_the_optimizer_goes(end):
+    model, optimizer = model_to_clip()
+    stock = twin_of(model)
+    nn.utils.clip_grad_norm_(stock.parameters(), TIGHT)
+    optfuse.clip_grad_norm_(optimizer, TIGHT)
+    if end == "unfuse":
+        optfuse.unfuse(optimizer)
+    elif end == "step and delete":
+        optimizer.step()
+    del optimizer
+    gc.collect()
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        assert_same_tensor("gradient", snapshot(p.grad), q.grad)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""State of optimizers and copies of them, for every class that fuses: a theme of
+PyTorch's own test/test_optim.py. A fused optimizer and its stock twin are led
+through the same and compared by bits."""
+
+import copy
+import io
+import pickle
+
+import torch
+from common import everything, same, train
+from optim_classes import build, matrices, model_for
+from optim_scripts import STEPS, both_modes, every_class, go_on, trained
+
+
+@every_class
+@both_modes
+def test_state_dict_goes_from_fused_to_stock_and_back(cls, mode):
+    def script(wrap):
+        model, optimizer = trained(cls, wrap)
+        second = copy.deepcopy(model)
+        stock = build(cls, second.parameters())
+        stock.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        yield from go_on(second, stock)
+        third = copy.deepcopy(second)
+        fused = wrap(build(cls, third.parameters()))
+        third.zero_grad()
+        fused.load_state_dict(copy.deepcopy(stock.state_dict()))
+        yield from go_on(third, fused, 20)
+        yield from go_on(model, optimizer)
+
+    same(script, mode)
+
+
+@every_class
+@both_modes
+def test_state_loaded_by_an_optimizer_with_parameters_in_another_order(cls, mode):
+    def script(wrap):
+        model, optimizer = trained(cls, wrap)
+        saved = copy.deepcopy(optimizer.state_dict())
+        n = len(saved["param_groups"][0]["params"])
+        saved["state"] = {n - 1 - i: state for i, state in saved["state"].items()}
+        twin = copy.deepcopy(model)
+        other = wrap(build(cls, reversed(list(twin.parameters()))))
+        other.load_state_dict(saved)
+        yield from go_on(twin, other)
+
+    same(script, mode)
+
+
+@every_class
+@both_modes
+def test_state_dict_by_torch_save_with_weights_only(cls, mode):
+    def script(wrap):
+        model, optimizer = trained(cls, wrap)
+        buffer = io.BytesIO()
+        torch.save(optimizer.state_dict(), buffer)
+        buffer.seek(0)
+        twin = copy.deepcopy(model)
+        other = wrap(build(cls, twin.parameters()))
+        other.load_state_dict(torch.load(buffer, weights_only=True))
+        yield from go_on(twin, other)
+
+    same(script, mode)
+
+
+@every_class
+@both_modes
+def test_state_dict_with_the_names_of_parameters(cls, mode):
+    def script(wrap):
+        model = model_for(cls)
+        optimizer = wrap(build(cls, model.named_parameters()))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+        yield from everything(model, optimizer)
+        yield "names", optimizer.param_groups[0]["param_names"]
+
+    same(script, mode)
+
+
+@every_class
+@both_modes
+def test_an_older_state_dict_without_the_newer_options(cls, mode):
+    newer = ("foreach", "fused", "maximize", "capturable", "differentiable")
+
+    def script(wrap):
+        model, optimizer = trained(cls, wrap)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for option in newer:
+            saved["param_groups"][0].pop(option, None)
+        optimizer.load_state_dict(saved)
+        for group in optimizer.param_groups:  # stock's default may be another implementation
+            group.update({k: v for k, v in build(cls, matrices()).defaults.items() if k in newer})
+        yield from go_on(model, optimizer)
+
+    same(script, mode)
+
+
+@every_class
+@both_modes
+def test_a_loaded_step_that_is_a_number(cls, mode):
+    def script(wrap):
+        model, optimizer = trained(cls, wrap)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            if "step" in state:
+                state["step"] = state["step"].item()
+        optimizer.load_state_dict(saved)
+        yield from go_on(model, optimizer)
+
+    same(script, mode)
+
+
+@every_class
+@both_modes
+def test_state_begins_when_stock_s_begins(cls, mode):
+    """For most classes at a parameter's first gradient; for some at once."""
+
+    def script(wrap):
+        model = model_for(cls)
+        optimizer = wrap(build(cls, model.parameters()))
+        yield "before", [optimizer.state.get(p, {}) for p in model.parameters()]
+        yield "length", len(optimizer.state)
+        optimizer.step()
+        yield "without gradients", [optimizer.state.get(p, {}) for p in model.parameters()]
+        train(model, optimizer, 0)
+        yield "after", [optimizer.state.get(p, {}) for p in model.parameters()]
+        yield "order", [list(optimizer.state.get(p, {})) for p in model.parameters()]
+        train(model, optimizer, 1)
+        wrap.pending()
+
+    same(script, mode)
+
+
+# Copies
+
+
+@every_class
+@both_modes
+def test_deepcopy(cls, mode):
+    def script(wrap):
+        model, optimizer = trained(cls, wrap)
+        twin, twins = copy.deepcopy((model, optimizer))
+        yield "public attributes", sorted(k for k in vars(twins) if not k.startswith("_"))
+        yield from go_on(model, optimizer)
+        yield from go_on(twin, twins, 50)
+
+    same(script, mode)
+
+
+@every_class
+@both_modes
+def test_pickle(cls, mode):
+    def script(wrap):
+        model, optimizer = trained(cls, wrap)
+        twin, twins = pickle.loads(pickle.dumps((model, optimizer)))
+        assert type(twins) is cls, f"it came back as {type(twins)}"
+        yield from go_on(model, optimizer)
+        yield from go_on(twin, wrap(twins), 50)
+
+    same(script, mode)
