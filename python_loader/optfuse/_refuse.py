@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,6 +85,28 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
         )
     for i, param in enumerate(group["params"]):
         check_param(param, label(group, index, i))
+    if rule.by_host and group.get("foreach"):
+        _check_apart(group, index)
+
+
+def _check_apart(group: dict[str, Any], index: int) -> None:
+    """foreach=True computes all updates of a group before it makes any of them, which
+    one parameter at a time is the same only if none reads what another writes."""
+    params = group["params"]
+    spans = sorted((*_span(param), i) for i, param in enumerate(params) if param.numel())
+    for (_, end, i), (begin, _, j) in pairwise(spans):
+        if begin < end:
+            raise Error(
+                f"optfuse: {label(group, index, i)} and {label(group, index, j)} overlap in "
+                "memory, and with foreach=True PyTorch would update them at the same time; build "
+                "the optimizer with foreach=False or keep it as it is"
+            )
+
+
+def _span(param: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one after the last."""
+    last = sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
+    return param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size()
 
 
 def check_param(param: Tensor, name: str) -> None:

@@ -158,6 +158,20 @@ def test_names_are_used_where_the_optimizer_has_them():
     refused(torch.optim.AdamW(named), "'layer.weight'", "(3, 4)")
 
 
+@both_modes
+def test_foreach_over_parameters_that_overlap(mode):
+    """All updates of a step would be computed before any is made."""
+    flat = torch.zeros(24)
+    first, second, apart = (nn.Parameter(part) for part in (flat[:16], flat[15:20], flat[20:]))
+
+    def adafactor(params, foreach):
+        return torch.optim.Adafactor(params, foreach=foreach)
+
+    refused(adafactor([apart, second, first], True), "2 of", "1 of", "overlap", mode=mode)
+    for params, foreach in (([first, apart], True), ([first, second], False)):
+        optfuse.unfuse(optfuse.fuse(adafactor(params, foreach), mode))
+
+
 def test_a_group_that_can_not_be_fused_is_not_added():
     model = net()
     optimizer = optfuse.fuse(adamw(model.parameters()))
