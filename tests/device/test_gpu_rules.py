@@ -4,7 +4,6 @@ shown that they have its bits. On the fake GPU torch.optim's own steps go throug
 foreach.cpp and Python's formulas, the kernels through kernels/cuda/chain.cu."""
 
 import copy
-import dataclasses
 
 import fakecuda
 import pytest
@@ -15,7 +14,7 @@ from legal import legal, net, train
 from torch.optim import ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop
 
 import optfuse
-from optfuse import _gpu_trial, _rules
+from optfuse import _gpu_trial
 from optfuse.optim import Lion
 
 MODES = ("forward", "backward")
@@ -335,9 +334,3 @@ def test_the_trial_leaves_nothing_behind(small_trials):
     optfuse.fuse(optimizer)
     fakecuda.synchronize()
     assert torch.ops.fakecuda.bytes_in_use(0) == before
-
-
-def test_rules_without_a_trial_are_as_they_were(monkeypatch):
-    rule = dataclasses.replace(_rules.RULES[torch.optim.SGD], on_gpu=False)
-    monkeypatch.setitem(_rules.RULES, torch.optim.SGD, rule)
-    assert isa(optfuse.fuse(torch.optim.SGD(parameters()))) == OWN

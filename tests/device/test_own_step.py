@@ -2,18 +2,14 @@
 """Optimizers without kernels, on a GPU that the CPU plays: their own step() on one
 parameter, on the stream to which the update belongs."""
 
-import dataclasses
-
 import fakecuda
 import pytest
 import torch
 from common import everything
-from fakecuda import NAME
 from legal import legal, net, train
 from own_classes import Tensors
 
 import optfuse
-from optfuse import _rules
 
 MODES = ("forward", "backward")
 optfuse.register(Tensors)
@@ -57,19 +53,3 @@ def test_another_stream_that_waited_for_step_sees_the_update(make):
         fakecuda.synchronize()
 
     legal(script)
-
-
-def test_rules_for_the_cpu_leave_gpus_to_the_class(monkeypatch):
-    rule = dataclasses.replace(_rules.RULES[torch.optim.SGD], on_gpu=False)
-    monkeypatch.setitem(_rules.RULES, torch.optim.SGD, rule)
-    cpu = torch.nn.Parameter(torch.ones(3, device="cpu"))
-    gpu = torch.nn.Parameter(torch.ones(3, device=NAME))
-    seen = {
-        p.device.type: optfuse.summary(optfuse.fuse(torch.optim.SGD([p]))).isa["float32"]
-        for p in (cpu, gpu)
-    }
-    assert seen[NAME] == "own step()" and seen["cpu"] not in ("own step()", "none")
-    optimizer = optfuse.fuse(torch.optim.SGD([cpu]))
-    with pytest.raises(optfuse.Error, match="fuse it again"):
-        optimizer.add_param_group({"params": [gpu]})
-    assert len(optimizer.param_groups) == 1
