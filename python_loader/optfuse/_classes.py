@@ -83,7 +83,7 @@ class _Fused:
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             if link.rule.by_host:
                 check_promise(optimizer, link.stock)
-            link.rebuild(optimizer)
+            link.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
             raise
