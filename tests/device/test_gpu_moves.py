@@ -2,6 +2,8 @@
 """Parameters that come to a GPU, or there to another dtype or device, after fuse(). A
 trial was passed for one dtype on one device; what has not been tried must not run."""
 
+import copy
+
 import pytest
 import torch
 from common import assert_same
@@ -189,3 +191,28 @@ def test_what_has_no_kernels_goes_back_to_the_class(cls, name, python_updates):
         results.append([*model.parameters(), dict(optimizer.state[model.weight])])
         assert len(python_updates) == (4 if fuse is optfuse.fuse else 0)
     assert_same("parameters and state", *results)
+
+
+# Copies, which are tried as they are now
+
+
+@pytest.mark.parametrize("cls, options", [
+    (Adafactor, {"weight_decay": 0.3}), (Muon, {"momentum": 0.5}), (RMSprop, {"alpha": 0.3}),
+])  # fmt: skip
+def test_a_copy_with_other_options_than_at_first_is_updated_in_the_same_way(cls, options):
+    model = model_on(NAME)
+    optimizer = optfuse.fuse(cls(model.parameters()))
+    optimizer.param_groups[0].update(options)
+    twin = copy.deepcopy(optimizer)
+    assert isa(twin) == isa(optimizer) != OWN
+    assert not optfuse.summary(twin).own_step_because
+
+
+def test_a_copy_of_a_cast_model_is_of_the_kind_that_it_is_now():
+    model = model_on(NAME)
+    optimizer = optfuse.fuse(RMSprop(model.parameters()))
+    moved(model, torch.float64)
+    twin_of, twin = copy.deepcopy((model, optimizer))
+    train(twin_of, twin, 2)
+    tried = {kind[1] for kind in _gpu_trial.known}
+    assert tried == {torch.float32, torch.float64} and isa(twin) == {"float64": "cuda"}
