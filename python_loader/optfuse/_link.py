@@ -118,7 +118,7 @@ class Link:
             if self.rule.by_host:
                 replaces = check_promise(optimizer, self.stock)
                 self.own = _own.Own(self.plan, self.stock, replaces, self.rule.entries)
-            self.rebuild(optimizer)
+            self.rebuild(optimizer, chain.from_iterable(map(_params_of, optimizer.param_groups)))
         except BaseException:
             self._free()
             raise
