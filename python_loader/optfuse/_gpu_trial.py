@@ -36,6 +36,7 @@ SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 
 _LEFT_OUT = ("params", "param_names", "lr", "initial_lr")
 # With one of these the class computes its scalars in other ways, or on the device.
 _OTHER_WAYS = ("capturable", "fused", "differentiable", "a tensor as lr")
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 known: dict[Kind, str] = {}  # why a kind of parameters has no kernels; "": it has
 
@@ -77,7 +78,15 @@ def reasons(
         found.append("its step counters are on the GPU")
     if not all(is_gpu(p.device) for p in params):
         found.append("some parameters are on the CPU")
+    if any(map(_has_subclasses, groups)):
+        found.append("some parameters are of a subclass")
     return found or verdicts(stock, groups)
+
+
+def _has_subclasses(group: Group) -> bool:
+    """Of which one alone makes PyTorch take its for-loop, where it may choose."""
+    chooses = "foreach" in group and group["foreach"] is None
+    return chooses and any(type(p) not in _PLAIN_TYPES for p in group["params"])
 
 
 def other_counters(
