@@ -316,7 +316,7 @@ class Link:
         state = optimizer.__dict__["state"]
         if self.own is not None:
             self._flush(drain=False)  # what is pending keeps its own options
-            self.own.begin(optimizer)
+            self.own.begin(optimizer, self.mode == BACKWARD)
         self._sync_hyper(optimizer.param_groups)
         if not self._state_unchanged(state) or (self.own is not None and self.own.changed):
             self._sync_state(state)

@@ -6,6 +6,7 @@ import fakecuda
 import pytest
 import torch
 from common import everything
+from fakecuda import NAME
 from legal import legal, net, train
 from own_classes import Tensors
 
@@ -53,3 +54,56 @@ def test_another_stream_that_waited_for_step_sees_the_update(make):
         fakecuda.synchronize()
 
     legal(script)
+
+
+# One parameter makes PyTorch take its for-loop for all of a group
+
+
+class Subclass(torch.nn.Parameter):
+    pass
+
+
+class Other(torch.optim.NAdam):
+    """With a step() that nobody knows."""
+
+
+optfuse.register(Other)
+
+
+def plain(device=NAME):
+    torch.manual_seed(1)
+    return torch.randn(300).to(device).requires_grad_()
+
+
+STOPPERS = {"on the CPU": lambda: plain("cpu"), "a subclass": lambda: Subclass(plain().detach())}
+CHOOSERS = (torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, Other)
+
+
+def with_it(cls, stopper, mode="forward", idle=False):
+    def script(wrap):
+        params = [plain(), STOPPERS[stopper]()]
+        optimizer = wrap(cls(params, lr=1e-2), mode=mode)
+        for i in range(8):
+            torch.manual_seed(i)
+            factors = [torch.randn(300).to(p.device) for p in params]
+            optimizer.zero_grad()
+            used = list(zip(params, factors, strict=True))[: 1 if idle else 2]
+            sum((p * factor).sum().cpu() for p, factor in used).backward()
+            optimizer.step()
+        if wrap.fused:
+            assert set(optfuse.summary(optimizer).isa.values()) == {"own step()"}
+        yield "parameters", [p.detach() for p in params]
+
+    return script
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stopper", STOPPERS)
+@pytest.mark.parametrize("cls", CHOOSERS, ids=lambda cls: cls.__name__)
+def test_the_way_is_that_of_the_whole_group(cls, stopper, mode):
+    legal(with_it(cls, stopper, mode), prove=False)
+
+
+@pytest.mark.parametrize("stopper", STOPPERS)
+def test_what_has_no_gradient_is_not_asked(stopper):
+    legal(with_it(torch.optim.NAdam, stopper, idle=True), prove=False)
