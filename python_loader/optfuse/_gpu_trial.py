@@ -35,7 +35,8 @@ SIZES = (1, 7, 64, 1003, 9001)  # with tails, and more than a block's part
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 3e38, 1.0, -65504.0)
 _LEFT_OUT = ("params", "param_names", "lr", "initial_lr")
 # With one of these the class computes its scalars in other ways, or on the device.
-_OTHER_WAYS = ("capturable", "fused", "differentiable", "a tensor as lr")
+# (ASGD checks no alpha; PyTorch's power function has ways of its own for negative ones.)
+_OTHER_WAYS = ("capturable", "fused", "differentiable", "a tensor as lr", "a negative alpha")
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 known: dict[Kind, str] = {}  # why a kind of parameters has no kernels; "": it has
@@ -53,8 +54,9 @@ def kinds(stock: type[Optimizer], groups: list[Group]) -> Iterator[tuple[Kind, G
 
 def flags_of(group: Group) -> tuple[Any, ...]:
     """What selects one of the class's implementations."""
-    tensor = isinstance(group.get("lr"), Tensor)
-    return *map(group.get, _OTHER_WAYS[:-1]), tensor, group.get("foreach")
+    tensor, alpha = isinstance(group.get("lr"), Tensor), group.get("alpha", 0)
+    negative = isinstance(alpha, int | float) and alpha < 0
+    return *map(group.get, _OTHER_WAYS[:-2]), tensor, negative, group.get("foreach")
 
 
 def _other_ways(group: Group) -> list[str]:

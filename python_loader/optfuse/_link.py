@@ -56,8 +56,9 @@ _LATE = (
 )
 _FLAGS = (
     "optfuse: foreach, capturable or fused of a parameter group is another than when the optimizer "
-    "was fused, or its lr has become a tensor: its step() would now go another way, whose bits the "
-    "kernels that update on the GPU do not have. Call optfuse.unfuse() and fuse it again"
+    "was fused, or its lr has become a tensor or its alpha negative: its step() would now go "
+    "another way, whose bits the kernels that update on the GPU do not have. Call "
+    "optfuse.unfuse() and fuse it again"
 )
 
 

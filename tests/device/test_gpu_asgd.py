@@ -134,6 +134,30 @@ def test_powers_are_those_of_the_operator(alpha):
     legal(script)
 
 
+@pytest.mark.parametrize("alpha", [-0.5, -1, -2, -0.75])
+def test_negative_powers_are_left_to_the_operator(alpha):
+    def script(wrap):
+        params = parameters((3,))
+        optimizer = wrap(ASGD(params, lr=0.3, lambd=0.7, alpha=alpha))
+        for i in range(50):
+            steps(optimizer, params, 1, seed=i)
+            yield "eta", optimizer.state[params[0]]["eta"]
+
+    legal(script, prove=False)
+
+
+def test_a_power_that_becomes_negative_is_refused():
+    params = parameters()
+    optimizer = optfuse.fuse(ASGD(params))
+    steps(optimizer, params, 1)
+    optimizer.param_groups[0]["alpha"] = -1
+    with pytest.raises(optfuse.Error, match="or its alpha negative: .* fuse it again"):
+        steps(optimizer, params, 1)
+    optimizer.param_groups[0]["alpha"] = 1
+    steps(optimizer, params, 1)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
 def test_a_scheduler_is_obeyed():
     def script(wrap):
         params = parameters()
@@ -281,6 +305,7 @@ UNUSUAL = {
     "not all float32": double_by_default,
     "capturable": lambda _: ASGD(parameters(), capturable=True),
     "other bits": lambda _: ASGD(parameters(), foreach=False),
+    "of a negative alpha": lambda _: ASGD(parameters(), alpha=-1),
 }
 
 
