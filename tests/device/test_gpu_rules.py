@@ -227,6 +227,14 @@ def test_foreach_that_was_asked_for_is_for_subclasses_too(small_trials):
     assert isa(optfuse.fuse(Lion(of_a_subclass()))) == KERNELS
 
 
+def test_a_trial_that_ends_in_nothing_but_nan_proves_nothing(monkeypatch, small_trials):
+    monkeypatch.setattr(_gpu_trial, "SPECIAL", ())
+    monkeypatch.setattr(_gpu_trial, "_numbers", lambda like, *_: torch.full_like(like, torch.nan))
+    optimizer = optfuse.fuse(RMSprop(parameters(sizes=(7,))))
+    assert isa(optimizer) == OWN
+    assert "could not be compared with it: all numbers" in str(optfuse.summary(optimizer))
+
+
 def test_each_kind_is_tried_once(monkeypatch, small_trials):
     optfuse.fuse(RMSprop(parameters(), lr=1.0))
     monkeypatch.setattr(_gpu_trial, "_compare", lambda *_: pytest.fail("tried again"))
