@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // refuse.cpp: what can't be updated, and what to do then.
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/DefaultDtype.h>
 
 #include "compat.h"
 #include "device.h"
@@ -145,6 +146,12 @@ namespace {
 // ASGD's. (It asks for the step, too, which elsewhere may be on either.)
 of_found check_counters_on_gpu(const Slot *slot, const c10::TensorImpl *p) {
     const of_rule *rule = slot->plan->rule;
+    const auto made = c10::get_default_dtype_as_scalartype(); // torch.optim's mu, on its way
+    if (made != at::kFloat && made != at::kDouble)
+        return refuse(slot, "the update of ", "would round its numbers to the default dtype, ",
+                      std::string(c10::toString(made)) +
+                          ": unfuse the optimizer, or call torch.set_default_dtype(torch.float32) "
+                          "before step()");
     for (size_t i = 0; i <= rule->n_counters; i++) {
         const at::Tensor &counter = i < rule->n_counters ? slot->counters[i] : slot->step;
         const char *name = i < rule->n_counters ? rule->counters[i] : "step";

@@ -158,6 +158,38 @@ def test_a_power_that_becomes_negative_is_refused():
     assert optimizer.state[params[0]]["step"] == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_default_dtype_of_16_bits_is_refused(dtype, monkeypatch):
+    """PyTorch's mu is rounded to it."""
+    params = parameters()
+    optimizer = optfuse.fuse(ASGD(params))
+    steps(optimizer, params, 1)
+    torch.set_default_dtype(dtype)
+    try:
+        with pytest.raises(optfuse.Error, match=r"default dtype, \w+: unfuse .* before step\(\)"):
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_a_default_dtype_of_64_bits_makes_no_difference():
+    def script(wrap):
+        params = parameters()
+        optimizer = wrap(ASGD(params, **QUICK))
+        steps(optimizer, params, 1)
+        torch.set_default_dtype(torch.float64)
+        try:
+            for i in range(20):
+                steps(optimizer, params, 1, seed=i)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        yield from everything(optimizer, params)
+
+    legal(script)
+
+
 def test_a_scheduler_is_obeyed():
     def script(wrap):
         params = parameters()
@@ -257,6 +289,7 @@ def from_cpu(state):
 CHECKPOINTS = {
     "from a CPU, whose powers are others": (torch.float32, from_cpu),
     "of 16 bits, which eta and mu get, too": (torch.bfloat16, lambda state: state),
+    "of 64 bits": (torch.float64, lambda state: state),
 }
 
 
