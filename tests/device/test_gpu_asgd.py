@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import Fused, Stock
 from fakecuda import NAME
-from legal import legal, net, races_without, train
+from legal import backward, legal, net, races_without, train
 from torch.optim import ASGD
 from torch.profiler import ProfilerActivity, profile
 
@@ -314,6 +314,24 @@ def test_a_checkpoint_with_other_counters_sends_it_back_to_the_class(name, mode)
         yield from everything(optimizer, params)
 
     legal(script, mode, prove=False)
+
+
+def test_between_backward_and_step_such_a_checkpoint_is_refused():
+    model = net()
+    optimizer = optfuse.fuse(ASGD(model.parameters(), **QUICK), mode="backward")
+    train(model, optimizer, 0)
+    usual = copy.deepcopy(optimizer.state_dict())
+    saved = from_cpu(copy.deepcopy(usual))
+    backward(model, optimizer, 1)
+    state, groups = optimizer.state, optimizer.param_groups
+    with pytest.raises(optfuse.Error, match="between backward\\(\\) and step.* Nothing was loaded"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state is state and optimizer.param_groups is groups
+    optimizer.step()
+    assert isa(optimizer) == KERNELS
+    optimizer.load_state_dict(saved)
+    assert isa(optimizer) == OWN
+    train(model, optimizer, 2)
 
 
 def test_a_counter_that_was_put_elsewhere_is_refused():
