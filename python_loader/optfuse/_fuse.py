@@ -212,7 +212,7 @@ class Summary:
     reference: str  # the implementation of PyTorch whose bits are reproduced
     reference_differs: tuple[int, ...]  # groups whose flags select another one
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
-    own_step_because: tuple[str, ...]  # why kernels are not used on a GPU, where there are some
+    own_step_because: tuple[str, ...]  # why, on a GPU, where something else might update
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     created: int
