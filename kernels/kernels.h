@@ -111,8 +111,9 @@ typedef struct of_rule {
     /* Fills `scalars` (scalars_size bytes, aligned for double) for one update.
      * count->counters: as they are before it; on return, as they are after it. */
     void (*prepare)(const double *hyper, of_count *count, void *scalars);
-    /* The same for its kernels on GPUs, at most as much as OF_MAX_HYPER doubles.
-     * NULL: they take the options themselves, or there are none. */
+    /* The same for its kernels on GPUs, at most as much as OF_MAX_HYPER doubles; counters
+     * that are there (counts_on_gpu) it leaves to them. NULL: they take the options
+     * themselves, or there are none. */
     void (*prepare_gpu)(const double *hyper, of_count *count, void *scalars);
     bool counts; /* torch.optim's state has a "step" */
     /* Keys of the state's other 0-dim tensors, which an update changes; n_counters. */

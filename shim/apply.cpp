@@ -151,6 +151,8 @@ bool run_native(const of_inputs *in, const double *hyper, const Hold *hold) {
     const Slot *slot = hold->slot;
     if (slot->plan->native == nullptr || hold->as_is || !slot->can_wait || in->stream.capture != 0)
         return false;
+    if (!is_tried(slot, slot->param, in->dtype))
+        return false;
     const c10::AutoGradMode no_grad(false);
     const c10::impl::ExcludeDispatchKeyGuard no_autograd(
         c10::autograd_dispatch_keyset_with_ADInplaceOrView);

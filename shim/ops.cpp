@@ -17,10 +17,12 @@ Slot &slot_at(Plan &plan, int64_t index) {
     return *plan.slots[static_cast<size_t>(index)];
 }
 
-void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, std::string label) {
+void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, int64_t tried,
+              std::string label) {
     auto *slot = new Slot(param);
     slot->plan = &plan;
     slot->group = static_cast<size_t>(group);
+    slot->tried = tried;
     slot->label = std::move(label);
     // The core owns the slot from here on, also when this fails.
     if (of_plan_add_slot(plan.core, slot, static_cast<size_t>(group), eager, &slot->index) != OF_OK)
@@ -29,14 +31,15 @@ void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, st
 }
 
 // For a plan without slots whose groups are set. One entry a parameter in each
-// list; updated: in backward mode, since the last step(); label: how errors name
-// the parameter.
+// list; updated: in backward mode, since the last step(); tried: see Slot; label: how
+// errors name the parameter.
 void set_slots(int64_t address, const std::vector<at::Tensor> &params,
                const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
-               const std::vector<int64_t> &updated, const std::vector<std::string> &labels) {
+               const std::vector<int64_t> &updated, const std::vector<int64_t> &tried,
+               const std::vector<std::string> &labels) {
     Plan &plan = plan_at(address);
     for (size_t i = 0; i < params.size(); i++) {
-        add_slot(plan, params[i], groups[i], eager[i] != 0, labels[i]);
+        add_slot(plan, params[i], groups[i], eager[i] != 0, tried[i], labels[i]);
         if (updated[i] != 0)
             of_plan_set_updated(plan.core, i);
     }
@@ -162,7 +165,7 @@ void raise_error(const std::string &message) { throw Error(message); }
 } // namespace optfuse
 
 TORCH_LIBRARY(optfuse, m) {
-    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, str[] labels) -> ()",
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, int[] tried, str[] labels) -> ()",
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::set_state);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // refuse.cpp: what can't be updated, and what to do then.
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/DefaultDtype.h>
 
 #include "compat.h"
 #include "device.h"
@@ -79,6 +80,35 @@ of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype
     return OF_FOUND_INPUTS;
 }
 
+constexpr int64_t DEVICES = 256; // of a dtype: the CPU, and GPUs from 1 on
+
+int64_t place_of(const c10::TensorImpl *p, of_dtype dtype) {
+    return int64_t{dtype} * DEVICES + (is_gpu(p->device()) ? p->device().index() + 1 : 0);
+}
+
+// On the CPU nothing has to be.
+bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+    const bool was_on_gpu = slot->tried >= 0 && slot->tried % DEVICES != 0;
+    return slot->tried == ANYWHERE || slot->tried == place_of(p, dtype) ||
+           (!was_on_gpu && !is_gpu(p->device()));
+}
+
+of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+    if (is_tried(slot, p, dtype))
+        return OF_FOUND_INPUTS;
+    std::string before = "not among its parameters";
+    if (slot->tried >= 0) {
+        const auto index = static_cast<c10::DeviceIndex>(slot->tried % DEVICES - 1);
+        before = of_dtype_name(static_cast<of_dtype>(slot->tried / DEVICES));
+        before += " on " + (index < 0 ? "cpu" : c10::Device(gpu_type(), index).str());
+    }
+    return refuse(slot, "", "is ",
+                  std::string(of_dtype_name(dtype)) + " on " + p->device().str() + ", but was " +
+                      before +
+                      " when the optimizer was fused, and the kernels have been tried for that "
+                      "only: call optfuse.unfuse() and fuse() again");
+}
+
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
     const char *which = "the gradient of ";
     if (g->layout() != c10::kStrided)
@@ -116,6 +146,12 @@ namespace {
 // ASGD's. (It asks for the step, too, which elsewhere may be on either.)
 of_found check_counters_on_gpu(const Slot *slot, const c10::TensorImpl *p) {
     const of_rule *rule = slot->plan->rule;
+    const auto made = c10::get_default_dtype_as_scalartype(); // torch.optim's mu, on its way
+    if (made != at::kFloat && made != at::kDouble)
+        return refuse(slot, "the update of ", "would round its numbers to the default dtype, ",
+                      std::string(c10::toString(made)) +
+                          ": unfuse the optimizer, or call torch.set_default_dtype(torch.float32) "
+                          "before step()");
     for (size_t i = 0; i <= rule->n_counters; i++) {
         const at::Tensor &counter = i < rule->n_counters ? slot->counters[i] : slot->step;
         const char *name = i < rule->n_counters ? rule->counters[i] : "step";

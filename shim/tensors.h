@@ -25,6 +25,11 @@ namespace optfuse {
 
 struct Plan;
 
+// Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
+// place will do.
+constexpr int64_t ANYWHERE = -1;
+int64_t place_of(const c10::TensorImpl *p, of_dtype dtype);
+
 struct Slot {
     Plan *plan = nullptr;
     size_t index = 0;
@@ -45,6 +50,9 @@ struct Slot {
     // parameter and the gradient, so that it can wait.
     std::vector<at::Tensor> own;
     bool can_wait = false;
+    // The place for which what updates on a GPU has been tried. Module.to() brings the
+    // parameter to another one without anybody being told.
+    int64_t tried = ANYWHERE;
     bool first = false; // rules without a counter: the next update is the first
     // Backward mode: this update runs inside backward, and .grad becomes `spent`.
     // What step() updates keeps its gradient, as in stock.
@@ -168,6 +176,8 @@ bool dtype_of(const c10::TensorImpl *impl, of_dtype *out);
 // OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
 of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
+bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
+of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g);
 of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s);
 of_found check_step(const Slot *slot, const c10::TensorImpl *p);

@@ -5,15 +5,6 @@
 #include "images.h"
 #include "launch.h"
 
-static of_cuda_status launch_steps(const of_driver *driver, CUkernel kernel, of_cuda_steps *steps,
-                                   void *stream) {
-    void *parameters[] = {steps};
-    const unsigned blocks = (unsigned)((steps->n + OF_CUDA_THREADS - 1) / OF_CUDA_THREADS);
-    const CUresult result = driver->launch((CUfunction)kernel, blocks, 1, 1, OF_CUDA_THREADS, 1, 1,
-                                           0, (CUstream)stream, parameters, NULL);
-    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, "launch");
-}
-
 of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps, const float *found_inf_at,
                                int device, void *stream) {
     of_cuda_status status;
@@ -31,7 +22,7 @@ of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps, const float 
         table.found_inf_at = found_inf_at;
         table.n = left < OF_CUDA_STEPS ? left : OF_CUDA_STEPS;
         memcpy(table.step, steps + at, table.n * sizeof *steps);
-        status = launch_steps(driver, kernel, &table, stream);
+        status = of_cuda_launch_single(driver, kernel, &table, table.n, stream);
     }
     return status;
 }

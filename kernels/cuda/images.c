@@ -106,3 +106,12 @@ of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which
     pthread_mutex_unlock(&lock);
     return status;
 }
+
+of_cuda_status of_cuda_launch_single(const of_driver *driver, CUkernel kernel, void *table,
+                                     size_t n, void *stream) {
+    void *parameters[] = {table};
+    const unsigned blocks = (unsigned)((n + OF_CUDA_THREADS - 1) / OF_CUDA_THREADS);
+    const CUresult result = driver->launch((CUfunction)kernel, blocks, 1, 1, OF_CUDA_THREADS, 1, 1,
+                                           0, (CUstream)stream, parameters, NULL);
+    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, "launch");
+}

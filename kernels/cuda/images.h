@@ -19,5 +19,8 @@ const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, o
 /* Kernels beside the updates: of advance.cu, of renew.cu. */
 typedef enum of_cuda_single { OF_CUDA_ADVANCE, OF_CUDA_RENEW, OF_CUDA_SINGLES } of_cuda_single;
 of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which, CUkernel *kernel);
+/* With a thread for each of the n things in its table. */
+of_cuda_status of_cuda_launch_single(const of_driver *driver, CUkernel kernel, void *table,
+                                     size_t n, void *stream);
 
 #endif

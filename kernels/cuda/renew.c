@@ -6,15 +6,6 @@
 #include "launch.h"
 #include "rules/asgd_foreach.h"
 
-static of_cuda_status launch_numbers(const of_driver *driver, CUkernel kernel,
-                                     of_cuda_numbers *table, void *stream) {
-    void *parameters[] = {table};
-    const unsigned blocks = (unsigned)((table->n + OF_CUDA_THREADS - 1) / OF_CUDA_THREADS);
-    const CUresult result = driver->launch((CUfunction)kernel, blocks, 1, 1, OF_CUDA_THREADS, 1, 1,
-                                           0, (CUstream)stream, parameters, NULL);
-    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, "launch");
-}
-
 of_cuda_status of_cuda_renew(const of_driver *driver, const of_cuda_update *update,
                              const of_cuda_entry *entries, size_t n_entries) {
     asgd_foreach_scalars s;
@@ -29,7 +20,7 @@ of_cuda_status of_cuda_renew(const of_driver *driver, const of_cuda_update *upda
         table.at[table.n++].mu = e->numbers_at[ASGD_MU];
         if (table.n < OF_CUDA_NUMBERS && i + 1 < n_entries)
             continue;
-        status = launch_numbers(driver, kernel, &table, update->stream);
+        status = of_cuda_launch_single(driver, kernel, &table, table.n, update->stream);
         table.n = 0;
     }
     return status;

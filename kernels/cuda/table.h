@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* table.h: what a kernel gets in its arguments; filled by launch.c, read by
- * update.cu. */
+/* table.h: what a kernel gets in its arguments; filled by launch.c, advance.c and
+ * renew.c, read by the .cu files. */
 #ifndef OPTFUSE_CUDA_TABLE_H
 #define OPTFUSE_CUDA_TABLE_H
 

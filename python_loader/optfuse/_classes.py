@@ -83,16 +83,17 @@ class _Fused:
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             if link.rule.by_host:
                 check_promise(optimizer, link.stock)
-            link.rebuild(optimizer)
+            link.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = {name: self.__dict__[name] for name in ("state", "param_groups")}
         super().load_state_dict(state_dict)  # type: ignore[misc]
         link = link_of(self)  # type: ignore[arg-type]
         if link.rule.as_made and link.rule.counts_on_gpu:
-            _look_at_counters(self, link)  # type: ignore[arg-type]
+            _look_at_counters(self, link, before)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         stock = link_of(self).stock  # type: ignore[arg-type]
@@ -125,15 +126,23 @@ def _try_group(rule: Rule, stock: type[Optimizer], group: dict[str, Any]) -> Non
         )
 
 
-def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
-    """A checkpoint may bring them to the CPU, or in 16 bits. PyTorch then computes
-    otherwise, and the class's own step() does that."""
+def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) -> None:
+    """A checkpoint may bring them to the CPU, or in another dtype. PyTorch then computes
+    otherwise, and the class's own step() does that. before: loading it."""
     from optfuse._fuse import fuse_again
 
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = optimizer.__dict__["state"]
-    if _gpu_trial.other_counters(params, state, link.rule.numbers_on_gpu()):
-        fuse_again(optimizer)
+    if not _gpu_trial.other_counters(params, state, link.rule.numbers_on_gpu()):
+        return
+    if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
+        optimizer.__dict__.update(before)
+        raise Error(
+            "optfuse: load_state_dict() between backward() and step(): backward fusion has "
+            "already updated, and what was to be loaded needs the class's own step() from here "
+            "on. Nothing was loaded; load it before backward() or after step()"
+        )
+    fuse_again(optimizer)
 
 
 class _FusedOwn(_Fused):

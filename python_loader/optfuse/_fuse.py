@@ -167,9 +167,10 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
 
 
 def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
-    """Fuses a copy of an optimizer in the way the original was."""
-    rule = None if link.rule.by_host else link.rule
-    return _fuse(optimizer, replace(link.how, eager=tuple(eager)), rule)
+    """Fuses a copy of an optimizer in the way the original was. Its options, and what
+    its parameters are, may have become others since."""
+    try_on_gpu(type(optimizer), optimizer.param_groups)
+    return _fuse(optimizer, replace(link.how, eager=tuple(eager)))
 
 
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
@@ -211,7 +212,7 @@ class Summary:
     reference: str  # the implementation of PyTorch whose bits are reproduced
     reference_differs: tuple[int, ...]  # groups whose flags select another one
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
-    own_step_because: tuple[str, ...]  # why kernels are not used on a GPU, where there are some
+    own_step_because: tuple[str, ...]  # why, on a GPU, where something else might update
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     created: int

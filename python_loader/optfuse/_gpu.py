@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optfuse._native import guard, lib
+from optfuse._native import DTYPES, guard, lib
 
 # A build for tests can be told to take another kind of device for a GPU.
 _STAND_IN = hasattr(lib, "of_guard_enabled") and os.environ.get("OPTFUSE_TEST_DEVICE")
@@ -23,6 +23,29 @@ def is_gpu(device: torch.device) -> bool:
     if device.type == GPU:
         return True
     return bool(_STAND_IN) and device.type == torch._C._get_privateuse1_backend_name()
+
+
+#: Instead of a place, where none makes a difference; where none has been tried. Slot::tried.
+ANYWHERE, NOWHERE = -1, -2
+_DTYPES = {getattr(torch, name): i for i, name in enumerate(DTYPES)}
+
+
+def _place_of(param: Tensor) -> int:
+    """Dtype and device, as the library's place_of()."""
+    dtype = _DTYPES.get(param.dtype)
+    if dtype is None:
+        return NOWHERE
+    return dtype * 256 + (param.device.index + 1 if is_gpu(param.device) else 0)
+
+
+def places_of(params: list[Tensor], known: dict[int, int], tried: set[int]) -> list[int]:
+    """The dtypes and devices for which what updates on a GPU may have passed a trial: of
+    known parameters those of then, for Module.to() exchanges what is in a parameter.
+    known, tried: by their ids."""
+    passed = set(known.values())
+    now = {id(p): _place_of(p) for p in params}
+    new = {i: at if i in tried or at in passed else NOWHERE for i, at in now.items()}
+    return [known.get(i, new[i]) for i in map(id, params)]
 
 
 def is_on_gpu(value: Any) -> bool:

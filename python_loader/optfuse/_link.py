@@ -12,7 +12,7 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
@@ -56,8 +56,9 @@ _LATE = (
 )
 _FLAGS = (
     "optfuse: foreach, capturable or fused of a parameter group is another than when the optimizer "
-    "was fused, or its lr has become a tensor: its step() would now go another way, whose bits the "
-    "kernels that update on the GPU do not have. Call optfuse.unfuse() and fuse it again"
+    "was fused, or its lr has become a tensor or its alpha negative: its step() would now go "
+    "another way, whose bits the kernels that update on the GPU do not have. Call "
+    "optfuse.unfuse() and fuse it again"
 )
 
 
@@ -110,6 +111,7 @@ class Link:
         self._rates: list[tuple[int, int]] = []  # learning rates on a GPU
         self._params: list[Tensor] = []
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
+        self._places: dict[int, int] = {}  # id of a parameter -> where its update was tried
         self._flags: list[tuple[Any, ...]] = []  # of each group
         links[self.plan] = self
         self.own: _own.Own | None = None
@@ -117,7 +119,7 @@ class Link:
             if self.rule.by_host:
                 replaces = check_promise(optimizer, self.stock)
                 self.own = _own.Own(self.plan, self.stock, replaces, self.rule.entries)
-            self.rebuild(optimizer)
+            self.rebuild(optimizer, chain.from_iterable(map(_params_of, optimizer.param_groups)))
         except BaseException:
             self._free()
             raise
@@ -133,9 +135,10 @@ class Link:
 
     # ---- parameters and groups
 
-    def rebuild(self, optimizer: Optimizer) -> None:
+    def rebuild(self, optimizer: Optimizer, tried: Iterable[Tensor] = ()) -> None:
         """Tells the library about all parameters and groups from the start. If
-        it fails the next sync() does it again."""
+        it fails the next sync() does it again. tried: those that are new, and that
+        fuse() or add_param_group() has looked at."""
         self._refuse_in_backward("a change of param_groups")
         groups = optimizer.param_groups
         params = list(chain.from_iterable(map(_params_of, groups)))
@@ -144,6 +147,9 @@ class Link:
         updated = {
             id(p) for i, p in enumerate(self._params) if lib.of_shim_is_updated(self.plan, i)
         }
+        places = [_gpu.ANYWHERE] * len(params)
+        if self.rule.tried:
+            places = _gpu.places_of(params, self._places, set(map(id, tried)))
         self._counted: list[int] | None = None
         lib.of_shim_clear(self.plan)
         if self.mode == BACKWARD:
@@ -159,9 +165,11 @@ class Link:
             self._group_of,
             [int(id(p) in eager) for p in params],
             [int(id(p) in updated) for p in params],
+            places,
             labels,
         )
         self._params = params
+        self._places = dict(zip(map(id, params), places, strict=True))
         self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
         self._counted = [len(g["params"]) for g in groups]
@@ -309,7 +317,7 @@ class Link:
         state = optimizer.__dict__["state"]
         if self.own is not None:
             self._flush(drain=False)  # what is pending keeps its own options
-            self.own.begin(optimizer)
+            self.own.begin(optimizer, self.mode == BACKWARD)
         self._sync_hyper(optimizer.param_groups)
         if not self._state_unchanged(state) or (self.own is not None and self.own.changed):
             self._sync_state(state)

@@ -9,6 +9,7 @@ library calls apply() under the lock of the plan."""
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from optfuse._native import Error, lib
 
@@ -83,6 +85,32 @@ def options_of(group: Group) -> Group:
     return {k: copied(v) for k, v in group.items() if k not in _NOT_OPTIONS}
 
 
+def options_alone(group: Group, is_whole: bool) -> Group:
+    """The options for a step() on one parameter that goes the way of one on the group: where
+    the class may choose, one that has no multi-tensor functions is enough for it to do
+    without. is_whole: gradients are still to come."""
+    options = options_of(group)
+    chooses = "foreach" in group and group["foreach"] is None and group.get("fused") is None
+    if chooses and _differ(group["params"]):
+        takes_part = operator.attrgetter("requires_grad") if is_whole else _has_gradient
+        if _differ(list(filter(takes_part, group["params"]))):
+            options["foreach"] = False
+    return options
+
+
+def _has_gradient(param: Tensor) -> bool:
+    return param.grad is not None
+
+
+def _differ(params: list[Tensor]) -> bool:
+    """In whether they have multi-tensor functions."""
+    kinds = {(type(p), p.device.type): p for p in params}
+    if len(kinds) < 2:
+        return False
+    choices = {_default_to_fused_or_foreach([p], differentiable=False) for p in kinds.values()}
+    return len(choices) > 1
+
+
 def step_alone(
     step: Callable[[Optimizer], Any],
     twin: Optimizer,
@@ -134,11 +162,11 @@ class Own:
         self._replaced = [self._replaces_state] * n  # tensors of the state are exchanged
         self.changed = True  # the library must be told of state again
 
-    def begin(self, optimizer: Optimizer) -> None:
+    def begin(self, optimizer: Optimizer, before_gradients: bool) -> None:
         """Takes over what updates from here on use. Nothing is pending now."""
         _free_late()
         self._attributes = attributes_of(optimizer)
-        self._options = [options_of(group) for group in optimizer.param_groups]
+        self._options = [options_alone(g, before_gradients) for g in optimizer.param_groups]
         self._versions = [_versions(group) for group in optimizer.param_groups]
 
     def late_change(self, groups: list[Group]) -> int | None:

@@ -58,11 +58,12 @@ def check_class(optimizer: Optimizer) -> None:
 
 def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:
     on_cpu = any(param.device.type == "cpu" for param in group["params"])
-    if not rule.on_gpu and any(is_gpu(param.device) for param in group["params"]):
+    untried = rule.tried and not rule.as_made and not rule.by_host
+    if untried and any(is_gpu(param.device) for param in group["params"]):
         raise Error(
             f"optfuse: parameter group {index} is on a GPU, and the others of this optimizer are "
-            "updated by kernels that exist for the CPU only; unfuse it, and fuse it again with "
-            "all groups"
+            "updated by kernels that have PyTorch's bits on the CPU, and have to be tried on a "
+            "GPU; unfuse it, and fuse it again with all groups"
         )
     if rule.as_made and not all(is_gpu(param.device) for param in group["params"]):
         raise Error(

@@ -93,10 +93,10 @@ class Rule:
     # The reference computes its scalars in the dtype of a learning rate that is a
     # tensor; we always do in float64.
     lr_makes_scalars: bool = False
-    on_gpu: bool = True  # there are kernels for GPUs too ...
-    tried: bool = False  # ... which have to pass a trial against the class's own step()
+    # What updates on a GPU has to pass a trial there against the class's own step() ...
+    tried: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
-    as_made: bool = False  # they have: the bits are those of the class, with its own flags
+    as_made: bool = False  # ... and has: its bits are the class's, with its own flags
     by_host: bool = False  # there are none: torch's operators or the class's own step() update
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
@@ -308,7 +308,7 @@ def rule_of(optimizer: Optimizer) -> Rule:
     if not any(is_gpu(p.device) for group in groups for p in group["params"]):
         return rule
     if not rule.tried:
-        return rule if rule.on_gpu else OWN
+        return rule
     return OWN if why_own_step(optimizer) else rule.on_gpus()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import Error, guard
-from optfuse._own import HIDDEN, Entry, attributes_of, copied, options_of, step_alone, step_of
+from optfuse._own import HIDDEN, Entry, attributes_of, copied, options_alone, step_alone, step_of
 
 STEPS = 3
 LONGEST = 8  # elements of a dimension of the small parameters that are stepped
@@ -47,7 +47,7 @@ class Trial:
         self._random = torch.Generator().manual_seed(0)
         self._state: dict[Any, Any] = optimizer.__dict__["state"]
         self._attributes = {k: copied(v) for k, v in attributes_of(optimizer).items()}
-        self._options = [options_of(group) for group in optimizer.param_groups]
+        self._options = [options_alone(group, True) for group in optimizer.param_groups]
         self._replaces = False
         devices = {p.device for group in optimizer.param_groups for p in group["params"]}
         self._gpus = sorted(d.index for d in devices if d.type == "cuda")

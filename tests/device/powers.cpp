@@ -18,6 +18,10 @@ float power_of(float x, float exponent) {
         return std::sqrt(x);
     if (exponent == -0.5f)
         return 1 / std::sqrt(x);
+    if (exponent == -1.0f)
+        return 1 / x;
+    if (exponent == -2.0f)
+        return 1 / (x * x);
     if (exponent == 2.0f)
         return x * x;
     if (exponent == 3.0f)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import Fused, Stock
 from fakecuda import NAME
-from legal import legal, net, races_without, train
+from legal import backward, legal, net, races_without, train
 from torch.optim import ASGD
 from torch.profiler import ProfilerActivity, profile
 
@@ -134,6 +134,62 @@ def test_powers_are_those_of_the_operator(alpha):
     legal(script)
 
 
+@pytest.mark.parametrize("alpha", [-0.5, -1, -2, -0.75])
+def test_negative_powers_are_left_to_the_operator(alpha):
+    def script(wrap):
+        params = parameters((3,))
+        optimizer = wrap(ASGD(params, lr=0.3, lambd=0.7, alpha=alpha))
+        for i in range(50):
+            steps(optimizer, params, 1, seed=i)
+            yield "eta", optimizer.state[params[0]]["eta"]
+
+    legal(script, prove=False)
+
+
+def test_a_power_that_becomes_negative_is_refused():
+    params = parameters()
+    optimizer = optfuse.fuse(ASGD(params))
+    steps(optimizer, params, 1)
+    optimizer.param_groups[0]["alpha"] = -1
+    with pytest.raises(optfuse.Error, match="or its alpha negative: .* fuse it again"):
+        steps(optimizer, params, 1)
+    optimizer.param_groups[0]["alpha"] = 1
+    steps(optimizer, params, 1)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_default_dtype_of_16_bits_is_refused(dtype, monkeypatch):
+    """PyTorch's mu is rounded to it."""
+    params = parameters()
+    optimizer = optfuse.fuse(ASGD(params))
+    steps(optimizer, params, 1)
+    torch.set_default_dtype(dtype)
+    try:
+        with pytest.raises(optfuse.Error, match=r"default dtype, \w+: unfuse .* before step\(\)"):
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_a_default_dtype_of_64_bits_makes_no_difference():
+    def script(wrap):
+        params = parameters()
+        optimizer = wrap(ASGD(params, **QUICK))
+        steps(optimizer, params, 1)
+        torch.set_default_dtype(torch.float64)
+        try:
+            for i in range(20):
+                steps(optimizer, params, 1, seed=i)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        yield from everything(optimizer, params)
+
+    legal(script)
+
+
 def test_a_scheduler_is_obeyed():
     def script(wrap):
         params = parameters()
@@ -233,6 +289,7 @@ def from_cpu(state):
 CHECKPOINTS = {
     "from a CPU, whose powers are others": (torch.float32, from_cpu),
     "of 16 bits, which eta and mu get, too": (torch.bfloat16, lambda state: state),
+    "of 64 bits": (torch.float64, lambda state: state),
 }
 
 
@@ -259,6 +316,24 @@ def test_a_checkpoint_with_other_counters_sends_it_back_to_the_class(name, mode)
     legal(script, mode, prove=False)
 
 
+def test_between_backward_and_step_such_a_checkpoint_is_refused():
+    model = net()
+    optimizer = optfuse.fuse(ASGD(model.parameters(), **QUICK), mode="backward")
+    train(model, optimizer, 0)
+    usual = copy.deepcopy(optimizer.state_dict())
+    saved = from_cpu(copy.deepcopy(usual))
+    backward(model, optimizer, 1)
+    state, groups = optimizer.state, optimizer.param_groups
+    with pytest.raises(optfuse.Error, match="between backward\\(\\) and step.* Nothing was loaded"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state is state and optimizer.param_groups is groups
+    optimizer.step()
+    assert isa(optimizer) == KERNELS
+    optimizer.load_state_dict(saved)
+    assert isa(optimizer) == OWN
+    train(model, optimizer, 2)
+
+
 def test_a_counter_that_was_put_elsewhere_is_refused():
     params = parameters()
     optimizer = optfuse.fuse(ASGD(params))
@@ -281,6 +356,7 @@ UNUSUAL = {
     "not all float32": double_by_default,
     "capturable": lambda _: ASGD(parameters(), capturable=True),
     "other bits": lambda _: ASGD(parameters(), foreach=False),
+    "of a negative alpha": lambda _: ASGD(parameters(), alpha=-1),
 }
 
 

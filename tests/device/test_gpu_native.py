@@ -209,6 +209,25 @@ def test_without_the_trial_other_bits_are_trained_with(monkeypatch):
         assert_same("parameters", ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
+def test_the_trial_ends_with_numbers(cls, dtype, monkeypatch):
+    """NaN equals NaN: of an overflow nothing could be seen."""
+    monkeypatch.setattr(_gpu_trial, "STEPS", 8)
+    ends = []
+    made = _gpu_trial._made
+
+    def and_kept(stock, options, params):
+        ends.append(params)
+        return made(stock, options, params)
+
+    monkeypatch.setattr(_gpu_trial, "_made", and_kept)
+    optfuse.fuse(cls(parameters(cls, dtype)))
+    assert len(ends) >= 6, "three variations, both ways"
+    for param in (param for params in ends for param in params):
+        assert param.isfinite().all(), f"{tuple(param.shape)}: {param}"
+
+
 def test_a_group_whose_trial_fails_is_refused(monkeypatch):
     optimizer = optfuse.fuse(Muon(parameters(Muon)))
     monkeypatch.setattr(_gpu_trial, "_compare", lambda *_: "the parameter")

@@ -4,7 +4,6 @@ shown that they have its bits. On the fake GPU torch.optim's own steps go throug
 foreach.cpp and Python's formulas, the kernels through kernels/cuda/chain.cu."""
 
 import copy
-import dataclasses
 
 import fakecuda
 import pytest
@@ -15,7 +14,7 @@ from legal import legal, net, train
 from torch.optim import ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop
 
 import optfuse
-from optfuse import _gpu_trial, _rules
+from optfuse import _gpu_trial
 from optfuse.optim import Lion
 
 MODES = ("forward", "backward")
@@ -59,6 +58,14 @@ def small_trials(monkeypatch):
 def parameters(dtype=torch.float32, sizes=(1, 7, 64, 1003, 9001)):
     torch.manual_seed(1)
     return [torch.randn(n, dtype=dtype).to(NAME).requires_grad_() for n in sizes]
+
+
+class Subclass(torch.nn.Parameter):
+    """One of which makes PyTorch take its for-loop."""
+
+
+def of_a_subclass():
+    return [Subclass(p.detach()) for p in parameters(sizes=(7, 64))]
 
 
 def steps(optimizer, params, n, seed=0):
@@ -189,12 +196,43 @@ def test_a_trial_that_fails_leaves_the_class_its_step(monkeypatch, small_trials)
     (lambda p: Adamax(p, lr=torch.tensor(0.1)), "a tensor as lr"),
     (lambda p: Lion([q.detach().bfloat16().requires_grad_() for q in p]), "bfloat16"),
     (lambda p: RMSprop(p, foreach=False), "other bits"),
+    (lambda p: RMSprop([*p, *of_a_subclass()]), "some parameters are of a subclass"),
 ])  # fmt: skip
 def test_what_takes_another_way_is_left_to_the_class(make, why, small_trials):
     optimizer = optfuse.fuse(make(parameters()))
     found = optfuse.summary(optimizer)
     assert set(found.isa.values()) == {"own step()"}
     assert any(why in reason for reason in found.own_step_because), found.own_step_because
+
+
+@pytest.mark.parametrize("cls", [c for c in OPTIONS if c is not Lion], ids=lambda cls: cls.__name__)
+def test_bits_of_a_subclass_are_those_of_the_for_loop(cls, small_trials):
+    def script(wrap):
+        params = of_a_subclass()
+        optimizer = wrap(cls(params, lr=1e-2))
+        steps(optimizer, params, 8)
+        yield "parameters", [p.detach() for p in params]
+
+    legal(script, prove=False)
+
+
+def test_a_group_of_a_subclass_is_not_added(small_trials):
+    optimizer = optfuse.fuse(RMSprop(parameters(sizes=(7,))))
+    with pytest.raises(optfuse.Error, match="are of a subclass; unfuse the optimizer, and fuse"):
+        optimizer.add_param_group({"params": of_a_subclass()})
+
+
+def test_foreach_that_was_asked_for_is_for_subclasses_too(small_trials):
+    assert isa(optfuse.fuse(RMSprop(of_a_subclass(), foreach=True))) == KERNELS
+    assert isa(optfuse.fuse(Lion(of_a_subclass()))) == KERNELS
+
+
+def test_a_trial_that_ends_in_nothing_but_nan_proves_nothing(monkeypatch, small_trials):
+    monkeypatch.setattr(_gpu_trial, "SPECIAL", ())
+    monkeypatch.setattr(_gpu_trial, "_numbers", lambda like, *_: torch.full_like(like, torch.nan))
+    optimizer = optfuse.fuse(RMSprop(parameters(sizes=(7,))))
+    assert isa(optimizer) == OWN
+    assert "could not be compared with it: all numbers" in str(optfuse.summary(optimizer))
 
 
 def test_each_kind_is_tried_once(monkeypatch, small_trials):
@@ -335,9 +373,3 @@ def test_the_trial_leaves_nothing_behind(small_trials):
     optfuse.fuse(optimizer)
     fakecuda.synchronize()
     assert torch.ops.fakecuda.bytes_in_use(0) == before
-
-
-def test_rules_without_a_trial_are_as_they_were(monkeypatch):
-    rule = dataclasses.replace(_rules.RULES[torch.optim.SGD], on_gpu=False)
-    monkeypatch.setitem(_rules.RULES, torch.optim.SGD, rule)
-    assert isa(optfuse.fuse(torch.optim.SGD(parameters()))) == OWN

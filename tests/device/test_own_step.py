@@ -2,8 +2,6 @@
 """Optimizers without kernels, on a GPU that the CPU plays: their own step() on one
 parameter, on the stream to which the update belongs."""
 
-import dataclasses
-
 import fakecuda
 import pytest
 import torch
@@ -13,7 +11,6 @@ from legal import legal, net, train
 from own_classes import Tensors
 
 import optfuse
-from optfuse import _rules
 
 MODES = ("forward", "backward")
 optfuse.register(Tensors)
@@ -59,17 +56,54 @@ def test_another_stream_that_waited_for_step_sees_the_update(make):
     legal(script)
 
 
-def test_rules_for_the_cpu_leave_gpus_to_the_class(monkeypatch):
-    rule = dataclasses.replace(_rules.RULES[torch.optim.SGD], on_gpu=False)
-    monkeypatch.setitem(_rules.RULES, torch.optim.SGD, rule)
-    cpu = torch.nn.Parameter(torch.ones(3, device="cpu"))
-    gpu = torch.nn.Parameter(torch.ones(3, device=NAME))
-    seen = {
-        p.device.type: optfuse.summary(optfuse.fuse(torch.optim.SGD([p]))).isa["float32"]
-        for p in (cpu, gpu)
-    }
-    assert seen[NAME] == "own step()" and seen["cpu"] not in ("own step()", "none")
-    optimizer = optfuse.fuse(torch.optim.SGD([cpu]))
-    with pytest.raises(optfuse.Error, match="fuse it again"):
-        optimizer.add_param_group({"params": [gpu]})
-    assert len(optimizer.param_groups) == 1
+# One parameter makes PyTorch take its for-loop for all of a group
+
+
+class Subclass(torch.nn.Parameter):
+    pass
+
+
+class Other(torch.optim.NAdam):
+    """With a step() that nobody knows."""
+
+
+optfuse.register(Other)
+
+
+def plain(device=NAME):
+    torch.manual_seed(1)
+    return torch.randn(300).to(device).requires_grad_()
+
+
+STOPPERS = {"on the CPU": lambda: plain("cpu"), "a subclass": lambda: Subclass(plain().detach())}
+CHOOSERS = (torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, Other)
+
+
+def with_it(cls, stopper, mode="forward", idle=False):
+    def script(wrap):
+        params = [plain(), STOPPERS[stopper]()]
+        optimizer = wrap(cls(params, lr=1e-2), mode=mode)
+        for i in range(8):
+            torch.manual_seed(i)
+            factors = [torch.randn(300).to(p.device) for p in params]
+            optimizer.zero_grad()
+            used = list(zip(params, factors, strict=True))[: 1 if idle else 2]
+            sum((p * factor).sum().cpu() for p, factor in used).backward()
+            optimizer.step()
+        if wrap.fused:
+            assert set(optfuse.summary(optimizer).isa.values()) == {"own step()"}
+        yield "parameters", [p.detach() for p in params]
+
+    return script
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stopper", STOPPERS)
+@pytest.mark.parametrize("cls", CHOOSERS, ids=lambda cls: cls.__name__)
+def test_the_way_is_that_of_the_whole_group(cls, stopper, mode):
+    legal(with_it(cls, stopper, mode), prove=False)
+
+
+@pytest.mark.parametrize("stopper", STOPPERS)
+def test_what_has_no_gradient_is_not_asked(stopper):
+    legal(with_it(torch.optim.NAdam, stopper, idle=True), prove=False)
