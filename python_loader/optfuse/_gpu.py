@@ -52,10 +52,10 @@ def is_on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and is_gpu(value.device)
 
 
-def number(value: Any) -> float:
-    """A hyper-parameter as a number; 0 for one that lives on a GPU and is handed
+def lr_of(group: dict[str, Any]) -> float:
+    """The learning rate as a number; 0 for one that lives on a GPU and is handed
     over as a tensor, since reading it would wait for the device."""
-    return 0.0 if is_on_gpu(value) else float(value)
+    return 0.0 if is_on_gpu(group["lr"]) else float(group["lr"])
 
 
 def install(flush_all: Callable[[], None], drain_all: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from torch.optim import (
 )
 
 from optfuse import _gpu_trial
-from optfuse._gpu import is_gpu, number
+from optfuse._gpu import is_gpu, lr_of
 from optfuse.optim import Lion
 
 Group = dict[str, Any]
@@ -116,7 +116,10 @@ class Rule:
         if self.by_host:
             return self._plain_numbers(group)
         return tuple(
-            [number(group[key] if i is None else group[key][i]) for key, i in self._where]
+            [
+                lr_of(group) if key == "lr" else float(group[key] if i is None else group[key][i])
+                for key, i in self._where
+            ]
         )
 
     def on_gpus(self) -> Rule:

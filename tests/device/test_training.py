@@ -55,6 +55,20 @@ def test_every_dtype(dtype, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_an_option_that_becomes_a_tensor_on_the_device(make, mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.5 + i, device=NAME)
+        yield "weights", list(model.parameters())
+
+    legal(script, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_parameters_of_the_host_and_of_the_device(mode):
     def script(wrap):
         here, there = net("cpu"), net()
