@@ -220,7 +220,8 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     launch_others(p);
     if (has_mark(g))
         launch_others(g, applies_factor(plan, p, g) ? of_launch_at : of_touch);
-    if (!plan->rule->by_host && check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
+    if (slot->tried != ANYWHERE && !plan->rule->by_host &&
+        check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
