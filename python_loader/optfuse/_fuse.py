@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _gpu_trial, _link
+from optfuse import _gpu_trial, _process
 from optfuse._classes import LINK, fused_class, link_of
 from optfuse._gpu import is_gpu
-from optfuse._link import How
+from optfuse._link import How, Link
 from optfuse._native import BACKWARD, DTYPES, FORWARD, Counts, Error, lib
 from optfuse._refuse import check_eager, check_optimizer
 from optfuse._rules import RULES, Group, Rule, rule_of
@@ -108,7 +108,7 @@ def fuse(
     check_optimizer(optimizer, strict)
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
-    _link.start()
+    _process.start()
     try_on_gpu(type(optimizer), optimizer.param_groups)
     differ: list[str] = []
     rule = rule_of(optimizer)
@@ -144,7 +144,7 @@ def try_on_gpu(stock: type[Optimizer], groups: list[dict[str, Any]]) -> None:
 
 def _fuse(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:
     stock = type(optimizer)
-    link = _link.Link(optimizer, how, rule)
+    link = Link(optimizer, how, rule)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = fused_class(stock, link.rule.by_host)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
@@ -166,7 +166,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
     )
 
 
-def fuse_like(optimizer: OptimizerT, link: _link.Link, eager: list[Tensor]) -> OptimizerT:
+def fuse_like(optimizer: OptimizerT, link: Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was. Its options, and what
     its parameters are, may have become others since."""
     try_on_gpu(type(optimizer), optimizer.param_groups)
@@ -196,7 +196,7 @@ def fuse_again(optimizer: Optimizer) -> None:
 def flush(optimizer: Optimizer | None = None) -> None:
     """Launches every pending update of the optimizer, or of all optimizers."""
     if optimizer is None:
-        _link.flush_all()
+        _process.flush_all()
     elif is_fused(optimizer):
         link_of(optimizer).flush()
 

@@ -9,10 +9,9 @@ below are written to find that out quickly."""
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
@@ -29,8 +28,6 @@ from optfuse._native import (
     ADDS,
     BACKWARD,
     DONE,
-    EVENT_APPLY,
-    EVENT_BACKWARD,
     FORWARD,
     NEEDS_STATE,
     OK,
@@ -40,7 +37,6 @@ from optfuse._native import (
     lib,
     message,
 )
-from optfuse._native import start as start_library
 from optfuse._passes import Passes
 from optfuse._refuse import label
 from optfuse._register import check_promise
@@ -445,76 +441,3 @@ def _countable(step: Any, param: Tensor) -> bool:
     if step.device.type == "cpu":
         return step.dtype in (torch.float32, torch.float64)
     return is_gpu(step.device) and step.device == param.device and step.dtype == torch.float32
-
-
-def _each_marked(work: Callable[[Link], None]) -> None:
-    if _own.running():  # under a plan's lock; and its tensors are ready
-        return
-    for link in list(links.values()):
-        if link.marked:
-            work(link)
-
-
-def flush_all() -> None:
-    """Launches everything pending in the process."""
-    _each_marked(Link.flush)
-
-
-def drain_all() -> None:
-    """And waits until the GPUs have done it."""
-    _each_marked(lambda link: link.flush(drain=True))
-
-
-def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """torch.utils.swap_tensors exchanges what is behind two Python tensors; the
-    plans that know one of them must look it up again."""
-
-    @functools.wraps(swap)
-    def swap_and_rebuild(a: Tensor, b: Tensor) -> None:
-        concerned = [link for link in list(links.values()) if link.knows(a) or link.knows(b)]
-        for link in concerned:
-            link.flush()
-            if link.mode == BACKWARD:
-                torch.ops.optfuse.detach(link.plan, [a, b])
-        try:
-            swap(a, b)
-        finally:
-            for link in concerned:
-                link.rebuild(link.optimizer())
-
-    return swap_and_rebuild
-
-
-def _on_event(plan: int, event: int, slot: int) -> int:
-    link = links.get(plan)
-    if event == EVENT_APPLY and link is not None:
-        link.apply(slot)
-        return DONE
-    if event == EVENT_APPLY:
-        _own.apply(plan, slot, None)
-        return DONE
-    if link is None:
-        return DONE
-    if event == EVENT_BACKWARD:
-        return link.begin_backward()
-    link.make_state(link.optimizer(), [slot])
-    return DONE
-
-
-_started = False
-
-
-def start() -> None:
-    """At the first fuse(): connects the library, PyTorch and this process."""
-    global _started
-    if _started:
-        return
-    from optfuse import _fold, _raw
-
-    start_library(_on_event)
-    _raw.install(flush_all, _swap_and_tell)
-    _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
-    _gpu.install(flush_all, drain_all)
-    _scaled.install()
-    _fold.install()
-    _started = True

@@ -13,7 +13,7 @@ from legal import backward, net, settle, to_host, train
 
 import optfuse
 from optfuse import _gpu
-from optfuse._link import drain_all
+from optfuse._process import drain_all
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from test_captures import captured
 
 import optfuse
 from optfuse._classes import link_of
-from optfuse._link import drain_all
 from optfuse._native import lib
+from optfuse._process import drain_all
 
 
 def work_of(optimizer, model):

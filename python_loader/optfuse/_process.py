@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What concerns all fused optimizers of the process: its events, and what has to
+happen to each of them when PyTorch does something that no single one sees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from optfuse import _compiled, _gpu, _own, _scaled
+from optfuse._link import Link, links
+from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD
+from optfuse._native import start as start_library
+
+
+def _each_marked(work: Callable[[Link], None]) -> None:
+    if _own.running():  # under a plan's lock; and its tensors are ready
+        return
+    for link in list(links.values()):
+        if link.marked:
+            work(link)
+
+
+def flush_all() -> None:
+    """Launches everything pending in the process."""
+    _each_marked(Link.flush)
+
+
+def drain_all() -> None:
+    """And waits until the GPUs have done it."""
+    _each_marked(lambda link: link.flush(drain=True))
+
+
+def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """torch.utils.swap_tensors exchanges what is behind two Python tensors; the
+    plans that know one of them must look it up again."""
+
+    @functools.wraps(swap)
+    def swap_and_rebuild(a: Tensor, b: Tensor) -> None:
+        concerned = [link for link in list(links.values()) if link.knows(a) or link.knows(b)]
+        for link in concerned:
+            link.flush()
+            if link.mode == BACKWARD:
+                torch.ops.optfuse.detach(link.plan, [a, b])
+        try:
+            swap(a, b)
+        finally:
+            for link in concerned:
+                link.rebuild(link.optimizer())
+
+    return swap_and_rebuild
+
+
+def _on_event(plan: int, event: int, slot: int) -> int:
+    link = links.get(plan)
+    if event == EVENT_APPLY and link is not None:
+        link.apply(slot)
+        return DONE
+    if event == EVENT_APPLY:
+        _own.apply(plan, slot, None)
+        return DONE
+    if link is None:
+        return DONE
+    if event == EVENT_BACKWARD:
+        return link.begin_backward()
+    link.make_state(link.optimizer(), [slot])
+    return DONE
+
+
+_started = False
+
+
+def start() -> None:
+    """At the first fuse(): connects the library, PyTorch and this process."""
+    global _started
+    if _started:
+        return
+    from optfuse import _fold, _raw
+
+    start_library(_on_event)
+    _raw.install(flush_all, _swap_and_tell)
+    _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
+    _gpu.install(flush_all, drain_all)
+    _scaled.install()
+    _fold.install()
+    _started = True
