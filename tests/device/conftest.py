@@ -21,6 +21,7 @@ if not missing:
     import fakecuda
     import torch
     import torch._dynamo
+    from watched import python_updates  # noqa: F401
 
     fakecuda.load()
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from torch.optim import (
 )
 
 import optfuse
-from optfuse import _gpu_trial, _own
+from optfuse import _gpu_trial
 from optfuse.optim import Lion
 
 TRIED = (ASGD, Adadelta, Adagrad, Adamax, Lion, NAdam, RAdam, RMSprop, Rprop)
@@ -37,20 +37,6 @@ def small_trials(monkeypatch):
     monkeypatch.setattr(_gpu_trial, "known", {})
     monkeypatch.setattr(_gpu_trial, "SIZES", (1, 7, 64))
     monkeypatch.setattr(_gpu_trial, "STEPS", 3)
-
-
-@pytest.fixture
-def python_updates(monkeypatch):
-    """The slots that the class's own step() has updated; clear() it after fuse()."""
-    seen = []
-    run = _own.Own.run
-
-    def counted(own, slot, param):
-        seen.append(slot)
-        return run(own, slot, param)
-
-    monkeypatch.setattr(_own.Own, "run", counted)
-    return seen
 
 
 def model_on(device, dtype=torch.float32):

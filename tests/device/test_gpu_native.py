@@ -8,13 +8,12 @@ import pytest
 import torch
 from common import Fused, Stock, assert_same, everything
 from fakecuda import NAME
-from legal import legal, net, races_without, train
+from legal import host_waits, legal, net, races_without, train
 from torch.optim import Adafactor, Muon
-from torch.profiler import ProfilerActivity, profile
 
 import optfuse
-from optfuse import _gpu_trial, _own, _rules
-from optfuse._link import drain_all
+from optfuse import _gpu_trial, _rules
+from optfuse._process import drain_all
 
 MODES = ("forward", "backward")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -38,20 +37,6 @@ def small_trials(monkeypatch):
     """Of their own, and quick."""
     monkeypatch.setattr(_gpu_trial, "known", {})
     monkeypatch.setattr(_gpu_trial, "STEPS", 3)
-
-
-@pytest.fixture
-def python_updates(monkeypatch):
-    """The slots that the class's own step() has updated; clear() it after fuse()."""
-    seen = []
-    run = _own.Own.run
-
-    def counted(own, slot, param):
-        seen.append(slot)
-        return run(own, slot, param)
-
-    monkeypatch.setattr(_own.Own, "run", counted)
-    return seen
 
 
 def parameters(cls, dtype=torch.float32, shapes=None):
@@ -154,16 +139,7 @@ def test_the_host_waits_for_the_device_no_more_often_than_with_stock(cls):
         params = parameters(cls)
         optimizer = wrap(cls(params))
         steps(optimizer, params, 2)
-        grads = [torch.randn_like(p) for p in params]
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            for _ in range(3):
-                for p, g in zip(params, grads, strict=True):
-                    p.grad = g
-                optimizer.step()
-            optfuse.flush()
-        names = [event.name for event in profiler.events()]
-        assert "aten::linalg_vector_norm" in names, "the profiler sees no operators"
-        return names.count("aten::_local_scalar_dense")
+        return host_waits(optimizer, params, "aten::linalg_vector_norm")
 
     stock, ours = waits(Stock()), waits(Fused("forward"))
     assert ours <= stock

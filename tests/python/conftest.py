@@ -4,6 +4,7 @@ import gc
 import on_device
 import pytest
 import torch
+from watched import python_updates  # noqa: F401
 
 on_device.use()
 

@@ -13,7 +13,6 @@ from common import assert_same, everything, refused, same, snapshot
 from torch.optim import Adafactor, Muon
 
 import optfuse
-from optfuse import _own
 
 MODES = ["forward", "backward"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -38,20 +37,6 @@ OPTIONS = {
     ),
 }
 CASES = [(cls, i) for cls in OPTIONS for i in range(len(OPTIONS[cls]))]
-
-
-@pytest.fixture
-def python_updates(monkeypatch):
-    """The slots that the class's own step() has updated."""
-    seen = []
-    run = _own.Own.run
-
-    def counted(own, slot, param):
-        seen.append(slot)
-        return run(own, slot, param)
-
-    monkeypatch.setattr(_own.Own, "run", counted)
-    return seen
 
 
 class Params(torch.nn.Module):
