@@ -31,6 +31,7 @@ def use() -> None:
     import torch
 
     if DEVICE == "fakecuda":
+        assert "optfuse" not in sys.modules, "it reads OPTFUSE_TEST_DEVICE when it is imported"
         os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
         sys.path.insert(0, str(Path(__file__).parent.parent / "device"))
         import fakecuda
