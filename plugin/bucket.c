@@ -8,20 +8,31 @@ static void note_updated(of_plan *plan, of_slot *slot) {
     slot->updated = true;
 }
 
-/* Claims the slot for this update, or says why not. Lock held. */
-static of_status claim(of_plan *plan, of_update *update) {
-    of_slot *slot = &plan->slots[update->slot];
-    if (slot->updated && OF_GUARD(twice))
+of_status of_claim(of_plan *plan, size_t slot) {
+    if (plan->slots[slot].updated && OF_GUARD(twice))
         return of_fail(OF_TWICE, "a second gradient arrived before step(): backward fusion has "
                                  "already updated this parameter; call step() after each "
                                  "backward, mark the passes that only add with "
                                  "optfuse.accumulate(optimizer), or use mode=\"forward\"");
-    of_status status = of_update_complete(plan, update);
+    note_updated(plan, &plan->slots[slot]);
+    return OF_OK;
+}
+
+void of_unclaim(of_plan *plan, size_t slot) {
+    plan->n_updated -= plan->slots[slot].updated;
+    plan->slots[slot].updated = false;
+}
+
+/* Lock held. */
+static of_status claim(of_plan *plan, of_update *update) {
+    of_status status = of_claim(plan, update->slot);
     if (status != OF_OK)
         return status;
-    note_updated(plan, slot);
-    plan->counts.created++;
-    return OF_OK;
+    status = of_update_complete(plan, update);
+    if (status != OF_OK)
+        of_unclaim(plan, update->slot);
+    plan->counts.created += status == OF_OK;
+    return status;
 }
 
 /* On a side stream: pending at least until its launch, so that others wait for
@@ -77,6 +88,7 @@ static of_status status_of(of_found found) {
 static of_status update_slot(of_plan *plan, of_update *update, of_list *done) {
     of_slot *slot = &plan->slots[update->slot];
     of_inputs_clear(update);
+    update->in.in_backward = true;
     of_found found = plan->host.collect(plan->host.ctx, slot->tensor, &update->in);
     if (found != OF_FOUND_INPUTS) {
         of_pool_give(plan, update);

@@ -195,6 +195,10 @@ void of_scaling_share(of_plan *plan, of_update *update);
 
 /* bucket.c: a record for the slot, for a call with layout read */
 of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update);
+/* Backward mode, plan->lock held: the slot is updated, until step(); OF_TWICE if it
+ * was already. And it is not. */
+of_status of_claim(of_plan *plan, size_t slot);
+void of_unclaim(of_plan *plan, size_t slot);
 
 /* touch.c */
 of_status of_plan_launch(of_plan *plan); /* what is pending, but no scaling */

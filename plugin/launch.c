@@ -10,9 +10,6 @@
 
 #include "internal.h"
 
-/* Below this many elements in all, the calling thread does the work itself:
- * starting the host's threads would cost more. */
-enum { SERIAL_ELEMENTS = 16384 };
 enum { CHUNK_SHIFT = 11, CHUNK_ELEMENTS = 1 << CHUNK_SHIFT };
 
 static void *advance(const void *base, size_t bytes) {
@@ -65,7 +62,7 @@ static void run_list(of_plan *plan, of_list *list) {
         chunks += u->n_chunks;
         elements += u->in.numel;
     }
-    if (elements < SERIAL_ELEMENTS)
+    if (elements < OF_SERIAL_ELEMENTS)
         run_chunks(list->first, 0, chunks);
     else
         plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, list->first);
@@ -155,9 +152,14 @@ void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *
     of_launch(plan, &one, reason, done);
 }
 
+/* On the CPU what is large enough for all threads goes alone, just before its use. */
 static bool goes_with(const of_update *first, const of_update *u) {
-    return u->in.device == first->in.device &&
-           (u->in.device == OF_CPU || of_stream_equal(&u->in.stream, &first->in.stream));
+    if (u->in.device != first->in.device)
+        return false;
+    if (u->in.device != OF_CPU)
+        return of_stream_equal(&u->in.stream, &first->in.stream);
+    return !u->plan->rule->by_host && first->in.numel < OF_SERIAL_ELEMENTS &&
+           u->in.numel < OF_SERIAL_ELEMENTS;
 }
 
 /* Whoever is next in the plan is likely to be used next. In backward mode the
@@ -169,7 +171,7 @@ void of_launch_bucket(of_plan *plan, of_update *first, of_list *done) {
         of_launch_scalings_with(plan, first, done);
         return;
     }
-    for (of_update *u = first, *next; u && goes_with(first, u); u = next) {
+    for (of_update *u = first, *next; u && (u == first || goes_with(first, u)); u = next) {
         next = u->next;
         of_list_remove(&plan->pending, u);
         of_list_append(&bucket, u);

@@ -11,6 +11,7 @@
  *                     pending; of_touch() launches it at its first use.
  *   backward fusion   of_plan_gradient() creates one update and puts it into
  *                     the open bucket; a full bucket is launched at once.
+ *                     of_plan_gradients() creates and launches several together.
  *
  * The core reaches tensors, threads and logs only through the host vtable.
  *
@@ -47,7 +48,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 4, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 5, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 typedef enum of_status {
     OF_OK = 0,
@@ -97,6 +98,8 @@ typedef struct of_inputs {
     const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then
                                       factors of of_plan_scale() are applied to it; or NULL */
     size_t n_keys;
+    bool in_backward; /* set before collect(): created inside backward, so that the gradient
+                         may go with it; else by step() */
     bool alone; /* others may see the parameter's memory: launch this
                    update by itself, in the order of the slots, between
                    its commit() and the next slot's; never defer it */
@@ -117,7 +120,7 @@ typedef struct of_host {
      * nothing that a user can see. If it returns OF_FOUND_INPUTS it has taken
      * the references that keep every pointer in *in valid until
      * release(in->hold); else it keeps nothing. *in comes zeroed
-     * but for in->hold. */
+     * but for in->hold and in->in_backward. */
     of_found (*collect)(void *ctx, void *tensor, of_inputs *in);
     /* The update is now certain: advances the step counter, bumps version
      * counters. Called once per update, no lock held, before defer or launch.
@@ -180,10 +183,14 @@ typedef struct of_plan_options {
     of_isa isa;          /* the best to use; the row chosen is at most this.
                             No default: zero is OF_ISA_C, plain C */
     /* A bucket is launched when its parameters reach this; by of_device.
-     * OF_BUCKET_NONE: every update by itself. */
+     * OF_BUCKET_NONE: every update by itself. On the CPU in forward mode what
+     * has OF_SERIAL_ELEMENTS goes by itself anyway. */
     size_t bucket_bytes[2];
 } of_plan_options;
 #define OF_BUCKET_NONE SIZE_MAX
+/* A launch on the CPU of fewer elements in all runs on the calling thread: starting
+ * the host's threads would cost more. */
+enum { OF_SERIAL_ELEMENTS = 16384 };
 
 /* What has happened to a plan, for summary(). Counts since creation. */
 typedef struct of_counts {
@@ -244,6 +251,12 @@ OF_API of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, siz
 
 /* Backward mode: the gradient of this slot is complete. */
 OF_API of_status of_plan_gradient(of_plan *plan, size_t slot);
+/* Backward mode: the gradients of n slots are; their updates run now, those on the
+ * CPU in one launch. All or none: if one slot fails or lacks state nothing has
+ * been changed. which (room for n): on OF_NEEDS_STATE the *n_which slots that lack it,
+ * call again once they have it; else the one that failed, or none. */
+OF_API of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t *which,
+                                   size_t *n_which);
 /* Backward mode: true if slots were updated that no step() has confirmed. */
 OF_API bool of_plan_unconfirmed(of_plan *plan);
 /* Backward mode: whether this one was; and, for a host that has cleared the

@@ -9,7 +9,7 @@
 /* By of_device. On a CPU: enough for small parameters to share a launch, small
  * enough for their gradients to be in cache still. On a GPU a launch costs the
  * host as long as it takes the device to update this much. */
-static const size_t default_bucket_bytes[] = {(size_t)1 << 20, (size_t)4 << 20};
+static const size_t default_bucket_bytes[] = {(size_t)256 << 10, (size_t)4 << 20};
 
 uint32_t of_abi_version(void) {
     return OF_ABI_VERSION;
@@ -64,8 +64,6 @@ static size_t bucket_bytes(const of_plan_options *options, of_device device) {
     const size_t asked = options->bucket_bytes[device];
     if (asked)
         return asked == OF_BUCKET_NONE ? 0 : asked;
-    if (device == OF_CPU && options->mode == OF_FORWARD)
-        return 0; /* a launch is cheap, and what is used next is still in cache */
     return default_bucket_bytes[device];
 }
 

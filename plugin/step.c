@@ -1,7 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* step.c: optimizer.step() of both schedules. */
+/* step.c: updates of many slots together: optimizer.step() of both schedules, and
+ * gradients that backward fusion has let wait for each other. */
 #include "internal.h"
 
+/* Which slots. */
+typedef struct chosen {
+    const size_t *slots; /* NULL: all that backward has not updated */
+    size_t n;
+} chosen;
+
+/* Slots that lack state; or the one that failed. */
 typedef struct needs {
     size_t *slots;
     size_t capacity;
@@ -14,11 +22,18 @@ static void add_need(needs *lacking, size_t slot) {
     lacking->n++;
 }
 
+static void failed_at(needs *at, size_t slot) {
+    at->n = 0;
+    add_need(at, slot);
+}
+
 /* Asks the host for one slot's inputs. Appends *update to the list and takes
  * it from the caller if there is something to update. */
-static of_status collect_slot(of_plan *plan, of_update **update, of_list *created, needs *lacking) {
+static of_status collect_slot(of_plan *plan, of_update **update, bool in_backward, of_list *created,
+                              needs *lacking) {
     of_update *u = *update;
     of_inputs_clear(u);
+    u->in.in_backward = in_backward;
     switch (plan->host.collect(plan->host.ctx, plan->slots[u->slot].tensor, &u->in)) {
     case OF_FOUND_NOTHING:
         return OF_OK;
@@ -31,23 +46,26 @@ static of_status collect_slot(of_plan *plan, of_update **update, of_list *create
         break;
     }
     u->bytes = 0;
-    u->in.stream = u->in.ready; /* nothing runs beside step() */
+    u->in.stream = u->in.ready; /* nothing runs beside this */
     of_list_append(created, u);
     *update = NULL;
     return of_update_complete(plan, u);
 }
 
 /* Everything that can fail happens here, before anything has changed. */
-static of_status collect_all(of_plan *plan, of_list *created, needs *lacking) {
+static of_status collect_all(of_plan *plan, const chosen *of, of_list *created, needs *lacking) {
     of_status status = OF_OK;
     of_update *update = NULL;
-    for (size_t i = 0; i < plan->n_slots && status == OF_OK; i++) {
-        if (plan->slots[i].updated)
+    for (size_t i = 0; i < of->n && status == OF_OK; i++) {
+        const size_t slot = of->slots ? of->slots[i] : i;
+        if (!of->slots && plan->slots[slot].updated)
             continue;
         if (!update && !(update = of_pool_take(plan)))
             return OF_NO_MEMORY;
-        update->slot = i;
-        status = collect_slot(plan, &update, created, lacking);
+        update->slot = slot;
+        status = collect_slot(plan, &update, of->slots != NULL, created, lacking);
+        if (status != OF_OK)
+            failed_at(lacking, slot);
     }
     if (update)
         of_pool_give(plan, update);
@@ -64,7 +82,8 @@ static void commit_all(of_plan *plan, const of_list *created) {
 }
 
 /* What is not left pending is run together, in one launch at the end. */
-static void create_all(of_plan *plan, of_list *created, of_list *alone, of_list *done) {
+static void create_all(of_plan *plan, of_list *created, of_reason reason, of_list *alone,
+                       of_list *done) {
     of_list batch = {0};
     pthread_mutex_lock(&plan->lock);
     plan->counts.created += created->count;
@@ -75,7 +94,7 @@ static void create_all(of_plan *plan, of_list *created, of_list *alone, of_list 
         else if (plan->mode == OF_BACKWARD || !of_create_pending(plan, u, &batch, done))
             of_create_now(plan, u, &batch, done);
     }
-    of_launch(plan, &batch, OF_AT_ONCE, done);
+    of_launch(plan, &batch, reason, done);
     *created = (of_list){0};
     pthread_mutex_unlock(&plan->lock);
 }
@@ -95,13 +114,18 @@ static void run_alone(of_plan *plan, const of_list *alone) {
     }
 }
 
+static void run_all(of_plan *plan, of_list *created, of_reason reason, of_list *done) {
+    of_list alone = {0};
+    commit_all(plan, created);
+    create_all(plan, created, reason, &alone, done);
+    run_alone(plan, &alone);
+}
+
 /* Backward mode: the updates made in backward belong to this step. */
 static of_status confirm(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
-    for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++) {
-        plan->n_updated -= plan->slots[i].updated;
-        plan->slots[i].updated = false;
-    }
+    for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++)
+        of_unclaim(plan, i);
     of_status status = of_plan_health(plan);
     pthread_mutex_unlock(&plan->lock);
     return status;
@@ -119,7 +143,6 @@ static of_status begin(of_plan *plan) {
 
 of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_needs) {
     of_list created = {0};
-    of_list alone = {0};
     of_list done = {0};
     needs lacking = {slots, slots ? capacity : 0, 0};
     if (n_needs)
@@ -128,11 +151,9 @@ of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_
     if (status != OF_OK)
         return status;
     pthread_rwlock_wrlock(&plan->layout);
-    status = collect_all(plan, &created, &lacking);
+    status = collect_all(plan, &(chosen){NULL, plan->n_slots}, &created, &lacking);
     if (status == OF_OK) {
-        commit_all(plan, &created);
-        create_all(plan, &created, &alone, &done);
-        run_alone(plan, &alone);
+        run_all(plan, &created, OF_AT_ONCE, &done);
         status = confirm(plan);
     }
     pthread_rwlock_unlock(&plan->layout);
@@ -140,5 +161,54 @@ of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_
     of_updates_release(plan, &done);
     if (n_needs)
         *n_needs = lacking.n;
+    return status;
+}
+
+/* All or none. */
+static of_status claim_all(of_plan *plan, const of_list *created, needs *failed) {
+    of_status status = OF_OK;
+    pthread_mutex_lock(&plan->lock);
+    const of_update *u = created->first;
+    while (u && (status = of_claim(plan, u->slot)) == OF_OK)
+        u = u->next;
+    for (const of_update *claimed = created->first; u && claimed != u; claimed = claimed->next)
+        of_unclaim(plan, claimed->slot);
+    pthread_mutex_unlock(&plan->lock);
+    if (u)
+        failed_at(failed, u->slot);
+    return status;
+}
+
+static of_status check_slots(const of_plan *plan, const size_t *slots, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (slots[i] >= plan->n_slots)
+            return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slots[i],
+                           plan->n_slots);
+    return OF_OK;
+}
+
+of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t *which,
+                            size_t *n_which) {
+    of_list created = {0};
+    of_list done = {0};
+    needs lacking = {which, n, 0};
+    if (plan->mode != OF_BACKWARD)
+        return of_fail(OF_INVALID, "of_plan_gradients() is for backward mode");
+    pthread_rwlock_wrlock(&plan->layout);
+    of_status status = check_slots(plan, slots, n);
+    if (status == OF_OK)
+        status = collect_all(plan, &(chosen){slots, n}, &created, &lacking);
+    if (status == OF_OK)
+        status = claim_all(plan, &created, &lacking);
+    if (status == OF_OK) {
+        run_all(plan, &created, OF_AT_CLOSE, &done);
+        pthread_mutex_lock(&plan->lock);
+        status = of_plan_health(plan);
+        pthread_mutex_unlock(&plan->lock);
+    }
+    pthread_rwlock_unlock(&plan->layout);
+    of_updates_release(plan, &created);
+    of_updates_release(plan, &done);
+    *n_which = lacking.n;
     return status;
 }

@@ -184,7 +184,7 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     for (const at::Tensor &state : slot->own)
         launch_others(state.unsafeGetTensorImpl());
     hold->slot = slot;
-    hold->spends = std::exchange(slot->spends, false);
+    hold->spends = in->in_backward;
     // In backward the modes are those of backward(), not of step().
     hold->as_is = !hold->spends && has_modes();
     hold->grad_mode = hold->spends || c10::GradMode::is_enabled();

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // collect.cpp: looks up what one update needs. Nothing that a user can see
 // changes here, and everything that can fail happens here.
-#include <utility>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -167,7 +165,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     if (look_up_state(slot, p, used, in, &dense) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     hold->slot = slot;
-    hold->spends = std::exchange(slot->spends, false);
+    hold->spends = in->in_backward;
     in->numel = p->numel();
     in->count = count_of(slot);
     if (place(slot, p, in, hold) == OF_FOUND_ERROR)

@@ -56,8 +56,8 @@ OF_API void of_shim_set_cuda_library(const char *path);
 OF_API void of_shim_set_error(void *error_type, const char *message);
 
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
- * of one bucket's parameters; 0 for the default: on the CPU every update by
- * itself, on a GPU what a launch is worth. */
+ * of one bucket's parameters; 0 for the default: what is worth a launch on a GPU, or all
+ * threads of the CPU. */
 OF_API int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
                             of_shim_plan **out);
 /* Launches what is pending and gives the plan up: its gradient hooks stay but do
@@ -79,6 +79,8 @@ OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
+/* Backward mode: whether step() has something to update, a gradient that backward has not. */
+OF_API bool of_shim_has_left(of_shim_plan *plan);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);

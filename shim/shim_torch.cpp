@@ -86,10 +86,9 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         of_plan_options options = {};
         options.struct_size = sizeof options;
         options.mode = static_cast<of_mode>(mode);
-        // A launch on the CPU costs nothing that a bucket could save, and a
-        // gradient used at once is still in cache.
-        options.bucket_bytes[OF_CPU] = bucket_bytes == 0 ? OF_BUCKET_NONE : bucket_bytes;
-        options.bucket_bytes[OF_CUDA] = bucket_bytes;
+        options.bucket_bytes[OF_CPU] = options.bucket_bytes[OF_CUDA] = bucket_bytes;
+        if (options.mode == OF_BACKWARD) // they wait before they are created: backward.cpp
+            options.bucket_bytes[OF_CPU] = OF_BUCKET_NONE;
         optfuse::fill_reference(&options);
         const int bad_isa = choose_isa(isa, &options.isa);
         if (bad_isa != OF_OK)
@@ -100,6 +99,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         if (status != OF_OK)
             return status;
         plan->mode = options.mode;
+        plan->bucket_bytes = bucket_bytes;
         plan->rule = of_plan_rule(plan->core);
         plan->native = optfuse::native_update(plan->rule->name);
         plan->self = plan;
@@ -115,12 +115,15 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
 void of_shim_plan_free(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     plan->closed.store(true, std::memory_order_release);
+    optfuse::forget_waiting(plan);
     of_plan_clear(plan->core);
+    plan->slots.clear();
     const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
 }
 
 void of_shim_clear(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
+    optfuse::forget_waiting(plan);
     plan->slots.clear();
     of_plan_clear(plan->core);
 }
@@ -160,6 +163,7 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     optfuse::Plan *plan = plan_of(handle);
     optfuse::note_stepping_thread();
     plan->stepping.store(pthread_self(), std::memory_order_relaxed);
+    optfuse::forget_waiting(plan); // of a backward that has failed
     if (!gradients_are_kept(plan))
         return OF_INVALID;
     return of_plan_step(plan->core, needs, capacity, n_needs);
@@ -194,6 +198,14 @@ bool of_shim_unconfirmed(of_shim_plan *handle) { return of_plan_unconfirmed(plan
 
 bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
     return of_plan_is_updated(plan_of(handle)->core, slot);
+}
+
+bool of_shim_has_left(of_shim_plan *handle) {
+    const optfuse::Plan *plan = plan_of(handle);
+    for (const optfuse::Slot *slot : plan->slots)
+        if (!of_plan_is_updated(plan->core, slot->index) && slot->param->grad().defined())
+            return true;
+    return false;
 }
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }

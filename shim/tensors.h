@@ -54,10 +54,8 @@ struct Slot {
     // parameter to another one without anybody being told.
     int64_t tried = ANYWHERE;
     bool first = false; // rules without a counter: the next update is the first
-    // Backward mode: this update runs inside backward, and .grad becomes `spent`.
-    // What step() updates keeps its gradient, as in stock.
-    bool spends = false;
-    at::Tensor spent;
+    at::Tensor spent;   // backward mode: what .grad becomes
+    bool waits = false; // in Plan::waiting; its lock
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
@@ -66,7 +64,9 @@ enum { FACTOR = 3 }; // of Hold::scalars
 
 struct Hold {
     Slot *slot = nullptr;
-    bool spends = false; // the gradient is replaced after the update
+    // The update runs inside backward, and the gradient is replaced after it. What
+    // step() updates keeps its gradient, as in stock.
+    bool spends = false;
     bool committed = false; // an update that is not is only released
     bool scaling = false; // of a gradient, by scale.cpp
     size_t n = 0; // tensors that take part: parameter, gradient, state
@@ -131,6 +131,18 @@ class DeviceScalars {
     std::vector<std::pair<of_stream, at::Tensor>> factors;
 };
 
+// Backward mode, on the CPU: slots with complete gradients, whose updates have not been
+// created. Until they are, everything is as before step() in stock: nothing is marked.
+struct Waiting {
+    struct One {
+        size_t slot, bytes; // of the parameter
+        int task;           // graph task in which its gradient was complete
+    };
+    std::mutex lock; // guards the others: backward may run on several threads
+    std::vector<One> all;
+    size_t bytes = 0;
+};
+
 // of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
 // outlive them; `self` is the loader's share.
 struct Plan {
@@ -151,6 +163,8 @@ struct Plan {
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};
     DeviceScalars scalars;
+    size_t bucket_bytes = 0; // as the user says; 0: the default
+    Waiting waiting;
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint32_t> prepared[64] = {};
@@ -258,6 +272,13 @@ bool is_spent(const c10::TensorImpl *impl);
 // Answers an operator that received a spent gradient: real zeros for zero_(),
 // an error for everything else.
 void answer_spent(const char *op, c10::TensorImpl *impl);
+
+// backward.cpp
+bool is_closed(const Plan *plan);
+// A parameter's gradient is complete.
+void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param);
+// What waits is left to step().
+void forget_waiting(Plan *plan);
 
 // gradient_hook.cpp
 void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const at::Tensor &param);

@@ -73,11 +73,14 @@ def fuse(
     fold: in forward mode, whether multiplying gradients is left to the update,
         in clip_grad_norm_() and max_grad_norm, and, on the CPU, when
         torch.amp.GradScaler unscales. It changes no result.
-    bucket_bytes: in backward mode, updates stay pending until their parameters
-        have so many bytes, and then run together; the gradients live as long.
-        0: on the CPU each update runs at once, on GPUs buckets have 4 MiB. On a
-        CPU whose cores are far from each other (on several chiplets or sockets)
-        try 64 << 20: docs/performance.md.
+    bucket_bytes: small updates run together with their neighbours, so many bytes of
+        parameters at a time. In forward mode neighbours run at the first use of one
+        of them; in backward mode updates wait for each other, and the gradients
+        live as long, at most until backward() returns. 0: on the CPU 256 KiB in
+        forward and 512 KiB in backward mode, which concern parameters of less than
+        16,384 elements, on GPUs 4 MiB. 1: each by itself. On a CPU whose cores are
+        far from each other (on several chiplets or sockets) try 64 << 20 in
+        backward mode, where larger parameters wait too: docs/performance.md.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -93,10 +96,9 @@ def fuse(
         raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
     if side_stream and mode != "backward":
         raise Error('optfuse: side_stream=True goes with mode="backward"')
-    if bucket_bytes < 0 or (bucket_bytes and mode != "backward"):
+    if bucket_bytes < 0:
         raise Error(
-            f"optfuse: bucket_bytes={bucket_bytes}: a number of bytes, 0 for the default, that "
-            'goes with mode="backward"'
+            f"optfuse: bucket_bytes={bucket_bytes}: a number of bytes, or 0 for the default"
         )
     if accumulate < 1:
         raise Error(f"optfuse: accumulate is the number of passes a step, not {accumulate}")

@@ -303,11 +303,6 @@ class Link:
         if not self._params_unchanged(optimizer.param_groups):
             self.rebuild(optimizer)
 
-    def sync(self, optimizer: Optimizer) -> None:
-        self.sync_params(optimizer)
-        self._refuse_late_change(optimizer.param_groups)
-        self._sync_inputs(optimizer)
-
     def _sync_inputs(self, optimizer: Optimizer) -> None:
         """What updates from here on read: options and state."""
         state = optimizer.__dict__["state"]
@@ -351,7 +346,10 @@ class Link:
                 raise Error(_LATE.format(i))
 
     def step(self, optimizer: Optimizer) -> None:
-        self.sync(optimizer)
+        self.sync_params(optimizer)
+        self._refuse_late_change(optimizer.param_groups)
+        if self.mode != BACKWARD or self.own is not None or lib.of_shim_has_left(self.plan):
+            self._sync_inputs(optimizer)  # else the next backward does it
         self._sync_device_scalars(optimizer)
         if self.mode == BACKWARD and lib.of_shim_evicted(self.plan):
             self.attach()

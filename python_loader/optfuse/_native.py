@@ -65,6 +65,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_bool, ctypes.POINTER(ctypes.c_bool)],
     ),
+    "of_shim_has_left": (ctypes.c_bool, [ctypes.c_void_p]),
     "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
     "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
     "of_shim_update_beside": (None, [ctypes.c_void_p]),

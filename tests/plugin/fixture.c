@@ -70,7 +70,7 @@ fixture *setup(of_mode mode, size_t bucket_bytes) {
 }
 
 fixture *setup_beside(fixture *first, of_mode mode) {
-    return make(first->host, mode, 0);
+    return make(first->host, mode, OF_BUCKET_NONE);
 }
 
 static void free_twin(twin *t) {

@@ -282,7 +282,7 @@ START_TEST(aliased_parameters_share_no_bucket) {
 END_TEST
 
 START_TEST(gradient_needs_backward_mode_and_a_slot) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     add(f, 10);
     ck_assert_int_eq(of_plan_gradient(f->plan, 0), OF_INVALID);
     teardown(f);

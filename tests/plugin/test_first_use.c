@@ -6,7 +6,7 @@
 #include "fixture.h"
 
 START_TEST(step_leaves_updates_pending_until_first_use) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 100);
     twin *b = add(f, 17);
     backward_all(f);
@@ -22,7 +22,7 @@ START_TEST(step_leaves_updates_pending_until_first_use) {
 END_TEST
 
 START_TEST(parameter_gradient_and_each_state_launch_the_update) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 33);
     for (int which = 0; which < 4; which++) {
         backward(t);
@@ -40,7 +40,7 @@ END_TEST
 
 START_TEST(two_hundred_steps_of_every_size_and_dtype_are_bit_equal) {
     static const int64_t sizes[] = {0, 1, 7, 8, 15, 16, 17, 31, 64, 1003, 2048, 2049, 20000};
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
             add_dtype(f, sizes[i], (of_dtype)dtype);
@@ -55,7 +55,7 @@ START_TEST(two_hundred_steps_of_every_size_and_dtype_are_bit_equal) {
 END_TEST
 
 START_TEST(large_update_is_split_over_threads_with_equal_bits) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100003);
     for (int threads = 1; threads <= 7; threads++) {
         f->host->n_threads = threads;
@@ -69,7 +69,7 @@ START_TEST(large_update_is_split_over_threads_with_equal_bits) {
 END_TEST
 
 START_TEST(unknown_memory_is_not_pending) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 10);
     backward(t);
     step(f);
@@ -81,7 +81,7 @@ START_TEST(unknown_memory_is_not_pending) {
 END_TEST
 
 START_TEST(memory_lives_as_long_as_its_update_is_pending) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -92,7 +92,7 @@ START_TEST(memory_lives_as_long_as_its_update_is_pending) {
 END_TEST
 
 START_TEST(replaced_memory_keeps_its_own_update) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -113,7 +113,7 @@ START_TEST(replaced_memory_keeps_its_own_update) {
 END_TEST
 
 START_TEST(foreign_thread_ends_deferring) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 10);
     twin *b = add(f, 10);
     backward_all(f);
@@ -130,7 +130,7 @@ START_TEST(foreign_thread_ends_deferring) {
 END_TEST
 
 START_TEST(host_can_end_deferring) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 10);
     of_plan_stop_deferring(f->plan);
     backward(t);
@@ -147,7 +147,7 @@ START_TEST(two_thousand_pending_tensors_find_their_updates) {
     enum { PLANS = 9 };
     fixture *fixtures[PLANS];
     for (int i = 0; i < PLANS; i++) {
-        fixtures[i] = setup(OF_FORWARD, 0);
+        fixtures[i] = setup(OF_FORWARD, OF_BUCKET_NONE);
         for (int k = 0; k < MAX_TWINS; k++)
             add(fixtures[i], 1 + k % 5);
         backward_all(fixtures[i]);

@@ -38,7 +38,7 @@ static void fork_and_check(fixture *f) {
 }
 
 START_TEST(fork_with_updates_pending) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 5; i++)
         add(f, 100);
     backward_all(f);
@@ -58,7 +58,7 @@ static void step_plan(void *opaque) {
 
 /* g leaves an update pending when f's are being flushed, and g's already were. */
 START_TEST(update_left_pending_during_the_flush_is_launched_too) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *t = add(f, 100);
     twin *late = add(g, 100);
@@ -93,7 +93,7 @@ static void *step_once(void *opaque) {
 }
 
 START_TEST(child_is_not_locked_out_of_a_plan_that_a_thread_was_stepping) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     t->tensor->on_collect = wait_twice;
     backward(t);
@@ -136,7 +136,7 @@ static void *step_without_pause(void *opaque) {
 
 /* The other thread's step() may be anywhere, also between two updates. */
 START_TEST(fork_while_another_thread_steps) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     fixture *g = setup_beside(f, OF_FORWARD);
     for (int i = 0; i < 5; i++) {
         add(f, 100);

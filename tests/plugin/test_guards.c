@@ -50,7 +50,7 @@ static bool finish(fixture *f) {
 
 /* Two steps without a use in between: the first must run first. */
 static bool two_steps_are_in_order(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     for (int i = 0; i < 2; i++) {
         backward(t);
@@ -61,7 +61,7 @@ static bool two_steps_are_in_order(void) {
 }
 
 static bool two_optimizers_are_in_order(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 100);
     twin *b = add_tensor(g, fake_tensor_alias(a->tensor), 1, false);
@@ -100,7 +100,7 @@ END_TEST
 /* A foreign thread that read the parameter once reads it again, now without
  * looking for a mark. */
 static bool foreign_reader_sees_the_next_update(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -118,7 +118,7 @@ START_TEST(foreign) {
 END_TEST
 
 static bool cleared_plan_has_updated(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -127,7 +127,7 @@ static bool cleared_plan_has_updated(void) {
 }
 
 static bool released_plan_has_updated(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -145,7 +145,7 @@ START_TEST(clear) {
 END_TEST
 
 static bool all_is_launched_before_a_fork(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -162,7 +162,7 @@ START_TEST(fork_) {
 END_TEST
 
 static bool clipped_update_is_smaller(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 3000);
     bool scaled = false;
     backward(t);
@@ -183,7 +183,7 @@ START_TEST(factors) {
 END_TEST
 
 static bool reader_sees_the_clipped_gradient(void) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 10);
     bool scaled = false;
     backward(t);

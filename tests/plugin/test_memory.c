@@ -91,7 +91,7 @@ START_TEST(plan_reports_it) {
 END_TEST
 
 START_TEST(group_and_slot_report_it) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     of_status status;
     WITH_FAILURE(0, status, of_plan_set_group(f->plan, 2, f->hyper[0], 8));
     ck_assert_int_eq(status, OF_NO_MEMORY);
@@ -109,7 +109,7 @@ END_TEST
 
 START_TEST(step_reports_it) {
     for (int n = 0; n < 20; n++) {
-        fixture *f = setup(OF_FORWARD, 0);
+        fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
         for (int i = 0; i < 20; i++)
             add(f, 5);
         backward_all(f);
@@ -127,7 +127,7 @@ END_TEST
 
 /* Must come first: the registry's table is made once in a process. */
 START_TEST(update_that_finds_no_room_in_the_registry_is_launched_at_once) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 5; i++)
         add(f, 5);
     backward_all(f);
@@ -200,7 +200,7 @@ START_TEST(plan_gives_all_its_memory_back) {
 END_TEST
 
 START_TEST(repeated_steps_allocate_nothing) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 20; i++)
         add(f, 50);
     backward_all(f);

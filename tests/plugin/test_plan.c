@@ -35,7 +35,7 @@ START_TEST(host_of_another_abi_is_refused) {
     of_host wrong = host->table;
     wrong.abi_version = OF_ABI_VERSION + 1;
     ck_assert_int_eq(create(&wrong, "adam", NULL), OF_INVALID);
-    check_message("ABI version 5, this library has 4");
+    check_message("ABI version 6, this library has 5");
     ck_assert_uint_eq(of_abi_version(), OF_ABI_VERSION);
     wrong = host->table;
     wrong.struct_size -= 8;
@@ -89,7 +89,7 @@ START_TEST(isa_is_at_most_the_one_asked_for) {
 END_TEST
 
 START_TEST(groups_need_the_rules_hyper_parameters_and_an_order) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     ck_assert_str_eq(of_plan_rule(f->plan)->name, "adam");
     ck_assert_int_eq(of_plan_set_group(f->plan, 0, f->hyper[0], 3), OF_INVALID);
     ck_assert_str_eq(of_error_message(), "adam has 8 hyper-parameters, not 3");
@@ -100,7 +100,7 @@ START_TEST(groups_need_the_rules_hyper_parameters_and_an_order) {
 END_TEST
 
 START_TEST(tensor_of_a_refused_slot_is_dropped) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     fake_tensor *tensor = fake_tensor_new(f->host, OF_FLOAT32, 1, 2);
     tensor->owned = true;
     size_t slot = 77;
@@ -121,7 +121,7 @@ static void check_refused(fixture *f, const char *part) {
 }
 
 START_TEST(unusable_inputs_are_refused_by_name) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     add(f, 10);
     fake_tensor *tensor = add(f, 10)->tensor;
     tensor->device = OF_CUDA;
@@ -146,7 +146,7 @@ START_TEST(unusable_inputs_are_refused_by_name) {
 END_TEST
 
 START_TEST(slots_grow_without_limit) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (size_t i = 0; i < MAX_TWINS; i++)
         ck_assert_uint_eq(add(f, 3)->slot, i);
     backward_all(f);
@@ -156,7 +156,7 @@ START_TEST(slots_grow_without_limit) {
 END_TEST
 
 START_TEST(slots_can_be_added_while_updates_are_pending) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 40; i++) {
         add_to_group(f, 5, (size_t)i % 2);
         backward_all(f);
@@ -167,7 +167,7 @@ START_TEST(slots_can_be_added_while_updates_are_pending) {
 END_TEST
 
 START_TEST(clear_launches_what_is_pending_and_drops_all) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 3; i++)
         add(f, 100);
     backward_all(f);
@@ -198,7 +198,7 @@ START_TEST(clear_forgets_unconfirmed_updates) {
 END_TEST
 
 START_TEST(last_release_launches_what_is_pending) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -215,7 +215,7 @@ START_TEST(last_release_launches_what_is_pending) {
 END_TEST
 
 START_TEST(counts_tell_where_updates_went) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 4; i++)
         add(f, 10);
     f->twins[0].tensor->shared = true;
@@ -253,7 +253,7 @@ START_TEST(error_messages_belong_to_their_thread) {
 END_TEST
 
 START_TEST(log_goes_through_the_host) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     ck_assert_ptr_nonnull(strstr(f->host->last_log, "2 plan for adam, forward fusion"));
     twin *t = add(f, 10);
     backward(t);

@@ -44,7 +44,7 @@ static void step_scaled(fixture *f, twin *t, const unsigned char *raw,
 }
 
 static void update_and_reader_see_it(of_dtype dtype, int64_t numel, double a, double b) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add_dtype(f, numel, dtype);
     backward(t);
     unsigned char *raw = gradient_copy(t), *wanted = multiplied(t, raw, a, b);
@@ -75,7 +75,7 @@ START_TEST(an_update_and_a_reader_see_the_gradient_multiplied) {
 END_TEST
 
 START_TEST(a_reader_before_step_ends_it) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 3000);
     backward(t);
     unsigned char *raw = gradient_copy(t), *wanted = multiplied(t, raw, 0.3, 1.0);
@@ -90,7 +90,7 @@ START_TEST(a_reader_before_step_ends_it) {
 END_TEST
 
 START_TEST(the_update_is_launched_before_its_gradient_changes) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 3000);
     backward(t);
     unsigned char *raw = gradient_copy(t), *wanted = multiplied(t, raw, 0.3, 1.0);
@@ -106,7 +106,7 @@ START_TEST(the_update_is_launched_before_its_gradient_changes) {
 END_TEST
 
 START_TEST(a_third_factor_is_taken_after_the_first_two_are_applied) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 50);
     backward(t);
     unsigned char *raw = gradient_copy(t), *two = multiplied(t, raw, 0.3, 0.7);
@@ -126,7 +126,7 @@ START_TEST(a_third_factor_is_taken_after_the_first_two_are_applied) {
 END_TEST
 
 START_TEST(what_others_may_see_is_multiplied_at_once) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 50);
     t->tensor->shared = true;
     backward(t);
@@ -165,7 +165,7 @@ START_TEST(what_launches_all_updates_ends_all_scalings) {
     static end_fn *const ends[] = {end_flush, end_flush_all, end_clear, end_fork};
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
         for (int stepped = 0; stepped < 2; stepped++) {
-            fixture *f = setup(OF_FORWARD, 0);
+            fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
             twin *t = add(f, 3000);
             backward(t);
             unsigned char *raw = gradient_copy(t), *wanted = multiplied(t, raw, 0.3, 1.0);
@@ -182,7 +182,7 @@ START_TEST(what_launches_all_updates_ends_all_scalings) {
 END_TEST
 
 START_TEST(a_gradient_that_is_gone_is_forgotten) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 3000);
     for (int i = 0; i < 3; i++) {
         backward(t);
@@ -201,7 +201,7 @@ START_TEST(a_gradient_that_is_gone_is_forgotten) {
 END_TEST
 
 START_TEST(a_living_gradient_is_not_swept) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 30);
     backward(t);
     scale(f, t, 0.3);
@@ -212,7 +212,7 @@ START_TEST(a_living_gradient_is_not_swept) {
 END_TEST
 
 START_TEST(nothing_to_scale_is_said) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 30);
     bool scaled = true;
     ck_assert_int_eq(of_plan_scale(f->plan, t->slot, 0.3, NAN, &scaled), OF_OK);

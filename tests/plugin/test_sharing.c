@@ -5,7 +5,7 @@
 #include "fixture.h"
 
 START_TEST(flush_launches_all_in_one_region) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 20; i++)
         add(f, 1000 + i);
     backward_all(f);
@@ -22,7 +22,7 @@ START_TEST(flush_launches_all_in_one_region) {
 END_TEST
 
 START_TEST(small_updates_need_no_threads) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 10; i++)
         add(f, 50);
     backward_all(f);
@@ -35,7 +35,7 @@ START_TEST(small_updates_need_no_threads) {
 END_TEST
 
 START_TEST(flush_all_reaches_every_plan) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 10);
     twin *b = add(g, 10);
@@ -52,7 +52,7 @@ START_TEST(flush_all_reaches_every_plan) {
 END_TEST
 
 START_TEST(updates_at_once_share_one_region) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 10; i++)
         add_eager(f, i % 2 ? 100 : 20000);
     backward_all(f);
@@ -64,7 +64,7 @@ START_TEST(updates_at_once_share_one_region) {
 END_TEST
 
 START_TEST(shared_gradient_buffer_does_not_break_up_the_region) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 100);
     twin *b = add(f, 100);
     a->tensor->shared = b->tensor->shared = true;
@@ -78,7 +78,7 @@ START_TEST(shared_gradient_buffer_does_not_break_up_the_region) {
 END_TEST
 
 START_TEST(shared_memory_is_updated_at_once) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 10);
     t->tensor->shared = true;
     backward(t);
@@ -91,7 +91,7 @@ START_TEST(shared_memory_is_updated_at_once) {
 END_TEST
 
 START_TEST(what_must_go_alone_is_committed_launched_and_released_before_the_next) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 4; i++)
         add(f, 10)->tensor->alone = i > 1;
     f->twins[1].tensor->shared = true;
@@ -108,7 +108,7 @@ START_TEST(what_must_go_alone_is_committed_launched_and_released_before_the_next
 END_TEST
 
 START_TEST(eager_parameter_is_updated_at_once) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *eager = add_eager(f, 10);
     twin *lazy = add(f, 10);
     backward_all(f);
@@ -120,7 +120,7 @@ END_TEST
 
 /* The same parameter twice in one optimizer: stock updates it twice, in order. */
 static void alias_in_one_plan(bool shared, bool eager) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 30000);
     fake_tensor *alias = fake_tensor_alias(a->tensor);
     twin *b = add_tensor(f, alias, 0, eager);
@@ -146,7 +146,7 @@ START_TEST(aliased_parameters_are_updated_in_order) {
 END_TEST
 
 START_TEST(two_optimizers_on_one_parameter_are_updated_in_order) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 1000);
     twin *b = add_tensor(g, fake_tensor_alias(a->tensor), 1, false);

