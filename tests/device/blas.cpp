@@ -2,6 +2,7 @@
 // blas.cpp: cuBLAS of the played device, and those functions of PyTorch's CUDA part
 // that optfuse asks for it; in a library of that one's name. It multiplies by the CPU's
 // operators, as the played aten::mm and aten::addmm do, and thus with their bits.
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/from_blob.h>
@@ -29,7 +30,7 @@ struct Handle {
 thread_local std::array<Handle, fake::DEVICES> handles;
 
 // What the tests change; from one thread.
-bool flips = false, tunes = false;
+bool flips = false, reorders = false, tunes = false;
 int failure = SUCCESS;
 
 // A matrix as cuBLAS has it: by columns, or by rows if transposed.
@@ -50,11 +51,23 @@ struct Matrix {
     }
 };
 
+// In another order of summation.
+at::Tensor reordered(const at::Tensor &a, const at::Tensor &b, const at::Tensor &c, float alpha,
+                     float beta) {
+    const int64_t half = a.size(1) / 2, rest = a.size(1) - half;
+    const auto part = [&](int64_t start, int64_t n) {
+        return at::mm(a.narrow(1, start, n).to(at::kFloat), b.narrow(0, start, n).to(at::kFloat));
+    };
+    const at::Tensor sum = (part(half, rest) + part(0, half)) * alpha;
+    return (beta == 0 ? sum : sum + c.to(at::kFloat) * beta).to(at::kBFloat16);
+}
+
 // c^T = b^T a^T is what PyTorch's operators compute, all of it row-major.
 void multiply(float alpha, const Matrix &a, const Matrix &b, float beta, const Matrix &c) {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     const at::Tensor out = c.transpose(), left = b.transpose(), right = a.transpose();
-    const at::Tensor result = alpha == 1 && beta == 0
+    const at::Tensor result = reorders ? reordered(left, right, out, alpha, beta)
+                              : alpha == 1 && beta == 0
                                   ? at::mm(left, right)
                                   : at::addmm(out.clone(), left, right, beta, alpha);
     out.copy_(result);
@@ -133,6 +146,10 @@ FAKE_API const char *cublasGetStatusString(int status) {
 // The last bit of the first element of each product is the other one.
 FAKE_API void fake_blas_flip(bool yes) {
     flips = yes;
+}
+// They are summed up in another order.
+FAKE_API void fake_blas_reorder(bool yes) {
+    reorders = yes;
 }
 FAKE_API void fake_blas_tune(bool yes) {
     tunes = yes;

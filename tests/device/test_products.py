@@ -25,10 +25,12 @@ numbers = itertools.count(1)
 def cublas():
     """The played one, as it should be after the test, too."""
     library = fakecuda.fake_blas()
-    library.fake_blas_tune.argtypes = library.fake_blas_flip.argtypes = [ctypes.c_bool]
+    switches = library.fake_blas_flip, library.fake_blas_reorder, library.fake_blas_tune
+    for switch in switches:
+        switch.argtypes = [ctypes.c_bool]
     yield library
-    library.fake_blas_flip(False)
-    library.fake_blas_tune(False)
+    for switch in switches:
+        switch(False)
     library.fake_blas_fail(0)
 
 
@@ -180,6 +182,16 @@ def test_one_bit_of_one_element_leaves_them_to_the_operators(cublas, coefficient
     )
     cublas.fake_blas_flip(False)
     assert twins.step() == 0, "the verdict is kept"
+
+
+def test_so_does_another_order_of_summation(cublas, coefficients):
+    """Which random numbers would show in some elements of large matrices only."""
+    cublas.fake_blas_reorder(True)
+    shapes = (*SHAPES, (9, 7))
+    twins = Twins(lambda: parameters(shapes), ns_coefficients=coefficients)
+    why = "in a trial cuBLAS gave other bits (20 x 50 on fakecuda:0 and 4 others)"
+    assert twins.why() == (why,)
+    assert twins.step() == 0
 
 
 def check_guard(name, monkeypatch, coefficients):
