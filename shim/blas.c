@@ -93,6 +93,9 @@ static of_cublas_status run_double(const of_blas *blas, const call *x) {
 
 static of_cublas_status run_half(const of_blas *blas, const call *x, int type) {
     const float alpha = (float)x->alpha, beta = (float)x->beta;
+    const of_cublas_status status = blas->set_math_mode(x->handle, OF_CUBLAS_DEFAULT_MATH);
+    if (status != 0)
+        return status;
     return blas->gemm_ex(x->handle, x->op[0], x->op[1], x->m, x->n, x->k, &alpha, x->first, type,
                          x->ld[0], x->second, type, x->ld[1], &beta, x->out, type, x->ld[2],
                          OF_CUBLAS_COMPUTE_32F, OF_CUBLAS_GEMM_DEFAULT_TENSOR_OP);
@@ -130,4 +133,14 @@ bool of_blas_product(of_dtype dtype, double alpha, const of_matrix *a, const of_
                      rows_of(a), columns_of(a), rows_of(b), columns_of(b), of_dtype_name(dtype),
                      blas->status_string(status));
     return status == 0;
+}
+
+bool of_blas_is_untuned(void) {
+    const of_blas *blas = of_blas_find();
+    if (!blas)
+        return false;
+    const bool tuned = blas->is_tuning(blas->tuning());
+    if (tuned)
+        of_set_error("PyTorch's TunableOp chooses matrix products");
+    return !tuned;
 }

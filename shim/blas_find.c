@@ -20,7 +20,14 @@ typedef struct wanted {
     size_t offset; /* of its pointer in of_blas */
 } wanted;
 
+/* C++ functions of PyTorch, by their names for the linker. */
+static const wanted of_torch[] = {
+    {"torch_get_current_cuda_blas_handle", offsetof(of_blas, handle)},
+    {"_ZN2at4cuda7tunable16getTuningContextEv", offsetof(of_blas, tuning)},
+    {"_ZNK2at4cuda7tunable13TuningContext18IsTunableOpEnabledEv", offsetof(of_blas, is_tuning)},
+};
 static const wanted functions[] = {
+    {"cublasSetMathMode", offsetof(of_blas, set_math_mode)},
     {"cublasSgemm_v2", offsetof(of_blas, sgemm)},
     {"cublasDgemm_v2", offsetof(of_blas, dgemm)},
     {"cublasGemmEx", offsetof(of_blas, gemm_ex)},
@@ -53,6 +60,17 @@ static void *cublas_of(void *torch) {
     return NULL;
 }
 
+/* The first of n functions that the library lacks; NULL: all are put into `out`. */
+static const char *lacks(void *library, const wanted *some, size_t n, of_blas *out) {
+    for (size_t i = 0; i < n; i++) {
+        void *function = dlsym(library, some[i].name);
+        if (!function)
+            return some[i].name;
+        put(out, some[i].offset, function);
+    }
+    return NULL;
+}
+
 static bool find(of_blas *out) {
     void *torch = loaded(torch_library);
     if (!torch) {
@@ -61,24 +79,18 @@ static bool find(of_blas *out) {
                      torch_library);
         return false;
     }
-    void *handle = dlsym(torch, "torch_get_current_cuda_blas_handle");
+    const char *missing = lacks(torch, of_torch, sizeof of_torch / sizeof *of_torch, out);
     void *cublas = cublas_of(torch);
-    if (!handle || !cublas) {
+    if (missing || !cublas) {
         of_set_error("matrix products on a GPU need %s, which is not in this process: use the "
                      "PyTorch release that optfuse was built for",
-                     handle ? "cuBLAS 12 or 13" : "PyTorch's cuBLAS handle");
+                     missing ? missing : "cuBLAS 12 or 13");
         return false;
     }
-    put(out, offsetof(of_blas, handle), handle);
-    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
-        void *function = dlsym(cublas, functions[i].name);
-        if (!function) {
-            of_set_error("PyTorch's cuBLAS has no %s: it is too old", functions[i].name);
-            return false;
-        }
-        put(out, functions[i].offset, function);
-    }
-    return true;
+    missing = lacks(cublas, functions, sizeof functions / sizeof *functions, out);
+    if (missing)
+        of_set_error("PyTorch's cuBLAS has no %s: it is too old", missing);
+    return !missing;
 }
 
 const of_blas *of_blas_find(void) {

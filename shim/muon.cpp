@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // muon.cpp: torch.optim.Muon, as _single_tensor_muon of its file. Numbers are
 // combined in double, as Python does.
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/mm.h>
 
 #include <cmath>
 
 #include "guard.h"
 #include "native.h"
+#include "newton_schulz.h"
 #include "rules/by_host.h"
 
 namespace optfuse {
@@ -32,10 +31,7 @@ at::Tensor orthogonal(const at::Tensor &matrix, const double *h) {
     if (is_tall)
         x = x.t();
     x.div_(at::linalg_vector_norm(x, 2).clamp(h[MUON_EPS]));
-    for (double i = 0; i < h[MUON_NS_STEPS]; i++) {
-        const at::Tensor gram = at::mm(x, x.t());
-        x = at::addmm(x, at::addmm(gram, gram, gram, h[MUON_B], h[MUON_C]), x, h[MUON_A]);
-    }
+    x = iterated(x, {h[MUON_A], h[MUON_B], h[MUON_C]}, h[MUON_NS_STEPS]);
     return is_tall ? x.t() : x;
 }
 

@@ -4,6 +4,8 @@
 #include <torch/library.h>
 
 #include "error.h"
+#include "newton_schulz.h"
+#include "products.h"
 #include "tensors.h"
 
 namespace optfuse {
@@ -153,6 +155,25 @@ std::optional<bool> unscale_gradients(const std::vector<int64_t> &plans,
     return unscale(of, factor);
 }
 
+Polynomial polynomial_of(const std::vector<double> &numbers) {
+    if (numbers.size() != 3)
+        throw Error("optfuse: a Newton-Schulz iteration has three coefficients");
+    return {numbers[0], numbers[1], numbers[2]};
+}
+
+// A direction of this shape, as Muon turns it.
+std::string try_products_of(const at::Tensor &matrix, const std::vector<double> &coefficients) {
+    const bool is_tall = matrix.size(0) > matrix.size(1);
+    return try_products(is_tall ? matrix.t() : matrix, polynomial_of(coefficients));
+}
+
+std::string why_operators_for(c10::Device device, int64_t rows, int64_t columns, bool by_rows,
+                              const std::vector<double> &coefficients) {
+    const Polynomial p = polynomial_of(coefficients);
+    return rows > columns ? why_operators(device, columns, rows, !by_rows, p)
+                          : why_operators(device, rows, columns, by_rows, p);
+}
+
 // Nothing: the first-use fallback has launched the update by now, and in
 // touch() refused a spent gradient.
 void touch(const at::Tensor &) {}
@@ -178,6 +199,10 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
     m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);
     m.def("norm(Tensor x) -> Tensor", optfuse::norm_by_our_formula);
+    m.def("try_products(Tensor matrix, float[] coefficients) -> str", optfuse::try_products_of);
+    m.def("why_operators(Device device, int rows, int columns, bool by_rows, float[] coefficients) -> str",
+          optfuse::why_operators_for);
+    m.def("products_by_cublas() -> int", optfuse::products_by_cublas);
     m.def("touch(Tensor tensor) -> ()", optfuse::touch);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);

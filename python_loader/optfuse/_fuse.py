@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _gpu_trial, _process
+from optfuse import _gpu_trial, _process, _products
 from optfuse._classes import LINK, fused_class, link_of
 from optfuse._gpu import is_gpu
 from optfuse._link import How, Link
@@ -138,10 +138,13 @@ def try_on_gpu(stock: type[Optimizer], groups: list[dict[str, Any]]) -> None:
         return
 
     def fuse_for_trial(small: Optimizer) -> Optimizer:
+        _products.make(rule, small.param_groups)
         return _fuse(small, How(), rule.on_gpus())
 
     tried = _gpu_trial.Tried(rule.updates_by(), fuse_for_trial, rule.shapes)
     _gpu_trial.make(stock, groups, tried)
+    if not _gpu_trial.verdicts(stock, groups):
+        _products.make(rule, groups)
 
 
 def _fuse(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:
@@ -215,6 +218,7 @@ class Summary:
     reference_differs: tuple[int, ...]  # groups whose flags select another one
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
     own_step_because: tuple[str, ...]  # why, on a GPU, where something else might update
+    products_because: tuple[str, ...]  # why operators multiply there, where cuBLAS might
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     created: int
@@ -252,6 +256,10 @@ class Summary:
         lines += [
             f"  note: the class's own step() updates, because {why}"
             for why in self.own_step_because
+        ]
+        lines += [
+            f"  note: torch's operators multiply matrices of Muon, and not cuBLAS, because {why}"
+            for why in self.products_because
         ]
         if self.eager:
             lines.append(f"  note: {self.eager} parameters are eager, as asked")
@@ -307,6 +315,7 @@ def summary(optimizer: Optimizer) -> Summary:
         ),
         gpu_bits_differ=link.gpu_bits_differ,
         own_step_because=link.own_step_because,
+        products_because=tuple(_products.reasons(link.rule, groups)),
         isa={
             name: _by_host(link.rule, groups, name) if link.rule.by_host else " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"

@@ -12,9 +12,9 @@ namespace fake {
 constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
 
 // Of the calling thread, as in CUDA.
-c10::DeviceIndex current_device();
+FAKE_SHARED c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex device);
-StreamNumber current_stream(c10::DeviceIndex device);
+FAKE_SHARED StreamNumber current_stream(c10::DeviceIndex device);
 void set_current_stream(StreamNumber stream);
 
 c10::Stream torch_stream(StreamNumber stream);

@@ -2,10 +2,11 @@
 """A GPU for the tests: the torch device "fakecuda", in two copies.
 
 It is made of libfake_cuda.so (OPTFUSE_FAKE_CUDA names it), whose operators run
-on the CPU at once, and libfake_optfuse_cuda.so (OPTFUSE_CUDA_LIBRARY), optfuse's
-CUDA kernels compiled for the CPU. Streams and events order nothing here; races()
-says what they would have left open on a real device. Streams and events are
-torch's own: torch.Stream, torch.Event, torch.accelerator."""
+on the CPU at once, libfake_blas.so beside it, its cuBLAS, and
+libfake_optfuse_cuda.so (OPTFUSE_CUDA_LIBRARY), optfuse's CUDA kernels compiled
+for the CPU. Streams and events order nothing here; races() says what they would
+have left open on a real device. Streams and events are torch's own:
+torch.Stream, torch.Event, torch.accelerator."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import ctypes
 import os
 import time
 import types
+from pathlib import Path
 
 import torch
 
@@ -34,8 +36,8 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-def load() -> None:
-    """Makes the device; once per process."""
+def load(blas: bool = True) -> None:
+    """Makes the device; once per process. blas: with cuBLAS."""
     if hasattr(torch, NAME):
         return
     torch.ops.load_library(os.environ[LIBRARY])
@@ -44,9 +46,16 @@ def load() -> None:
     if KERNELS in os.environ:
         watcher = ctypes.c_void_p(torch.ops.fakecuda.watcher())
         ctypes.CDLL(os.environ[KERNELS]).fake_optfuse_watch(watcher)
+    if blas:
+        fake_blas()
     # A thread of the autograd engine that still lets go of a graph when Python
     # ends would take the process down.
     atexit.register(time.sleep, 0.05)
+
+
+def fake_blas() -> ctypes.CDLL:
+    """With fake_blas_flip() and the others of blas.cpp."""
+    return ctypes.CDLL(str(Path(os.environ[LIBRARY]).with_name("libfake_blas.so")))
 
 
 def stream(device: int = 0) -> torch.Stream:

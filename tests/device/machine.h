@@ -17,6 +17,9 @@
 #include <string>
 #include <vector>
 
+// What libfake_blas.so needs of libfake_cuda.so.
+#define FAKE_SHARED __attribute__((visibility("default")))
+
 namespace fake {
 
 enum { DEVICES = 2, POOL = 32 };
@@ -45,7 +48,8 @@ struct Range {
 };
 
 // Work on a stream. Memory that is not the device's, or is free, is reported too.
-void launch(StreamNumber stream, const std::string &name, const std::vector<Range> &ranges);
+FAKE_SHARED void launch(StreamNumber stream, const std::string &name,
+                        const std::vector<Range> &ranges);
 
 // What an event remembers: all that was launched before it on its stream.
 struct Event {

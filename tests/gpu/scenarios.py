@@ -22,6 +22,7 @@ import graphs  # noqa: F401
 import harness
 import memory
 import own_rules  # noqa: F401
+import products  # noqa: F401
 import reads  # noqa: F401
 import streams  # noqa: F401
 import torch
@@ -29,7 +30,7 @@ import training  # noqa: F401
 from harness import FAILED, On, Outcome, Scenario, play
 
 PARTS = {
-    "bits": ("bits", "own_rules"),
+    "bits": ("bits", "own_rules", "products"),
     "transparency": ("reads", "training", "streams", "graphs", "memory"),
 }
 ODD = "no scenario was run"

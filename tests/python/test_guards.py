@@ -67,6 +67,7 @@ ELSEWHERE = {
     "tried": "tests/device/test_gpu_rules.py",
     "clipstream": "tests/plugin/test_guards.c",
     "divided": "tests/device/test_clipping.py",
+    "products": "tests/device/test_products.py",
 }
 
 

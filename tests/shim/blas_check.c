@@ -4,7 +4,8 @@
  *
  *   blas_check WORD [LIBRARY ...]
  *     found N   products are right, and it was the first library, N, that made them
- *     fails TEXT   a product is refused with an error that holds TEXT */
+ *     fails TEXT   a product is refused with an error that holds TEXT
+ *     tuned TEXT   PyTorch is found to choose its products otherwise, likewise */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -143,6 +144,10 @@ static void fails(const char *text) {
     check(c[0] == 9, "and nothing is written");
 }
 
+static void tuned(const char *text) {
+    check(!of_blas_is_untuned() && strstr(of_error_message(), text), text);
+}
+
 int main(int argc, char **argv) {
     void *first = NULL;
     for (int i = 3; i < argc; i++) {
@@ -155,7 +160,10 @@ int main(int argc, char **argv) {
     }
     if (strcmp(argv[1], "fails") == 0) {
         fails(argv[2]);
+    } else if (strcmp(argv[1], "tuned") == 0) {
+        tuned(argv[2]);
     } else {
+        check(of_blas_is_untuned(), "PyTorch's products are plain calls of cuBLAS");
         products_are_right();
         a_matrix_by_its_own_transpose();
         edges();

@@ -64,6 +64,14 @@ static int multiply(void *handle, int op_a, int op_b, int m, int n, int k, doubl
 
 FAKE_API int fake_called = 0;
 
+enum { TF32_ALLOWED = 3 };
+static int math_mode = TF32_ALLOWED;
+
+FAKE_API int cublasSetMathMode(void *handle, int mode) {
+    math_mode = mode;
+    return handle == FAKE_HANDLE ? 0 : 7;
+}
+
 FAKE_API int cublasSgemm_v2(void *handle, int op_a, int op_b, int m, int n, int k,
                             const float *alpha, const float *a, int lda, const float *b, int ldb,
                             const float *beta, float *c, int ldc) {
@@ -81,8 +89,10 @@ FAKE_API int cublasGemmEx(void *handle, int op_a, int op_b, int m, int n, int k,
                           const void *a, int type_a, int lda, const void *b, int type_b, int ldb,
                           const void *beta, void *c, int type_c, int ldc, int compute_type,
                           int algorithm) {
-    if (type_a != 14 || type_b != 14 || type_c != 14 || compute_type != 68 || algorithm != 99)
-        return 15; /* CUBLAS_STATUS_NOT_SUPPORTED */
+    if (type_a != 14 || type_b != 14 || type_c != 14 || compute_type != 68 || algorithm != 99 ||
+        math_mode != 0)
+        return 15;            /* CUBLAS_STATUS_NOT_SUPPORTED */
+    math_mode = TF32_ALLOWED; /* PyTorch sets it whenever it gives the handle */
     return multiply(handle, op_a, op_b, m, n, k, (double)*(const float *)alpha, a, lda, b, ldb,
                     (double)*(const float *)beta, c, ldc, 14);
 }

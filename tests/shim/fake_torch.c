@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fake_torch.c: the one function of libtorch_cuda.so that is used. */
+/* fake_torch.c: the functions of libtorch_cuda.so that are used. */
 #include "fake.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
 
 FAKE_API int32_t torch_get_current_cuda_blas_handle(void **out) {
@@ -9,6 +10,22 @@ FAKE_API int32_t torch_get_current_cuda_blas_handle(void **out) {
         return 1;
     *out = FAKE_HANDLE;
     return 0;
+}
+
+/* As the C++ compiler calls at::cuda::tunable::getTuningContext(), and
+ * TuningContext::IsTunableOpEnabled() const, here without a class. */
+FAKE_API void *tuning(void) __asm__("_ZN2at4cuda7tunable16getTuningContextEv");
+FAKE_API bool
+is_tuning(const void *context) __asm__("_ZNK2at4cuda7tunable13TuningContext18IsTunableOpEnabledEv");
+
+static int the_context;
+
+void *tuning(void) {
+    return &the_context;
+}
+
+bool is_tuning(const void *context) {
+    return context == &the_context && getenv("FAKE_TORCH_TUNES");
 }
 
 #ifdef FAKE_LINKED
