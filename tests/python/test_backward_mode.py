@@ -48,8 +48,8 @@ def test_the_update_runs_inside_backward():
 
 
 def test_layers_are_updated_while_backward_still_runs():
-    """The last layer's weight is new when the gradient reaches the first; biases, which are
-    small, wait for each other."""
+    """The last layer's weight is new when the gradient reaches the first; on the CPU biases,
+    which are small, wait for each other."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
     optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward")
     seen = []
@@ -57,7 +57,9 @@ def test_layers_are_updated_while_backward_still_runs():
         lambda *_: seen.append(optfuse.summary(optimizer).created)
     )
     model(torch.ones(2, 256)).sum().backward()
-    assert seen == [11], f"{seen} of 11 weights were updated before the first layer's turn"
+    assert seen and seen[0] >= 11, (
+        f"{seen} of 11 weights had an update before the first layer's turn"
+    )
 
 
 @pytest.mark.parametrize("make", (adamw, sgd))
