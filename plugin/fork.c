@@ -3,6 +3,21 @@
  * nothing may be pending and no lock held by them when it is made. */
 #include "internal.h"
 
+static atomic_bool is_child;
+
+static void note_child(void) {
+    atomic_store_explicit(&is_child, true, memory_order_relaxed);
+}
+
+/* From the moment on that the library is loaded: the parent may have no plan yet. */
+__attribute__((constructor)) static void note_children(void) {
+    pthread_atfork(NULL, NULL, note_child);
+}
+
+bool of_is_forked(void) {
+    return atomic_load_explicit(&is_child, memory_order_relaxed);
+}
+
 /* Another thread may have left updates pending after the flush. No hold can be
  * released before the locks are free again. */
 static void launch_late(of_plan *plan) {

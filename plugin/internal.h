@@ -200,6 +200,9 @@ of_status of_take_for_slot(of_plan *plan, size_t slot, of_update **update);
 of_status of_claim(of_plan *plan, size_t slot);
 void of_unclaim(of_plan *plan, size_t slot);
 
+/* fork.c: whether this process was forked since the library was loaded. */
+bool of_is_forked(void);
+
 /* touch.c */
 of_status of_plan_launch(of_plan *plan); /* what is pending, but no scaling */
 

@@ -53,16 +53,24 @@ static void run_chunks(void *arg, int64_t begin, int64_t end) {
     }
 }
 
+/* The host's threads do not survive a fork, and to start them in the child may hang (GNU's
+ * OpenMP). There updates share no threads that each by itself would not use. */
+static bool is_serial(int64_t elements, int64_t largest) {
+    return (of_is_forked() ? largest : elements) < OF_SERIAL_ELEMENTS;
+}
+
 static void run_list(of_plan *plan, of_list *list) {
     int64_t chunks = 0;
     int64_t elements = 0;
+    int64_t largest = 0;
     for (of_update *u = list->first; u; u = u->next) {
+        largest = u->in.numel > largest ? u->in.numel : largest;
         u->first_chunk = chunks;
         u->n_chunks = (u->in.numel + CHUNK_ELEMENTS - 1) >> CHUNK_SHIFT;
         chunks += u->n_chunks;
         elements += u->in.numel;
     }
-    if (elements < OF_SERIAL_ELEMENTS)
+    if (is_serial(elements, largest))
         run_chunks(list->first, 0, chunks);
     else
         plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, list->first);

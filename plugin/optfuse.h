@@ -251,10 +251,11 @@ OF_API of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, siz
 
 /* Backward mode: the gradient of this slot is complete. */
 OF_API of_status of_plan_gradient(of_plan *plan, size_t slot);
-/* Backward mode: the gradients of n slots are; their updates run now, those on the
- * CPU in one launch. All or none: if one slot fails or lacks state nothing has
- * been changed. which (room for n): on OF_NEEDS_STATE the *n_which slots that lack it,
- * call again once they have it; else the one that failed, or none. */
+/* Backward mode: the gradients of n slots, all on the CPU, are; their updates run now,
+ * in one launch. If one slot fails or lacks state nothing has been changed. which (room
+ * for n): on OF_OK the *n_which slots that of_plan_gradient() has to be called for,
+ * because they are alone; on OF_NEEDS_STATE those that lack state, call again once they
+ * have it; else the one that failed, or none. */
 OF_API of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t *which,
                                    size_t *n_which);
 /* Backward mode: true if slots were updated that no step() has confirmed. */

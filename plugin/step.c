@@ -9,7 +9,7 @@ typedef struct chosen {
     size_t n;
 } chosen;
 
-/* Slots that lack state; or the one that failed. */
+/* Slots that lack state, the one that failed, or those set apart. */
 typedef struct needs {
     size_t *slots;
     size_t capacity;
@@ -60,8 +60,10 @@ static of_status collect_all(of_plan *plan, const chosen *of, of_list *created, 
         const size_t slot = of->slots ? of->slots[i] : i;
         if (!of->slots && plan->slots[slot].updated)
             continue;
-        if (!update && !(update = of_pool_take(plan)))
+        if (!update && !(update = of_pool_take(plan))) {
+            failed_at(lacking, slot);
             return OF_NO_MEMORY;
+        }
         update->slot = slot;
         status = collect_slot(plan, &update, of->slots != NULL, created, lacking);
         if (status != OF_OK)
@@ -159,7 +161,7 @@ of_status of_plan_step(of_plan *plan, size_t *slots, size_t capacity, size_t *n_
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &created);
     of_updates_release(plan, &done);
-    if (n_needs)
+    if (n_needs && status == OF_NEEDS_STATE)
         *n_needs = lacking.n;
     return status;
 }
@@ -187,19 +189,36 @@ static of_status check_slots(const of_plan *plan, const size_t *slots, size_t n)
     return OF_OK;
 }
 
+/* What is alone has to be released before the next one is committed, and in backward
+ * nothing may be released with layout written: gradients die then, and with them whatever
+ * hangs on them. */
+static void set_apart(of_list *created, of_list *alone, needs *apart) {
+    for (of_update *u = created->first, *next; u; u = next) {
+        next = u->next;
+        if (!u->in.alone)
+            continue;
+        of_list_remove(created, u);
+        of_list_append(alone, u);
+        add_need(apart, u->slot);
+    }
+}
+
 of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t *which,
                             size_t *n_which) {
     of_list created = {0};
+    of_list alone = {0};
     of_list done = {0};
-    needs lacking = {which, n, 0};
+    needs concerned = {which, n, 0};
     if (plan->mode != OF_BACKWARD)
         return of_fail(OF_INVALID, "of_plan_gradients() is for backward mode");
     pthread_rwlock_wrlock(&plan->layout);
     of_status status = check_slots(plan, slots, n);
     if (status == OF_OK)
-        status = collect_all(plan, &(chosen){slots, n}, &created, &lacking);
-    if (status == OF_OK)
-        status = claim_all(plan, &created, &lacking);
+        status = collect_all(plan, &(chosen){slots, n}, &created, &concerned);
+    if (status == OF_OK) {
+        set_apart(&created, &alone, &concerned);
+        status = claim_all(plan, &created, &concerned);
+    }
     if (status == OF_OK) {
         run_all(plan, &created, OF_AT_CLOSE, &done);
         pthread_mutex_lock(&plan->lock);
@@ -208,7 +227,8 @@ of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t
     }
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &created);
+    of_updates_release(plan, &alone);
     of_updates_release(plan, &done);
-    *n_which = lacking.n;
+    *n_which = concerned.n;
     return status;
 }

@@ -28,11 +28,12 @@ namespace {
 // Small parameters are updated together when they have so many bytes: enough for all
 // threads, and with gradients and state not more than the cache of a core holds.
 constexpr size_t kTogether = size_t{512} << 10;
-constexpr int ALL_TASKS = -1;
 
 std::string label_of(const Plan *plan, size_t slot) {
     return slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
 }
+
+[[noreturn]] void fail() { throw Error(std::string("optfuse: ") + of_error_message()); }
 
 void check(const Plan *plan, size_t slot, int status) {
     if (status == OF_OK || is_closed(plan))
@@ -49,7 +50,7 @@ int ask_python(Plan *plan, of_shim_event event, size_t slot) {
         return answer;
     if (raised_in_python != nullptr)
         throw Error(of_error_message(), raised_in_python);
-    throw Error(std::string("optfuse: ") + of_error_message());
+    fail();
 }
 
 void refuse_later_reduction(const Plan *plan, size_t slot, const at::Tensor &param) {
@@ -84,22 +85,13 @@ bool is_left_to_step(const at::Tensor &param) {
            (grad.defined() && grad.use_count() > 1 + idle_references(*grad.unsafeGetTensorImpl()));
 }
 
-// Which slots wait; from here on they don't.
-std::vector<size_t> take_waiting(Plan *plan, int task) {
-    std::vector<size_t> slots;
-    std::vector<Waiting::One> others;
-    const std::lock_guard<std::mutex> guard(plan->waiting.lock);
-    for (const Waiting::One &one : plan->waiting.all) {
-        if (task != ALL_TASKS && one.task != task) {
-            others.push_back(one);
-            continue;
-        }
-        plan->waiting.bytes -= one.bytes;
-        plan->slots[one.slot]->waits = false;
-        slots.push_back(one.slot);
+void update_alone(Plan *plan, size_t slot) {
+    int status = of_plan_gradient(plan->core, slot);
+    if (status == OF_NEEDS_STATE) {
+        ask_python(plan, OF_SHIM_STATE, slot);
+        status = of_plan_gradient(plan->core, slot);
     }
-    plan->waiting.all.swap(others);
-    return slots;
+    check(plan, slot, status);
 }
 
 void update_together(Plan *plan, const std::vector<size_t> &slots) {
@@ -111,48 +103,41 @@ void update_together(Plan *plan, const std::vector<size_t> &slots) {
             ask_python(plan, OF_SHIM_STATE, which[i]);
         status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
     }
-    check(plan, n != 0 ? which[0] : plan->slots.size(), status);
+    if (status != OF_OK && n == 0 && !is_closed(plan))
+        fail();
+    check(plan, which[0], status);
+    for (size_t i = 0; i < n; i++)
+        update_alone(plan, which[i]);
 }
 
-void run_waiting(Plan *plan) {
-    std::vector<size_t> slots = take_waiting(plan, ALL_TASKS);
-    size_t n = 0;
-    for (const size_t slot : slots) {
-        const at::Tensor param = reference_to(plan->slots[slot]->param);
-        refuse_later_reduction(plan, slot, param);
-        if (!is_left_to_step(param))
-            slots[n++] = slot;
+void run_waiting(Plan *plan, int task) {
+    const std::vector<Waiting::One> all = plan->waiting.take(task);
+    std::vector<size_t> slots;
+    for (const Waiting::One &one : all) {
+        refuse_later_reduction(plan, one.slot, one.param);
+        if (!is_left_to_step(one.param))
+            slots.push_back(one.slot);
     }
-    slots.resize(n);
-    if (n != 0)
+    if (!slots.empty())
         update_together(plan, slots);
 }
 
 // What all threads would work on by itself has no reason to wait, unless the user says so.
-bool can_wait(const Plan *plan, const Slot *slot, const c10::TensorImpl *p, size_t bytes) {
-    if (!p->device().is_cpu() || plan->rule->by_host || of_plan_is_updated(plan->core, slot->index))
+// A second gradient is refused at once.
+bool can_wait(const Plan *plan, size_t slot, const c10::TensorImpl *p, size_t bytes) {
+    if (!p->device().is_cpu() || plan->rule->by_host || of_plan_is_updated(plan->core, slot))
         return false;
     return plan->bucket_bytes == 0 ? p->numel() < OF_SERIAL_ELEMENTS : bytes < plan->bucket_bytes;
 }
 
-// False: the update has to be made at once. A second gradient of a slot that waits has been
-// added to the first, as in stock.
-bool wait(Plan *plan, size_t index, const c10::TensorImpl *p, int task) {
-    Slot *slot = index < plan->slots.size() ? plan->slots[index] : nullptr;
-    const size_t bytes = static_cast<size_t>(p->numel()) * p->dtype().itemsize();
-    if (slot == nullptr || !can_wait(plan, slot, p, bytes))
+// False: the update has to be made at once.
+bool wait(Plan *plan, size_t slot, const at::Tensor &param, int task) {
+    const size_t bytes = static_cast<size_t>(param.numel()) * param.dtype().itemsize();
+    if (is_closed(plan) || !can_wait(plan, slot, param.unsafeGetTensorImpl(), bytes))
         return false;
-    bool full = false;
-    {
-        const std::lock_guard<std::mutex> guard(plan->waiting.lock);
-        if (std::exchange(slot->waits, true))
-            return true;
-        plan->waiting.all.push_back({index, bytes, task});
-        plan->waiting.bytes += bytes;
-        full = plan->waiting.bytes >= (plan->bucket_bytes == 0 ? kTogether : plan->bucket_bytes);
-    }
-    if (full)
-        run_waiting(plan);
+    const size_t enough = plan->bucket_bytes == 0 ? kTogether : plan->bucket_bytes;
+    if (plan->waiting.add({slot, param}, bytes, task, enough))
+        run_waiting(plan, task);
     return true;
 }
 
@@ -161,15 +146,15 @@ bool wait(Plan *plan, size_t index, const c10::TensorImpl *p, int task) {
 class Pass {
   public:
     Pass(std::shared_ptr<Plan> of, int graph_task) : plan(std::move(of)), task(graph_task) {}
-    ~Pass() { take_waiting(plan.get(), task); }
+    ~Pass() { plan->waiting.take(task); }
     Pass(const Pass &) = delete;
     Pass &operator=(const Pass &) = delete;
     void end() {
         if (is_closed(plan.get()))
             return;
-        run_waiting(plan.get());
+        run_waiting(plan.get(), task);
         if (of_plan_close(plan->core) != OF_OK)
-            throw Error(std::string("optfuse: ") + of_error_message());
+            fail();
     }
 
   private:
@@ -208,19 +193,11 @@ void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const 
         refuse_late_addition(plan.get(), slot);
         return;
     }
-    if (is_closed(plan.get()) || wait(plan.get(), slot, param.unsafeGetTensorImpl(), task))
+    if (wait(plan.get(), slot, param, task))
         return;
     refuse_later_reduction(plan.get(), slot, param);
-    if (is_left_to_step(param))
-        return;
-    int status = of_plan_gradient(plan->core, slot);
-    if (status == OF_NEEDS_STATE) {
-        ask_python(plan.get(), OF_SHIM_STATE, slot);
-        status = of_plan_gradient(plan->core, slot);
-    }
-    check(plan.get(), slot, status);
+    if (!is_left_to_step(param))
+        update_alone(plan.get(), slot);
 }
-
-void forget_waiting(Plan *plan) { take_waiting(plan, ALL_TASKS); }
 
 } // namespace optfuse

@@ -39,6 +39,17 @@ bool clean(c10::TensorImpl *impl) {
 void prepare_fork() {
     const optfuse::WithoutGil wait;
     of_fork_prepare();
+    optfuse::Waiting::hold_all();
+}
+
+void after_fork_in_parent() {
+    optfuse::Waiting::let_all_go();
+    of_fork_parent();
+}
+
+void after_fork_in_child() {
+    optfuse::Waiting::let_all_go();
+    of_fork_child();
 }
 
 int choose_isa(const char *name, of_isa *out) {
@@ -68,7 +79,7 @@ int of_shim_init(void *error_type, of_shim_callback *callback) {
             return status;
         optfuse::Error::type = static_cast<_object *>(error_type);
         optfuse::python_callback = callback;
-        pthread_atfork(prepare_fork, of_fork_parent, of_fork_child);
+        pthread_atfork(prepare_fork, after_fork_in_parent, after_fork_in_child);
         return OF_OK;
     } catch (const std::exception &e) {
         return failed(e);
@@ -115,7 +126,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
 void of_shim_plan_free(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     plan->closed.store(true, std::memory_order_release);
-    optfuse::forget_waiting(plan);
+    plan->waiting.forget();
     of_plan_clear(plan->core);
     plan->slots.clear();
     const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
@@ -123,7 +134,7 @@ void of_shim_plan_free(of_shim_plan *handle) {
 
 void of_shim_clear(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
-    optfuse::forget_waiting(plan);
+    plan->waiting.forget();
     plan->slots.clear();
     of_plan_clear(plan->core);
 }
@@ -163,7 +174,7 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     optfuse::Plan *plan = plan_of(handle);
     optfuse::note_stepping_thread();
     plan->stepping.store(pthread_self(), std::memory_order_relaxed);
-    optfuse::forget_waiting(plan); // of a backward that has failed
+    plan->waiting.forget(); // of a backward that has failed
     if (!gradients_are_kept(plan))
         return OF_INVALID;
     return of_plan_step(plan->core, needs, capacity, n_needs);

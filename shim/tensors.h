@@ -20,6 +20,7 @@
 #include "native.h"
 #include "optfuse.h"
 #include "shim.h"
+#include "waiting.h"
 
 namespace optfuse {
 
@@ -54,8 +55,7 @@ struct Slot {
     // parameter to another one without anybody being told.
     int64_t tried = ANYWHERE;
     bool first = false; // rules without a counter: the next update is the first
-    at::Tensor spent;   // backward mode: what .grad becomes
-    bool waits = false; // in Plan::waiting; its lock
+    at::Tensor spent; // backward mode: what .grad becomes
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
@@ -129,18 +129,6 @@ class DeviceScalars {
     std::vector<Copy> copies;
     // The factor in the type of the computation, on the devices that have asked for it.
     std::vector<std::pair<of_stream, at::Tensor>> factors;
-};
-
-// Backward mode, on the CPU: slots with complete gradients, whose updates have not been
-// created. Until they are, everything is as before step() in stock: nothing is marked.
-struct Waiting {
-    struct One {
-        size_t slot, bytes; // of the parameter
-        int task;           // graph task in which its gradient was complete
-    };
-    std::mutex lock; // guards the others: backward may run on several threads
-    std::vector<One> all;
-    size_t bytes = 0;
 };
 
 // of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
@@ -277,8 +265,6 @@ void answer_spent(const char *op, c10::TensorImpl *impl);
 bool is_closed(const Plan *plan);
 // A parameter's gradient is complete.
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param);
-// What waits is left to step().
-void forget_waiting(Plan *plan);
 
 // gradient_hook.cpp
 void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const at::Tensor &param);

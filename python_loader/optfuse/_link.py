@@ -133,7 +133,7 @@ class Link:
 
     def rebuild(self, optimizer: Optimizer, tried: Iterable[Tensor] = ()) -> None:
         """Tells the library about all parameters and groups from the start. If
-        it fails the next sync() does it again. tried: those that are new, and that
+        it fails the next sync_params() does it again. tried: those that are new, and that
         fuse() or add_param_group() has looked at."""
         self._refuse_in_backward("a change of param_groups")
         groups = optimizer.param_groups
@@ -342,7 +342,6 @@ class Link:
         same_rates = [now == before for now, before in rates]
         for i, (group, known) in enumerate(zip(groups, self._hyper, strict=False)):
             if self.rule.hyper(group) != known or not all(same_rates[i : i + 1]):
-                self._hyper[i] = ()  # the next step() or backward() takes the new values
                 raise Error(_LATE.format(i))
 
     def step(self, optimizer: Optimizer) -> None:
@@ -378,6 +377,7 @@ class Link:
                 "backward pass can't take that over; call zero_grad() after changing them. "
                 "Nothing was updated"
             )
+        self._refuse_late_change(optimizer.param_groups)
         self._sync_inputs(optimizer)
         self._sync_device_scalars(optimizer)
         self.marked = True

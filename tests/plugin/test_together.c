@@ -111,7 +111,7 @@ START_TEST(other_modes_and_slots_are_refused) {
 }
 END_TEST
 
-START_TEST(overlapping_parameters_run_one_after_the_other) {
+START_TEST(what_is_alone_is_left_to_a_call_of_its_own) {
     static const size_t slots[] = {0, 1, 2};
     fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
     size_t which[3], n = 0;
@@ -120,6 +120,8 @@ START_TEST(overlapping_parameters_run_one_after_the_other) {
     f->twins[1].tensor->alone = true;
     backward_of(f, slots, 3);
     ck_assert_int_eq(gradients(f, slots, 3, which, &n), OF_OK);
+    ck_assert(n == 1 && which[0] == 1 && !of_plan_is_updated(f->plan, 1));
+    ck_assert_int_eq(of_plan_gradient(f->plan, 1), OF_OK);
     ck_assert_uint_eq(counts(f).at_close, 2);
     ck_assert_uint_eq(counts(f).at_once, 1);
     teardown(f);
@@ -165,7 +167,7 @@ int main(void) {
     tcase_add_test(tests, a_failure_changes_nothing_and_says_where);
     tcase_add_test(tests, a_second_gradient_is_refused_and_changes_nothing);
     tcase_add_test(tests, other_modes_and_slots_are_refused);
-    tcase_add_test(tests, overlapping_parameters_run_one_after_the_other);
+    tcase_add_test(tests, what_is_alone_is_left_to_a_call_of_its_own);
     tcase_add_test(tests, neighbours_run_at_the_first_use_of_one_of_them);
     tcase_add_test(tests, what_is_large_runs_at_its_own_first_use);
     suite_add_tcase(suite, tests);

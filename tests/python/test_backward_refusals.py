@@ -131,6 +131,21 @@ def test_a_gradient_whose_step_was_skipped_is_refused():
     assert_same("the critic's weights after the refusal", weights(critic), once)
 
 
+def test_options_changed_between_two_passes_of_a_step_are_refused():
+    """Stock applies the last ones to all; what the first pass updated had others."""
+    first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = optfuse.fuse(torch.optim.SGD([first, second], lr=1.0), "backward")
+    first.sum().backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(optfuse.Error, match="was changed between"):
+        second.sum().backward()
+    with pytest.raises(optfuse.Error, match="was changed between"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+    assert first.tolist() == [0.0] * 4 and second.tolist() == [0.0] * 4
+
+
 def test_retain_graph_and_backward_again_is_refused():
     model, _optimizer = fused_backward()
     loss = loss_of(model, 0)

@@ -306,6 +306,34 @@ def test_hooks_of_dead_optimizers_do_not_pile_up():
     p.sum().backward()
 
 
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_small_updates_in_a_forked_child(mode):
+    """Together they would be worth the threads, which did not survive the fork."""
+    out = python_ok(
+        "import os, sys, torch, optfuse\n"
+        "from torch import nn\n"
+        "torch.set_num_threads(2)\n"
+        "torch.randn(4_000_000).mul_(2).sum()\n"
+        "def train(wrap):\n"
+        "    torch.manual_seed(0)\n"
+        "    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(80)))\n"
+        "    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))\n"
+        "    for _ in range(3):\n"
+        "        optimizer.zero_grad()\n"
+        "        model(torch.ones(1, 16)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    return [p.tolist() for p in model.parameters()]\n"
+        f"fused = lambda optimizer: optfuse.fuse(optimizer, {mode!r})\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(train(fused) != train(lambda optimizer: optimizer))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n",
+        timeout=60,
+        fresh=True,
+    )
+    assert out.strip() == "0"
+
+
 def test_two_models_train_in_two_threads_at_once():
     def script(wrap):
         pairs = []

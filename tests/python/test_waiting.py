@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import torch
-from common import adamw, assert_same, everything, loss_of, net, same, sgd, weights
+from common import adamw, assert_same, everything, loss_of, net, python_ok, same, sgd, weights
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import optfuse
 
@@ -154,6 +155,50 @@ def test_two_threads_in_backward():
     same(script, "backward")
 
 
+def test_another_thread_ends_no_waiting():
+    """One pass ends while the other one looks at its own gradients, as it may in stock."""
+    here, there = net(), net()
+    ended, looked = threading.Event(), []
+
+    def look(*_):
+        looked.append([p.grad.clone() for p in there[4].parameters()])
+        ended.wait(10)
+        looked.append([p.grad.clone() for p in there[4].parameters()])
+
+    there[0].register_full_backward_hook(look)
+    optimizer = optfuse.fuse(adamw([*here.parameters(), *there.parameters()]), "backward")
+    before = weights(there[4])
+    thread = threading.Thread(target=loss_of(there, 1).backward)
+    thread.start()
+    while not looked:
+        pass
+    loss_of(here, 0).backward()
+    assert_same("weights", weights(there[4]), before)
+    ended.set()
+    thread.join()
+    optimizer.step()
+    assert len(looked) == 2, "the second look raised"
+    assert_same("gradients", *looked)
+    assert optfuse.summary(optimizer).created == 12
+
+
+def test_parameters_that_two_passes_share_are_left_to_step():
+    def script(wrap):
+        torch.manual_seed(0)
+        shared, first, last = (nn.Linear(6, 6) for _ in range(3))
+        model = nn.ModuleList([first, shared, last])
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            x = first(torch.full((2, 6), float(i))).tanh()
+            x = checkpoint(lambda y: shared(y).tanh(), x, use_reentrant=True)
+            last(shared(x)).square().sum().backward()
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, "backward")
+
+
 @pytest.mark.parametrize("how", ("unfused", "deleted"))
 def test_an_optimizer_that_goes_while_gradients_wait(how):
     model = net()
@@ -194,3 +239,79 @@ def test_what_a_failed_backward_has_left_is_let_go():
     after = weights(model)
     changed = [k for k in before if not torch.equal(before[k], after[k])]
     assert changed == ["0.weight", "0.bias"]
+
+
+def test_a_gradient_whose_end_takes_the_optimizer_along():
+    """Of a parameter with strides of its own; no lock is held when it dies."""
+    out = python_ok(
+        "import gc, torch, optfuse, weakref\n"
+        "from torch.nn import Parameter\n"
+        "apart = [Parameter(torch.empty_strided((6,), (2,)).fill_(1.0)) for _ in range(9)]\n"
+        "dense = [Parameter(torch.ones(6)) for _ in range(9)]\n"
+        "def gone():\n"
+        "    held.clear()\n"
+        "    gc.collect()\n"
+        "    print('gone')\n"
+        "both = [p for pair in zip(apart, dense) for p in pair]\n"
+        "held = [optfuse.fuse(torch.optim.SGD(both, lr=0.1, momentum=0.9), 'backward')]\n"
+        "class Last(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        return x.clone()\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, g):\n"
+        "        weakref.finalize(apart[3].grad, gone)\n"
+        "        return g\n"
+        "first = Last.apply(torch.ones(1, requires_grad=True))\n"
+        "try:\n"
+        "    (first + sum((p * 2).sum() for p in both)).backward()\n"
+        "except optfuse.Error as error:\n"
+        "    print(error)\n"
+    )
+    assert out.startswith("gone")
+
+
+def test_a_failure_names_its_parameter_and_changes_nothing():
+    table = nn.Embedding(4, 4, sparse=True)
+    others = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    params = [others[0], table.weight, others[1]]
+    optimizer = optfuse.fuse(torch.optim.SGD(params, lr=0.1), "backward")
+    before = [p.detach().clone() for p in params]
+    loss = table(torch.tensor([1])).sum() + sum(p.sum() for p in others)
+    with pytest.raises(optfuse.Error, match="parameter 1 of group 0.*sparse"):
+        loss.backward()
+    assert_same("parameters", [p.detach() for p in params], before)
+    assert optfuse.summary(optimizer).created == 0
+
+
+CHANGES = {
+    "zeroed": lambda model, optimizer: optimizer.zero_grad(),
+    "zeroed in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "taken away": lambda model, _: setattr(model[4].weight, "grad", None),
+    "another": lambda model, _: setattr(model[4].bias, "grad", torch.ones(3)),
+    "clipped": lambda model, _: nn.utils.clip_grad_norm_(model[4].parameters(), 1e-3),
+    "a weight": lambda model, _: model[4].weight.data.mul_(0.5),
+    "state_dict": lambda _, optimizer: optimizer.state_dict(),
+    "flush": lambda *_: optfuse.flush(),
+    "frozen": lambda model, _: model[4].weight.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_by_a_hook_meanwhile(name):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+
+        def hook(_):
+            CHANGES[name](model, optimizer)
+
+        model[0].weight.register_post_accumulate_grad_hook(hook)
+        for i in range(STEPS):
+            model[4].weight.requires_grad_(True)
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, "backward", prove=name != "zeroed")  # then nothing is left to update
