@@ -100,11 +100,11 @@ typedef struct of_inputs {
     size_t n_keys;
     bool in_backward; /* set before collect(): created inside backward, so that the gradient
                          may go with it; else by step() */
-    bool alone; /* others may see the parameter's memory: launch this
-                   update by itself, in the order of the slots, between
-                   its commit() and the next slot's; never defer it */
-    void *hold; /* the host's references, until release(): collect() finds
-                   hold_bytes of its own here, or puts another pointer */
+    bool alone;       /* others may see the parameter's memory: launch this
+                         update by itself, in the order of the slots, between
+                         its commit() and the next slot's; never defer it */
+    void *hold;       /* the host's references, until release(): collect() finds
+                         hold_bytes of its own here, or puts another pointer */
 } of_inputs;
 
 /* The host: who owns tensors and threads. Function pointers marked optional
