@@ -170,10 +170,19 @@ static bool goes_with(const of_update *first, const of_update *u) {
            u->in.numel < OF_SERIAL_ELEMENTS;
 }
 
-/* Whoever is next in the plan is likely to be used next. In backward mode the
- * open bucket goes on filling without the one that is used. */
+/* Bytes. In backward mode the open bucket goes on filling without the one that is used. */
+static size_t bucket_at_use(const of_plan *plan, const of_update *first) {
+    const of_host *host = &plan->host;
+    if (plan->mode == OF_BACKWARD)
+        return 0;
+    if (first->in.device == OF_CPU && host->threads && host->threads(host->ctx) == 1)
+        return 0; /* what is used next is still in the cache */
+    return plan->bucket_bytes[first->in.device];
+}
+
+/* Whoever is next in the plan is likely to be used next. */
 void of_launch_bucket(of_plan *plan, of_update *first, of_list *done) {
-    const size_t enough = plan->mode == OF_FORWARD ? plan->bucket_bytes[first->in.device] : 0;
+    const size_t enough = bucket_at_use(plan, first);
     of_list bucket = {0};
     if (first->scaling) {
         of_launch_scalings_with(plan, first, done);

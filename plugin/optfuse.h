@@ -143,6 +143,9 @@ typedef struct of_host {
      * thousand elements. fn never fails and never blocks. */
     void (*parallel_for)(void *ctx, int64_t n, void (*fn)(void *arg, int64_t begin, int64_t end),
                          void *arg);
+    /* optional: on how many threads parallel_for() would run now. On one there is nothing to
+     * gain for neighbours that run together. */
+    int (*threads)(void *ctx);
     /* optional; level: 1 warning, 2 info, 3 debug */
     void (*log)(void *ctx, int level, const char *message);
     /* optional: without it collect() must give updates on the CPU only. Alive

@@ -152,6 +152,8 @@ void parallel_for(void *, int64_t n, void (*fn)(void *, int64_t, int64_t), void 
     at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { fn(arg, begin, end); });
 }
 
+int threads(void *) { return at::get_num_threads(); }
+
 } // namespace
 
 of_host make_host(Plan *plan) {
@@ -167,6 +169,7 @@ of_host make_host(Plan *plan) {
     host.release = release;
     host.drop = drop;
     host.parallel_for = parallel_for;
+    host.threads = threads;
     host.device = &gpu_host;
     host.apply = apply;
     host.square_roots[0] = square_roots_of_floats;

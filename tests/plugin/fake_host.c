@@ -318,6 +318,10 @@ static void *run_range(void *opaque) {
     return NULL;
 }
 
+static int threads(void *ctx) {
+    return ((const fake_host *)ctx)->n_threads;
+}
+
 static void parallel_for(void *ctx, int64_t n, void (*fn)(void *arg, int64_t begin, int64_t end),
                          void *arg) {
     fake_host *host = ctx;
@@ -355,6 +359,7 @@ fake_host *fake_host_new(void) {
                             .release = release,
                             .drop = drop,
                             .parallel_for = parallel_for,
+                            .threads = threads,
                             .log = log_message,
                             .collect_gradient = collect_gradient,
                             .is_alive = is_alive,

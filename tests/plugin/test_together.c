@@ -144,6 +144,19 @@ START_TEST(neighbours_run_at_the_first_use_of_one_of_them) {
 }
 END_TEST
 
+START_TEST(on_one_thread_neighbours_wait_for_their_own_first_use) {
+    fixture *f = setup(OF_FORWARD, BUCKET);
+    f->host->n_threads = 1;
+    for (int i = 0; i < 3; i++)
+        add(f, 100);
+    backward_all(f);
+    step(f);
+    fake_use(f->twins[1].tensor->param, false);
+    ck_assert(!launched(&f->twins[0]) && launched(&f->twins[1]) && !launched(&f->twins[2]));
+    teardown(f);
+}
+END_TEST
+
 START_TEST(what_is_large_runs_at_its_own_first_use) {
     fixture *f = setup(OF_FORWARD, 1 << 20);
     twin *small = add(f, OF_SERIAL_ELEMENTS - 1);
@@ -169,6 +182,7 @@ int main(void) {
     tcase_add_test(tests, other_modes_and_slots_are_refused);
     tcase_add_test(tests, what_is_alone_is_left_to_a_call_of_its_own);
     tcase_add_test(tests, neighbours_run_at_the_first_use_of_one_of_them);
+    tcase_add_test(tests, on_one_thread_neighbours_wait_for_their_own_first_use);
     tcase_add_test(tests, what_is_large_runs_at_its_own_first_use);
     suite_add_tcase(suite, tests);
     return run(suite);

@@ -54,6 +54,16 @@ def test_what_fits_a_bucket_runs_together() -> None:
     assert regions <= 3
 
 
+def test_in_forward_mode_neighbours_run_at_the_first_use_of_one(several_threads: None) -> None:
+    net = model()
+    opt = optfuse.fuse(torch.optim.SGD(net.parameters(), 0.1), bucket_bytes=BYTES // 2)
+    net(torch.ones(1, WIDTH)).sum().backward()
+    opt.step()
+    net[0].weight.detach()
+    assert 0 < optfuse.summary(opt).pending <= LAYERS
+    assert optfuse.summary(opt).launches == 1
+
+
 def test_reading_a_parameter_runs_what_waits_for_it() -> None:
     net = model()
     opt = optfuse.fuse(torch.optim.SGD(net.parameters(), 0.1), "backward", bucket_bytes=1 << 30)
