@@ -10,6 +10,13 @@ static of_status gradients(fixture *f, const size_t *slots, size_t n, size_t *wh
     return of_plan_gradients(f->plan, slots, n, which, n_which);
 }
 
+static fixture *three(void) {
+    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    for (int i = 0; i < 3; i++)
+        add(f, 10);
+    return f;
+}
+
 static void backward_of(fixture *f, const size_t *slots, size_t n) {
     for (size_t i = 0; i < n; i++) {
         backward(&f->twins[slots[i]]);
@@ -41,13 +48,10 @@ END_TEST
 
 START_TEST(all_that_lack_state_are_named) {
     static const size_t slots[] = {0, 1, 2};
-    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    fixture *f = three();
     size_t which[3], n = 0;
-    for (int i = 0; i < 3; i++)
-        add(f, 10);
     f->twins[0].tensor->lacks_state = f->twins[2].tensor->lacks_state = true;
-    for (size_t i = 0; i < 3; i++)
-        backward(&f->twins[i]);
+    backward_all(f);
     ck_assert_int_eq(gradients(f, slots, 3, which, &n), OF_NEEDS_STATE);
     ck_assert(n == 2 && which[0] == 0 && which[1] == 2);
     ck_assert(!of_plan_unconfirmed(f->plan) && launched(&f->twins[1]));
@@ -61,12 +65,9 @@ END_TEST
 
 START_TEST(a_failure_changes_nothing_and_says_where) {
     static const size_t slots[] = {0, 1, 2};
-    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    fixture *f = three();
     size_t which[3], n = 0;
-    for (int i = 0; i < 3; i++)
-        add(f, 10);
-    for (size_t i = 0; i < 3; i++)
-        backward(&f->twins[i]);
+    backward_all(f);
     f->twins[1].tensor->broken = true;
     ck_assert_int_eq(gradients(f, slots, 3, which, &n), OF_INVALID);
     ck_assert_str_eq(of_error_message(), "tensor 1 is broken");
@@ -79,10 +80,8 @@ END_TEST
 
 START_TEST(a_second_gradient_is_refused_and_changes_nothing) {
     static const size_t slots[] = {0, 1}, again[] = {2, 1}, twice[] = {2, 2};
-    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    fixture *f = three();
     size_t which[2], n = 0;
-    for (int i = 0; i < 3; i++)
-        add(f, 10);
     backward_of(f, slots, 2);
     ck_assert_int_eq(gradients(f, slots, 2, which, &n), OF_OK);
     backward(&f->twins[1]);
@@ -113,10 +112,8 @@ END_TEST
 
 START_TEST(what_is_alone_is_left_to_a_call_of_its_own) {
     static const size_t slots[] = {0, 1, 2};
-    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    fixture *f = three();
     size_t which[3], n = 0;
-    for (int i = 0; i < 3; i++)
-        add(f, 100);
     f->twins[1].tensor->alone = true;
     backward_of(f, slots, 3);
     ck_assert_int_eq(gradients(f, slots, 3, which, &n), OF_OK);
