@@ -25,12 +25,9 @@ void of_unclaim(of_plan *plan, size_t slot) {
 
 /* Lock held. */
 static of_status claim(of_plan *plan, of_update *update) {
-    of_status status = of_claim(plan, update->slot);
-    if (status != OF_OK)
-        return status;
-    status = of_update_complete(plan, update);
-    if (status != OF_OK)
-        of_unclaim(plan, update->slot);
+    of_status status = of_update_complete(plan, update);
+    if (status == OF_OK)
+        status = of_claim(plan, update->slot);
     plan->counts.created += status == OF_OK;
     return status;
 }
