@@ -209,6 +209,7 @@ of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t
     of_list alone = {0};
     of_list done = {0};
     needs concerned = {which, n, 0};
+    *n_which = 0;
     if (plan->mode != OF_BACKWARD)
         return of_fail(OF_INVALID, "of_plan_gradients() is for backward mode");
     pthread_rwlock_wrlock(&plan->layout);
@@ -224,6 +225,8 @@ of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t
         pthread_mutex_lock(&plan->lock);
         status = of_plan_health(plan);
         pthread_mutex_unlock(&plan->lock);
+        if (status != OF_OK)
+            concerned.n = 0; /* of no slot of these */
     }
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &created);

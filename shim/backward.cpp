@@ -25,8 +25,8 @@ bool is_closed(const Plan *plan) {
 
 namespace {
 
-// Small parameters are updated together when they have so many bytes: enough for all
-// threads, and with gradients and state not more than the cache of a core holds.
+// Small parameters are updated together when they have so many bytes: enough for several
+// threads, and with gradients and state about what the own caches of two cores hold.
 constexpr size_t kTogether = size_t{512} << 10;
 
 std::string label_of(const Plan *plan, size_t slot) {
