@@ -11,8 +11,8 @@
  * cleared or freed.
  *
  * No exception leaves these functions. Those that return an int give an
- * of_status; on anything but 0 of_error_message() says what happened. They do
- * not need the GIL. of_shim_flush() and the functions that only report may be
+ * of_status; on anything but 0 of_error_message() says what happened. Only
+ * of_shim_same_...() need the GIL. of_shim_flush() and the functions that only report may be
  * called from any thread at any time; the others, like the optimizer itself,
  * from one thread at a time.
  */
@@ -67,6 +67,13 @@ OF_API void of_shim_plan_free(of_shim_plan *plan);
 /* of_plan_clear(): afterwards the plan has no slots and no groups. */
 OF_API void of_shim_clear(of_shim_plan *plan);
 OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, size_t n_hyper);
+
+/* Whether a dict of dicts (the optimizer's state) has these keys, these entries and, entry
+ * by entry, these values: by identity and in this order. Borrowed PyObject*: a dict and
+ * three lists. Needs the GIL (ctypes.PyDLL); runs no Python code. */
+OF_API bool of_shim_same_state(void *state, void *keys, void *entries, void *values);
+/* Likewise, whether a list of lists has these items, one list after the other. */
+OF_API bool of_shim_same_items(void *lists, void *items);
 
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);

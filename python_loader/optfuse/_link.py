@@ -35,6 +35,7 @@ from optfuse._native import (
     check,
     guard,
     lib,
+    lib_with_gil,
     message,
 )
 from optfuse._passes import Passes
@@ -200,11 +201,9 @@ class Link:
         return any(tensor is param for param in self._params)
 
     def _params_unchanged(self, groups: list[dict[str, Any]]) -> bool:
-        lists = list(map(_params_of, groups))
-        return (
-            list(map(len, lists)) == self._counted
-            and all(map(is_, chain.from_iterable(lists), self._params))
-        )
+        lists = [p if type(p) is list else list(p) for p in map(_params_of, groups)]
+        same_items = lib_with_gil.of_shim_same_items
+        return list(map(len, lists)) == self._counted and same_items(lists, self._params)
 
     def _sync_hyper(self, groups: list[dict[str, Any]]) -> None:
         hyper_of = self.rule.hyper
@@ -227,14 +226,7 @@ class Link:
         self._values: list[Any] = [None]  # never equal to what is there
 
     def _state_unchanged(self, state: dict[Tensor, dict[str, Any]]) -> bool:
-        entries = self._entries
-        return (
-            len(state) == len(entries)
-            and all(map(is_, state, self._keys))
-            and all(map(is_, state.values(), entries))
-            and sum(map(len, entries)) == len(self._values)
-            and all(map(is_, chain.from_iterable(map(dict.values, entries)), self._values))
-        )
+        return lib_with_gil.of_shim_same_state(state, self._keys, self._entries, self._values)
 
     def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         flushed = False

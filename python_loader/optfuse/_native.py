@@ -75,18 +75,22 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),
     "of_shim_evicted": (ctypes.c_size_t, [ctypes.c_void_p]),
 }
+_WITH_GIL: dict[str, tuple[object, list[object]]] = {
+    "of_shim_same_items": (ctypes.c_bool, [ctypes.py_object] * 2),
+    "of_shim_same_state": (ctypes.c_bool, [ctypes.py_object] * 4),
+}
 
 
-def _open() -> ctypes.CDLL:
-    library = load()
-    for name, (result, arguments) in _PROTOTYPES.items():
+def _typed(library: ctypes.CDLL, prototypes: dict[str, tuple[object, list[object]]]) -> ctypes.CDLL:
+    for name, (result, arguments) in prototypes.items():
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
     return library
 
 
-lib = _open()
+lib = _typed(load(), _PROTOTYPES)
+lib_with_gil = _typed(ctypes.PyDLL(lib._name, handle=lib._handle), _WITH_GIL)
 
 
 def message() -> str:

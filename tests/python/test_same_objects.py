@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Other objects in param_groups and state from one step to the next, equal to those
+before or not: each step takes what is there."""
+
+import pytest
+import torch
+from common import adamw, everything, net, same, train
+from torch import nn
+
+STEPS = 6
+
+
+def entry_of_one(optimizer):
+    return optimizer.state[optimizer.param_groups[0]["params"][1]]
+
+
+def reversed_parameters(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def parameters_in_a_tuple(optimizer):
+    group = optimizer.param_groups[0]
+    group["params"] = tuple(group["params"])
+
+
+def another_list_with_the_same_parameters(optimizer):
+    group = optimizer.param_groups[0]
+    group["params"] = list(group["params"])
+
+
+def a_parameter_in_the_next_group(optimizer):
+    """The parameters of all groups, one after the other, stay the same."""
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+
+
+def parameters_exchanged_between_groups(optimizer):
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first[0], second[0] = second[0], first[0]
+
+
+def copies_of_all_entries(optimizer):
+    for p, entry in list(optimizer.state.items()):
+        optimizer.state[p] = {name: value.clone().mul_(2) for name, value in entry.items()}
+
+
+def a_copy_of_one_tensor(optimizer):
+    entry = entry_of_one(optimizer)
+    entry["exp_avg"] = entry["exp_avg"].clone().mul_(2)
+
+
+def a_copy_of_one_step(optimizer):
+    entry = entry_of_one(optimizer)
+    entry["step"] = entry["step"] + 3
+
+
+def two_tensors_exchanged(optimizer):
+    entry = entry_of_one(optimizer)
+    first, second = entry["exp_avg"].square(), entry["exp_avg_sq"].sqrt()
+    entry["exp_avg"], entry["exp_avg_sq"] = second, first
+
+
+def entries_in_another_order(optimizer):
+    for p, entry in reversed(list(optimizer.state.items())):
+        del optimizer.state[p]
+        optimizer.state[p] = entry
+
+
+def no_entry_of_the_last_parameter(optimizer):
+    del optimizer.state[optimizer.param_groups[-1]["params"][-1]]
+
+
+CHANGES = (
+    reversed_parameters,
+    parameters_in_a_tuple,
+    another_list_with_the_same_parameters,
+    a_parameter_in_the_next_group,
+    parameters_exchanged_between_groups,
+    copies_of_all_entries,
+    a_copy_of_one_tensor,
+    a_copy_of_one_step,
+    two_tensors_exchanged,
+    entries_in_another_order,
+    no_entry_of_the_last_parameter,
+)
+
+
+both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
+
+
+@both_modes
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_objects_changed_between_steps(change, mode):
+    def script(wrap):
+        model = nn.Sequential(net(), nn.Linear(3, 3))
+        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.1}]
+        optimizer = wrap(adamw(groups))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            wrap.pending()
+            optimizer.zero_grad()
+            if i in (2, 4):
+                change(optimizer)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+def test_entries_in_the_same_order_under_other_keys(mode):
+    def script(wrap):
+        params = [nn.Parameter(torch.full((3,), float(i))) for i in range(4)]
+        optimizer = wrap(adamw(params))
+        for i in range(STEPS):
+            sum(i * p.square().sum() for i, p in enumerate(params)).backward()
+            optimizer.step()
+            wrap.pending()
+            optimizer.zero_grad()
+            if i in (2, 4):
+                keys, entries = list(optimizer.state), list(optimizer.state.values())
+                optimizer.state.clear()
+                optimizer.state.update(zip(reversed(keys), entries, strict=True))
+        yield "parameters", [p.detach() for p in params]
+
+    same(script, mode)
