@@ -82,8 +82,11 @@ bool defer(void *, void *opaque) {
     return true;
 }
 
+// zero_grad() has let go of it, and nobody else has it.
 bool can_reuse_spent(const at::Tensor &spent, const at::Tensor &param) {
-    return spent.defined() && spent.use_count() == 1 && is_spent(spent.unsafeGetTensorImpl()) &&
+    return spent.defined() &&
+           spent.use_count() == 1 + idle_references(*spent.unsafeGetTensorImpl()) &&
+           is_spent(spent.unsafeGetTensorImpl()) && !spent.requires_grad() &&
            spent.sizes() == param.sizes() && spent.dtype() == param.dtype() &&
            (spent.strides() == param.strides() || !param.is_non_overlapping_and_dense());
 }

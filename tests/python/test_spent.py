@@ -162,3 +162,26 @@ def test_a_scaled_loss_is_noticed_inside_reentrant_checkpointing():
     block(x).sum().backward()
     optimizer.step()
     assert optfuse.summary(optimizer).created == 1
+
+
+def test_a_spent_gradient_that_someone_keeps_is_not_used_again():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(sgd([p]), mode="backward")
+    kept = []
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+        assert all(p.grad is not grad for grad in kept)
+        kept.append(p.grad)
+        optimizer.zero_grad()
+
+
+def test_what_was_set_on_a_spent_gradient_goes_with_it():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(sgd([p]), mode="backward")
+    p.sum().backward()
+    optimizer.step()
+    p.grad.requires_grad_()
+    optimizer.zero_grad()
+    p.sum().backward()
+    assert not p.grad.requires_grad
