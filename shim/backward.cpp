@@ -94,8 +94,10 @@ void update_alone(Plan *plan, size_t slot) {
     check(plan, slot, status);
 }
 
-void update_together(Plan *plan, const std::vector<size_t> &slots) {
-    std::vector<size_t> which(slots.size());
+void update_together(Plan *plan, Waiting::Batch *batch) {
+    const std::vector<size_t> &slots = batch->slots;
+    std::vector<size_t> &which = batch->which;
+    which.resize(slots.size());
     size_t n = 0;
     int status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
     if (status == OF_NEEDS_STATE) {
@@ -111,15 +113,15 @@ void update_together(Plan *plan, const std::vector<size_t> &slots) {
 }
 
 void run_waiting(Plan *plan, int task) {
-    const std::vector<Waiting::One> all = plan->waiting.take(task);
-    std::vector<size_t> slots;
-    for (const Waiting::One &one : all) {
+    Waiting::Batch batch = plan->waiting.take(task);
+    for (const Waiting::One &one : batch.all) {
         refuse_later_reduction(plan, one.slot, one.param);
         if (!is_left_to_step(one.param))
-            slots.push_back(one.slot);
+            batch.slots.push_back(one.slot);
     }
-    if (!slots.empty())
-        update_together(plan, slots);
+    if (!batch.slots.empty())
+        update_together(plan, &batch);
+    plan->waiting.reuse(std::move(batch));
 }
 
 // What all threads would work on by itself has no reason to wait, unless the user says so.

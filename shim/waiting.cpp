@@ -19,7 +19,7 @@ Waiting::Pass &Waiting::pass_of(int task) {
     for (Pass &pass : passes)
         if (pass.task == task)
             return pass;
-    passes.push_back({task, 0, {}});
+    passes.push_back({task, 0, std::move(spare)});
     return passes.back();
 }
 
@@ -29,7 +29,7 @@ bool Waiting::add(One one, size_t bytes, int task, size_t enough) {
     if (slot >= task_of.size())
         task_of.resize(slot + 1, NONE);
     if (task_of[slot] != NONE) {
-        std::vector<One> &all = pass_of(task_of[slot]).all;
+        std::vector<One> &all = pass_of(task_of[slot]).batch.all;
         const auto is_first = [slot](const One &other) { return other.slot == slot; };
         const auto first = std::find_if(all.begin(), all.end(), is_first);
         if (first != all.end()) // `one` keeps the parameter alive
@@ -38,23 +38,31 @@ bool Waiting::add(One one, size_t bytes, int task, size_t enough) {
         return false;
     }
     Pass &pass = pass_of(task);
-    pass.all.push_back(std::move(one));
+    pass.batch.all.push_back(std::move(one));
     pass.bytes += bytes;
     task_of[slot] = task;
     return pass.bytes >= enough;
 }
 
-std::vector<Waiting::One> Waiting::take(int task) {
+Waiting::Batch Waiting::take(int task) {
     const std::lock_guard<std::mutex> guard(waiting_lock);
     const auto found = std::find_if(passes.begin(), passes.end(),
                                     [task](const Pass &pass) { return pass.task == task; });
     if (found == passes.end())
         return {};
-    std::vector<One> all = std::move(found->all);
+    Batch batch = std::move(found->batch);
     passes.erase(found);
-    for (const One &one : all)
+    for (const One &one : batch.all)
         task_of[one.slot] = NONE;
-    return all;
+    return batch;
+}
+
+void Waiting::reuse(Batch &&batch) {
+    batch.all.clear(); // without the lock: parameters may die here
+    batch.slots.clear();
+    const std::lock_guard<std::mutex> guard(waiting_lock);
+    if (spare.all.capacity() == 0)
+        spare = std::move(batch);
 }
 
 void Waiting::forget() {
