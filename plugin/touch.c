@@ -78,7 +78,7 @@ static of_touched use_found(of_update *update, const void *key, bool foreign) {
     return touched;
 }
 
-of_touched of_launch_at(const void *key, bool foreign) {
+static of_touched launch_at(const void *key, bool foreign) {
     of_touched touched = OF_UNTOUCHED;
     while (of_any_pending() && touched == OF_UNTOUCHED) {
         of_update *update = of_registry_find(key);
@@ -89,12 +89,18 @@ of_touched of_launch_at(const void *key, bool foreign) {
     return touched;
 }
 
+of_touched of_launch_at(const void *key, bool foreign) {
+    return of_any_pending() ? launch_at(key, foreign) : OF_UNTOUCHED;
+}
+
 /* The update goes first: it reads the gradient as it was when it was created. */
 of_touched of_touch(const void *key, bool foreign) {
-    of_touched updated = of_launch_at(key, foreign);
+    if (!of_any_pending()) /* scalings are counted there, too */
+        return OF_UNTOUCHED;
+    of_touched updated = launch_at(key, foreign);
     if (updated == OF_TOUCH_FAILED || !OF_GUARD(unread) || !of_registry_has_scalings())
         return updated;
-    of_touched scaled = of_launch_at(of_scale_key(key), foreign);
+    of_touched scaled = launch_at(of_scale_key(key), foreign);
     return scaled > updated ? scaled : updated;
 }
 
