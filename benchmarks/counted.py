@@ -46,7 +46,7 @@ def hooks(n: int) -> None:
         counted = count if turn == "counted" else lambda _, run: run()
         counted("backward, no optimizer", backward(plain))
         counted("backward, backward fusion", backward(ours))
-        optimizer.step()
+        counted("step, backward fusion", optimizer.step)
 
 
 def forward_parts(n: int) -> None:

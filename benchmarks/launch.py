@@ -44,6 +44,7 @@ PARTS = (
          ("view, nothing pending",), 2500),
     Part("step() in forward mode, in C", ("step in C",), (), 2600),
     Part("step() in forward mode, in all", ("step",), (), 5200),
+    Part("step() in backward mode, in all", ("step, backward fusion",), (), 400),
     Part("the update itself, launched by flush()", ("flush",), (), 1600),
     Part("step() of fused=True, with the update", ("step, fused=True",)),
 )  # fmt: skip

@@ -132,9 +132,9 @@ of_status of_plan_gradient(of_plan *plan, size_t slot) {
     return status;
 }
 
-bool of_plan_unconfirmed(of_plan *plan) {
+size_t of_plan_unconfirmed(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
-    bool unconfirmed = plan->n_updated != 0;
+    size_t unconfirmed = plan->n_updated;
     pthread_mutex_unlock(&plan->lock);
     return unconfirmed;
 }

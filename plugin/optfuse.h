@@ -261,8 +261,8 @@ OF_API of_status of_plan_gradient(of_plan *plan, size_t slot);
  * have it; else the one that failed, or none. */
 OF_API of_status of_plan_gradients(of_plan *plan, const size_t *slots, size_t n, size_t *which,
                                    size_t *n_which);
-/* Backward mode: true if slots were updated that no step() has confirmed. */
-OF_API bool of_plan_unconfirmed(of_plan *plan);
+/* Backward mode: how many slots were updated that no step() has confirmed. */
+OF_API size_t of_plan_unconfirmed(of_plan *plan);
 /* Backward mode: whether this one was; and, for a host that has cleared the
  * plan and adds the slots again between backward and step(), that it was. */
 OF_API bool of_plan_is_updated(of_plan *plan, size_t slot);

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <typeinfo>
+
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
@@ -61,9 +63,10 @@ bool lost_gradient_hook(const Plan *plan, const Slot *slot) {
     auto *meta = slot->param->autograd_meta();
     if (meta == nullptr)
         return true;
-    auto *hook = dynamic_cast<GradientHook *>(
-        static_cast<torch::autograd::AutogradMeta *>(meta)->post_acc_grad_hooks_.get());
-    return hook == nullptr || hook->plan.get() != plan;
+    const Others &hook = static_cast<torch::autograd::AutogradMeta *>(meta)->post_acc_grad_hooks_;
+    if (!hook || typeid(*hook) != typeid(GradientHook)) // of all parameters, at every step
+        return true;
+    return static_cast<const GradientHook &>(*hook).plan.get() != plan;
 }
 
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param) {

@@ -150,14 +150,20 @@ bool is_kept(const optfuse::Slot *slot) {
     return grad.defined() && optfuse::is_spent(grad.unsafeGetTensorImpl());
 }
 
+// As most passes leave it; they take no lock for each slot then.
+bool all_updated(const optfuse::Plan *plan) {
+    return of_plan_unconfirmed(plan->core) == plan->slots.size();
+}
+
 // Backward mode: stock would not apply a gradient that has been dropped since
 // backward, and would apply one that has taken its place.
 bool gradients_are_kept(optfuse::Plan *plan) {
-    if (!OF_GUARD(discarded) || !of_plan_unconfirmed(plan->core))
+    if (!OF_GUARD(discarded) || of_plan_unconfirmed(plan->core) == 0)
         return true;
     of_plan_close(plan->core);
+    const bool all = all_updated(plan);
     for (const optfuse::Slot *slot : plan->slots)
-        if (of_plan_is_updated(plan->core, slot->index) && !is_kept(slot)) {
+        if ((all || of_plan_is_updated(plan->core, slot->index)) && !is_kept(slot)) {
             of_set_error("the gradient of %s was discarded, zeroed or replaced between backward() "
                          "and step(), but backward fusion has already applied it; where gradients "
                          "are changed or thrown away, use optfuse.fuse(optimizer, "
@@ -205,7 +211,9 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
 
 void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }
 
-bool of_shim_unconfirmed(of_shim_plan *handle) { return of_plan_unconfirmed(plan_of(handle)->core); }
+bool of_shim_unconfirmed(of_shim_plan *handle) {
+    return of_plan_unconfirmed(plan_of(handle)->core) != 0;
+}
 
 bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
     return of_plan_is_updated(plan_of(handle)->core, slot);
@@ -213,6 +221,8 @@ bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
 
 bool of_shim_has_left(of_shim_plan *handle) {
     const optfuse::Plan *plan = plan_of(handle);
+    if (all_updated(plan))
+        return false;
     for (const optfuse::Slot *slot : plan->slots)
         if (!of_plan_is_updated(plan->core, slot->index) && slot->param->grad().defined())
             return true;
