@@ -154,7 +154,9 @@ OF_RULE_FN void update_body(const of_span *span, const of_scalars *s, of_form fo
 /* Few elements: one pair of loops for all variants. */
 __attribute__((noinline)) static void update_tail(const of_span *span, const of_scalars *s,
                                                   of_form form, size_t at) {
-    update_blocks(span, s, s->chain.variant, form, at, span->n);
+    of_span tail = *span;
+    tail.past_caches = false; /* it begins anywhere */
+    update_blocks(&tail, s, s->chain.variant, form, at, tail.n);
 }
 
 void OF_KERNEL_NAME(OF_REFERENCE)(const of_span *span, const void *scalars) {
@@ -162,4 +164,6 @@ void OF_KERNEL_NAME(OF_REFERENCE)(const of_span *span, const void *scalars) {
     update_body(span, scalars, body_form, body);
     if (span->tail)
         update_tail(span, scalars, tail_form, body);
+    if (of_goes_past_caches(span))
+        of_end_stores_past_caches();
 }

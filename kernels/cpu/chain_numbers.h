@@ -5,12 +5,14 @@
 
 #include "chain_instance.h"
 #include "narrow_block.h"
+#include "non_temporal.h"
 
 /* Two roots of float64 take 8 KiB, five arrays of float 10 KiB. */
 enum { OF_CHAIN_BLOCK = 512 };
 
 /* Where a block's numbers are while they are computed with: for 16-bit types in
- * the room, else in memory, but for a gradient that has to change. */
+ * the room, else in memory, but for a gradient that has to change and a parameter
+ * that is then stored past the caches. */
 typedef struct of_numbers {
     of_real *param, *state[OF_MAX_STATE];
     const of_real *grad;
@@ -19,11 +21,19 @@ typedef struct of_numbers {
 
 typedef struct of_room {
     _Alignas(64) of_real grad[OF_CHAIN_BLOCK];
+    _Alignas(64) of_real param[OF_CHAIN_BLOCK];
     of_real roots[OF_ROOM * OF_CHAIN_BLOCK];
 #ifdef OF_IS_NARROW
-    of_real param[OF_CHAIN_BLOCK], state[OF_MAX_STATE][OF_CHAIN_BLOCK];
+    of_real state[OF_MAX_STATE][OF_CHAIN_BLOCK];
 #endif
 } of_room;
+
+/* A block of the parameter. Its start is aligned, its end only where others follow. */
+static void store_past_caches(of_stored *to, const of_stored *from, size_t n) {
+    const size_t bytes = n * sizeof *to, lines = bytes / OF_CACHE_LINE * OF_CACHE_LINE;
+    of_store_past_caches(to, from, lines);
+    memcpy((char *)to + lines, (const char *)from + lines, bytes - lines);
+}
 
 #ifdef OF_IS_NARROW
 
@@ -69,7 +79,13 @@ __attribute__((noinline)) static of_numbers load(const of_span *span, unsigned u
 
 __attribute__((noinline)) static void save(const of_span *span, unsigned used, size_t at, size_t n,
                                            const of_numbers *x) {
-    narrow((of_stored *)span->param + at, x->param, n);
+    of_stored param[OF_CHAIN_BLOCK];
+    if (of_goes_past_caches(span)) {
+        narrow(param, x->param, n);
+        store_past_caches((of_stored *)span->param + at, param, n);
+    } else {
+        narrow((of_stored *)span->param + at, x->param, n);
+    }
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             narrow((of_stored *)span->state[i] + at, x->state[i], n);
@@ -84,16 +100,19 @@ OF_RULE_FN size_t count(const of_numbers *x) {
 
 OF_RULE_FN of_numbers load(const of_span *span, unsigned used, size_t at, size_t n, of_room *room) {
     of_numbers x = {(of_real *)span->param + at, {NULL}, (const of_real *)span->grad + at, n};
-    (void)room;
+    if (of_goes_past_caches(span))
+        x.param = memcpy(room->param, x.param, n * sizeof *x.param);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             x.state[i] = (of_real *)span->state[i] + at;
     return x;
 }
 
-/* They were computed in place. */
+/* The others were computed in place. */
 OF_RULE_FN void save(const of_span *span, unsigned used, size_t at, size_t n, const of_numbers *x) {
-    (void)span, (void)used, (void)at, (void)n, (void)x;
+    (void)used;
+    if (of_goes_past_caches(span))
+        store_past_caches((of_stored *)span->param + at, x->param, n);
 }
 
 OF_RULE_FN size_t count(const of_numbers *x) {

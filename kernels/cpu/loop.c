@@ -4,6 +4,7 @@
  * constants inside a loop, and there is one loop per combination of options. */
 #include "instance.h"
 #include "narrow_block.h"
+#include "non_temporal.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #define OF_NO_ALIAS _Pragma("GCC ivdep")
@@ -15,6 +16,7 @@ typedef struct of_arrays {
     of_stored *param;
     const of_stored *grad;
     of_stored *state[OF_MAX_STATE];
+    bool past_caches; /* where the parameter is stored */
 } of_arrays;
 
 /* By what the gradient is multiplied. `scaled` is a constant in every loop:
@@ -92,7 +94,13 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
             WIDEN(state[i], arrays->state[i] + at);
     const of_factors done = {false, 1, 1};
     update_reals(k, variant, form, done, OF_BLOCK, param, grad, state[0], state[1], state[2]);
-    NARROW(arrays->param + at, param);
+    if (arrays->past_caches) {
+        of_stored narrow[OF_BLOCK];
+        NARROW(narrow, param);
+        of_store_past_caches(arrays->param + at, narrow, sizeof narrow);
+    } else {
+        NARROW(arrays->param + at, param);
+    }
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
             NARROW(arrays->state[i] + at, state[i]);
@@ -104,7 +112,7 @@ __attribute__((noinline)) static void update_rest(const of_constants *k, unsigne
                                                   of_form form, of_factors by,
                                                   const of_arrays *arrays, size_t at, size_t n) {
     uint16_t param[OF_BLOCK] = {0}, grad[OF_BLOCK] = {0}, state[OF_MAX_STATE][OF_BLOCK] = {{0}};
-    const of_arrays padded = {param, grad, {state[0], state[1], state[2]}};
+    const of_arrays padded = {param, grad, {state[0], state[1], state[2]}, false};
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     memcpy(param, arrays->param + at, n * sizeof *param);
     memcpy(grad, arrays->grad + at, n * sizeof *grad);
@@ -129,10 +137,35 @@ OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form fo
 
 #else
 
-OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form, of_factors by,
-                             const of_arrays *arrays, size_t n) {
+OF_RULE_FN void update_in_place(const of_constants *k, unsigned variant, of_form form,
+                                of_factors by, const of_arrays *arrays, size_t n) {
     update_reals(k, variant, form, by, n, arrays->param, arrays->grad, arrays->state[0],
                  arrays->state[1], arrays->state[2]);
+}
+
+/* A compiler that vectorizes a loop has no such stores to offer: a block, which stays in
+ * registers, is updated at a time. */
+OF_RULE_FN void update_past_caches(const of_constants *k, unsigned variant, of_form form,
+                                   of_factors by, const of_arrays *arrays, size_t n) {
+    of_arrays rest = *arrays;
+    for (; n >= OF_BLOCK; n -= OF_BLOCK) {
+        _Alignas(64) of_real param[OF_BLOCK];
+        memcpy(param, rest.param, sizeof param);
+        update_reals(k, variant, form, by, OF_BLOCK, param, rest.grad, rest.state[0],
+                     rest.state[1], rest.state[2]);
+        of_store_past_caches(rest.param, param, sizeof param);
+        rest = advance(&rest, OF_BLOCK);
+    }
+    update_in_place(k, variant, form, by, &rest, n);
+}
+
+/* Factors come with forward fusion, which uses the parameter at once. */
+OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form form, of_factors by,
+                             const of_arrays *arrays, size_t n) {
+    if (arrays->past_caches && !by.scaled)
+        update_past_caches(k, variant, form, by, arrays, n);
+    else
+        update_in_place(k, variant, form, by, arrays, n);
 }
 
 #endif
@@ -178,17 +211,22 @@ OF_RULE_FN of_factors factors_of(const of_span *span) {
 OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused) {
     const of_form form = {fused, OF_ALL_TAIL}, tail = {fused, true};
     const of_factors none = {false, 1, 1}, by = factors_of(span);
-    const of_arrays arrays = {
-        span->param, span->grad, {span->state[0], span->state[1], span->state[2]}};
+    const of_arrays arrays = {span->param,
+                              span->grad,
+                              {span->state[0], span->state[1], span->state[2]},
+                              of_goes_past_caches(span)};
     const size_t body = OF_ALL_TAIL ? span->n : span->n - span->tail;
     if (by.scaled)
         update_scaled(scalars, form, by, &arrays, body);
     else
         update_body(scalars, form, none, &arrays, body);
     if (body < span->n) {
-        const of_arrays rest = advance(&arrays, body);
+        of_arrays rest = advance(&arrays, body);
+        rest.past_caches = false; /* it begins anywhere */
         update_tail(scalars, tail, by, &rest, span->n - body);
     }
+    if (arrays.past_caches)
+        of_end_stores_past_caches();
 }
 
 void OF_KERNEL_NAME(fused)(const of_span *span, const void *scalars) {

@@ -92,7 +92,7 @@ void update(const Call &call, size_t i) {
                     {},
                     static_cast<size_t>(call.params[i].numel()),
                     0,
-                    nullptr, nullptr};
+                    nullptr, nullptr, false};
     for (size_t j = 0; j < call.state.size(); j++)
         span.state[j] = call.state[j].empty() ? nullptr : data_to(call.state[j][i]);
     span.tail = tail_of(span, dtype);

@@ -143,7 +143,7 @@ void arrays_copy(arrays *to, const arrays *from) {
 }
 
 of_span arrays_span(const arrays *a, size_t tail) {
-    of_span span = {a->at[0], a->at[1], {a->at[2], a->at[3], a->at[4]}, a->n, tail, NULL, NULL};
+    of_span span = {a->at[0], a->at[1], {a->at[2], a->at[3], a->at[4]}, a->n, tail, NULL, NULL, false};
     return span;
 }
 

@@ -53,7 +53,7 @@ static unsigned count_bits(unsigned bits) {
  * that they do not fall on each other in the cache. */
 static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n) {
     const size_t stride = bytes + 4096 + 256;
-    of_span span = {block, block + stride, {NULL}, n, 0, NULL, NULL};
+    of_span span = {block, block + stride, {NULL}, n, 0, NULL, NULL, false};
     unsigned char *next = block + 2 * stride;
     for (unsigned i = 0; i < OF_MAX_STATE; i++) {
         if (used & (1u << i)) {

@@ -31,6 +31,7 @@ typedef struct trial {
     size_t n, tail;
     bool library; /* square roots are taken as by a library that rounds wrongly */
     bool scaled;  /* the gradient is multiplied first */
+    bool past_caches;
     double factors[2];
 } trial;
 
@@ -99,6 +100,7 @@ static trial random_trial(const of_rule *rule, uint64_t *random) {
     if (t.tail > t.n || random_next(random) % 8 == 0)
         t.tail = t.n;
     t.scaled = random_next(random) % 2 == 0;
+    t.past_caches = random_next(random) % 2 == 0;
     t.factors[0] = pick(random, factors, 4);
     t.factors[1] = pick(random, factors, 4);
     return t;
@@ -109,6 +111,7 @@ static void print_trial(const of_rule *rule, const trial *t) {
     for (size_t i = 0; i < rule->n_hyper; i++)
         printf(" %s %g", rule->hyper[i], t->hyper[i]);
     printf(" counters %g %g%s", t->counters[0], t->counters[1], t->library ? " library" : "");
+    printf("%s", t->past_caches ? " past the caches" : "");
     if (t->scaled)
         printf(" factors %g %g", t->factors[0], t->factors[1]);
     printf("\n");
@@ -128,6 +131,7 @@ static void run(const of_kernel *row, const of_rule *rule, const trial *t, const
     double scalars[OF_MAX_SCALARS / sizeof(double)];
     of_span span = arrays_span(a, t->tail);
     span.factors = t->scaled ? t->factors : NULL;
+    span.past_caches = t->past_caches;
     if (t->library)
         span.square_roots = row->dtype == OF_FLOAT64 ? roots_of_doubles : roots_of_floats;
     of_count count = {.step = t->step, .counters = {t->counters[0], t->counters[1]}};
@@ -141,7 +145,10 @@ static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule
                       arrays *mine, arrays *theirs, bool report, uint64_t *random) {
     const trial t = random_trial(rule, random);
     const unsigned used = rule->state_used(t.hyper);
-    arrays_place(mine, row->dtype, t.n, used, random);
+    if (t.past_caches)
+        arrays_place_aligned(mine, row->dtype, t.n, used, 64, random);
+    else
+        arrays_place(mine, row->dtype, t.n, used, random);
     arrays_place(theirs, row->dtype, t.n, used, random);
     arrays_fill(theirs, random);
     arrays_copy(mine, theirs);

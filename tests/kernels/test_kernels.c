@@ -192,7 +192,7 @@ START_TEST(adam_moves_by_lr_at_its_first_step) {
     const double hyper[] = {0.1, 0.9, 0.999, 0.0, 0.0, 0, 0, 0};
     double param = 1.0, average = 0.0, square = 0.0;
     const double grad = -0.25;
-    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL, false};
     update("adam", OF_FLOAT64, hyper, 1, &span);
     ck_assert_double_eq_tol(param, 1.1, 1e-15);
     ck_assert_double_eq_tol(average, -0.025, 1e-17);
@@ -204,7 +204,7 @@ START_TEST(decoupled_decay_shrinks_the_parameter_and_not_the_gradient) {
     const double hyper[] = {0.1, 0.9, 0.999, 1e-8, 0.5, 0, 0, 1};
     double param = 2.0, average = 0.0, square = 0.0;
     const double grad = 0.0;
-    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL, false};
     update("adam", OF_FLOAT64, hyper, 1, &span);
     ck_assert_double_eq_tol(param, 2.0 * 0.95, 1e-15);
     ck_assert_double_eq(average, 0.0);
@@ -215,7 +215,7 @@ START_TEST(l2_decay_adds_to_the_gradient) {
     const double hyper[] = {0.1, 0.0, 0.0, 0.0, 0.5, 0, 0, 0};
     double param = 2.0, average = 0.0, square = 0.0;
     const double grad = 1.0;
-    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL, false};
     update("adam", OF_FLOAT64, hyper, 1, &span);
     ck_assert_double_eq(average, 2.0);
     ck_assert_double_eq(square, 4.0);
@@ -227,7 +227,7 @@ START_TEST(maximize_goes_up_the_gradient) {
     const double adam[] = {0.1, 0.9, 0.999, 0.0, 0.0, 0, 1, 0}, sgd[] = {0.1, 0, 0, 0, 0, 1};
     double param = 1.0, average = 0.0, square = 0.0;
     const double grad = 0.5;
-    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {&average, &square, NULL}, 1, 0, NULL, NULL, false};
     update("adam", OF_FLOAT64, adam, 1, &span);
     ck_assert_double_eq_tol(param, 1.1, 1e-15);
     update("sgd", OF_FLOAT64, sgd, 1, &span);
@@ -239,7 +239,7 @@ START_TEST(amsgrad_divides_by_the_largest_square_so_far) {
     const double hyper[] = {0.1, 0.0, 0.0, 0.0, 0.0, 1, 0, 0};
     double param = 1.0, average = 0.0, square = 0.0, largest = 16.0;
     const double grad = 2.0;
-    const of_span span = {&param, &grad, {&average, &square, &largest}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {&average, &square, &largest}, 1, 0, NULL, NULL, false};
     update("adam", OF_FLOAT64, hyper, 2, &span);
     ck_assert_double_eq(largest, 16.0);
     ck_assert_double_eq_tol(param, 1.0 - 0.1 * 2.0 / 4.0, 1e-15);
@@ -250,7 +250,7 @@ START_TEST(amsgrad_meets_nan_as_the_reference_does) {
     const double hyper[] = {0.1, 0.9, 0.9, 1e-8, 0.0, 1, 0, 0};
     float param[2] = {1, 1}, average[2] = {0}, square[2] = {0}, largest[2] = {4, 4};
     const float grad[2] = {NAN, NAN};
-    const of_span span = {param, grad, {average, square, largest}, 2, 1, NULL, NULL};
+    const of_span span = {param, grad, {average, square, largest}, 2, 1, NULL, NULL, false};
     update("adam", OF_FLOAT32, hyper, 1, &span);
     ck_assert_msg(isnan(largest[0]), "the vector formula spreads NaN, got %g", (double)largest[0]);
     ck_assert_msg(largest[1] == 4, "the scalar one keeps the old value, got %g",
@@ -262,7 +262,7 @@ START_TEST(sgd_without_momentum_follows_the_gradient) {
     const double hyper[] = {0.5, 0.0, 0.0, 0.25, 0, 0};
     double param = 2.0;
     const double grad = 1.0;
-    const of_span span = {&param, &grad, {NULL}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {NULL}, 1, 0, NULL, NULL, false};
     update("sgd", OF_FLOAT64, hyper, 1, &span);
     ck_assert_double_eq(param, 2.0 - 0.5 * (1.0 + 0.25 * 2.0));
 }
@@ -272,7 +272,7 @@ START_TEST(sgd_starts_its_buffer_with_the_gradient) {
     const double hyper[] = {0.5, 0.5, 0.5, 0.0, 0, 0};
     double param = 2.0, buffer = NAN; /* as torch.empty_like may leave it */
     const double grad = 1.0;
-    const of_span span = {&param, &grad, {&buffer}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {&buffer}, 1, 0, NULL, NULL, false};
     update("sgd", OF_FLOAT64, hyper, 1, &span);
     ck_assert_double_eq(buffer, 1.0); /* without dampening */
     ck_assert_double_eq(param, 1.5);
@@ -286,7 +286,7 @@ START_TEST(nesterov_looks_ahead) {
     const double hyper[] = {0.5, 0.5, 0.0, 0.0, 1, 0};
     double param = 2.0, buffer = 0.0;
     const double grad = 1.0;
-    const of_span span = {&param, &grad, {&buffer}, 1, 0, NULL, NULL};
+    const of_span span = {&param, &grad, {&buffer}, 1, 0, NULL, NULL, false};
     update("sgd", OF_FLOAT64, hyper, 1, &span);
     ck_assert_double_eq(param, 2.0 - 0.5 * (1.0 + 0.5 * 1.0));
 }
@@ -297,7 +297,7 @@ START_TEST(sgd_updates_whole_vectors_of_16_bit_types) {
     uint16_t param[64], grad[64];
     for (int i = 0; i < 64; i++)
         param[i] = 0x4000, grad[i] = 0x3f80; /* bfloat16: 2 and 1 */
-    const of_span span = {param, grad, {NULL}, 64, 0, NULL, NULL};
+    const of_span span = {param, grad, {NULL}, 64, 0, NULL, NULL, false};
     update("sgd", OF_BFLOAT16, hyper, 1, &span);
     for (int i = 0; i < 64; i++)
         ck_assert_uint_eq(param[i], 0x3f80);
@@ -310,7 +310,7 @@ START_TEST(denormals_are_not_flushed) {
     const float grad[9] = {0};
     for (int i = 0; i < 9; i++)
         param[i] = 1e-42f;
-    const of_span span = {param, grad, {NULL}, 9, 1, NULL, NULL};
+    const of_span span = {param, grad, {NULL}, 9, 1, NULL, NULL, false};
     update("sgd", OF_FLOAT32, hyper, 1, &span);
     for (int i = 0; i < 9; i++)
         ck_assert(param[i] == 1e-42f);

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* non_temporal.h: stores that go past the caches. A line that another core has, too,
+ * need not be taken from it first (docs/performance.md). */
+#ifndef OPTFUSE_CPU_NON_TEMPORAL_H
+#define OPTFUSE_CPU_NON_TEMPORAL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../kernels.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define OF_STORE_FN static inline __attribute__((always_inline, unused))
+
+enum { OF_CACHE_LINE = 64 };
+
+OF_STORE_FN bool of_goes_past_caches(const of_span *span) {
+    return span->past_caches && (uintptr_t)span->param % OF_CACHE_LINE == 0;
+}
+
+/* 32 bytes, or whole cache lines; `to` is aligned as if it began with as many. */
+OF_STORE_FN void of_store_past_caches(void *to, const void *from, size_t bytes) {
+    char *out = to;
+    const char *in = from;
+#if defined(__AVX512F__)
+    for (; bytes >= 64; bytes -= 64, out += 64, in += 64)
+        _mm512_stream_si512((void *)out, _mm512_loadu_si512(in));
+#endif
+#if defined(__AVX__)
+    for (; bytes >= 32; bytes -= 32, out += 32, in += 32)
+        _mm256_stream_si256((void *)out, _mm256_loadu_si256((const void *)in));
+#elif defined(__SSE2__)
+    for (; bytes >= 16; bytes -= 16, out += 16, in += 16)
+        _mm_stream_si128((void *)out, _mm_loadu_si128((const void *)in));
+#else
+    memcpy(out, in, bytes);
+#endif
+}
+
+/* Whoever is told of them from now on sees those stores. */
+OF_STORE_FN void of_end_stores_past_caches(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+#endif
