@@ -11,6 +11,7 @@
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "heap.h"
 #include "memory.h"
 #include "tensors.h"
 
@@ -174,6 +175,9 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, int task) {
     plan->last_adds.store(adds, std::memory_order_relaxed);
     if (adds)
         return;
+    const bool is_second = plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1;
+    if (is_second && plan->slots[first]->param->device().is_cpu())
+        of_keep_heap();
     torch::autograd::Engine::get_default_engine().queue_callback(
         [pass = std::make_shared<Pass>(plan, task)] { pass->end(); });
 }

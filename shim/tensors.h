@@ -147,6 +147,7 @@ struct Plan {
     std::atomic<bool> adding{false};
     std::atomic<bool> last_adds{false};
     std::atomic<int> last_backward{-1}; // graph task whose first gradient was seen
+    std::atomic<size_t> backwards{0};   // that did not only add
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};
