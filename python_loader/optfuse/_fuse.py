@@ -78,9 +78,8 @@ def fuse(
         of them; in backward mode updates wait for each other, and the gradients
         live as long, at most until backward() returns. 0: on the CPU 256 KiB in
         forward and 512 KiB in backward mode, which concern parameters of less than
-        16,384 elements, on GPUs 4 MiB. 1: each by itself. On a CPU whose cores are
-        far from each other (on several chiplets or sockets) try 64 << 20 in
-        backward mode, where larger parameters wait too: docs/performance.md.
+        16,384 elements, on GPUs 4 MiB. 1: each by itself. In backward mode on the CPU
+        larger parameters wait, too, where a number is given: at the price of memory.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
