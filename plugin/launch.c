@@ -7,7 +7,6 @@
  * lines of every dtype, so a reference's vectors are never cut, and the
  * kernels give the same bits however the space is split. */
 #include <string.h>
-#include <stdlib.h>
 
 #include "internal.h"
 
@@ -40,7 +39,6 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
                             update->plan->vector_bytes, numel);
     if (update->n_factors && OF_GUARD(factors))
         span.factors = update->factors;
-    span.past_caches = getenv("OFNT") && update->plan->mode == OF_BACKWARD && update->in.numel >= atol(getenv("OFNT"));
     span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];
     span.past_caches = update->plan->mode == OF_BACKWARD; /* its next use is the next forward */
     update->kernel->run(&span, update->scalars);
