@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The kernels alone, in memory: one tensor of 50 M parameters, updated by
-step() and a flush, in turns with a pass of the no-math kernel over as much; and
-in a cache (in_cache.py)."""
+step() and a flush, in turns with a pass of the no-math kernel over as much; in
+a cache (in_cache.py); and where others have read the weights (shared_weights.py)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from floor import Floor, available, bytes_each
 from in_cache import in_cache
 from interleave import in_turn
 from resample import of_medians
+from shared_weights import shared_weights
 from torch import nn
 from variants import few_variants
 
@@ -91,8 +92,10 @@ def section(chosen: Any) -> dict[str, Any] | None:
         )
     print(columns(rows))
     cached = in_cache(3 if chosen.smoke or chosen.quick else 11)
+    shared = shared_weights(12 if chosen.smoke or chosen.quick else 60)
     return {
         "elements": elements,
         "rules": [asdict(one) for one in found],
         "in_cache": [asdict(one) for one in cached or ()],
+        "shared_weights": [asdict(one) for one in shared or ()],
     }

@@ -13,8 +13,7 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The options of a usual training script. */
-static void usual_hyper(const of_rule *rule, double *hyper) {
+void bench_usual_hyper(const of_rule *rule, double *hyper) {
     static const struct {
         const char *name;
         double value;
@@ -67,7 +66,7 @@ static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n
 double bench_seconds(const of_kernel *row, size_t total_bytes, size_t *n, size_t *moved) {
     const of_rule *rule = of_rule_find(row->rule);
     double hyper[OF_MAX_HYPER], scalars[OF_MAX_SCALARS / sizeof(double)];
-    usual_hyper(rule, hyper);
+    bench_usual_hyper(rule, hyper);
     of_count count = {.step = 100.0, .counters = {0.9, 0.01}};
     (row->reference == OF_REF_CUDA_CHAIN ? rule->prepare_gpu : rule->prepare)(hyper, &count,
                                                                               scalars);

@@ -8,6 +8,9 @@
 /* So many bytes of a row's arrays fit the second-level cache, or no cache. */
 enum { BENCH_CACHED_BYTES = 384 << 10, BENCH_LARGE_BYTES = 256 << 20 };
 
+/* The options of a usual training script. */
+void bench_usual_hyper(const of_rule *rule, double *hyper);
+
 /* Seconds of the fastest of several runs over arrays of about total_bytes, which
  * hold *n elements each; a run moves *moved bytes. */
 double bench_seconds(const of_kernel *row, size_t total_bytes, size_t *n, size_t *moved);
