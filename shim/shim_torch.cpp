@@ -150,7 +150,7 @@ bool is_kept(const optfuse::Slot *slot) {
     return grad.defined() && optfuse::is_spent(grad.unsafeGetTensorImpl());
 }
 
-// As most passes leave it; they take no lock for each slot then.
+// As backward usually leaves it: then no lock has to be taken for each slot.
 bool all_updated(const optfuse::Plan *plan) {
     return of_plan_unconfirmed(plan->core) == plan->slots.size();
 }
