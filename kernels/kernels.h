@@ -61,8 +61,9 @@ typedef struct of_span {
     /* NULL, or what takes square roots in place as the reference's own library
      * does, which may not round correctly: of n floats; of doubles for float64. */
     of_roots_fn *square_roots;
-    /* The parameter is not used again soon, and is better not in the caches of this core.
-     * A hint, taken without factors and where param is aligned to a cache line. */
+    /* Others have just read the parameter, and nobody is about to use it again: its
+     * stores may go past the caches. A hint, taken where param is aligned to a cache
+     * line; rows may ignore it. */
     bool past_caches;
 } of_span;
 

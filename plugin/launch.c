@@ -40,7 +40,7 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
     if (update->n_factors && OF_GUARD(factors))
         span.factors = update->factors;
     span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];
-    span.past_caches = update->plan->mode == OF_BACKWARD; /* its next use is the next forward */
+    span.past_caches = update->plan->mode == OF_BACKWARD;
     update->kernel->run(&span, update->scalars);
 }
 

@@ -165,7 +165,8 @@ class Pass {
     const int task;
 };
 
-void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, int task) {
+void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, const at::Tensor &param,
+                    int task) {
     if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
         throw Error("optfuse: backward(create_graph=True) needs the weights and gradients "
                     "of this backward later, but backward fusion updates them at once (seen at " +
@@ -176,7 +177,7 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, int task) {
     if (adds)
         return;
     const bool is_second = plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1;
-    if (is_second && plan->slots[first]->param->device().is_cpu())
+    if (is_second && param.device().is_cpu())
         of_keep_heap();
     torch::autograd::Engine::get_default_engine().queue_callback(
         [pass = std::make_shared<Pass>(plan, task)] { pass->end(); });
@@ -192,7 +193,7 @@ void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const 
     }
     const int task = torch::autograd::get_current_graph_task_id();
     if (plan->last_backward.load(std::memory_order_relaxed) != task) {
-        begin_backward(plan, slot, task);
+        begin_backward(plan, slot, param, task);
         plan->last_backward.store(task, std::memory_order_relaxed);
     }
     if (plan->last_adds.load(std::memory_order_relaxed)) {

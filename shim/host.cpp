@@ -87,7 +87,8 @@ bool can_reuse_spent(const at::Tensor &spent, const at::Tensor &param) {
     return spent.defined() &&
            spent.use_count() == 1 + idle_references(*spent.unsafeGetTensorImpl()) &&
            is_spent(spent.unsafeGetTensorImpl()) && !spent.requires_grad() &&
-           spent.sizes() == param.sizes() && spent.dtype() == param.dtype() &&
+           spent.device() == param.device() && spent.dtype() == param.dtype() &&
+           spent.sizes() == param.sizes() &&
            (spent.strides() == param.strides() || !param.is_non_overlapping_and_dense());
 }
 

@@ -176,7 +176,20 @@ def test_a_spent_gradient_that_someone_keeps_is_not_used_again():
         optimizer.zero_grad()
 
 
-def test_what_was_set_on_a_spent_gradient_goes_with_it():
+def test_a_spent_gradient_that_nobody_keeps_is_used_again():
+    """Also where Python has looked at it, as zero_grad() does."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(sgd([p]), mode="backward")
+    seen = set()
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+        seen.add(p.grad._cdata)
+        optimizer.zero_grad()
+    assert len(seen) == 1
+
+
+def test_a_spent_gradient_that_was_told_to_require_one_is_not_used_again():
     p = nn.Parameter(torch.ones(3))
     optimizer = optfuse.fuse(sgd([p]), mode="backward")
     p.sum().backward()
