@@ -2,9 +2,7 @@
 /* shared_weights.c: what it costs to update weights that every thread has just read,
  * as in backward, where each needs all weights of a layer for the gradient of its
  * inputs. The OpenMP runtime is the one that PyTorch has loaded (floor.c). */
-#define _DEFAULT_SOURCE
 #include <omp.h>
-#include <time.h>
 
 #include "bench.h"
 
@@ -18,12 +16,6 @@ typedef struct layer {
 } layer;
 
 static volatile float sink;
-
-static double now_ms(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return 1e3 * (double)t.tv_sec + 1e-6 * (double)t.tv_nsec;
-}
 
 /* All weights by all threads; of the gradient each writes what it will read. */
 static void like_backward(const layer *of, bool read, int threads) {
@@ -41,7 +33,7 @@ static void like_backward(const layer *of, bool read, int threads) {
 
 static double update_ms(const of_kernel *row, const void *scalars, const layer *of,
                         bool past_caches, int threads) {
-    const double begin = now_ms();
+    const double begin = omp_get_wtime();
 #pragma omp parallel num_threads(threads)
     {
         const size_t parts = (size_t)omp_get_num_threads(), part = (size_t)omp_get_thread_num();
@@ -53,7 +45,7 @@ static double update_ms(const of_kernel *row, const void *scalars, const layer *
                               .past_caches = past_caches};
         row->run(&span, scalars);
     }
-    return now_ms() - begin;
+    return 1e3 * (omp_get_wtime() - begin);
 }
 
 /* ms that AdamW's updates of n_layers take together. arrays: ARRAYS of each layer, of

@@ -77,6 +77,9 @@ def shared_weights(rounds: int) -> list[SharedWeights] | None:
         )
         for where, at in (distances.places() if distances.ns else {}).items()
     ]
+    if not found:
+        print("not measured: where the cores are is not known, or was too seldom the same")
+        return None
     rows = [("", "rounds", *CASES)]
     rows += [(one.where, str(one.rounds), *map(str, one.ms.values())) for one in found]
     print(columns(rows))

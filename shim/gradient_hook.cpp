@@ -40,18 +40,21 @@ Others &hooks_of(const at::Tensor &param) {
     return torch::autograd::impl::materialize_autograd_meta(param)->post_acc_grad_hooks_;
 }
 
+// By its type itself: asked of every parameter at every step, and a final class has no others.
+GradientHook *as_ours(const Others &hook) {
+    return hook && typeid(*hook) == typeid(GradientHook) ? static_cast<GradientHook *>(hook.get())
+                                                         : nullptr;
+}
+
 GradientHook *find(const Plan *plan, const at::Tensor &param) {
-    auto *hook = dynamic_cast<GradientHook *>(hooks_of(param).get());
+    GradientHook *hook = as_ours(hooks_of(param));
     return hook != nullptr && (plan == nullptr || hook->plan.get() == plan) ? hook : nullptr;
 }
 
 // Without the hooks of optimizers that are no more, which would pile up.
 Others living(Others hooks) {
-    auto *hook = dynamic_cast<GradientHook *>(hooks.get());
-    while (hook != nullptr && is_closed(hook->plan.get())) {
+    for (auto *hook = as_ours(hooks); hook && is_closed(hook->plan.get()); hook = as_ours(hooks))
         hooks = Others(std::move(hook->others));
-        hook = dynamic_cast<GradientHook *>(hooks.get());
-    }
     return hooks;
 }
 
@@ -63,10 +66,9 @@ bool lost_gradient_hook(const Plan *plan, const Slot *slot) {
     auto *meta = slot->param->autograd_meta();
     if (meta == nullptr)
         return true;
-    const Others &hook = static_cast<torch::autograd::AutogradMeta *>(meta)->post_acc_grad_hooks_;
-    if (!hook || typeid(*hook) != typeid(GradientHook)) // of all parameters, at every step
-        return true;
-    return static_cast<const GradientHook &>(*hook).plan.get() != plan;
+    const GradientHook *hook =
+        as_ours(static_cast<torch::autograd::AutogradMeta *>(meta)->post_acc_grad_hooks_);
+    return hook == nullptr || hook->plan.get() != plan;
 }
 
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param) {
