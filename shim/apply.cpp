@@ -160,6 +160,7 @@ bool run_native(const of_inputs *in, const double *hyper, const Hold *hold) {
 }
 
 bool update(const of_inputs *in, const double *hyper, Hold *hold) {
+    const SteadyStreams not_here(false); // an optimizer's own step() may do anything
     Slot *slot = hold->slot;
     const at::Tensor &param = hold->param;
     std::optional<WithoutModes> plain;

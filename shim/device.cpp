@@ -11,6 +11,7 @@
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -179,6 +180,10 @@ void destroy(void *, void *event) {
 
 of_stream current(void *, int ordinal) { return current_stream(ordinal); }
 
+enum { NOT_ASKED = -1 }; // in place of a device
+
+thread_local of_stream *steady_stream = nullptr;
+
 } // namespace
 
 const of_device_host gpu_host = {current, launch, record, wait, is_done, synchronize, destroy};
@@ -196,8 +201,29 @@ c10::DeviceType gpu_type() {
 }
 
 of_stream current_stream(int ordinal) {
+    of_stream *const steady = steady_stream;
+    SteadyStreams::any_gpu.store(true, std::memory_order_relaxed);
+    if (steady != nullptr && steady->device == ordinal)
+        return *steady;
     const c10::Stream stream = guard_impl().getStream(device_at(ordinal));
-    return {ordinal, stream.id(), capture_of(stream)};
+    const of_stream current = {ordinal, stream.id(), capture_of(stream)};
+    if (steady != nullptr)
+        *steady = current;
+    return current;
+}
+
+std::atomic<bool> SteadyStreams::any_gpu{false};
+
+void SteadyStreams::enter(bool steady) {
+    entered = true;
+    found.device = NOT_ASKED;
+    outer = std::exchange(steady_stream, steady ? &found : nullptr);
+}
+
+void SteadyStreams::leave() {
+    if (outer != nullptr)
+        outer->device = NOT_ASKED;
+    steady_stream = outer;
 }
 
 int64_t side_stream(int ordinal) {

@@ -6,6 +6,8 @@
 #include <c10/core/Device.h>
 #include <c10/core/TensorImpl.h>
 
+#include <atomic>
+
 #include "optfuse.h"
 
 namespace optfuse {
@@ -33,6 +35,31 @@ void set_cuda_library(const char *path);
 // device.cpp
 extern const of_device_host gpu_host;
 of_stream current_stream(int ordinal);
+// As long as one lives, current_stream() on this thread asks PyTorch and the driver once and
+// not for each parameter: inside step() nobody changes streams or begins a capture. Except
+// where code of others runs: there a SteadyStreams(false) lives inside of it.
+class SteadyStreams {
+  public:
+    explicit SteadyStreams(bool steady = true) {
+        if (any_gpu.load(std::memory_order_relaxed))
+            enter(steady);
+    }
+    ~SteadyStreams() {
+        if (entered)
+            leave();
+    }
+    SteadyStreams(const SteadyStreams &) = delete;
+    SteadyStreams &operator=(const SteadyStreams &) = delete;
+
+  private:
+    friend of_stream current_stream(int ordinal);
+    static std::atomic<bool> any_gpu; // has ever been asked for
+    void enter(bool steady);
+    void leave();
+    bool entered = false;
+    of_stream found = {}; // of the device last asked for
+    of_stream *outer = nullptr;
+};
 // One stream from PyTorch's pool for all updates beside backward on a device.
 int64_t side_stream(int ordinal);
 // The stream may still work on the memory when its last reference goes.

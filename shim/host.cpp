@@ -145,6 +145,7 @@ void release(void *, void *opaque) {
         for (size_t i = 0; i < hold->n_written; i++)
             hold->stand_ins[i].first.copy_(hold->stand_ins[i].second);
     }
+    const SteadyStreams not_here(false); // what dies may have finalizers
     hold->~Hold();
 }
 

@@ -183,6 +183,7 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     plan->waiting.forget(); // of a backward that has failed
     if (!gradients_are_kept(plan))
         return OF_INVALID;
+    const optfuse::SteadyStreams inside_step;
     return of_plan_step(plan->core, needs, capacity, n_needs);
 }
 

@@ -2,13 +2,15 @@
 """Optimizers without kernels, on a GPU that the CPU plays: their own step() on one
 parameter, on the stream to which the update belongs."""
 
+import weakref
+
 import fakecuda
 import pytest
 import torch
-from common import everything
+from common import adamw, everything
 from fakecuda import NAME
 from legal import legal, net, train
-from own_classes import Tensors
+from own_classes import Numbers, Tensors
 
 import optfuse
 
@@ -107,3 +109,45 @@ def test_the_way_is_that_of_the_whole_group(cls, stopper, mode):
 @pytest.mark.parametrize("stopper", STOPPERS)
 def test_what_has_no_gradient_is_not_asked(stopper):
     legal(with_it(torch.optim.NAdam, stopper, idle=True), prove=False)
+
+
+class Reading(Numbers):
+    """Reads other weights when it is told to, on a stream of its own."""
+
+    read = None
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        if Reading.read is not None:
+            Reading.read()
+
+
+optfuse.register(Reading)
+
+
+def reads_in_step(wrap):
+    model, own, stream, seen = net(), plain(), fakecuda.stream(), []
+    optimizer, reader = wrap(adamw(model.parameters())), wrap(Reading([own]))
+
+    def read():
+        with stream:
+            optfuse.flush(optimizer)
+            seen.append(model[0].weight.detach() + 1)
+
+    for i in range(3):
+        train(model, optimizer, i)
+        stream.wait_stream(fakecuda.current())
+        own.grad = torch.ones_like(own)
+        wrap.pending(optimizer) if wrap.fused else None
+        Reading.read = read
+        reader.step()
+        Reading.read = None
+        fakecuda.current().wait_stream(stream)
+    with stream:
+        yield "seen", seen
+    fakecuda.synchronize()
+
+
+def test_an_own_step_that_reads_weights_on_another_stream():
+    """Inside step() streams are taken as steady, but not while the class runs."""
+    legal(reads_in_step)
