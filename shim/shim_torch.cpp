@@ -174,6 +174,16 @@ bool gradients_are_kept(optfuse::Plan *plan) {
     return true;
 }
 
+// What backward leaves in buckets on a GPU has marked parameters, and each use of a marked
+// one costs a look-up. Nothing of ours is in flight after backward.
+void take_marks_off(const optfuse::Plan *plan) {
+    if (plan->mode != OF_BACKWARD || of_any_pending()) // perhaps another optimizer's
+        return;
+    for (const optfuse::Slot *slot : plan->slots)
+        if (optfuse::has_mark(slot->param))
+            optfuse::unmark(slot->param);
+}
+
 } // namespace
 
 int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
@@ -184,7 +194,10 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     if (!gradients_are_kept(plan))
         return OF_INVALID;
     const optfuse::SteadyStreams inside_step;
-    return of_plan_step(plan->core, needs, capacity, n_needs);
+    const int status = of_plan_step(plan->core, needs, capacity, n_needs);
+    if (status == OF_OK)
+        take_marks_off(plan);
+    return status;
 }
 
 int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {

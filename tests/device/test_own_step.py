@@ -2,8 +2,6 @@
 """Optimizers without kernels, on a GPU that the CPU plays: their own step() on one
 parameter, on the stream to which the update belongs."""
 
-import weakref
-
 import fakecuda
 import pytest
 import torch

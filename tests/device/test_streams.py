@@ -366,3 +366,36 @@ def test_a_learning_rate_on_the_device_reaches_each_stream_of_backward():
             side.wait_stream(fakecuda.current())
 
     legal(script, "backward", prove=False)
+
+
+def is_marked(p):
+    return "TESTING_ONLY_GenericWrapper" in str(torch._C._dispatch_keys(p))
+
+
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_step_after_backward_takes_the_marks_off(side_stream):
+    """Each use of a marked weight costs a look-up."""
+    model = net()
+    params = list(model.parameters())
+    optimizer = optfuse.fuse(adamw(params), mode="backward", side_stream=side_stream)
+    train(model, optimizer, 0)
+    backward(model, optimizer, 1)
+    assert any(map(is_marked, params)), "no update has waited: the test would prove nothing"
+    optimizer.step()
+    assert not any(map(is_marked, params))
+
+
+def test_marks_of_another_optimizers_updates_stay():
+    def script(wrap):
+        p = torch.ones(300, device=NAME, requires_grad=True)
+        pending = wrap(adamw([p]))
+        in_backward = wrap(adamw([p]), mode="backward")
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            pending.step()
+            pending.zero_grad()
+            wrap.pending(pending)
+            in_backward.step()  # has no gradient
+            yield "weight", p + 1
+
+    legal(script)
