@@ -6,19 +6,16 @@ the machine does. docs/performance.md has the budgets and what was learned."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import callgrind
+import launch_gpu
 from console import columns, title
 
 PARAMETERS = 1000
-NAME = re.compile(r"^desc: Trigger: Client Request: (.+)$", re.MULTILINE)
-TOTAL = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -74,27 +71,10 @@ def missing() -> str:
 
 
 def counted(folder: Path, parameters: int = PARAMETERS) -> dict[str, float]:
-    """Instructions a parameter, by the names of counted.py. callgrind's files
-    stay in the folder, for callgrind_annotate."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("callgrind.out*"):
-        old.unlink()
-    command = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no"]
-    command += [f"--callgrind-out-file={folder / 'callgrind.out'}"]
-    command += [sys.executable, str(Path(__file__).with_name("counted.py")), str(parameters)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"counted.py failed under valgrind:\n{done.stdout}{done.stderr}")
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob("callgrind.out.*")]
-    return {name: total / parameters for name, total in map(read, texts)}
-
-
-def read(text: str) -> tuple[str, int]:
-    """Name and instructions of one of callgrind's files."""
-    name, total = NAME.search(text), TOTAL.search(text)
-    if name is None or total is None:
-        raise RuntimeError("a file of callgrind's without a name or a total")
-    return name.group(1), int(total.group(1))
+    """Instructions a parameter, by the names of counted.py."""
+    program = Path(__file__).with_name("counted.py")
+    found = callgrind.run(program, [str(parameters)], folder, os.environ)
+    return {name: counts.total() / parameters for name, counts in found.items()}
 
 
 def counts(found: dict[str, float]) -> list[Count]:
@@ -117,4 +97,9 @@ def section(chosen: Any) -> dict[str, Any] | None:
     found = counted(chosen.out / "callgrind")
     every = counts(found)
     print(columns([("", "instructions", "budget", ""), *(one.cells() for one in every)]))
-    return {"parameters": PARAMETERS, "raw": found, "counts": [asdict(one) for one in every]}
+    return {
+        "parameters": PARAMETERS,
+        "raw": found,
+        "counts": [asdict(one) for one in every],
+        "gpu": launch_gpu.section(chosen.out / "callgrind-gpu", PARAMETERS),
+    }

@@ -46,8 +46,8 @@ class Cost:
         return f"{text}  {verdict} the budget of {self.budget} us"
 
 
-def parameters(n: int) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(1)) for _ in range(n)]
+def parameters(n: int, device: str = "cpu") -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(1, device=device)) for _ in range(n)]
 
 
 def backward_seconds(params: list[nn.Parameter]) -> float:

@@ -3,6 +3,7 @@
 is said to move, and what is computed from times finds what was planted in them."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -121,16 +122,78 @@ def test_a_planted_step_is_found_and_a_straight_line_has_none(benchmarks, monkey
     assert found(1000) == ["forward fusion"]
 
 
-def test_instructions_are_read_and_subtracted(benchmarks):
+# As callgrind writes it: f takes 10 itself and calls g twice and, in another object, h once;
+# g calls h, too.
+CALLGRIND = """version: 1
+desc: Trigger: Client Request: flush
+
+ob=(1) /lib/one.so
+fl=(1) one.c
+fn=(1) f
+1 4
++1 6
+cfn=(2) g
+calls=2 7
+* 50
+cob=(2) /lib/two.so
+cfi=(2) two.c
+cfn=(3) h
+calls=1 9
++2 20
+
+fn=(2)
+7 30
+cob=(2)
+cfn=(3)
+calls=2 9
+7 20
+
+ob=(2)
+fl=(2)
+fn=(3)
+9 40
+
+totals: 80
+"""
+
+
+def test_what_callgrind_counted_is_read(benchmarks):
+    import callgrind
+
+    counts = callgrind.read(iter(CALLGRIND.splitlines(keepends=True)))
+    assert counts.title == "flush" and counts.total() == 80
+    assert counts.own == {("one.so", "f"): 10, ("one.so", "g"): 30, ("two.so", "h"): 40}
+    assert counts.without(lambda function: function[1] == "h") == 40
+    assert counts.without(lambda function: function[1] in "gh") == 10
+    assert counts.calls_of("h") == 3 and counts.calls_of("g") == 2
+
+
+def test_instructions_are_subtracted(benchmarks):
     import launch
 
-    text = "part: 3\ndesc: Trigger: Client Request: flush\n\nfn=x\n1 2\n\ntotals: 1234\n"
-    assert launch.read(text) == ("flush", 1234)
     names = {name for part in launch.PARTS for name in part.plus + part.minus}
     counts = {one.what: one.instructions for one in launch.counts(dict.fromkeys(names, 100.0))}
     assert counts["gradient hook, with the update"] == 0
     assert counts["gradient hook, above the update"] == -100
     assert counts["step() in forward mode, in C"] == 100
+
+
+def test_host_work_is_that_above_no_optimizer(benchmarks):
+    import launch_gpu
+    from callgrind import Counts
+
+    f, played = ("one.so", "f"), (launch_gpu.PLAYED, "x")
+    found = {
+        f"{phase}, {way}": Counts("", Counter({f: 100, played: 50}), Counter({(f, played): 50}))
+        for phase in launch_gpu.PHASES
+        for way in (launch_gpu.STOCK, *launch_gpu.WAYS)
+    }
+    found["use, forward fusion"].own[f] += 30
+    found["use, forward fusion"].calls[f, ("two.so", launch_gpu.LAUNCHES)] = 3
+    stock, forward, *_ = launch_gpu.host_work(found, 10)
+    assert stock.instructions == {"backward": 0, "step": 10, "use": 0, "use again": 0}
+    assert forward.instructions == {"backward": 0, "step": 10, "use": 3, "use again": 0}
+    assert (stock.launches, forward.launches) == (0, 3)
 
 
 def test_budgets_are_those_of_the_documentation(benchmarks):
