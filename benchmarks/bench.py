@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import alone
+import clip
 import launch
 import optimizers
 import scaling
@@ -28,7 +29,6 @@ from cells import (
     parameters_of,
     training,
 )
-from clip import clipped
 from console import progress, title
 from cores import FAR_NS, Distances
 from data import handwritten
@@ -45,15 +45,16 @@ from verdict import verdict
 import optfuse
 from optfuse._ab import Wrap
 
-# Only when asked for; each prints what it finds and returns its figures.
+# Each prints what it finds and returns its figures.
 EXTRA = {
     "alone": alone.section,
+    "clip": clip.section,
     "launch": launch.section,
     "optimizers": optimizers.section,
     "scaling": scaling.section,
     "sweeps": sweeps.section,
 }
-SECTIONS = ("speed", "memory", "cost", "updates", "clip", "grid", *EXTRA)
+SECTIONS = ("speed", "memory", "cost", "updates", "grid", *EXTRA)
 # The machinery alone is timed on the CPU, where nothing runs beside it.
 SECTIONS_OF = {"cpu": ("speed", "memory", "cost", "clip"), "cuda": ("speed", "memory", "updates")}
 SMOKE_SECTIONS = ("speed", "memory", "updates")
@@ -226,14 +227,6 @@ def measure_updates(chosen: argparse.Namespace, results: Results) -> None:
         print(one, flush=True)
 
 
-def measure_clipping(chosen: argparse.Namespace) -> None:
-    title("Clipping and update of an MLP of 50 M parameters, nothing else")
-    for part in clipped(rounds=15 if chosen.quick else 40):
-        progress("")
-        print(part, flush=True)
-        progress("clip: measuring")
-
-
 def describe(results: Results) -> None:
     for name, value in machine().items():
         print(f"{name}: {value}")
@@ -278,12 +271,14 @@ def write(chosen: argparse.Namespace, results: Results) -> None:
 
 
 def measure_extra(chosen: argparse.Namespace) -> None:
+    one_thread = "-1-thread" if torch.get_num_threads() == 1 else ""
     for name in (name for name in EXTRA if name in chosen.section):
         found = EXTRA[name](chosen)
         if found is not None:
             chosen.out.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"machine": machine(), "section": name, **found}, indent=1)
-            (chosen.out / f"{name}-{chosen.optimizer}.json").write_text(text + "\n", "utf-8")
+            stem = f"{name}-{chosen.optimizer}" + one_thread
+            (chosen.out / f"{stem}.json").write_text(text + "\n", "utf-8")
 
 
 def cells_of(chosen: argparse.Namespace, quick: bool) -> list[Cell]:
@@ -314,8 +309,6 @@ def main() -> None:
         measure_costs(chosen, results)
     if "updates" in chosen.section:
         measure_updates(chosen, results)
-    if "clip" in chosen.section:
-        measure_clipping(chosen)
     measure_extra(chosen)
     write(chosen, results)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")

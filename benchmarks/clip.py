@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
+from console import progress, title
 from torch import Tensor, nn
 
 import optfuse
@@ -110,6 +112,12 @@ def clipped(rounds: int) -> Iterator[Clipped]:
         )
 
 
-if __name__ == "__main__":
-    for result in clipped(15):
-        print(result, flush=True)
+def section(chosen: Any) -> dict[str, Any]:
+    title("Clipping and update of an MLP of 50 M parameters, nothing else")
+    found = []
+    for one in clipped(rounds=15 if chosen.quick else 40):
+        progress("")
+        print(one, flush=True)
+        progress("clip: measuring")
+        found.append(asdict(one))
+    return {"bytes": BYTES, "clipped": found}
