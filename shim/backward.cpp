@@ -11,7 +11,6 @@
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
-#include "heap.h"
 #include "memory.h"
 #include "tensors.h"
 
@@ -177,8 +176,12 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, const at::T
     if (adds)
         return;
     const bool is_second = plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1;
-    if (is_second && param.device().is_cpu())
-        of_keep_heap();
+    if (is_second && param.device().is_cpu()) {
+        plan->uses_heap.store(true, std::memory_order_relaxed);
+        of_heap_use();
+    }
+    if (plan->uses_heap.load(std::memory_order_relaxed))
+        of_heap_begin_backward();
     torch::autograd::Engine::get_default_engine().queue_callback(
         [pass = std::make_shared<Pass>(plan, task)] { pass->end(); });
 }

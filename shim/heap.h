@@ -7,10 +7,13 @@
 extern "C" {
 #endif
 
-/* Lets the process keep it: up to 64 MiB at the end of the heap. When the optimizer's
+/* Lets the process keep it, until as many have left. To be called when the optimizer's
  * state exists: were it made after this, it would lie between the gradients, and their
  * memory could not be used again. */
-void of_keep_heap(void);
+void of_heap_use(void);
+void of_heap_leave(void);
+/* At the first gradient of each backward pass of those who use it. Any thread. */
+void of_heap_begin_backward(void);
 
 #ifdef __cplusplus
 }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "error.h"
+#include "heap.h"
 #include "native.h"
 #include "optfuse.h"
 #include "shim.h"
@@ -134,7 +135,11 @@ class DeviceScalars {
 // of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
 // outlive them; `self` is the loader's share.
 struct Plan {
-    ~Plan() { of_plan_release(core); }
+    ~Plan() {
+        of_plan_release(core);
+        if (uses_heap.load(std::memory_order_relaxed))
+            of_heap_leave();
+    }
     std::shared_ptr<Plan> self;
     of_plan *core = nullptr;
     of_mode mode = OF_FORWARD;
@@ -148,6 +153,7 @@ struct Plan {
     std::atomic<bool> last_adds{false};
     std::atomic<int> last_backward{-1}; // graph task whose first gradient was seen
     std::atomic<size_t> backwards{0};   // that did not only add
+    std::atomic<bool> uses_heap{false}; // heap.h
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};

@@ -2,37 +2,51 @@
 """Backward mode frees gradients one by one; the process keeps the memory for the next
 ones and does not take it from the system again, page fault by page fault."""
 
+import ast
+import itertools
 import platform
+import statistics
 
 import pytest
 from common import python_ok
 
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+
 def test_gradients_come_and_go_without_page_faults():
     """In each process: without a word to malloc there are none in one of three."""
     pages_of_a_gradient = 512 * 512 * 4 // 4096
     for _ in range(3):
-        assert faults() < pages_of_a_gradient
+        faults, _ = trained(layers=20, width=512, batch=8)
+        assert statistics.median(faults[4:]) < pages_of_a_gradient, faults
 
 
-def faults():
-    """The median of an iteration."""
+def test_the_end_of_the_heap_stays_where_activations_have_been():
+    """They are more than malloc keeps at the end of its heap."""
+    for _ in range(3):
+        _, ends = trained(layers=16, width=256, batch=8192)
+        falls = [a - b for a, b in itertools.pairwise(ends[3:])]
+        assert max(falls) < 32 << 20, falls
+
+
+def trained(layers, width, batch, iterations=16):
+    """Page faults of each iteration, and where the heap ended then."""
     out = python_ok(
-        "import resource, statistics, torch, optfuse\n"
+        "import ctypes, resource, torch, optfuse\n"
         "from torch import nn\n"
-        "torch.set_num_threads(1)\n"
-        "model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(20)))\n"
+        f"model = nn.Sequential(*(nn.Linear({width}, {width}) for _ in range({layers})))\n"
         "optimizer = optfuse.fuse(torch.optim.AdamW(model.parameters()), mode='backward')\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "def train():\n"
+        "sbrk = ctypes.CDLL(None).sbrk\n"
+        "sbrk.restype = ctypes.c_void_p\n"
+        "found = []\n"
+        f"for _ in range({iterations}):\n"
         "    before = faults()\n"
         "    optimizer.zero_grad()\n"
-        "    model(torch.ones(8, 512)).square().sum().backward()\n"
+        f"    model(torch.ones({batch}, {width})).square().sum().backward()\n"
         "    optimizer.step()\n"
-        "    return faults() - before\n"
-        "for _ in range(4): train()\n"
-        "print(int(statistics.median(train() for _ in range(9))))\n",
+        "    found.append((faults() - before, sbrk(0)))\n"
+        "print(found)\n",
         fresh=True,
     )
-    return int(out)
+    return zip(*ast.literal_eval(out), strict=True)
