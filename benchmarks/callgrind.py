@@ -32,8 +32,8 @@ class Counts:
         return sum(self.own.values())
 
     def without(self, leave_out: Callable[[Function], bool]) -> int:
-        """Instructions, but for those of calls from other functions to these. What is
-        left out must not call other functions that call it back."""
+        """Instructions, but for those of calls from other functions to these. Where they
+        call others that call them back, what is called back is taken off twice."""
         return self.total() - sum(
             cost
             for (caller, callee), cost in self.called.items()
@@ -68,6 +68,8 @@ def read(lines: Iterator[str]) -> Counts:
             counts.called[edge] += int(cost[1])
             counts.calls[edge] += calls
             calls = 0
+        elif line.startswith("totals: ") and int(line.split()[1]) != counts.total():
+            raise RuntimeError(f"callgrind's file was misread: {counts.total()} is not its {line}")
         elif cost:
             counts.own[Path(now["ob"]).name, now["fn"]] += int(cost[1])
     return counts

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import callgrind
+import torch
 from callgrind import Counts, Function
 from console import columns, title
 
+RELEASE = ".".join(torch.__version__.split(".")[:2])
 NEEDED = {
-    "OPTFUSE_LIBRARY": "shim/liboptfuse_torch-*-guards.so",
+    "OPTFUSE_LIBRARY": f"shim/liboptfuse_torch-{RELEASE}-*-guards.so",
     "OPTFUSE_FAKE_CUDA": "tests/device/libfake_cuda.so",
     "OPTFUSE_CUDA_LIBRARY": "tests/device/libfake_optfuse_cuda.so",
 }
@@ -90,7 +92,9 @@ def host_work(found: dict[str, Counts], n: int) -> list[HostWork]:
 def launches(program: Path, played: dict[str, str]) -> list[dict[str, Any]]:
     title("Kernels launched an iteration, AdamW float32, by bucket_bytes")
     command = [sys.executable, str(program), "launches"]
-    done = subprocess.run(command, capture_output=True, text=True, env=played, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=played)
+    if done.returncode != 0:
+        raise RuntimeError(f"{program.name} failed:\n{done.stdout}{done.stderr}")
     found: list[dict[str, Any]] = json.loads(done.stdout)
     names = [SIZES.get(int(n), n) for n in found[0]["launches"]]
     rows = [("", *names)]

@@ -164,6 +164,15 @@ class Pass {
     const int task;
 };
 
+void keep_heap(Plan *plan, bool is_second) {
+    if (is_second) {
+        of_heap_use();
+        plan->uses_heap.store(true, std::memory_order_release);
+    }
+    if (plan->uses_heap.load(std::memory_order_acquire))
+        of_heap_begin_backward();
+}
+
 void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, const at::Tensor &param,
                     int task) {
     if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
@@ -176,12 +185,8 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, const at::T
     if (adds)
         return;
     const bool is_second = plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1;
-    if (is_second && param.device().is_cpu()) {
-        plan->uses_heap.store(true, std::memory_order_relaxed);
-        of_heap_use();
-    }
-    if (plan->uses_heap.load(std::memory_order_relaxed))
-        of_heap_begin_backward();
+    if (param.device().is_cpu())
+        keep_heap(plan.get(), is_second);
     torch::autograd::Engine::get_default_engine().queue_callback(
         [pass = std::make_shared<Pass>(plan, task)] { pass->end(); });
 }

@@ -12,16 +12,22 @@
  *   live until zero_grad().
  *
  * Other allocators don't move the end, and have other ways. */
-#define _DEFAULT_SOURCE
 #include "heap.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { LARGEST = 32 << 20, ITS_OWN = 64 << 10, TRIES = 256, NOTICED = 4 << 20 };
+enum {
+    LARGEST = 32 << 20,
+    ITS_OWN = 64 << 10,
+    NOTICED = 4 << 20, /* growth of the heap */
+    TRIES = 64,
+    PIN_BYTES = 2048 /* malloc joins what it frees with its neighbours, unlike less */
+};
 
 static atomic_size_t users;
 /* Guards what follows. Nobody waits for it, since a fork may have left it taken. */
@@ -38,20 +44,29 @@ static void teach(void) {
     free(block);
 }
 
-/* A block that fills no hole begins where the last one in use ends. What malloc keeps
- * behind that is less than two such blocks. */
+/* Behind the last block in use malloc keeps twice the largest. */
+static bool is_at_the_end(const void *block) {
+    return (uintptr_t)block + 2 * LARGEST + NOTICED >= end_now();
+}
+
+/* A block that fills no hole begins where the last one in use ends. NULL: none was to be
+ * had, as where memory is not from the main heap but lies below it. */
 static void *put_at_the_end(void) {
     void *blocks[TRIES];
+    void *found = NULL;
     size_t n = 0;
-    do
-        blocks[n] = malloc(LARGEST - ITS_OWN);
-    while (blocks[n] && (uintptr_t)blocks[n] + 3 * LARGEST < end_now() && ++n < TRIES - 1);
-    void *last = blocks[n] ? realloc(blocks[n], 1) : NULL;
-    if (!last)
-        free(blocks[n]);
+    while (!found && n < TRIES && (blocks[n] = malloc(LARGEST - ITS_OWN))) {
+        if (is_at_the_end(blocks[n]))
+            found = blocks[n];
+        else
+            n++;
+    }
+    void *small = found ? realloc(found, PIN_BYTES) : NULL;
+    if (found && !small)
+        free(found);
     while (n > 0)
         free(blocks[--n]);
-    return last;
+    return small;
 }
 
 void of_heap_use(void) {
@@ -64,19 +79,19 @@ void of_heap_leave(void) {
         return;
     void *old = pin;
     pin = NULL;
+    pinned = 0;
     pthread_mutex_unlock(&heap_lock);
     free(old);
 }
 
 void of_heap_begin_backward(void) {
     void *old = NULL;
-    const uintptr_t end = end_now();
     if (pthread_mutex_trylock(&heap_lock) != 0)
         return;
-    if (!pin || end > pinned + NOTICED) {
+    if (end_now() > pinned + NOTICED) {
         old = pin;
         pin = put_at_the_end();
-        pinned = end;
+        pinned = end_now();
     }
     pthread_mutex_unlock(&heap_lock);
     free(old);

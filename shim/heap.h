@@ -12,7 +12,8 @@ extern "C" {
  * memory could not be used again. */
 void of_heap_use(void);
 void of_heap_leave(void);
-/* At the first gradient of each backward pass of those who use it. Any thread. */
+/* At the first gradient of each backward pass of those who use it. It helps the heap of
+ * the process, which is that of the thread that began it. */
 void of_heap_begin_backward(void);
 
 #ifdef __cplusplus

@@ -175,9 +175,10 @@ bool gradients_are_kept(optfuse::Plan *plan) {
 }
 
 // What backward leaves in buckets on a GPU has marked parameters, and each use of a marked
-// one costs a look-up. Nothing of ours is in flight after backward.
+// one costs a look-up. They stand for nothing if nothing in the process is pending or in
+// flight, and after backward nothing of this plan is.
 void take_marks_off(const optfuse::Plan *plan) {
-    if (plan->mode != OF_BACKWARD || of_any_pending()) // perhaps another optimizer's
+    if (plan->mode != OF_BACKWARD || of_any_pending())
         return;
     for (const optfuse::Slot *slot : plan->slots)
         if (optfuse::has_mark(slot->param))
