@@ -19,6 +19,7 @@ import optimizers
 import scaling
 import sweeps
 import torch
+from bytes_alone import bytes_alone
 from cells import (
     GRID_CELLS,
     MODELS,
@@ -139,8 +140,9 @@ def measure_speed(chosen: argparse.Namespace, cells: list[Cell], results: Result
 
 def measure_grid(chosen: argparse.Namespace, cells: list[Cell], results: Results) -> None:
     """Every model at every batch, a given number of rounds however long they take."""
+    wraps = {**few_variants(), **bytes_alone(chosen.optimizer)}
     for cell in in_time(cells, chosen):
-        compare(chosen, cell, few_variants(), chosen.rounds or GRID_ROUNDS, None, results)
+        compare(chosen, cell, wraps, chosen.rounds or GRID_ROUNDS, None, results)
 
 
 def floor_of(chosen: argparse.Namespace, cell: Cell) -> Floor | None:
@@ -238,6 +240,8 @@ def describe(results: Results) -> None:
         " x: times as fast, round by round. recovered: share of what fused=True costs over no"
         " optimizer, where that is more than nothing. floor: the time of a kernel that moves an"
         " update's bytes and computes nothing; x floor: how many times that the optimizer takes."
+        " bytes alone: such a kernel in training, run by hooks where fusion updates, which is the"
+        " least that fusion can take; its recovered is the most."
         " loss: mean of the last 20. far cores: rounds in which a cache line needed more than"
         f" {FAR_NS:.0f} ns from one core to the other. curve: every loss equals fused=True's."
         f" faults: page faults an iteration, with malloc {results.settings['malloc']}."

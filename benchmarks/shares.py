@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from bytes_alone import IN_BACKWARD
 from console import columns
 from floor import Floor
 from resample import of_medians
@@ -55,7 +56,8 @@ def shares(comparison: Comparison, rounds: Sequence[int], floor: Floor | None) -
         own = [ms[i] for i in rounds]
         least = None
         if floor is not None:
-            least = [floor.ms[name == "backward fusion"][i] for i in rounds]
+            cached = name in ("backward fusion", IN_BACKWARD)
+            least = [floor.ms[cached][i] for i in rounds]
         found.append(_share(name, own, without, least))
     return found
 

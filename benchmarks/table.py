@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from bytes_alone import FLOORS
 from resample import share
 from variants import HOOK_VARIANTS
 
@@ -37,7 +38,8 @@ class Line:
     against_fused: Interval  # fused=True's time by this one's
     against_default: Interval
     saved_ms: Interval  # against fused=True
-    recovered: Interval | None  # of what fused=True costs over no optimizer, if it costs anything
+    recovered: Interval | None  # of what fused=True costs over no optimizer, if it costs
+    # anything; of bytes alone, what fusion could recover at most
     loss: float
     same_curve: bool  # every loss equals fused=True's
     equal_bits: bool | None  # the parameters at the end, too
@@ -72,7 +74,7 @@ def _line(row: Row, rows: dict[str, Row]) -> Line:
     assert row.ms is not None and row.page_faults is not None
     own, fused = row.rounds_ms, rows[FUSED].rounds_ms
     recovered = None
-    if row.name.endswith("fusion") and NONE in rows:
+    if row.name.endswith(("fusion", *FLOORS)) and NONE in rows:
         recovered = share(fused, own, rows[NONE].rounds_ms)
     return Line(
         name=row.name,
@@ -95,7 +97,7 @@ def _ratios(theirs: Sequence[float], own: Sequence[float]) -> list[float]:
 
 
 def cells_of(line: Line) -> tuple[str, ...]:
-    trains = line.name != NONE
+    trains = line.name not in (NONE, *FLOORS)
     curve = "=" if line.same_curve else "differs"
     if line.equal_bits is False and line.same_curve:
         curve = "= (weights differ)"

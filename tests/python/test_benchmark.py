@@ -2,9 +2,11 @@
 """What the benchmark's figures stand on: the no-math kernel moves every byte it
 is said to move, and what is computed from times finds what was planted in them."""
 
+import ctypes
 import os
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,6 +49,46 @@ def test_the_floor_reads_and_writes_every_byte(benchmarks, optimizer, elements, 
     assert torch.equal(gradient, before[0])
     for array, old in zip(written, before[1:], strict=True):
         assert torch.equal(array, old ^ x)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
+@pytest.mark.parametrize("where", ["InBackward", "InForward"])
+def test_bytes_alone_are_all_moved(benchmarks, where, optimizer):
+    """Mixed with the gradient's bits they show that they were; in a benchmark they stay."""
+    import bytes_alone
+
+    if not bytes_alone._path().exists():
+        pytest.skip("libbytes_alone.so is not built")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 2000))
+    params = list(model.parameters())
+    made: list[torch.Tensor] = []
+    with patch("torch.zeros_like", side_effect=lambda p: made.append(p.detach() * 2) or made[-1]):
+        floor = getattr(bytes_alone, where)(torch.optim.SGD(params), name=optimizer)
+    n_state = {"adamw": 2, "momentum": 1, "sgd": 0}[optimizer]
+    assert len(made) == n_state * len(params)
+    arrays = [[p.detach(), *made[i * n_state :][:n_state]] for i, p in enumerate(params)]
+    mix = ctypes.c_int.in_dll(bytes_alone.library(), "moves_mix")
+    grads: dict[torch.Tensor, torch.Tensor] = {}
+    for p in params:
+        p.register_hook(lambda g, p=p: grads.update({p: g.clone()}))
+    for bits in (0, -1):
+        before = [[array.clone() for array in some] for some in arrays]
+        try:
+            mix.value = bits
+            model(torch.randn(3, 64)).square().sum().backward()
+            assert all((p.grad is None) == (where == "InBackward") for p in params)
+            floor.step()
+            floor.zero_grad()
+            if where == "InForward":
+                assert torch.equal(arrays[0][0], before[0][0]), "not before its use"
+            with torch.no_grad():
+                model(torch.randn(3, 64))
+        finally:
+            mix.value = 0
+        for p, some, old in zip(params, arrays, before, strict=True):
+            x = grads[p].view(torch.int32) & bits
+            for array, was in zip(some, old, strict=True):
+                assert torch.equal(array.view(torch.int32), was.view(torch.int32) ^ x)
 
 
 def test_bytes_a_parameter(benchmarks):
