@@ -32,7 +32,7 @@ TORCH = "torch==2.13.0"
 TOOLS = ["meson>=1.3", "meson-python>=0.18", "ninja", "pytest", "ruff"]
 # expecttest: torch.testing._internal, with its list of optimizers, imports it.
 PACKAGES = ["numpy", "scikit-learn", "matplotlib", "expecttest"]
-C_OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.c"))
+C_OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.[ch]*"))
 BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
 BUILT_FROM += ["benchmarks/meson.build", *(f"benchmarks/{path.name}" for path in C_OF_BENCHMARKS)]
 
