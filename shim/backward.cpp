@@ -125,20 +125,27 @@ void run_waiting(Plan *plan, int task) {
 }
 
 // What all threads would work on by itself has no reason to wait, unless the user says so.
-// A second gradient is refused at once.
-bool can_wait(const Plan *plan, size_t slot, const c10::TensorImpl *p, size_t bytes) {
-    if (!p->device().is_cpu() || plan->rule->by_host || of_plan_is_updated(plan->core, slot))
-        return false;
+bool is_small(const Plan *plan, const c10::TensorImpl *p, size_t bytes) {
     return plan->bucket_bytes == 0 ? p->numel() < OF_SERIAL_ELEMENTS : bytes < plan->bucket_bytes;
 }
 
-// False: the update has to be made at once.
+// How many bytes have to wait until they go. What is large goes at once and takes those along
+// that wait: their gradients, made beside its own, would lie in the way when the next one of
+// its size needs memory, and keep it from that which is still in the cache.
+size_t enough_for(const Plan *plan, bool small) {
+    if (!small)
+        return 0;
+    return plan->bucket_bytes == 0 ? kTogether : plan->bucket_bytes;
+}
+
+// False: the update has to be made at once, or a second gradient refused.
 bool wait(Plan *plan, size_t slot, const at::Tensor &param, int task) {
-    const size_t bytes = static_cast<size_t>(param.numel()) * param.dtype().itemsize();
-    if (is_closed(plan) || !can_wait(plan, slot, param.unsafeGetTensorImpl(), bytes))
+    if (is_closed(plan) || !param.device().is_cpu() || plan->rule->by_host ||
+        of_plan_is_updated(plan->core, slot))
         return false;
-    const size_t enough = plan->bucket_bytes == 0 ? kTogether : plan->bucket_bytes;
-    if (plan->waiting.add({slot, param}, bytes, task, enough))
+    const size_t bytes = static_cast<size_t>(param.numel()) * param.dtype().itemsize();
+    const bool small = is_small(plan, param.unsafeGetTensorImpl(), bytes);
+    if (plan->waiting.add({slot, param}, bytes, task, enough_for(plan, small)))
         run_waiting(plan, task);
     return true;
 }

@@ -76,10 +76,11 @@ def fuse(
     bucket_bytes: small updates run together with their neighbours, so many bytes of
         parameters at a time. In forward mode neighbours run at the first use of one
         of them; in backward mode updates wait for each other, and the gradients
-        live as long, at most until backward() returns. 0: on the CPU 256 KiB in
-        forward and 512 KiB in backward mode, which concern parameters of less than
-        16,384 elements, on GPUs 4 MiB. 1: each by itself. In backward mode on the CPU
-        larger parameters wait, too, where a number is given: at the price of memory.
+        live as long, on the CPU until the next larger one is complete, at most until
+        backward() returns. 0: on the CPU 256 KiB in forward and 512 KiB in backward
+        mode, which concern parameters of less than 16,384 elements, on GPUs 4 MiB.
+        1: each by itself. In backward mode on the CPU larger parameters wait, too,
+        where a number is given: at the price of memory.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
