@@ -119,7 +119,9 @@ void run_waiting(Plan *plan, int task) {
         if (!is_left_to_step(one.param))
             batch.slots.push_back(one.slot);
     }
-    if (!batch.slots.empty())
+    if (batch.slots.size() == 1)
+        update_alone(plan, batch.slots[0]);
+    else if (!batch.slots.empty())
         update_together(plan, &batch);
     plan->waiting.reuse(std::move(batch));
 }
