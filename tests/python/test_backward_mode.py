@@ -52,13 +52,17 @@ def test_layers_are_updated_while_backward_still_runs():
     on the CPU waits for the next weight."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
     optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward")
-    seen = []
-    model[0].register_full_backward_pre_hook(
-        lambda *_: seen.append([p in optimizer.state for p in model.parameters()])
-    )
+    seen, created = [], []
+
+    def look(*_):
+        seen.append([p in optimizer.state for p in model.parameters()])
+        created.append(optfuse.summary(optimizer).created)
+
+    model[0].register_full_backward_pre_hook(look)
     model(torch.ones(2, 256)).sum().backward()
     (updated,) = seen
     assert updated[2] and all(updated[4:]), updated
+    assert created[0] >= 21, f"{created} of 11 weights and their biases, but for the last of these"
 
 
 @pytest.mark.parametrize("make", (adamw, sgd))
