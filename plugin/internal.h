@@ -26,6 +26,7 @@
 #include "guard.h"
 #include "optfuse.h"
 #include "scale.h"
+#include "stores.h"
 
 typedef struct of_update of_update;
 
@@ -129,6 +130,7 @@ struct of_plan {
     bool stopped;   /* no more deferring */
     of_lane *lanes;
     size_t n_lanes;
+    of_stores stores; /* of what is on the CPU, in backward mode */
     char failure[512]; /* of a launch; "": none. Nothing is right after one */
     of_counts counts;
 
@@ -162,6 +164,7 @@ void of_launch_bucket(of_plan *plan, of_update *first, of_list *done); /* at its
 void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
 void of_settle(of_plan *plan, of_list *list, of_list *done);
 bool of_apply(of_plan *plan, of_update *update); /* by the host's operators */
+bool of_goes_past_caches_now(const of_plan *plan); /* of_counts.past_caches */
 
 /* device.c: with plan->lock held. Runs a list of updates that are on devices. */
 void of_device_launch(of_plan *plan, of_list *list, of_list *done);

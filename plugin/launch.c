@@ -7,6 +7,7 @@
  * lines of every dtype, so a reference's vectors are never cut, and the
  * kernels give the same bits however the space is split. */
 #include <string.h>
+#include <time.h>
 
 #include "internal.h"
 
@@ -16,8 +17,15 @@ static void *advance(const void *base, size_t bytes) {
     return base ? (char *)(uintptr_t)base + bytes : NULL;
 }
 
+/* What one parallel region runs: its chunks from `begin` on. */
+typedef struct of_region {
+    const of_update *first; /* of the launch's list */
+    int64_t begin;
+    bool past_caches; /* of_span.past_caches */
+} of_region;
+
 /* Chunks [from, to) of one update. */
-static void run_update(const of_update *update, int64_t from, int64_t to) {
+static void run_update(const of_update *update, int64_t from, int64_t to, bool past_caches) {
     const of_inputs *in = &update->in;
     size_t numel = (size_t)in->numel;
     size_t begin = (size_t)from << CHUNK_SHIFT;
@@ -40,17 +48,20 @@ static void run_update(const of_update *update, int64_t from, int64_t to) {
     if (update->n_factors && OF_GUARD(factors))
         span.factors = update->factors;
     span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];
-    span.past_caches = update->plan->mode == OF_BACKWARD;
+    span.past_caches = past_caches;
     update->kernel->run(&span, update->scalars);
 }
 
-/* Chunks [begin, end) of the list that starts with arg. */
+/* Chunks [begin, end) of a region. */
 static void run_chunks(void *arg, int64_t begin, int64_t end) {
-    for (const of_update *u = arg; u && u->first_chunk < end; u = u->next) {
+    const of_region *region = arg;
+    begin += region->begin;
+    end += region->begin;
+    for (const of_update *u = region->first; u && u->first_chunk < end; u = u->next) {
         int64_t from = begin > u->first_chunk ? begin - u->first_chunk : 0;
         int64_t to = end - u->first_chunk < u->n_chunks ? end - u->first_chunk : u->n_chunks;
         if (from < to)
-            run_update(u, from, to);
+            run_update(u, from, to, region->past_caches);
     }
 }
 
@@ -58,6 +69,39 @@ static void run_chunks(void *arg, int64_t begin, int64_t end) {
  * OpenMP). There updates share no threads that each by itself would not use. */
 static bool is_serial(int64_t elements, int64_t largest) {
     return (of_is_forked() ? largest : elements) < OF_SERIAL_ELEMENTS;
+}
+
+static void run_region(const of_plan *plan, of_region region, int64_t chunks) {
+    plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, &region);
+}
+
+static double region_seconds(const of_plan *plan, of_region region, int64_t chunks) {
+    struct timespec begin, end;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    run_region(plan, region, chunks);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+}
+
+/* Both ways, half of the chunks each. */
+static void run_trial(of_plan *plan, const of_update *first, int64_t chunks) {
+    of_stores *stores = &plan->stores;
+    const int64_t half = chunks / 2;
+    const of_region begin = {first, 0, stores->past_first};
+    const of_region end = {first, half, !stores->past_first};
+    const double before = region_seconds(plan, begin, half);
+    const double after = region_seconds(plan, end, chunks - half);
+    of_stores_vote(stores, begin.past_caches ? before : after, begin.past_caches ? after : before);
+}
+
+/* Whether other threads have what a launch stores. */
+static bool is_shared(const of_plan *plan) {
+    return plan->mode == OF_BACKWARD &&
+           !(plan->host.threads && plan->host.threads(plan->host.ctx) == 1);
+}
+
+bool of_goes_past_caches_now(const of_plan *plan) {
+    return is_shared(plan) && of_stores_are_past(&plan->stores);
 }
 
 static void run_list(of_plan *plan, of_list *list) {
@@ -71,10 +115,13 @@ static void run_list(of_plan *plan, of_list *list) {
         chunks += u->n_chunks;
         elements += u->in.numel;
     }
+    of_region region = {list->first, 0, of_goes_past_caches_now(plan)};
     if (is_serial(elements, largest))
-        run_chunks(list->first, 0, chunks);
+        run_chunks(&region, 0, chunks);
+    else if (is_shared(plan) && of_stores_try(&plan->stores, elements))
+        run_trial(plan, list->first, chunks);
     else
-        plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, list->first);
+        run_region(plan, region, chunks);
 }
 
 bool of_apply(of_plan *plan, of_update *update) {

@@ -205,6 +205,7 @@ typedef struct of_counts {
     uint64_t launches;  /* parallel regions or single calls */
     uint64_t in_flight; /* now: launched on a device and not known to be done */
     bool threads_seen;  /* a foreign thread used a pending parameter: no more deferring */
+    bool past_caches;   /* backward mode, now: parameters on the CPU are stored past the caches */
 } of_counts;
 
 /* Version of this library's ABI: OF_ABI_VERSION it was built with. */

@@ -98,6 +98,7 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     memcpy(&plan->host, host, sizeof plan->host);
     plan->rule = found;
     choose(plan, options);
+    of_stores_init(&plan->stores);
     atomic_init(&plan->users, 1);
     atomic_init(&plan->refs, 1);
     pthread_rwlock_init(&plan->layout, NULL);
@@ -253,6 +254,7 @@ void of_plan_counts(of_plan *plan, of_counts *out) {
     pthread_mutex_lock(&plan->lock);
     *out = plan->counts;
     out->pending = plan->pending.count;
+    out->past_caches = of_goes_past_caches_now(plan);
     out->in_flight = 0;
     for (size_t i = 0; i < plan->n_lanes; i++)
         out->in_flight += plan->lanes[i].count;

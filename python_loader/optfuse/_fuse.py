@@ -230,6 +230,7 @@ class Summary:
     launches: int
     threads_seen: bool  # another thread used a pending parameter: no more deferring
     compiled: bool  # compiled code used parameters on a GPU: no more deferring
+    past_caches: bool  # backward fusion stores parameters on the CPU so now (docs/performance.md)
 
     def __str__(self) -> str:
         lines = [
@@ -334,4 +335,5 @@ def summary(optimizer: Optimizer) -> Summary:
         launches=counts.launches,
         threads_seen=counts.threads_seen,
         compiled=link.compiled,
+        past_caches=counts.past_caches,
     )

@@ -31,6 +31,7 @@ class Counts(ctypes.Structure):
         ("launches", ctypes.c_uint64),
         ("in_flight", ctypes.c_uint64),
         ("threads_seen", ctypes.c_bool),
+        ("past_caches", ctypes.c_bool),
     ]
 
 

@@ -1,0 +1,155 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* How backward fusion stores parameters: past the caches while that is faster. */
+#include <time.h>
+
+#include "fixture.h"
+#include "stores.h"
+
+enum { LARGE = 200000, SMALL = 100000, PERIOD = 64 };
+
+/* A machine on which stores past the caches take so many times as long; returns the trials
+ * in this many launches. */
+static int launches(of_stores *stores, double ratio, int n) {
+    int trials = 0;
+    for (int i = 0; i < n; i++)
+        if (of_stores_try(stores, LARGE)) {
+            of_stores_vote(stores, ratio * 1e-4, 1e-4);
+            trials++;
+        }
+    return trials;
+}
+
+START_TEST(they_go_where_it_is_faster) {
+    of_stores stores;
+    of_stores_init(&stores);
+    ck_assert(of_stores_are_past(&stores));
+    launches(&stores, 1.1, 20);
+    ck_assert(!of_stores_are_past(&stores));
+    launches(&stores, 1.1, 100);
+    launches(&stores, 0.3, 2 * PERIOD);
+    ck_assert_msg(of_stores_are_past(&stores), "the cores have become far from each other");
+    launches(&stores, 0.3, 100);
+    launches(&stores, 1.1, 2 * PERIOD);
+    ck_assert_msg(!of_stores_are_past(&stores), "the cores have become near each other");
+}
+END_TEST
+
+START_TEST(a_little_is_not_worth_it) {
+    of_stores stores;
+    of_stores_init(&stores);
+    launches(&stores, 0.9, 100);
+    ck_assert(!of_stores_are_past(&stores));
+}
+END_TEST
+
+START_TEST(one_disturbed_trial_changes_nothing) {
+    of_stores stores;
+    of_stores_init(&stores);
+    launches(&stores, 0.3, 100);
+    of_stores_vote(&stores, 1.0, 1e-4);
+    ck_assert(of_stores_are_past(&stores));
+    launches(&stores, 1.1, 2 * PERIOD);
+    launches(&stores, 1.1, 100);
+    of_stores_vote(&stores, 1e-4, 1.0);
+    ck_assert(!of_stores_are_past(&stores));
+}
+END_TEST
+
+START_TEST(trials_become_rare_and_take_turns) {
+    of_stores stores;
+    of_stores_init(&stores);
+    launches(&stores, 0.3, 100);
+    ck_assert_int_eq(launches(&stores, 0.3, 10 * PERIOD), 10);
+    const bool first = stores.past_first;
+    launches(&stores, 0.3, PERIOD);
+    ck_assert(stores.past_first != first);
+    for (int i = 0; i < 10 * PERIOD; i++)
+        ck_assert_msg(!of_stores_try(&stores, SMALL), "halves of it take too short a time");
+}
+END_TEST
+
+/* Parallel regions beyond one a launch, in 40 iterations; the teardown compares bits. */
+static unsigned trials_of(of_mode mode, int threads, int64_t numel) {
+    fixture *f = setup(mode, OF_BUCKET_NONE);
+    f->host->n_threads = threads;
+    twin *t = add(f, numel);
+    for (int i = 0; i < 40; i++) {
+        if (mode == OF_BACKWARD)
+            gradient(f, t);
+        else
+            backward(t);
+        step(f);
+        check_twin(t);
+    }
+    const unsigned regions = (unsigned)atomic_load(&f->host->regions);
+    const unsigned n = (unsigned)counts(f).launches;
+    teardown(f);
+    return regions - n;
+}
+
+START_TEST(a_trial_changes_no_bits) {
+    ck_assert_uint_ge(trials_of(OF_BACKWARD, 3, LARGE + 1), 1);
+}
+END_TEST
+
+/* Threads of a host that takes longer where stores go past the caches, or where not: in the
+ * halves of trials, of which the first goes past them in each second trial. */
+static struct {
+    void (*parallel_for)(void *ctx, int64_t n, void (*fn)(void *, int64_t, int64_t), void *arg);
+    int64_t all; /* what is more is no half */
+    int halves;
+    bool past_is_slow;
+} machine;
+
+static void slow_parallel_for(void *ctx, int64_t n, void (*fn)(void *, int64_t, int64_t),
+                              void *arg) {
+    machine.parallel_for(ctx, n, fn, arg);
+    machine.all = n > machine.all ? n : machine.all;
+    if (n == machine.all)
+        return;
+    const int half = machine.halves++ % 4;
+    if ((half == 0 || half == 3) == machine.past_is_slow)
+        nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
+}
+
+START_TEST(a_trial_tells_which_is_faster) {
+    fake_host *host = fake_host_new();
+    machine.parallel_for = host->table.parallel_for;
+    host->table.parallel_for = slow_parallel_for;
+    fixture *f = setup_with(host, OF_BACKWARD, OF_BUCKET_NONE);
+    twin *t = add(f, LARGE);
+    ck_assert(counts(f).past_caches);
+    for (int slow = 1; slow >= 0; slow--) {
+        machine.past_is_slow = slow;
+        for (int i = 0; i < 2 * PERIOD; i++) {
+            gradient(f, t);
+            step(f);
+        }
+        ck_assert_int_eq(counts(f).past_caches, !slow);
+    }
+    host->n_threads = 1;
+    ck_assert(!counts(f).past_caches);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(nothing_is_tried_where_nobody_shares) {
+    ck_assert_uint_eq(trials_of(OF_BACKWARD, 1, LARGE), 0);
+    ck_assert_uint_eq(trials_of(OF_FORWARD, 3, LARGE), 0);
+    ck_assert_uint_eq(trials_of(OF_BACKWARD, 3, SMALL), 0);
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("stores");
+    TCase *tests = tcase_create("stores");
+    tcase_add_test(tests, they_go_where_it_is_faster);
+    tcase_add_test(tests, a_little_is_not_worth_it);
+    tcase_add_test(tests, one_disturbed_trial_changes_nothing);
+    tcase_add_test(tests, trials_become_rare_and_take_turns);
+    tcase_add_test(tests, a_trial_changes_no_bits);
+    tcase_add_test(tests, a_trial_tells_which_is_faster);
+    tcase_add_test(tests, nothing_is_tried_where_nobody_shares);
+    suite_add_tcase(suite, tests);
+    return run(suite);
+}
