@@ -104,12 +104,14 @@ def check(status: int) -> None:
         raise Error(f"optfuse: {message()}")
 
 
+_SWITCHABLE = hasattr(lib, "of_guard_enabled")  # a look-up in vain takes microseconds
+if _SWITCHABLE:
+    _typed(lib, {"of_guard_enabled": (ctypes.c_bool, [ctypes.c_char_p])})
+
+
 def guard(name: str) -> bool:
     """True, unless a test-only build of the library switched this check off."""
-    enabled = getattr(lib, "of_guard_enabled", None)
-    return enabled is None or bool(ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p)(
-        ctypes.cast(enabled, ctypes.c_void_p).value
-    )(name.encode()))
+    return not _SWITCHABLE or lib.of_guard_enabled(name.encode())
 
 
 _on_event: Callable[[int, int, int], int] | None = None
