@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // bytes_alone.cpp: the least that fusion can cost in training. It moves the bytes of an
 // update (moves.c) where fusion would update, and frees the gradient; it computes nothing,
-// checks nothing and remembers nothing.
+// checks nothing and remembers nothing but, as fusion, which kind of stores is faster.
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "moves.h"
+#include "stores.h"
 
 namespace {
 
@@ -26,24 +28,62 @@ struct Arrays {
     at::Tensor grad; // that waits for the parameter's next use
 };
 
-void move(const at::Tensor &param, const std::vector<at::Tensor> &state, const at::Tensor &grad,
-          bool past_caches) {
-    void *arrays[2] = {nullptr, nullptr};
+// The bytes of one update.
+struct Bytes {
+    const void *gradient;
+    void *param;
+    void *state[2];
+    size_t n_state;
+    int64_t lines;
+};
+
+Bytes bytes_of(const at::Tensor &param, const std::vector<at::Tensor> &state,
+               const at::Tensor &grad) {
+    Bytes bytes = {grad.const_data_ptr(),
+                   param.mutable_data_ptr(),
+                   {},
+                   state.size(),
+                   static_cast<int64_t>(param.nbytes()) / kLine};
     for (size_t k = 0; k < state.size(); k++)
-        arrays[k] = state[k].mutable_data_ptr();
-    const void *gradient = grad.const_data_ptr();
-    void *to = param.mutable_data_ptr();
-    const int64_t lines = static_cast<int64_t>(param.nbytes()) / kLine;
-    at::parallel_for(0, lines, kSerialLines, [&](int64_t begin, int64_t end) {
-        moves(gradient, to, arrays, state.size(), static_cast<size_t>(begin),
+        bytes.state[k] = state[k].mutable_data_ptr();
+    return bytes;
+}
+
+void move(const Bytes &bytes, int64_t from, int64_t to, bool past_caches) {
+    at::parallel_for(from, to, kSerialLines, [&](int64_t begin, int64_t end) {
+        moves(bytes.gradient, bytes.param, bytes.state, bytes.n_state, static_cast<size_t>(begin),
               static_cast<size_t>(end), past_caches);
     });
+}
+
+double move_seconds(const Bytes &bytes, int64_t from, int64_t to, bool past_caches) {
+    const auto begin = std::chrono::steady_clock::now();
+    move(bytes, from, to, past_caches);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+void move_in_backward(const Bytes &bytes) {
+    static of_stores stores = [] {
+        of_stores fresh;
+        of_stores_init(&fresh);
+        return fresh;
+    }();
+    const bool shared = at::get_num_threads() > 1;
+    if (!shared || !of_stores_try(&stores, bytes.lines * (kLine / 4))) {
+        move(bytes, 0, bytes.lines, shared && of_stores_are_past(&stores));
+        return;
+    }
+    const int64_t half = bytes.lines / 2;
+    const bool past = stores.past_first;
+    const double first = move_seconds(bytes, 0, half, past);
+    const double second = move_seconds(bytes, half, bytes.lines, !past);
+    of_stores_vote(&stores, past ? first : second, past ? second : first);
 }
 
 struct Hook final : torch::autograd::PostAccumulateGradHook {
     explicit Hook(std::vector<at::Tensor> of) : state(std::move(of)) {}
     void operator()(const at::Tensor &param) override {
-        move(param, state, param.grad(), true);
+        move_in_backward(bytes_of(param, state, param.grad()));
         param.mutable_grad().reset();
     }
     std::vector<at::Tensor> state;
@@ -60,13 +100,14 @@ std::vector<Arrays> &all_arrays() {
     return *all;
 }
 
-Arrays &arrays_at(int64_t i) { return all_arrays()[static_cast<size_t>(i)]; }
+Arrays &arrays_at(int64_t i) {
+    return all_arrays()[static_cast<size_t>(i)];
+}
 
 // In backward: at once. The parameter has no such hook yet.
 void attach(const at::Tensor &param, std::vector<at::Tensor> state) {
     check(param, state);
-    torch::autograd::impl::set_post_acc_grad_hooks(param,
-                                                   std::make_unique<Hook>(std::move(state)));
+    torch::autograd::impl::set_post_acc_grad_hooks(param, std::make_unique<Hook>(std::move(state)));
 }
 
 // In forward: its number for the functions below.
@@ -95,8 +136,10 @@ EXPORT void bytes_alone_keep(int64_t begin, int64_t end) {
 EXPORT void bytes_alone_move(int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
         Arrays &one = arrays_at(i);
-        if (one.grad.defined())
-            move(one.param, one.state, one.grad, false);
+        if (one.grad.defined()) {
+            const Bytes bytes = bytes_of(one.param, one.state, one.grad);
+            move(bytes, 0, bytes.lines, false);
+        }
         one.grad.reset();
     }
 }

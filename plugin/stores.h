@@ -13,6 +13,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct of_stores {
     int votes;         /* above 0: past the caches */
     unsigned launches; /* large ones, since the last trial */
@@ -29,5 +33,9 @@ bool of_stores_try(of_stores *stores, int64_t elements);
 
 /* What the trial found: seconds of a half that went past the caches, and of the other one. */
 void of_stores_vote(of_stores *stores, double past, double usual);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
