@@ -48,7 +48,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 5, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 6, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 typedef enum of_status {
     OF_OK = 0,
@@ -122,6 +122,9 @@ typedef struct of_host {
      * release(in->hold); else it keeps nothing. *in comes zeroed
      * but for in->hold and in->in_backward. */
     of_found (*collect)(void *ctx, void *tensor, of_inputs *in);
+    /* optional: collect() comes next for these, one after the other, so that the host can
+     * have their records fetched together. Changes nothing. */
+    void (*expect)(void *ctx, void *const *tensors, size_t n);
     /* The update is now certain: advances the step counter, bumps version
      * counters. Called once per update, no lock held, before defer or launch.
      * If in->alone it may replace the pointers of *in by those of dense copies,

@@ -52,13 +52,39 @@ static of_status collect_slot(of_plan *plan, of_update **update, bool in_backwar
     return of_update_complete(plan, u);
 }
 
+static bool is_chosen(const of_plan *plan, const chosen *of, size_t slot) {
+    return of->slots || !plan->slots[slot].updated;
+}
+
+static size_t slot_at(const chosen *of, size_t i) {
+    return of->slots ? of->slots[i] : i;
+}
+
+/* As many as fit the cache with all their records. */
+enum { EXPECTED = 32 };
+
+/* Those from i on whose inputs are asked for next. */
+static void expect_next(of_plan *plan, const chosen *of, size_t i) {
+    void *tensors[EXPECTED];
+    size_t n = 0;
+    if (!plan->host.expect)
+        return;
+    for (size_t end = i + EXPECTED; i < end && i < of->n; i++)
+        if (is_chosen(plan, of, slot_at(of, i)))
+            tensors[n++] = plan->slots[slot_at(of, i)].tensor;
+    if (n > 1)
+        plan->host.expect(plan->host.ctx, tensors, n);
+}
+
 /* Everything that can fail happens here, before anything has changed. */
 static of_status collect_all(of_plan *plan, const chosen *of, of_list *created, needs *lacking) {
     of_status status = OF_OK;
     of_update *update = NULL;
     for (size_t i = 0; i < of->n && status == OF_OK; i++) {
-        const size_t slot = of->slots ? of->slots[i] : i;
-        if (!of->slots && plan->slots[slot].updated)
+        const size_t slot = slot_at(of, i);
+        if (i % EXPECTED == 0)
+            expect_next(plan, of, i);
+        if (!is_chosen(plan, of, slot))
             continue;
         if (!update && !(update = of_pool_take(plan))) {
             failed_at(lacking, slot);

@@ -168,6 +168,7 @@ of_host make_host(Plan *plan) {
     host.ctx = plan;
     host.hold_bytes = sizeof(Hold);
     host.collect = collect;
+    host.expect = expect;
     host.commit = commit;
     host.defer = defer;
     host.settle = settle;

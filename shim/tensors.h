@@ -202,6 +202,9 @@ at::Tensor reference_to(c10::TensorImpl *impl);
 // judged and used. Nothing is pending behind most marks.
 void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch = of_touch);
 
+// expect.cpp
+void expect(void *ctx, void *const *tensors, size_t n);
+
 // apply.cpp: rules without kernels
 of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in,
                      Hold *hold);

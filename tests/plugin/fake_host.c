@@ -299,6 +299,12 @@ static void release(void *ctx, void *opaque) {
         of_flush_all();
 }
 
+static void expect(void *ctx, void *const *tensors, size_t n) {
+    (void)ctx;
+    for (size_t i = 0; i < n; i++)
+        ((fake_tensor *)tensors[i])->expected++;
+}
+
 static void drop(void *ctx, void *opaque) {
     fake_tensor *tensor = opaque;
     record(ctx, "drop", tensor->id);
@@ -353,6 +359,7 @@ fake_host *fake_host_new(void) {
                             .ctx = host,
                             .hold_bytes = sizeof(fake_hold),
                             .collect = collect,
+                            .expect = expect,
                             .commit = commit,
                             .defer = defer,
                             .settle = settle,

@@ -38,6 +38,7 @@ typedef struct fake_tensor {
     bool shared;      /* defer() refuses */
     bool alone;       /* to be launched by itself */
     bool owned;       /* a plan has it */
+    int expected;     /* calls of expect() with it */
     int drops;
     double step;               /* updates committed */
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */

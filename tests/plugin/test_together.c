@@ -125,6 +125,25 @@ START_TEST(what_is_alone_is_left_to_a_call_of_its_own) {
 }
 END_TEST
 
+START_TEST(the_host_is_told_whose_inputs_come_next) {
+    enum { N = 40, CHOSEN = 34 };
+    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    size_t slots[CHOSEN], which[CHOSEN], n = 0;
+    for (int i = 0; i < N; i++)
+        add(f, 10);
+    for (size_t i = 0; i < CHOSEN; i++)
+        slots[i] = CHOSEN - i;
+    backward_of(f, slots, CHOSEN);
+    ck_assert_int_eq(gradients(f, slots, CHOSEN, which, &n), OF_OK);
+    for (size_t i = 0; i < N; i++)
+        ck_assert_int_eq(f->twins[i].tensor->expected, i >= 1 && i <= CHOSEN);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    for (size_t i = 0; i < N; i++) /* 0 is alone among those that come with it */
+        ck_assert_int_eq(f->twins[i].tensor->expected, i >= 1);
+    teardown(f);
+}
+END_TEST
+
 START_TEST(neighbours_run_at_the_first_use_of_one_of_them) {
     fixture *f = setup(OF_FORWARD, BUCKET);
     for (int i = 0; i < 6; i++)
@@ -178,6 +197,7 @@ int main(void) {
     tcase_add_test(tests, a_second_gradient_is_refused_and_changes_nothing);
     tcase_add_test(tests, other_modes_and_slots_are_refused);
     tcase_add_test(tests, what_is_alone_is_left_to_a_call_of_its_own);
+    tcase_add_test(tests, the_host_is_told_whose_inputs_come_next);
     tcase_add_test(tests, neighbours_run_at_the_first_use_of_one_of_them);
     tcase_add_test(tests, on_one_thread_neighbours_wait_for_their_own_first_use);
     tcase_add_test(tests, what_is_large_runs_at_its_own_first_use);
