@@ -62,14 +62,11 @@ double move_seconds(const Bytes &bytes, int64_t from, int64_t to, bool past_cach
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+of_stores stores; // of the hooks that were attached last
+
 void move_in_backward(const Bytes &bytes) {
-    static of_stores stores = [] {
-        of_stores fresh;
-        of_stores_init(&fresh);
-        return fresh;
-    }();
-    const bool shared = at::get_num_threads() > 1;
-    if (!shared || !of_stores_try(&stores, bytes.lines * (kLine / 4))) {
+    const bool shared = at::get_num_threads() > 1 && bytes.lines > kSerialLines;
+    if (!shared || !of_stores_try(&stores)) {
         move(bytes, 0, bytes.lines, shared && of_stores_are_past(&stores));
         return;
     }
@@ -77,7 +74,7 @@ void move_in_backward(const Bytes &bytes) {
     const bool past = stores.past_first;
     const double first = move_seconds(bytes, 0, half, past);
     const double second = move_seconds(bytes, half, bytes.lines, !past);
-    of_stores_vote(&stores, past ? first : second, past ? second : first);
+    of_stores_found(&stores, past ? first : second, past ? second : first);
 }
 
 struct Hook final : torch::autograd::PostAccumulateGradHook {
@@ -104,6 +101,11 @@ Arrays &arrays_at(int64_t i) {
     return all_arrays()[static_cast<size_t>(i)];
 }
 
+// Another model's hooks come next: they find out anew which stores are faster.
+void begin() {
+    of_stores_init(&stores);
+}
+
 // In backward: at once. The parameter has no such hook yet.
 void attach(const at::Tensor &param, std::vector<at::Tensor> state) {
     check(param, state);
@@ -120,6 +122,7 @@ int64_t add(const at::Tensor &param, std::vector<at::Tensor> state) {
 } // namespace
 
 TORCH_LIBRARY(optfuse_floor, library) {
+    library.def("begin", begin);
     library.def("attach", attach);
     library.def("add", add);
 }

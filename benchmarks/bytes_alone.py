@@ -58,6 +58,7 @@ class InBackward(BytesAlone):
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         super().__init__(optimizer, name)
+        torch.ops.optfuse_floor.begin()
         for param, state in self._arrays:
             torch.ops.optfuse_floor.attach(param, state)
 

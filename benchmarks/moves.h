@@ -12,7 +12,7 @@ extern "C" {
 
 /* Reads the cache lines [begin, end) of all arrays and writes those of the parameter and
  * of n_state arrays, 0 to 2, as they were; the parameter past the caches if so told, as
- * to the rules' kernels. The parameter begins with a cache line. */
+ * are the rules' kernels. The parameter begins with a cache line. */
 void moves(const void *gradient, void *param, void *const *state, size_t n_state, size_t begin,
            size_t end, bool past_caches);
 

@@ -10,7 +10,7 @@
  * Locks, in the order in which they may be taken:
  *   plan->layout   slots and groups; written by step, add_slot, set_group and
  *                  clear, read by gradient. The one lock that is held while
- *                  the host's collect(), commit() and release() run.
+ *                  the host's expect(), collect(), commit() and release() run.
  *   plans list     which plans exist
  *   plan->lock     everything about updates; held by a launch. Nobody holds
  *                  two, except around a fork.
@@ -130,7 +130,7 @@ struct of_plan {
     bool stopped;   /* no more deferring */
     of_lane *lanes;
     size_t n_lanes;
-    of_stores stores; /* of what is on the CPU, in backward mode */
+    of_stores stores;  /* of what is on the CPU, in backward mode */
     char failure[512]; /* of a launch; "": none. Nothing is right after one */
     of_counts counts;
 
@@ -163,7 +163,7 @@ void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *
 void of_launch_bucket(of_plan *plan, of_update *first, of_list *done); /* at its use */
 void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
 void of_settle(of_plan *plan, of_list *list, of_list *done);
-bool of_apply(of_plan *plan, of_update *update); /* by the host's operators */
+bool of_apply(of_plan *plan, of_update *update);   /* by the host's operators */
 bool of_goes_past_caches_now(const of_plan *plan); /* of_counts.past_caches */
 
 /* device.c: with plan->lock held. Runs a list of updates that are on devices. */

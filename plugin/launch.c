@@ -91,12 +91,12 @@ static void run_trial(of_plan *plan, const of_update *first, int64_t chunks) {
     const of_region end = {first, half, !stores->past_first};
     const double before = region_seconds(plan, begin, half);
     const double after = region_seconds(plan, end, chunks - half);
-    of_stores_vote(stores, begin.past_caches ? before : after, begin.past_caches ? after : before);
+    of_stores_found(stores, begin.past_caches ? before : after, begin.past_caches ? after : before);
 }
 
-/* Whether other threads have what a launch stores. */
+/* Whether other threads have what a launch of kernels stores. */
 static bool is_shared(const of_plan *plan) {
-    return plan->mode == OF_BACKWARD &&
+    return plan->mode == OF_BACKWARD && !plan->rule->by_host &&
            !(plan->host.threads && plan->host.threads(plan->host.ctx) == 1);
 }
 
@@ -115,10 +115,11 @@ static void run_list(of_plan *plan, of_list *list) {
         chunks += u->n_chunks;
         elements += u->in.numel;
     }
-    of_region region = {list->first, 0, of_goes_past_caches_now(plan)};
+    const bool shared = is_shared(plan);
+    of_region region = {list->first, 0, shared && of_stores_are_past(&plan->stores)};
     if (is_serial(elements, largest))
         run_chunks(&region, 0, chunks);
-    else if (is_shared(plan) && of_stores_try(&plan->stores, elements))
+    else if (shared && of_stores_try(&plan->stores))
         run_trial(plan, list->first, chunks);
     else
         run_region(plan, region, chunks);

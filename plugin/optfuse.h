@@ -16,8 +16,8 @@
  * The core reaches tensors, threads and logs only through the host vtable.
  *
  * Threads: every function may be called from any thread. No lock that
- * of_touch() needs is held while the host's collect(), commit(), release() and
- * drop() run: they may cause calls of of_touch() and of_any_pending(), and
+ * of_touch() needs is held while the host's expect(), collect(), commit(), release()
+ * and drop() run: they may cause calls of of_touch() and of_any_pending(), and
  * read of_plan_rule() and of_plan_hyper(), but must not call the other
  * functions of the same plan. settle(), defer(), apply() and parallel_for()
  * run under the lock of one plan and must not call back at all. A host with a
@@ -123,7 +123,7 @@ typedef struct of_host {
      * but for in->hold and in->in_backward. */
     of_found (*collect)(void *ctx, void *tensor, of_inputs *in);
     /* optional: collect() comes next for these, one after the other, so that the host can
-     * have their records fetched together. Changes nothing. */
+     * have their records fetched together. Changes nothing and can't fail. */
     void (*expect)(void *ctx, void *const *tensors, size_t n);
     /* The update is now certain: advances the step counter, bumps version
      * counters. Called once per update, no lock held, before defer or launch.
@@ -208,7 +208,8 @@ typedef struct of_counts {
     uint64_t launches;  /* parallel regions or single calls */
     uint64_t in_flight; /* now: launched on a device and not known to be done */
     bool threads_seen;  /* a foreign thread used a pending parameter: no more deferring */
-    bool past_caches;   /* backward mode, now: parameters on the CPU are stored past the caches */
+    bool past_caches;   /* backward mode, now and by this thread: parameters on the CPU would
+                           be stored past the caches */
 } of_counts;
 
 /* Version of this library's ABI: OF_ABI_VERSION it was built with. */

@@ -64,7 +64,7 @@ static size_t slot_at(const chosen *of, size_t i) {
 enum { EXPECTED = 32 };
 
 /* Those from i on whose inputs are asked for next. */
-static void expect_next(of_plan *plan, const chosen *of, size_t i) {
+static void expect_next(const of_plan *plan, const chosen *of, size_t i) {
     void *tensors[EXPECTED];
     size_t n = 0;
     if (!plan->host.expect)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // expect.cpp: asks the processor for the records of several parameters, each of which has
-// some twenty cache lines that nobody has used since the last update. One after the other
+// some thirty cache lines that nobody has used since the last update. One after the other
 // each would be waited for; here those of all parameters are on their way at the same time.
 #include "memory.h"
 #include "tensors.h"
@@ -8,14 +8,15 @@
 namespace optfuse {
 namespace {
 
-constexpr size_t kLine = 64;
+constexpr uintptr_t kLine = 64;
 
 void fetch(const void *record, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += kLine)
-        __builtin_prefetch(static_cast<const char *>(record) + at, 1);
+    const auto begin = reinterpret_cast<uintptr_t>(record);
+    for (uintptr_t line = begin / kLine * kLine; line < begin + bytes; line += kLine)
+        __builtin_prefetch(reinterpret_cast<const void *>(line), 1);
 }
 
-void fetch(const c10::TensorImpl *impl) {
+void fetch_tensor(const c10::TensorImpl *impl) {
     fetch(impl, sizeof *impl);
 }
 
@@ -23,43 +24,50 @@ void fetch_storage(const c10::TensorImpl *impl) {
     fetch(storage_of(impl), sizeof(c10::StorageImpl));
 }
 
-// What an update of the slot reads beside its parameter and gradient.
+// The tensors that an update with a kernel uses beside its parameter and gradient.
 template <class Visit> void each_other(const Slot *slot, Visit visit) {
-    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+    const of_rule *rule = slot->plan->rule;
+    for (size_t i = 0; i < rule->n_state; i++)
         if (slot->state[i].defined())
             visit(slot->state[i].unsafeGetTensorImpl());
+    for (size_t i = 0; i < rule->n_counters; i++)
+        if (slot->counters[i].defined())
+            visit(slot->counters[i].unsafeGetTensorImpl());
     if (slot->step.defined())
         visit(slot->step.unsafeGetTensorImpl());
 }
 
+template <class Visit> void each(void *const *tensors, size_t n, Visit visit) {
+    for (size_t i = 0; i < n; i++)
+        visit(static_cast<const Slot *>(tensors[i]));
+}
+
 } // namespace
 
-// Each loop reads what the one before it has asked for.
+// Each pass follows pointers in what the one before it has asked for.
 void expect(void *, void *const *tensors, size_t n) {
-    for (size_t i = 0; i < n; i++)
-        fetch(tensors[i], sizeof(Slot));
-    for (size_t i = 0; i < n; i++) {
-        const Slot *slot = static_cast<const Slot *>(tensors[i]);
-        fetch(slot->param);
+    each(tensors, n, [](const Slot *slot) { fetch(slot, sizeof *slot); });
+    each(tensors, n, [](const Slot *slot) {
+        fetch_tensor(slot->param);
         if (slot->spent.defined())
-            fetch(slot->spent.unsafeGetTensorImpl());
-        each_other(slot, [](const c10::TensorImpl *impl) { fetch(impl); });
-    }
-    for (size_t i = 0; i < n; i++) {
-        const Slot *slot = static_cast<const Slot *>(tensors[i]);
+            fetch_tensor(slot->spent.unsafeGetTensorImpl());
+        each_other(slot, fetch_tensor);
+    });
+    each(tensors, n, [](const Slot *slot) {
+        fetch(slot->param->autograd_meta(), kLine); // has the gradient
         fetch_storage(slot->param);
-        if (slot->param->grad().defined())
-            fetch(slot->param->grad().unsafeGetTensorImpl());
         each_other(slot, fetch_storage);
-    }
-    for (size_t i = 0; i < n; i++) {
-        const Slot *slot = static_cast<const Slot *>(tensors[i]);
-        const at::Tensor &grad = slot->param->grad();
-        if (grad.defined() && grad.unsafeGetTensorImpl()->has_storage())
-            fetch_storage(grad.unsafeGetTensorImpl());
+    });
+    each(tensors, n, [](const Slot *slot) {
+        if (slot->param->grad().defined())
+            fetch_tensor(slot->param->grad().unsafeGetTensorImpl());
         if (slot->step.defined() && slot->step.unsafeGetTensorImpl()->has_storage())
-            fetch(data_of(slot->step.unsafeGetTensorImpl()), sizeof(float));
-    }
+            fetch(address(storage_of(slot->step.unsafeGetTensorImpl())), sizeof(float));
+    });
+    each(tensors, n, [](const Slot *slot) {
+        if (slot->param->grad().defined())
+            fetch_storage(slot->param->grad().unsafeGetTensorImpl());
+    });
 }
 
 } // namespace optfuse

@@ -71,7 +71,7 @@ def test_bytes_alone_are_all_moved(benchmarks, several_threads, where, optimizer
     grads: dict[torch.Tensor, torch.Tensor] = {}
     for p in params:
         p.register_hook(lambda g, p=p: grads.update({p: g.clone()}))
-    for bits in (0, *[-1] * 9):  # one of them tries both kinds of stores
+    for bits in (0, *[-1] * 9):  # with three threads InBackward tries both kinds of stores
         before = [[array.clone() for array in some] for some in arrays]
         try:
             mix.value = bits
