@@ -39,7 +39,7 @@ PARTS = (
          ("detach, nothing pending",), 3500),
     Part("first use by view, with the update", ("view, pending",),
          ("view, nothing pending",), 2500),
-    Part("step() in forward mode, in C", ("step in C",), (), 2600),
+    Part("step() in forward mode, in C", ("step in C",), (), 2800),
     Part("step() in forward mode, in all", ("step",), (), 5200),
     Part("step() in backward mode, in all", ("step, backward fusion",), (), 400),
     Part("the update itself, launched by flush()", ("flush",), (), 1600),

@@ -10,18 +10,20 @@ namespace {
 
 constexpr uintptr_t kLine = 64;
 
-void fetch(const void *record, size_t bytes) {
-    const auto begin = reinterpret_cast<uintptr_t>(record);
-    for (uintptr_t line = begin / kLine * kLine; line < begin + bytes; line += kLine)
-        __builtin_prefetch(reinterpret_cast<const void *>(line), 1);
+// Wherever in its first line it begins.
+template <size_t bytes> void fetch(const void *record) {
+    const uintptr_t line = reinterpret_cast<uintptr_t>(record) / kLine * kLine;
+#pragma GCC unroll 16
+    for (size_t i = 0; i < bytes / kLine + 1; i++)
+        __builtin_prefetch(reinterpret_cast<const void *>(line + i * kLine), 1);
 }
 
 void fetch_tensor(const c10::TensorImpl *impl) {
-    fetch(impl, sizeof *impl);
+    fetch<sizeof *impl>(impl);
 }
 
 void fetch_storage(const c10::TensorImpl *impl) {
-    fetch(storage_of(impl), sizeof(c10::StorageImpl));
+    fetch<sizeof(c10::StorageImpl)>(storage_of(impl));
 }
 
 // The tensors that an update with a kernel uses beside its parameter and gradient.
@@ -46,7 +48,7 @@ template <class Visit> void each(void *const *tensors, size_t n, Visit visit) {
 
 // Each pass follows pointers in what the one before it has asked for.
 void expect(void *, void *const *tensors, size_t n) {
-    each(tensors, n, [](const Slot *slot) { fetch(slot, sizeof *slot); });
+    each(tensors, n, [](const Slot *slot) { fetch<sizeof *slot>(slot); });
     each(tensors, n, [](const Slot *slot) {
         fetch_tensor(slot->param);
         if (slot->spent.defined())
@@ -54,7 +56,7 @@ void expect(void *, void *const *tensors, size_t n) {
         each_other(slot, fetch_tensor);
     });
     each(tensors, n, [](const Slot *slot) {
-        fetch(slot->param->autograd_meta(), kLine); // has the gradient
+        fetch<1>(slot->param->autograd_meta()); // has the gradient
         fetch_storage(slot->param);
         each_other(slot, fetch_storage);
     });
@@ -62,7 +64,7 @@ void expect(void *, void *const *tensors, size_t n) {
         if (slot->param->grad().defined())
             fetch_tensor(slot->param->grad().unsafeGetTensorImpl());
         if (slot->step.defined() && slot->step.unsafeGetTensorImpl()->has_storage())
-            fetch(address(storage_of(slot->step.unsafeGetTensorImpl())), sizeof(float));
+            fetch<1>(address(storage_of(slot->step.unsafeGetTensorImpl())));
     });
     each(tensors, n, [](const Slot *slot) {
         if (slot->param->grad().defined())
