@@ -4,9 +4,9 @@
  * All elements of the list form one flat space of chunks, which the host's
  * parallel_for splits over its threads: a launch is one parallel region
  * whatever the number and the sizes of its updates (two, if it is a trial of
- * stores.h). Chunks are whole cache
- * lines of every dtype, so a reference's vectors are never cut, and the
- * kernels give the same bits however the space is split. */
+ * stores.h). Chunks are whole cache lines of every dtype, so a reference's
+ * vectors are never cut, and the kernels give the same bits however the space
+ * is split. */
 #include <string.h>
 #include <time.h>
 
