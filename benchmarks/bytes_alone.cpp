@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
-#include <chrono>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -56,25 +55,18 @@ void move(const Bytes &bytes, int64_t from, int64_t to, bool past_caches) {
     });
 }
 
-double move_seconds(const Bytes &bytes, int64_t from, int64_t to, bool past_caches) {
-    const auto begin = std::chrono::steady_clock::now();
-    move(bytes, from, to, past_caches);
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
 of_stores stores; // of the hooks that were attached last
 
-void move_in_backward(const Bytes &bytes) {
-    const bool shared = at::get_num_threads() > 1 && bytes.lines > kSerialLines;
-    if (!shared || !of_stores_try(&stores)) {
-        move(bytes, 0, bytes.lines, shared && of_stores_are_past(&stores));
-        return;
-    }
-    const int64_t half = bytes.lines / 2;
-    const bool past = stores.past_first;
-    const double first = move_seconds(bytes, 0, half, past);
-    const double second = move_seconds(bytes, half, bytes.lines, !past);
-    of_stores_found(&stores, past ? first : second, past ? second : first);
+void move_in_backward(Bytes bytes) {
+    if (at::get_num_threads() == 1 || bytes.lines <= kSerialLines)
+        move(bytes, 0, bytes.lines, false);
+    else
+        of_stores_run(
+            &stores, bytes.lines,
+            [](void *of, int64_t begin, int64_t end, bool past_caches) {
+                move(*static_cast<const Bytes *>(of), begin, end, past_caches);
+            },
+            &bytes);
 }
 
 struct Hook final : torch::autograd::PostAccumulateGradHook {

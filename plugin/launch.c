@@ -8,7 +8,6 @@
  * vectors are never cut, and the kernels give the same bits however the space
  * is split. */
 #include <string.h>
-#include <time.h>
 
 #include "internal.h"
 
@@ -72,27 +71,12 @@ static bool is_serial(int64_t elements, int64_t largest) {
     return (of_is_forked() ? largest : elements) < OF_SERIAL_ELEMENTS;
 }
 
-static void run_region(const of_plan *plan, of_region region, int64_t chunks) {
-    plan->host.parallel_for(plan->host.ctx, chunks, run_chunks, &region);
-}
-
-static double region_seconds(const of_plan *plan, of_region region, int64_t chunks) {
-    struct timespec begin, end;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
-    run_region(plan, region, chunks);
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
-}
-
-/* Both ways, half of the chunks each. */
-static void run_trial(of_plan *plan, const of_update *first, int64_t chunks) {
-    of_stores *stores = &plan->stores;
-    const int64_t half = chunks / 2;
-    const of_region begin = {first, 0, stores->past_first};
-    const of_region end = {first, half, !stores->past_first};
-    const double before = region_seconds(plan, begin, half);
-    const double after = region_seconds(plan, end, chunks - half);
-    of_stores_found(stores, begin.past_caches ? before : after, begin.past_caches ? after : before);
+/* Chunks [begin, end) of the list that starts with arg, on several threads. */
+static void run_region(void *arg, int64_t begin, int64_t end, bool past_caches) {
+    const of_update *first = arg;
+    const of_host *host = &first->plan->host;
+    of_region region = {first, begin, past_caches};
+    host->parallel_for(host->ctx, end - begin, run_chunks, &region);
 }
 
 /* Whether other threads have what a launch of kernels stores. */
@@ -116,14 +100,12 @@ static void run_list(of_plan *plan, of_list *list) {
         chunks += u->n_chunks;
         elements += u->in.numel;
     }
-    const bool shared = is_shared(plan);
-    of_region region = {list->first, 0, shared && of_stores_are_past(&plan->stores)};
     if (is_serial(elements, largest))
-        run_chunks(&region, 0, chunks);
-    else if (shared && of_stores_try(&plan->stores))
-        run_trial(plan, list->first, chunks);
+        run_chunks(&(of_region){list->first, 0, of_goes_past_caches_now(plan)}, 0, chunks);
+    else if (is_shared(plan))
+        of_stores_run(&plan->stores, chunks, run_region, list->first);
     else
-        run_region(plan, region, chunks);
+        run_region(list->first, 0, chunks, false);
 }
 
 bool of_apply(of_plan *plan, of_update *update) {

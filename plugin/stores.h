@@ -12,6 +12,7 @@
 #define OPTFUSE_STORES_H
 
 #include <stdbool.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -28,11 +29,16 @@ void of_stores_init(of_stores *stores); /* as usual, until a vote */
 
 bool of_stores_are_past(const of_stores *stores);
 
-/* Before a launch on several threads: whether it is a trial, in which `past_first` says
- * how the first half is stored. */
-bool of_stores_try(of_stores *stores);
+/* Runs items [begin, end) on several threads and stores so. */
+typedef void of_stores_fn(void *arg, int64_t begin, int64_t end, bool past_caches);
 
-/* What the trial found: seconds of the half that went past the caches, and of the other. */
+/* A launch of n items on several threads: run(arg, 0, n), or the two halves of a trial. */
+void of_stores_run(of_stores *stores, int64_t n, of_stores_fn *run, void *arg);
+
+/* What it is made of. Whether the next launch is a trial, in which `past_first` says how the
+ * first half is stored; */
+bool of_stores_try(of_stores *stores);
+/* and what it found: seconds of the half that went past the caches, and of the other. */
 void of_stores_found(of_stores *stores, double past, double usual);
 
 #ifdef __cplusplus
