@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* same_objects.c: whether an optimizer's parameters and state are the objects of
+/* same_objects.c: whether an optimizer's parameters, options and state are the objects of
  * before, asked of Python at every step. Nothing of Python is linked, so its functions,
  * all of the stable ABI, are looked up in the process. */
 #include <dlfcn.h>
@@ -14,6 +14,9 @@ static struct {
     int (*dict_next)(void *dict, ssize_t *position, void **key, void **value);
     ssize_t (*list_size)(void *list);
     void *(*list_item)(void *list, ssize_t i); /* borrowed */
+    void *(*type_of)(void *object); /* a new reference */
+    void (*drop)(void *object);
+    void *dict_type, *none;
 } objects;
 static pthread_once_t looked_up = PTHREAD_ONCE_INIT;
 
@@ -24,6 +27,12 @@ static void look_up_objects(void) {
     memcpy(&objects.dict_next, &next, sizeof next);
     memcpy(&objects.list_size, &size, sizeof size);
     memcpy(&objects.list_item, &item, sizeof item);
+    void *const type_of = dlsym(RTLD_DEFAULT, "PyObject_Type");
+    void *const drop = dlsym(RTLD_DEFAULT, "Py_DecRef");
+    memcpy(&objects.type_of, &type_of, sizeof type_of);
+    memcpy(&objects.drop, &drop, sizeof drop);
+    objects.dict_type = dlsym(RTLD_DEFAULT, "PyDict_Type");
+    objects.none = dlsym(RTLD_DEFAULT, "_Py_NoneStruct");
 }
 
 /* A list that is read from its start. */
@@ -63,10 +72,45 @@ bool of_shim_same_state(void *state, void *keys, void *entries, void *values) {
 bool of_shim_same_items(void *lists, void *items) {
     pthread_once(&looked_up, look_up_objects);
     reading item_list = read_list(items);
-    for (reading outer = read_list(lists); !at_end(&outer); outer.at++)
+    for (reading outer = read_list(lists); !at_end(&outer); outer.at++) {
         for (reading inner = read_list(objects.list_item(outer.list, outer.at)); !at_end(&inner);
              inner.at++)
             if (!next_is(&item_list, objects.list_item(inner.list, inner.at)))
                 return false;
+        if (!next_is(&item_list, objects.none))
+            return false;
+    }
     return at_end(&item_list);
+}
+
+/* One of a class that inherits from dict may give other values than are in it. */
+static bool is_plain_dict(void *object) {
+    void *const type = objects.type_of(object);
+    objects.drop(type);
+    return type == objects.dict_type;
+}
+
+static bool same_entries(void *dict, void *entries) {
+    if (!is_plain_dict(dict))
+        return false;
+    reading entry_list = read_list(entries);
+    void *key, *value;
+    for (ssize_t i = 0; objects.dict_next(dict, &i, &key, &value);)
+        if (!next_is(&entry_list, key) || !next_is(&entry_list, value))
+            return false;
+    return at_end(&entry_list);
+}
+
+static bool same_dicts(void *dicts, void *entries) {
+    reading dict_list = read_list(dicts), entries_list = read_list(entries);
+    for (; !at_end(&dict_list) && !at_end(&entries_list); dict_list.at++, entries_list.at++)
+        if (!same_entries(objects.list_item(dict_list.list, dict_list.at),
+                          objects.list_item(entries_list.list, entries_list.at)))
+            return false;
+    return at_end(&dict_list) && at_end(&entries_list);
+}
+
+bool of_shim_same_groups(void *groups, void *entries, void *lists, void *items) {
+    pthread_once(&looked_up, look_up_objects);
+    return same_dicts(groups, entries) && of_shim_same_items(lists, items);
 }

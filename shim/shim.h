@@ -12,7 +12,7 @@
  *
  * No exception leaves these functions. Those that return an int give an
  * of_status; on anything but 0 of_error_message() says what happened. Only
- * of_shim_same_...() need the GIL. of_shim_flush() and the functions that only report may be
+ * of_shim_same_...() and of_shim_drop_gradients() need the GIL. of_shim_flush() and the functions that only report may be
  * called from any thread at any time; the others, like the optimizer itself,
  * from one thread at a time.
  */
@@ -72,8 +72,11 @@ OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, 
  * by entry, these values: by identity and in this order. Borrowed PyObject*: a dict and
  * three lists. Needs the GIL (ctypes.PyDLL); runs no Python code. */
 OF_API bool of_shim_same_state(void *state, void *keys, void *entries, void *values);
-/* Likewise, whether a list of lists has these items, one list after the other. */
+/* Likewise, whether a list of lists has these items: those of each list, and then None. */
 OF_API bool of_shim_same_items(void *lists, void *items);
+/* Likewise, whether a list of plain dicts (param_groups) has these entries, a list of keys and
+ * values for each dict; and the lists, which are among the values, these items. */
+OF_API bool of_shim_same_groups(void *groups, void *entries, void *lists, void *items);
 
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
@@ -83,11 +86,18 @@ OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size
  * gradient and state tensor that is not in flight, and sets *cleaned; elsewhere
  * that is left to their first use. */
 OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
+/* What zero_grad(set_to_none=True) does: .grad of every slot's parameter is None
+ * afterwards. Needs the GIL: what dies may have finalizers. */
+OF_API void of_shim_drop_gradients(of_shim_plan *plan);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
-/* Backward mode: whether step() has something to update, a gradient that backward has not. */
-OF_API bool of_shim_has_left(of_shim_plan *plan);
+/* Backward mode, for step(): what there is to do, of of_shim_todo. */
+enum of_shim_todo {
+    OF_SHIM_UPDATE = 1, /* there is a gradient that backward has not used */
+    OF_SHIM_ATTACH = 2  /* someone has replaced our gradient hook of a parameter */
+};
+OF_API int of_shim_todo(of_shim_plan *plan);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);
@@ -98,9 +108,11 @@ OF_API void of_shim_stop_deferring(of_shim_plan *plan);
 OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
 OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);
 
-/* Backward mode: how many parameters lost our gradient hook because someone
- * replaced it. */
-OF_API size_t of_shim_evicted(of_shim_plan *plan);
+/* Whether a profiler or another observer of PyTorch's functions is at work, on this
+ * thread or on all. */
+OF_API bool of_shim_is_profiled(void);
+/* Whether one of them looks at the tensors that functions get. */
+OF_API bool of_shim_inputs_are_profiled(void);
 
 #ifdef __cplusplus
 }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // shim_torch.cpp: the C ABI of shim.h.
+#include <ATen/record_function.h>
 #include <pthread.h>
 
 #include <string>
+#include <utility>
 
 #include "compat.h"
 #include "device.h"
@@ -185,6 +187,22 @@ void take_marks_off(const optfuse::Plan *plan) {
             optfuse::unmark(slot->param);
 }
 
+bool has_left(const optfuse::Plan *plan) {
+    if (all_updated(plan))
+        return false;
+    for (const optfuse::Slot *slot : plan->slots)
+        if (!of_plan_is_updated(plan->core, slot->index) && slot->param->grad().defined())
+            return true;
+    return false;
+}
+
+bool has_lost_hooks(const optfuse::Plan *plan) {
+    for (const optfuse::Slot *slot : plan->slots)
+        if (optfuse::lost_gradient_hook(plan, slot))
+            return true;
+    return false;
+}
+
 } // namespace
 
 int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
@@ -224,6 +242,14 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     return OF_OK;
 }
 
+// A finalizer may change the slots.
+void of_shim_drop_gradients(of_shim_plan *handle) {
+    const optfuse::Plan *plan = plan_of(handle);
+    for (size_t i = 0; i < plan->slots.size(); i++)
+        if (plan->slots[i]->param->grad().defined())
+            const at::Tensor dies = std::move(plan->slots[i]->param->mutable_grad());
+}
+
 void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }
 
 bool of_shim_unconfirmed(of_shim_plan *handle) {
@@ -234,14 +260,9 @@ bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
     return of_plan_is_updated(plan_of(handle)->core, slot);
 }
 
-bool of_shim_has_left(of_shim_plan *handle) {
+int of_shim_todo(of_shim_plan *handle) {
     const optfuse::Plan *plan = plan_of(handle);
-    if (all_updated(plan))
-        return false;
-    for (const optfuse::Slot *slot : plan->slots)
-        if (!of_plan_is_updated(plan->core, slot->index) && slot->param->grad().defined())
-            return true;
-    return false;
+    return (has_left(plan) ? OF_SHIM_UPDATE : 0) | (has_lost_hooks(plan) ? OF_SHIM_ATTACH : 0);
 }
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
@@ -260,12 +281,11 @@ const char *of_shim_isa(of_shim_plan *handle, int dtype) {
     return of_plan_isa(plan_of(handle)->core, static_cast<of_dtype>(dtype));
 }
 
-size_t of_shim_evicted(of_shim_plan *handle) {
-    optfuse::Plan *plan = plan_of(handle);
-    size_t n = 0;
-    for (const optfuse::Slot *slot : plan->slots)
-        n += optfuse::lost_gradient_hook(plan, slot) ? 1 : 0;
-    return n;
+bool of_shim_is_profiled(void) { return at::hasCallbacks(); }
+
+bool of_shim_inputs_are_profiled(void) {
+    const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+    return observers.has_value() && observers->needs_inputs_;
 }
 
 } // extern "C"

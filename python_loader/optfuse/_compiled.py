@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from optfuse._native import guard
 
+entered = False  # whether a compiled callable ever was
+
 
 def install(flush_all: Callable[[], None]) -> None:
     """Once per process. Every compiled callable, also one made before, asks
@@ -18,10 +20,14 @@ def install(flush_all: Callable[[], None]) -> None:
     compiled code run: the one place that all of them pass."""
     import torch._dynamo.eval_frame as eval_frame
 
+    global entered
+    entered = _is_in_frames()
     stance = eval_frame._is_skip_guard_eval_unsafe_stance
 
     @functools.wraps(stance)
     def launch_first() -> bool:
+        global entered
+        entered = True
         if guard("compile"):
             flush_all()
         return stance()
@@ -32,6 +38,10 @@ def install(flush_all: Callable[[], None]) -> None:
 def running() -> bool:
     """Whether a compiled callable is being executed, and code compiled after a
     graph break may go on without being entered anew."""
+    return entered and _is_in_frames()
+
+
+def _is_in_frames() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

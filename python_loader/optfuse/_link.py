@@ -26,11 +26,13 @@ from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._gpu_trial import flags_of
 from optfuse._native import (
     ADDS,
+    ATTACH,
     BACKWARD,
     DONE,
     FORWARD,
     NEEDS_STATE,
     OK,
+    UPDATE,
     Error,
     check,
     guard,
@@ -44,6 +46,7 @@ from optfuse._register import check_promise
 from optfuse._rules import Rule, rule_of, why_own_step
 
 _params_of = itemgetter("params")
+_CONSTANT = {bool, int, float, complex, str, type(None)}
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
 _LATE = (
@@ -147,7 +150,8 @@ class Link:
         places = [_gpu.ANYWHERE] * len(params)
         if self.rule.tried:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
-        self._counted: list[int] | None = None
+        self._items: list[Tensor | None] = []  # not those of any groups
+        self._entries_of: list[list[Any]] = []
         lib.of_shim_clear(self.plan)
         if self.mode == BACKWARD:
             kept = set(map(id, params))
@@ -169,7 +173,7 @@ class Link:
         self._places = dict(zip(map(id, params), places, strict=True))
         self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
-        self._counted = [len(g["params"]) for g in groups]
+        self._items = [item for g in groups for item in (*g["params"], None)]
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
         self._slot_states: list[_State | None] = [None] * len(params)
         self._forget_state()
@@ -177,6 +181,7 @@ class Link:
             self.own.layout(groups)
         if self.mode == BACKWARD:
             self.attach()
+        self._remember_groups(groups)
 
     def attach(self) -> None:
         """Chains our gradient hook with whatever each parameter has. The
@@ -202,8 +207,23 @@ class Link:
 
     def _params_unchanged(self, groups: list[dict[str, Any]]) -> bool:
         lists = [p if type(p) is list else list(p) for p in map(_params_of, groups)]
-        same_items = lib_with_gil.of_shim_same_items
-        return list(map(len, lists)) == self._counted and same_items(lists, self._params)
+        return lib_with_gil.of_shim_same_items(lists, self._items)
+
+    def _remember_groups(self, groups: list[dict[str, Any]]) -> None:
+        """When their parameters and options are as the library knows them. Groups that
+        could change without another object in them are never found unchanged."""
+        self._lists = [group["params"] for group in groups]
+        self._entries_of = []
+        if self.own is None:
+            self._entries_of = [
+                list(chain.from_iterable(group.items())) if _is_constant(group) else []
+                for group in groups
+            ]
+
+    def groups_unchanged(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether parameters and options are those that the library knows. False may also mean
+        that this can't be told quickly."""
+        return lib_with_gil.of_shim_same_groups(groups, self._entries_of, self._lists, self._items)
 
     def _sync_hyper(self, groups: list[dict[str, Any]]) -> None:
         hyper_of = self.rule.hyper
@@ -292,30 +312,35 @@ class Link:
         return optimizer
 
     def sync_params(self, optimizer: Optimizer) -> None:
-        if not self._params_unchanged(optimizer.param_groups):
+        groups = optimizer.param_groups
+        if not self.groups_unchanged(groups) and not self._params_unchanged(groups):
             self.rebuild(optimizer)
 
-    def _sync_inputs(self, optimizer: Optimizer) -> None:
+    def _sync_inputs(self, optimizer: Optimizer, same_groups: bool) -> None:
         """What updates from here on read: options and state."""
         state = optimizer.__dict__["state"]
         if self.own is not None:
             self._flush(drain=False)  # what is pending keeps its own options
             self.own.begin(optimizer, self.mode == BACKWARD)
-        self._sync_hyper(optimizer.param_groups)
+        if not same_groups:
+            self._sync_hyper(optimizer.param_groups)
+            self._remember_groups(optimizer.param_groups)
         if not self._state_unchanged(state) or (self.own is not None and self.own.changed):
             self._sync_state(state)
             if self.own is not None:
                 self.own.changed = False
 
-    def _sync_device_scalars(self, optimizer: Optimizer) -> None:
+    def _sync_device_scalars(self, optimizer: Optimizer, same_groups: bool) -> None:
         """Learning rates that are tensors on a GPU, and what GradScaler hands
         over: copied there, now, for updates that run later."""
         if self.own is not None:
             return
-        rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
-        self._rates = _identities(optimizer.param_groups)
         attributes = optimizer.__dict__
         scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
+        if same_groups and scale is None and inf is None and not self._device_scalars:
+            return  # and no rate is a tensor
+        rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
+        self._rates = _identities(optimizer.param_groups)
         some = scale is not None or inf is not None or any(r is not None for r in rates)
         if some or self._device_scalars:
             torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
@@ -337,12 +362,15 @@ class Link:
                 raise Error(_LATE.format(i))
 
     def step(self, optimizer: Optimizer) -> None:
-        self.sync_params(optimizer)
-        self._refuse_late_change(optimizer.param_groups)
-        if self.mode != BACKWARD or self.own is not None or lib.of_shim_has_left(self.plan):
-            self._sync_inputs(optimizer)  # else the next backward does it
-        self._sync_device_scalars(optimizer)
-        if self.mode == BACKWARD and lib.of_shim_evicted(self.plan):
+        same_groups = self.groups_unchanged(optimizer.param_groups)
+        if not same_groups:
+            self.sync_params(optimizer)
+            self._refuse_late_change(optimizer.param_groups)
+        todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
+        if todo & UPDATE or self.own is not None:
+            self._sync_inputs(optimizer, same_groups)  # else the next backward does it
+        self._sync_device_scalars(optimizer, same_groups)
+        if todo & ATTACH:
             self.attach()
         self.marked = True
         missing = ctypes.c_size_t()
@@ -363,15 +391,18 @@ class Link:
             return ADDS
         optimizer = self.optimizer()
         _scaled.refuse_if_scaled()
-        if guard("groups") and not self._params_unchanged(optimizer.param_groups):
+        groups = optimizer.param_groups
+        same_groups = self.groups_unchanged(groups)
+        if not same_groups and guard("groups") and not self._params_unchanged(groups):
             raise Error(
                 "optfuse: param_groups has other parameters than at the last step(), and a "
                 "backward pass can't take that over; call zero_grad() after changing them. "
                 "Nothing was updated"
             )
-        self._refuse_late_change(optimizer.param_groups)
-        self._sync_inputs(optimizer)
-        self._sync_device_scalars(optimizer)
+        if not same_groups:
+            self._refuse_late_change(groups)
+        self._sync_inputs(optimizer, same_groups)
+        self._sync_device_scalars(optimizer, same_groups)
         self.marked = True
         return DONE
 
@@ -417,6 +448,18 @@ def raise_failure(own: _own.Own | None) -> None:
     if isinstance(cause, KeyboardInterrupt | SystemExit):
         raise cause
     raise Error(f"optfuse: {message()}") from cause
+
+
+def _is_constant(group: dict[str, Any]) -> bool:
+    """Whether a group with the same objects in it, but for its parameters, is the same."""
+    return type(group["params"]) is list and all(map(_is_constant_entry, group, group.values()))
+
+
+def _is_constant_entry(name: str, value: Any) -> bool:
+    kind = type(value)
+    if kind is tuple:
+        return _CONSTANT.issuperset(map(type, value))
+    return kind in _CONSTANT or name in ("params", "param_names")
 
 
 def _identities(groups: list[dict[str, Any]]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
 EVENT_BACKWARD, EVENT_STATE, EVENT_APPLY = 0, 1, 2
 DONE, ADDS = 1, 2  # what a callback returns
+UPDATE, ATTACH = 1, 2  # what of_shim_todo() says
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -66,7 +67,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_bool, ctypes.POINTER(ctypes.c_bool)],
     ),
-    "of_shim_has_left": (ctypes.c_bool, [ctypes.c_void_p]),
+    "of_shim_todo": (ctypes.c_int, [ctypes.c_void_p]),
     "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
     "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
     "of_shim_update_beside": (None, [ctypes.c_void_p]),
@@ -74,10 +75,13 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
     "of_shim_counts": (None, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
     "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),
-    "of_shim_evicted": (ctypes.c_size_t, [ctypes.c_void_p]),
+    "of_shim_is_profiled": (ctypes.c_bool, []),
+    "of_shim_inputs_are_profiled": (ctypes.c_bool, []),
 }
 _WITH_GIL: dict[str, tuple[object, list[object]]] = {
+    "of_shim_drop_gradients": (None, [ctypes.c_void_p]),
     "of_shim_same_items": (ctypes.c_bool, [ctypes.py_object] * 2),
+    "of_shim_same_groups": (ctypes.c_bool, [ctypes.py_object] * 4),
     "of_shim_same_state": (ctypes.c_bool, [ctypes.py_object] * 4),
 }
 

@@ -70,7 +70,54 @@ def no_entry_of_the_last_parameter(optimizer):
     del optimizer.state[optimizer.param_groups[-1]["params"][-1]]
 
 
+def another_rate(optimizer):
+    optimizer.param_groups[1]["lr"] = 0.03
+
+
+def an_equal_rate(optimizer):
+    optimizer.param_groups[0]["lr"] = float(str(optimizer.param_groups[0]["lr"]))
+
+
+def another_decay_of_both_groups(optimizer):
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= 3
+
+
+def other_moments_in_a_list_that_then_changes(optimizer):
+    """The second time nothing is another object in the group itself."""
+    group = optimizer.param_groups[0]
+    if type(group["betas"]) is list:
+        group["betas"][0] -= 0.2
+    else:
+        group["betas"] = [0.7, 0.98]
+
+
+def a_rate_that_is_a_tensor_and_then_changes(optimizer):
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].mul_(2)
+    else:
+        group["lr"] = torch.tensor(0.02, dtype=torch.float64)
+
+
+def options_in_another_order_and_one_more(optimizer):
+    group = optimizer.param_groups[0]
+    group["weight_decay"] = group.pop("weight_decay")
+    group["of my own"] = "a note"
+
+
+def a_group_that_is_another_dict(optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.004}
+
+
 CHANGES = (
+    another_rate,
+    an_equal_rate,
+    another_decay_of_both_groups,
+    other_moments_in_a_list_that_then_changes,
+    a_rate_that_is_a_tensor_and_then_changes,
+    options_in_another_order_and_one_more,
+    a_group_that_is_another_dict,
     reversed_parameters,
     parameters_in_a_tuple,
     another_list_with_the_same_parameters,
