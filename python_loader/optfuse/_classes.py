@@ -14,9 +14,10 @@ import torch
 import torch._dynamo
 from torch.optim import Optimizer
 
-from optfuse import _gpu_trial
+from optfuse import _compiled, _gpu_trial
 from optfuse._gpu import is_gpu
-from optfuse._native import BACKWARD, Error, lib
+from optfuse._native import BACKWARD, Error, lib, lib_with_gil
+from optfuse._observed import has_hooks, is_profiled, looks_at_tensors
 from optfuse._own import running
 from optfuse._refuse import check_group
 from optfuse._register import check_promise
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from optfuse._link import Link
     from optfuse._rules import Rule
 
+_ZERO_GRAD = Optimizer.zero_grad
 LINK = "_optfuse_link"  # the optimizer's attribute that holds its Link
 
 
@@ -47,10 +49,26 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     return loss
 
 
+def _observed_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    loss = _step(self, closure)
+    if looks_at_tensors():
+        link_of(self).flush()
+    return loss
+
+
 def _make_step() -> Callable[..., Any]:
-    step = torch._dynamo.disable(Optimizer.profile_hook_step(_step))
+    """step() as every optimizer has it, and a shorter way where that is not to be told apart
+    from it."""
+    usual = torch._dynamo.disable(Optimizer.profile_hook_step(_observed_step))
+
+    @functools.wraps(_step)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        is_usual = _compiled.entered or is_profiled() or has_hooks(self)
+        return (usual if is_usual else _step)(self, *args, **kwargs)
+
+    step = torch._dynamo.disable(step, recursive=False)
     step.hooked = True  # type: ignore[attr-defined]
-    return step  # type: ignore[no-any-return]
+    return step
 
 
 class _Fused:
@@ -59,7 +77,8 @@ class _Fused:
     step = _make_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        link = link_of(self)  # type: ignore[arg-type]
+        optimizer: Any = self
+        link = link_of(optimizer)
         if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
             raise Error(
                 "optfuse: zero_grad() before step(): backward fusion has already applied the "
@@ -68,9 +87,13 @@ class _Fused:
                 'to be thrown away, use optfuse.fuse(optimizer, mode="forward")'
             )
         if link.mode == BACKWARD:
-            link.sync_params(self)  # type: ignore[arg-type]
+            link.sync_params(optimizer)
             link.passes.restart()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        is_stock = set_to_none and link.stock.zero_grad is _ZERO_GRAD and not is_profiled()
+        if is_stock and (link.mode == BACKWARD or link.groups_unchanged(optimizer.param_groups)):
+            lib_with_gil.of_shim_drop_gradients(link.plan)
+        else:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = self

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from optfuse import _compiled, _gpu, _own, _scaled
+from optfuse import _compiled, _gpu, _observed, _own, _scaled
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD
 from optfuse._native import start as start_library
@@ -84,6 +84,7 @@ def start() -> None:
     _raw.install(flush_all, _swap_and_tell)
     _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
     _gpu.install(flush_all, drain_all)
+    _observed.install(flush_all)
     _scaled.install()
     _fold.install()
     _started = True
