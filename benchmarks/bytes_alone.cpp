@@ -121,10 +121,11 @@ TORCH_LIBRARY(optfuse_floor, library) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Each of [begin, end): keeps the gradient beyond zero_grad().
-EXPORT void bytes_alone_keep(int64_t begin, int64_t end) {
+// Each of [begin, end): takes the gradient from its parameter.
+EXPORT void bytes_alone_take(int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-        arrays_at(i).grad = arrays_at(i).param.grad();
+        if (arrays_at(i).param.grad().defined())
+            arrays_at(i).grad = std::move(arrays_at(i).param.mutable_grad());
 }
 
 // Moves the bytes of those that have a gradient.
