@@ -90,7 +90,7 @@ class _Fused:
             link.sync_params(optimizer)
             link.passes.restart()
         is_stock = set_to_none and link.stock.zero_grad is _ZERO_GRAD and not is_profiled()
-        if is_stock and (link.mode == BACKWARD or link.groups_unchanged(optimizer.param_groups)):
+        if is_stock and (link.mode == BACKWARD or link.known.are_same(optimizer.param_groups)):
             lib_with_gil.of_shim_drop_gradients(link.plan)
         else:
             super().zero_grad(set_to_none)  # type: ignore[misc]

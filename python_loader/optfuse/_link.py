@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from optfuse import _compiled, _gpu, _own, _scaled
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._gpu_trial import flags_of
+from optfuse._known import Groups, KnownGroups, KnownState, params_of
 from optfuse._native import (
     ADDS,
     ATTACH,
@@ -37,7 +38,6 @@ from optfuse._native import (
     check,
     guard,
     lib,
-    lib_with_gil,
     message,
 )
 from optfuse._passes import Passes
@@ -45,8 +45,6 @@ from optfuse._refuse import label
 from optfuse._register import check_promise
 from optfuse._rules import Rule, rule_of, why_own_step
 
-_params_of = itemgetter("params")
-_CONSTANT = {bool, int, float, complex, str, type(None)}
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
 _LATE = (
@@ -113,13 +111,15 @@ class Link:
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         self._places: dict[int, int] = {}  # id of a parameter -> where its update was tried
         self._flags: list[tuple[Any, ...]] = []  # of each group
+        self.known = KnownGroups()
+        self._known_state = KnownState()
         links[self.plan] = self
         self.own: _own.Own | None = None
         try:
             if self.rule.by_host:
                 replaces = check_promise(optimizer, self.stock)
                 self.own = _own.Own(self.plan, self.stock, replaces, self.rule.entries)
-            self.rebuild(optimizer, chain.from_iterable(map(_params_of, optimizer.param_groups)))
+            self.rebuild(optimizer, chain.from_iterable(map(params_of, optimizer.param_groups)))
         except BaseException:
             self._free()
             raise
@@ -141,7 +141,7 @@ class Link:
         fuse() or add_param_group() has looked at."""
         self._refuse_in_backward("a change of param_groups")
         groups = optimizer.param_groups
-        params = list(chain.from_iterable(map(_params_of, groups)))
+        params = list(chain.from_iterable(map(params_of, groups)))
         self._group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
         labels = [label(g, i, j) for i, g in enumerate(groups) for j in range(len(g["params"]))]
         updated = {
@@ -150,8 +150,7 @@ class Link:
         places = [_gpu.ANYWHERE] * len(params)
         if self.rule.tried:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
-        self._items: list[Tensor | None] = []  # not those of any groups
-        self._entries_of: list[list[Any]] = []
+        self.known.forget()
         lib.of_shim_clear(self.plan)
         if self.mode == BACKWARD:
             kept = set(map(id, params))
@@ -173,15 +172,14 @@ class Link:
         self._places = dict(zip(map(id, params), places, strict=True))
         self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
-        self._items = [item for g in groups for item in (*g["params"], None)]
+        self.known.remember_params(groups)
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
         self._slot_states: list[_State | None] = [None] * len(params)
-        self._forget_state()
+        self._known_state.forget()
         if self.own is not None:
             self.own.layout(groups)
         if self.mode == BACKWARD:
             self.attach()
-        self._remember_groups(groups)
 
     def attach(self) -> None:
         """Chains our gradient hook with whatever each parameter has. The
@@ -205,27 +203,7 @@ class Link:
     def knows(self, tensor: Tensor) -> bool:
         return any(tensor is param for param in self._params)
 
-    def _params_unchanged(self, groups: list[dict[str, Any]]) -> bool:
-        lists = [p if type(p) is list else list(p) for p in map(_params_of, groups)]
-        return lib_with_gil.of_shim_same_items(lists, self._items)
-
-    def _remember_groups(self, groups: list[dict[str, Any]]) -> None:
-        """When their parameters and options are as the library knows them. Groups that
-        could change without another object in them are never found unchanged."""
-        self._lists = [group["params"] for group in groups]
-        self._entries_of = []
-        if self.own is None:
-            self._entries_of = [
-                list(chain.from_iterable(group.items())) if _is_constant(group) else []
-                for group in groups
-            ]
-
-    def groups_unchanged(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether parameters and options are those that the library knows. False may also mean
-        that this can't be told quickly."""
-        return lib_with_gil.of_shim_same_groups(groups, self._entries_of, self._lists, self._items)
-
-    def _sync_hyper(self, groups: list[dict[str, Any]]) -> None:
+    def _sync_hyper(self, groups: Groups) -> None:
         hyper_of = self.rule.hyper
         known = self._hyper
         if self.rule.as_made and list(map(flags_of, groups)) != self._flags[: len(groups)]:
@@ -237,16 +215,10 @@ class Link:
             values = (ctypes.c_double * len(hyper))(*hyper)
             check(lib.of_shim_group(self.plan, i, values, len(hyper)))
             known[i : i + 1] = [hyper]
+        if self.own is None:
+            self.known.remember(groups)
 
     # ---- optimizer state
-
-    def _forget_state(self) -> None:
-        self._keys: list[Tensor] = []
-        self._entries: list[dict[str, Any]] = []
-        self._values: list[Any] = [None]  # never equal to what is there
-
-    def _state_unchanged(self, state: dict[Tensor, dict[str, Any]]) -> bool:
-        return lib_with_gil.of_shim_same_state(state, self._keys, self._entries, self._values)
 
     def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         flushed = False
@@ -255,18 +227,13 @@ class Link:
                 self._set_own_state(slot, self.own.take_state(slot, state.get(param)))
             else:
                 flushed = self._set_state(slot, state.get(param, {}), False, flushed)
-        self._remember_state(state)
+        self._known_state.remember(state)
 
     def _set_own_state(self, slot: int, tensors: list[Tensor | None]) -> None:
         known = self._slot_states[slot]
         if known is None or len(known) != len(tensors) or not all(map(is_, known, tensors)):
             torch.ops.optfuse.set_state(self.plan, slot, tensors, None, False)
             self._slot_states[slot] = tuple(tensors)
-
-    def _remember_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        self._keys = list(state)
-        self._entries = list(state.values())
-        self._values = list(chain.from_iterable(map(dict.values, self._entries)))
 
     def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool, flushed: bool) -> bool:
         """Whether the plan is flushed now. Once does for many slots: a flush
@@ -301,7 +268,7 @@ class Link:
             param = self._params[slot]
             self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
             flushed = self._set_state(slot, optimizer.state[param], True, flushed)
-        self._forget_state()  # the next sync looks at all of it once
+        self._known_state.forget()  # the next sync looks at all of it once
 
     # ---- the two schedules
 
@@ -313,7 +280,7 @@ class Link:
 
     def sync_params(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
-        if not self.groups_unchanged(groups) and not self._params_unchanged(groups):
+        if not self.known.are_same(groups) and not self.known.have_same_params(groups):
             self.rebuild(optimizer)
 
     def _sync_inputs(self, optimizer: Optimizer, same_groups: bool) -> None:
@@ -324,8 +291,7 @@ class Link:
             self.own.begin(optimizer, self.mode == BACKWARD)
         if not same_groups:
             self._sync_hyper(optimizer.param_groups)
-            self._remember_groups(optimizer.param_groups)
-        if not self._state_unchanged(state) or (self.own is not None and self.own.changed):
+        if not self._known_state.is_same(state) or (self.own is not None and self.own.changed):
             self._sync_state(state)
             if self.own is not None:
                 self.own.changed = False
@@ -346,7 +312,7 @@ class Link:
             torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
             self._device_scalars = some
 
-    def _refuse_late_change(self, groups: list[dict[str, Any]]) -> None:
+    def _refuse_late_change(self, groups: Groups) -> None:
         """Between backward() and step(), where stock would still obey it."""
         if self.mode != BACKWARD or not lib.of_shim_unconfirmed(self.plan) or not guard("late"):
             return
@@ -362,10 +328,12 @@ class Link:
                 raise Error(_LATE.format(i))
 
     def step(self, optimizer: Optimizer) -> None:
-        same_groups = self.groups_unchanged(optimizer.param_groups)
+        groups = optimizer.param_groups
+        same_groups = self.known.are_same(groups)
         if not same_groups:
-            self.sync_params(optimizer)
-            self._refuse_late_change(optimizer.param_groups)
+            if not self.known.have_same_params(groups):
+                self.rebuild(optimizer)
+            self._refuse_late_change(groups)
         todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
         if todo & UPDATE or self.own is not None:
             self._sync_inputs(optimizer, same_groups)  # else the next backward does it
@@ -392,8 +360,8 @@ class Link:
         optimizer = self.optimizer()
         _scaled.refuse_if_scaled()
         groups = optimizer.param_groups
-        same_groups = self.groups_unchanged(groups)
-        if not same_groups and guard("groups") and not self._params_unchanged(groups):
+        same_groups = self.known.are_same(groups)
+        if not same_groups and guard("groups") and not self.known.have_same_params(groups):
             raise Error(
                 "optfuse: param_groups has other parameters than at the last step(), and a "
                 "backward pass can't take that over; call zero_grad() after changing them. "
@@ -450,19 +418,7 @@ def raise_failure(own: _own.Own | None) -> None:
     raise Error(f"optfuse: {message()}") from cause
 
 
-def _is_constant(group: dict[str, Any]) -> bool:
-    """Whether a group with the same objects in it, but for its parameters, is the same."""
-    return type(group["params"]) is list and all(map(_is_constant_entry, group, group.values()))
-
-
-def _is_constant_entry(name: str, value: Any) -> bool:
-    kind = type(value)
-    if kind is tuple:
-        return _CONSTANT.issuperset(map(type, value))
-    return kind in _CONSTANT or name in ("params", "param_names")
-
-
-def _identities(groups: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def _identities(groups: Groups) -> list[tuple[int, int]]:
     """What tells whether a learning rate on a GPU was changed, without a look at it."""
     rates = [group["lr"] for group in groups]
     return [(id(rate), rate._version) if is_on_gpu(rate) else (0, 0) for rate in rates]
