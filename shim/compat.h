@@ -35,33 +35,29 @@ inline void unmark(c10::TensorImpl *impl) {
     keys = keys.remove(kPendingKey);
 }
 
-// A sealed storage raises when C++ asks for its address. Despite its name the
-// function that seals releases nothing.
-inline void seal(c10::StorageImpl *storage) {
-    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
+// A sealed storage raises when C++ asks for its address. PyTorch's own function for that
+// allocates, and 2.11 has none for the way back. An explicit instantiation may name private
+// members.
+template <bool c10::StorageImpl::*Flag> struct SealFlag {
+    friend bool &seal_flag(c10::StorageImpl *storage) { return storage->*Flag; }
+};
+bool &seal_flag(c10::StorageImpl *storage);
+template struct SealFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+template <void (c10::StorageImpl::*Refresh)()> struct SealCheck {
+    friend void refresh_seal_check(c10::StorageImpl *storage) { (storage->*Refresh)(); }
+};
+void refresh_seal_check(c10::StorageImpl *storage);
+template struct SealCheck<&c10::StorageImpl::refresh_has_data_ptr_check>;
+
+inline void set_seal(c10::StorageImpl *storage, bool sealed) {
+    seal_flag(storage) = sealed;
+    refresh_seal_check(storage);
 }
 
-#if OF_TORCH_AT_LEAST(12)
-inline void unseal(c10::StorageImpl *storage) { storage->clear_data_ptr_access_error_msg_(); }
-#else
-// 2.11 has no way back. An explicit instantiation may name private members.
-template <bool c10::StorageImpl::*Flag> struct ImmutableFlag {
-    friend bool &immutable_flag(c10::StorageImpl *storage) { return storage->*Flag; }
-};
-bool &immutable_flag(c10::StorageImpl *storage);
-template struct ImmutableFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+inline void seal(c10::StorageImpl *storage) { set_seal(storage, true); }
 
-template <void (c10::StorageImpl::*Refresh)()> struct RefreshCheck {
-    friend void refresh_check(c10::StorageImpl *storage) { (storage->*Refresh)(); }
-};
-void refresh_check(c10::StorageImpl *storage);
-template struct RefreshCheck<&c10::StorageImpl::refresh_has_data_ptr_check>;
-
-inline void unseal(c10::StorageImpl *storage) {
-    immutable_flag(storage) = false;
-    refresh_check(storage);
-}
-#endif
+inline void unseal(c10::StorageImpl *storage) { set_seal(storage, false); }
 
 // The address without the seal's check.
 inline void *address(c10::StorageImpl *storage) {
