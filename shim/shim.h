@@ -113,6 +113,9 @@ OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);
 OF_API bool of_shim_is_profiled(void);
 /* Whether one of them looks at the tensors that functions get. */
 OF_API bool of_shim_inputs_are_profiled(void);
+/* Whether C++ code that asks for the address of a gradient that backward fusion has used gets
+ * an error, as it does at first, or a null pointer. */
+OF_API void of_shim_seal_spent(bool sealed);
 
 #ifdef __cplusplus
 }

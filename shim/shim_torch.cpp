@@ -5,6 +5,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "compat.h"
 #include "device.h"
@@ -242,12 +243,14 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     return OF_OK;
 }
 
-// A finalizer may change the slots.
+// They die together at the end, when a finalizer may do with the optimizer what it likes.
 void of_shim_drop_gradients(of_shim_plan *handle) {
     const optfuse::Plan *plan = plan_of(handle);
-    for (size_t i = 0; i < plan->slots.size(); i++)
-        if (plan->slots[i]->param->grad().defined())
-            const at::Tensor dies = std::move(plan->slots[i]->param->mutable_grad());
+    std::vector<at::Tensor> dying;
+    dying.reserve(plan->slots.size());
+    for (const optfuse::Slot *slot : plan->slots)
+        if (slot->param->grad().defined())
+            dying.push_back(std::move(slot->param->mutable_grad()));
 }
 
 void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }
@@ -283,9 +286,12 @@ const char *of_shim_isa(of_shim_plan *handle, int dtype) {
 
 bool of_shim_is_profiled(void) { return at::hasCallbacks(); }
 
+// An observer of samples may say no, and look at a later function.
 bool of_shim_inputs_are_profiled(void) {
     const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
     return observers.has_value() && observers->needs_inputs_;
 }
+
+void of_shim_seal_spent(bool sealed) { optfuse::seal_spent(sealed); }
 
 } // extern "C"

@@ -21,17 +21,28 @@ namespace {
 // A spent gradient is known by its storage's deleter.
 void nothing_to_free(void *) {}
 
-// The spent gradients of a device share this empty storage. It is not sealed: PyTorch itself
-// raises where numbers are asked for that were never allocated, and a profiler, which only
-// notes the address, may have it.
+// The spent gradients of a device share an empty storage, which is sealed: an access past the
+// dispatcher raises. While a profiler notes the addresses of tensors, it may have theirs.
+struct SpentStorages {
+    std::mutex lock; // guards the rest
+    std::unordered_map<c10::Device, c10::Storage> of;
+    bool sealed = true;
+};
+
+SpentStorages &spent_storages() {
+    static auto *storages = new SpentStorages; // leaked: tensors may outlive destructors
+    return *storages;
+}
+
 const c10::Storage &spent_storage(const c10::Device &device) {
-    static std::mutex lock; // guards storages
-    static auto *storages = new std::unordered_map<c10::Device, c10::Storage>; // leaked: tensors may
-    const std::lock_guard<std::mutex> guard(lock);                   // outlive destructors
-    c10::Storage &storage = (*storages)[device];
-    if (!storage)
+    SpentStorages &storages = spent_storages();
+    const std::lock_guard<std::mutex> guard(storages.lock);
+    c10::Storage &storage = storages.of[device];
+    if (!storage) {
         storage = c10::Storage(c10::Storage::use_byte_size_t(), 0,
                                c10::DataPtr(nullptr, nullptr, nothing_to_free, device));
+        set_seal(storage.unsafeGetStorageImpl(), storages.sealed);
+    }
     return storage;
 }
 
@@ -81,6 +92,14 @@ at::Tensor make_spent(const at::Tensor &param) {
         spent.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
     mark(spent.unsafeGetTensorImpl());
     return spent;
+}
+
+void seal_spent(bool sealed) {
+    SpentStorages &storages = spent_storages();
+    const std::lock_guard<std::mutex> guard(storages.lock);
+    storages.sealed = sealed;
+    for (const auto &[device, storage] : storages.of)
+        set_seal(storage.unsafeGetStorageImpl(), sealed);
 }
 
 bool is_spent(const c10::TensorImpl *impl) {

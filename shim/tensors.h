@@ -266,6 +266,8 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold);
 
 // spent.cpp
 at::Tensor make_spent(const at::Tensor &param);
+// Whether C++ code that asks for the address of one gets an error, or a null pointer.
+void seal_spent(bool sealed);
 bool is_spent(const c10::TensorImpl *impl);
 // Answers an operator that received a spent gradient: real zeros for zero_(),
 // an error for everything else.

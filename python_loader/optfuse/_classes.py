@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from optfuse import _compiled, _gpu_trial
 from optfuse._gpu import is_gpu
 from optfuse._native import BACKWARD, Error, lib, lib_with_gil
-from optfuse._observed import has_hooks, is_profiled, looks_at_tensors
+from optfuse._observed import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
 from optfuse._own import running
 from optfuse._refuse import check_group
 from optfuse._register import check_promise
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from optfuse._link import Link
     from optfuse._rules import Rule
 
-_ZERO_GRAD = Optimizer.zero_grad
 LINK = "_optfuse_link"  # the optimizer's attribute that holds its Link
 
 
@@ -49,26 +48,34 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     return loss
 
 
-def _observed_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+def _watched_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     loss = _step(self, closure)
-    if looks_at_tensors():
+    if addresses_are_noted():
         link_of(self).flush()
     return loss
 
 
 def _make_step() -> Callable[..., Any]:
-    """step() as every optimizer has it, and a shorter way where that is not to be told apart
-    from it."""
-    usual = torch._dynamo.disable(Optimizer.profile_hook_step(_observed_step))
+    """step() as every optimizer has it, for those who watch it, and a shorter way for
+    others. What a closure does comes too late for the choice."""
+    watched = torch._dynamo.disable(Optimizer.profile_hook_step(_watched_step))
 
     @functools.wraps(_step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        is_usual = _compiled.entered or is_profiled() or has_hooks(self)
-        return (usual if is_usual else _step)(self, *args, **kwargs)
+        if args or kwargs or _compiled.entered or is_watched() or has_hooks(self):
+            return watched(self, *args, **kwargs)
+        return _step(self)
 
     step = torch._dynamo.disable(step, recursive=False)
     step.hooked = True  # type: ignore[attr-defined]
     return step
+
+
+def _may_zero_here(link: Link, set_to_none: bool) -> bool:
+    """Whether stock's zero_grad() would only let go of gradients, seen by nobody."""
+    if _compiled.entered or not set_to_none or not link.plain:
+        return False
+    return ZERO_GRAD is not None and link.stock.zero_grad is ZERO_GRAD and not is_watched()
 
 
 class _Fused:
@@ -89,8 +96,9 @@ class _Fused:
         if link.mode == BACKWARD:
             link.sync_params(optimizer)
             link.passes.restart()
-        is_stock = set_to_none and link.stock.zero_grad is _ZERO_GRAD and not is_profiled()
-        if is_stock and (link.mode == BACKWARD or link.known.are_same(optimizer.param_groups)):
+        if _may_zero_here(link, set_to_none) and (
+            link.mode == BACKWARD or link.known.are_same(optimizer.param_groups)
+        ):
             lib_with_gil.of_shim_drop_gradients(link.plan)
         else:
             super().zero_grad(set_to_none)  # type: ignore[misc]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from optfuse import _link
 from optfuse._gpu import is_on_gpu
 from optfuse._native import BACKWARD, Error, guard
+from optfuse._observed import addresses_are_noted
 
 
 def listed(parameters: Any) -> list[Tensor]:
@@ -68,9 +69,15 @@ class Gradients:
         norms: Tensor | None = torch.ops.optfuse.norms(self.plans, self.slots)
         return norms
 
+    def _flush_if_noted(self) -> None:
+        if addresses_are_noted():
+            for plan in set(self.plans):
+                _link.links[plan].flush()
+
     def scale(self, factor: Tensor) -> None:
         """Multiplies the fused ones by a 0-dim tensor, when they are read."""
         torch.ops.optfuse.scale(self.plans, self.slots, factor)
+        self._flush_if_noted()
 
     def unscale(self, factor: Tensor) -> bool | None:
         """The same, and whether all were finite; None, with nothing done, if an
@@ -78,6 +85,7 @@ class Gradients:
         if self.plain or not self.slots or not _our_norm_is_torchs():
             return None
         finite: bool | None = torch.ops.optfuse.unscale(self.plans, self.slots, factor)
+        self._flush_if_noted()
         return finite
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 from optfuse._native import guard
 
@@ -21,7 +22,7 @@ def install(flush_all: Callable[[], None]) -> None:
     import torch._dynamo.eval_frame as eval_frame
 
     global entered
-    entered = _is_in_frames()
+    entered = any(map(_is_in, sys._current_frames().values()))
     stance = eval_frame._is_skip_guard_eval_unsafe_stance
 
     @functools.wraps(stance)
@@ -38,14 +39,13 @@ def install(flush_all: Callable[[], None]) -> None:
 def running() -> bool:
     """Whether a compiled callable is being executed, and code compiled after a
     graph break may go on without being entered anew."""
-    return entered and _is_in_frames()
+    return entered and _is_in(sys._getframe(1))
 
 
-def _is_in_frames() -> bool:
-    frame = sys._getframe(1)
+def _is_in(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -26,6 +26,9 @@ class KnownGroups:
 
     def forget(self) -> None:
         self._items: list[Tensor | None] = []  # not those of any groups
+        self.forget_options()
+
+    def forget_options(self) -> None:
         self._lists: list[Any] = []
         self._entries: list[list[Any]] = []
 
@@ -47,7 +50,9 @@ class KnownGroups:
 
     def are_same(self, groups: Groups) -> bool:
         """False may also mean that this can't be told quickly."""
-        return lib_with_gil.of_shim_same_groups(groups, self._entries, self._lists, self._items)
+        return type(groups) is list and lib_with_gil.of_shim_same_groups(
+            groups, self._entries, self._lists, self._items
+        )
 
 
 def _is_constant(group: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from optfuse import _compiled, _gpu, _own, _scaled
@@ -169,6 +170,7 @@ class Link:
             labels,
         )
         self._params = params
+        self.plain = {Tensor, Parameter}.issuperset(map(type, params))
         self._places = dict(zip(map(id, params), places, strict=True))
         self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
@@ -208,6 +210,7 @@ class Link:
         known = self._hyper
         if self.rule.as_made and list(map(flags_of, groups)) != self._flags[: len(groups)]:
             raise Error(_FLAGS)
+        self.known.forget_options()  # half of them are told if this fails
         for i, group in enumerate(groups):
             hyper = hyper_of(group)
             if i < len(known) and known[i] == hyper:
@@ -304,7 +307,7 @@ class Link:
         attributes = optimizer.__dict__
         scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
         if same_groups and scale is None and inf is None and not self._device_scalars:
-            return  # and no rate is a tensor
+            return  # groups that can be found the same have no tensors in them
         rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
         self._rates = _identities(optimizer.param_groups)
         some = scale is not None or inf is not None or any(r is not None for r in rates)

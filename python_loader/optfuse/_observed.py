@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether anybody watches step() and zero_grad(). PyTorch wraps both in a range for its
 profiler, which in training takes as long as the updates of a hundred small parameters, whether
-somebody profiles or not."""
+somebody profiles or not.
+
+A profiler that records shapes or stacks notes the addresses of tensors: of those that operators
+get, of those that modules and optimizers have. It asks the tensors themselves for them, past
+the dispatcher, where those with a pending update refuse. So nothing is pending while it is at
+work, and spent gradients give a null pointer."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,47 +28,78 @@ try:  # it notes ranges itself, since 2.13
 except ImportError:
     _monitor = None
 
+_exposed = False  # spent gradients give a null pointer
 
-def is_profiled() -> bool:
+
+def _if_of_torch(function: Any) -> Any:
+    """The function, or None if it is another one in the place of PyTorch's."""
+    home = os.path.dirname(torch.__file__) + os.sep
+    inner = function
+    while inner is not None:
+        if not inner.__code__.co_filename.startswith(home):
+            return None
+        inner = getattr(inner, "__wrapped__", None)
+    return function
+
+
+ZERO_GRAD = _if_of_torch(Optimizer.zero_grad)
+
+
+def is_watched() -> bool:
     """By PyTorch's profiler or by another observer of its functions."""
     is_monitored = _monitor is not None and _monitor._monitor_singleton is not None
-    return is_monitored or lib.of_shim_is_profiled()
-
-
-def looks_at_tensors() -> bool:
-    """Whether a profiler that is at work notes the addresses of tensors, of those that operators
-    get or, with stacks, those of modules and optimizers. It asks the tensors themselves for
-    them, which those with a pending update refuse."""
-    return lib.of_shim_inputs_are_profiled() or type(sys.getprofile()).__name__ == "TraceContext"
-
-
-def install(flush_all: Callable[[], None]) -> None:
-    """Once per process: nothing is pending when a profiler starts that looks at tensors."""
-    profiler: Any = torch.autograd.profiler.profile
-    start = profiler._start_trace
-
-    @functools.wraps(start)
-    def launch_and_start(self: Any) -> None:
-        if self.record_shapes or self.with_stack:
-            flush_all()
-        start(self)
-
-    observe = torch.profiler.ExecutionTraceObserver.start
-
-    @functools.wraps(observe)
-    def launch_and_observe(self: torch.profiler.ExecutionTraceObserver) -> None:
-        flush_all()
-        observe(self)
-
-    profiler._start_trace = launch_and_start
-    torch.profiler.ExecutionTraceObserver.start = launch_and_observe  # type: ignore[method-assign]
+    return _exposed or is_monitored or lib.of_shim_is_profiled()
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """To be called before or after its step()."""
+    """Whether its step() calls any, before it updates or afterwards."""
     return bool(
         _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
     )
+
+
+def _expose(exposed: bool) -> None:
+    global _exposed
+    if exposed != _exposed:
+        lib.of_shim_seal_spent(not exposed)
+    _exposed = exposed
+
+
+def addresses_are_noted() -> bool:
+    """Whether a profiler is at work on this thread that notes the addresses of tensors."""
+    noted: bool = lib.of_shim_inputs_are_profiled()
+    noted = noted or type(sys.getprofile()).__name__ == "TraceContext"
+    _expose(noted)
+    return noted
+
+
+def _call_before(owner: Any, name: str, work: Callable[[Any], None]) -> None:
+    function = getattr(owner, name, None)
+    if function is None:
+        return
+
+    @functools.wraps(function)
+    def work_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        work(self)
+        return function(self, *args, **kwargs)
+
+    setattr(owner, name, work_first)
+
+
+def install(flush_all: Callable[[], None]) -> None:
+    """Once per process: nothing is pending when a profiler starts that notes addresses."""
+
+    def prepare(_: Any) -> None:
+        flush_all()
+        _expose(True)
+
+    def prepare_if_noted(profiler: Any) -> None:
+        if profiler.record_shapes or profiler.with_stack:
+            prepare(profiler)
+
+    _call_before(torch.autograd.profiler.profile, "_start_trace", prepare_if_noted)
+    _call_before(torch.autograd.profiler.profile, "toggle_collection_dynamic", prepare_if_noted)
+    _call_before(torch.profiler.ExecutionTraceObserver, "start", prepare)

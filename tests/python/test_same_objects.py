@@ -110,7 +110,35 @@ def a_group_that_is_another_dict(optimizer):
     optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.004}
 
 
+def a_tensor_in_a_tuple_that_then_changes(optimizer):
+    """Stock takes the numbers of its beta at each step."""
+    group = optimizer.param_groups[0]
+    if isinstance(group["betas"][0], torch.Tensor):
+        group["betas"][0].sub_(0.1)
+    else:
+        group["betas"] = (torch.tensor(0.8, dtype=torch.float64), 0.999)
+
+
+def groups_in_a_tuple(optimizer):
+    optimizer.param_groups = tuple(optimizer.param_groups)
+
+
+class Doubling(dict):
+    """Gives twice the rate that is in it."""
+
+    def __getitem__(self, key):
+        value = super().__getitem__(key)
+        return 2 * value if key == "lr" else value
+
+
+def a_group_of_a_class_with_values_of_its_own(optimizer):
+    optimizer.param_groups[0] = Doubling(optimizer.param_groups[0])
+
+
 CHANGES = (
+    a_tensor_in_a_tuple_that_then_changes,
+    groups_in_a_tuple,
+    a_group_of_a_class_with_values_of_its_own,
     another_rate,
     an_equal_rate,
     another_decay_of_both_groups,
@@ -168,5 +196,57 @@ def test_entries_in_the_same_order_under_other_keys(mode):
                 optimizer.state.clear()
                 optimizer.state.update(zip(reversed(keys), entries, strict=True))
         yield "parameters", [p.detach() for p in params]
+
+    same(script, mode)
+
+
+@both_modes
+def test_options_that_a_failed_step_has_told_are_told_again(mode):
+    """The first group's rate is told, the second's refused; then both are as before."""
+
+    def script(wrap):
+        model = nn.Sequential(net(), nn.Linear(3, 3))
+        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+        optimizer = wrap(adamw(groups))
+        for i in range(STEPS):
+            train(model, optimizer, i)
+            optimizer.zero_grad()
+            if wrap.fused and i in (1, 3):
+                rates = [group["lr"] for group in optimizer.param_groups]
+                optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.5, None
+                with pytest.raises((TypeError, RuntimeError)):
+                    train(model, optimizer, i)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+                for p in model.parameters():
+                    p.grad = None
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@both_modes
+@pytest.mark.parametrize("what", ("rate", "group"))
+def test_changes_inside_a_closure(what, mode):
+    if mode == "backward" and what == "rate":
+        pytest.skip("backward fusion refuses it: it has updated with the old one")
+
+    def script(wrap):
+        model, late = net(), nn.Linear(3, 3)
+        optimizer = wrap(adamw(model.parameters()))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = late(model(torch.ones(2, 6))).square().mean()
+            if what == "group" and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.2})
+            loss.backward()
+            if what == "rate":
+                optimizer.param_groups[0]["lr"] *= 0.7
+            return loss
+
+        for _ in range(STEPS):
+            yield "loss", optimizer.step(closure)
+        yield from everything(nn.Sequential(model, late), optimizer)
 
     same(script, mode)
