@@ -12,9 +12,9 @@
  *
  * No exception leaves these functions. Those that return an int give an
  * of_status; on anything but 0 of_error_message() says what happened. Only
- * of_shim_same_...() and of_shim_drop_gradients() need the GIL. of_shim_flush() and the functions that only report may be
- * called from any thread at any time; the others, like the optimizer itself,
- * from one thread at a time.
+ * of_shim_same_...() and of_shim_drop_gradients() need the GIL. of_shim_flush() and
+ * the functions that only report may be called from any thread at any time; the
+ * others, like the optimizer itself, from one thread at a time.
  */
 #ifndef OPTFUSE_SHIM_H
 #define OPTFUSE_SHIM_H

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 #include <pthread.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -245,12 +246,13 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
 
 // They die together at the end, when a finalizer may do with the optimizer what it likes.
 void of_shim_drop_gradients(of_shim_plan *handle) {
-    const optfuse::Plan *plan = plan_of(handle);
-    std::vector<at::Tensor> dying;
-    dying.reserve(plan->slots.size());
+    const std::shared_ptr<optfuse::Plan> plan = plan_of(handle)->self;
+    std::vector<at::Tensor> dying = std::move(plan->dying);
     for (const optfuse::Slot *slot : plan->slots)
         if (slot->param->grad().defined())
             dying.push_back(std::move(slot->param->mutable_grad()));
+    dying.clear();
+    plan->dying = std::move(dying);
 }
 
 void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }

@@ -160,6 +160,7 @@ struct Plan {
     DeviceScalars scalars;
     size_t bucket_bytes = 0; // as the user says; 0: the default
     Waiting waiting;
+    std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint32_t> prepared[64] = {};

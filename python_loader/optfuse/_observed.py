@@ -22,11 +22,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from optfuse._native import lib
 
-_monitor: Any
-try:  # it notes ranges itself, since 2.13
-    from torch.profiler import _cupti_monitor as _monitor
+try:  # the monitor notes ranges itself, since 2.13
+    from torch.profiler._cupti_monitor import get_monitor
 except ImportError:
-    _monitor = None
+
+    def get_monitor() -> Any:  # type: ignore[misc]
+        return None
 
 _exposed = False  # spent gradients give a null pointer
 
@@ -47,8 +48,7 @@ ZERO_GRAD = _if_of_torch(Optimizer.zero_grad)
 
 def is_watched() -> bool:
     """By PyTorch's profiler or by another observer of its functions."""
-    is_monitored = _monitor is not None and _monitor._monitor_singleton is not None
-    return _exposed or is_monitored or lib.of_shim_is_profiled()
+    return _exposed or get_monitor() is not None or lib.of_shim_is_profiled()
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
