@@ -14,7 +14,8 @@ import torch
 import torch._dynamo
 from torch.optim import Optimizer
 
-from optfuse import _compiled, _gpu_trial
+from optfuse import _gpu_trial
+from optfuse._compiled import get_eval_frame_callback
 from optfuse._gpu import is_gpu
 from optfuse._native import BACKWARD, Error, lib, lib_with_gil
 from optfuse._observed import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
@@ -62,7 +63,8 @@ def _make_step() -> Callable[..., Any]:
 
     @functools.wraps(_step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or _compiled.entered or is_watched() or has_hooks(self):
+        traced = get_eval_frame_callback() is not None
+        if args or kwargs or traced or is_watched() or has_hooks(self):
             return watched(self, *args, **kwargs)
         return _step(self)
 
@@ -73,7 +75,7 @@ def _make_step() -> Callable[..., Any]:
 
 def _may_zero_here(link: Link, set_to_none: bool) -> bool:
     """Whether stock's zero_grad() would only let go of gradients, seen by nobody."""
-    if _compiled.entered or not set_to_none or not link.plain:
+    if get_eval_frame_callback() is not None or not set_to_none or not link.plain:
         return False
     return ZERO_GRAD is not None and link.stock.zero_grad is ZERO_GRAD and not is_watched()
 

@@ -9,10 +9,19 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from optfuse._native import guard
 
-entered = False  # whether a compiled callable ever was
+try:  # not None while dynamo looks at the functions that this thread calls
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+except ImportError:  # it may always do so
+
+    def get_eval_frame_callback() -> Any:  # type: ignore[misc]
+        return True
+
+
+_entered = False  # a compiled callable, ever
 
 
 def install(flush_all: Callable[[], None]) -> None:
@@ -21,14 +30,14 @@ def install(flush_all: Callable[[], None]) -> None:
     compiled code run: the one place that all of them pass."""
     import torch._dynamo.eval_frame as eval_frame
 
-    global entered
-    entered = any(map(_is_in, sys._current_frames().values()))
+    global _entered
+    _entered = any(map(_is_in, sys._current_frames().values()))
     stance = eval_frame._is_skip_guard_eval_unsafe_stance
 
     @functools.wraps(stance)
     def launch_first() -> bool:
-        global entered
-        entered = True
+        global _entered
+        _entered = True
         if guard("compile"):
             flush_all()
         return stance()
@@ -39,7 +48,7 @@ def install(flush_all: Callable[[], None]) -> None:
 def running() -> bool:
     """Whether a compiled callable is being executed, and code compiled after a
     graph break may go on without being entered anew."""
-    return entered and _is_in(sys._getframe(1))
+    return _entered and _is_in(sys._getframe(1))
 
 
 def _is_in(frame: FrameType | None) -> bool:

@@ -119,12 +119,15 @@ def test_an_execution_trace_sees_the_tensors_of_stock(mode, tmp_path):
 
 
 @both_modes
-def test_without_a_profiler_no_range_is_made(mode, monkeypatch):
+@pytest.mark.parametrize("compiled_before", (False, True))
+def test_without_a_profiler_no_range_is_made(mode, compiled_before, monkeypatch):
     entered = []
     enter = record_function.__enter__
-    monkeypatch.setattr(record_function, "__enter__", lambda r: entered.append(r.name) or enter(r))
     model = net()
     optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
+    if compiled_before:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    monkeypatch.setattr(record_function, "__enter__", lambda r: entered.append(r.name) or enter(r))
     for i in range(3):
         train(model, optimizer, i)
     assert entered == []
