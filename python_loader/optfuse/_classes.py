@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from optfuse import _gpu_trial
-from optfuse._compiled import get_eval_frame_callback
 from optfuse._gpu import is_gpu
 from optfuse._native import BACKWARD, Error, lib, lib_with_gil
 from optfuse._observed import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
@@ -57,8 +57,8 @@ def _watched_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> 
 
 
 def _make_step() -> Callable[..., Any]:
-    """step() as every optimizer has it, for those who watch it, and a shorter way for
-    others. What a closure does comes too late for the choice."""
+    """step() as every optimizer has it, for those who watch it and for dynamo, and a shorter
+    way for others. What a closure does comes too late for the choice."""
     watched = torch._dynamo.disable(Optimizer.profile_hook_step(_watched_step))
 
     @functools.wraps(_step)

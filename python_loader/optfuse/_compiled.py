@@ -9,17 +9,8 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from optfuse._native import guard
-
-try:  # not None while dynamo looks at the functions that this thread calls
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-except ImportError:  # it may always do so
-
-    def get_eval_frame_callback() -> Any:  # type: ignore[misc]
-        return True
-
 
 _entered = False  # a compiled callable, ever
 
