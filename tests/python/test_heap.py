@@ -22,10 +22,11 @@ def test_gradients_come_and_go_without_page_faults():
 
 
 def test_the_end_of_the_heap_stays_where_activations_have_been():
-    """They are more than malloc keeps at the end of its heap."""
+    """They are more than malloc keeps at the end of its heap, which in some processes grows
+    once more after a few iterations. Without the bytes that keep it each iteration falls."""
     for _ in range(3):
         _, before, after = trained(layers=12, width=256, batch=16384, iterations=20)
-        ends = [end for both in zip(before, after, strict=True) for end in both][8:]
+        ends = [end for both in zip(before, after, strict=True) for end in both][20:]
         falls = [a - b for a, b in itertools.pairwise(ends)]
         assert max(falls) < 8 << 20, falls
 
