@@ -99,7 +99,7 @@ class _Fused:
             link.sync_params(optimizer)
             link.passes.restart()
         if _may_zero_here(link, set_to_none) and (
-            link.mode == BACKWARD or link.known.are_same(optimizer.param_groups)
+            link.mode == BACKWARD or link.known.have_same_params(optimizer.param_groups)
         ):
             lib_with_gil.of_shim_drop_gradients(link.plan)
         else:

@@ -282,8 +282,7 @@ class Link:
         return optimizer
 
     def sync_params(self, optimizer: Optimizer) -> None:
-        groups = optimizer.param_groups
-        if not self.known.are_same(groups) and not self.known.have_same_params(groups):
+        if not self.known.have_same_params(optimizer.param_groups):
             self.rebuild(optimizer)
 
     def _sync_inputs(self, optimizer: Optimizer, same_groups: bool) -> None:
@@ -334,8 +333,7 @@ class Link:
         groups = optimizer.param_groups
         same_groups = self.known.are_same(groups)
         if not same_groups:
-            if not self.known.have_same_params(groups):
-                self.rebuild(optimizer)
+            self.sync_params(optimizer)
             self._refuse_late_change(groups)
         todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
         if todo & UPDATE or self.own is not None:

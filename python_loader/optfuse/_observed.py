@@ -29,6 +29,7 @@ except ImportError:
     def get_monitor() -> Any:  # type: ignore[misc]
         return None
 
+
 _exposed = False  # spent gradients give a null pointer
 
 

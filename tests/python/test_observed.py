@@ -1,29 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Profilers, hooks and others that watch step() and zero_grad() see of a fused optimizer what
-they see of stock; nobody else pays for it."""
+"""Profilers and hooks see of a fused optimizer what they see of stock; nobody else pays for
+it."""
 
 import copy
 import json
 import pickle
-import weakref
 from collections import Counter
 
 import pytest
 import torch
-from common import (
-    adamw,
-    everything,
-    fused_backward,
-    loss_of,
-    net,
-    python_ok,
-    refused,
-    same,
-    train,
-)
+from common import adamw, everything, fused_backward, loss_of, net, same, train
 from torch import nn
 from torch.autograd.profiler import record_function
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
@@ -59,13 +47,9 @@ LOOKS = {
 }
 
 
-def seen_by(profiler):
-    """Operators of the forward pass and the shapes of what they got."""
-    linear = [e.input_shapes for e in profiler.events() if e.name == "aten::linear"]
-    return {
-        "shapes": linear,
-        "optimizer": any("_optimizer_step_code" in e.name for e in profiler.events()),
-    }
+def shapes_of(profiler, operator="aten::linear"):
+    """Of what it got, each time it was called."""
+    return [event.input_shapes for event in profiler.events() if event.name == operator]
 
 
 @both_modes
@@ -84,10 +68,11 @@ def test_a_profiler_that_looks_at_tensors_sees_those_of_stock(look, mode, set_to
             with profile(activities=[ProfilerActivity.CPU], **LOOKS[look]) as profiler:
                 for k in range(3):
                     train(model, optimizer, 3 * i + k, set_to_none)
-            seen = seen_by(profiler)
-            assert len(seen["shapes"]) == 3 * 3
-            assert seen["optimizer"] == ("with_stack" in LOOKS[look])
-            yield "seen", seen
+            shapes = shapes_of(profiler)
+            assert len(shapes) == 3 * 3
+            yield "shapes", shapes
+            optimizers = any("_optimizer_step_code" in e.name for e in profiler.events())
+            assert optimizers == ("with_stack" in LOOKS[look])
             train(model, optimizer, 9, set_to_none)
             wrap.pending()
         yield from everything(model, optimizer)
@@ -198,9 +183,9 @@ def test_a_profiler_that_a_closure_starts(look, mode):
         for _ in range(4):
             optimizer.step(closure)
         profiler.stop()
-        linear = [e.input_shapes for e in profiler.events() if e.name == "aten::linear"]
-        assert len(linear) == 3 * 3
-        yield "shapes", linear
+        shapes = shapes_of(profiler)
+        assert len(shapes) == 3 * 3
+        yield "shapes", shapes
         yield from everything(model, optimizer)
 
     same(script, mode)
@@ -224,7 +209,7 @@ def test_gradients_that_are_clipped_under_a_profiler_that_looks(look):
                 model(torch.ones(2, 6))
                 scaler.step(optimizer)
                 scaler.update()
-        yield "exp", [e.input_shapes for e in profiler.events() if e.name == "aten::exp"]
+        yield "shapes", shapes_of(profiler, "aten::exp")
         yield from everything(model, optimizer)
 
     same(script, prove=False)
@@ -242,9 +227,9 @@ def test_a_profiler_that_is_switched_on_again(mode):
             train(model, optimizer, 1)
             profiler.toggle_collection_dynamic(True, cpu)
             train(model, optimizer, 2)
-        linear = [e.input_shapes for e in profiler.events() if e.name == "aten::linear"]
-        assert len(linear) == 2 * 3
-        yield "shapes", linear
+        shapes = shapes_of(profiler)
+        assert len(shapes) == 2 * 3
+        yield "shapes", shapes
         yield from everything(model, optimizer)
 
     same(script, mode)
@@ -260,184 +245,6 @@ def test_step_takes_a_closure_either_way():
 
     assert optimizer.step(closure) == 3 and optimizer.step(closure=closure) == 3
     assert calls == [True, True]
-
-
-# zero_grad()
-
-
-class Counting(torch.optim.AdamW):
-    zeroed = 0
-
-    def zero_grad(self, set_to_none=True):
-        self.zeroed += 1
-        super().zero_grad(set_to_none)
-
-
-@both_modes
-def test_a_zero_grad_of_the_class_itself_is_called(mode):
-    optfuse.register(Counting, per_parameter=True)
-    model = net()
-    optimizer = optfuse.fuse(Counting(model.parameters()), mode=mode)
-    for i in range(3):
-        train(model, optimizer, i)
-    assert optimizer.zeroed == 3
-
-
-@both_modes
-def test_a_replaced_zero_grad_of_all_optimizers_is_called(mode, monkeypatch):
-    called = []
-    stock = Optimizer.zero_grad
-    monkeypatch.setattr(
-        Optimizer, "zero_grad", lambda self, *args: (called.append(args), stock(self, *args))
-    )
-    model = net()
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
-    train(model, optimizer, 0)
-    assert len(called) == 1
-
-
-@both_modes
-def test_all_gradients_are_none_afterwards_and_die(mode):
-    model = net()
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
-    for i in range(3):
-        train(model, optimizer, i)
-    optfuse.flush(optimizer)
-    gradients = [weakref.ref(p.grad) for p in model.parameters()]
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    if mode == "forward":  # backward mode keeps those that are spent, for the next time
-        assert all(gradient() is None for gradient in gradients)
-
-
-@both_modes
-def test_gradients_someone_has_stay_his(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(3):
-            train(model, optimizer, i)
-            if not wrap.fused or mode == "forward":
-                kept = model[0].weight.grad
-                optimizer.zero_grad()
-                assert model[0].weight.grad is None
-                kept.mul_(2)
-            optimizer.zero_grad()
-        yield from everything(model, optimizer)
-
-    same(script, mode)
-
-
-@both_modes
-def test_a_parameter_added_by_hand_is_zeroed_too(mode):
-    def script(wrap):
-        model, late = net(), nn.Linear(3, 2)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(5):
-            optimizer.zero_grad()
-            loss = (late(model(torch.ones(2, 6))) - i).square().mean()
-            loss.backward()
-            if i == 2:
-                late.zero_grad()
-            optimizer.step()
-            if i == 2:
-                optimizer.param_groups[0]["params"] += late.parameters()
-                late.weight.grad = torch.ones_like(late.weight)
-                optimizer.zero_grad()
-                yield "gradients", [p.grad is None for p in (*model.parameters(), late.weight)]
-        yield from everything(nn.Sequential(model, late), optimizer)
-
-    same(script, mode)
-
-
-def test_a_zero_grad_that_was_replaced_before_we_came_is_called():
-    assert (
-        python_ok(
-            """
-import torch
-stock, called = torch.optim.Optimizer.zero_grad, []
-torch.optim.Optimizer.zero_grad = lambda self, *args: (called.append(1), stock(self, *args))
-import optfuse
-p = torch.nn.Parameter(torch.ones(3))
-optimizer = optfuse.fuse(torch.optim.AdamW([p], fused=True))
-p.sum().backward()
-optimizer.zero_grad()
-print(called, p.grad)
-""",
-            fresh=True,
-        ).strip()
-        == "[1] None"
-    )
-
-
-@both_modes
-def test_parameters_of_a_class_with_a_grad_of_its_own(mode):
-    class Noting(nn.Parameter):
-        dropped = 0
-
-        @property
-        def grad(self):
-            return torch.Tensor.grad.__get__(self)
-
-        @grad.setter
-        def grad(self, value):
-            Noting.dropped += value is None
-            torch.Tensor.grad.__set__(self, value)
-
-    p = Noting(torch.ones(3))
-    optimizer = optfuse.fuse(adamw([p]), mode=mode)
-    for _ in range(2):
-        p.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert Noting.dropped == 2
-
-
-def test_a_finalizer_of_a_gradient_may_unfuse_the_optimizer():
-    model = net()
-    optimizer = optfuse.fuse(adamw(model.parameters()))
-    train(model, optimizer, 0)
-    optfuse.flush(optimizer)
-
-    class Unfuses:
-        def __del__(self):
-            optfuse.unfuse(optimizer)
-
-    model[0].bias.grad.unfuses = Unfuses()
-    optimizer.zero_grad()
-    assert type(optimizer) is torch.optim.AdamW
-    assert all(p.grad is None for p in model.parameters())
-    train(model, optimizer, 1)
-
-
-def test_a_finalizer_of_a_gradient_may_change_the_optimizer():
-    """Nothing is lost when what dies in zero_grad() adds parameters to the optimizer."""
-    model, late = net(), nn.Linear(3, 3)
-    optimizer = optfuse.fuse(adamw(model.parameters()))
-    train(model, optimizer, 0)
-    optfuse.flush(optimizer)
-
-    class Adds:
-        def __del__(self):
-            optimizer.add_param_group({"params": list(late.parameters())})
-
-    model[2].weight.grad.adds = Adds()
-    late.weight.grad = torch.ones_like(late.weight)
-    optimizer.zero_grad()
-    assert len(optimizer.param_groups) == 2
-    assert all(p.grad is None for p in model.parameters())
-    late(model(torch.ones(1, 6))).square().sum().backward()
-    before = late.weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(before, late.weight)
-
-
-def test_backward_mode_still_refuses_to_throw_applied_gradients_away():
-    model, optimizer = fused_backward()
-    train(model, optimizer, 0)
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3)).backward()
-    refused(optimizer.zero_grad, "step()")
 
 
 # Spent gradients
