@@ -22,13 +22,13 @@ def test_gradients_come_and_go_without_page_faults():
 
 
 def test_the_end_of_the_heap_stays_where_activations_have_been():
-    """They are more than malloc keeps at the end of its heap, which in some processes grows
-    once more after a few iterations. Without the bytes that keep it each iteration falls."""
+    """They are more than malloc keeps at the end of its heap. Without the bytes that keep it
+    each iteration falls; with them, in one process of ten, one of the first."""
     for _ in range(3):
         _, before, after = trained(layers=12, width=256, batch=16384, iterations=20)
-        ends = [end for both in zip(before, after, strict=True) for end in both][20:]
+        ends = [end for both in zip(before, after, strict=True) for end in both][8:]
         falls = [a - b for a, b in itertools.pairwise(ends)]
-        assert max(falls) < 8 << 20, falls
+        assert sum(fall >= 8 << 20 for fall in falls) <= 1, falls
 
 
 def trained(layers, width, batch, iterations=16):
