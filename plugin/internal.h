@@ -229,6 +229,8 @@ bool of_registry_has_scalings(void); /* no lock */
 unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm);
 /* Whether this update is in flight, and still the last that has this key. */
 bool of_registry_flies(const void *key, const of_update *update);
+/* Whether an update of another plan has this key and is not in flight. */
+bool of_registry_waits_elsewhere(const void *key, const of_plan *plan);
 /* Adds one to it; false: there is none, or it has no room. */
 bool of_registry_add_factor(const void *key, double factor);
 void of_registry_lock(void);

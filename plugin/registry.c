@@ -200,6 +200,14 @@ bool of_registry_flies(const void *key, const of_update *update) {
     return flies;
 }
 
+bool of_registry_waits_elsewhere(const void *key, const of_plan *plan) {
+    pthread_mutex_lock(&lock);
+    const entry *at = table ? seek(key) : NULL;
+    const bool waits = at && at->key && at->update->plan != plan && !at->update->flying;
+    pthread_mutex_unlock(&lock);
+    return waits;
+}
+
 bool of_registry_add_factor(const void *key, double factor) {
     bool added = false;
     if (!of_registry_has_scalings())

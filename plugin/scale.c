@@ -69,31 +69,24 @@ void of_scaling_share(of_plan *plan, of_update *update) {
     unlock_scaling(scaling);
 }
 
-/* The plan, another one, of an update that is pending on the gradient of a scaling (*key)
- * and is going to multiply what it reads by itself; or NULL. One in flight does so on the
- * scaling's own stream, and comes first anyway. Lock held. */
-static of_plan *find_reader(of_plan *plan, const void **key) {
-    for (of_update *u = plan->scalings.first; u; u = u->next) {
-        *key = (const char *)u->in.keys[0] - 1; /* see of_scale_key() */
-        of_update *reader = of_registry_find(*key);
-        if (reader && reader->plan != plan && !reader->flying)
-            return reader->plan;
-        if (reader)
-            of_plan_unref(plan);
+/* A gradient with a scaling of this plan and a pending update of another one, which is
+ * going to multiply what it reads by itself; or NULL. An update in flight does so on the
+ * scaling's own stream, and comes first anyway. */
+static const void *find_read(of_plan *plan) {
+    const void *found = NULL;
+    pthread_mutex_lock(&plan->lock);
+    for (of_update *u = plan->scalings.first; u && !found; u = u->next) {
+        const void *key = (const char *)u->in.keys[0] - 1; /* see of_scale_key() */
+        found = of_registry_waits_elsewhere(key, plan) ? key : NULL;
     }
-    return NULL;
+    pthread_mutex_unlock(&plan->lock);
+    return found;
 }
 
 void of_launch_readers(of_plan *plan) {
-    for (bool more = true; more;) {
-        const void *key = NULL;
-        pthread_mutex_lock(&plan->lock);
-        of_plan *other = find_reader(plan, &key);
-        pthread_mutex_unlock(&plan->lock);
-        more = other && of_launch_at(key, false) != OF_TOUCH_FAILED;
-        if (other)
-            of_plan_unref(other);
-    }
+    const void *key = find_read(plan);
+    while (key && of_launch_at(key, false) != OF_TOUCH_FAILED)
+        key = find_read(plan);
 }
 
 void of_launch_scalings(of_plan *plan, of_list *done) {

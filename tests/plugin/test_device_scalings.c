@@ -198,6 +198,30 @@ START_TEST(two_optimizers_apply_one_factor) {
 }
 END_TEST
 
+/* One's update of the shared gradient is in flight when the other's product is launched.
+ * AddressSanitizer sees whose plan was freed too early, or never. */
+START_TEST(a_flush_keeps_the_plans_of_both_optimizers) {
+    fixture *f = setup_on_device(OF_FORWARD, 0);
+    fixture *g = setup_beside(f, OF_FORWARD);
+    twin *t = with_gradient(f, 100);
+    twin *other = add_tensor(g, fake_tensor_new(f->host, OF_FLOAT32, 100, 2), 1, false);
+    other->tensor->device = OF_CUDA;
+    fake_buffer_retain(t->tensor->grad);
+    fake_set_grad(other->tensor, t->tensor->grad);
+    unsigned char *wanted = multiplied(t, FACTOR);
+    clip(f, t, FACTOR);
+    step_with(g, other, wanted);
+    fake_operator(other->tensor->param, false, "use");
+    ck_assert_uint_eq(counts(g).in_flight, 1);
+    ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+    ck_assert(memory_is(t, wanted));
+    free(wanted);
+    of_plan_drain(f->plan);
+    teardown(g);
+    finish(f);
+}
+END_TEST
+
 START_TEST(a_flush_multiplies_all_in_one_launch) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
     fake_buffer *factor = NULL;
@@ -352,6 +376,7 @@ int main(void) {
     tcase_add_test(tests, a_step_on_another_stream_has_the_gradient_multiplied_first);
     tcase_add_test(tests, a_second_factor_has_the_first_applied);
     tcase_add_test(tests, two_optimizers_apply_one_factor);
+    tcase_add_test(tests, a_flush_keeps_the_plans_of_both_optimizers);
     tcase_add_test(tests, a_flush_multiplies_all_in_one_launch);
     tcase_add_test(tests, a_look_at_one_multiplies_others_in_its_launch);
     tcase_add_test(tests, a_gradient_that_is_gone_is_not_multiplied);
