@@ -31,7 +31,7 @@ typedef struct of_stream {
 
 /* The host's part. None of these waits for the device but synchronize(). They
  * run under the lock of a plan and must not call back. Those that return a
- * bool give false after of_set_error(). */
+ * bool give false after of_set_error(), is_done() also if the work is not done. */
 typedef struct of_device_host {
     /* The calling thread's current stream of a device. */
     of_stream (*current)(void *ctx, int device);
@@ -49,7 +49,7 @@ typedef struct of_device_host {
     /* Whether the event's work is done. */
     bool (*is_done)(void *ctx, void *event);
     /* Blocks the calling thread until it is. */
-    void (*synchronize)(void *ctx, void *event);
+    bool (*synchronize)(void *ctx, void *event);
     void (*destroy)(void *ctx, void *event);
 } of_device_host;
 

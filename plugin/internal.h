@@ -180,7 +180,8 @@ bool of_lanes_join(of_plan *plan);
 void of_lanes_land(of_plan *plan);   /* forgets what is known to be done */
 void of_lanes_fence(of_plan *plan);  /* lets that be known of all that is in flight */
 void of_lanes_forget(of_plan *plan); /* forgets all: joined at the end of backward */
-void of_lanes_drain(of_plan *plan);  /* waits for the devices, then forgets all */
+/* Waits for the devices, then forgets all; false: they can't be waited for, and all stays. */
+bool of_lanes_drain(of_plan *plan);
 void of_lanes_free(of_plan *plan);
 /* The status of whoever launched: OF_REFUSED and the message after a failure. */
 of_status of_plan_health(const of_plan *plan);

@@ -27,20 +27,23 @@ static of_lane *lane_of(of_plan *plan, const of_stream *stream) {
     return &lanes[plan->n_lanes++];
 }
 
-/* Without memory the device's work is waited for instead. */
-static void wait_for(of_plan *plan, const of_stream *stream) {
+/* Until the device has done all that is on the stream; false: it may still be at it. */
+static bool wait_for(of_plan *plan, const of_stream *stream) {
     const of_device_host *device = plan->host.device;
     void *event = NULL;
-    if (device->record(plan->host.ctx, stream, &event))
-        device->synchronize(plan->host.ctx, event);
+    const bool waited = device->record(plan->host.ctx, stream, &event) &&
+                        device->synchronize(plan->host.ctx, event);
     if (event)
         device->destroy(plan->host.ctx, event);
+    return waited;
 }
 
+/* Without memory the device's work is waited for instead. */
 bool of_lane_add(of_plan *plan, of_update *update) {
     of_lane *lane = lane_of(plan, &update->in.stream);
     if (!lane) {
-        wait_for(plan, &update->in.stream);
+        if (!wait_for(plan, &update->in.stream))
+            of_plan_fail(plan);
         return false;
     }
     atomic_store_explicit(&update->holders, 2, memory_order_relaxed);
@@ -134,11 +137,12 @@ void of_lanes_forget(of_plan *plan) {
     plan->n_lanes = 0;
 }
 
-void of_lanes_drain(of_plan *plan) {
+bool of_lanes_drain(of_plan *plan) {
     for (size_t i = 0; i < plan->n_lanes; i++)
-        if (plan->lanes[i].count)
-            wait_for(plan, &plan->lanes[i].stream);
+        if (plan->lanes[i].count && !wait_for(plan, &plan->lanes[i].stream))
+            return false;
     of_lanes_forget(plan);
+    return true;
 }
 
 void of_lanes_free(of_plan *plan) {

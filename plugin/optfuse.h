@@ -48,7 +48,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 6, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 7, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 typedef enum of_status {
     OF_OK = 0,
@@ -229,7 +229,9 @@ OF_API of_status of_plan_create(const of_host *host, const char *rule,
 OF_API void of_plan_retain(of_plan *plan);
 /* Drops a reference; the last one launches what is pending and frees all. If
  * another thread is just then in of_touch() or of_flush_all(), its release() of
- * what it launched may come a little later: release() must do without ctx. */
+ * what it launched may come a little later: release() must do without ctx. If what is
+ * in flight on a device can't be waited for, the plan stays in order that others wait for
+ * it: the functions of of_device_host must do without ctx, too. */
 OF_API void of_plan_release(of_plan *plan);
 
 /* Adds a parameter group (group == number of groups) or changes the
@@ -278,7 +280,8 @@ OF_API void of_plan_set_updated(of_plan *plan, size_t slot);
 OF_API of_status of_plan_close(of_plan *plan);
 OF_API of_status of_plan_flush(of_plan *plan);
 OF_API void of_flush_all(void);
-/* Also waits until the devices have done it: nothing is in flight afterwards. */
+/* Also waits until the devices have done it: nothing is in flight afterwards. OF_REFUSED
+ * if they can't be waited for: then everything stays in flight. */
 OF_API of_status of_plan_drain(of_plan *plan);
 
 /* Multiplies the gradient of a slot by a factor, rounding to its

@@ -110,8 +110,9 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     return OF_OK;
 }
 
-/* Launches what is pending and drops every slot and group. */
-static void empty(of_plan *plan) {
+/* Launches what is pending and drops every slot and group. False: something may still be
+ * in flight. */
+static bool empty(of_plan *plan) {
     of_list done = {0};
     of_launch_readers(plan);
     pthread_rwlock_wrlock(&plan->layout);
@@ -121,7 +122,7 @@ static void empty(of_plan *plan) {
     else
         of_discard_pending(plan, &done);
     of_launch_scalings(plan, &done);
-    of_lanes_drain(plan);
+    const bool drained = of_lanes_drain(plan);
     of_slot *slots = plan->slots;
     size_t n_slots = plan->n_slots;
     free(plan->groups);
@@ -134,6 +135,7 @@ static void empty(of_plan *plan) {
     for (size_t i = 0; i < n_slots; i++)
         plan->host.drop(plan->host.ctx, slots[i].tensor);
     free(slots);
+    return drained;
 }
 
 void of_plan_clear(of_plan *plan) {
@@ -144,13 +146,13 @@ void of_plan_retain(of_plan *plan) {
     atomic_fetch_add_explicit(&plan->users, 1, memory_order_relaxed);
 }
 
-/* Nothing is pending any more when the users' common reference goes, so
+/* Nothing is pending or in flight any more when the users' common reference goes, so
  * of_touch() never finds a plan that is being freed. */
 void of_plan_release(of_plan *plan) {
     if (!plan || atomic_fetch_sub_explicit(&plan->users, 1, memory_order_acq_rel) != 1)
         return;
-    empty(plan);
-    of_plan_unref(plan);
+    if (empty(plan))
+        of_plan_unref(plan);
 }
 
 void of_plan_unref(of_plan *plan) {

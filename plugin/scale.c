@@ -186,8 +186,9 @@ static of_status scale_slot(of_plan *plan, of_update *update, double factor, flo
     update->norm = norm;
     pthread_mutex_lock(&plan->lock);
     create_scaling(plan, update, done);
+    const of_status status = of_plan_health(plan);
     pthread_mutex_unlock(&plan->lock);
-    return OF_OK;
+    return status;
 }
 
 of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, bool *scaled) {

@@ -114,9 +114,7 @@ static of_status finish(of_plan *plan, bool scalings, bool wait) {
     if (scalings)
         of_launch_scalings(plan, &done);
     of_status status = of_plan_health(plan);
-    if (wait)
-        of_lanes_drain(plan);
-    else if (status == OF_OK && !of_lanes_join(plan))
+    if (wait ? !of_lanes_drain(plan) : status == OF_OK && !of_lanes_join(plan))
         status = OF_REFUSED;
     if (scalings && !wait) /* for whoever waits for the device himself */
         of_lanes_fence(plan);

@@ -158,9 +158,9 @@ bool is_done(void *, void *event) {
     });
 }
 
-void synchronize(void *, void *event) {
+bool synchronize(void *, void *event) {
     const Relaxed relaxed;
-    attempt("synchronizing with an event", [&] {
+    return attempt("synchronizing with an event", [&] {
         const auto *made = static_cast<Event *>(event);
         const OnDevice guard(device_at(made->device));
         guard_impl().synchronizeEvent(made->native);

@@ -45,6 +45,8 @@ typedef struct fake_device {
     bool spoiled;                   /* a capture waited for work outside of it, which ends it */
     bool busy;                      /* no event is ever done by itself */
     int fail_launch;                /* the number of the launch that fails, from 1 */
+    bool fails_to_record;           /* no event can be recorded */
+    bool fails_to_synchronize;      /* nor waited for by the host */
     int launches;
     int entries; /* of the last launch */
     int last_stream;

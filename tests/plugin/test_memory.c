@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fake_device.h"
 #include "fixture.h"
 
 static int until_failure = -1; /* allocations that still succeed; -1: all */
@@ -157,6 +158,27 @@ START_TEST(gradient_reports_it) {
 }
 END_TEST
 
+/* Where a launch leaves nothing in flight, the device must have done it. */
+START_TEST(launch_without_room_for_its_stream_waits_for_the_device) {
+    for (int broken = 0; broken < 2; broken++) {
+        fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
+        twin *t = add_on_device(f, 10, 0);
+        of_touched touched;
+        backward(t);
+        step(f);
+        device.fails_to_record = broken;
+        WITH_FAILURE(0, touched, of_touch(t->tensor->param, false));
+        ck_assert_int_eq(touched, broken ? OF_TOUCH_FAILED : OF_IN_FLIGHT);
+        ck_assert_int_eq(device.launches, 1);
+        ck_assert_int_eq(device.synchronized, !broken);
+        ck_assert_uint_eq(counts(f).in_flight, 0);
+        ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), broken ? OF_REFUSED : OF_OK);
+        ck_assert_int_eq(device.timeline.races, 0);
+        teardown_unchecked(f);
+    }
+}
+END_TEST
+
 /* Without Check in between: its allocations would be tracked. */
 static size_t left_behind(fake_host *host, of_mode mode) {
     static const double hyper[] = {1e-2, 0.9, 0.999, 1e-8, 0, 0, 0, 1};
@@ -227,6 +249,7 @@ int main(void) {
     tcase_add_test(all, plan_reports_it);
     tcase_add_test(all, group_and_slot_report_it);
     tcase_add_test(all, gradient_reports_it);
+    tcase_add_test(all, launch_without_room_for_its_stream_waits_for_the_device);
     tcase_add_test(all, plan_gives_all_its_memory_back);
     tcase_add_test(all, repeated_steps_allocate_nothing);
     suite_add_tcase(suite, all);
