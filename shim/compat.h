@@ -64,15 +64,10 @@ inline void *address(c10::StorageImpl *storage) {
     return storage->_mutable_data_ptr_no_checks().mutable_get();
 }
 
-// References to a storage or a tensor that stand for no second owner: from 2.13
-// on a Python wrapper that nobody in Python holds any more is kept for re-use.
+// References to a storage or a tensor that stand for no second owner: PyTorch keeps a
+// Python wrapper that nobody in Python holds any more for re-use.
 template <class Impl> size_t idle_references(const Impl &impl) {
-#if OF_TORCH_AT_LEAST(13)
     return impl.pyobj_slot()->has_unique_reference() ? 1 : 0;
-#else
-    (void)impl;
-    return 0;
-#endif
 }
 
 } // namespace optfuse
