@@ -6,13 +6,18 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/version.h>
 
-#define OF_TORCH_AT_LEAST(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
+#define OF_TORCH_AT_LEAST(minor)                                                                  \
+    (TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= (minor)))
 
-#if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR < 11 || TORCH_VERSION_MINOR > 13
-#error "optfuse supports torch 2.11 to 2.13"
+#if !OF_TORCH_AT_LEAST(11) // TESTED of _releases.py; a later release may do
+#error "optfuse needs torch 2.11 or newer"
 #endif
 
 namespace optfuse {
+
+// What Muon orthogonalizes is divided in place where it is bfloat16 already; later
+// releases copy it first.
+constexpr bool kMuonDividesInput = !OF_TORCH_AT_LEAST(15);
 
 // Present in every supported release, above autograd and autocast, and meant
 // for whoever wants a key of their own in one process.

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "compat.h"
 #include "guard.h"
 #include "native.h"
 #include "newton_schulz.h"
@@ -26,8 +27,7 @@ bool is_usual(const NativeInputs &in) {
 // values towards 1.
 at::Tensor orthogonal(const at::Tensor &matrix, const double *h) {
     const bool is_tall = matrix.size(0) > matrix.size(1);
-    // In bfloat16 already, the matrix itself is divided, as in the class.
-    at::Tensor x = matrix.to(at::kBFloat16);
+    at::Tensor x = matrix.to(at::kBFloat16, false, !kMuonDividesInput);
     if (is_tall)
         x = x.t();
     x.div_(at::linalg_vector_norm(x, 2).clamp(h[MUON_EPS]));
@@ -55,7 +55,8 @@ bool muon(const NativeInputs &in) {
     const at::Tensor direction =
         h[MUON_NESTEROV] != 0 ? in.grad.lerp(average, h[MUON_MOMENTUM]) : average;
     const at::Tensor update = orthogonal(direction, h);
-    const bool divided = direction.is_same(average) && average.scalar_type() == at::kBFloat16;
+    const bool divided = kMuonDividesInput && direction.is_same(average) &&
+                         average.scalar_type() == at::kBFloat16;
     for (int times = divided ? 2 : 1; times > 0; times--)
         average.unsafeGetTensorImpl()->bump_version();
     const auto how = static_cast<of_adjust_lr>(h[MUON_ADJUST_LR]);

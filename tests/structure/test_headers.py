@@ -103,5 +103,6 @@ def test_header_of_the_shim_compiles_alone(header: Path) -> None:
     if sees_torch(header):
         torch = pytest.importorskip("torch")
         include = Path(torch.__file__).parent / "include"
+        flags += ["-std=c++20"] if torch.__version__ >= (2, 14) else []  # as shim/meson.build
         flags += [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}"]
     compiles(header, CXX, *flags)
