@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,14 +21,16 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+# Of tests/run --torch: an environment of its own outside of the tree, and what is in it.
+VENV = Path(os.environ.get("OPTFUSE_ENVIRONMENT") or ROOT / ".venv")
+ASKED = os.environ.get("OPTFUSE_TORCH", "")
 PYTHON = VENV / "bin" / "python"
 BUILD = ROOT / "build"
 # What pip builds. It belongs to this .venv's Python and torch and lives on, so
 # that only what changed is compiled again.
 INSTALLED = VENV / "build"
-RELEASES = ("2.11", "2.12", "2.13")
-TORCH = "torch==2.13.0"
+RELEASES = runpy.run_path(str(ROOT / "python_loader/optfuse/_releases.py"))["TESTED"]
+TORCH = f"torch=={ASKED}.*" if ASKED else "torch==2.13.0"
 # Installed even if the calling Python has them: their commands must be in .venv.
 TOOLS = ["meson>=1.3", "meson-python>=0.18", "ninja", "pytest", "ruff"]
 # expecttest: torch.testing._internal, with its list of optimizers, imports it.
@@ -86,7 +89,7 @@ def torch_of_caller() -> tuple[str, Path] | None:
 def describe_base() -> dict[str, str]:
     """Which Python and which torch .venv is to stand on."""
     base = {"python": sys.executable, "version": platform.python_version(), "torch": "", "path": ""}
-    found = torch_of_caller()
+    found = None if ASKED else torch_of_caller()
     if found is not None:
         version, path = found
         if ".".join(version.split("+")[0].split(".")[:2]) in RELEASES:
@@ -129,7 +132,7 @@ def make_venv() -> None:
     stamp = json.dumps(base, sort_keys=True)
     if PYTHON.exists() and read_stamp("stamp-base") == stamp:
         return
-    say(f"making .venv for Python {base['version']}")
+    say(f"making {VENV.name} for Python {base['version']}")
     if importlib.util.find_spec("ensurepip") is None:
         fail(
             "this Python can't make virtual environments (Debian, Ubuntu: apt install python3-venv)"
@@ -141,7 +144,8 @@ def make_venv() -> None:
         site = next(VENV.glob("lib/python3*/site-packages"))
         (site / "torch-of-caller.pth").write_text(base["path"] + "\n", encoding="utf-8")
     else:
-        say(f"this Python has no supported torch: installing {TORCH} with pip, as it is configured")
+        why = "" if ASKED else "this Python has no supported torch: "
+        say(f"{why}installing {TORCH} with pip, as it is configured")
         run([str(PYTHON), "-m", "pip", "install", "--progress-bar", "off", TORCH], quiet=False)
     write_stamp("stamp-base", stamp)
 

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from optfuse._releases import TESTED, is_too_old, release_of
+
 ABI = 2  # of the C functions that the loader calls
-RELEASES = ("2.11", "2.12", "2.13")
 PLATFORM = "linux_x86_64"
 REBUILD = (
     "build it with `pip install --no-build-isolation .` in the environment that has this torch"
@@ -45,7 +46,7 @@ class Torch:
 
     @property
     def release(self) -> str:
-        return ".".join(self.version.split("+")[0].split(".")[:2])
+        return release_of(self.version)
 
 
 def check_platform(
@@ -70,10 +71,11 @@ def check_platform(
 
 
 def check_release(torch: Torch) -> None:
-    """Raises ImportError for a torch release that is not supported."""
-    if torch.release not in RELEASES:
+    """Raises ImportError for a torch release that is too old. One that is too new is not
+    known: a library that was built for it will do."""
+    if is_too_old(torch.release):
         raise ImportError(
-            f"optfuse supports torch {RELEASES[0]} to {RELEASES[-1]}; this is torch "
+            f"optfuse supports torch {TESTED[0]} to {TESTED[-1]}; this is torch "
             f"{torch.version}: install a supported release, then {REBUILD}"
         )
 

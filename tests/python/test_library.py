@@ -64,18 +64,32 @@ def test_this_process_is_a_supported_platform() -> None:
     assert _library._in_main_interpreter()
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0+cpu", "2.13.0a0+git1234"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0a0+git1234", "2.15.0+cu132"])
 def test_supported_releases_pass(version: str) -> None:
     _library.check_release(_library.Torch(version, True))
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.1.0", "2.10.0+cpu", "2.14.0", "3.0.0"])
-def test_other_releases_are_refused_with_what_to_do(version: str) -> None:
+@pytest.mark.parametrize("version", ["1.13.1", "2.1.0", "2.10.0+cpu"])
+def test_older_releases_are_refused_with_what_to_do(version: str) -> None:
     with pytest.raises(ImportError) as caught:
         _library.check_release(_library.Torch(version, True))
     message = str(caught.value)
-    assert "2.11 to 2.13" in message and version in message
+    assert "2.11 to 2.15" in message and version in message
     assert "pip install --no-build-isolation ." in message
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "2.20.1+cu140", "3.0.0a0+git1234"])
+def test_a_release_that_came_later_needs_a_library_that_was_built_for_it(
+    version: str, tmp_path: Path
+) -> None:
+    torch = _library.Torch(version, True)
+    make_library(tmp_path)
+    with pytest.raises(ImportError, match=r"built for torch 2\.13 .*, but this is torch") as caught:
+        _library.find(torch, {}, tmp_path)
+    message = str(caught.value)
+    assert version in message and "pip install --no-build-isolation ." in message
+    library = make_library(tmp_path, "liboptfuse_torch-later", torch=torch.release)
+    assert _library.find(torch, {}, tmp_path) == library
 
 
 def test_a_library_for_this_torch_is_chosen(tmp_path: Path) -> None:
@@ -183,14 +197,14 @@ def test_the_wrong_library_is_refused_before_it_is_opened(tmp_path: Path) -> Non
 def test_a_subinterpreter_is_refused() -> None:
     module = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
     importlib.import_module(module)
-    source = Path(_library.__file__)
+    package = str(Path(_library.__file__).parent)
     inside = (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('library', {str(source)!r})\n"
-        "library = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['library'] = library\n"
-        "spec.loader.exec_module(library)\n"
-        "try:\n    library.load()\n"
+        "import sys, types\n"
+        "package = types.ModuleType('optfuse')\n"  # optfuse itself would import torch
+        f"package.__path__ = [{package!r}]\n"
+        "sys.modules['optfuse'] = package\n"
+        "from optfuse import _library\n"
+        "try:\n    _library.load()\n"
         "except ImportError as error:\n    print('ImportError:', error, flush=True)\n"
     )
     create = "create('legacy')" if sys.version_info >= (3, 13) else "create()"

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The list of tested releases (python_loader/optfuse/_releases.py) and what other files,
+which can't read it, say of releases."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+from tree import ROOT
+
+TESTED = runpy.run_path(str(ROOT / "python_loader" / "optfuse" / "_releases.py"))["TESTED"]
+RANGE = f"torch {TESTED[0]} to {TESTED[-1]}"
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text("utf-8")
+
+
+def test_releases_are_in_order_without_gaps() -> None:
+    minors = [int(release.removeprefix("2.")) for release in TESTED]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+
+
+def test_what_is_said_to_be_supported_is_what_is_tested() -> None:
+    for path in ("README.md", "pyproject.toml"):
+        ranges = re.findall(r"torch 2\.\d+ to 2\.\d+", read(path).replace("\n", " "))
+        assert ranges and set(ranges) == {RANGE}, f"{path} says {ranges}, not {RANGE}"
+
+
+def test_the_shim_takes_the_oldest_release_and_later_ones() -> None:
+    oldest = re.search(r"#if !OF_TORCH_AT_LEAST\((\d+)\)", read("shim/compat.h"))
+    assert oldest is not None and f"2.{oldest.group(1)}" == TESTED[0]
+
+
+def test_the_environment_of_the_tests_has_a_tested_release() -> None:
+    usual = re.search(r'"torch==(2\.\d+)\.\d+"', read("tests/bootstrap.py"))
+    assert usual is not None and usual.group(1) in TESTED
