@@ -33,13 +33,14 @@ void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, in
 }
 
 // For a plan without slots whose groups are set. One entry a parameter in each
-// list; updated: in backward mode, since the last step(); tried: see Slot; label: how
-// errors name the parameter.
+// list; updated: in backward mode, since the last step(); tried: see Slot, and for
+// tried_on_cpu Plan; label: how errors name the parameter.
 void set_slots(int64_t address, const std::vector<at::Tensor> &params,
                const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
                const std::vector<int64_t> &updated, const std::vector<int64_t> &tried,
-               const std::vector<std::string> &labels) {
+               bool tried_on_cpu, const std::vector<std::string> &labels) {
     Plan &plan = plan_at(address);
+    plan.tried_on_cpu = tried_on_cpu;
     for (size_t i = 0; i < params.size(); i++) {
         add_slot(plan, params[i], groups[i], eager[i] != 0, tried[i], labels[i]);
         if (updated[i] != 0)
@@ -186,7 +187,7 @@ void raise_error(const std::string &message) { throw Error(message); }
 } // namespace optfuse
 
 TORCH_LIBRARY(optfuse, m) {
-    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, int[] tried, str[] labels) -> ()",
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, int[] tried, bool tried_on_cpu, str[] labels) -> ()",
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::set_state);

@@ -15,8 +15,7 @@ import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from optfuse import _gpu_trial
-from optfuse._gpu import is_gpu
+from optfuse import _stock_trial
 from optfuse._native import BACKWARD, Error, lib, lib_with_gil
 from optfuse._observed import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
 from optfuse._own import running
@@ -111,9 +110,8 @@ class _Fused:
         try:
             link = link_of(optimizer)
             groups = optimizer.param_groups
-            if link.rule.as_made or link.rule.by_host:
-                _try_group(link.rule, link.stock, groups[-1])
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
+            _try_group(link.rule, link.stock, groups[-1])
             if link.rule.by_host:
                 check_promise(optimizer, link.stock)
             link.rebuild(optimizer, groups[-1]["params"])
@@ -144,14 +142,14 @@ class _Fused:
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: dict[str, Any]) -> None:
     """A group is added to others that the class's own step() need not update."""
-    from optfuse._fuse import try_on_gpu
-    from optfuse._rules import why_not_tried
+    from optfuse._fuse import try_with_stock
+    from optfuse._rules import OWN, why_not_tried
 
-    if not rule.tried:
+    if rule is OWN:
         return
-    try_on_gpu(stock, [group])
+    try_with_stock(stock, [group])
     why = why_not_tried(rule, stock, [group], {})
-    if why and (rule.by_host or all(is_gpu(param.device) for param in group["params"])):
+    if why:
         raise Error(
             "optfuse: the others of this optimizer's parameters are updated by "
             f"{rule.updates_by()}, but those of the new group can't be, because {why[0]}; unfuse "
@@ -166,7 +164,7 @@ def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) 
 
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = optimizer.__dict__["state"]
-    if not _gpu_trial.other_counters(params, state, link.rule.numbers_on_gpu()):
+    if not _stock_trial.other_counters(params, state, link.rule.numbers_on_gpu()):
         return
     if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
         optimizer.__dict__.update(before)

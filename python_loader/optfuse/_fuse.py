@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _gpu_trial, _process, _products
+from optfuse import _process, _products, _stock_trial
 from optfuse._classes import LINK, fused_class, link_of
 from optfuse._gpu import is_gpu
 from optfuse._link import How, Link
@@ -111,7 +111,8 @@ def fuse(
     check_step(optimizer)
     chosen = check_eager(eager, optimizer)
     _process.start()
-    try_on_gpu(type(optimizer), optimizer.param_groups)
+    if try_with_stock(type(optimizer), optimizer.param_groups):
+        check_optimizer(optimizer, strict)  # by the rule that it has now
     differ: list[str] = []
     rule = rule_of(optimizer)
     if rule is RULES.get(type(optimizer)) and not rule.by_host:
@@ -130,21 +131,22 @@ def fuse(
     return fused
 
 
-def try_on_gpu(stock: type[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Whether something may take the place of the class's own step() on a GPU; once for
-    each kind of parameters."""
+def try_with_stock(stock: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
+    """Finds out whether something may take the place of the class's own step(), where that
+    is not known; once for each kind of parameters. False: it is known."""
     rule = RULES.get(stock)
-    if rule is None or not rule.tried:
-        return
+    if rule is None or not any(_stock_trial.kinds(rule, stock, groups)):
+        return False
 
     def fuse_for_trial(small: Optimizer) -> Optimizer:
         _products.make(rule, small.param_groups)
-        return _fuse(small, How(), rule.on_gpus())
+        on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
+        return _fuse(small, How(), rule.on_gpus() if on_gpu else rule)
 
-    tried = _gpu_trial.Tried(rule.updates_by(), fuse_for_trial, rule.shapes)
-    _gpu_trial.make(stock, groups, tried)
-    if not _gpu_trial.verdicts(stock, groups):
+    _stock_trial.make(stock, groups, _stock_trial.Tried(rule, fuse_for_trial))
+    if not _stock_trial.verdicts(rule, stock, groups):
         _products.make(rule, groups)
+    return True
 
 
 def _fuse(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:
@@ -174,7 +176,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
 def fuse_like(optimizer: OptimizerT, link: Link, eager: list[Tensor]) -> OptimizerT:
     """Fuses a copy of an optimizer in the way the original was. Its options, and what
     its parameters are, may have become others since."""
-    try_on_gpu(type(optimizer), optimizer.param_groups)
+    try_with_stock(type(optimizer), optimizer.param_groups)
     return _fuse(optimizer, replace(link.how, eager=tuple(eager)))
 
 
@@ -217,7 +219,7 @@ class Summary:
     reference: str  # the implementation of PyTorch whose bits are reproduced
     reference_differs: tuple[int, ...]  # groups whose flags select another one
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
-    own_step_because: tuple[str, ...]  # why, on a GPU, where something else might update
+    own_step_because: tuple[str, ...]  # why, where something else might update
     products_because: tuple[str, ...]  # why operators multiply there, where cuBLAS might
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int

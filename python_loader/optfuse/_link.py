@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from optfuse import _compiled, _gpu, _own, _scaled
 from optfuse._gpu import is_gpu, is_on_gpu
-from optfuse._gpu_trial import flags_of
 from optfuse._known import Groups, KnownGroups, KnownState, params_of
 from optfuse._native import (
     ADDS,
@@ -44,7 +43,8 @@ from optfuse._native import (
 from optfuse._passes import Passes
 from optfuse._refuse import label
 from optfuse._register import check_promise
-from optfuse._rules import Rule, rule_of, why_own_step
+from optfuse._rules import OWN, Rule, rule_of, why_own_step
+from optfuse._stock_trial import flags_of, is_known_throughout
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
@@ -149,7 +149,8 @@ class Link:
             id(p) for i, p in enumerate(self._params) if lib.of_shim_is_updated(self.plan, i)
         }
         places = [_gpu.ANYWHERE] * len(params)
-        if self.rule.tried:
+        tried_on_cpu = self.rule is not OWN and not is_known_throughout(self.rule)
+        if self.rule.tried or tried_on_cpu:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
         self.known.forget()
         lib.of_shim_clear(self.plan)
@@ -167,6 +168,7 @@ class Link:
             [int(id(p) in eager) for p in params],
             [int(id(p) in updated) for p in params],
             places,
+            tried_on_cpu,
             labels,
         )
         self._params = params

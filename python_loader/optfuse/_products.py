@@ -3,7 +3,7 @@
 shown the bits of PyTorch's operators, and these make the others (shim/newton_schulz.h).
 
 The trial is for each shape of the parameters, because cuBLAS chooses its algorithms by
-shapes. It does not see the class's step(); the trial of _gpu_trial.py does."""
+shapes. It does not see the class's step(); the trial of _stock_trial.py does."""
 
 from __future__ import annotations
 

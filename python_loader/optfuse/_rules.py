@@ -29,7 +29,7 @@ from torch.optim import (
     Rprop,
 )
 
-from optfuse import _gpu_trial
+from optfuse import _stock_trial
 from optfuse._gpu import is_gpu, lr_of
 from optfuse.optim import Lion
 
@@ -121,6 +121,14 @@ class Rule:
                 for key, i in self._where
             ]
         )
+
+    def flags(self, group: Group) -> Group:
+        """Those options of a group that select the reference on the CPU, and on GPUs of
+        rules that are not tried there, where the group selects another one."""
+        wanted = {"capturable": False}
+        if not self.by_host:
+            wanted |= {"fused": self.reference == "fused=True", "foreach": False}
+        return {flag: value for flag, value in wanted.items() if flag in group}
 
     def on_gpus(self) -> Rule:
         """Where the trial was passed."""
@@ -306,20 +314,20 @@ OWN = Rule("own", (), (), counts_steps=False, reference="own step()", by_host=Tr
 def rule_of(optimizer: Optimizer) -> Rule:
     """The rule for an optimizer that is not fused; OWN if there are no kernels for all
     of its parameters."""
-    stock, groups = type(optimizer), optimizer.param_groups
-    rule = RULES.get(stock, OWN)
-    if not any(is_gpu(p.device) for group in groups for p in group["params"]):
-        return rule
-    if not rule.tried:
-        return rule
-    return OWN if why_own_step(optimizer) else rule.on_gpus()
+    rule = RULES.get(type(optimizer), OWN)
+    if why_own_step(optimizer):
+        return OWN
+    return rule.on_gpus() if rule.tried and _any_on_gpu(optimizer.param_groups) else rule
+
+
+def _any_on_gpu(groups: list[Group]) -> bool:
+    return any(is_gpu(p.device) for group in groups for p in group["params"])
 
 
 def why_own_step(optimizer: Optimizer) -> list[str]:
-    """Why an optimizer with another update on GPUs does without it there."""
+    """Why an optimizer with another update does without it."""
     stock, groups = type(optimizer), optimizer.param_groups
-    devices = {p.device for group in groups for p in group["params"]}
-    if stock not in RULES or not RULES[stock].tried or not any(map(is_gpu, devices)):
+    if stock not in RULES:
         return []
     return why_not_tried(RULES[stock], stock, groups, optimizer.__dict__["state"])
 
@@ -328,6 +336,7 @@ def why_not_tried(
     rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
 ) -> list[str]:
     """Why what has to pass a trial does not update these groups."""
-    if rule.by_host:  # it leaves to the class's step() whatever is not as usual
-        return _gpu_trial.verdicts(stock, groups)
-    return _gpu_trial.reasons(stock, groups, state, rule.numbers_on_gpu())
+    if rule.tried and not rule.by_host and _any_on_gpu(groups):
+        return _stock_trial.reasons_on_gpu(rule, stock, groups, state)
+    # Who updates by_host leaves to the class's step() whatever is not as usual.
+    return _stock_trial.verdicts(rule, stock, groups)

@@ -14,7 +14,7 @@ from legal import backward, host_waits, legal, net, races_without, train
 from torch.optim import ASGD
 
 import optfuse
-from optfuse import _gpu_trial
+from optfuse import _stock_trial
 from optfuse._process import drain_all
 
 NUMBERS = ("step", "eta", "mu")
@@ -26,8 +26,8 @@ OWN = {"float32": "own step()"}
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
     """Of their own, and quick."""
-    monkeypatch.setattr(_gpu_trial, "known", {})
-    monkeypatch.setattr(_gpu_trial, "SIZES", (1, 7, 64))
+    monkeypatch.setattr(_stock_trial, "known", {})
+    monkeypatch.setattr(_stock_trial, "SIZES", (1, 7, 64))
 
 
 def parameters(sizes=(7, 64), dtype=torch.float32):

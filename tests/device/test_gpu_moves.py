@@ -23,7 +23,7 @@ from torch.optim import (
 )
 
 import optfuse
-from optfuse import _gpu_trial
+from optfuse import _stock_trial
 from optfuse.optim import Lion
 
 TRIED = (ASGD, Adadelta, Adagrad, Adamax, Lion, NAdam, RAdam, RMSprop, Rprop)
@@ -34,9 +34,9 @@ OWN, KERNELS = {"float32": "own step()"}, {"float32": "cuda"}
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
     """Of their own, and quick."""
-    monkeypatch.setattr(_gpu_trial, "known", {})
-    monkeypatch.setattr(_gpu_trial, "SIZES", (1, 7, 64))
-    monkeypatch.setattr(_gpu_trial, "STEPS", 3)
+    monkeypatch.setattr(_stock_trial, "known", {})
+    monkeypatch.setattr(_stock_trial, "SIZES", (1, 7, 64))
+    monkeypatch.setattr(_stock_trial, "STEPS", 3)
 
 
 def model_on(device, dtype=torch.float32):
@@ -200,5 +200,5 @@ def test_a_copy_of_a_cast_model_is_of_the_kind_that_it_is_now():
     moved(model, torch.float64)
     twin_of, twin = copy.deepcopy((model, optimizer))
     train(twin_of, twin, 2)
-    tried = {kind[1] for kind in _gpu_trial.known}
+    tried = {kind[1] for kind in _stock_trial.known}
     assert tried == {torch.float32, torch.float64} and isa(twin) == {"float64": "cuda"}

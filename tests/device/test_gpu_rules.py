@@ -14,7 +14,7 @@ from legal import legal, net, train
 from torch.optim import ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop
 
 import optfuse
-from optfuse import _gpu_trial
+from optfuse import _stock_trial
 from optfuse.optim import Lion
 
 MODES = ("forward", "backward")
@@ -47,12 +47,12 @@ def kinds_of(cls):
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(_gpu_trial, "known", {})
+    monkeypatch.setattr(_stock_trial, "known", {})
 
 
 @pytest.fixture
 def small_trials(monkeypatch):
-    monkeypatch.setattr(_gpu_trial, "SIZES", (1, 7, 64))
+    monkeypatch.setattr(_stock_trial, "SIZES", (1, 7, 64))
 
 
 def parameters(dtype=torch.float32, sizes=(1, 7, 64, 1003, 9001)):
@@ -182,7 +182,7 @@ def test_a_trial_that_fails_leaves_the_class_its_step(monkeypatch, small_trials)
     def fail(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(_gpu_trial, "_compare", fail)
+    monkeypatch.setattr(_stock_trial, "_compare", fail)
     optimizer = optfuse.fuse(RMSprop(parameters()))
     assert isa(optimizer) == OWN
     assert "the trial of the kernels failed: RuntimeError: no such kernel" in str(
@@ -228,8 +228,8 @@ def test_foreach_that_was_asked_for_is_for_subclasses_too(small_trials):
 
 
 def test_a_trial_that_ends_in_nothing_but_nan_proves_nothing(monkeypatch, small_trials):
-    monkeypatch.setattr(_gpu_trial, "SPECIAL", ())
-    monkeypatch.setattr(_gpu_trial, "_numbers", lambda like, *_: torch.full_like(like, torch.nan))
+    monkeypatch.setattr(_stock_trial, "SPECIAL", ())
+    monkeypatch.setattr(_stock_trial, "_numbers", lambda like, *_: torch.full_like(like, torch.nan))
     optimizer = optfuse.fuse(RMSprop(parameters(sizes=(7,))))
     assert isa(optimizer) == OWN
     assert "could not be compared with it: all numbers" in str(optfuse.summary(optimizer))
@@ -237,7 +237,7 @@ def test_a_trial_that_ends_in_nothing_but_nan_proves_nothing(monkeypatch, small_
 
 def test_each_kind_is_tried_once(monkeypatch, small_trials):
     optfuse.fuse(RMSprop(parameters(), lr=1.0))
-    monkeypatch.setattr(_gpu_trial, "_compare", lambda *_: pytest.fail("tried again"))
+    monkeypatch.setattr(_stock_trial, "_compare", lambda *_: pytest.fail("tried again"))
     assert isa(optfuse.fuse(RMSprop(parameters(), lr=2.0))) == KERNELS
     assert isa(copy.deepcopy(optfuse.fuse(RMSprop(parameters())))) == KERNELS
 
@@ -252,7 +252,7 @@ def check_guard(name, monkeypatch):
 
     own = final()
     monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", name)
-    _gpu_trial.known.clear()
+    _stock_trial.known.clear()
     kernels = final()
     with pytest.raises(AssertionError):
         assert_same("parameters", kernels, own)

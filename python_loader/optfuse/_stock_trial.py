@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Before kernels take the place of a class's own step() on a GPU: do they give its
-bits, on that very GPU?
+"""Before an update takes the place of stock's where nobody has compared the two: does it
+give stock's bits, here?
 
-For Adam, AdamW and SGD the kernels reproduce fused=True whatever a trial finds
-(_selfcheck.py). The rules here promise the bits of the class's own step(), with the
-flags that it was made with. Where PyTorch's operators round is known, but depends on
-how its compiler contracted them for a chip and a release. So a few steps are taken
-both ways; kernels run only where every bit is equal, and else the class's own step()
-does. So it is with the operators that take the place of Adafactor's and Muon's step()
-(shim/native.h), although these should have its bits everywhere."""
+A few steps are taken both ways. Our update runs only where every bit is equal, and else
+the class's own step() does. Two things are not known beforehand:
+
+- On a GPU, where PyTorch's operators round: that depends on how its compiler contracted
+  them for a chip and a release. The rules that are tried there promise the bits of the
+  class's own step(), with the flags that it was made with. (For Adam, AdamW and SGD the
+  kernels reproduce fused=True whatever a trial finds: _selfcheck.py.) So it is with the
+  operators that take the place of Adafactor's and Muon's step() (shim/native.h), although
+  these should have its bits everywhere.
+- A release for which a rule's bits are not known (_releases.py). The trial is against the
+  implementation that the rule reproduces, whatever the device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse import _releases
 from optfuse._gpu import is_gpu, is_on_gpu
-from optfuse._native import guard
+from optfuse._native import DTYPES, guard
 from optfuse._trial import _difference
+
+if TYPE_CHECKING:
+    from optfuse._rules import Rule
 
 Group = dict[str, Any]
 Fuse = Callable[[Optimizer], Optimizer]
@@ -42,14 +50,30 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 known: dict[Kind, str] = {}  # why a kind of parameters has no kernels; "": it has
 
 
-def kinds(stock: type[Optimizer], groups: list[Group]) -> Iterator[tuple[Kind, Group]]:
-    """What makes a difference to the verdict, and the options for a trial."""
+def _is_known(rule: Rule, dtype: str) -> bool:
+    """Whether the rule has the bits of this release, as far as that depends on it alone."""
+    return _releases.holds(rule.name, dtype, _releases.release_of(str(torch.__version__)))
+
+
+def is_known_throughout(rule: Rule) -> bool:
+    return all(_is_known(rule, dtype) for dtype in DTYPES)
+
+
+def _is_tried(rule: Rule, dtype: torch.dtype, device: torch.device) -> bool:
+    on_gpu = rule.tried and is_gpu(device)
+    return on_gpu or not _is_known(rule, str(dtype).removeprefix("torch."))
+
+
+def kinds(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> Iterator[tuple[Kind, Group]]:
+    """What makes a difference to the verdict, and the options for a trial. None of what
+    needs no trial."""
     for group in groups:
         options = {k: v for k, v in group.items() if k not in _LEFT_OUT}
         text = repr(sorted(options.items()))
-        places = {(p.dtype, p.device) for p in group["params"] if is_gpu(p.device)}
+        places = {(p.dtype, p.device) for p in group["params"]}
         for dtype, device in sorted(places, key=str):
-            yield (stock, dtype, device, text), options
+            if _is_tried(rule, dtype, device):
+                yield (stock, dtype, device, text), options
 
 
 def flags_of(group: Group) -> tuple[Any, ...]:
@@ -64,14 +88,11 @@ def _other_ways(group: Group) -> list[str]:
     return [name for name, taken in zip(_OTHER_WAYS, ways, strict=True) if taken]
 
 
-def reasons(
-    stock: type[Optimizer],
-    groups: list[Group],
-    state: dict[Any, Any],
-    counts_on_gpu: tuple[str, ...] = (),
+def reasons_on_gpu(
+    rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
 ) -> list[str]:
-    """Why the class's own step() has to update; empty if kernels may. counts_on_gpu: keys
-    of the state whose tensors PyTorch keeps there, of a class that does."""
+    """Why the class's own step() has to update there; empty if kernels may."""
+    counts_on_gpu = rule.numbers_on_gpu()
     found = sorted({f"of {way}" for group in groups for way in _other_ways(group)})
     params = [p for group in groups for p in group["params"]]
     if counts_on_gpu:
@@ -82,7 +103,7 @@ def reasons(
         found.append("some parameters are on the CPU")
     if any(map(_has_subclasses, groups)):
         found.append("some parameters are of a subclass")
-    return found or verdicts(stock, groups)
+    return found or verdicts(rule, stock, groups)
 
 
 def _has_subclasses(group: Group) -> bool:
@@ -106,10 +127,10 @@ def other_counters(
     return found
 
 
-def verdicts(stock: type[Optimizer], groups: list[Group]) -> list[str]:
+def verdicts(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> list[str]:
     """Of the trials that were not passed."""
     found: list[str] = []
-    for kind, _ in kinds(stock, groups):
+    for kind, _ in kinds(rule, stock, groups):
         why = known.get(kind, "of no trial")
         place = f"{str(kind[1]).removeprefix('torch.')} on {kind[2]}"
         if why and f"{why} ({place})" not in found:
@@ -121,16 +142,25 @@ def verdicts(stock: type[Optimizer], groups: list[Group]) -> list[str]:
 class Tried:
     """What has to pass."""
 
-    name: str  # for people
+    rule: Rule
     fuse: Fuse
-    shapes: tuple[Shape, ...] = ()  # of the parameters; none: SIZES, with SPECIAL in them
+
+    @property
+    def name(self) -> str:  # for people
+        return self.rule.updates_by()
 
 
 def make(stock: type[Optimizer], groups: list[Group], tried: Tried) -> None:
     """The trials of those kinds that had none yet."""
-    for kind, options in kinds(stock, groups):
-        if kind not in known and not _other_ways(options):
-            known[kind] = _try(kind, options, tried) if guard("tried") else ""
+    for kind, options in kinds(tried.rule, stock, groups):
+        if kind in known:
+            continue
+        if tried.rule.tried and is_gpu(kind[2]):
+            if _other_ways(options):
+                continue
+        else:
+            options = {**options, **tried.rule.flags(options)}
+        known[kind] = _try(kind, options, tried) if guard("tried") else ""
 
 
 def _try(kind: Kind, options: Group, tried: Tried) -> str:
@@ -153,7 +183,7 @@ def _variations(options: Group) -> Iterator[Group]:
     other: Group = {"weight_decay": decay, "maximize": not options.get("maximize")}
     yield {**options, **{k: v for k, v in other.items() if k in options}}
     other = {"weight_decay": 0.1, "betas": (0.3, 0.6), "alpha": 0.3, "rho": 0.3}
-    other |= {"lambd": 3.0, "t0": 3.0}
+    other |= {"lambd": 3.0, "t0": 3.0, "momentum": 0.5}
     other["decoupled_weight_decay"] = not options.get("decoupled_weight_decay")
     yield {**options, **{k: v for k, v in other.items() if k in options}}
 
@@ -164,8 +194,8 @@ def _compare(
     """What is against what is tried: the first difference from own steps, or that these
     showed nothing."""
     random = torch.Generator("cpu").manual_seed(0)
-    shapes = tried.shapes or tuple((n,) for n in SIZES)
-    special = () if tried.shapes else SPECIAL  # one NaN would become all of a matrix
+    shapes = tried.rule.shapes or tuple((n,) for n in SIZES)
+    special = () if tried.rule.shapes else SPECIAL  # one NaN would become all of a matrix
     params = [[_placed(shape, dtype, device) for shape in shapes] for _ in range(2)]
     for theirs, ours in zip(*params, strict=True):
         numbers = _numbers(theirs, random, special)
