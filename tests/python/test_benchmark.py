@@ -4,6 +4,7 @@ is said to move, and what is computed from times finds what was planted in them.
 
 import ctypes
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +20,7 @@ def benchmarks():
     """Lets the benchmark's modules be imported, with the build that tests/run made."""
     with pytest.MonkeyPatch.context() as patch:
         if "OPTFUSE_BUILD" not in os.environ:
-            patch.setenv("OPTFUSE_BUILD", str(ROOT / ".venv" / "build"))
+            patch.setenv("OPTFUSE_BUILD", str(Path(sys.prefix) / "build"))
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield
 
