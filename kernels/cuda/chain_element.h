@@ -19,20 +19,6 @@
 
 typedef OF_FORM_NAME(scalars) of_scalars;
 
-/* What keeps the compiler from rounding a number where it is used, inside of the
- * loop. */
-#if defined(__CUDA_ARCH__) && defined(OF_REAL_FLOAT)
-#define OF_ROUND_HERE(number) asm volatile("" : "+f"(number))
-#else
-#define OF_ROUND_HERE(number) (void)(number)
-#endif
-
-OF_RULE_FN double of_rounded(double number) {
-    of_real rounded = (of_real)number;
-    OF_ROUND_HERE(rounded);
-    return (double)rounded;
-}
-
 /* An update's scalars, each rounded to the type of the computation once and not at
  * every element: GPUs are slow at double. */
 typedef struct of_chain {
@@ -47,10 +33,10 @@ OF_RULE_FN of_chain of_chain_round(const void *prepared) {
     memcpy(&chain.scalars, prepared, sizeof chain.scalars);
     memcpy(numbers, (const char *)prepared + sizeof(chain_scalars), sizeof numbers);
     for (int i = 0; i < NUMBERS; i++)
-        numbers[i] = of_rounded(numbers[i]);
+        numbers[i] = (double)of_rounded(numbers[i]);
     memcpy((char *)&chain.scalars + sizeof(chain_scalars), numbers, sizeof numbers);
     chain.decays = chain.scalars.chain.weight_decay != 0.0;
-    chain.scalars.chain.weight_decay = of_rounded(chain.scalars.chain.weight_decay);
+    chain.scalars.chain.weight_decay = (double)of_rounded(chain.scalars.chain.weight_decay);
 #ifdef OF_RULE_ASGD
     asgd_foreach_meet(&chain.scalars, chain.scalars.eta, chain.scalars.mu);
 #endif

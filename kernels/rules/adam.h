@@ -149,7 +149,7 @@ OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form 
 enum { adam_cuda_corrects = 1 };
 
 typedef struct adam_cuda_constants {
-    of_real beta1, beta2, weight_decay, shrink, eps, step_size, correction;
+    of_real beta1, beta2, weight_decay, shrink, eps, step_size, correction, reciprocal;
     bool maximize, l2, decoupled;
     bool rounded_l2; /* the product of L2 decay is rounded before the sum */
 } adam_cuda_constants;
@@ -160,13 +160,14 @@ OF_RULE_FN unsigned adam_cuda_state(const double *hyper) {
 
 OF_RULE_FN adam_cuda_constants adam_cuda_round(const double *hyper, const of_moment *now) {
     adam_cuda_constants k;
-    k.beta1 = (of_real)hyper[ADAM_BETA1];
-    k.beta2 = (of_real)hyper[ADAM_BETA2];
-    k.eps = (of_real)hyper[ADAM_EPS];
-    k.weight_decay = (of_real)hyper[ADAM_WEIGHT_DECAY];
+    k.beta1 = of_rounded(hyper[ADAM_BETA1]);
+    k.beta2 = of_rounded(hyper[ADAM_BETA2]);
+    k.eps = of_rounded(hyper[ADAM_EPS]);
+    k.weight_decay = of_rounded(hyper[ADAM_WEIGHT_DECAY]);
     k.shrink = now->lr * k.weight_decay;
     k.step_size = now->lr / now->correction1;
     k.correction = now->correction2;
+    k.reciprocal = (of_real)1 / k.correction;
     k.maximize = hyper[ADAM_MAXIMIZE] != 0.0;
     k.decoupled = k.weight_decay != (of_real)0 && hyper[ADAM_DECOUPLED] != 0.0;
     k.l2 = k.weight_decay != (of_real)0 && !k.decoupled;
@@ -189,6 +190,16 @@ OF_RULE_FN of_real adam_cuda_gradient(const adam_cuda_constants *k, const of_ele
     return of_multiply_add(true, e->param, k->weight_decay, grad);
 }
 
+/* A division takes a GPU longer than it takes to bring an element of 16 bits, but not one
+ * of 32. */
+OF_RULE_FN of_real adam_cuda_correct(const adam_cuda_constants *k, of_real root) {
+#ifdef OF_IS_NARROW
+    return of_divide_known(root, k->correction, k->reciprocal);
+#else
+    return root / k->correction;
+#endif
+}
+
 /* Where the element lies in its tensor makes no difference to this rule. */
 OF_RULE_FN void adam_cuda_element(const adam_cuda_constants *k, unsigned used, bool quad,
                                   unsigned lane, of_element *e) {
@@ -209,7 +220,7 @@ OF_RULE_FN void adam_cuda_element(const adam_cuda_constants *k, unsigned used, b
     of_real denominator = *square;
     if (used & 4u)
         denominator = *largest = adam_maximum(true, *largest, *square);
-    denominator = of_square_root(denominator) / k->correction + k->eps;
+    denominator = adam_cuda_correct(k, of_square_root(denominator)) + k->eps;
     e->param = param - k->step_size * *average / denominator;
 }
 

@@ -56,6 +56,17 @@ typedef struct of_moment {
     bool early;          /* the reference rounds as on the chips before capability 10 */
 } of_moment;
 
+/* A number that comes as double, in the type of the computation. On a GPU it is converted
+ * where this is called: to save a register the compiler would do it at every element,
+ * and GPUs are slow at double. */
+OF_RULE_FN of_real of_rounded(double number) {
+    of_real rounded = (of_real)number;
+#if defined(__CUDA_ARCH__) && defined(OF_REAL_FLOAT)
+    asm volatile("" : "+f"(rounded));
+#endif
+    return rounded;
+}
+
 /* a * b + c, rounded once if fused and twice if not. */
 OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c) {
 #ifdef OF_REAL_FLOAT
@@ -69,9 +80,10 @@ OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c) 
  * product and two fused multiply-adds instead of a division (P. Markstein, IBM J.
  * Res. Dev. 34, 1990). Nothing may overflow or underflow on the way, as when x is
  * 0 or the square root of a number and by lies between 1e-8 and 1. The correction
- * is left out where it is 0, or NaN because x or the quotient is infinite. */
+ * is left out where it is 0, or NaN because x or the quotient is infinite.
+ * OF_AS_ON_GPU: for tests that run a GPU's code on a CPU. */
 OF_RULE_FN of_real of_divide_known(of_real x, of_real by, of_real reciprocal) {
-#if defined(__FMA__) && !defined(__CUDACC__)
+#if defined(__FMA__) || defined(__CUDA_ARCH__) || defined(OF_AS_ON_GPU)
     const of_real quotient = x * reciprocal;
     const of_real rest = of_multiply_add(true, -quotient, by, x);
     const of_real corrected = of_multiply_add(true, rest, reciprocal, quotient);

@@ -3,4 +3,6 @@
 // compilation, as on the GPU.
 #include "host_device.h"
 
+#define OF_AS_ON_GPU
+
 #include HOST_SOURCE
