@@ -90,8 +90,8 @@ OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *
         return;
     const of_tensor tensor = of_unpack<USED>(of_find<USED>(words, common.entries, blockIdx.x));
     const auto block = of_begin_block<USED>(common, tensor);
-    uint64_t at = (blockIdx.x - tensor.first_block) * OF_CUDA_CHUNK;
-    const uint64_t end = tensor.n - at < OF_CUDA_CHUNK ? tensor.n : at + OF_CUDA_CHUNK;
+    uint64_t at = (blockIdx.x - tensor.first_block) * common.chunk;
+    const uint64_t end = tensor.n - at < common.chunk ? tensor.n : at + common.chunk;
     if (of_aligned<USED>(tensor, 16)) {
         const uint64_t packed = end - end % OF_LANES;
         for (uint64_t i = at + threadIdx.x * OF_LANES; i < packed; i += blockDim.x * OF_LANES)

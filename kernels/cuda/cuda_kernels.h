@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 4 };
+enum { OF_CUDA_ABI_VERSION = 5 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -65,6 +65,7 @@ typedef struct of_cuda_update {
      * else gradients are multiplied by it, rounded to their dtype; or NULL. */
     const void *factor_at;
     void *stream; /* CUstream or cudaStream_t */
+    uint32_t chunk; /* elements that a block updates, a multiple of 64; 0: by the launch's size */
 } of_cuda_update;
 
 OF_CUDA_API int of_cuda_abi_version(void);

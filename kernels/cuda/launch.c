@@ -7,6 +7,9 @@
 
 enum { SMALL, LARGE };
 
+/* For each multiprocessor at least: as many as it needs at once to keep its memory busy. */
+enum { BLOCKS_EACH = 4, VECTOR_BYTES = 16 };
+
 /* One call of of_cuda_launch. */
 typedef struct call {
     const of_driver *driver;
@@ -14,9 +17,14 @@ typedef struct call {
     const of_cuda_kernels *kernels;
     unsigned used;
     size_t stride; /* words of an entry */
-    uint64_t blocks;
+    int multiprocessors;
+    uint64_t elements; /* of all entries in the table */
     of_cuda_large_table table; /* a small one begins with the same fields */
 } call;
+
+/* Of a launch: with the least chunk there is its blocks are still as many as one can have,
+ * with room for those that are not full. */
+static const uint64_t MOST_ELEMENTS = (uint64_t)OF_CUDA_CHUNK_UNIT << 30;
 
 static const char *const state_words[] = {"first", "second", "third"};
 
@@ -54,20 +62,47 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
     return OF_CUDA_OK;
 }
 
+/* Small enough that there are blocks for the whole chip; but each thread gets a vector of each
+ * array at least. */
+static uint32_t chunk_of(const call *c) {
+    const uint64_t wanted = (uint64_t)BLOCKS_EACH * (uint64_t)c->multiprocessors;
+    const uint64_t least =
+        (uint64_t)OF_CUDA_THREADS * VECTOR_BYTES / of_cuda_dtype_size(c->update->dtype);
+    const uint64_t chunk = c->elements / wanted / OF_CUDA_CHUNK_UNIT * OF_CUDA_CHUNK_UNIT;
+    if (c->update->chunk)
+        return c->update->chunk;
+    if (chunk >= OF_CUDA_MOST)
+        return OF_CUDA_MOST;
+    return (uint32_t)(chunk > least ? chunk : least);
+}
+
+/* Gives each entry its first block; how many blocks there are in all. */
+static uint64_t share_blocks(call *c) {
+    const uint32_t chunk = c->table.common.chunk = chunk_of(c);
+    uint64_t blocks = 0;
+    for (uint32_t i = 0; i < c->table.common.entries; i++) {
+        uint64_t *first = c->table.words + (i + 1) * c->stride - 1;
+        *first = blocks;
+        blocks += (first[-1] + chunk - 1) / chunk;
+    }
+    return blocks;
+}
+
 /* What the kernel is launched with must not change until then: the driver
  * copies the arguments before it returns. */
 static of_cuda_status flush(call *c) {
     of_cuda_common *common = &c->table.common;
     if (common->entries == 0)
         return OF_CUDA_OK;
+    const uint64_t blocks = share_blocks(c);
     const size_t words = common->entries * c->stride;
     const int size = words <= OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ? SMALL : LARGE;
     void *parameters[] = {&c->table};
     const CUresult result =
-        c->driver->launch((CUfunction)c->kernels->size[size], (unsigned)c->blocks, 1, 1,
+        c->driver->launch((CUfunction)c->kernels->size[size], (unsigned)blocks, 1, 1,
                           OF_CUDA_THREADS, 1, 1, 0, (CUstream)c->update->stream, parameters, NULL);
     common->entries = 0;
-    c->blocks = 0;
+    c->elements = 0;
     return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(c->driver, result, "launch");
 }
 
@@ -78,7 +113,7 @@ static uint64_t step_word(const of_cuda_entry *entry) {
     return entry->step_at ? (uint64_t)(uintptr_t)entry->step_at : bits;
 }
 
-static void append(call *c, const of_cuda_entry *entry, uint64_t blocks) {
+static void append(call *c, const of_cuda_entry *entry) {
     of_cuda_common *common = &c->table.common;
     uint64_t *word = c->table.words + common->entries * c->stride;
     *word++ = (uint64_t)(uintptr_t)entry->param;
@@ -90,24 +125,22 @@ static void append(call *c, const of_cuda_entry *entry, uint64_t blocks) {
         *word++ = (uint64_t)(uintptr_t)entry->numbers_at[i];
     *word++ = step_word(entry);
     *word++ = entry->n;
-    *word = c->blocks;
     common->steps_on_device = entry->step_at != NULL;
     common->entries++;
-    c->blocks += blocks;
+    c->elements += entry->n;
 }
 
 static of_cuda_status add(call *c, const of_cuda_entry *entry) {
     const of_cuda_common *common = &c->table.common;
-    const uint64_t blocks = (entry->n + OF_CUDA_CHUNK - 1) / OF_CUDA_CHUNK;
     const bool full = (common->entries + 1) * c->stride > OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES);
     const bool other = common->steps_on_device != (entry->step_at != NULL);
     of_cuda_status status = OF_CUDA_OK;
-    if (blocks > INT32_MAX)
+    if (entry->n > MOST_ELEMENTS)
         return of_cuda_fail(OF_CUDA_INVALID, "a tensor of %zu elements", entry->n);
-    if (full || other || c->blocks + blocks > INT32_MAX)
+    if (full || other || c->elements + entry->n > MOST_ELEMENTS)
         status = flush(c);
     if (status == OF_CUDA_OK)
-        append(c, entry, blocks);
+        append(c, entry);
     return status;
 }
 
@@ -116,19 +149,25 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
     CUdevice device = 0;
     int major = 0;
     c->update = update;
-    c->blocks = 0;
+    c->elements = 0;
     c->driver = of_driver_open(&status);
     if (!c->driver)
         return status;
     if (!update->rule || !update->hyper || (unsigned)update->dtype >= OF_DTYPE_COUNT)
         return of_cuda_fail(OF_CUDA_INVALID, "no rule, no options or an unknown dtype");
+    if (update->chunk % OF_CUDA_CHUNK_UNIT != 0)
+        return of_cuda_fail(OF_CUDA_INVALID, "blocks of %u elements: no multiple of %d",
+                            (unsigned)update->chunk, (int)OF_CUDA_CHUNK_UNIT);
     status = of_driver_enter(c->driver, update->device, &device);
     if (status != OF_CUDA_OK)
         return status;
-    const CUresult result =
+    CUresult result =
         c->driver->device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+    if (result == CUDA_SUCCESS)
+        result = c->driver->device_attribute(&c->multiprocessors,
+                                             CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
     if (result != CUDA_SUCCESS)
-        return of_driver_fail(c->driver, result, "compute capability");
+        return of_driver_fail(c->driver, result, "compute capability or multiprocessors");
     return of_cuda_rule(update, &c->used, &c->table.common, of_cuda_early(major, update->dtype));
 }
 

@@ -19,7 +19,10 @@
 
 enum {
     OF_CUDA_THREADS = 256, /* of a block */
-    OF_CUDA_CHUNK = 8192,  /* elements a block updates */
+    /* Elements that a block updates: a multiple of the first, so that it begins at a
+     * whole cache line where its tensor does, and at most so many. */
+    OF_CUDA_CHUNK_UNIT = 64,
+    OF_CUDA_MOST = 8192,
     /* Kernel arguments may have 32,764 bytes. All of them are copied at every
      * launch, so a few tensors get a small table. */
     OF_CUDA_SMALL_BYTES = 2048,
@@ -33,10 +36,11 @@ typedef struct of_cuda_common {
     const float *found_inf_at;
     const void *factor_at;
     uint32_t entries;
+    uint32_t chunk;          /* elements that a block updates */
     uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
     uint8_t early;           /* of_cuda_early() of this chip */
     uint8_t numbers;         /* of_cuda_entry.numbers_at that the rule has */
-    uint8_t unused[1];
+    uint8_t unused[5];
 } of_cuda_common;
 
 /* An entry is `stride` words: param, grad, the used states, the numbers, step, n, and

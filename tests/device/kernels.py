@@ -36,6 +36,7 @@ class Update(ctypes.Structure):
         ("found_inf_at", ctypes.c_void_p),
         ("factor_at", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
+        ("chunk", ctypes.c_uint32),
     ]
 
 

@@ -56,10 +56,11 @@ static double random_hyper(const char *name, uint64_t *random) {
 
 /* Often at the edge of a chunk, of a vector, or empty. */
 static size_t random_length(bool long_enough, uint64_t *random) {
-    const size_t chunk = OF_CUDA_CHUNK;
     if (!long_enough)
         return random_next(random) % SHORT_LENGTH;
-    switch (random_next(random) % 4) {
+    const uint64_t kind = random_next(random);
+    const size_t chunk = kind >> 16 & 1 ? OF_CUDA_MOST : 1024;
+    switch (kind % 4) {
     case 0:
         return chunk * (1 + random_next(random) % 4) - 3 + random_next(random) % 7;
     case 1:

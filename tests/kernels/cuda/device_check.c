@@ -29,7 +29,8 @@ static void check(bool right, const char *promise) {
 static bool round_agrees(batch *b, const of_rule *rule, of_dtype dtype, bool many,
                          uint64_t *random) {
     batch_fill(b, rule, dtype, many, random);
-    static const int majors[] = {7, 9, 9, 10};
+    static const int majors[] = {7, 9, 9, 10}, multiprocessors[] = {1, 2, 30};
+    host.multiprocessors = multiprocessors[random_next(random) % 3];
     host.major = majors[random_next(random) % 4];
     host.backwards = random_next(random) & 1;
     b->early = of_cuda_early(host.major, dtype);
@@ -60,6 +61,17 @@ static void check_instance(batch *b, const of_rule *rule, of_dtype dtype, uint64
     failures += bad;
 }
 
+/* A float32 parameter of which a bit can be flipped and behind which a byte can be written:
+ * its first element is a number, and no guard page follows. */
+static bool can_be_spoiled(const batch *b, size_t i) {
+    float first;
+    const unsigned char *at = b->tensors[i].mine.at[0], *end = at + b->entries[i].n * sizeof first;
+    if (b->entries[i].n == 0 || (uintptr_t)end % 4096 == 0)
+        return false;
+    memcpy(&first, at, sizeof first);
+    return first == first;
+}
+
 /* The check sees one wrong bit, and a write beside an array. */
 static void check_the_check(batch *b, uint64_t seed) {
     batch_fill(b, of_rule_find("sgd"), OF_FLOAT32, true, &seed);
@@ -73,7 +85,7 @@ static void check_the_check(batch *b, uint64_t seed) {
     check(host.launches < 10, "but a table holds hundreds");
     check(batch_differ(b, false) == 0, "equal before a bit is flipped");
     size_t i = 0;
-    while (b->entries[i].n == 0)
+    while (!can_be_spoiled(b, i))
         i++;
     b->tensors[i].mine.at[0][0] ^= 1;
     check(batch_differ(b, false) == 1, "a flipped bit is seen");
@@ -110,6 +122,37 @@ static void check_tables(void) {
     host.loaded[0] = '\0';
     check(of_cuda_prepare(&asgd) == OF_CUDA_OK && strstr(host.loaded, "of_cuda_renew_asgd "),
           "and what renews its numbers");
+}
+
+/* The blocks that update so many float32 elements on a chip of 132 multiprocessors, 0 on
+ * failure. */
+static size_t blocks_for(size_t n, uint32_t chunk) {
+    static float values[1 << 20] __attribute__((aligned(16)));
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    const of_cuda_update update = {
+        .rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper, .chunk = chunk};
+    const size_t most = sizeof values / sizeof *values;
+    of_cuda_entry entries[20];
+    size_t n_entries = 0;
+    for (size_t left = n; left > 0; left -= entries[n_entries++].n)
+        entries[n_entries] = (of_cuda_entry){
+            .param = values, .grad = values, .n = left < most ? left : most, .step = 1};
+    host.multiprocessors = 132;
+    host.launches = 0;
+    const of_cuda_status status = of_cuda_launch(&update, entries, n_entries);
+    host.multiprocessors = 2;
+    return status == OF_CUDA_OK && host.launches == 1 ? host.blocks : 0;
+}
+
+static void check_blocks(void) {
+    const size_t bucket = (4 << 20) / sizeof(float), enough = 4 * 132;
+    check(blocks_for(bucket, 0) >= enough && blocks_for(bucket, 0) < enough + 132,
+          "a bucket of 4 MiB gives each multiprocessor four blocks, and hardly more");
+    check(blocks_for(5 * bucket, 0) * 8192 == 5 * bucket, "blocks have at most 8,192 elements");
+    check(blocks_for(2048, 0) == 2, "each thread has at least 16 bytes of each array");
+    check(blocks_for(bucket, 4096) == 256, "whoever measures says how many elements it has");
+    check(blocks_for(bucket, 4100) == 0 && strstr(of_cuda_error(), "4100"),
+          "but in multiples of what a cache line holds of any dtype");
 }
 
 static void check_errors(void) {
@@ -152,7 +195,7 @@ static bool scaling_agrees(of_dtype dtype, arrays *mine, arrays *wanted, uint64_
     const double factors[OF_MAX_FACTORS] = {dtype == OF_FLOAT64 ? 1.0 / 3.0 : 0.3125, 1.0};
     const float single = (float)factors[0];
     const double hyper[OF_MAX_HYPER] = {0};
-    const size_t n = random_next(random) % (3 * OF_CUDA_CHUNK);
+    const size_t n = random_next(random) % (3 * OF_CUDA_MOST);
     arrays_place(wanted, dtype, n, 0, random);
     arrays_fill(wanted, random);
     arrays_place_aligned(mine, dtype, n, 0, random_next(random) % 2 ? 16 : 1, random);
@@ -172,8 +215,8 @@ static bool scaling_agrees(of_dtype dtype, arrays *mine, arrays *wanted, uint64_
 
 static void check_scaling(uint64_t random) {
     arrays mine, wanted;
-    arrays_create(&mine, 3 * OF_CUDA_CHUNK * sizeof(double));
-    arrays_create(&wanted, 3 * OF_CUDA_CHUNK * sizeof(double));
+    arrays_create(&mine, 3 * OF_CUDA_MOST * sizeof(double));
+    arrays_create(&wanted, 3 * OF_CUDA_MOST * sizeof(double));
     for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
         bool right = true;
         for (int i = 0; i < 20; i++)
@@ -259,6 +302,7 @@ int main(int argc, char **argv) {
     check_the_check(&b, seed);
     batch_destroy(&b);
     check_tables();
+    check_blocks();
     check_errors();
     check_scaling(seed);
     check_steps();

@@ -12,7 +12,7 @@
 
 _Thread_local host_index host_block_index, host_block_size, host_thread_index;
 
-host_driver host = {.version = 13000, .major = 9, .context = true};
+host_driver host = {.version = 13000, .major = 9, .multiprocessors = 2, .context = true};
 
 typedef void kernel_fn(const void *table);
 
@@ -90,9 +90,16 @@ static CUresult host_error_string(CUresult error, const char **text) {
 
 static CUresult host_attribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     (void)device;
-    *value = host.major;
-    return attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? CUDA_SUCCESS
-                                                                     : CUDA_ERROR_INVALID_VALUE;
+    switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+        *value = host.major;
+        return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+        *value = host.multiprocessors;
+        return CUDA_SUCCESS;
+    default:
+        return CUDA_ERROR_INVALID_VALUE;
+    }
 }
 
 static CUresult host_device_get(CUdevice *device, int ordinal) {

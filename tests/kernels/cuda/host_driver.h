@@ -10,6 +10,7 @@
 typedef struct host_driver {
     int version; /* what it says it supports, 13000 for CUDA 13.0 */
     int major;   /* the chip's compute capability */
+    int multiprocessors;
     bool missing;
     bool context;    /* whether one is current */
     /* optional: told of each kernel that has run, with its arguments */
