@@ -5,7 +5,7 @@
 
 #include "internal.h"
 
-enum { CALL_ENTRIES = 512 }; /* in one call of the host, on the stack */
+enum { CALL_ENTRIES = 512 }; /* and step counters, in one call of the host, on the stack */
 
 static bool goes_in_one_call(const of_update *a, const of_update *b) {
     return of_stream_equal(&a->in.stream, &b->in.stream) &&
@@ -51,7 +51,38 @@ static bool is_gone(const of_update *update) {
     return update->scaling && update->in.numel == 0;
 }
 
-static bool run(of_plan *plan, const of_list *call) {
+static bool is_counted_with(const of_update *first, const of_update *u) {
+    return u->in.step_at && !u->counted && of_stream_equal(&u->in.stream, &first->in.stream) &&
+           of_stream_equal(&u->in.ready, &first->in.ready) &&
+           u->in.found_inf_at == first->in.found_inf_at;
+}
+
+static size_t take_steps(const of_update *first, const of_list *list, float **steps, size_t n) {
+    for (of_update *u = list->first; u && n < CALL_ENTRIES; u = u->next)
+        if (is_counted_with(first, u)) {
+            u->counted = true;
+            steps[n++] = u->in.step_at;
+        }
+    return n;
+}
+
+/* With the steps of a call those of the updates that come later: one launch a step counts
+ * them all, and not one a bucket. Nobody sees the counter of a pending update before that
+ * is launched. */
+static bool count_steps(of_plan *plan, const of_list *call, const of_list *later) {
+    float *steps[CALL_ENTRIES];
+    const of_update *first = call->first;
+    size_t n = take_steps(first, call, steps, 0);
+    if (n == 0)
+        return true;
+    n = take_steps(first, later, steps, n);
+    n = take_steps(first, &plan->pending, steps, n);
+    return plan->host.device->count(plan->host.ctx, &first->in.stream, steps, n,
+                                    first->in.found_inf_at);
+}
+
+/* later: what is launched after this call. */
+static bool run(of_plan *plan, const of_list *call, const of_list *later) {
     of_cuda_entry entries[CALL_ENTRIES];
     size_t n = 0;
     for (const of_update *u = call->first; u; u = u->next)
@@ -73,6 +104,7 @@ static bool run(of_plan *plan, const of_list *call) {
     if (plan->rule->by_host && !first->scaling)
         return of_stream_order(plan, &first->in.ready, &first->in.stream) && apply_all(plan, call);
     return of_stream_order(plan, &first->in.ready, &first->in.stream) &&
+           count_steps(plan, call, later) &&
            plan->host.device->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
 }
 
@@ -95,7 +127,7 @@ static void settle(of_plan *plan, of_list *call, of_list *done) {
 void of_device_launch(of_plan *plan, of_list *list, of_list *done) {
     while (list->first) {
         of_list call = take_call(list);
-        if (!run(plan, &call))
+        if (!run(plan, &call, list))
             of_plan_fail(plan);
         settle(plan, &call, done);
     }

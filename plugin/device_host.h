@@ -35,9 +35,12 @@ typedef struct of_stream {
 typedef struct of_device_host {
     /* The calling thread's current stream of a device. */
     of_stream (*current)(void *ctx, int device);
-    /* Puts the update of n tensors on the stream. Counts step_at up first,
-     * where it is given. Refuses if the stream is capturing another graph
-     * than `stream` says. The update's `device` and `stream` are the host's
+    /* Adds 1 to n step counters on the stream, unless *found_inf_at is 1. Before the
+     * updates that read them. */
+    bool (*count)(void *ctx, const of_stream *stream, float *const *steps, size_t n,
+                  const float *found_inf_at);
+    /* Puts the update of n tensors on the stream. Refuses if the stream is capturing
+     * another graph than `stream` says, as count() does. The update's `device` and `stream` are the host's
      * to fill in; the entries' arrays are those of collect(). */
     bool (*launch)(void *ctx, const of_stream *stream, of_cuda_update *update,
                    const of_cuda_entry *entries, size_t n);

@@ -56,6 +56,7 @@ struct of_update {
     atomic_bool flying;
     of_update *next_flying;
     atomic_int holders; /* the list of what is to be released, and a lane */
+    bool counted;       /* its step counter on the device is that of this update */
     bool scaling;       /* multiplies a gradient: scale.c; in plan->scalings if pending */
     /* Of a scaling; or of an update whose gradient has one. Those of a scaling
      * that is registered belong to the registry's lock. */

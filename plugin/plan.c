@@ -26,7 +26,7 @@ static of_status check_host(const of_host *host) {
         !host->drop || !host->parallel_for)
         return of_fail(OF_INVALID, "a function of of_host that is not optional is NULL");
     const of_device_host *device = host->device;
-    if (device && (!device->current || !device->launch || !device->record || !device->wait ||
+    if (device && (!device->current || !device->count || !device->launch || !device->record || !device->wait ||
                    !device->is_done || !device->synchronize || !device->destroy))
         return of_fail(OF_INVALID, "a function of of_device_host is NULL");
     if (!host->collect_gradient != !host->is_alive || !host->is_alive != !host->keep)

@@ -32,6 +32,7 @@ void of_list_remove(of_list *list, of_update *update) {
 
 void of_inputs_clear(of_update *update) {
     update->in = (of_inputs){.hold = update + 1};
+    update->counted = false;
     update->scaling = false;
     update->n_factors = 0;
     update->factors[0] = update->factors[1] = 1.0;

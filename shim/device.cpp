@@ -12,7 +12,6 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "device.h"
 #include "guard.h"
@@ -77,15 +76,16 @@ bool succeeded(const CudaLibrary *library, of_cuda_status status) {
     return status == OF_CUDA_OK;
 }
 
-bool count_steps(const CudaLibrary *library, const of_cuda_update &update,
-                 const of_cuda_entry *entries, size_t n) {
-    std::vector<float *> steps;
-    for (size_t i = 0; i < n; i++)
-        if (entries[i].step_at != nullptr)
-            steps.push_back(const_cast<float *>(entries[i].step_at));
-    return steps.empty() ||
-           succeeded(library, library->advance(steps.data(), steps.size(), update.found_inf_at,
-                                               update.device, update.stream));
+bool count(void *, const of_stream *stream, float *const *steps, size_t n,
+           const float *found_inf_at) {
+    return attempt("counting steps", [&] {
+        const CudaLibrary *library = cuda_library();
+        if (library == nullptr || !same_capture(*stream))
+            return false;
+        const c10::DeviceGuard device(device_at(stream->device));
+        return succeeded(library, library->advance(steps, n, found_inf_at, stream->device,
+                                                   stream_of(*stream).native_handle()));
+    });
 }
 
 bool launch(void *, const of_stream *stream, of_cuda_update *update, const of_cuda_entry *entries,
@@ -100,8 +100,7 @@ bool launch(void *, const of_stream *stream, of_cuda_update *update, const of_cu
             range.before(range_name(*update, entries, n));
         update->device = stream->device;
         update->stream = stream_of(*stream).native_handle();
-        return count_steps(library, *update, entries, n) &&
-               succeeded(library, library->launch(update, entries, n));
+        return succeeded(library, library->launch(update, entries, n));
     });
 }
 
@@ -186,7 +185,7 @@ thread_local of_stream *steady_stream = nullptr;
 
 } // namespace
 
-const of_device_host gpu_host = {current, launch, record, wait, is_done, synchronize, destroy};
+const of_device_host gpu_host = {current, count, launch, record, wait, is_done, synchronize, destroy};
 
 c10::DeviceType gpu_type() {
 #ifdef OF_TEST_GUARDS

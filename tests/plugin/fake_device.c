@@ -106,6 +106,10 @@ static void use_all(const of_cuda_update *update, const of_cuda_entry *entry, in
     if (update->factor_at)
         fake_timeline_access(&device.timeline, stream, update->factor_at, false, "the update");
     fake_timeline_access(&device.timeline, stream, entry->grad, false, "the update");
+    if (entry->step_at) {
+        fake_timeline_access(&device.timeline, stream, entry->step_at, false, "the update");
+        ck_assert_double_eq((double)*entry->step_at, entry->step);
+    }
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         if (entry->state[i])
             fake_timeline_access(&device.timeline, stream, entry->state[i], true, "the update");
@@ -152,6 +156,17 @@ static bool launch(void *ctx, const of_stream *stream, of_cuda_update *update,
     for (size_t i = 0; i < n; i++) {
         compute(update, &entries[i]);
         use_all(update, &entries[i], id);
+    }
+    return true;
+}
+
+static bool count(void *ctx, const of_stream *stream, float *const *steps, size_t n,
+                  const float *found_inf_at) {
+    (void)ctx, (void)found_inf_at;
+    device.counts++;
+    for (size_t i = 0; i < n; i++) {
+        fake_timeline_access(&device.timeline, (int)stream->id, steps[i], true, "the count");
+        *steps[i] += 1.0f;
     }
     return true;
 }
@@ -216,8 +231,8 @@ of_stream fake_home(void) {
 }
 
 void fake_device_attach(fake_host *host) {
-    static const of_device_host functions = {current, launch,      record, wait,
-                                             is_done, synchronize, destroy};
+    static const of_device_host functions = {current, count,   launch,      record,
+                                             wait,    is_done, synchronize, destroy};
     fake_device_reset();
     host->table.device = &functions;
 }

@@ -48,6 +48,7 @@ typedef struct fake_device {
     bool fails_to_record;           /* no event can be recorded */
     bool fails_to_synchronize;      /* nor waited for by the host */
     int launches;
+    int counts; /* of steps on the device */
     int entries; /* of the last launch */
     int last_stream;
     int waits;

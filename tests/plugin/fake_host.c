@@ -160,6 +160,7 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
         in->stream = fake_home();
     }
     in->count.step = tensor->step + 1;
+    in->step_at = tensor->step_at;
 }
 
 static of_found collect(void *ctx, void *opaque, of_inputs *in) {

@@ -41,6 +41,7 @@ typedef struct fake_tensor {
     int expected;     /* calls of expect() with it */
     int drops;
     double step;               /* updates committed */
+    float *step_at;            /* the same, on the device; or NULL */
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */
     fake_buffer *used_on_look; /* collect() uses this buffer */
     void (*on_collect)(void *arg);

@@ -120,6 +120,34 @@ START_TEST(neighbours_are_launched_together_up_to_the_bucket) {
 }
 END_TEST
 
+START_TEST(one_launch_counts_the_steps_of_all_buckets) {
+    enum { N = 8 };
+    static float steps[N];
+    fixture *f = setup_on_device(OF_FORWARD, 2000);
+    memset(steps, 0, sizeof steps);
+    for (int i = 0; i < N; i++)
+        add_on_device(f, 250, (size_t)i % 2)->tensor->step_at = &steps[i];
+    for (int round = 1; round <= 3; round++) {
+        device.current = round - 1;
+        fake_timeline_wait(&device.timeline, device.current, 0);
+        backward_all(f);
+        step(f);
+        fake_operator(f->twins[4].tensor->param, false, "use");
+        ck_assert_int_eq(device.counts, round);
+        for (int i = 0; i < N; i++)
+            fake_operator(f->twins[i].tensor->param, false, "use");
+        ck_assert_int_eq(device.counts, round);
+        ck_assert_int_ge(device.launches, 4 * round);
+        for (int i = 0; i < N; i++)
+            ck_assert_double_eq((double)steps[i], round);
+        device.current = 0;
+        for (int i = 0; i < N; i++)
+            fake_operator(f->twins[i].tensor->param, false, "use");
+    }
+    finish(f);
+}
+END_TEST
+
 START_TEST(other_hyper_parameters_take_another_launch) {
     fixture *f = setup_on_device(OF_BACKWARD, 8 * 400);
     for (int i = 0; i < 8; i++)
@@ -403,6 +431,7 @@ int main(void) {
     tcase_add_test(tcase, one_stream_needs_no_events_but_a_fence_a_step);
     tcase_add_test(tcase, what_the_device_has_done_is_forgotten_at_a_later_step);
     tcase_add_test(tcase, neighbours_are_launched_together_up_to_the_bucket);
+    tcase_add_test(tcase, one_launch_counts_the_steps_of_all_buckets);
     tcase_add_test(tcase, other_hyper_parameters_take_another_launch);
     tcase_add_test(tcase, cpu_and_device_share_a_plan);
     tcase_add_test(tcase, next_step_on_another_stream_comes_after_what_is_in_flight);
