@@ -73,8 +73,19 @@ void refuse_late_addition(const Plan *plan, size_t slot) {
                     "optfuse.fuse(optimizer, mode=\"forward\")");
 }
 
+// The gradient itself, as a variable of the user's, or its memory, as the buffer that it is a
+// part of. Autograd's own references are gone when the hook is called. Sparse ones, which are
+// refused, have no memory here.
+bool is_gradient_shared(const at::Tensor &grad) {
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (grad.use_count() > 1 + idle_references(*g))
+        return true;
+    c10::StorageImpl *memory = storage_of(g);
+    return memory != nullptr && OF_GUARD(buffer) && !is_private(memory, 0);
+}
+
 // The parameter's memory (to another parameter, a graph that is kept, an alias of
-// the user's) or its gradient (to another parameter, a variable of the user's).
+// the user's) or its gradient is known to others.
 // That is left to step(): then others see it change when, and parameters that overlap in
 // the order in which, stock changes it.
 bool is_left_to_step(const at::Tensor &param) {
@@ -82,7 +93,7 @@ bool is_left_to_step(const at::Tensor &param) {
         return false;
     const at::Tensor &grad = param.grad();
     return !is_private(storage_of(param.unsafeGetTensorImpl()), 0) ||
-           (grad.defined() && grad.use_count() > 1 + idle_references(*grad.unsafeGetTensorImpl()));
+           (grad.defined() && is_gradient_shared(grad));
 }
 
 void update_alone(Plan *plan, size_t slot) {

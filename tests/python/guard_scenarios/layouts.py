@@ -2,7 +2,7 @@
 """Guards of how tensors lie in memory."""
 
 import torch
-from common import assert_same, batch, sgd, snapshot
+from common import assert_same, batch, loss_of, sgd, snapshot
 from torch import nn
 
 import optfuse
@@ -53,5 +53,20 @@ def parameters_that_overlap_are_updated_in_order():
     pair = Pair(mode="backward", build=build)
     for model, optimizer in ((pair.theirs, pair.stock), (pair.ours, pair.fused)):
         model(batch(0)[0]).square().sum().backward()
+        optimizer.step()
+    pair.assert_same()
+
+
+@guards("buffer")
+def gradients_in_a_buffer_that_is_scaled_are_scaled():
+    pair = Pair(mode="backward")
+    for model, optimizer in ((pair.theirs, pair.stock), (pair.ours, pair.fused)):
+        flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+        end = 0
+        for p in model.parameters():
+            begin, end = end, end + p.numel()
+            p.grad = flat[begin:end].view_as(p)
+        loss_of(model, 0).backward()
+        flat.mul_(1e-3)
         optimizer.step()
     pair.assert_same()

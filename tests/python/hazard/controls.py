@@ -55,6 +55,7 @@ OUT_OF_REACH = {
     "gil": "it prevents a deadlock of two threads; a program has one at a time",
     "independent": "it is about classes; programs have those of torch.optim",
     "graphs": "a graph of the tests' own replays here; programs have none",
+    "buffer": "programs have no gradients in memory that they know by another name",
     "scaler": "GradScaler then reads gradients that are spent, which raises too",
 }
 
