@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 RESAMPLES = 4000  # of the bootstrap
+LOSS, GAIN = 0.9, 1.1  # a speed that may be both is not known
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,6 +51,7 @@ class Row:
     final_loss: float | None = None
     equal_bits: bool | None = None  # parameters against the reference's, at the end
     max_difference: float | None = None  # parameters against the default variant's
+    trained: bool | None = None  # whether a parameter changed at all
     page_faults: float | None = None  # per iteration; memory the allocator gave back and took again
     rounds_ms: list[float] = field(default_factory=list)  # each round, per iteration
     rounds_host_ms: list[float] = field(default_factory=list)  # on a GPU, like rounds_ms
@@ -67,9 +69,10 @@ class Comparison:
     reference: str  # of `equal_bits`
     steps: int  # each variant took
     settings: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)  # why it may say less than it seems to
 
     def __getitem__(self, name: str) -> Row:
-        return next(row for row in self.rows if row.name == name)
+        return {row.name: row for row in self.rows}[name]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,7 +92,34 @@ class Comparison:
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
         notes = [f"{row.name} left out: {row.note}" for row in self.rows if row.note]
         tail = f"Medians with 95 % bootstrap intervals; {self.steps} steps each."
-        return "\n".join([line.rstrip() for line in lines] + notes + [tail])
+        said = [*notes, *_legend(self), tail, *(f"warning: {text}" for text in self.warnings)]
+        return "\n".join([line.rstrip() for line in lines] + said)
+
+
+def _legend(compared: Comparison) -> Iterator[str]:
+    names = [row.name for row in compared.rows if not row.note]
+    if "default" in names:
+        yield "default: the optimizer as written. from default: the largest distance of a weight."
+    if "reference" in names:
+        yield "reference: the flags of PyTorch whose bits fusion has (docs/numerics.md)."
+    if any(row.equal_bits is False for row in compared.rows):
+        yield (
+            f"differ: at the end some weight has other bits than under {compared.reference}. "
+            "PyTorch's\nimplementations round differently from each other; fusion does not, "
+            "unless training itself is random."
+        )
+
+
+def undecided(rows: Sequence[Row], rounds: int, fewest: int) -> Iterator[str]:
+    """Where the intervals say nothing: of too few rounds, or from a loss to a gain."""
+    if rounds < fewest:
+        yield f"rounds={rounds} is too few for intervals: take at least {fewest}"
+    wide = [r.name for r in rows if r.speed and r.speed.low <= LOSS and r.speed.high >= GAIN]
+    if wide:
+        yield (
+            f"the speed of {', '.join(wide)} is not known, its interval includes {LOSS} and "
+            f"{GAIN}: take more rounds or iterations, or a machine with nothing else to do"
+        )
 
 
 def _cells(row: Row, on_gpu: bool) -> tuple[str, ...]:
@@ -102,8 +132,15 @@ def _cells(row: Row, on_gpu: bool) -> tuple[str, ...]:
     return (row.name, str(row.ms), str(row.speed or "-"), loss, *host, bits, far)
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """NaN equals NaN whatever its payload; -0 differs from +0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = _real(a), _real(b)
     bits = _BITS[a.element_size()]
     same = a.contiguous().view(bits) == b.contiguous().view(bits)
     return bool((same | (a.isnan() & b.isnan())).all())
@@ -112,9 +149,13 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
-    a, b = a.double(), b.double()
+    a, b = _real(a).double(), _real(b).double()
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs()).max().item()
+
+
+def equal_bits(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(_same_bits, ours, theirs))
 
 
 def judge(row: Row, baseline: Row) -> None:
@@ -136,5 +177,5 @@ def compare_parameters(
     default: Sequence[torch.Tensor],
 ) -> None:
     """Fills in how far the parameters are from the reference's and the default variant's."""
-    row.equal_bits = all(_same_bits(a, b) for a, b in zip(own, reference, strict=True))
+    row.equal_bits = equal_bits(own, reference)
     row.max_difference = max(_difference(a, b) for a, b in zip(own, default, strict=True))

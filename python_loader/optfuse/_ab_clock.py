@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ab() measures with, and the random numbers that each of its variants has."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """`wall` ends when the device has done all; where there is a GPU, `host`
+    ends when the host has issued all, and `device` is the GPU's own time."""
+
+    wall: float
+    host: float | None = None
+    device: float | None = None
+
+
+class Clock:
+    """Runs from here to stop(), and waits for the GPU only there and here."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        if torch.cuda.is_initialized():
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda.synchronize()
+            self._events[0].record()
+        self._start = time.perf_counter()
+
+    def stop(self) -> Seconds:
+        host = time.perf_counter() - self._start
+        if not self._events:
+            return Seconds(host)
+        start, end = self._events
+        end.record()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - self._start
+        return Seconds(wall, host, start.elapsed_time(end) / 1e3)
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def seed_all(seed: int) -> None:
+    """The generators that a training script draws from, NumPy's where it is imported."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def random_state() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    numpys = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return random.getstate(), torch.get_rng_state(), cuda, numpys
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    torch.set_rng_state(state[1])
+    if state[2]:
+        torch.cuda.set_rng_state_all(state[2])
+    if state[3]:
+        sys.modules["numpy"].random.set_state(state[3])

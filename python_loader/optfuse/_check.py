@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the arguments of the public functions must be. checked() looks at them before the
+function begins, so nothing has changed when one of them is refused."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import numbers
+import operator
+import reprlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optfuse._native import Error
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Unfit(Exception):
+    """The argument is something else. Its text is a hint, or empty."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an argument must be."""
+
+    expected: str
+    take: Callable[[Any], Any]  # the argument as the function uses it; raises Unfit
+
+
+def checked(**kinds: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Names a kind for every parameter. Arguments that are not given are not looked at."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = inspect.signature(function).parameters
+        if list(parameters) != list(kinds):
+            raise TypeError(f"{function.__name__}() has {[*parameters]}, checked are {[*kinds]}")
+        named = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        rest = [n for n, p in parameters.items() if p.kind is p.VAR_POSITIONAL]
+
+        def taken(name: str, value: Any) -> Any:
+            return argument(function.__name__, name, value, kinds[name]) if name in kinds else value
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            names = itertools.chain(named, itertools.cycle(rest)) if rest else named
+            known = list(map(taken, names, args))  # too many are left to Python to refuse
+            options = {name: taken(name, value) for name, value in kwargs.items()}
+            return function(*known, *args[len(known) :], **options)  # type: ignore[arg-type]
+
+        return call
+
+    return decorate
+
+
+def argument(function: str, name: str, value: Any, kind: Kind) -> Any:
+    """The value as the function uses it. Raises optfuse.Error if it is of another kind."""
+    try:
+        return kind.take(value)
+    except Unfit as unfit:
+        hint = str(unfit)
+    raise refusal(function, name, value, kind.expected, hint)
+
+
+def refusal(function: str, name: str, value: Any, expected: str, hint: str = "") -> Error:
+    found = f"optfuse: {function}() got {name}={shown(value)}"
+    return Error("; ".join(filter(None, (found, f"{name} must be {expected}", hint))))
+
+
+class _Shown(reprlib.Repr):
+    """Short, and without the contents of tensors, which may be large or pending."""
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}, a class"
+        if value is None or isinstance(value, bool | numbers.Number):
+            return repr(value)
+        if isinstance(value, Tensor) and (value.dim() or value.device.type != "cpu"):
+            return f"<{type(value).__name__} of shape {tuple(value.shape)}>"
+        if isinstance(value, Tensor):
+            return f"tensor({value.item()})"
+        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+shown = _Shown().repr
+
+
+def need(fits: bool, hint: str = "") -> None:
+    if not fits:
+        raise Unfit(hint)
+
+
+# Kinds
+
+
+def whole(expected: str, least: int, most: int = sys.maxsize) -> Kind:
+    """An integer of any type, as int."""
+
+    def take(value: Any) -> int:
+        try:
+            found = operator.index(value)
+        except Exception:
+            raise Unfit from None
+        need(not isinstance(value, bool) and least <= found <= most)
+        return found
+
+    return Kind(expected, take)
+
+
+def number(expected: str, least: float = -math.inf, names: tuple[str, ...] = ()) -> Kind:
+    """A number of any type, or a tensor with one element, as float; not NaN. names: strings
+    that are numbers here."""
+
+    def take(value: Any) -> float:
+        need(value in names if isinstance(value, str) else not isinstance(value, bool | bytes))
+        try:
+            found = float(value)
+        except Exception:
+            raise Unfit from None
+        need(found >= least)
+        return found
+
+    return Kind(expected, take)
+
+
+def text(expected: str) -> Kind:
+    def take(value: Any) -> str:
+        need(isinstance(value, str))
+        return str(value)
+
+    return Kind(expected, take)
+
+
+def one_of(*names: str) -> Kind:
+    def take(value: Any) -> str:
+        need(isinstance(value, str) and value in names)
+        return str(value)
+
+    return Kind(" or ".join(f'"{name}"' for name in names), take)
+
+
+def optional(kind: Kind) -> Kind:
+    return Kind(f"{kind.expected}, or None", lambda v: None if v is None else kind.take(v))
+
+
+def _flag(value: Any) -> bool:
+    numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    need(isinstance(value, bool) or numpys)
+    return bool(value)
+
+
+def _function(value: Any) -> Any:
+    need(callable(value) and not isinstance(value, nn.Module | Optimizer))
+    return value
+
+
+def _build_fn(value: Any) -> Any:
+    _function(value)
+    try:
+        inspect.signature(value).bind(None)
+    except TypeError as error:
+        raise Unfit(f"this one has {error}") from None
+    except ValueError:  # it has no signature
+        pass
+    return value
+
+
+def _optimizer(value: Any) -> Optimizer:
+    if isinstance(value, Optimizer):
+        return value
+    if isinstance(value, type) and issubclass(value, Optimizer):
+        raise Unfit(f"make an instance first: {value.__name__}(model.parameters())")
+    if isinstance(value, nn.Module):
+        raise Unfit("pass the optimizer of this model, not the model")
+    if isinstance(value, list | tuple) and any(isinstance(v, Optimizer) for v in value):
+        raise Unfit("pass one optimizer at a time")
+    raise Unfit
+
+
+def _class(value: Any) -> type[Optimizer]:
+    if isinstance(value, Optimizer):
+        raise Unfit(f"pass the class itself: register({type(value).__name__})")
+    need(isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer)
+    return value  # type: ignore[no-any-return]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Those of an iterable. Only their types are looked at, which takes no time."""
+    hint = "pass model.parameters(), not the model" if isinstance(value, nn.Module) else ""
+    need(isinstance(value, Iterable) and not isinstance(value, str | bytes), hint)
+    listed = list(value)
+    strange = [t.__name__ for t in set(map(type, listed)) if not issubclass(t, Tensor)]
+    need(not strange, hint or f"an item of it is a {''.join(strange[:1])}")
+    return listed
+
+
+def _eager(value: Any) -> list[Tensor]:
+    need(not isinstance(value, Tensor), "pass a list with this tensor")
+    return tensors(value)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _parameters(value: Any) -> list[Tensor]:
+    if isinstance(value, Optimizer):
+        return parameters_of(value)
+    return [value] if isinstance(value, Tensor) else tensors(value)
+
+
+def _variants(value: Any) -> Any:
+    need(isinstance(value, Mapping) and len(value) > 0)
+    need(all(isinstance(name, str) and callable(wrap) for name, wrap in value.items()))
+    return value
+
+
+FLAG = Kind("True or False", _flag)
+FUNCTION = Kind("a function", _function)
+BUILD_FN = Kind("a function that takes one argument, wrap", _build_fn)
+OPTIMIZER = Kind("an instance of a subclass of torch.optim.Optimizer", _optimizer)
+OPTIMIZER_CLASS = Kind("a subclass of torch.optim.Optimizer", _class)
+EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
+PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)
+AB_VARIANTS = Kind("a mapping of names to functions that take an optimizer", _variants)
