@@ -16,6 +16,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from optfuse import _stock_trial
+from optfuse._check import parameters_of
 from optfuse._native import BACKWARD, Error, lib, lib_with_gil
 from optfuse._observed import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
 from optfuse._own import running
@@ -41,9 +42,9 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = closure()
     link = link_of(self)
     if link.max_grad_norm is not None:
-        from optfuse._clip import clip_grad_norm_
+        from optfuse._clip import clip
 
-        clip_grad_norm_(self, link.max_grad_norm)
+        clip(parameters_of(self), link.max_grad_norm)
     link.step(self)
     return loss
 

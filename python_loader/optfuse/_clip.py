@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch._dynamo
@@ -14,15 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse import _link
+from optfuse._check import FLAG, PARAMETERS, checked, number, optional
 from optfuse._gpu import is_on_gpu
 from optfuse._native import BACKWARD, Error, guard
 from optfuse._observed import addresses_are_noted
-
-
-def listed(parameters: Any) -> list[Tensor]:
-    if isinstance(parameters, Optimizer):
-        return [p for group in parameters.param_groups for p in group["params"]]
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def _owner(param: Tensor, links: list[_link.Link]) -> tuple[_link.Link, int] | None:
@@ -132,7 +126,13 @@ def _total_norm(
 
 
 @torch._dynamo.disable
-@torch.no_grad()
+@checked(
+    parameters=PARAMETERS,
+    max_norm=number("a number of at least 0", least=0.0),
+    norm_type=number("a number, or 'inf'", names=("inf", "-inf")),
+    error_if_nonfinite=FLAG,
+    foreach=optional(FLAG),
+)
 def clip_grad_norm_(
     parameters: Optimizer | Iterable[Tensor] | Tensor,
     max_norm: float,
@@ -154,10 +154,24 @@ def clip_grad_norm_(
     norm, the gradients as anyone sees them and the updates have the bits of
     torch's function followed by step().
 
-    Raises optfuse.Error for a parameter of an optimizer in backward mode, and
+    Raises optfuse.Error for a parameter of an optimizer in backward mode, for a
+    max_norm that is negative or NaN, which torch's function multiplies by, and
     what torch's function raises, before any gradient has changed.
     """
-    params = listed(parameters)
+    assert isinstance(parameters, list)  # as checked() passes it on
+    return clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+@torch._dynamo.disable
+@torch.no_grad()
+def clip(
+    params: list[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """clip_grad_norm_() of arguments that were checked."""
     gradients = Gradients(params)
     if not gradients.slots:
         return torch.nn.utils.clip_grad_norm_(

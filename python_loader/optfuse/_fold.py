@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._check import parameters_of
 from optfuse._classes import LINK, link_of
-from optfuse._clip import Gradients, listed
+from optfuse._clip import Gradients
 from optfuse._native import FORWARD
 
 
@@ -30,7 +31,7 @@ def _folds(optimizer: Optimizer, *tensors: Tensor) -> bool:
 def _unscale(optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor) -> bool:
     """Whether this was done here."""
     with torch.no_grad():
-        finite = Gradients(listed(optimizer)).unscale(inv_scale)
+        finite = Gradients(parameters_of(optimizer)).unscale(inv_scale)
         if finite is False:
             found_inf.fill_(1.0)
     return finite is not None

@@ -13,6 +13,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse import _process, _products, _stock_trial
+from optfuse._check import (
+    EAGER,
+    FLAG,
+    OPTIMIZER,
+    Kind,
+    Unfit,
+    checked,
+    number,
+    one_of,
+    optional,
+    whole,
+)
 from optfuse._classes import LINK, fused_class, link_of
 from optfuse._gpu import is_gpu
 from optfuse._link import How, Link
@@ -31,6 +43,31 @@ def is_fused(optimizer: Optimizer) -> bool:
     return LINK in optimizer.__dict__
 
 
+def is_disabled() -> bool:
+    return os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0")
+
+
+def _take_fused(value: Any) -> Optimizer:
+    optimizer: Optimizer = OPTIMIZER.take(value)
+    if not is_fused(optimizer) and not is_disabled():
+        raise Unfit("this one is not fused, or was unfused")
+    return optimizer
+
+
+FUSED = Kind("an optimizer that optfuse.fuse() returned", _take_fused)
+
+
+@checked(
+    optimizer=OPTIMIZER,
+    mode=one_of(*_MODES),
+    eager=EAGER,
+    strict=FLAG,
+    side_stream=FLAG,
+    accumulate=whole("the number of passes a step, a whole number of at least 1", least=1),
+    max_grad_norm=optional(number("a number of at least 0", least=0.0)),
+    fold=FLAG,
+    bucket_bytes=whole("a whole number of bytes, or 0 for the default", least=0),
+)
 def fuse(
     optimizer: OptimizerT,
     mode: str = "forward",
@@ -84,24 +121,16 @@ def fuse(
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
-    OPTFUSE_DISABLE=1 in the environment it returns the optimizer unchanged.
+    OPTFUSE_DISABLE=1 in the environment it returns the optimizer unchanged,
+    and raises if it was to clip.
     """
-    if os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0"):
+    if is_disabled():
+        _refuse_to_lose(max_grad_norm)
         return optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise Error(f"optfuse: fuse() takes a torch.optim.Optimizer, not {type(optimizer)}")
     if is_fused(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if mode not in _MODES:
-        raise Error(f'optfuse: mode is "forward" or "backward", not {mode!r}')
     if side_stream and mode != "backward":
         raise Error('optfuse: side_stream=True goes with mode="backward"')
-    if bucket_bytes < 0:
-        raise Error(
-            f"optfuse: bucket_bytes={bucket_bytes}: a number of bytes, or 0 for the default"
-        )
-    if accumulate < 1:
-        raise Error(f"optfuse: accumulate is the number of passes a step, not {accumulate}")
     if max_grad_norm is not None and mode == "backward":
         raise Error(
             "optfuse: max_grad_norm needs all gradients at once, and backward mode updates "
@@ -129,6 +158,15 @@ def fuse(
     fused = _fuse(optimizer, how)
     link_of(fused).gpu_bits_differ = tuple(differ)
     return fused
+
+
+def _refuse_to_lose(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None:
+        raise Error(
+            "optfuse: OPTFUSE_DISABLE leaves this optimizer as it is, so nothing would clip to "
+            f"max_grad_norm={max_grad_norm}; call torch.nn.utils.clip_grad_norm_() before step(), "
+            "or unset OPTFUSE_DISABLE"
+        )
 
 
 def try_with_stock(stock: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
@@ -180,11 +218,12 @@ def fuse_like(optimizer: OptimizerT, link: Link, eager: list[Tensor]) -> Optimiz
     return _fuse(optimizer, replace(link.how, eager=tuple(eager)))
 
 
+@checked(optimizer=FUSED)
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
     """Launches what is pending and makes the optimizer the stock one again,
     with its state. Raises optfuse.Error if it is not fused."""
     if not is_fused(optimizer):
-        raise Error("optfuse: unfuse() takes an optimizer that optfuse.fuse() returned")
+        return optimizer  # OPTFUSE_DISABLE=1
     link = link_of(optimizer)
     link.close(optimizer)
     del optimizer.__dict__[LINK], optimizer.__dict__[_AMP]
@@ -200,8 +239,10 @@ def fuse_again(optimizer: Optimizer) -> None:
     _fuse(unfuse(optimizer), how)
 
 
+@checked(optimizer=optional(FUSED))
 def flush(optimizer: Optimizer | None = None) -> None:
-    """Launches every pending update of the optimizer, or of all optimizers."""
+    """Launches every pending update of the optimizer, or of all optimizers.
+    Raises optfuse.Error if it is not fused."""
     if optimizer is None:
         _process.flush_all()
     elif is_fused(optimizer):
@@ -296,16 +337,44 @@ def _by_host(rule: Rule, groups: list[Group], dtype: str) -> str:
     return " and ".join(sorted(found))
 
 
+def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
+    """Of one that fuse() left as it is, since OPTFUSE_DISABLE said so."""
+    return Summary(
+        optimizer=optimizer,
+        mode="disabled",
+        parameters=len(params),
+        elements=sum(p.numel() for p in params),
+        reference="the class itself (OPTFUSE_DISABLE is set)",
+        reference_differs=(),
+        gpu_bits_differ=(),
+        own_step_because=(),
+        products_because=(),
+        isa={},
+        eager=0,
+        created=0,
+        at_use=0,
+        at_close=0,
+        at_once=0,
+        pending=0,
+        in_flight=0,
+        launches=0,
+        threads_seen=False,
+        compiled=False,
+        past_caches=False,
+    )
+
+
+@checked(optimizer=FUSED)
 def summary(optimizer: Optimizer) -> Summary:
     """What the fused optimizer has done so far, and what it fell back from.
     Raises optfuse.Error if the optimizer is not fused."""
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
     if not is_fused(optimizer):
-        raise Error("optfuse: summary() takes an optimizer that optfuse.fuse() returned")
+        return _disabled(type(optimizer).__name__, params)
     link = link_of(optimizer)
     counts = Counts()
     lib.of_shim_counts(link.plan, ctypes.byref(counts))
-    groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
     dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
     return Summary(
         optimizer=type(optimizer).__name__,

@@ -19,6 +19,8 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 class Error(RuntimeError):
     """What optfuse refuses to do, with the parameter, the reason and what to do."""
 
+    __module__ = "optfuse"  # where users find it, and tracebacks name it
+
 
 class Counts(ctypes.Structure):
     """of_counts of plugin/optfuse.h."""

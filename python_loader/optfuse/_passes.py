@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch.optim import Optimizer
 
 from optfuse import _scaled
+from optfuse._check import OPTIMIZER, checked
 from optfuse._classes import LINK, link_of
 from optfuse._native import BACKWARD, Error, guard
 
@@ -40,6 +41,7 @@ class Passes:
         return self._begun < self.a_step
 
 
+@checked(optimizers=OPTIMIZER)
 @contextlib.contextmanager
 def accumulate(*optimizers: Optimizer) -> Iterator[None]:
     """Marks backward passes that only add to the gradients.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse import optim
 from optfuse._gpu import is_gpu
 from optfuse._native import Error
 from optfuse._register import INDEPENDENT, check_promise, is_registered
@@ -34,11 +35,16 @@ def label(group: dict[str, Any], group_index: int, index: int) -> str:
     return f"parameter {index} of group {group_index} {shape}"
 
 
+def _public_name(cls: type[Optimizer]) -> str:
+    module = optim if cls.__module__ == optim.__name__ else torch.optim
+    return f"{module.__name__}.{cls.__name__}"
+
+
 def check_class(optimizer: Optimizer) -> None:
     stock = type(optimizer)
     if stock in RULES or stock in INDEPENDENT or is_registered(stock):
         return
-    known = ", ".join(sorted(f"torch.optim.{cls.__name__}" for cls in {*RULES, *INDEPENDENT}))
+    known = ", ".join(sorted(map(_public_name, {*RULES, *INDEPENDENT})))
     way_out = "Use the optimizer as it is"
     if stock is torch.optim.SparseAdam:
         reason = "it is for sparse gradients, which have no fused update"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from optfuse._check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._native import Error
 from optfuse._own import Group, step_of
 from optfuse._trial import Trial, name_of
@@ -25,6 +26,7 @@ _OF_TORCH = (
 INDEPENDENT = {getattr(torch.optim, name) for name in _OF_TORCH if hasattr(torch.optim, name)}
 
 
+@checked(cls=OPTIMIZER_CLASS, per_parameter=FLAG)
 def register(cls: type[Optimizer], per_parameter: bool = True) -> None:
     """Lets fuse() take optimizers of this class, for which optfuse has no kernels.
 
@@ -42,8 +44,6 @@ def register(cls: type[Optimizer], per_parameter: bool = True) -> None:
     parameter and what differed, if they don't; and for a class whose step()
     needs a closure.
     """
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise Error(f"optfuse: register() takes a subclass of torch.optim.Optimizer, not {cls!r}")
     if not per_parameter:
         _registered.discard(cls)
         return

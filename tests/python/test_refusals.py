@@ -56,6 +56,16 @@ def test_optimizers_without_a_rule(name, mode):
     refused(UNKNOWN[name](net().parameters()), name, "SGD", mode=mode)
 
 
+def test_classes_that_fuse_are_named_as_they_are_imported():
+    with pytest.raises(optfuse.Error) as caught:
+        optfuse.fuse(UNKNOWN["Mine"](net().parameters()))
+    listed = str(caught.value).partition("Fused today: ")[2].partition(". ")[0].split(", ")
+    assert "optfuse.optim.Lion" in listed and "torch.optim.AdamW" in listed
+    for name in listed:
+        module, _, cls = name.rpartition(".")
+        assert hasattr({"torch.optim": torch.optim, "optfuse.optim": optfuse.optim}[module], cls)
+
+
 @pytest.mark.parametrize("flag", ("differentiable", "capturable"))
 def test_flags_without_a_fused_update(flag):
     refused(torch.optim.AdamW(net().parameters(), **{flag: True}), flag, "group 0")

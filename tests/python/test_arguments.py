@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every wrong argument of a public function is an optfuse.Error that names the function, the
+argument and its value, and nothing has changed; every other type of number works."""
+
+import inspect
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from common import adamw, assert_same, loss_of, net, python_ok, same, snapshot, train, weights
+from torch import nn
+
+import optfuse
+from optfuse import _check
+
+NAN = math.nan
+NO_NUMBER = (None, "1", True, NAN, [1.0], 1j, torch.ones(2), torch.tensor(NAN))
+NO_COUNT = (None, "1", True, 2.5, 2.0, [1], torch.ones(2), np.float64(2))
+NO_FLAG = (None, "yes", 1, 0.0, [True])
+
+
+class World:
+    """What calls are made with: a model in training with a fused optimizer, and a stock one."""
+
+    def __init__(self):
+        self.model = net()
+        self.fused = optfuse.fuse(adamw(self.model.parameters()))
+        for i in range(2):
+            train(self.model, self.fused, i)
+        loss_of(self.model, 2).backward()
+        self.other = net()
+        self.stock = adamw(self.other.parameters())
+
+    def looks(self):
+        """All that a refused call must leave as it is."""
+        hooks = [p._post_accumulate_grad_hooks for p in self.other.parameters()]
+        params = [*self.model.parameters(), *self.other.parameters()]
+        return {
+            "classes": (type(self.fused), type(self.stock)),
+            "attributes": (sorted(vars(self.fused)), sorted(vars(self.stock))),
+            "hooks": repr(hooks),
+            "created": optfuse.summary(self.fused).created,
+            "gradients": snapshot([p.grad for p in params if p.grad is not None]),
+            "weights": snapshot(params),
+            "random": torch.get_rng_state(),
+        }
+
+
+def build(wrap):
+    model = net()
+    optimizer = wrap(adamw(model.parameters()))
+
+    def iteration():
+        train(model, optimizer, 0)
+
+    return iteration
+
+
+def instance(world):
+    return adamw(world.other.parameters())
+
+
+# What else the call is given.
+RIGHT = {
+    "fuse": lambda world: {"optimizer": world.stock},
+    "unfuse": lambda world: {"optimizer": world.fused},
+    "flush": lambda world: {"optimizer": world.fused},
+    "summary": lambda world: {"optimizer": world.fused},
+    "accumulate": lambda world: {},
+    "clip_grad_norm_": lambda world: {"parameters": world.fused, "max_norm": 1.0},
+    "register": lambda world: {"cls": torch.optim.AdamW},
+    "ab": lambda world: {"build_fn": build, "rounds": 1, "iterations": 1, "warmup": 0},
+}
+NOT_FUSED = (torch.optim.AdamW, net(), 3, "adamw", instance, lambda w: [w.fused])
+# Each parameter of each public function, with values that are refused. A function makes the
+# value from the World.
+WRONG = {
+    "fuse": {
+        "optimizer": (torch.optim.AdamW, net(), None, 3, lambda w: [w.stock]),
+        "mode": (None, "sideways", "Forward", "", 0, True, ["forward"], b"forward"),
+        "eager": (None, True, 3, "0.weight", ["0.weight"], [0], net(), lambda w: w.other[0].weight),
+        "strict": NO_FLAG,
+        "side_stream": NO_FLAG,
+        "accumulate": (*NO_COUNT, 0, -1),
+        "max_grad_norm": (*NO_NUMBER[1:], -1, -0.5, -math.inf, "inf"),
+        "fold": NO_FLAG,
+        "bucket_bytes": (*NO_COUNT, -1, 1.5, 2**70),
+    },
+    "unfuse": {"optimizer": (None, *NOT_FUSED)},
+    "flush": {"optimizer": NOT_FUSED},
+    "summary": {"optimizer": (None, *NOT_FUSED)},
+    "accumulate": {"optimizers": (torch.optim.AdamW, net(), None, 3, lambda w: [w.stock])},
+    "clip_grad_norm_": {
+        "parameters": (
+            None, 3, "0.weight", net(), ["0.weight"], [None], nn.ModuleList([net()]),
+            torch.optim.AdamW, lambda w: w.model.named_parameters(),
+            lambda w: [w.model.parameters()], lambda w: dict(w.model.named_parameters()),
+        ),
+        "max_norm": (*NO_NUMBER, -1, -0.5, -math.inf, "inf"),
+        "norm_type": (*NO_NUMBER, "2", "fro"),
+        "error_if_nonfinite": NO_FLAG,
+        "foreach": NO_FLAG[1:],
+    },
+    "register": {
+        "cls": (instance, None, 3, "AdamW", nn.Linear, torch.optim.Optimizer),
+        "per_parameter": NO_FLAG,
+    },
+    "ab": {
+        "build_fn": (None, 3, "build", net(), instance, lambda w: lambda: None),
+        "variants": (3, {}, [], ["default"], {"default": None}, {0: lambda o: o}),
+        "baseline": (None, 3, "nobody", ["default"]),
+        "rounds": (*NO_COUNT, 0, -1),
+        "iterations": (*NO_COUNT, 0, -1),
+        "warmup": (*NO_COUNT, -1),
+        "seconds": (*NO_NUMBER[1:], -1),
+        "seed": (*NO_COUNT, 2**64),
+        "progress": (True, 3, "stderr"),
+    },
+}  # fmt: skip
+
+
+def made(value, world):
+    from_world = inspect.isfunction(value) and value is not build
+    return value(world) if from_world else value
+
+
+ROWS = [
+    pytest.param(function, argument, value, id=f"{function}-{argument}-{i}")
+    for function, arguments in WRONG.items()
+    for argument, values in arguments.items()
+    for i, value in enumerate(values)
+]
+
+
+@pytest.mark.parametrize("function, argument, value", ROWS)
+def test_a_wrong_argument_is_named_and_changes_nothing(function, argument, value):
+    world = World()
+    given = {**RIGHT[function](world), argument: made(value, world)}
+    before = world.looks()
+    with pytest.raises(optfuse.Error) as caught:
+        if argument == "optimizers":
+            optfuse.accumulate(*given.values())
+        else:
+            getattr(optfuse, function)(**given)
+    message = str(caught.value)
+    assert message.startswith(f"optfuse: {function}() got {argument}="), message
+    assert f"; {argument} must be " in message and len(message) < 300, message
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+    assert_same("the world", world.looks(), before)
+
+
+def public():
+    names = (name for name in optfuse.__all__ if inspect.isroutine(getattr(optfuse, name)))
+    return {name: inspect.signature(getattr(optfuse, name)).parameters for name in names}
+
+
+def test_every_public_parameter_is_in_the_table():
+    assert {f: set(parameters) for f, parameters in public().items()} == {
+        f: set(arguments) for f, arguments in WRONG.items()
+    }
+
+
+def test_a_parameter_without_a_kind_is_noticed_when_the_function_is_made():
+    with pytest.raises(TypeError, match="strict"):
+
+        @_check.checked(optimizer=_check.OPTIMIZER)
+        def fuse(optimizer, strict=False):
+            pass
+
+
+def test_arguments_are_looked_at_in_every_place():
+    """By position, by name and among a variable number; what Python refuses, it refuses."""
+    world = World()
+    stock = world.stock
+    for call in (
+        lambda: optfuse.fuse(stock, "sideways"),
+        lambda: optfuse.fuse(stock, "forward", (), False, False, 0),
+        lambda: optfuse.clip_grad_norm_(stock, -1),
+        lambda: optfuse.accumulate(world.fused, stock, world.model),
+    ):
+        with pytest.raises(optfuse.Error, match=" must be "):
+            call()
+    for call in (
+        lambda: optfuse.fuse(),
+        lambda: optfuse.fuse(stock, modes="forward"),
+        lambda: optfuse.flush(world.fused, world.fused),
+        lambda: optfuse.ab(build, None),
+    ):
+        with pytest.raises(TypeError, match="argument"):
+            call()
+
+
+def test_errors_have_the_name_that_users_catch():
+    assert f"{optfuse.Error.__module__}.{optfuse.Error.__qualname__}" == "optfuse.Error"
+
+
+HINTS = {
+    "an optimizer's class": (lambda w: optfuse.fuse(torch.optim.AdamW), "AdamW(model.param"),
+    "a model": (lambda w: optfuse.fuse(w.model), "optimizer of this model"),
+    "several": (lambda w: optfuse.fuse([w.stock]), "one optimizer at a time"),
+    "not fused": (lambda w: optfuse.flush(w.stock), "not fused"),
+    "one tensor": (lambda w: optfuse.fuse(w.stock, eager=w.other[0].bias), "list with this"),
+    "names": (lambda w: optfuse.fuse(w.stock, eager=["weight"]), "is a str"),
+    "an instance": (lambda w: optfuse.register(w.stock), "register(AdamW)"),
+    "a model to clip": (lambda w: optfuse.clip_grad_norm_(w.model, 1.0), "model.parameters()"),
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_a_frequent_mistake_is_told_the_way_out(name):
+    call, words = HINTS[name]
+    with pytest.raises(optfuse.Error, match="must be") as caught:
+        call(World())
+    assert words in str(caught.value)
+
+
+def test_an_error_of_the_users_own_iterator_is_not_taken_for_a_wrong_argument():
+    def broken():
+        yield nn.Parameter(torch.ones(1))
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        optfuse.fuse(adamw(net().parameters()), eager=broken())
+
+
+COUNTS = (3, np.int64(3), np.uint8(3), torch.tensor(3))
+NUMBERS = (0.25, np.float32(0.25), np.float64(0.25), Fraction(1, 4), Decimal("0.25"))
+NUMBERS += (torch.tensor(0.25), torch.tensor([0.25]), np.array(0.25))
+
+
+@pytest.mark.parametrize("number", COUNTS, ids=lambda n: type(n).__name__)
+def test_integers_of_every_type_are_numbers_of_passes_and_bytes(number):
+    def script(wrap):
+        model = net()
+        options = {"accumulate": number, "bucket_bytes": number} if wrap.fused else {}
+        optimizer = wrap(adamw(model.parameters()), **options)
+        for i in range(6):
+            loss_of(model, i).backward()
+            if i % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        yield "weights", weights(model)
+
+    same(script, "backward")
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: f"{type(n).__name__} {n}")
+def test_numbers_of_every_type_are_norms(number):
+    def script(wrap):
+        model = net()
+        options = {"max_grad_norm": number} if wrap.fused else {}
+        optimizer = wrap(adamw(model.parameters()), **options)
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            if not wrap.fused:
+                nn.utils.clip_grad_norm_(model.parameters(), number)
+            optimizer.step()
+        yield "weights", weights(model)
+
+    same(script)
+
+
+TORCHS = [{"max_norm": n} for n in (*NUMBERS, 1, np.int64(1), math.inf, 0, -0.0)]
+TORCHS += [{"max_norm": 0.1, "norm_type": n} for n in (1, 2, np.float64(2), Fraction(3), 0)]
+TORCHS += [{"max_norm": 0.1, "norm_type": n} for n in (math.inf, "inf", "-inf", -math.inf)]
+TORCHS += [{"max_norm": 0.1, "norm_type": n} for n in (torch.tensor(2.0), np.float32(1))]
+TORCHS += [{"max_norm": 0.1, "foreach": f} for f in (None, True, False)]
+TORCHS += [{"max_norm": 0.1, "error_if_nonfinite": f} for f in (np.True_, True, False)]
+
+
+@pytest.mark.parametrize("options", TORCHS, ids=str)
+def test_what_torchs_clipping_takes_is_taken_with_its_bits(options):
+    def script(wrap):
+        clip = optfuse.clip_grad_norm_ if wrap.fused else nn.utils.clip_grad_norm_
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        loss_of(model, 0).backward()
+        yield "norm", clip(model.parameters(), **options)
+        optimizer.step()
+        yield "weights", weights(model)
+        yield "gradients", [p.grad for p in model.parameters()]
+
+    same(script)
+
+
+@pytest.mark.parametrize("of", (list, tuple, iter, dict.fromkeys, nn.ParameterList))
+def test_parameters_come_in_every_iterable(of):
+    def script(wrap):
+        clip = optfuse.clip_grad_norm_ if wrap.fused else nn.utils.clip_grad_norm_
+        model = net()
+        options = {"eager": of(model[0].parameters())} if wrap.fused else {}
+        optimizer = wrap(adamw(model.parameters()), **options)
+        loss_of(model, 0).backward()
+        yield "norm", clip(of(model.parameters()), 0.1, foreach=False)
+        optimizer.step()
+        yield "weights", weights(model)
+
+    same(script)
+
+
+def test_numpys_truth_values_are_flags():
+    optimizer = optfuse.fuse(adamw(net().parameters()), fold=np.False_, strict=np.True_)
+    assert optfuse.summary(optimizer).mode == "forward"
+
+
+def test_a_script_runs_as_it_is_where_optfuse_is_disabled():
+    """All but what would train differently: nobody else clips."""
+    python_ok(
+        "import torch, optfuse\n"
+        "from common import adamw, net, train\n"
+        "model = net(); stock = adamw(model.parameters())\n"
+        "optimizer = optfuse.fuse(stock, 'backward', accumulate=2)\n"
+        "train(model, optimizer, 0)\n"
+        "optfuse.flush(optimizer)\n"
+        "with optfuse.accumulate(optimizer): pass\n"
+        "assert 'disabled' in str(optfuse.summary(optimizer))\n"
+        "assert optfuse.unfuse(optimizer) is stock and type(stock) is torch.optim.AdamW\n"
+        "for wrong in (lambda: optfuse.fuse(stock, max_grad_norm=1.0),\n"
+        "              lambda: optfuse.fuse(stock, mode='sideways'),\n"
+        "              lambda: optfuse.flush(model)):\n"
+        "    try: wrong()\n"
+        "    except optfuse.Error: continue\n"
+        "    raise SystemExit('not refused')\n",
+        OPTFUSE_DISABLE="1",
+    )
