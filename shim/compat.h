@@ -60,6 +60,8 @@ inline void set_seal(c10::StorageImpl *storage, bool sealed) {
     refresh_seal_check(storage);
 }
 
+inline bool is_sealed(c10::StorageImpl *storage) { return seal_flag(storage); }
+
 inline void seal(c10::StorageImpl *storage) { set_seal(storage, true); }
 
 inline void unseal(c10::StorageImpl *storage) { set_seal(storage, false); }
