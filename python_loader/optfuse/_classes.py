@@ -103,18 +103,18 @@ class _Fused:
         ):
             lib_with_gil.of_shim_drop_gradients(link.plan)
         else:
-            super().zero_grad(set_to_none)  # type: ignore[misc]
+            link.stock.zero_grad(optimizer, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = self
-        super().add_param_group(param_group)  # type: ignore[misc]
+        link_of(optimizer).stock.add_param_group(optimizer, param_group)
         try:
             link = link_of(optimizer)
             groups = optimizer.param_groups
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            if link.rule.by_host:
-                check_promise(optimizer, link.stock)
+            if link.own is not None:
+                link.own.promise = check_promise(optimizer, link.stock)
             link.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
@@ -122,8 +122,8 @@ class _Fused:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = {name: self.__dict__[name] for name in ("state", "param_groups")}
-        super().load_state_dict(state_dict)  # type: ignore[misc]
         link = link_of(self)  # type: ignore[arg-type]
+        link.stock.load_state_dict(self, state_dict)  # type: ignore[arg-type]
         if link.rule.as_made and link.rule.counts_on_gpu:
             _look_at_counters(self, link, before)  # type: ignore[arg-type]
 
@@ -202,9 +202,19 @@ def fused_class(stock: type[Optimizer], by_host: bool = False) -> type[Optimizer
         return stock(*args, **kwargs)
 
     names = {
+        **_methods(_FusedOwn if by_host else _Fused),
         "__new__": make_stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
     }
-    return type(stock.__name__, (_FusedOwn if by_host else _Fused, stock), names)
+    return type(stock)(stock.__name__, (stock,), names)
+
+
+def _methods(cls: type) -> dict[str, Any]:
+    """Its own and those that it inherits. A class with two bases could not take the place
+    of one whose first base has no attributes, such as ABC."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        found |= {k: v for k, v in vars(base).items() if k not in ("__dict__", "__weakref__")}
+    return found

@@ -82,6 +82,7 @@ class Link:
         self.stock = type(optimizer)
         self.own_step_because = () if rule else tuple(why_own_step(optimizer))
         self.rule = rule or rule_of(optimizer)
+        promise = check_promise(optimizer, self.stock) if self.rule.by_host else None
         self.how = how
         self.mode = how.mode
         self.eager = how.eager
@@ -117,9 +118,8 @@ class Link:
         links[self.plan] = self
         self.own: _own.Own | None = None
         try:
-            if self.rule.by_host:
-                replaces = check_promise(optimizer, self.stock)
-                self.own = _own.Own(self.plan, self.stock, replaces, self.rule.entries)
+            if promise is not None:
+                self.own = _own.Own(self.plan, self.stock, promise, self.rule.entries)
             self.rebuild(optimizer, chain.from_iterable(map(params_of, optimizer.param_groups)))
         except BaseException:
             self._free()
@@ -290,15 +290,19 @@ class Link:
     def _sync_inputs(self, optimizer: Optimizer, same_groups: bool) -> None:
         """What updates from here on read: options and state."""
         state = optimizer.__dict__["state"]
-        if self.own is not None:
-            self._flush(drain=False)  # what is pending keeps its own options
-            self.own.begin(optimizer, self.mode == BACKWARD)
         if not same_groups:
             self._sync_hyper(optimizer.param_groups)
-        if not self._known_state.is_same(state) or (self.own is not None and self.own.changed):
+        if not self._known_state.is_same(state):
             self._sync_state(state)
-            if self.own is not None:
-                self.own.changed = False
+
+    def _begin_own(self, own: _own.Own, optimizer: Optimizer) -> None:
+        """The same, for the class's own step()."""
+        self._flush(drain=False)  # what is pending keeps its own options
+        own.begin(optimizer, self.mode == BACKWARD)
+        if own.changed:
+            self._known_state.forget()
+            own.changed = False
+        self._sync_inputs(optimizer, False)
 
     def _sync_device_scalars(self, optimizer: Optimizer, same_groups: bool) -> None:
         """Learning rates that are tensors on a GPU, and what GradScaler hands
@@ -338,7 +342,9 @@ class Link:
             self.sync_params(optimizer)
             self._refuse_late_change(groups)
         todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
-        if todo & UPDATE or self.own is not None:
+        if self.own is not None:
+            self._begin_own(self.own, optimizer)
+        elif todo & UPDATE:
             self._sync_inputs(optimizer, same_groups)  # else the next backward does it
         self._sync_device_scalars(optimizer, same_groups)
         if todo & ATTACH:
@@ -352,6 +358,8 @@ class Link:
             status = lib.of_shim_step(*arguments)
         if status != OK:
             raise_failure(self.own)
+        if self.own is not None:
+            self.own.advance(optimizer)
         self.passes.restart()
         if _compiled.running():
             self.flush()
@@ -372,7 +380,10 @@ class Link:
             )
         if not same_groups:
             self._refuse_late_change(groups)
-        self._sync_inputs(optimizer, same_groups)
+        if self.own is not None:
+            self._begin_own(self.own, optimizer)
+        else:
+            self._sync_inputs(optimizer, same_groups)
         self._sync_device_scalars(optimizer, same_groups)
         self.marked = True
         return DONE

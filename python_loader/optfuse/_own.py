@@ -11,24 +11,31 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from optfuse._native import Error, lib
-
-Group = dict[str, Any]
-Entry = dict[str, Any]
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# Attributes of an optimizer that its twin has of its own, or not at all.
-HIDDEN = ("param_groups", "state", "step", "_optfuse_link", "_step_supports_amp_scaling", *_HOOKS)
-_NOT_OPTIONS = ("params", "param_names")
+from optfuse._settings import Promise, Settings, fresh, put
+from optfuse._twin import (
+    NOT_OPTIONS,
+    Entry,
+    Group,
+    attributes_of,
+    copied,
+    options_alone,
+    own_attributes,
+    own_options,
+    step_alone,
+    step_of,
+    step_twin,
+    without_gradient,
+)
+from optfuse._values import difference
 
 owns: dict[int, Own] = {}  # plan -> what its updates need, until it is freed
 _thread = threading.local()
@@ -58,80 +65,6 @@ def _free_late() -> None:
         owns.pop(late, None)
 
 
-def step_of(stock: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """The class's step() without the profiler's and the hooks' wrapper."""
-    step: Any = stock.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
-def copied(value: Any) -> Any:
-    """An option as it is now; numbers and the like can't change."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
-    if type(value) is dict:
-        return {key: copied(item) for key, item in value.items()}
-    return value
-
-
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What a twin shares with the optimizer: all but parameters, state and hooks."""
-    own = {k: v for k, v in optimizer.__dict__.items() if k not in HIDDEN}
-    return {**own, **{name: OrderedDict() for name in _HOOKS}}
-
-
-def options_of(group: Group) -> Group:
-    return {k: copied(v) for k, v in group.items() if k not in _NOT_OPTIONS}
-
-
-def options_alone(group: Group, is_whole: bool) -> Group:
-    """The options for a step() on one parameter that goes the way of one on the group: where
-    the class may choose, one that has no multi-tensor functions is enough for it to do
-    without. is_whole: gradients are still to come."""
-    options = options_of(group)
-    chooses = "foreach" in group and group["foreach"] is None and group.get("fused") is None
-    if chooses and _differ(group["params"]):
-        takes_part = operator.attrgetter("requires_grad") if is_whole else _has_gradient
-        if _differ(list(filter(takes_part, group["params"]))):
-            options["foreach"] = False
-    return options
-
-
-def _has_gradient(param: Tensor) -> bool:
-    return param.grad is not None
-
-
-def _differ(params: list[Tensor]) -> bool:
-    """In whether they have multi-tensor functions."""
-    kinds = {(type(p), p.device.type): p for p in params}
-    if len(kinds) < 2:
-        return False
-    choices = {_default_to_fused_or_foreach([p], differentiable=False) for p in kinds.values()}
-    return len(choices) > 1
-
-
-def step_alone(
-    step: Callable[[Optimizer], Any],
-    twin: Optimizer,
-    attributes: dict[str, Any],
-    options: Group,
-    param: Tensor,
-    entry: Entry | None,
-) -> Entry | None:
-    """The class's step() on one parameter; the state entry that it then has."""
-    state: defaultdict[Tensor, Entry] = defaultdict(dict)
-    if entry is not None:
-        state[param] = entry
-    groups = [{**options, "params": [param]}]
-    twin.__dict__ = {**attributes, "param_groups": groups, "state": state}
-    try:
-        step(twin)
-    finally:
-        twin.__dict__ = {}
-    return state.get(param)
-
-
 class Own:
     """What the updates of one plan need. Knows neither the optimizer nor its
     parameters, so that it keeps none of them alive."""
@@ -140,16 +73,17 @@ class Own:
         self,
         plan: int,
         stock: type[Optimizer],
-        replaces_state: bool,
+        promise: Promise,
         entries: tuple[tuple[str, ...], ...] = (),
     ) -> None:
         self._step = step_of(stock)
         self._twin = stock.__new__(stock)
-        self._replaces_state = replaces_state
+        self.promise = promise
         self._native_entries = entries  # those that the library updates itself
         self._attributes: dict[str, Any] = {}
         self._options: list[Group] = []
         self._versions: list[list[Any]] = []
+        self._after = Settings({}, {})  # what a step makes of those
         self.layout([])
         owns[plan] = self
 
@@ -159,7 +93,8 @@ class Own:
         n = len(self._group_of)
         self._entries: list[Entry | None] = [None] * n
         self._stepped = [False] * n  # so that its state is made, if it has any
-        self._replaced = [self._replaces_state] * n  # tensors of the state are exchanged
+        self._replaced = [self.promise.replaces_state] * n  # tensors of the state are exchanged
+        self._idle: list[list[Tensor]] = []
         self.changed = True  # the library must be told of state again
 
     def begin(self, optimizer: Optimizer, before_gradients: bool) -> None:
@@ -168,6 +103,28 @@ class Own:
         self._attributes = attributes_of(optimizer)
         self._options = [options_alone(g, before_gradients) for g in optimizer.param_groups]
         self._versions = [_versions(group) for group in optimizer.param_groups]
+        if self.promise.changes():
+            self._after = self._without_gradients(optimizer.param_groups)
+
+    def _without_gradients(self, groups: list[Group]) -> Settings:
+        """What this step makes of options and attributes."""
+        self._idle = self._idle or [without_gradient(group["params"]) for group in groups]
+        changed = [
+            {**fresh(options, self.promise.options), "params": list(idle)}
+            for options, idle in zip(self._options, self._idle, strict=True)
+        ]
+        attributes = fresh(self._attributes, self.promise.attributes)
+        after = step_twin(self._step, self._twin, attributes, changed, defaultdict(dict))
+        return Settings(after, dict(enumerate(changed)))
+
+    def advance(self, optimizer: Optimizer) -> None:
+        """Options and attributes become what stock's step() makes of them. Updates go on
+        with those of begin()."""
+        for name in self.promise.attributes:
+            put(optimizer.__dict__, self._after.attributes, name)
+        for name in self.promise.options:
+            for i, group in enumerate(optimizer.param_groups):
+                put(group, self._after.options[i], name)
 
     def late_change(self, groups: list[Group]) -> int | None:
         """The first group whose options are no longer those of begin()."""
@@ -194,8 +151,13 @@ class Own:
         """The update; a state entry that it made, or None."""
         entry = self._entries[slot]
         before = list(entry.values()) if entry else []
-        options = self._options[self._group_of[slot]]
-        made = step_alone(self._step, self._twin, self._attributes, options, param, entry)
+        group = self._group_of[slot]
+        options = fresh(self._options[group], self.promise.options)
+        attributes = fresh(self._attributes, self.promise.attributes)
+        done = step_alone(self._step, self._twin, attributes, options, param, entry)
+        made, *after = done
+        if not all(map(_are_kept, (attributes, options), after)):
+            self._refuse_changes(group, Settings(after[0], {group: after[1]}))
         after = list(made.values()) if made else []
         if before and not _same(before, after):
             self.changed |= not self._replaced[slot]
@@ -204,6 +166,38 @@ class Own:
         self._stepped[slot] = True
         self._entries[slot] = made
         return made if made is not entry else None
+
+    def _refuse_changes(self, group: int, after: Settings) -> None:
+        """But those that were found in the trial."""
+        known = self._after
+        attributes = own_attributes(after.attributes)
+        options = own_options(after.options[group])
+        expected = known.options.get(group, {})
+        places = [
+            *_changed(self._attributes, attributes, known.attributes, self.promise.attributes),
+            *_changed(self._options[group], options, expected, self.promise.options),
+        ]
+        if places:
+            raise Error(
+                f"it changed {places[0]!r} of the optimizer, as it did not when fuse() tried it; "
+                "use the optimizer as it is"
+            )
+
+
+def _are_kept(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether a step() that was given a dict with more at its end has left its values."""
+    return all(map(operator.is_, before.values(), after.values()))
+
+
+def _changed(
+    before: dict[str, Any], after: dict[str, Any], expected: dict[str, Any], names: frozenset[str]
+) -> Iterator[str]:
+    for name, value in after.items():
+        if name in names:
+            if difference("", value, expected.get(name)) is not None:
+                yield name
+        elif value is not before.get(name, after):
+            yield name
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:
@@ -231,7 +225,7 @@ def _versions(group: Group) -> list[Any]:
     """What tells whether an option was changed; tensors are not looked at."""
     values: list[Any] = []
     for key, value in group.items():
-        if key not in _NOT_OPTIONS:
+        if key not in NOT_OPTIONS:
             tensors = [(id(t), t._version) for t in _tensors(value)]
             values.append((key, tensors or copied(value)))
     return values

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from optfuse import optim
 from optfuse._gpu import is_gpu
 from optfuse._native import Error
-from optfuse._register import INDEPENDENT, check_promise, is_registered
+from optfuse._reach import inner_optimizer
+from optfuse._register import INDEPENDENT, is_registered
 from optfuse._rules import RULES, Rule, rule_of
 
 _REGISTER = (
@@ -42,6 +43,14 @@ def _public_name(cls: type[Optimizer]) -> str:
 
 def check_class(optimizer: Optimizer) -> None:
     stock = type(optimizer)
+    inner = inner_optimizer(optimizer)
+    if inner is not None:
+        name, what = inner
+        raise Error(
+            f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: it holds another "
+            f"optimizer, {type(what).__name__}, as its attribute {name!r}, and steps that one. "
+            f"Fuse that one: optfuse.fuse(optimizer.{name}), and use the {stock.__name__} as it is"
+        )
     if stock in RULES or stock in INDEPENDENT or is_registered(stock):
         return
     known = ", ".join(sorted(map(_public_name, {*RULES, *INDEPENDENT})))
@@ -143,12 +152,9 @@ def _why_not(param: Tensor) -> str | None:
 
 def check_optimizer(optimizer: Optimizer, strict: bool) -> None:
     check_class(optimizer)
-    stock = type(optimizer)
     rule = rule_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         check_group(rule, group, index, strict)
-    if rule.by_host:
-        check_promise(optimizer, stock)
 
 
 def check_eager(eager: Iterable[Tensor], optimizer: Optimizer) -> list[Tensor]:

@@ -5,18 +5,23 @@ parameter after the other, and the check that it may."""
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._native import Error
-from optfuse._own import Group, step_of
-from optfuse._trial import Trial, name_of
+from optfuse._settings import Promise
+from optfuse._trial import name_of, try_promise
+from optfuse._twin import HIDDEN, Group, own_options, step_of
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _registered: set[type[Optimizer]] = set()
-_known: dict[tuple[Any, ...], bool] = {}  # what was checked -> whether it replaces state
+_known: dict[tuple[type[Optimizer], str], Promise] = {}  # what was tried -> what was found
 
 # The classes of torch.optim that step a parameter without looking at others.
 _OF_TORCH = (
@@ -77,21 +82,56 @@ def why_not_independent(stock: type[Optimizer], group: Group) -> str | None:
     return None
 
 
-def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> bool:
-    """Whether the class puts new tensors into its state at each step. Raises
-    optfuse.Error if its step() does not treat parameters independently."""
+def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
+    """What the class's step() does beside updating parameters. Raises optfuse.Error if it
+    does not treat them independently."""
     for index, group in enumerate(optimizer.param_groups):
         reason = why_not_independent(stock, group)
         if reason is not None:
             raise Error(f"optfuse: can't fuse {name_of(stock)}, group {index}: {reason}")
     if stock in INDEPENDENT:
-        return False
-    key = (stock, repr([_kind(group) for group in optimizer.param_groups]))
-    if key not in _known:
-        _known[key] = Trial(optimizer, stock).run()
-    return _known[key]
+        return Promise()
+    for name in ("param_groups", "state"):
+        if name not in optimizer.__dict__:
+            raise Error(
+                f"optfuse: can't fuse {name_of(stock)}: {name} is not an attribute of its own, so "
+                "it belongs to something else, which a copy for a trial would share. Use the "
+                "optimizer as it is"
+            )
+    kind = _kind(optimizer)
+    if kind is None:
+        return try_promise(optimizer, stock)
+    if (stock, kind) not in _known:
+        _known[stock, kind] = try_promise(optimizer, stock)
+    return _known[stock, kind]
 
 
-def _kind(group: Group) -> list[Any]:
-    options = sorted((k, repr(v)) for k, v in group.items() if k not in ("params", "param_names"))
-    return [options, [(p.dim(), str(p.dtype), str(p.device)) for p in group["params"]]]
+def _kind(optimizer: Optimizer) -> str | None:
+    """What makes a difference to a trial; None: it can't be told from another one."""
+    attributes = [(k, v) for k, v in optimizer.__dict__.items() if k not in HIDDEN]
+    groups = [
+        (own_options(group), [(tuple(p.shape), p.dtype, p.device) for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = optimizer.__dict__["state"]
+    entries = [state.get(param) for param in params]
+    parts = [*_plain((attributes, groups)), *_plain(entries if any(entries) else (), True)]
+    return None if None in parts else repr(parts)
+
+
+def _plain(value: Any, is_state: bool = False) -> Iterator[str | None]:
+    """What it looks like; None where that does not tell all. Of the state's tensors those
+    without dimensions count something, of others the numbers make no difference."""
+    if type(value) in (list, tuple):
+        yield f"{type(value).__name__} {len(value)}"
+        for item in value:
+            yield from _plain(item, is_state)
+    elif type(value) in (dict, OrderedDict):
+        yield from _plain(list(value.items()), is_state)
+    elif isinstance(value, Tensor):
+        shape = f"{tuple(value.shape)} {value.dtype}"
+        is_told = is_state or value.numel() == 1
+        yield (f"{shape} {value.tolist() if value.numel() == 1 else ''}") if is_told else None
+    else:
+        yield repr(value) if type(value) in _PLAIN else None

@@ -1,244 +1,302 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The trial of an optimizer class that was registered with per_parameter=True: on
-small copies, step() on all parameters against step() on one after the other."""
+"""The trial of an optimizer class that was registered with per_parameter=True: step() on
+small copies of the parameters, all at once, against step() on one after the other. Nothing
+real is within reach meanwhile (_reach.py, _untouched.py).
+
+Options and attributes may change with a step, if they do so in the same way whether all
+parameters are stepped, each by itself, or none because no parameter has a gradient: counters
+do, and what a first step sets up. Own.begin() then finds out what they become by the last of
+these ways."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import contextlib
+import inspect
+import random as python_random
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import Error, guard
-from optfuse._own import HIDDEN, Entry, attributes_of, copied, options_alone, step_alone, step_of
+from optfuse._reach import why_reaches_too_much
+from optfuse._settings import SETTINGS, Promise, Settings, changes, copied_settings
+from optfuse._small import (
+    RUNS,
+    Kind,
+    Run,
+    Small,
+    gradients,
+    is_any_large,
+    small_copies,
+    with_a_rate,
+)
+from optfuse._twin import (
+    Entry,
+    attributes_of,
+    options_alone,
+    own_attributes,
+    own_options,
+    step_alone,
+    step_of,
+    step_twin,
+    without_gradient,
+)
+from optfuse._untouched import untouched
+from optfuse._values import deep_copy, difference
+from optfuse._values import difference as _difference  # noqa: F401  for _gpu_trial.py
 
-STEPS = 3
-LONGEST = 8  # elements of a dimension of the small parameters that are stepped
-KINDS = 4  # of parameters that are tried in each group
-_COUNTERS = ("_warned_capturable_if_run_uncaptured", "_opt_called", "_step_count")
+STEPS = 100  # of one run at most
+T = TypeVar("T")
 
 
 def name_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-@dataclass
-class _Small:
-    """A small copy of a parameter, once for each of the two runs."""
+def try_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
+    """What the class does beside updating its parameters one by one. Raises optfuse.Error if
+    it does not, with nothing changed."""
+    why = why_reaches_too_much(optimizer)
+    if why is not None:
+        _refuse(stock, why)
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    gpus = sorted(d.index for d in devices if d.type == "cuda")
+    random = torch.Generator().manual_seed(0)
+    found = Promise()
+    with _random_as_it_was(gpus), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trials = []
+        for run in RUNS:
+            if not run.large or is_any_large(optimizer):
+                smalls = small_copies(optimizer, random, run.large)
+                trials.append((run, Trial(optimizer, stock, smalls, gpus)))
+        with untouched(optimizer, name_of(stock)):
+            for run, trial in trials:
+                found |= trial.run(run, random)
+    return found
 
-    name: str
-    group: int
-    whole: Tensor  # stepped with all others
-    alone: Tensor
-    entry: Entry | None  # state of `alone`
+
+def _refuse(stock: type[Optimizer], why: str) -> None:
+    if guard("independent"):
+        raise Error(
+            f"optfuse: can't fuse {name_of(stock)}: it was registered with "
+            f"per_parameter=True, but its step() does not treat parameters independently: "
+            f"{why}. Use the optimizer as it is"
+        )
+
+
+@contextlib.contextmanager
+def _random_as_it_was(gpus: list[int]) -> Iterator[None]:
+    before = python_random.getstate()
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        python_random.setstate(before)
 
 
 class Trial:
-    """step() on everything against step() on one after the other, on copies."""
+    """step() on everything against step() on one after the other, on copies. The copies
+    that are stepped at once, with their state, are what any other way to update them can be
+    compared with."""
 
-    def __init__(self, optimizer: Optimizer, stock: type[Optimizer]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small], gpus: list[int]
+    ) -> None:
         self._stock = stock
-        self._optimizer = optimizer
         self._step = step_of(stock)
-        self._random = torch.Generator().manual_seed(0)
-        self._state: dict[Any, Any] = optimizer.__dict__["state"]
-        self._attributes = {k: copied(v) for k, v in attributes_of(optimizer).items()}
-        self._options = [options_alone(group, True) for group in optimizer.param_groups]
-        self._replaces = False
-        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-        self._gpus = sorted(d.index for d in devices if d.type == "cuda")
+        self._gpus = gpus
+        self._smalls = smalls
+        self._groups = sorted({small.group for small in smalls})  # their indices
+        self._whole = self._copy_of(optimizer)
+        self._enter_training()
+        self._alone = [self._twin_of(small) for small in smalls]
+        self._twin = stock.__new__(stock)
+        self._not_own = _not_own(attributes_of(self._whole))
+        self._found = Promise()
 
-    def run(self) -> bool:
-        self._refuse_what_is_shared()
-        with torch.random.fork_rng(devices=self._gpus):
-            self._run()
-        return self._replaces
+    def _copy_of(self, optimizer: Optimizer) -> Optimizer:
+        """An optimizer like this one, with all small parameters."""
+        real = [optimizer.param_groups[i] for i in self._groups]
+        options = [with_a_rate(options_alone(group, True)) for group in real]
+        attributes, groups = deep_copy((attributes_of(optimizer), options), SETTINGS)
+        state: defaultdict[Tensor, Entry] = defaultdict(dict)
+        for index, group in zip(self._groups, groups, strict=True):
+            group["params"] = [small.param for small in self._smalls if small.group == index]
+        for small in self._smalls:
+            if small.entry is not None:
+                state[small.param] = small.entry
+        whole = self._stock.__new__(self._stock)
+        whole.__dict__ = {**attributes, "param_groups": groups, "state": state}
+        return whole
+
+    def _enter_training(self) -> None:
+        """Of optimizers that have one mode to train in and one to evaluate."""
+        train = getattr(self._whole, "train", None)
+        if callable(train) and not inspect.signature(train).parameters:
+            self._must("called train() on copies", train)
+
+    def _twin_of(self, small: Small) -> Small:
+        param = small.param.detach().clone().requires_grad_(small.param.requires_grad)
+        entry = self._whole.state.get(small.param)
+        return Small(small.name, small.group, param, deep_copy(entry, "the state"))
+
+    # ---- steps
+
+    def run(self, run: Run, random: torch.Generator) -> Promise:
+        for step, kind in enumerate(run.steps[:STEPS]):
+            given = list(gradients(self._smalls, kind, step, random))
+            for small, alone, grad in zip(self._smalls, self._alone, given, strict=True):
+                small.param.grad = None if grad is None else grad.clone()
+                alone.param.grad = grad
+            what = f"step {step + 1}" + ("" if kind == 1.0 else f" with gradients {kind}")
+            if not self._take(step, kind, what):
+                break  # it takes no such gradients
+        return self._found
+
+    def _take(self, step: int, kind: Kind, what: str) -> bool:
+        """One step in each of the three ways. False: the class raises an error."""
+        before = self._settings(copied=True)
+        state = self._tensors_of_state()
+        self._seed(step)
+        error = self._error_of(f"took {what} of all", lambda: self._step(self._whole))
+        if error is not None and kind == 1.0:
+            raise error
+        self._seed(step)
+        stepped = [alone for alone in reversed(self._alone) if alone.param.grad is not None]
+        alone = [self._take_alone(one, before, what, error is None) for one in stepped]
+        if error is not None:
+            if kind != "some" and None not in alone:
+                self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
+            return False
+        self._compare(what)
+        self._look_at_settings(before, [a for a in alone if a is not None], what)
+        now = self._tensors_of_state()
+        self._found |= Promise(replaces_state=any(map(_are_others, state, now)))
+        return True
 
     def _seed(self, seed: int) -> None:
         """No other generators than those that are put back afterwards."""
+        python_random.seed(seed)
         torch.default_generator.manual_seed(seed)
         for device in self._gpus:
             torch.cuda.default_generators[device].manual_seed(seed)
 
-    def _refuse(self, why: str) -> None:
-        if guard("independent"):
-            raise Error(
-                f"optfuse: can't fuse {name_of(self._stock)}: it was registered with "
-                f"per_parameter=True, but its step() does not treat parameters independently: "
-                f"{why}. Use the optimizer as it is"
-            )
+    def _take_alone(self, small: Small, before: Settings, what: str, must: bool) -> Settings | None:
+        """None: it raises an error."""
+        settings = copied_settings(before)
+        attributes = {**self._not_own, **settings.attributes}
+        options = settings.options[small.group]
 
-    def _refuse_what_is_shared(self) -> None:
-        params = {id(p): p for group in self._optimizer.param_groups for p in group["params"]}
-        for name, value in self._optimizer.__dict__.items():
-            if name not in HIDDEN and any(id(t) in params for t in _tensors_in(value)):
-                self._refuse(f"its attribute {name!r} holds parameters, outside of param_groups")
-        for key in self._state:
-            if id(key) not in params:
-                self._refuse(f"state[{key!r}] belongs to no parameter")
+        def take() -> Settings:
+            done = step_alone(self._step, self._twin, attributes, options, small.param, small.entry)
+            small.entry = done[0]
+            return Settings(own_attributes(done[1]), {small.group: own_options(done[2])})
 
-    def _run(self) -> None:
-        smalls = list(self._smalls())
-        whole = self._whole(smalls)
-        twin = self._stock.__new__(self._stock)
-        for step in range(STEPS):
-            for small in smalls:
-                gradient = self._numbers(small.whole)
-                small.whole.grad, small.alone.grad = gradient.clone(), gradient
-            before = [_tensors_of(whole.state.get(small.whole)) for small in smalls]
-            self._seed(step)
-            self._try(lambda: self._step(whole))
-            after = [_tensors_of(whole.state.get(small.whole)) for small in smalls]
-            self._replaces |= any(map(_are_others, before, after))
-            self._seed(step)
-            for small in reversed(smalls):  # in another order, which must not matter
-                self._step_alone(twin, small)
-            self._compare(whole, smalls, step)
+        doing = f"took {what} of a copy of {small.name} by itself"
+        if must:
+            return self._must(doing, take)
+        found: list[Settings] = []
+        self._error_of(doing, lambda: found.append(take()))
+        return found[0] if found else None
 
-    def _try(self, step: Callable[[], Any]) -> Any:
+    def _take_idle(self, before: Settings) -> Settings:
+        """Where no parameter has a gradient."""
+        settings = copied_settings(before)
+        attributes = {**self._not_own, **settings.attributes}
+        groups = [
+            {**settings.options[i], "params": without_gradient(group["params"])}
+            for i, group in zip(self._groups, self._whole.param_groups, strict=True)
+        ]
+        after = step_twin(self._step, self._twin, attributes, groups, defaultdict(dict))
+        options = dict(zip(self._groups, map(own_options, groups), strict=True))
+        return Settings(own_attributes(after), options)
+
+    def _must(self, doing: str, work: Callable[[], T]) -> T:
         try:
-            return step()
+            return work()
         except Exception as error:
             raise Error(
                 f"optfuse: can't fuse {name_of(self._stock)}: step() could not be tried on small "
-                f"copies of the parameters: {type(error).__name__}: {error}. Use the optimizer "
-                "as it is"
+                f"copies of the parameters: the trial {doing}, and {type(error).__name__} was "
+                f"raised: {error}. Use the optimizer as it is"
             ) from error
 
-    def _step_alone(self, twin: Optimizer, small: _Small) -> None:
-        options = self._options[small.group]
-        small.entry = self._try(
-            lambda: step_alone(
-                self._step, twin, self._attributes, options, small.alone, small.entry
+    def _error_of(self, doing: str, work: Callable[[], Any]) -> Error | None:
+        try:
+            self._must(doing, work)
+        except Error as error:
+            return error
+        return None
+
+    # ---- comparing
+
+    def _refuse(self, why: str) -> None:
+        _refuse(self._stock, why)
+
+    def _settings(self, copied: bool = False) -> Settings:
+        groups = map(own_options, self._whole.param_groups)
+        options = dict(zip(self._groups, groups, strict=True))
+        now = Settings(own_attributes(self._whole.__dict__), options)
+        return copied_settings(now) if copied else now
+
+    def _tensors_of_state(self) -> list[list[Tensor]]:
+        entries = [self._whole.state.get(small.param) or {} for small in self._smalls]
+        return [[v for v in entry.values() if isinstance(v, Tensor)] for entry in entries]
+
+    def _compare(self, what: str) -> None:
+        state = self._whole.state
+        for small, alone in zip(self._smalls, self._alone, strict=True):
+            place = difference("the parameter", alone.param, small.param) or difference(
+                "state", alone.entry or {}, state.get(small.param) or {}
             )
-        )
-
-    def _numbers(self, like: Tensor) -> Tensor:
-        numbers = torch.randn(like.shape, generator=self._random, dtype=torch.float32, device="cpu")
-        return numbers.to(like.device, like.dtype)
-
-    def _smalls(self) -> Iterator[_Small]:
-        """Of each group some parameters that differ in kind, and at least two."""
-        from optfuse._refuse import label
-
-        for index, group in enumerate(self._optimizer.param_groups):
-            chosen: dict[Any, int] = {}
-            for i, param in enumerate(group["params"]):
-                chosen.setdefault((param.dim(), param.dtype, param.device), i)
-            picked = list(chosen.values())[:KINDS]
-            others = [i for i in range(len(group["params"])) if i not in picked]
-            picked += (others + picked)[: max(0, 2 - len(picked))]
-            for i in picked:
-                yield self._small(label(group, index, i), index, group["params"][i])
-
-    def _small(self, name: str, group: int, param: Tensor) -> _Small:
-        shape = [min(LONGEST, n) for n in param.shape]
-        numbers = self._numbers(torch.empty(shape, dtype=param.dtype, device=param.device))
-        whole, alone = (numbers.clone().requires_grad_(param.requires_grad) for _ in range(2))
-        entry = self._state.get(param)
-        return _Small(name, group, whole, alone, None if entry is None else _shrunk(entry))
-
-    def _whole(self, smalls: list[_Small]) -> Optimizer:
-        """An optimizer like this one with all small parameters."""
-        whole = self._stock.__new__(self._stock)
-        state: defaultdict[Tensor, Entry] = defaultdict(dict)
-        for small in smalls:
-            if small.entry is not None:
-                state[small.whole] = copied(small.entry)
-        groups = [
-            {**copied(options), "params": [s.whole for s in smalls if s.group == i]}
-            for i, options in enumerate(self._options)
-        ]
-        attributes = {k: copied(v) for k, v in self._attributes.items()}
-        whole.__dict__ = {**attributes, "param_groups": groups, "state": state}
-        return whole
-
-    def _compare(self, whole: Optimizer, smalls: list[_Small], step: int) -> None:
-        for name, value in whole.__dict__.items():
-            known = self._attributes.get(name, whole)
-            if name not in (*HIDDEN, *_COUNTERS) and _difference("", known, value) is not None:
-                self._refuse(f"it changes the optimizer's attribute {name!r}")
-        for index, group in enumerate(whole.param_groups):
-            for key, value in group.items():
-                known = self._options[index].get(key, whole)
-                if key != "params" and _difference("", known, value) is not None:
-                    self._refuse(f"it changes the option {key!r} of group {index}")
-        for small in smalls:
-            difference = _difference("the parameter", small.alone, small.whole) or _difference(
-                "state", small.entry or {}, whole.state.get(small.whole, {})
-            )
-            if difference is not None:
+            if place is not None:
                 self._refuse(
-                    f"after {step + 1} steps on a small copy of {small.name}, {difference} differs "
-                    "when that parameter is stepped by itself"
+                    f"after {what} on a small copy of {small.name}, {place} differs when that "
+                    "parameter is stepped by itself"
                 )
-        stepped = {id(small.whole) for small in smalls}
-        for owner in whole.state:
+        stepped = {id(small.param) for small in self._smalls}
+        for owner in state:
             if id(owner) not in stepped:
                 self._refuse(f"it keeps state[{owner!r}], which belongs to no parameter")
 
+    def _look_at_settings(self, before: Settings, alone: list[Settings], what: str) -> None:
+        after = self._settings()
+        for settings in alone:
+            for change in changes(after, settings):
+                self._refuse(
+                    f"it changes {change}, in {what} in another way when a parameter is stepped "
+                    "by itself"
+                )
+        changed = list(changes(before, after))
+        idle = self._idle_or_none(before, bool(changed) or self._found.changes())
+        for change in changes(after, idle) if idle is not None else ():
+            self._refuse(
+                f"it changes {change}, in {what} in another way when no parameter has a gradient"
+            )
+        self._found |= Promise(
+            options=frozenset(c.name for c in changed if c.group is not None),
+            attributes=frozenset(c.name for c in changed if c.group is None),
+        )
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in (*value.keys(), *value.values()):
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | set | OrderedDict):
-        for item in value:
-            yield from _tensors_in(item)
+    def _idle_or_none(self, before: Settings, must: bool) -> Settings | None:
+        """Nobody needs it of a class that changes nothing."""
+        if must:
+            doing = "took a step in which no parameter has a gradient"
+            return self._must(doing, lambda: self._take_idle(before))
+        return None
 
 
-def _tensors_of(entry: Entry | None) -> list[Tensor]:
-    return [v for v in (entry or {}).values() if isinstance(v, Tensor)]
+def _not_own(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those that PyTorch gives to every optimizer."""
+    own = own_attributes(attributes)
+    return {k: v for k, v in attributes.items() if k not in own}
 
 
 def _are_others(before: list[Tensor], after: list[Tensor]) -> bool:
     return bool(before) and list(map(id, before)) != list(map(id, after))
-
-
-def _shrunk(entry: Entry) -> Entry:
-    """A state entry of a small parameter. Sizes follow those of the parameter."""
-    return {k: copied(_cut(v) if isinstance(v, Tensor) else v) for k, v in entry.items()}
-
-
-def _cut(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    for dim, n in enumerate(tensor.shape):
-        tensor = tensor.narrow(dim, 0, min(LONGEST, n))
-    return tensor
-
-
-def _difference(name: str, ours: Any, theirs: Any) -> str | None:
-    """The name of the first part that differs; tensors are compared by bits."""
-    if type(ours) is not type(theirs):
-        return name
-    if isinstance(ours, Tensor):
-        return None if _same_bits(ours, theirs) else name
-    if isinstance(ours, dict):
-        if ours.keys() != theirs.keys():
-            return f"{name} (its keys)"
-        parts = (_difference(f"{name}[{k!r}]", ours[k], theirs[k]) for k in ours)
-        return next((part for part in parts if part is not None), None)
-    if isinstance(ours, list | tuple) and len(ours) == len(theirs):
-        items = enumerate(zip(ours, theirs, strict=True))
-        parts = (_difference(f"{name}[{i}]", *pair) for i, pair in items)
-        return next((part for part in parts if part is not None), None)
-    same = ours is theirs or ours == theirs or (ours != ours and theirs != theirs)
-    return None if same else name
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
-        return False
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    if a.is_floating_point():
-        nans = a.isnan() & b.isnan()
-        a, b = a.masked_fill(nans, 0), b.masked_fill(nans, 0)
-    if a.dim() == 0:
-        a, b = a.reshape(1), b.reshape(1)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

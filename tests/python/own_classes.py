@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Optimizers as users write them, for the tests of register()."""
 
+import abc
+
 import torch
 from torch.optim import Optimizer
 
@@ -81,19 +83,7 @@ class Interrupted(Tensors):
             raise KeyboardInterrupt
 
 
-# What register() is not for
-
-
-class GlobalNorm(Tensors):
-    """Divides by the norm of all gradients."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm()
-        for p in params:
-            if p.grad is not None:
-                p.sub_(self.param_groups[0]["lr"] * p.grad / norm)
+# Options and attributes that change with a step, alike for all parameters
 
 
 class GroupCounter(Tensors):
@@ -121,6 +111,97 @@ class Counter(Tensors):
         super().step(closure)
 
 
+class SetOnce(Tensors):
+    """Makes attributes and options at its first step."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.ready = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.ready:
+            self.ready, self.scale = True, 0.5
+            for group in self.param_groups:
+                group["damping"] = 0.1
+        super().step(closure)
+
+    def update(self, group, p, state):
+        p.grad.add_(p, alpha=group["damping"] * self.scale)
+        super().update(group, p, state)
+
+
+class NestedCounter(Tensors):
+    """Writes into a list and a dict of its options."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["log"] = {"steps": [0]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            steps = group["log"]["steps"]
+            steps.append(steps[-1] + 1)
+        super().step(closure)
+
+    def update(self, group, p, state):
+        p.sub_(p.grad, alpha=group["lr"] / group["log"]["steps"][-1])
+
+
+class Averaging(Tensors):
+    """Has modes to train and to evaluate in, as schedule-free optimizers."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(k=0, training=False)
+
+    def _enter(self, training, weight):
+        for group in self.param_groups:
+            if group["training"] is not training:
+                group["training"] = training
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.data.lerp_(self.state[p]["z"], weight)
+
+    @torch.no_grad()
+    def train(self):
+        self._enter(True, 0.1)
+
+    @torch.no_grad()
+    def eval(self):
+        self._enter(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.param_groups[0]["training"]:
+            raise RuntimeError("call train() first")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, 1 / (group["k"] + 1))
+                    z.sub_(p.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+# What register() is not for
+
+
+class GlobalNorm(Tensors):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm()
+        for p in params:
+            if p.grad is not None:
+                p.sub_(self.param_groups[0]["lr"] * p.grad / norm)
+
+
 class Noisy(Tensors):
     """Draws random numbers, so that the order of the parameters matters."""
 
@@ -136,8 +217,179 @@ class Listed(Tensors):
         self.all = [p for group in self.param_groups for p in group["params"]]
 
 
+class Abstract(abc.ABC, Tensors):
+    """Of a class whose first base has no attributes."""
+
+
 class Searching(Tensors):
     """Evaluates the loss itself."""
 
     def step(self, closure):
         return closure()
+
+
+class Coupled(Tensors):
+    """Divides some gradients by their common norm, at some steps."""
+
+    def coupled(self, gradients, step):
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        step = 1 + int(max([self.state[p].get("t", 0) for p in params], default=0))
+        for gradient in self.coupled([p.grad for p in params], step):
+            gradient.div_(2)
+        super().step(closure)
+
+
+class ClipsAbove(Coupled):
+    """Above a threshold."""
+
+    def coupled(self, gradients, step):
+        return gradients if sum(g.float().norm() for g in gradients) > 1000 else []
+
+
+class EveryFifth(Coupled):
+    """In every fifth step, by a mean of all."""
+
+    k = 5
+
+    def coupled(self, gradients, step):
+        is_up = sum(g.float().sum() for g in gradients) > 0
+        return gradients if step % self.k == 0 and is_up else []
+
+
+class EveryTwentieth(EveryFifth):
+    """As rarely as can be found."""
+
+    k = 20
+
+
+class CouplesLarge(Coupled):
+    """Only large parameters."""
+
+    def coupled(self, gradients, step):
+        large = [g for g in gradients if g.numel() > 4096]
+        return large if sum(g.float().sum() for g in large) > 0 else []
+
+
+class CouplesHalves(Coupled):
+    """Only those of one dtype."""
+
+    def coupled(self, gradients, step):
+        halves = [g for g in gradients if g.dtype is torch.bfloat16]
+        return halves if sum(g.float().sum() for g in halves) > 0 else []
+
+
+class Skips(Tensors):
+    """Skips a step in which a gradient is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if all(p.grad.isfinite().all() for p in params if p.grad is not None):
+            super().step(closure)
+
+
+class Decaying(Tensors):
+    """Changes parameters that have no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        super().step(closure)
+
+
+class CountsUpdates(Tensors):
+    """Counts updates, not steps."""
+
+    def update(self, group, p, state):
+        group["updates"] = group.get("updates", 0) + 1
+        super().update(group, p, state)
+
+
+class CountsSteps(Tensors):
+    """Counts steps in which a parameter has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["t"] = group.get("t", 0) + 1
+        super().step(closure)
+
+
+class WarnsOnce(Tensors):
+    """Sets an attribute at the first gradient."""
+
+    warned = False
+
+    def update(self, group, p, state):
+        self.warned = True
+        super().update(group, p, state)
+
+
+class Cached(Tensors):
+    """Keeps numbers for all parameters in a nested option, in place."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["buffer"] = [[None, None] for _ in range(10)]
+
+    def update(self, group, p, state):
+        t = state["t"] = state.get("t", 0) + 1
+        buffer = group["buffer"][t % 10]
+        if buffer[0] != t:
+            buffer[:] = t, 1 / t
+        p.sub_(p.grad, alpha=group["lr"] * buffer[1])
+
+
+# What a trial must not reach
+
+
+class Wrapper(Optimizer):
+    """Steps another optimizer, and pulls its parameters back every second time."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {"k": 2})
+        self.inner, self.t = inner, 0
+        self.slow = [[p.detach().clone() for p in g["params"]] for g in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.t += 1
+        if self.t % 2 == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for p, q in zip(group["params"], slow, strict=True):
+                    q.lerp_(p, 0.5)
+                    p.copy_(q)
+
+
+class Holding(Tensors):
+    """Holds what it is given, and steps it if it can."""
+
+    def __init__(self, params, held=None, lr=1e-2):
+        super().__init__(params, lr)
+        self.held = held(self) if held else None
+
+
+REAL = []  # what Reaching finds without its optimizer's help
+
+
+class Reaching(Tensors):
+    """Does something to what is in REAL."""
+
+    def __init__(self, params, act=None):
+        super().__init__(params)
+        self.act = act
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for real in REAL:
+            self.act(real)
+        super().step(closure)

@@ -3,13 +3,13 @@
 the classes of OWN."""
 
 from common import everything, net, train
-from own_classes import Flaky, NewTensors, Numbers, Stateless, Tensors
+from own_classes import Abstract, Flaky, NewTensors, Numbers, Stateless, Tensors
 from torch import nn
 
 import optfuse
 
 MODES = ["forward", "backward"]
-OWN = [Tensors, Numbers, NewTensors, Stateless, Flaky]
+OWN = [Abstract, Tensors, Numbers, NewTensors, Stateless, Flaky]
 for cls in OWN:
     optfuse.register(cls)
 

@@ -5,7 +5,7 @@ schedule says so, gives the bits of step() on all of them."""
 import pytest
 import torch
 from common import everything, net, same, train
-from own_classes import NewTensors, Numbers, Stateless, Tensors
+from own_classes import Abstract, NewTensors, Numbers, Stateless, Tensors
 from own_scripts import MODES, matrices, momentum, training
 from torch.optim import ASGD, Adafactor, Muon, NAdam, Rprop
 
@@ -25,6 +25,7 @@ VARIANTS = {
     "numbers": (Numbers, net),
     "new tensors": (NewTensors, net),
     "no state": (Stateless, net),
+    "an abstract base": (Abstract, net),
 }
 
 

@@ -4,27 +4,67 @@
 import pytest
 import torch
 from common import assert_same, everything, net, refused, same, train, weights
-from own_classes import Counter, GlobalNorm, GroupCounter, Listed, Noisy, Searching, Tensors
+from own_classes import (
+    Cached,
+    ClipsAbove,
+    CountsSteps,
+    CountsUpdates,
+    CouplesHalves,
+    CouplesLarge,
+    Decaying,
+    EveryFifth,
+    EveryTwentieth,
+    Flaky,
+    GlobalNorm,
+    Listed,
+    Noisy,
+    Searching,
+    Skips,
+    Tensors,
+    WarnsOnce,
+)
 from own_scripts import MODES, training
 from torch import nn
 from torch.optim import Adafactor
 
 import optfuse
 
+
+def large():
+    """Two of its parameters have more than 4,096 elements."""
+    return nn.Sequential(nn.Linear(6, 800), nn.Tanh(), nn.Linear(800, 8), nn.Linear(8, 3))
+
+
+def halves():
+    """Two dtypes in one optimizer, the rarer one last."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=i % 2 == 0) for i in range(6)))
+    return model.append(nn.Linear(4, 4).bfloat16())
+
+
+BUILT = {CouplesLarge: large, CouplesHalves: halves}
 REFUSED = {
     GlobalNorm: "the parameter differs",
-    GroupCounter: "the option 't' of group 0",
-    Counter: "the attribute",
     Noisy: "the parameter differs",
     Listed: "its attribute 'all' holds parameters",
+    ClipsAbove: "with gradients 1",
+    EveryFifth: "after step 5",
+    EveryTwentieth: "after step 20",
+    CouplesLarge: "differs",
+    CouplesHalves: "differs",
+    Skips: "with gradients inf",
+    Decaying: "with gradients some",
+    CountsUpdates: "the option 'updates' of group 0",
+    CountsSteps: "no parameter has a gradient",
+    Cached: "the option 'buffer' of group 0",
+    WarnsOnce: "attribute 'warned', in step 1",
 }
 
 
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_a_promise_that_is_not_kept_is_refused(cls):
-    words = "attribute 't'" if cls is Counter else REFUSED[cls]
+    words = REFUSED[cls]
     optfuse.register(cls)
-    model = net()
+    model = BUILT.get(cls, net)()
     before = weights(model)
     optimizer = cls(model.parameters())
     random = torch.get_rng_state()
@@ -44,6 +84,99 @@ def test_one_parameter_is_no_way_around_the_trial():
         refused(lambda: optfuse.fuse(optimizer), "differs", way_out="as it is")
     finally:
         optfuse.register(GlobalNorm, per_parameter=False)
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_a_learning_rate_of_zero_hides_nothing(rate):
+    """As a scheduler sets it that warms up."""
+    optfuse.register(GlobalNorm)
+    try:
+        optimizer = GlobalNorm(net().parameters(), lr=rate)
+        refused(lambda: optfuse.fuse(optimizer), "differs", way_out="as it is")
+    finally:
+        optfuse.register(GlobalNorm, per_parameter=False)
+
+
+def test_a_verdict_is_for_what_was_tried():
+    """Other attributes, options and state may make another class of it."""
+
+    class Switched(Tensors):
+        coupled = False
+
+        def __init__(self, params):
+            super().__init__(params)
+            self.level = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            params = [p for group in self.param_groups for p in group["params"]]
+            if self.level == 1 or any(self.state[p].get("n") == 7 for p in params):
+                total = sum(p.grad.sum() for p in params if p.grad is not None)
+                for p in params:
+                    p.sub_(total) if p.grad is not None else None
+            super().step(closure)
+
+        def update(self, group, p, state):
+            p.sub_(p.grad, alpha=group["lr"])
+
+    optfuse.register(Switched)
+    optfuse.fuse(Switched(net().parameters()))
+    by_attribute = Switched(net().parameters())
+    by_attribute.level = 1
+    by_state = Switched(net().parameters())
+    by_state.state[by_state.param_groups[0]["params"][0]]["n"] = 7
+    for optimizer in (by_attribute, by_state):
+        refused(lambda: optfuse.fuse(optimizer), "differs", way_out="as it is")  # noqa: B023
+
+
+def test_a_class_that_raises_for_a_gradient_is_taken_if_it_does_so_for_that_one_alone():
+    optfuse.fuse(Flaky(net().parameters()))
+
+    class Together(Flaky):
+        """Raises for the sum of all."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            gradients = [p.grad for g in self.param_groups for p in g["params"]]
+            if sum(g.double().abs().sum() for g in gradients if g is not None) > 1e4:
+                raise ValueError("too much")
+            super().step(closure)
+
+        def update(self, group, p, state):
+            p.sub_(p.grad.sign(), alpha=group["lr"])
+
+    optfuse.register(Together)
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(30)))
+    optimizer = Together(model.parameters())
+    optfuse.fuse(optimizer)  # each of them is too much, too
+
+
+@pytest.mark.parametrize("error", [KeyError("m"), AttributeError("m"), ZeroDivisionError()])
+def test_a_trial_that_fails_says_what_it_did(error):
+    class Failing(Tensors):
+        def update(self, group, p, state):
+            super().update(group, p, state)
+            if state["t"] == 3:
+                raise error
+
+    optfuse.register(Failing)
+    optimizer = Failing(net().parameters())
+    words = "small copies", "took step 3 of all", type(error).__name__
+    refused(lambda: optfuse.fuse(optimizer), *words, way_out="as it is")
+    assert not optimizer.state
+
+
+def test_what_can_not_be_copied_is_named():
+    import threading
+
+    class Locked(Tensors):
+        def __init__(self, params):
+            super().__init__(params)
+            self.lock = threading.Lock()
+
+    optfuse.register(Locked)
+    optimizer = Locked(net().parameters())
+    refused(lambda: optfuse.fuse(optimizer), "can't be copied", "lock", way_out="as it is")
 
 
 def test_the_trial_takes_over_options_and_state():
@@ -85,7 +218,8 @@ def test_a_subclass_of_a_class_with_kernels_runs_its_own_step(mode):
         def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"]:
-                    p.mul_(0.99)
+                    if p.grad is not None:
+                        p.mul_(0.99)
             return super().step(closure)
 
     optfuse.register(Lucky)

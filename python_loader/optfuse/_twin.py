@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The class's own step() on a twin of an optimizer, which has other parameters than that
+one: a single one of them, small copies, or one that stands for all where none has a
+gradient."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+Group = dict[str, Any]
+Entry = dict[str, Any]
+
+_HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+# Attributes that PyTorch's own wrappers of step() write.
+COUNTERS = ("_warned_capturable_if_run_uncaptured", "_opt_called", "_step_count")
+# Attributes of an optimizer that its twin has of its own, or not at all.
+HIDDEN = ("param_groups", "state", "step", "_optfuse_link", "_step_supports_amp_scaling", *_HOOKS)
+NOT_OPTIONS = ("params", "param_names")
+
+
+def step_of(stock: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """The class's step() without the profiler's and the hooks' wrapper."""
+    step: Any = stock.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def copied(value: Any) -> Any:
+    """An option as it is now; numbers and the like can't change."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    return value
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What a twin shares with the optimizer: all but parameters, state and hooks."""
+    own = {k: v for k, v in optimizer.__dict__.items() if k not in HIDDEN}
+    return {**own, **{name: OrderedDict() for name in _HOOKS}}
+
+
+def options_of(group: Group) -> Group:
+    return {k: copied(v) for k, v in own_options(group).items()}
+
+
+def options_alone(group: Group, is_whole: bool) -> Group:
+    """The options for a step() on one parameter that goes the way of one on the group: where
+    the class may choose, one that has no multi-tensor functions is enough for it to do
+    without. is_whole: gradients are still to come."""
+    options = options_of(group)
+    chooses = "foreach" in group and group["foreach"] is None and group.get("fused") is None
+    if chooses and _differ(group["params"]):
+        takes_part = operator.attrgetter("requires_grad") if is_whole else _has_gradient
+        if _differ(list(filter(takes_part, group["params"]))):
+            options["foreach"] = False
+    return options
+
+
+def _has_gradient(param: Tensor) -> bool:
+    return param.grad is not None
+
+
+def _differ(params: list[Tensor]) -> bool:
+    """In whether they have multi-tensor functions."""
+    kinds = {(type(p), p.device.type): p for p in params}
+    if len(kinds) < 2:
+        return False
+    choices = {_default_to_fused_or_foreach([p], differentiable=False) for p in kinds.values()}
+    return len(choices) > 1
+
+
+def own_attributes(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that belong to the class."""
+    return {k: v for k, v in values.items() if k not in HIDDEN and k not in COUNTERS}
+
+
+def own_options(group: Group) -> Group:
+    return {k: v for k, v in group.items() if k not in NOT_OPTIONS}
+
+
+def step_twin(
+    step: Callable[[Optimizer], Any],
+    twin: Optimizer,
+    attributes: dict[str, Any],
+    groups: list[Group],
+    state: defaultdict[Tensor, Entry],
+) -> dict[str, Any]:
+    """The class's step() on an optimizer of these parts; the attributes that it then has.
+    Options are changed where they are."""
+    twin.__dict__ = {**attributes, "param_groups": groups, "state": state}
+    try:
+        step(twin)
+        return twin.__dict__
+    finally:
+        twin.__dict__ = {}
+
+
+def step_alone(
+    step: Callable[[Optimizer], Any],
+    twin: Optimizer,
+    attributes: dict[str, Any],
+    options: Group,
+    param: Tensor,
+    entry: Entry | None,
+) -> tuple[Entry | None, dict[str, Any], Group]:
+    """The class's step() on one parameter; the state entry, the attributes and the options
+    that there are then."""
+    state: defaultdict[Tensor, Entry] = defaultdict(dict)
+    if entry is not None:
+        state[param] = entry
+    group = {**options, "params": [param]}
+    after = step_twin(step, twin, attributes, [group], state)
+    return state.get(param), after, group
+
+
+def without_gradient(params: list[Tensor]) -> list[Tensor]:
+    """What stands for a group's parameters where none of them has a gradient."""
+    first = params[:1]
+    shapes = [tuple(min(n, 8) for n in param.shape) for param in first]
+    return [
+        torch.zeros(shape, dtype=param.dtype, device=param.device, requires_grad=True)
+        for param, shape in zip(first, shapes, strict=True)
+    ]

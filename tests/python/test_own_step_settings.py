@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Options and attributes that a class's own step() changes in the same way for all of its
+parameters: they advance once a step, at step(), as in stock."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from common import everything, loss_of, net, refused, same, train
+from own_classes import Averaging, Counter, GroupCounter, NestedCounter, SetOnce, Tensors
+from own_scripts import MODES
+
+import optfuse
+
+CLASSES = (Averaging, Counter, GroupCounter, NestedCounter, SetOnce)
+for cls in CLASSES:
+    optfuse.register(cls)
+
+
+def made(cls, params):
+    optimizer = cls(params)
+    optimizer.train() if cls is Averaging else None
+    return optimizer
+
+
+def shown(model, optimizer):
+    """Attributes, too."""
+    own = {k: v for k, v in vars(optimizer).items() if k in ("t", "ready", "scale")}
+    yield "attributes", own
+    yield from everything(model, optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_they_are_stocks_after_every_step(cls, mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(made(cls, model.parameters()))
+        for i in range(8):
+            train(model, optimizer, i)
+            yield from shown(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_updates_that_wait_use_those_of_their_own_step(cls):
+    """Without a look at the state, which would launch them."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(made(cls, model.parameters()))
+        for i in range(6):
+            train(model, optimizer, i)
+            if cls is not NestedCounter and i > 1:
+                wrap.pending()
+            yield "group", {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        yield from shown(model, optimizer)
+
+    same(script)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_step_in_which_no_parameter_has_a_gradient_advances_them(cls, mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(made(cls, model.parameters()))
+        for i in range(6):
+            if i % 2:
+                train(model, optimizer, i)
+            else:
+                optimizer.zero_grad()
+                optimizer.step()
+            yield from shown(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_of_their_own_and_some_without_gradients(mode):
+    def script(wrap):
+        model = net()
+        layers = [{"params": list(m.parameters())} for m in model if list(m.parameters())]
+        optimizer = wrap(GroupCounter(layers))
+        for i in range(6):
+            optimizer.zero_grad()
+            part = model[2:] if i % 3 == 2 else model
+            part(torch.ones(2, 8 if i % 3 == 2 else 6)).sum().backward()
+            optimizer.step()
+            yield from shown(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+def test_a_step_that_the_scaler_skips_advances_nothing():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(GroupCounter(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for i in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, i)).backward()
+            if i == 2:
+                model[0].weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            yield from shown(model, optimizer)
+
+    same(script)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", [Averaging, GroupCounter, NestedCounter], ids=lambda c: c.__name__)
+def test_checkpoints_copies_and_pickles_go_on_counting(cls, mode):
+    """Of options; PyTorch copies and pickles no other attributes."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(made(cls, model.parameters()))
+        for i in range(3):
+            train(model, optimizer, i)
+        model2, optimizer2 = copy.deepcopy((model, optimizer))
+        model3, optimizer3 = pickle.loads(pickle.dumps((model, optimizer)))
+        optimizer3 = wrap(optimizer3)
+        model4 = net()
+        optimizer4 = wrap(made(cls, model4.parameters()))
+        model4.load_state_dict(model.state_dict())
+        optimizer4.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizers = (optimizer, optimizer2, optimizer3, optimizer4)
+        for pair in zip((model, model2, model3, model4), optimizers, strict=True):
+            for i in range(3, 6):
+                train(*pair, i)
+            yield from shown(*pair)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scheduler_and_then_another_group(mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(GroupCounter(model[0].parameters()))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        for i in range(6):
+            train(model, optimizer, i)
+            if i < 2:
+                scheduler.step()
+            if i == 2:
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            yield from shown(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_to_train_and_to_evaluate_in(mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(Averaging(model.parameters()))  # before its first train()
+        for i in range(9):
+            optimizer.train()
+            train(model, optimizer, i)
+            if i % 3 == 2:
+                optimizer.eval()
+                yield "loss", loss_of(model, 0)
+                yield from shown(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_step_raises_without_a_gradient_is_stocks_error(mode):
+    model = net()
+    optimizer = optfuse.fuse(Averaging(model.parameters()), mode=mode)
+    with pytest.raises(RuntimeError, match="train\\(\\) first"):
+        optimizer.step()
+    optimizer.train()
+    train(model, optimizer, 0)
+
+
+class Late(Tensors):
+    """Counts in the group, and from its 30th step on does more."""
+
+    kind = "option"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["t"] = group.get("t", 0) + 1
+            if group["t"] == 30:
+                if self.kind == "option":
+                    group["lr"] = 0.5
+                elif self.kind == "attribute":
+                    self.late = True
+                else:
+                    group["t"] += sum(p.numel() for p in group["params"])
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["option", "attribute", "counter"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_change_that_comes_after_the_trial_is_not_lost_in_silence(mode, kind, monkeypatch):
+    monkeypatch.setattr(Late, "kind", kind)
+    optfuse.register(Late)
+    model = net()
+    optimizer = optfuse.fuse(Late(model.parameters()), mode=mode)
+
+    def on():
+        for i in range(31):
+            train(model, optimizer, i)
+        optfuse.flush(optimizer)
+
+    name = {"option": "'lr'", "attribute": "'late'", "counter": "'t'"}[kind]
+    refused(on, name, "as it did not when fuse() tried it", way_out="checkpoint")
