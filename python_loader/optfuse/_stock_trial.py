@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from optfuse import _releases
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._native import DTYPES, guard
-from optfuse._trial import _difference
+from optfuse._values import difference
 
 if TYPE_CHECKING:
     from optfuse._rules import Rule
@@ -214,11 +214,11 @@ def _compare(
             _set_apart(fused, params[1])
         for theirs, ours in zip(*params, strict=True):
             what = f"after {step + 1} steps of {theirs.numel()} elements the"
-            difference = _difference(f"{what} parameter", ours, theirs) or _difference(
+            place = difference(f"{what} parameter", ours, theirs) or difference(
                 f"{what} state", dict(fused.state[ours]), dict(own.state[theirs])
             )
-            if difference is not None:
-                return f"gave other bits than it: {difference}"
+            if place is not None:
+                return f"gave other bits than it: {place}"
     if any(param.isnan().all() for param in params[0]):
         return "could not be compared with it: all numbers became NaN"
     return ""

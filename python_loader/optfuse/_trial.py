@@ -48,7 +48,6 @@ from optfuse._twin import (
 )
 from optfuse._untouched import untouched
 from optfuse._values import deep_copy, difference
-from optfuse._values import difference as _difference  # noqa: F401  for _gpu_trial.py
 
 STEPS = 100  # of one run at most
 T = TypeVar("T")
