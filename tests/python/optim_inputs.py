@@ -10,9 +10,20 @@ options that PyTorch tests it with. From it come here:
   some have other options too, without capturable.
 """
 
+import sys
+import types
+import unittest
 from dataclasses import dataclass
 
 import torch
+
+# The list is in PyTorch's tests' package, which derives its test cases from those of a
+# package of another project. No test case of theirs is used here, so no such package is
+# needed, and a machine with a GPU may lack it.
+if "expecttest" not in sys.modules:
+    sys.modules["expecttest"] = types.ModuleType("expecttest")
+    sys.modules["expecttest"].TestCase = unittest.TestCase
+
 from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput, optim_db
 from torch.testing._internal.common_optimizers import (
     _get_optim_inputs_including_global_cliquey_kwargs as inputs_with_flags,
