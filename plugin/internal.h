@@ -178,7 +178,8 @@ bool of_lane_add(of_plan *plan, of_update *update);
 bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after);
 /* Makes the current streams wait for what is in flight on others. */
 bool of_lanes_join(of_plan *plan);
-void of_lanes_land(of_plan *plan);   /* forgets what is known to be done */
+/* Forgets what is known to be done; and tells the host of it. */
+void of_lanes_land(of_plan *plan, bool tell);
 void of_lanes_fence(of_plan *plan);  /* lets that be known of all that is in flight */
 void of_lanes_forget(of_plan *plan); /* forgets all: joined at the end of backward */
 /* Waits for the devices, then forgets all; false: they can't be waited for, and all stays. */
@@ -229,6 +230,7 @@ of_update *of_registry_find(const void *key);
 bool of_registry_has_scalings(void); /* no lock */
 /* The factors of the scaling with this key, 1 where there is none; how many. */
 unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm);
+bool of_registry_has(const void *key);
 /* Whether this update is in flight, and still the last that has this key. */
 bool of_registry_flies(const void *key, const of_update *update);
 /* Whether an update of another plan has this key and is not in flight. */

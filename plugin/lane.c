@@ -3,8 +3,9 @@
  *
  * No event is made for a launch. Whoever has to wait for one waits for all
  * that is on its stream by then; with one stream, as nearly always, nobody
- * does. To learn that updates have been done, each step() leaves one event, the
- * fence, behind those in flight, and a later one asks for it. */
+ * does. To learn that updates have been done, step() leaves one event, the fence,
+ * behind those in flight, or the next use of one of them does; and every later
+ * step() or such use asks for it, until it is passed. */
 #include <stdlib.h>
 
 #include "internal.h"
@@ -85,13 +86,22 @@ bool of_lanes_join(of_plan *plan) {
     return true;
 }
 
+/* Where a later update has the key, it is that one's. */
+static void tell_landed(of_plan *plan, const of_update *update) {
+    const void *key = update->in.keys[0];
+    if (plan->host.landed && !update->scaling && !of_registry_has(key))
+        plan->host.landed(plan->host.ctx, plan->slots[update->slot].tensor, key);
+}
+
 /* Forgets the n oldest. */
-static void forget(of_lane *lane, size_t n) {
+static void forget(of_plan *plan, of_lane *lane, size_t n, bool tell) {
     for (; n > 0 && lane->first; n--) {
         of_update *update = lane->first;
         lane->first = update->next_flying;
         lane->count--;
         of_registry_remove_one(update);
+        if (tell)
+            tell_landed(plan, update);
         update->flying = false;
         of_update_drop(update);
     }
@@ -105,12 +115,12 @@ static void fence(of_plan *plan, of_lane *lane) {
         lane->fenced = lane->count;
 }
 
-void of_lanes_land(of_plan *plan) {
+void of_lanes_land(of_plan *plan, bool tell) {
     const of_device_host *device = plan->host.device;
     for (size_t i = 0; i < plan->n_lanes; i++) {
         of_lane *lane = &plan->lanes[i];
         if (lane->fenced && device->is_done(plan->host.ctx, lane->fence)) {
-            forget(lane, lane->fenced);
+            forget(plan, lane, lane->fenced, tell);
             lane->fenced = 0;
         }
         if (!lane->fenced)
@@ -125,7 +135,7 @@ void of_lanes_fence(of_plan *plan) {
 
 static void close_lane(of_plan *plan, of_lane *lane) {
     void *const events[] = {lane->fence, lane->event};
-    forget(lane, lane->count);
+    forget(plan, lane, lane->count, false);
     for (size_t i = 0; i < 2; i++)
         if (events[i])
             plan->host.device->destroy(plan->host.ctx, events[i]);

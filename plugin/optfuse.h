@@ -177,6 +177,11 @@ typedef struct of_host {
     /* For gradients on a device: `to`, the hold of an update, keeps what factor_at of
      * `from`, the hold of a scaling, points to. Runs under the lock of a plan. */
     void (*share_factor)(void *ctx, void *to, const void *from);
+    /* optional: at a use of the plan's memory a device was found to have done the last
+     * update of this slot. `key` is what stood for the parameter's memory, and nothing is
+     * known by it any more: what defer() has made of its accesses can go. Called under the
+     * lock of the plan, on whatever thread. */
+    void (*landed)(void *ctx, void *tensor, const void *key);
 } of_host;
 
 /* How a plan computes and schedules. Zero means the default. */

@@ -194,18 +194,25 @@ of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, si
     return status;
 }
 
+/* Whoever has the lock only may look at slots, too. */
+static bool make_room(of_plan *plan) {
+    size_t capacity = plan->slots_capacity ? plan->slots_capacity * 2 : 16;
+    pthread_mutex_lock(&plan->lock);
+    of_slot *slots = realloc(plan->slots, capacity * sizeof *slots);
+    if (slots) {
+        plan->slots = slots;
+        plan->slots_capacity = capacity;
+    }
+    pthread_mutex_unlock(&plan->lock);
+    return slots != NULL;
+}
+
 static of_status put_slot(of_plan *plan, const of_slot *slot) {
     if (slot->group >= plan->n_groups)
         return of_fail(OF_INVALID, "a slot for group %zu: the plan has %zu groups", slot->group,
                        plan->n_groups);
-    if (plan->n_slots == plan->slots_capacity) {
-        size_t capacity = plan->slots_capacity ? plan->slots_capacity * 2 : 16;
-        of_slot *slots = realloc(plan->slots, capacity * sizeof *slots);
-        if (!slots)
-            return of_fail(OF_NO_MEMORY, "out of memory for a slot");
-        plan->slots = slots;
-        plan->slots_capacity = capacity;
-    }
+    if (plan->n_slots == plan->slots_capacity && !make_room(plan))
+        return of_fail(OF_NO_MEMORY, "out of memory for a slot");
     plan->slots[plan->n_slots++] = *slot;
     return OF_OK;
 }

@@ -192,6 +192,14 @@ unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], fl
     return n;
 }
 
+bool of_registry_has(const void *key) {
+    pthread_mutex_lock(&lock);
+    const entry *at = table ? seek(key) : NULL;
+    const bool has = at && at->key;
+    pthread_mutex_unlock(&lock);
+    return has;
+}
+
 bool of_registry_flies(const void *key, const of_update *update) {
     pthread_mutex_lock(&lock);
     const entry *at = table ? seek(key) : NULL;

@@ -164,7 +164,7 @@ static of_status confirm(of_plan *plan) {
 static of_status begin(of_plan *plan) {
     of_status status = of_plan_launch(plan);
     pthread_mutex_lock(&plan->lock);
-    of_lanes_land(plan);
+    of_lanes_land(plan, false); /* what is created now is marked anew */
     pthread_mutex_unlock(&plan->lock);
     return status;
 }

@@ -30,12 +30,17 @@ static bool may_use(const of_update *update, const of_stream *user) {
     return false;
 }
 
+/* An event that is recorded in a capture can't be asked for. */
+static bool can_land(const of_update *update, const of_stream *user) {
+    return user->capture != update->in.stream.capture || user->capture == 0;
+}
+
 /* Launches what is pending and orders the calling thread's stream after it. */
 static of_touched use_on_device(of_plan *plan, of_update *update, of_list *done) {
     const of_device_host *device = plan->host.device;
     const of_stream user = device->current(plan->host.ctx, update->in.stream.device);
-    if (update->flying && user.capture != update->in.stream.capture)
-        of_lanes_land(plan);
+    if (update->flying && can_land(update, &user))
+        of_lanes_land(plan, true);
     if (!update->pending && !update->flying)
         return OF_UNTOUCHED;
     if (!may_use(update, &user))

@@ -6,6 +6,8 @@
 #include <ATen/core/stack.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <pthread.h>
+
 #include <utility>
 
 #include "compat.h"
@@ -74,6 +76,11 @@ void note_stepping_thread() { steps_here = true; }
 bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 bool called_by_stranger() { return !steps_here && !called_by_engine(); }
+
+bool may_take_marks_off(const Plan *plan) {
+    return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&
+           !called_by_engine();
+}
 
 int register_first_use() {
     auto &dispatcher = c10::Dispatcher::singleton();

@@ -149,6 +149,14 @@ void release(void *, void *opaque) {
     hold->~Hold();
 }
 
+// Once for all: at its next use each would cost a look-up.
+void landed(void *ctx, void *tensor, const void *key) {
+    c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
+    if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && !is_spent(param) &&
+        storage_of(param) == key)
+        unmark(param);
+}
+
 void drop(void *, void *tensor) {
     delete static_cast<Slot *>(tensor);
 }
@@ -184,6 +192,7 @@ of_host make_host(Plan *plan) {
     host.is_alive = is_alive;
     host.keep = keep;
     host.share_factor = share_factor;
+    host.landed = landed;
     return host;
 }
 

@@ -25,11 +25,6 @@ int failed(const std::exception &e) {
     return OF_REFUSED;
 }
 
-bool may_clean(const optfuse::Plan *plan) {
-    return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&
-           !optfuse::called_by_engine();
-}
-
 // Another plan's update may be what the mark stands for.
 bool clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_spent(impl))
@@ -225,7 +220,7 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     optfuse::Plan *plan = plan_of(handle);
     *cleaned = false;
     const of_status status = drain ? of_plan_drain(plan->core) : of_plan_flush(plan->core);
-    if (status != OF_OK || !may_clean(plan))
+    if (status != OF_OK || !optfuse::may_take_marks_off(plan))
         return status;
     bool all = true;
     for (optfuse::Slot *slot : plan->slots) {

@@ -170,6 +170,9 @@ struct Plan {
     std::atomic<uint32_t> prepared_scaling[64] = {};
 };
 
+// Whether this is a moment when marks may be taken off other tensors than the one that is used.
+bool may_take_marks_off(const Plan *plan);
+
 inline Plan *plan_of(of_shim_plan *handle) { return reinterpret_cast<Plan *>(handle); }
 inline of_shim_plan *handle_of(Plan *plan) { return reinterpret_cast<of_shim_plan *>(plan); }
 

@@ -387,6 +387,20 @@ def test_step_after_backward_takes_the_marks_off(side_stream):
     assert not any(map(is_marked, params))
 
 
+def test_a_use_after_the_fence_takes_all_marks_off():
+    drain_all()
+    model = net()
+    params = list(model.parameters())
+    optimizer = optfuse.fuse(adamw(params))
+    train(model, optimizer, 0)
+    optfuse.flush(optimizer)
+    train(model, optimizer, 1)
+    assert all(map(is_marked, params)), "no update has waited: the test would prove nothing"
+    for _ in range(3):  # launched; a fence behind it; found to have passed
+        params[0].detach().sign()
+    assert not any(map(is_marked, params))
+
+
 def test_marks_of_another_optimizers_updates_stay():
     def script(wrap):
         p = torch.ones(300, device=NAME, requires_grad=True)

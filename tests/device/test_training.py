@@ -146,6 +146,39 @@ def test_a_small_model_is_updated_by_one_launch(mode):
     assert names == ["of_cuda_advance_steps", "of_cuda_adam_float32_3_small"], names
 
 
+def test_steps_are_counted_once_a_step_and_not_with_each_bucket():
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), bucket_bytes=1)
+    train(model, optimizer, 0)
+    optfuse.flush(optimizer)
+
+    def work():
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            loss_of(model, 2)
+
+    names = launched(work)
+    assert names.count("of_cuda_advance_steps") == 1, names
+    assert names.count("of_cuda_adam_float32_3_small") == len(list(model.parameters())), names
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_counter_that_is_read_between_two_buckets(mode):
+    """It was counted with the others; nobody sees that before its own update."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()), bucket_bytes=1)
+        params = list(model.parameters())
+        for i in range(3):
+            train(model, optimizer, i)
+            yield "first", params[0].detach().sign()
+            yield "counters", [optimizer.state[p]["step"].clone() for p in params[::-2]]
+            yield "weights", [p.detach().sign() for p in params]
+
+    legal(script, mode)
+
+
 def test_backward_mode_keeps_no_gradients():
     def in_use(wrap):
         torch.manual_seed(0)

@@ -306,6 +306,13 @@ static void expect(void *ctx, void *const *tensors, size_t n) {
         ((fake_tensor *)tensors[i])->expected++;
 }
 
+static void landed(void *ctx, void *opaque, const void *key) {
+    fake_tensor *tensor = opaque;
+    (void)ctx;
+    ck_assert_ptr_eq(key, tensor->param);
+    tensor->landed++;
+}
+
 static void drop(void *ctx, void *opaque) {
     fake_tensor *tensor = opaque;
     record(ctx, "drop", tensor->id);
@@ -372,7 +379,8 @@ fake_host *fake_host_new(void) {
                             .collect_gradient = collect_gradient,
                             .is_alive = is_alive,
                             .keep = is_alive,
-                            .share_factor = share_factor};
+                            .share_factor = share_factor,
+                            .landed = landed};
     return host;
 }
 

@@ -40,6 +40,7 @@ typedef struct fake_tensor {
     bool owned;       /* a plan has it */
     int expected;     /* calls of expect() with it */
     int drops;
+    int landed; /* calls of landed() with it */
     double step;               /* updates committed */
     float *step_at;            /* the same, on the device; or NULL */
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */
