@@ -9,7 +9,7 @@ import ctypes
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import alone
@@ -92,6 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="seconds; then no other cell"
     )
+    parser.add_argument("--batch-from", type=int, default=0, help="only cells of at least so many")
     parser.add_argument("--autocast", action="store_true", help="train in bfloat16 by autocast")
     parser.add_argument(
         "--compiled",
@@ -258,7 +259,8 @@ def describe(results: Results) -> None:
         print("scikit-learn is missing: the images are invented.")
 
 
-def write(chosen: argparse.Namespace, results: Results) -> None:
+def write(chosen: argparse.Namespace, results: Results, ended: bool = False) -> None:
+    """After each section, so that who is ended early leaves those before it."""
     chosen.out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     stem = f"{chosen.optimizer}-cpu-{threads}-thread{'s' if threads > 1 else ''}"
@@ -268,9 +270,9 @@ def write(chosen: argparse.Namespace, results: Results) -> None:
         stem += "-grid"
     if results.cells or results.memory or results.costs or results.updates:
         write_json(results, chosen.out / f"{stem}.json")
-    if results.cells and not chosen.no_plot:
+    if ended and results.cells and not chosen.no_plot:
         plot(results, chosen.out / f"{stem}.png")
-    if chosen.markdown and results.cells:
+    if ended and chosen.markdown and results.cells:
         title(markdown(results))
 
 
@@ -287,7 +289,8 @@ def measure_extra(chosen: argparse.Namespace) -> None:
 
 def cells_of(chosen: argparse.Namespace, quick: bool) -> list[Cell]:
     cells = cells_for(chosen.device, quick, chosen.smoke)
-    return [cell for cell in cells if not chosen.model or cell.model in chosen.model]
+    models = chosen.model or MODELS
+    return [cell for cell in cells if cell.model in models and cell.batch >= chosen.batch_from]
 
 
 def main() -> None:
@@ -299,22 +302,22 @@ def main() -> None:
         steady_heap()
     results = Results({k: v for k, v in vars(chosen).items() if k not in UNRECORDED})
     describe(results)
-    small = cells_of(chosen, quick=True)
-    if "speed" in chosen.section:
-        measure_speed(chosen, cells_of(chosen, chosen.quick), results)
-    if "grid" in chosen.section:
-        grid = [cell for cell in GRID_CELLS if not chosen.model or cell.model in chosen.model]
-        measure_grid(chosen, grid, results)
-    if results.cells:
-        title("\n".join(verdict(results.cells)))
-    if "memory" in chosen.section:
-        measure_memory(chosen, small, results)
-    if "cost" in chosen.section:
-        measure_costs(chosen, results)
-    if "updates" in chosen.section:
-        measure_updates(chosen, results)
+    grid = [cell for cell in GRID_CELLS if not chosen.model or cell.model in chosen.model]
+    measures: dict[str, Callable[[], None]] = {
+        "speed": lambda: measure_speed(chosen, cells_of(chosen, chosen.quick), results),
+        "grid": lambda: measure_grid(chosen, grid, results),
+        "memory": lambda: measure_memory(chosen, cells_of(chosen, quick=True), results),
+        "cost": lambda: measure_costs(chosen, results),
+        "updates": lambda: measure_updates(chosen, results),
+    }
+    for name, measure in measures.items():
+        if name in chosen.section:
+            measure()
+            write(chosen, results)
+        if name == "grid" and results.cells:
+            title("\n".join(verdict(results.cells)))
     measure_extra(chosen)
-    write(chosen, results)
+    write(chosen, results, ended=True)
     title(f"{time.monotonic() - began:.0f} s; results in {chosen.out}")
 
 

@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ SHAPES = ((1, 1 << 20), (1, 1 << 24), (1, 1 << 26), (160, 22_000), (256, 1 << 16
 SMOKE_SHAPES = ((1, 1 << 10), (20, 100))
 BYTES = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}  # an element, float32
 WARMUP = 5
+WARM_SECONDS = 0.3  # of a GPU: until its clocks are up
+QUEUED_MS = 1.0  # of work before a GPU's start event, at least
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class Update:
 class Timer:
     """Of one step: on a GPU between events, else by the clock."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, cycles: int = 0) -> None:
         self.device = device
+        self.cycles = cycles  # of a GPU's clock in which nothing else begins
         self.spans: list[tuple[Any, Any]] = []
         self.host: list[float] = []
 
@@ -58,6 +62,8 @@ class Timer:
         return event
 
     def time(self, run: Callable[[], None]) -> None:
+        if self.device != "cpu":  # while this is at work the host gets ahead
+            torch.cuda._sleep(self.cycles)
         start, began = self.moment(), time.perf_counter()
         run()
         self.host.append((time.perf_counter() - began) * 1e3)
@@ -68,6 +74,30 @@ class Timer:
             return [(end - start) * 1e3 for start, end in self.spans]
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in self.spans]
+
+
+def warm_up(run: Callable[[], None], device: str) -> int:
+    """Of a GPU also: how many cycles of its clock to queue before a run, so that it has
+    been launched when the GPU comes to it."""
+    if device == "cpu":
+        for _ in range(WARMUP):
+            run()
+        return 0
+    until, host_ms = time.perf_counter() + WARM_SECONDS, 0.0
+    torch.cuda.synchronize()
+    while time.perf_counter() < until:
+        began = time.perf_counter()
+        run()
+        host_ms = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+    return round(cycles_of_a_millisecond() * max(QUEUED_MS, 1.5 * host_ms))
+
+
+def cycles_of_a_millisecond() -> float:
+    cycles = 10_000_000
+    timer = Timer("cuda")
+    timer.time(lambda: torch.cuda._sleep(cycles))
+    return cycles / timer.ms()[0]
 
 
 def stepper(make: Callable[..., Any], tensors: int, elements: int, device: str, ours: bool) -> Any:
@@ -88,15 +118,18 @@ def updates(
     """Every shape, stock and ours."""
     for tensors, elements in SMOKE_SHAPES if smoke else SHAPES:
         both = {who: stepper(make, tensors, elements, device, who == OURS) for who in (STOCK, OURS)}
-        timers = {who: Timer(device) for who in both}
         gc.collect()
-        for i in range(WARMUP + repeats):
-            for who, one in both.items():
-                timer = timers[who] if i >= WARMUP else Timer(device)
-                timer.time(lambda one=one: step(one))
+        runs = {who: partial(step, one) for who, one in both.items()}
+        timers = {who: Timer(device, warm_up(run, device)) for who, run in runs.items()}
+        before = {who: launches_of(who, one) for who, one in both.items()}
+        for _ in range(repeats):
+            for who, run in runs.items():
+                timers[who].time(run)
         for who, timer in timers.items():
-            yield row(tensors, elements, who, timer, both[who], BYTES[optimizer])
-        del both
+            made = launches_of(who, both[who]) - before[who]
+            launches = made / repeats if who == OURS else None
+            yield row(tensors, elements, who, timer, launches, BYTES[optimizer])
+        del both, runs
 
 
 def step(optimizer: Any) -> None:
@@ -104,11 +137,13 @@ def step(optimizer: Any) -> None:
     optfuse.flush()
 
 
+def launches_of(who: str, optimizer: Any) -> int:
+    return optfuse.summary(optimizer).launches if who == OURS else 0
+
+
 def row(
-    tensors: int, elements: int, who: str, timer: Timer, optimizer: Any, bytes_each: int
+    tensors: int, elements: int, who: str, timer: Timer, launches: float | None, bytes_each: int
 ) -> Update:
     ms = median_interval(timer.ms())
-    steps = len(timer.spans) + WARMUP
-    launches = optfuse.summary(optimizer).launches / steps if who == OURS else None
     gb_per_s = tensors * elements * bytes_each / ms.median / 1e6
     return Update(tensors, elements, who, ms, median_interval(timer.host), gb_per_s, launches)
