@@ -9,7 +9,7 @@ larger tensor and start at an odd element."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -104,13 +104,52 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def assert_same_optimizers(what: str, ours: Any, stock: Any, gradients: bool) -> None:
+    """Looked at one by one, which waits for the device each time, only if any differ."""
+    pairs = list(compared(what, ours, stock, gradients))
+    if any_differ([(a, b) for _, a, b in pairs]):
+        for place, a, b in pairs:
+            common.assert_same(place, a, b)
+        raise AssertionError(f"{what}: something differs, and nothing when looked at again")
+
+
+def compared(what: str, ours: Any, stock: Any, gradients: bool) -> Iterator[tuple[str, Any, Any]]:
     for i, (mine, theirs) in enumerate(zip(ours.param_groups, stock.param_groups, strict=True)):
         for a, b in zip(mine["params"], theirs["params"], strict=True):
             place = f"{what}, {a.numel()} elements, group {i}"
-            common.assert_same_tensor(f"{place}, parameter", a, b)
-            common.assert_same(f"{place}, state", dict(ours.state[a]), dict(stock.state[b]))
+            yield f"{place}, parameter", a, b
+            state, wanted = dict(ours.state[a]), dict(stock.state[b])
+            yield f"{place}, keys of state", sorted(state), sorted(wanted)
+            for key in state.keys() & wanted.keys():
+                yield f"{place}, state {key!r}", state[key], wanted[key]
             if gradients:
-                common.assert_same(f"{place}, gradient", a.grad, b.grad)
+                yield f"{place}, gradient", a.grad, b.grad
+
+
+def any_differ(pairs: list[tuple[Any, Any]]) -> bool:
+    """Asks each device once."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for a, b in pairs:
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            if type(a) is not type(b) or a != b:
+                return True
+        elif any(getattr(a, k) != getattr(b, k) for k in KIND):
+            return True
+        else:
+            found.setdefault(a.device, []).append(different(a, b))
+    return any(bool(torch.stack(flags).any()) for flags in found.values())
+
+
+KIND = ("dtype", "shape", "device", "requires_grad")
+
+
+def different(a: Tensor, b: Tensor) -> Tensor:
+    """Whether a bit differs, on the device; NaN is NaN."""
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    integer = common.INTEGER[a.element_size()]
+    mask = a.view(integer) != b.view(integer)
+    if a.is_floating_point():
+        mask &= ~(a.isnan() & b.isnan())
+    return mask.any()
 
 
 def deliver(optimizer: Any, gradients: list[Tensor], mode: str) -> None:

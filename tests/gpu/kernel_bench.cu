@@ -2,6 +2,9 @@
 // kernel_bench: on a machine with a GPU, the bandwidth of the update kernels
 // beside that of a kernel with the same streams of reads and writes and no
 // arithmetic, one after the other in one run.
+//
+//   kernel_bench
+//   kernel_bench --sweep    by the elements of a block and the bytes of a bucket
 #include <algorithm>
 #include <string.h>
 #include <vector>
@@ -83,27 +86,19 @@ static std::vector<of_cuda_entry> entries_of(const task &t, const streams &s) {
     return entries;
 }
 
-template <class F> static float milliseconds(F run) {
-    cudaEvent_t start, stop;
-    GPU(cudaEventCreate(&start));
-    GPU(cudaEventCreate(&stop));
-    GPU(cudaEventRecord(start));
-    run();
-    GPU(cudaEventRecord(stop));
-    GPU(cudaEventSynchronize(stop));
-    float took;
-    GPU(cudaEventElapsedTime(&took, start, stop));
-    GPU(cudaEventDestroy(start));
-    GPU(cudaEventDestroy(stop));
-    return took;
-}
-
 static float median(std::vector<float> values) {
     std::sort(values.begin(), values.end());
     return values[values.size() / 2];
 }
 
-static void measure(const task &t) {
+static void launch(const of_cuda_update &update, const of_cuda_entry *entries, size_t n) {
+    if (of_cuda_launch(&update, entries, n) == OF_CUDA_OK)
+        return;
+    fprintf(stderr, "%s\n", of_cuda_error());
+    exit(2);
+}
+
+static streams streams_of(const task &t) {
     const size_t bytes = t.n * of_dtype_size(t.dtype);
     streams s = {};
     s.n = strcmp(t.rule, "adam") == 0 ? 4 : 3;
@@ -112,31 +107,71 @@ static void measure(const task &t) {
         GPU(cudaMalloc(&s.at[i], bytes));
         GPU(cudaMemset(s.at[i], 0x3c, bytes)); // an ordinary number in every dtype
     }
-    const of_cuda_update update = update_of(t);
-    const std::vector<of_cuda_entry> entries = entries_of(t, s);
-    std::vector<float> ours, theirs;
-    for (int i = 0; i < RUNS + 3; i++) {
-        const float with = milliseconds([&] {
-            if (of_cuda_launch(&update, entries.data(), entries.size()) != OF_CUDA_OK) {
-                fprintf(stderr, "%s\n", of_cuda_error());
-                exit(2);
-            }
-        });
-        const float without = milliseconds([&] { run_no_math(s); });
-        if (i >= 3) {
-            ours.push_back(with);
-            theirs.push_back(without);
-        }
-    }
-    const double moved = 1e-6 * (double)bytes * (2 * s.n - 1);
-    printf("%-5s %-9s %10zu in %4d %10.1f %10.1f %7.3f\n", t.rule, of_dtype_name(t.dtype), t.n,
-           t.tensors, moved / median(ours), moved / median(theirs), median(theirs) / median(ours));
+    return s;
+}
+
+static void free_streams(const streams &s) {
     for (int i = 0; i < s.n; i++)
         GPU(cudaFree(s.at[i]));
 }
 
-int main() {
+static void measure(const task &t) {
+    const size_t bytes = t.n * of_dtype_size(t.dtype);
+    const streams s = streams_of(t);
+    const of_cuda_update update = update_of(t);
+    const std::vector<of_cuda_entry> entries = entries_of(t, s);
+    std::vector<float> ours, theirs;
+    const auto with = [&] { launch(update, entries.data(), entries.size()); };
+    const auto without = [&] { run_no_math(s); };
+    gpu_warm_up(with);
+    gpu_warm_up(without);
+    for (int i = 0; i < RUNS; i++) {
+        ours.push_back(gpu_milliseconds(with));
+        theirs.push_back(gpu_milliseconds(without));
+    }
+    const double moved = 1e-6 * (double)bytes * (2 * s.n - 1);
+    printf("%-5s %-9s %10zu in %4d %10.1f %10.1f %7.3f\n", t.rule, of_dtype_name(t.dtype), t.n,
+           t.tensors, moved / median(ours), moved / median(theirs), median(theirs) / median(ours));
+    free_streams(s);
+}
+
+// A step in buckets, one launch each: GB/s by the elements of a block, 0: as the library
+// chooses. Not only the GPU's time: where buckets are small the host is in it.
+static void sweep(of_dtype dtype) {
+    const size_t n = size_t(1) << 26, size = of_dtype_size(dtype);
+    for (size_t mebibytes : {1, 2, 4, 8, 16, 64}) {
+        const task t = {"adam", dtype, n, (int)(n * size / (mebibytes << 20))};
+        const streams s = streams_of(t);
+        const std::vector<of_cuda_entry> entries = entries_of(t, s);
+        of_cuda_update update = update_of(t);
+        printf("%-9s %6zu MiB", of_dtype_name(dtype), mebibytes);
+        for (uint32_t chunk : {0, 1024, 2048, 4096, 8192}) {
+            std::vector<float> took;
+            const auto step = [&] {
+                for (const of_cuda_entry &entry : entries)
+                    launch(update, &entry, 1);
+            };
+            update.chunk = chunk;
+            gpu_warm_up(step);
+            for (int i = 0; i < RUNS / 4; i++)
+                took.push_back(gpu_milliseconds(step));
+            printf(" %9.1f", 1e-6 * (double)(n * size) * (2 * s.n - 1) / median(took));
+        }
+        printf("\n");
+        free_streams(s);
+    }
+}
+
+int main(int argc, char **argv) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
     gpu_open();
+    if (argc > 1 && strcmp(argv[1], "--sweep") == 0) {
+        printf("%-9s %10s %9s %9s %9s %9s %9s\n", "GB/s", "bucket", "chosen", "1024", "2048",
+               "4096", "8192");
+        for (of_dtype dtype : {OF_FLOAT32, OF_BFLOAT16})
+            sweep(dtype);
+        return 0;
+    }
     printf("%-15s %18s %10s %10s %7s\n", "", "elements, tensors", "GB/s", "no math", "share");
     for (const char *rule : {"adam", "sgd"})
         for (of_dtype dtype : {OF_FLOAT32, OF_BFLOAT16})

@@ -13,6 +13,7 @@ from pathlib import Path
 
 OK, FAILED, MISSED, NOT_RUN = "ok", "FAILED", "MISSED", "not run"
 LAST_LINES = 25  # of what a failed part printed, shown at once
+EACH = 0.1  # seconds between looks at what commands have printed
 LEAST_SECONDS = 5.0  # with less than this left a part is not begun
 
 
@@ -76,30 +77,58 @@ def start(
         )
 
 
-def finish(process: subprocess.Popen[bytes], until: float) -> int | None:
-    """Its exit status, or None if it had to be ended."""
-    try:
-        return process.wait(max(0.1, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return None
+class Listener:
+    """Passes on what the commands print, while they print it."""
+
+    def __init__(self, outputs: list[Path], hear: Callable[[bytes], None]) -> None:
+        self.heard = dict.fromkeys(outputs, 0)
+        self.hear = hear
+
+    def listen(self) -> None:
+        for path, n in self.heard.items():
+            if path.exists() and path.stat().st_size > n:
+                with path.open("rb") as file:
+                    file.seek(n)
+                    new = file.read()
+                self.heard[path] += len(new)
+                self.hear(new)
+
+
+def finish(
+    processes: list[subprocess.Popen[bytes]], until: float, listener: Listener
+) -> list[int | None]:
+    """Their exit statuses, None of those that had to be ended."""
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        time.sleep(EACH)
+        listener.listen()
+    statuses = [process.poll() for process in processes]
+    for process, status in zip(processes, statuses, strict=True):
+        if status is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    listener.listen()
+    return statuses
 
 
 def run_commands(
-    part: Part, environment: Mapping[str, str], seconds: float, folder: Path
+    part: Part,
+    environment: Mapping[str, str],
+    seconds: float,
+    folder: Path,
+    hear: Callable[[bytes], None] = lambda new: None,
 ) -> list[Ran]:
-    """Runs them one after the other, up to the first that fails, or together."""
+    """Runs them one after the other, up to the first that is ended, or together."""
     until = time.monotonic() + seconds
     outputs = [folder / f"output-{i}.txt" for i in range(len(part.commands))]
+    listener = Listener(outputs, hear)
     statuses: list[int | None] = []
     if part.together:
         pairs = zip(part.commands, outputs, strict=True)
         processes = [start(command, environment, output) for command, output in pairs]
-        statuses = [finish(process, until) for process in processes]
+        statuses = finish(processes, until, listener)
     else:
         for command, output in zip(part.commands, outputs, strict=True):
-            statuses.append(finish(start(command, environment, output), until))
+            statuses += finish([start(command, environment, output)], until, listener)
             if statuses[-1] is None:
                 break
     texts = [output.read_text("utf-8", errors="replace") for output in outputs[: len(statuses)]]

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import machine
@@ -25,7 +25,7 @@ from results import Results
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND = "9"  # exit status of compute-sanitizer where it found something
-BITS_PROCESSES, TRANSPARENCY_PROCESSES = 6, 4
+BITS_PROCESSES, TRANSPARENCY_PROCESSES = 3, 4
 ALWAYS = {
     "key": "weight read by clone",
     "raw": "state read by torch.save",
@@ -54,9 +54,19 @@ class Plan:
     results: Results
     until: float  # of time.monotonic(): the end of the whole run
     environment: dict[str, str] = field(init=False)
+    kept: float = 0.0  # seconds, for the parts that follow
 
     def __post_init__(self) -> None:
-        self.environment = {**self.machine.environment, "OMP_WAIT_POLICY": "passive"}
+        self.environment = {
+            **self.machine.environment,
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONUNBUFFERED": "1",  # who is ended at its time limit leaves what it found
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",  # a process, and several run at once
+        }
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
 
     @property
     def build(self) -> Path:
@@ -91,28 +101,38 @@ class Plan:
     def collect(self) -> None:
         """Takes over what the parts found out as JSON."""
         for path in sorted(self.scratch.glob("*.json")):
-            self.results.details[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(self.scratch.glob("benchmark/*.json")):
-            shutil.copy(path, self.results.folder / f"benchmark-{path.stem}.json")
+            with contextlib.suppress(ValueError):  # of a part that was ended while it wrote
+                self.results.details[path.stem] = json.loads(path.read_text(encoding="utf-8"))
 
 
-def parts(plan: Plan) -> Iterator[Part]:
+Maker = Callable[[Plan], Part | None]
+
+#: What each call runs after the build; None: without --call.
+CALLS = ("quick", "full", "deep")
+
+
+def sequence(call: str | None) -> list[tuple[Maker, float]]:
+    """Parts, and the seconds that are kept for each by those before it."""
+    quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
+    full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0)]
+    deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0)]
+    short = [*quick, *full[1:]]
+    return {"quick": quick, "full": full, "deep": deep, None: short}[call]
+
+
+def parts(plan: Plan, call: str | None = None) -> Iterator[Part]:
     """One after the other, because the later ones use what the first has built."""
-    yield build(plan)
+    plan.quick = plan.quick or call == "quick"
+    makers = sequence(call)
+    plan.kept = sum(keep for _, keep in makers)
+    yield replace(build(plan), after=plan.kept)
     if not plan.use_what_was_built():
         return
-    on_gpu = plan.device == "cuda"
-    if on_gpu:
-        yield Part("kernels against plain C", [Command([plan.program("kernel_check")])], 60, CHECKS)
-        yield sanitizers(plan)
-    yield scenarios(plan, "bits", BITS_PROCESSES if on_gpu else 1, 110)
-    yield scenarios(plan, "transparency", TRANSPARENCY_PROCESSES if on_gpu else 1, 110)
-    yield controls(plan)
-    if on_gpu:
-        bench = [Command([plan.program("kernel_bench")])]
-        yield Part("kernel bandwidth", bench, 40, MEASURED, judge_bandwidth)
-    yield benchmark(plan)
-    yield trace(plan)
+    for maker, keep in makers:
+        plan.kept -= keep
+        part = maker(plan)
+        if part:
+            yield replace(part, after=plan.kept)
 
 
 BUILD, CHECKS, MEASURED = "build.log", "checks.log", "measurements.log"
@@ -122,16 +142,18 @@ def build(plan: Plan) -> Part:
     if plan.built:
         return Part("build", [], 0, BUILD, lambda _: Verdict(OK, f"as it is in {plan.build.name}"))
     meson = machine.meson(plan.machine)
-    options = ["-Dtests=false", "-Dguards=true", "-Dshim=enabled"]
+    # Another compiler may warn of other things.
+    options = ["-Dtests=false", "-Dguards=true", "-Dshim=enabled", "-Dwerror=false"]
     options.append(f"-Dtorch_python={sys.executable}")
-    if plan.device == "cuda":
+    if plan.on_gpu:
         options += ["-Dcuda=enabled", "-Dgpuprograms=true", f"-Dcudaarch={plan.machine.chip}"]
     else:
         options.append("-Dcuda=disabled")
     again = ["--reconfigure"] if (plan.build / "meson-info").is_dir() else []
     setup = [*meson, "setup", *again, str(plan.build), str(plan.root), *options]
-    commands = [Command(setup), Command([*meson, "compile", "-C", str(plan.build)])]
-    return Part("build", commands, 170, BUILD, judge_build)
+    targets = ["gpu-run"] if plan.on_gpu else []
+    compile = Command([*meson, "compile", "-C", str(plan.build), *targets])
+    return Part("build", [Command(setup), compile], 240, BUILD, judge_build)
 
 
 def judge_build(ran: list[Ran]) -> Verdict:
@@ -140,6 +162,22 @@ def judge_build(ran: list[Ran]) -> Verdict:
     return Verdict(OK) if verdict.word == OK else verdict
 
 
+def on_gpu(maker: Maker) -> Maker:
+    """A part that is left out on the CPU."""
+
+    def made(plan: Plan) -> Part | None:
+        return maker(plan) if plan.on_gpu else None
+
+    return made
+
+
+@on_gpu
+def kernels(plan: Plan) -> Part:
+    check = Command([plan.program("kernel_check")])
+    return Part("kernels against plain C", [check], 75, CHECKS)
+
+
+@on_gpu
 def sanitizers(plan: Plan) -> Part:
     name = "compute-sanitizer on the kernels"
     found = plan.machine.find("compute-sanitizer")
@@ -151,16 +189,26 @@ def sanitizers(plan: Plan) -> Part:
         how = [found, "--tool", tool, "--error-exitcode", FOUND]
         commands.append(Command([*how, plan.program("planted"), tool]))
         commands.append(Command([*how, plan.program("kernel_check"), "--rounds", "2"]))
-    return Part(name, commands, 75, CHECKS, judge_sanitizers, together=True)
+    return Part(name, commands, 240, CHECKS, judge_sanitizers, together=True)
 
 
-def scenarios(plan: Plan, part: str, processes: int, limit: float) -> Part:
+def scenarios(plan: Plan, part: str, title: str, processes: int, limit: float) -> Part:
+    processes = processes if plan.on_gpu else 1
     commands = []
     for i in range(processes):
         where = str(plan.scratch / f"{part}-{i}.json")
         commands.append(plan.scenarios(part, "--share", f"{i}/{processes}", "--json", where))
-    title = {"bits": "bits of stock fused=True", "transparency": "transparency"}[part]
     return Part(title, commands, limit, CHECKS, judge_scenarios, together=True)
+
+
+def bits(plan: Plan) -> Part:
+    limit = 120.0 if plan.quick else 280.0
+    return scenarios(plan, "bits", "bits of stock fused=True", BITS_PROCESSES, limit)
+
+
+def transparency(plan: Plan) -> Part:
+    limit = 110.0 if plan.quick else 180.0
+    return scenarios(plan, "transparency", "transparency", TRANSPARENCY_PROCESSES, limit)
 
 
 def controls(plan: Plan) -> Part:
@@ -190,26 +238,46 @@ BENCHMARKS = {
         "momentum": ["--quick", "--seconds", "6", "--section", "speed", "--model", "MobileNetV2"],
     },
 }
-#: Of the time left: what the optimizers share, what the trace and a last cell need.
-FOR_TRACE, FOR_A_CELL = 35.0, 25.0
+FOR_A_CELL = 25.0  # seconds that a cell may take over its share
+MOST = 240.0
 
 
-def benchmark(plan: Plan) -> Part:
-    """Each optimizer stops by itself in time, so that its results are written."""
-    out = plan.scratch / "benchmark"
-    chosen = BENCHMARKS[plan.device]
-    seconds = min(200.0, plan.left() - FOR_TRACE)
-    shares = [0.75, 0.25][: len(chosen)] if len(chosen) > 1 else [1.0]
+def measured(plan: Plan, name: str, chosen: dict[str, list[str]]) -> Part:
+    """The benchmark, of one optimizer after the other. Each stops by itself in time, so
+    that its last cell is in its results, too."""
+    out = plan.results.folder / "benchmark"
+    seconds = min(MOST, plan.left() - plan.kept)
+    shares = [0.75, 0.25] if len(chosen) > 1 else [1.0]
     commands = []
     for share, (optimizer, how) in zip(shares, chosen.items(), strict=True):
         budget = max(0.0, share * seconds - FOR_A_CELL)
         arguments = [*how, "--device", plan.device, "--optimizer", optimizer, "--no-plot"]
         arguments += ["--out", str(out), "--budget", f"{budget:.0f}"]
         commands.append(plan.python("benchmarks/bench.py", *arguments))
-    name = "benchmark against stock"
-    return Part(
-        name, commands, 200, MEASURED, lambda ran: judge_benchmark(ran, out), after=FOR_TRACE
-    )
+    return Part(name, commands, MOST, MEASURED, lambda ran: judge_benchmark(ran, out))
+
+
+def benchmark(plan: Plan) -> Part:
+    return measured(plan, "benchmark against stock", BENCHMARKS[plan.device])
+
+
+@on_gpu
+def large_batches(plan: Plan) -> Part:
+    how = ["--section", "speed", "--batch-from", "64", "--no-compiled", "--seconds", "8"]
+    return measured(plan, "large batches", {"adamw": how})
+
+
+@on_gpu
+def bandwidth(plan: Plan) -> Part:
+    bench = [Command([plan.program("kernel_bench")])]
+    return Part("kernel bandwidth", bench, 60, MEASURED, judge_bandwidth)
+
+
+@on_gpu
+def sweep(plan: Plan) -> Part:
+    """Nothing to pass: which sizes are best is what it is to find."""
+    bench = [Command([plan.program("kernel_bench"), "--sweep"])]
+    return Part("sizes of blocks and buckets", bench, 90, MEASURED, judge_last)
 
 
 def trace(plan: Plan) -> Part:

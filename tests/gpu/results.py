@@ -5,7 +5,9 @@ after each part, so that a run that is ended early leaves what it found."""
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ OURS = (
     "build.log",
     "checks.log",
     "measurements.log",
-    "benchmark-*.json",
+    "benchmark/*.json",
     "trace.json.gz",
 )
 
@@ -43,6 +45,7 @@ class Results:
         self.machine: dict[str, str] = {}
         self.rows: list[Row] = []
         self.details: dict[str, Any] = {}
+        self.begins: dict[str, int] = {}  # where in a log a part that runs now begins
         folder.mkdir(parents=True, exist_ok=True)
         for old in self.files():
             old.unlink()
@@ -51,8 +54,24 @@ class Results:
         """Ours; whatever else is in the folder is left alone."""
         return sorted(path for pattern in OURS for path in self.folder.glob(pattern))
 
+    def hear(self, name: str, title: str) -> Callable[[bytes], None]:
+        """Takes what a part prints while it runs, in case that this run is ended before
+        log() comes; which then replaces it."""
+        path = self.folder / name
+        self.begins[name] = path.stat().st_size if path.exists() else 0
+
+        def take(new: bytes) -> None:
+            at = path.stat().st_size if path.exists() else 0
+            head = f"==== {title} (not ended) ====\n".encode() if at == self.begins[name] else b""
+            with path.open("ab") as file:
+                file.write((head + new)[: max(0, LARGEST - at)])
+
+        return take
+
     def log(self, name: str, title: str, ran: list[Ran]) -> None:
         path = self.folder / name
+        if name in self.begins and path.exists():
+            os.truncate(path, self.begins.pop(name))
         room = LARGEST - (path.stat().st_size if path.exists() else 0)
         text = f"==== {title} ====\n"
         for one in ran:

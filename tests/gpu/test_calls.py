@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The three calls of tests/gpu/run: what is in them, that the benchmark gets its
+time, that a call which is killed leaves what it found, and that they need nothing
+which the machine may lack."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from machine import Machine
+from part import Command, Part, run_commands
+from plan import CALLS, Plan
+from plan import parts as parts_of
+from results import Results
+
+HERE = Path(__file__).resolve().parent
+
+
+def plan_of(tmp_path: Path, device: str = "cuda") -> Plan:
+    """Of a machine with a GPU, where optfuse has been built."""
+    library = tmp_path / "build-gpu" / "build" / "shim" / "liboptfuse_torch-x.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    library.with_stem(library.stem + "-guards").touch()
+    there = Machine("2.11.0", "13.0", "a GPU", "90", {"PATH": os.environ["PATH"]})
+    until = time.monotonic() + 540
+    results = Results(tmp_path / "out")
+    return Plan(tmp_path, there, device, False, None, tmp_path, results, until)
+
+
+def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
+    names = {call: [p.name for p in parts_of(plan_of(tmp_path / call), call)] for call in CALLS}
+    assert names == {
+        "quick": [
+            "build",
+            "kernels against plain C",
+            "bits of stock fused=True",
+            "kernel bandwidth",
+            "benchmark against stock",
+            "trace of the updates",
+        ],
+        "full": ["build", "bits of stock fused=True", "transparency", "negative controls"],
+        "deep": [
+            "build",
+            "compute-sanitizer on the kernels",
+            "sizes of blocks and buckets",
+            "large batches",
+        ],
+    }
+
+
+def test_the_benchmark_keeps_its_time_whatever_the_parts_before_it_take(tmp_path: Path) -> None:
+    plan, left = plan_of(tmp_path), 540.0
+    for part in parts_of(plan, "quick"):
+        given = min(part.limit, left - part.after)
+        if part.name == "benchmark against stock":
+            assert given >= 150
+            return
+        left -= given
+    raise AssertionError("no benchmark")
+
+
+def test_only_the_quick_call_leaves_out_what_is_slow(tmp_path: Path) -> None:
+    def is_quick(call: str) -> bool:
+        found = parts_of(plan_of(tmp_path / call), call)
+        bits = next(part for part in found if part.name.startswith("bits"))
+        assert len(bits.commands) == 3, "more processes only take turns"
+        return all("--quick" in one.arguments for one in bits.commands)
+
+    assert is_quick("quick") and not is_quick("full")
+
+
+def test_a_strange_compiler_builds_what_is_needed_and_no_more(tmp_path: Path) -> None:
+    setup, compile = next(parts_of(plan_of(tmp_path), "quick")).commands
+    assert "-Dwerror=false" in setup.arguments
+    assert compile.arguments[-1] == "gpu-run"
+
+
+def test_processes_share_the_cores(tmp_path: Path) -> None:
+    environment = plan_of(tmp_path).environment
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "2"
+    assert environment["PYTHONUNBUFFERED"] == "1"
+
+
+ENDED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from part import Command, Part, run_commands
+from results import Results
+folder = Path(sys.argv[2])
+results = Results(folder)
+code = "print('so far', flush=True); import time; time.sleep(60)"
+part = Part("x", [Command([sys.executable, "-c", code])], 60, "checks.log")
+run_commands(part, {}, 60, folder, results.hear(part.log, part.name))
+"""
+
+
+def test_a_run_that_is_killed_leaves_what_its_part_has_printed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ENDED, str(HERE), str(tmp_path)])
+    log = tmp_path / "checks.log"
+    for _ in range(600):
+        if log.exists() and "so far" in log.read_text():
+            break
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    assert "so far" in log.read_text()
+
+
+def test_what_a_part_has_printed_is_in_its_log_once(tmp_path: Path) -> None:
+    results = Results(tmp_path / "out")
+    command = Command([sys.executable, "-c", "print('only once')"])
+    part = Part("x", [command], 20, "checks.log")
+    for _ in range(2):
+        hear = results.hear(part.log, part.name)
+        results.log(part.log, part.name, run_commands(part, {}, 20, tmp_path, hear))
+    assert (tmp_path / "out" / "checks.log").read_text().count("only once\n") == 2
+
+
+# What the machine lacks
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "expecttest":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+sys.path[:0] = sys.argv[1:]
+import optim_inputs
+assert len(optim_inputs.inputs_for_gpus("SGD")) > 10
+"""
+
+
+def test_pytorchs_list_of_optimizers_needs_no_other_package() -> None:
+    where = str(HERE.parent / "python")
+    done = subprocess.run([sys.executable, "-c", WITHOUT, where], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
