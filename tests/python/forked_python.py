@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 
 
 @functools.cache
@@ -75,5 +76,7 @@ if __name__ == "__main__":
     import torch  # noqa: F401
     import torch._dynamo  # noqa: F401 - optfuse does
 
+    # From Python 3.12 on, in children that fork, too: that it works is what they show.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     if request := serve():
         exec(compile(request["code"], "<string>", "exec"), become(request))

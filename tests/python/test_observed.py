@@ -3,6 +3,7 @@
 it."""
 
 import copy
+import functools
 import json
 import pickle
 from collections import Counter
@@ -52,6 +53,14 @@ def shapes_of(profiler, operator="aten::linear"):
     return [event.input_shapes for event in profiler.events() if event.name == operator]
 
 
+@functools.cache
+def shows_python():
+    """Whether a profile has Python functions; with 2.11 under Python 3.12 none has."""
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+        loss_of(net(), 0)
+    return any("loss_of" in event.name for event in profiler.events())
+
+
 @both_modes
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("set_to_none", (True, False))
@@ -72,7 +81,7 @@ def test_a_profiler_that_looks_at_tensors_sees_those_of_stock(look, mode, set_to
             assert len(shapes) == 3 * 3
             yield "shapes", shapes
             optimizers = any("_optimizer_step_code" in e.name for e in profiler.events())
-            assert optimizers == ("with_stack" in LOOKS[look])
+            assert optimizers == ("with_stack" in LOOKS[look] and shows_python())
             train(model, optimizer, 9, set_to_none)
             wrap.pending()
         yield from everything(model, optimizer)

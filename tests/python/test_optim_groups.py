@@ -38,9 +38,24 @@ def test_groups_with_options_of_their_own(cls, mode):
     same(script, mode)
 
 
+def check_adds_groups(cls):
+    """Adagrad of 2.11 makes state in its constructor only, and has none for later groups."""
+    params = matrices()
+    optimizer = build(cls, params[:1])
+    optimizer.add_param_group({"params": params[1:]})
+    set_gradients(params, 0)
+    try:
+        optimizer.step()
+    except KeyError:
+        assert cls.__name__ == "Adagrad"
+        pytest.skip("stock itself can't step a group that was added")
+
+
 @every_class
 @both_modes
 def test_a_group_added_later(cls, mode):
+    check_adds_groups(cls)
+
     def script(wrap):
         params = matrices()
         optimizer = wrap(build(cls, params[:2]))
