@@ -30,6 +30,7 @@ from torch.optim import (
 )
 
 from optfuse import _stock_trial
+from optfuse._check import shown
 from optfuse._gpu import is_gpu, lr_of
 from optfuse.optim import Lion
 
@@ -115,12 +116,28 @@ class Rule:
         """A group's numbers, as the C rule wants them."""
         if self.by_host:
             return self._plain_numbers(group)
-        return tuple(
-            [
-                lr_of(group) if key == "lr" else float(group[key] if i is None else group[key][i])
-                for key, i in self._where
-            ]
-        )
+        try:
+            return tuple(
+                [
+                    lr_of(group)
+                    if key == "lr"
+                    else float(group[key] if i is None else group[key][i])
+                    for key, i in self._where
+                ]
+            )
+        except (TypeError, ValueError, LookupError) as error:
+            raise type(error)(self._named(group)) from None
+
+    def _named(self, group: Group) -> str:
+        """The option that is no number."""
+        for key, i in self._where:
+            try:
+                float(group[key] if i is None else group[key][i])
+            except Exception:
+                wanted = "a number" if i is None else f"{self._lengths[key]} numbers"
+                found = shown(group[key]) if key in group else "missing"
+                return f"option {key!r} of a parameter group is {found}, and must be {wanted}"
+        return "an option of a parameter group is no number"
 
     def flags(self, group: Group) -> Group:
         """Those options of a group that select the reference on the CPU, and on GPUs of

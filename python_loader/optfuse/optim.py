@@ -43,6 +43,8 @@ class Lion(Optimizer):
     ) -> None:
         if not float(lr) >= 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
+        if len(betas) != 2:
+            raise ValueError(f"Invalid betas, which are two numbers: {betas}")
         for i, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {i}: {beta}")

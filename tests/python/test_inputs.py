@@ -220,6 +220,31 @@ def test_a_group_that_fails_to_be_added_leaves_the_others_working():
     same(script)
 
 
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize(
+    "option, value, words",
+    (
+        ("lr", "fast", "option 'lr' of a parameter group is 'fast', and must be a number"),
+        ("eps", None, "option 'eps' of a parameter group is None, and must be a number"),
+        ("betas", (0.9,), "option 'betas' of a parameter group is (0.9,), and must be 2 numbers"),
+        ("betas", None, "option 'betas' of a parameter group is None, and must be 2 numbers"),
+        ("lr", ..., "option 'lr' of a parameter group is missing, and must be a number"),
+    ),
+)
+def test_an_option_that_is_no_number_is_named(option, value, words, mode):
+    p = nn.Parameter(torch.ones(2))
+    optimizer = optfuse.fuse(adamw([p]), mode=mode)
+    group = optimizer.param_groups[0]
+    group[option] = value
+    if value is ...:
+        del group[option]
+    with pytest.raises((TypeError, ValueError, LookupError, optfuse.Error)) as caught:
+        p.sum().backward()
+        optimizer.step()
+    assert words in str(caught.value)
+    assert (p == 1).all()
+
+
 def test_bad_state_is_named_also_where_two_groups_look_alike():
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = optfuse.fuse(adamw([{"params": [a]}, {"params": [b]}]))

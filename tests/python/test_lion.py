@@ -77,7 +77,15 @@ def test_a_fused_one_is_still_a_lion_and_saves_as_one():
 
 
 @pytest.mark.parametrize(
-    "wrong", ({"lr": -1.0}, {"betas": (1.0, 0.5)}, {"betas": (0.5, -0.1)}, {"weight_decay": -1.0})
+    "wrong",
+    (
+        {"lr": -1.0},
+        {"betas": (1.0, 0.5)},
+        {"betas": (0.5, -0.1)},
+        {"betas": (0.5,)},
+        {"betas": (0.5, 0.5, 0.5)},
+        {"weight_decay": -1.0},
+    ),
 )
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match="Invalid"):
