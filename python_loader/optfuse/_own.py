@@ -162,7 +162,7 @@ class Own:
         if before and not _same(before, after):
             self.changed |= not self._replaced[slot]
             self._replaced[slot] = True
-        self.changed |= not self._stepped[slot]
+        self.changed |= not self._stepped[slot] or made is not entry
         self._stepped[slot] = True
         self._entries[slot] = made
         return made if made is not entry else None

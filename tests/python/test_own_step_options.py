@@ -35,6 +35,24 @@ def test_options_are_those_of_the_step(make):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", (Tensors, Numbers))
+def test_state_that_is_cleared_before_each_step(make, mode):
+    """With gradients set by hand, so that step() updates in both modes."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(4):
+            optimizer.state.clear()
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1 + i)
+            optimizer.step()
+            yield from everything(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_schedulers(mode):
     def script(wrap):
         model = net()
