@@ -136,8 +136,7 @@ void take_only_parameter(of_inputs *in, Hold *hold) {
 }
 
 bool run_python(Slot *slot) {
-    raised_in_python = nullptr;
-    if (python_callback(handle_of(slot->plan), OF_SHIM_APPLY, slot->index) != 0)
+    if (ask_python(slot->plan, OF_SHIM_APPLY, slot->index) != 0)
         return true;
     const std::string reason = of_error_message();
     of_set_error("step() on %s failed: %s", slot->label.c_str(),

@@ -16,9 +16,6 @@
 
 namespace optfuse {
 
-of_shim_callback *python_callback = nullptr;
-thread_local _object *raised_in_python = nullptr;
-
 bool is_closed(const Plan *plan) {
     return plan->closed.load(std::memory_order_acquire);
 }
@@ -43,9 +40,8 @@ void check(const Plan *plan, size_t slot, int status) {
     throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
 
-int ask_python(Plan *plan, of_shim_event event, size_t slot) {
-    raised_in_python = nullptr;
-    const int answer = python_callback(handle_of(plan), event, slot);
+int ask(Plan *plan, of_shim_event event, size_t slot) {
+    const int answer = ask_python(plan, event, slot);
     if (answer != 0)
         return answer;
     if (raised_in_python != nullptr)
@@ -99,7 +95,7 @@ bool is_left_to_step(const at::Tensor &param) {
 void update_alone(Plan *plan, size_t slot) {
     int status = of_plan_gradient(plan->core, slot);
     if (status == OF_NEEDS_STATE) {
-        ask_python(plan, OF_SHIM_STATE, slot);
+        ask(plan, OF_SHIM_STATE, slot);
         status = of_plan_gradient(plan->core, slot);
     }
     check(plan, slot, status);
@@ -113,7 +109,7 @@ void update_together(Plan *plan, Waiting::Batch *batch) {
     int status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
     if (status == OF_NEEDS_STATE) {
         for (size_t i = 0; i < n; i++)
-            ask_python(plan, OF_SHIM_STATE, which[i]);
+            ask(plan, OF_SHIM_STATE, which[i]);
         status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
     }
     if (status != OF_OK && n == 0 && !is_closed(plan))
@@ -200,7 +196,7 @@ void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, const at::T
                     "of this backward later, but backward fusion updates them at once (seen at " +
                     label_of(plan.get(), first) +
                     "); use optfuse.fuse(optimizer, mode=\"forward\")");
-    const bool adds = ask_python(plan.get(), OF_SHIM_BACKWARD, first) == OF_SHIM_ADDS;
+    const bool adds = ask(plan.get(), OF_SHIM_BACKWARD, first) == OF_SHIM_ADDS;
     plan->last_adds.store(adds, std::memory_order_relaxed);
     if (adds)
         return;

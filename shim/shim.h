@@ -27,33 +27,29 @@ extern "C" {
 
 typedef struct of_shim_plan of_shim_plan;
 
-/* What a plan asks of Python, and when. Returns OF_SHIM_DONE; or OF_SHIM_ADDS
- * if the backward pass that begins only adds to the gradients; or 0 after
- * of_shim_set_error(). ctypes returns 0 for a callback that raised. */
+/* What a plan asks of Python, and when: callback(plan, event, slot), two addresses and a
+ * number. It returns OF_SHIM_DONE; or OF_SHIM_ADDS if the backward pass that begins only
+ * adds to the gradients. What it raises arrives where the plan asked, an Exception as
+ * optfuse.Error and others (KeyboardInterrupt) by their type. Ctrl-C comes before or after
+ * it, never inside. */
 enum { OF_SHIM_DONE = 1, OF_SHIM_ADDS = 2 };
 typedef enum of_shim_event {
     OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete */
     OF_SHIM_STATE,    /* optimizer state of this slot must be made now */
     OF_SHIM_APPLY     /* rules without kernels: run the optimizer's own step() on this slot's
-                         parameter, whose gradient is in .grad. Under the plan's lock: of these
-                         functions only of_shim_set_error() may be called for this plan */
+                         parameter, whose gradient is in .grad. Under the plan's lock: none of
+                         these functions may be called for this plan */
 } of_shim_event;
-typedef int of_shim_callback(of_shim_plan *plan, int event, size_t slot);
 
 /* Once per process: registers the first-use fallback and the fork handlers.
  * error_type: borrowed PyObject* of the Python exception class that errors
- * raised inside operators and backward arrive as, alive for ever. callback:
- * alive for ever. OF_REFUSED if another library owns the dispatch key. */
-OF_API int of_shim_init(void *error_type, of_shim_callback *callback);
+ * raised inside operators and backward arrive as. callback: borrowed PyObject*, called with
+ * the GIL. Both alive for ever. OF_REFUSED if another library owns the dispatch key. */
+OF_API int of_shim_init(void *error_type, void *callback);
 
 /* Where liboptfuse_cuda.so is, to be opened at the first GPU tensor. Before the
  * first plan; "" if there is none. */
 OF_API void of_shim_set_cuda_library(const char *path);
-
-/* For the callback: why it failed. error_type: borrowed PyObject* of an
- * exception class that lives for ever, to be raised instead of optfuse.Error;
- * or NULL. */
-OF_API void of_shim_set_error(void *error_type, const char *message);
 
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
  * of one bucket's parameters; 0 for the default: what is worth a launch on a GPU, or all

@@ -71,23 +71,18 @@ int choose_isa(const char *name, of_isa *out) {
 
 extern "C" {
 
-int of_shim_init(void *error_type, of_shim_callback *callback) {
+int of_shim_init(void *error_type, void *callback) {
     try {
         const int status = optfuse::register_first_use();
         if (status != OF_OK)
             return status;
         optfuse::Error::type = static_cast<_object *>(error_type);
-        optfuse::python_callback = callback;
+        optfuse::set_callback(static_cast<_object *>(callback));
         pthread_atfork(prepare_fork, after_fork_in_parent, after_fork_in_child);
         return OF_OK;
     } catch (const std::exception &e) {
         return failed(e);
     }
-}
-
-void of_shim_set_error(void *error_type, const char *message) {
-    optfuse::raised_in_python = static_cast<_object *>(error_type);
-    of_set_error("%s", message);
 }
 
 int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,

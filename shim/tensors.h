@@ -290,7 +290,12 @@ void detach_gradient_hook(const Plan *plan, const at::Tensor &param);
 bool lost_gradient_hook(const Plan *plan, const Slot *slot);
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param);
 
-extern of_shim_callback *python_callback;
-extern thread_local _object *raised_in_python; // what of_shim_set_error() was told
+// callback.cpp
+void set_callback(_object *callable);
+// Whether it was done, or what a pass is, as shim.h says; 0 if it failed: why is in
+// of_error_message(), and in raised_in_python if it is to arrive as another type than
+// optfuse.Error.
+int ask_python(Plan *plan, of_shim_event event, size_t slot);
+extern thread_local _object *raised_in_python;
 
 } // namespace optfuse

@@ -269,11 +269,15 @@ class Link:
         """As stock does at a parameter's first gradient."""
         groups = optimizer.param_groups
         flushed = False
+        self._known_state.forget()  # the next sync looks at all of it once
         for slot in slots:
             param = self._params[slot]
-            self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
-            flushed = self._set_state(slot, optimizer.state[param], True, flushed)
-        self._known_state.forget()  # the next sync looks at all of it once
+            try:
+                self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
+                flushed = self._set_state(slot, optimizer.state[param], True, flushed)
+            except BaseException:  # the library may not know that it is fresh
+                optimizer.state.pop(param, None)
+                raise
 
     # ---- the two schedules
 

@@ -11,7 +11,7 @@ from optfuse._library import load
 FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
 EVENT_BACKWARD, EVENT_STATE, EVENT_APPLY = 0, 1, 2
-DONE, ADDS = 1, 2  # what a callback returns
+DONE, ADDS = 1, 2  # what the callback returns
 UPDATE, ATTACH = 1, 2  # what of_shim_todo() says
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -38,7 +38,6 @@ class Counts(ctypes.Structure):
     ]
 
 
-Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 Doubles = ctypes.POINTER(ctypes.c_double)
 Sizes = ctypes.POINTER(ctypes.c_size_t)
 
@@ -46,8 +45,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_error_message": (ctypes.c_char_p, []),
     "of_any_pending": (ctypes.c_bool, []),
     "of_flush_all": (None, []),
-    "of_shim_init": (ctypes.c_int, [ctypes.c_void_p, Callback]),
-    "of_shim_set_error": (None, [ctypes.c_void_p, ctypes.c_char_p]),
+    "of_shim_init": (ctypes.c_int, [ctypes.c_void_p, ctypes.py_object]),
     "of_shim_plan_new": (
         ctypes.c_int,
         [
@@ -121,20 +119,7 @@ def guard(name: str) -> bool:
     return not _SWITCHABLE or lib.of_guard_enabled(name.encode())
 
 
-_on_event: Callable[[int, int, int], int] | None = None
-
-
-@Callback
-def _callback(plan: int, event: int, slot: int) -> int:
-    try:
-        assert _on_event is not None
-        return _on_event(plan, event, slot)
-    except (KeyboardInterrupt, SystemExit) as error:  # ctypes would swallow them
-        lib.of_shim_set_error(id(type(error)), str(error).encode())
-    except BaseException as error:
-        text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-        lib.of_shim_set_error(None, text.removeprefix("optfuse: ").encode())
-    return 0
+_on_event: Callable[[int, int, int], int] | None = None  # so that it lives
 
 
 def start(on_event: Callable[[int, int, int], int]) -> None:
@@ -144,7 +129,7 @@ def start(on_event: Callable[[int, int, int], int]) -> None:
     import torch
 
     _on_event = on_event
-    if lib.of_shim_init(id(Error), _callback) != OK:
+    if lib.of_shim_init(id(Error), on_event) != OK:
         raise ImportError(f"optfuse: {message()}")
     try:
         torch.ops.optfuse.raise_error("check")

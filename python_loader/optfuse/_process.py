@@ -8,7 +8,9 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from optfuse import _compiled, _gpu, _observed, _own, _scaled
 from optfuse._link import Link, links
@@ -54,7 +56,7 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
     return swap_and_rebuild
 
 
-def _on_event(plan: int, event: int, slot: int) -> int:
+def _answer(plan: int, event: int, slot: int) -> int:
     link = links.get(plan)
     if event == EVENT_APPLY and link is not None:
         link.apply(slot)
@@ -69,6 +71,18 @@ def _on_event(plan: int, event: int, slot: int) -> int:
     link.make_state(link.optimizer(), [slot])
     return DONE
 
+
+_answer_untraced = torch._dynamo.disable(_answer)
+
+
+def _answer_event(plan: int, event: int, slot: int) -> int:
+    """What the library asks in the middle of a pass, which may be one that is compiled:
+    dynamo would trace what runs here, and to leave it alone takes microseconds."""
+    answer = _answer if get_eval_frame_callback() is None else _answer_untraced
+    return answer(plan, event, slot)
+
+
+_on_event = torch._dynamo.disable(_answer_event, recursive=False)
 
 _started = False
 
