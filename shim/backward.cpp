@@ -164,11 +164,11 @@ bool wait(Plan *plan, size_t slot, const at::Tensor &param, int task) {
 class Pass {
   public:
     Pass(std::shared_ptr<Plan> of, int graph_task) : plan(std::move(of)), task(graph_task) {}
-    ~Pass() { plan->waiting.take(task); }
+    ~Pass() { plan->waiting.end(task); }
     Pass(const Pass &) = delete;
     Pass &operator=(const Pass &) = delete;
     void end() {
-        if (is_closed(plan.get()))
+        if (is_closed(plan.get()) || plan->waiting.kind_of(task) == Waiting::ADDS)
             return;
         run_waiting(plan.get(), task);
         if (of_plan_close(plan->core) != OF_OK)
@@ -189,22 +189,25 @@ void keep_heap(Plan *plan, bool is_second) {
         of_heap_begin_backward();
 }
 
-void begin_backward(const std::shared_ptr<Plan> &plan, size_t first, const at::Tensor &param,
-                    int task) {
+Waiting::Kind begin_backward(const std::shared_ptr<Plan> &plan, size_t first,
+                             const at::Tensor &param, int task) {
     if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
         throw Error("optfuse: backward(create_graph=True) needs the weights and gradients "
                     "of this backward later, but backward fusion updates them at once (seen at " +
                     label_of(plan.get(), first) +
                     "); use optfuse.fuse(optimizer, mode=\"forward\")");
     const bool adds = ask(plan.get(), OF_SHIM_BACKWARD, first) == OF_SHIM_ADDS;
-    plan->last_adds.store(adds, std::memory_order_relaxed);
-    if (adds)
-        return;
-    const bool is_second = plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1;
-    if (param.device().is_cpu())
+    const Waiting::Kind kind = adds ? Waiting::ADDS : Waiting::UPDATES;
+    if (!plan->waiting.begin(task, kind))
+        return kind;
+    auto pass = std::make_shared<Pass>(plan, task);
+    const bool is_second =
+        !adds && plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1;
+    if (!adds && param.device().is_cpu())
         keep_heap(plan.get(), is_second);
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [pass = std::make_shared<Pass>(plan, task)] { pass->end(); });
+        [pass = std::move(pass)] { pass->end(); });
+    return kind;
 }
 
 } // namespace
@@ -216,11 +219,10 @@ void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const 
         return;
     }
     const int task = torch::autograd::get_current_graph_task_id();
-    if (plan->last_backward.load(std::memory_order_relaxed) != task) {
-        begin_backward(plan, slot, param, task);
-        plan->last_backward.store(task, std::memory_order_relaxed);
-    }
-    if (plan->last_adds.load(std::memory_order_relaxed)) {
+    Waiting::Kind kind = plan->waiting.kind_of(task);
+    if (kind == Waiting::NOT_BEGUN)
+        kind = begin_backward(plan, slot, param, task);
+    if (kind == Waiting::ADDS) {
         refuse_late_addition(plan.get(), slot);
         return;
     }

@@ -148,11 +148,7 @@ struct Plan {
     NativeUpdate *native = nullptr; // rules without kernels: or Python updates
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
-    // Backward passes only add to the gradients: those that begin now, as the
-    // loader says, and the one of last_backward.
-    std::atomic<bool> adding{false};
-    std::atomic<bool> last_adds{false};
-    std::atomic<int> last_backward{-1}; // graph task whose first gradient was seen
+    std::atomic<bool> adding{false}; // the loader says that backward passes only add now
     std::atomic<size_t> backwards{0};   // that did not only add
     std::atomic<bool> uses_heap{false}; // heap.h
     // The thread that called step() last: the one that may take marks off the

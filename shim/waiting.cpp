@@ -15,46 +15,75 @@ std::mutex waiting_lock; // of all plans, for fork(); a leaf: no tensor dies und
 
 } // namespace
 
-Waiting::Pass &Waiting::pass_of(int task) {
+Waiting::Pass *Waiting::find(int task) {
     for (Pass &pass : passes)
         if (pass.task == task)
-            return pass;
-    passes.push_back({task, 0, std::move(spare)});
-    return passes.back();
+            return &pass;
+    return nullptr;
+}
+
+Waiting::Kind Waiting::kind_of_another(int task) {
+    const std::lock_guard<std::mutex> guard(waiting_lock);
+    const Pass *pass = find(task);
+    if (pass == nullptr)
+        return NOT_BEGUN;
+    latest.store(static_cast<uint64_t>(task) << 2 | pass->kind, std::memory_order_relaxed);
+    return pass->kind;
+}
+
+bool Waiting::begin(int task, Kind kind) {
+    const std::lock_guard<std::mutex> guard(waiting_lock);
+    if (find(task) != nullptr)
+        return false;
+    passes.push_back({task, kind, 0, {}});
+    return true;
+}
+
+void Waiting::end(int task) {
+    Batch left; // parameters may die with it, without the lock
+    const std::lock_guard<std::mutex> guard(waiting_lock);
+    Pass *pass = find(task);
+    if (pass == nullptr)
+        return;
+    left = take_from(pass);
+    passes.erase(passes.begin() + (pass - passes.data()));
 }
 
 bool Waiting::add(One one, size_t bytes, int task, size_t enough) {
     const std::lock_guard<std::mutex> guard(waiting_lock);
     const size_t slot = one.slot;
+    Pass *pass = find(task);
     if (slot >= task_of.size())
         task_of.resize(slot + 1, NONE);
     if (task_of[slot] != NONE) {
-        std::vector<One> &all = pass_of(task_of[slot]).batch.all;
-        const auto is_first = [slot](const One &other) { return other.slot == slot; };
-        const auto first = std::find_if(all.begin(), all.end(), is_first);
-        if (first != all.end()) // `one` keeps the parameter alive
-            all.erase(first);
+        Pass *other = find(task_of[slot]);
         task_of[slot] = NONE;
+        std::vector<One> &all = other->batch.all;
+        const auto is_first = [slot](const One &waits) { return waits.slot == slot; };
+        all.erase(std::find_if(all.begin(), all.end(), is_first)); // `one` keeps the parameter alive
         return false;
     }
-    Pass &pass = pass_of(task);
-    pass.batch.all.push_back(std::move(one));
-    pass.bytes += bytes;
+    if (pass->batch.all.capacity() == 0)
+        pass->batch = std::move(spare);
+    pass->batch.all.push_back(std::move(one));
+    pass->bytes += bytes;
     task_of[slot] = task;
-    return pass.bytes >= enough;
+    return pass->bytes >= enough;
+}
+
+Waiting::Batch Waiting::take_from(Pass *pass) {
+    Batch batch = std::move(pass->batch);
+    pass->batch = {};
+    pass->bytes = 0;
+    for (const One &one : batch.all)
+        task_of[one.slot] = NONE;
+    return batch;
 }
 
 Waiting::Batch Waiting::take(int task) {
     const std::lock_guard<std::mutex> guard(waiting_lock);
-    const auto found = std::find_if(passes.begin(), passes.end(),
-                                    [task](const Pass &pass) { return pass.task == task; });
-    if (found == passes.end())
-        return {};
-    Batch batch = std::move(found->batch);
-    passes.erase(found);
-    for (const One &one : batch.all)
-        task_of[one.slot] = NONE;
-    return batch;
+    Pass *pass = find(task);
+    return pass == nullptr ? Batch() : take_from(pass);
 }
 
 void Waiting::reuse(Batch &&batch) {
@@ -66,9 +95,10 @@ void Waiting::reuse(Batch &&batch) {
 }
 
 void Waiting::forget() {
-    std::vector<Pass> gone;
+    std::vector<Batch> gone;
     const std::lock_guard<std::mutex> guard(waiting_lock);
-    gone.swap(passes);
+    for (Pass &pass : passes)
+        gone.push_back(take_from(&pass));
     task_of.clear();
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ class Link:
         self._optimizer = weakref.ref(optimizer)
         self._free = weakref.finalize(optimizer, _own.free_plan, self.plan)
         self._free.atexit = False  # at exit nothing is launched
+        # What the library is told inside backward, by one thread at a time.
+        self._telling = threading.RLock()
         self.marked = False  # tensors may carry the pending mark
         self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
@@ -269,15 +272,16 @@ class Link:
         """As stock does at a parameter's first gradient."""
         groups = optimizer.param_groups
         flushed = False
-        self._known_state.forget()  # the next sync looks at all of it once
-        for slot in slots:
-            param = self._params[slot]
-            try:
-                self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
-                flushed = self._set_state(slot, optimizer.state[param], True, flushed)
-            except BaseException:  # the library may not know that it is fresh
-                optimizer.state.pop(param, None)
-                raise
+        with self._telling:
+            self._known_state.forget()  # the next sync looks at all of it once
+            for slot in slots:
+                param = self._params[slot]
+                try:
+                    self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
+                    flushed = self._set_state(slot, optimizer.state[param], True, flushed)
+                except BaseException:  # the library may not know that it is fresh
+                    optimizer.state.pop(param, None)
+                    raise
 
     # ---- the two schedules
 
@@ -372,7 +376,11 @@ class Link:
         """At the first complete gradient of a backward pass."""
         if self.passes.next_adds():
             return ADDS
-        optimizer = self.optimizer()
+        with self._telling:
+            self._tell_all(self.optimizer())
+        return DONE
+
+    def _tell_all(self, optimizer: Optimizer) -> None:
         _scaled.refuse_if_scaled()
         groups = optimizer.param_groups
         same_groups = self.known.are_same(groups)
@@ -390,7 +398,6 @@ class Link:
             self._sync_inputs(optimizer, same_groups)
         self._sync_device_scalars(optimizer, same_groups)
         self.marked = True
-        return DONE
 
     def apply(self, slot: int) -> None:
         """One update by the class's own step(). Under the plan's lock."""
@@ -401,9 +408,10 @@ class Link:
 
     def add_only(self, entered: int) -> None:
         """Enters (+1) or leaves (-1) a context whose passes only add."""
-        self.passes.depth += entered
-        if self._free.alive:
-            lib.of_shim_set_adding(self.plan, self.passes.depth > 0)
+        with self._telling:
+            self.passes.depth += entered
+            if self._free.alive:
+                lib.of_shim_set_adding(self.plan, self.passes.depth > 0)
 
     def _flush(self, drain: bool) -> bool:
         cleaned = ctypes.c_bool()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch.optim import Optimizer
 
 from optfuse import _scaled
@@ -21,13 +22,14 @@ class Passes:
     def __init__(self, a_step: int) -> None:
         self.a_step = a_step  # as fuse(accumulate=) said
         self.depth = 0  # of accumulate() contexts
-        self._begun = 0  # passes since step(), counted if a_step is not 1
+        self._begun: dict[int, None] = {}  # passes since step(), counted if a_step is not 1
 
     def restart(self) -> None:
-        self._begun = 0
+        self._begun = {}
 
     def next_adds(self) -> bool:
-        """A pass begins that no context marks: whether it only adds."""
+        """A pass begins that no context marks: whether it only adds. Threads may have
+        passes of their own, and one pass may begin on the threads of several GPUs."""
         if self.a_step == 1:
             return False
         if guard("nested") and _scaled.is_nested():
@@ -37,8 +39,10 @@ class Passes:
                 "checkpoint(use_reentrant=False), or mark the passes that only add with "
                 "optfuse.accumulate(optimizer). Nothing was updated"
             )
-        self._begun += 1
-        return self._begun < self.a_step
+        begun = self._begun
+        task = torch._C._current_graph_task_id()
+        begun.setdefault(task)
+        return list(begun).index(task) + 1 < self.a_step
 
 
 @checked(optimizers=OPTIMIZER)
