@@ -12,8 +12,9 @@ of_status of_claim(of_plan *plan, size_t slot) {
     if (plan->slots[slot].updated && OF_GUARD(twice))
         return of_fail(OF_TWICE, "a second gradient arrived before step(): backward fusion has "
                                  "already updated this parameter; call step() after each "
-                                 "backward, mark the passes that only add with "
-                                 "optfuse.accumulate(optimizer), or use mode=\"forward\"");
+                                 "backward, run passes that only add to the gradients, or whose "
+                                 "gradients for this optimizer are thrown away, inside `with "
+                                 "optfuse.accumulate(optimizer):`, or use mode=\"forward\"");
     note_updated(plan, &plan->slots[slot]);
     return OF_OK;
 }

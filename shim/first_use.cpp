@@ -32,14 +32,13 @@ Error failure(const char *op) {
                  interrupt == nullptr ? Error::type : interrupt);
 }
 
-void use(const char *op, const at::Tensor &tensor) {
+// Whether the operator is answered with a spent gradient.
+bool use(const char *op, const at::Tensor &tensor) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     if (!has_mark(impl) || !impl->has_storage())
-        return;
-    if (is_spent(impl)) {
-        answer_spent(op, impl);
-        return;
-    }
+        return false;
+    if (is_spent(impl))
+        return answer_spent(op, impl);
     const bool stranger = called_by_stranger();
     const of_touched touched = touch_without_gil(impl, stranger);
     if (touched == OF_TOUCH_FAILED)
@@ -48,23 +47,30 @@ void use(const char *op, const at::Tensor &tensor) {
     // key set is no atomic: only the threads that train write it.
     if (!stranger && touched != OF_IN_FLIGHT)
         unmark(impl);
+    return false;
 }
 
-void use_value(const char *op, const c10::IValue &value) {
+bool use_value(const char *op, const c10::IValue &value) {
     if (value.isTensor())
-        use(op, value.toTensor());
-    else if (value.isList())
+        return use(op, value.toTensor());
+    if (value.isList())
         for (const c10::IValue &element : value.toListRef())
             if (element.isTensor())
                 use(op, element.toTensor());
+    return false;
 }
 
 void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
     const auto &schema = op.schema();
     const char *name = schema.operator_name().name.c_str();
     const size_t n = schema.arguments().size();
+    bool is_converted = false;
     for (const c10::IValue &value : torch::jit::last(*stack, n))
-        use_value(name, value);
+        is_converted |= use_value(name, value);
+    if (is_converted) {
+        convert_spent(stack);
+        return;
+    }
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey),
                        stack);
 }

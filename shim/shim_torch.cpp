@@ -159,9 +159,10 @@ bool gradients_are_kept(optfuse::Plan *plan) {
     for (const optfuse::Slot *slot : plan->slots)
         if ((all || of_plan_is_updated(plan->core, slot->index)) && !is_kept(slot)) {
             of_set_error("the gradient of %s was discarded, zeroed or replaced between backward() "
-                         "and step(), but backward fusion has already applied it; where gradients "
-                         "are changed or thrown away, use optfuse.fuse(optimizer, "
-                         "mode=\"forward\")",
+                         "and step(), but backward fusion has already applied it. Run backward "
+                         "passes whose gradients are thrown away inside `with "
+                         "optfuse.accumulate(optimizer):`; where gradients are changed, use "
+                         "optfuse.fuse(optimizer, mode=\"forward\")",
                          slot->label.c_str());
             return false;
         }

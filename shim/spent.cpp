@@ -3,9 +3,11 @@
 // it. Metadata (shape, dtype, device) reads as usual; any operator that would
 // read numbers raises, because no numbers are left.
 #include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zero.h>
 #include <c10/core/TensorOptions.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
 #include <mutex>
@@ -55,6 +57,21 @@ bool reads_no_numbers(const char *op) {
            std::strcmp(op, "optfuse::launch") == 0;
 }
 
+// What Module.to() and the like ask of each gradient; aten::to() gives the same tensor, or
+// goes on to aten::_to_copy.
+bool moves(const char *op) {
+    return std::strcmp(op, "aten::to") == 0 ||
+           std::strcmp(op, "aten::_has_compatible_shallow_copy_type") == 0;
+}
+
+bool converts(const char *op) { return std::strcmp(op, "aten::_to_copy") == 0; }
+
+c10::Device with_index(const c10::Device &device) {
+    if (device.has_index() || device.is_cpu() || device.is_meta())
+        return device;
+    return c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
 // As Python writes it: (), (3,), (3, 4).
 std::string shape_of(const c10::TensorImpl *impl) {
     std::string shape;
@@ -79,12 +96,19 @@ void make_real_zeros(c10::TensorImpl *impl) {
 
 } // namespace
 
+namespace {
+
+at::Tensor without_shape(const c10::Device &device, at::ScalarType dtype) {
+    return at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(spent_storage(device)),
+        c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, device)),
+        c10::scalarTypeToTypeMeta(dtype));
+}
+
+} // namespace
+
 at::Tensor make_spent(const at::Tensor &param) {
-    auto spent = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(spent_storage(param.device())),
-        c10::DispatchKeySet(c10::computeDispatchKey(param.scalar_type(), c10::kStrided,
-                                                    param.device())),
-        param.dtype());
+    at::Tensor spent = without_shape(param.device(), param.scalar_type());
     // As autograd lays gradients out.
     if (param.is_non_overlapping_and_dense())
         spent.unsafeGetTensorImpl()->set_sizes_and_strides(param.sizes(), param.strides());
@@ -92,6 +116,26 @@ at::Tensor make_spent(const at::Tensor &param) {
         spent.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
     mark(spent.unsafeGetTensorImpl());
     return spent;
+}
+
+void convert_spent(torch::jit::Stack *stack) {
+    enum { SELF, DTYPE, LAYOUT, DEVICE, PIN_MEMORY, NON_BLOCKING, MEMORY_FORMAT, N };
+    const auto argument = [stack](size_t i) -> const c10::IValue & {
+        return torch::jit::peek(*stack, i, N);
+    };
+    const at::Tensor self = argument(SELF).toTensor();
+    const auto dtype = argument(DTYPE).toOptional<at::ScalarType>().value_or(self.scalar_type());
+    const auto device = argument(DEVICE).toOptional<c10::Device>().value_or(self.device());
+    const auto format =
+        argument(MEMORY_FORMAT).toOptional<at::MemoryFormat>().value_or(at::MemoryFormat::Preserve);
+    at::Tensor spent = without_shape(with_index(device), dtype);
+    c10::TensorImpl *impl = spent.unsafeGetTensorImpl();
+    impl->set_sizes_and_strides(self.sizes(), self.strides());
+    if (format != at::MemoryFormat::Preserve)
+        impl->empty_tensor_restride(format);
+    mark(impl);
+    torch::jit::drop(*stack, N);
+    stack->push_back(std::move(spent));
 }
 
 void seal_spent(bool sealed) {
@@ -109,21 +153,24 @@ bool is_spent(const c10::TensorImpl *impl) {
                                           .get_deleter() == nothing_to_free;
 }
 
-void answer_spent(const char *op, c10::TensorImpl *impl) {
+bool answer_spent(const char *op, c10::TensorImpl *impl) {
     if (is_zeroing(op)) {
         make_real_zeros(impl);
-        return;
+        return false;
     }
-    if (reads_no_numbers(op))
-        return;
+    if (reads_no_numbers(op) || moves(op))
+        return false;
+    if (converts(op))
+        return true;
     const bool raw = std::strcmp(op, "optfuse::touch") == 0;
     throw Error(std::string("optfuse: ") +
                 (raw ? "an access to raw memory (such as data_ptr)" : op) +
                 " read the gradient of a parameter of shape " + shape_of(impl) +
-                ", but backward fusion has already applied it and freed it. Call zero_grad() "
-                "before the next backward and before the model is moved, cast or copied. "
-                "For gradient accumulation mark the passes that only add with "
-                "optfuse.accumulate(optimizer). Clipping, loss scaling and anything else that "
+                ", but backward fusion has already applied it and freed it. Call step() and "
+                "zero_grad() before the next backward that reaches this parameter. Backward "
+                "passes that only add to the gradients, or whose gradients for this optimizer are "
+                "thrown away (as those of a GAN's generator loss for the discriminator), belong "
+                "inside `with optfuse.accumulate(optimizer):`. Clipping, loss scaling and anything else that "
                 "needs gradients after backward work with optfuse.fuse(optimizer, mode=\"forward\").");
 }
 

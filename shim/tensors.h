@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -271,9 +272,11 @@ at::Tensor make_spent(const at::Tensor &param);
 // Whether C++ code that asks for the address of one gets an error, or a null pointer.
 void seal_spent(bool sealed);
 bool is_spent(const c10::TensorImpl *impl);
-// Answers an operator that received a spent gradient: real zeros for zero_(),
-// an error for everything else.
-void answer_spent(const char *op, c10::TensorImpl *impl);
+// Answers an operator that received a spent gradient: real zeros for zero_(), an error for
+// what reads numbers. True: convert_spent() gives its result.
+bool answer_spent(const char *op, c10::TensorImpl *impl);
+// aten::_to_copy: on another device or of another dtype it is spent, too.
+void convert_spent(torch::jit::Stack *stack);
 
 // backward.cpp
 bool is_closed(const Plan *plan);

@@ -91,9 +91,10 @@ class _Fused:
         if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
             raise Error(
                 "optfuse: zero_grad() before step(): backward fusion has already applied the "
-                "gradients that this would discard. Call step() after each backward; mark "
-                "passes that only add with optfuse.accumulate(optimizer); where gradients are "
-                'to be thrown away, use optfuse.fuse(optimizer, mode="forward")'
+                "gradients that this would discard. Call step() after each backward; run passes "
+                "that only add to the gradients, or whose gradients are thrown away, inside "
+                "`with optfuse.accumulate(optimizer):`; or use "
+                'optfuse.fuse(optimizer, mode="forward")'
             )
         if link.mode == BACKWARD:
             link.sync_params(optimizer)

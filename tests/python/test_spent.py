@@ -2,9 +2,24 @@
 """Backward mode: a gradient that was applied and freed is not "no gradient".
 Stock would apply it again, so step() refuses instead of leaving it out."""
 
+import copy
+
 import pytest
 import torch
-from common import adamw, assert_same, fused_backward, loss_of, refused, same, sgd, train, weights
+from common import (
+    adamw,
+    assert_same,
+    batch,
+    everything,
+    fused_backward,
+    loss_of,
+    net,
+    refused,
+    same,
+    sgd,
+    train,
+    weights,
+)
 from torch import nn
 
 import optfuse
@@ -56,17 +71,117 @@ def test_a_parameter_left_out_of_the_next_backward_after_zero_grad(set_to_none):
 MOVES = {
     "cpu": lambda model: model.cpu(),
     "double": lambda model: model.double(),
-    "share_memory": lambda model: model.share_memory(),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "dtype and device": lambda model: model.to("cpu", torch.float64),
+    "type": lambda model: model.type(torch.float64),
+    "memory format": lambda model: model.to(memory_format=torch.channels_last),
+    "meta": lambda model: model.to("meta"),
 }
 
 
+@pytest.fixture(params=(False, True), ids=("data", "swapped"))
+def swapping(request):
+    """How Module.to() puts what it has converted into its parameters."""
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield request.param
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+
+
 @pytest.mark.parametrize("move", MOVES)
-def test_moving_a_model_with_spent_gradients_names_the_way_out(move):
+def test_a_moved_model_has_spent_gradients_there(move, swapping):
+    ours, optimizer = fused_backward(sgd, convolutions())
+    ours(torch.ones(1, 3, 6, 6)).sum().backward()
+    optimizer.step()
+    stock = copy.deepcopy(ours)
+    for p in stock.parameters():
+        p.grad = torch.ones_like(p)
+    for model in (ours, stock):
+        MOVES[move](model)
+    for p, q in zip(ours.parameters(), stock.parameters(), strict=True):
+        for what in ("shape", "dtype", "device", "requires_grad"):
+            assert getattr(p.grad, what) == getattr(q.grad, what)
+        assert p.grad.stride() == q.grad.stride()
+        refused(lambda p=p: p.grad.sum(), "already applied")
+        refused(lambda p=p: p.grad.clone(), "already applied")
+        refused(lambda p=p: p.grad.to(torch.float32).add_(1), "already applied")
+    if move != "meta":
+        x = torch.ones(1, 3, 6, 6).to(ours[0].weight)
+        refused(lambda: ours(x).sum().backward(), "already applied")
+
+
+@pytest.mark.parametrize("when", ("before step", "after step"))
+def test_training_goes_on_after_a_model_was_cast_to_and_fro(when, swapping):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(sgd(model.parameters()))
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            if when == "before step":
+                model.double().float()
+            optimizer.step()
+            if when == "after step":
+                model.double().float()
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward", prove=not swapping)
+
+
+def test_sharing_the_memory_of_spent_gradients_names_the_way_out():
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
-    refused(lambda: MOVES[move](model), "moved", way_out=AGAIN)
+    refused(model.share_memory, "raw memory", way_out=AGAIN)
     optimizer.zero_grad()
-    MOVES[move](model)
+    model.share_memory()
+
+
+def test_the_two_losses_of_a_generative_adversarial_network():
+    """The discriminator gets gradients of three losses, and those of the last are zeroed."""
+
+    def script(wrap):
+        generator, judge = net(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        of_generator, of_judge = (wrap(adamw(m.parameters())) for m in (generator, judge))
+        for i in range(4):
+            noise, real = batch(i)
+            judge.zero_grad()
+            with optfuse.accumulate(of_judge):
+                judge(real).square().mean().backward()
+            fake = generator(noise)
+            (1 - judge(fake.detach())).square().mean().backward()
+            of_judge.step()
+            judge.zero_grad()
+            generator.zero_grad()
+            with optfuse.accumulate(of_judge):
+                judge(fake).square().mean().backward()
+            of_generator.step()
+        yield from everything(judge, of_judge)
+        yield from everything(generator, of_generator)
+
+    same(script, mode="backward")
+
+
+MARK = "with optfuse.accumulate(optimizer):"
+
+
+def test_two_losses_that_are_not_marked_name_the_way_out():
+    model, _optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    refused(lambda: loss_of(model, 1).backward(), "already applied", way_out=MARK)
+    model.zero_grad()
+    refused(lambda: loss_of(model, 1).backward(), "second gradient", way_out=MARK)
+
+
+def test_gradients_that_are_thrown_away_after_backward_name_the_way_out():
+    model, optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    refused(optimizer.zero_grad, "thrown away", way_out=MARK)
+    model.zero_grad()
+    refused(optimizer.step, "thrown away", way_out=MARK)
 
 
 def test_groups_taken_away_are_noticed_before_an_update():
