@@ -114,7 +114,8 @@ class Own:
             for options, idle in zip(self._options, self._idle, strict=True)
         ]
         attributes = fresh(self._attributes, self.promise.attributes)
-        after = step_twin(self._step, self._twin, attributes, changed, defaultdict(dict))
+        twin = type(self._twin).__new__(type(self._twin))  # that one may be in use
+        after = step_twin(self._step, twin, attributes, changed, defaultdict(dict))
         return Settings(after, dict(enumerate(changed)))
 
     def advance(self, optimizer: Optimizer) -> None:
@@ -156,7 +157,7 @@ class Own:
         attributes = fresh(self._attributes, self.promise.attributes)
         done = step_alone(self._step, self._twin, attributes, options, param, entry)
         made, *after = done
-        if not all(map(_are_kept, (attributes, options), after)):
+        if not all(map(_are_kept, (attributes, options), after, (2, 1))):
             self._refuse_changes(group, Settings(after[0], {group: after[1]}))
         after = list(made.values()) if made else []
         if before and not _same(before, after):
@@ -184,9 +185,10 @@ class Own:
             )
 
 
-def _are_kept(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether a step() that was given a dict with more at its end has left its values."""
-    return all(map(operator.is_, before.values(), after.values()))
+def _are_kept(before: dict[str, Any], after: dict[str, Any], more: int) -> bool:
+    """Whether a step() has left the values of a dict that it was given with more at its end."""
+    same = len(after) == len(before) + more
+    return same and all(map(operator.is_, before.values(), after.values()))
 
 
 def _changed(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error
+from optfuse._native import Error, guard
 from optfuse._twin import HIDDEN
 
 MOST = 200_000  # objects that are looked at
@@ -129,7 +129,7 @@ def why_reaches_too_much(optimizer: Optimizer) -> str | None:
     for name, value in places:
         for found in reachable(value):
             what = _what(found, optimizer, real, ids)
-            if what is not None:
+            if what is not None and guard("reach"):
                 return f"{name} {what}"
     return _why_not_state(optimizer, state, params)
 

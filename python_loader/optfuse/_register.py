@@ -39,15 +39,22 @@ def register(cls: type[Optimizer], per_parameter: bool = True) -> None:
         it is derived, are registered for themselves.
     per_parameter: your promise that step() treats each parameter by itself: what
         it does to one depends on that one's gradient and state, on the options of
-        its group and on attributes of the optimizer that step() doesn't change.
+        its group and on attributes of the optimizer. Options and attributes may
+        change with a step, as counters do, if the change depends on no parameter.
         False takes the registration back.
 
     The update is the class's own step(), run on one parameter when fuse()'s mode
-    says so. fuse() first tries the promise on small copies of the parameters,
-    with this optimizer's options: three steps on all of them must give the bits
-    of three steps on one after the other. It raises optfuse.Error, with the
-    parameter and what differed, if they don't; and for a class whose step()
-    needs a closure.
+    says so. fuse() first tries the promise on small copies of the parameters, with
+    this optimizer's options: steps on all of them must give the bits of steps on one
+    after the other, with gradients that are plain, missing, zero, tiny, huge, infinite
+    and NaN. It raises optfuse.Error, with the parameter and what differed, if they
+    don't, and for a class whose step() needs a closure.
+
+    The trial finds coupling of parameters in every k-th step for k up to 20, coupling
+    of those above a size of up to 16,384 elements, and coupling above a threshold of
+    gradients up to 1e30. It does not find what comes later or at larger sizes, what
+    only values of training bring about, and what depends on the time, on files or on
+    global variables.
     """
     if not per_parameter:
         _registered.discard(cls)

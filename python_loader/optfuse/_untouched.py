@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error
+from optfuse._native import Error, guard
 from optfuse._reach import reachable, span_of
 from optfuse._twin import HIDDEN
 from optfuse._values import deep_copy, difference
@@ -55,6 +55,9 @@ class _Real:
 @contextlib.contextmanager
 def untouched(optimizer: Optimizer, name: str) -> Iterator[None]:
     """Raises optfuse.Error if the body changed anything of the optimizer."""
+    if not guard("untouched"):
+        yield
+        return
     contents = {k: v for k, v in optimizer.__dict__.items() if k in _CONTENTS or k not in HIDDEN}
     tensors = _tensors_of(optimizer, contents)
     shared = {id(t): t for t in tensors}

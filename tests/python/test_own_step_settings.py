@@ -214,3 +214,32 @@ def test_a_change_that_comes_after_the_trial_is_not_lost_in_silence(mode, kind, 
 
     name = {"option": "'lr'", "attribute": "'late'", "counter": "'t'"}[kind]
     refused(on, name, "as it did not when fuse() tried it", way_out="checkpoint")
+
+
+class LateUpdate(Tensors):
+    """From the 30th update of a parameter on does more; until then it changes nothing."""
+
+    kind = "option"
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        if state["t"] == 30 and self.kind == "option":
+            group["late"] = 1
+        elif state["t"] == 30:
+            self.late = 1
+
+
+@pytest.mark.parametrize("kind", ["option", "attribute"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nor_is_the_first_change_of_all(mode, kind, monkeypatch):
+    monkeypatch.setattr(LateUpdate, "kind", kind)
+    optfuse.register(LateUpdate)
+    model = net()
+    optimizer = optfuse.fuse(LateUpdate(model.parameters()), mode=mode)
+
+    def on():
+        for i in range(31):
+            train(model, optimizer, i)
+        optfuse.flush(optimizer)
+
+    refused(on, "'late'", "as it did not when fuse() tried it", way_out="checkpoint")
