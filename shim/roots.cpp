@@ -7,7 +7,9 @@
 // torch.sqrt() calls, the operator itself is called, which costs more.
 #include <dlfcn.h>
 
+#include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include <ATen/ops/empty.h>
@@ -35,22 +37,28 @@ void by_mkl(RootsOfMkl roots, void *values, size_t n) {
     roots(&count, values, values, &kMode);
 }
 
-// Numbers of all magnitudes, many of which are not rounded correctly.
-template <typename Real> std::vector<Real> samples() {
-    std::vector<Real> numbers;
-    Real number = static_cast<Real>(1e-42);
-    for (; number < static_cast<Real>(1e38); number *= static_cast<Real>(1.0371))
-        numbers.push_back(number);
+// Numbers of all magnitudes, many of which are not rounded correctly: evenly spaced bits.
+// Nothing is computed, since a thread may take denormals for zeros.
+template <typename Real, typename Bits> std::vector<Real> samples() {
+    constexpr Bits kCount = 5000;
+    const Real infinity = std::numeric_limits<Real>::infinity();
+    Bits all = 0;
+    std::memcpy(&all, &infinity, sizeof all);
+    std::vector<Real> numbers(kCount);
+    for (Bits i = 0; i < kCount; i++) {
+        const Bits bits = all / kCount * i + i;
+        std::memcpy(&numbers[i], &bits, sizeof bits);
+    }
     return numbers;
 }
 
-template <typename Real> RootsOfMkl find(const char *name, c10::ScalarType dtype) {
+template <typename Real, typename Bits> RootsOfMkl find(const char *name, c10::ScalarType dtype) {
     void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
     const auto found =
         library != nullptr ? reinterpret_cast<RootsOfMkl>(dlsym(library, name)) : nullptr;
     if (found == nullptr)
         return nullptr;
-    std::vector<Real> mine = samples<Real>();
+    std::vector<Real> mine = samples<Real, Bits>();
     std::vector<Real> theirs = mine;
     by_mkl(found, mine.data(), mine.size());
     by_operator(theirs.data(), theirs.size(), dtype);
@@ -60,7 +68,7 @@ template <typename Real> RootsOfMkl find(const char *name, c10::ScalarType dtype
 } // namespace
 
 void square_roots_of_floats(void *values, size_t n) {
-    static const RootsOfMkl mkl = find<float>("VMSSQRT_64_", c10::kFloat);
+    static const RootsOfMkl mkl = find<float, uint32_t>("VMSSQRT_64_", c10::kFloat);
     if (mkl != nullptr)
         by_mkl(mkl, values, n);
     else
@@ -68,7 +76,7 @@ void square_roots_of_floats(void *values, size_t n) {
 }
 
 void square_roots_of_doubles(void *values, size_t n) {
-    static const RootsOfMkl mkl = find<double>("VMDSQRT_64_", c10::kDouble);
+    static const RootsOfMkl mkl = find<double, uint64_t>("VMDSQRT_64_", c10::kDouble);
     if (mkl != nullptr)
         by_mkl(mkl, values, n);
     else

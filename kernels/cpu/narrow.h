@@ -31,15 +31,17 @@ static inline uint16_t of_bfloat16_narrow(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-/* Shifted left, a float16 is a float32 whose exponent is too small by 112;
- * the product corrects it and makes denormals normal. */
+/* Shifted left, a float16 is a float32 whose exponent is too small by 112. A denormal one
+ * has the bits that a float32 between 0.5 and 1 ends with: so it comes out right where
+ * the processor takes denormals for zeros, too. */
 static inline float of_float16_widen(uint16_t stored) {
     const uint32_t sign = (uint32_t)(stored & 0x8000u) << 16;
     const uint32_t rest = (uint32_t)(stored & 0x7fffu) << 13;
     if (rest >= 0x0f800000u) /* infinity, NaN */
         return of_float_of_bits(sign | 0x70000000u | rest);
-    const float magnitude = of_float_of_bits(rest) * 0x1p112f;
-    return of_float_of_bits(sign | of_bits_of_float(magnitude));
+    const float small = of_float_of_bits(0x3f000000u + (rest >> 13)) - 0.5f;
+    const uint32_t magnitude = rest < 0x00800000u ? of_bits_of_float(small) : rest + 0x38000000u;
+    return of_float_of_bits(sign | magnitude);
 }
 
 static inline uint16_t of_float16_narrow(float value) {

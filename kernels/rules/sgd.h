@@ -89,11 +89,19 @@ OF_RULE_FN of_real sgd_buffer(const sgd_constants *k, of_form form, of_real buff
     return of_multiply_add(form.fused, k->grad_weight, grad, buffer * k->momentum);
 }
 
+/* The first one is copied: a product would lose denormals where the processor takes them
+ * for zeros. */
+OF_RULE_FN of_real sgd_gradient(const sgd_constants *k, unsigned variant, of_real grad) {
+    if (variant & SGD_WITH_FIRST)
+        return k->sign < (of_real)0 ? -grad : grad;
+    return grad * k->sign;
+}
+
 OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form form, of_element *e) {
     const bool fused = form.fused;
     of_real *buffer = &e->state[SGD_MOMENTUM_BUFFER];
 
-    of_real grad = e->grad * k->sign;
+    of_real grad = sgd_gradient(k, variant, e->grad);
     if (variant & SGD_WITH_DECAY)
         grad = of_multiply_add(fused, e->param, k->weight_decay, grad);
     if (variant & SGD_WITH_MOMENTUM) {
