@@ -64,6 +64,7 @@ struct of_update {
     double factors[OF_MAX_FACTORS];
     of_scale_fn *scale;      /* NULL: no factors */
     float norm;              /* of a scaling: see of_scale_factors() */
+    unsigned floating;       /* floating.h: of the thread that created it, as its launch has it */
     const of_update *reader; /* of a scaling on a device: the last that was given its factor */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's hold_bytes follow */

@@ -9,6 +9,7 @@
  * is split. */
 #include <string.h>
 
+#include "floating.h"
 #include "internal.h"
 
 enum { CHUNK_SHIFT = 11, CHUNK_ELEMENTS = 1 << CHUNK_SHIFT };
@@ -52,17 +53,25 @@ static void run_update(const of_update *update, int64_t from, int64_t to, bool p
     update->kernel->run(&span, update->scalars);
 }
 
-/* Chunks [begin, end) of a region. */
+/* Chunks [begin, end) of a region. The host's threads and whoever uses a pending parameter
+ * may have another setting than the thread that called step(). */
 static void run_chunks(void *arg, int64_t begin, int64_t end) {
     const of_region *region = arg;
+    const unsigned outside = of_floating_now();
+    unsigned inside = outside;
     begin += region->begin;
     end += region->begin;
     for (const of_update *u = region->first; u && u->first_chunk < end; u = u->next) {
         int64_t from = begin > u->first_chunk ? begin - u->first_chunk : 0;
         int64_t to = end - u->first_chunk < u->n_chunks ? end - u->first_chunk : u->n_chunks;
-        if (from < to)
-            run_update(u, from, to, region->past_caches);
+        if (from >= to)
+            continue;
+        if (u->floating != inside && OF_GUARD(floating))
+            of_floating_set(inside = u->floating);
+        run_update(u, from, to, region->past_caches);
     }
+    if (inside != outside)
+        of_floating_set(outside);
 }
 
 /* The host's threads do not survive a fork, and to start them in the child may hang (GNU's
@@ -109,9 +118,14 @@ static void run_list(of_plan *plan, of_list *list) {
 }
 
 bool of_apply(of_plan *plan, of_update *update) {
+    const unsigned outside = of_floating_now();
     double hyper[OF_MAX_HYPER];
     memcpy(hyper, update->scalars, sizeof hyper);
-    return plan->host.apply(plan->host.ctx, &update->in, hyper);
+    if (OF_GUARD(floating))
+        of_floating_set(update->floating);
+    const bool done = plan->host.apply(plan->host.ctx, &update->in, hyper);
+    of_floating_set(outside);
+    return done;
 }
 
 static void apply_list(of_plan *plan, of_list *list) {

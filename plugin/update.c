@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "floating.h"
 #include "internal.h"
 
 void of_list_append(of_list *list, of_update *update) {
@@ -38,6 +39,7 @@ void of_inputs_clear(of_update *update) {
     update->factors[0] = update->factors[1] = 1.0;
     update->scale = NULL;
     update->reader = NULL;
+    update->floating = of_floating_now();
 }
 
 /* Records are freed with their plan and not before: of_touch() may look at one

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "compat.h"
+#include "floating.h"
 #include "guard.h"
 #include "memory.h"
 #include "norm.h"
@@ -41,7 +42,7 @@ of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
     return item;
 }
 
-// Longest first, each whole: its sum is in PyTorch's order.
+// Longest first, each whole: its sum is in PyTorch's order. All threads compute as this one.
 void compute(std::vector<of_norm> &items) {
     static of_norm_fn *const norm = of_norm_find(of_isa_detect());
     std::vector<of_norm *> order;
@@ -50,11 +51,15 @@ void compute(std::vector<of_norm> &items) {
     std::sort(order.begin(), order.end(),
               [](const of_norm *a, const of_norm *b) { return a->n > b->n; });
     std::atomic<size_t> next{0};
+    const unsigned floating = of_floating_now();
     at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), static_cast<int64_t>(order.size())),
                      1, [&](int64_t begin, int64_t end) {
+                         const unsigned outside = of_floating_now();
+                         of_floating_set(floating);
                          for (int64_t thread = begin; thread < end; thread++)
                              for (size_t i = next++; i < order.size(); i = next++)
                                  norm(order[i]);
+                         of_floating_set(outside);
                      });
 }
 

@@ -71,6 +71,20 @@ def a_replayed_graph_sees_the_update():
     assert theirs == ours, "the replay read the old weight"
 
 
+@guards("floating")
+def a_first_use_flushes_denormals_as_step_did():
+    param = torch.nn.Parameter(torch.full((8,), 1e-38))
+    optimizer = optfuse.fuse(torch.optim.SGD([param], lr=0.5, momentum=0.9, fused=True))
+    param.grad = torch.full((8,), 1e-38)
+    optimizer.step()
+    torch.set_flush_denormal(True)
+    assert optfuse.summary(optimizer).pending == 1, "the update was not deferred"
+    momentum = optimizer.state[param]["momentum_buffer"].clone()
+    torch.set_flush_denormal(False)
+    assert param.detach().view(torch.int32).all(), "the use flushed what step() would have kept"
+    assert momentum.view(torch.int32).all()
+
+
 @guards("version")
 def backward_through_a_changed_weight_raises():
     pair = Pair()
