@@ -162,7 +162,10 @@ void drop(void *, void *tensor) {
 }
 
 void parallel_for(void *, int64_t n, void (*fn)(void *, int64_t, int64_t), void *arg) {
-    at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { fn(arg, begin, end); });
+    at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+        const MklAlone alone;
+        fn(arg, begin, end);
+    });
 }
 
 int threads(void *) { return at::get_num_threads(); }

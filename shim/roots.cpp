@@ -24,6 +24,7 @@ namespace {
 // Of mkl_vml_defines.h: high accuracy, denormals kept, no error reports.
 constexpr long long kMode = 0x2 | 0x140000 | 0x100;
 
+using SetThreadsOfMkl = int (*)(int n); // of the calling thread; returns what it was
 using RootsOfMkl = void (*)(const long long *n, const void *in, void *out, const long long *mode);
 
 void by_operator(void *values, size_t n, c10::ScalarType dtype) {
@@ -32,7 +33,20 @@ void by_operator(void *values, size_t n, c10::ScalarType dtype) {
     at::sqrt_out(tensor, tensor);
 }
 
+template <typename Function> Function function_of_mkl(const char *name) {
+    void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library != nullptr ? reinterpret_cast<Function>(dlsym(library, name)) : nullptr;
+}
+
+SetThreadsOfMkl set_threads() {
+    static const auto found = function_of_mkl<SetThreadsOfMkl>("MKL_Set_Num_Threads_Local");
+    return found;
+}
+
+thread_local bool mkl_is_alone = false;
+
 void by_mkl(RootsOfMkl roots, void *values, size_t n) {
+    const MklAlone alone;
     const auto count = static_cast<long long>(n);
     roots(&count, values, values, &kMode);
 }
@@ -53,9 +67,7 @@ template <typename Real, typename Bits> std::vector<Real> samples() {
 }
 
 template <typename Real, typename Bits> RootsOfMkl find(const char *name, c10::ScalarType dtype) {
-    void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    const auto found =
-        library != nullptr ? reinterpret_cast<RootsOfMkl>(dlsym(library, name)) : nullptr;
+    const auto found = function_of_mkl<RootsOfMkl>(name);
     if (found == nullptr)
         return nullptr;
     std::vector<Real> mine = samples<Real, Bits>();
@@ -66,6 +78,22 @@ template <typename Real, typename Bits> RootsOfMkl find(const char *name, c10::S
 }
 
 } // namespace
+
+// A region opened for a few hundred roots costs more than they do, also where it has one
+// thread because it is inside of another one.
+MklAlone::MklAlone() : outermost(!mkl_is_alone && set_threads() != nullptr) {
+    if (!outermost)
+        return;
+    before = set_threads()(1);
+    mkl_is_alone = true;
+}
+
+MklAlone::~MklAlone() {
+    if (!outermost)
+        return;
+    set_threads()(before);
+    mkl_is_alone = false;
+}
 
 void square_roots_of_floats(void *values, size_t n) {
     static const RootsOfMkl mkl = find<float, uint32_t>("VMSSQRT_64_", c10::kFloat);

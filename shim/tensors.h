@@ -245,6 +245,18 @@ at::Tensor norm_by_our_formula(const at::Tensor &x); // contiguous float32
 // float32; of float64.
 void square_roots_of_floats(void *values, size_t n);
 void square_roots_of_doubles(void *values, size_t n);
+// As long as one exists MKL opens no parallel region of its own on this thread.
+class MklAlone {
+  public:
+    MklAlone();
+    ~MklAlone();
+    MklAlone(const MklAlone &) = delete;
+    MklAlone &operator=(const MklAlone &) = delete;
+
+  private:
+    const bool outermost;
+    int before = 0; // what the user's own calls of MKL have on this thread
+};
 
 // host.cpp
 of_host make_host(Plan *plan);

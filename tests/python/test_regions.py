@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""MKL is asked for a few hundred square roots at a time. It opens a parallel region for
+them, on pool threads too, unless it is told not to."""
+
+import ctypes
+import json
+import subprocess
+
+import pytest
+import torch
+from common import python_ok
+from optim_classes import build
+
+import optfuse
+
+COUNTER = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+typedef void region(void (*)(void *), void *, unsigned, unsigned);
+int regions;
+void GOMP_parallel(void (*run)(void *), void *data, unsigned threads, unsigned flags) {
+    __atomic_fetch_add(&regions, 1, __ATOMIC_RELAXED);
+    ((region *)dlsym(RTLD_NEXT, "GOMP_parallel"))(run, data, threads, flags);
+}
+"""
+ROOTS = ("RMSprop", "Adadelta", "NAdam", "RAdam")
+SIZES = (100_000, 5_000)  # for all threads; for one
+
+
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory):
+    """How many parallel regions late updates open, by rule and number of elements: counted
+    by a library that is loaded before OpenMP's."""
+    counter = tmp_path_factory.mktemp("regions") / "counter.so"
+    compile_it = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(counter), "-ldl"]
+    subprocess.run(compile_it, input=COUNTER, text=True, check=True)
+    code = "import json, test_regions as t; print(json.dumps(t.counted()))"
+    return json.loads(python_ok(code, fresh=True, LD_PRELOAD=str(counter), OMP_NUM_THREADS="2"))
+
+
+def counted():
+    torch.set_num_threads(2)  # which tells MKL to use as many, however little there is to do
+    return {name: {str(n): opened_by(name, n) for n in SIZES} for name in ROOTS}
+
+
+def late_update(name, numel):
+    """One that is pending, of an optimizer with state."""
+    param = torch.nn.Parameter(torch.randn(numel))
+    optimizer = optfuse.fuse(build(getattr(torch.optim, name), [param]))
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    return optimizer
+
+
+def opened_by(name, numel):
+    opened = ctypes.c_int.in_dll(ctypes.CDLL(None), "regions")
+    optimizer = late_update(name, numel)
+    before = opened.value
+    optfuse.flush(optimizer)
+    return opened.value - before
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_roots_open_no_parallel_regions_of_their_own(name, regions):
+    large, small = (regions[name][str(n)] for n in SIZES)
+    assert large == 1, f"{large} parallel regions for {SIZES[0]} elements, not one"
+    assert small == 0, f"{small} parallel regions for {SIZES[1]} elements, not none"
+
+
+def test_what_the_user_tells_mkl_stays(several_threads):
+    try:
+        set_threads = ctypes.CDLL("libtorch_cpu.so").MKL_Set_Num_Threads_Local
+    except AttributeError:
+        pytest.skip("this torch has no MKL")
+    for numel in SIZES:
+        optimizer = late_update("RMSprop", numel)
+        before = set_threads(7)
+        optfuse.flush(optimizer)
+        assert set_threads(before) == 7, f"after {numel} elements"
