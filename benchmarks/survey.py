@@ -107,7 +107,7 @@ def modules(package: types.ModuleType) -> Iterator[types.ModuleType]:
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         try:
             yield importlib.import_module(found.name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             print(f"  {found.name} is left out: {error}")
 
 

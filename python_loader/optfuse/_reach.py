@@ -54,11 +54,19 @@ def reachable(*start: Any) -> Iterator[Any]:
             )
         seen[id(value)] = value
         yield value
-        if not isinstance(value, Optimizer | Tensor):
+        if not isinstance(value, Optimizer):
             todo.extend(_referents(value))
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it has no memory itself, but the tensors in it have."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def _referents(value: Any) -> Iterable[Any]:
+    if isinstance(value, Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None) if is_wrapper(value) else None
+        return [] if flatten is None else [getattr(value, name) for name in flatten()[0]]
     if isinstance(value, weakref.ref):
         return [value()]
     found = gc.get_referents(value)
@@ -100,7 +108,9 @@ class Memory:
 
 def span_of(tensor: Tensor) -> tuple[str, int, int] | None:
     """Addresses of the first byte and of the one after the last; None: it has no memory."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_meta or is_wrapper(tensor):
+        return None
+    if tensor.numel() == 0:
         return None
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * step for size, step in strides)

@@ -60,6 +60,18 @@ def name_of(cls: type) -> str:
 def try_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     """What the class does beside updating its parameters one by one. Raises optfuse.Error if
     it does not, with nothing changed."""
+    try:
+        return _try_all(optimizer, stock)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(
+            f"optfuse: can't fuse {name_of(stock)}: its step() could not be tried on small copies "
+            f"of the parameters: {type(error).__name__}: {error}. Use the optimizer as it is"
+        ) from error
+
+
+def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     why = why_reaches_too_much(optimizer)
     if why is not None:
         _refuse(stock, why)

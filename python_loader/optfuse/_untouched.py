@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import Error, guard
-from optfuse._reach import reachable, span_of
+from optfuse._reach import is_wrapper, reachable, span_of
 from optfuse._twin import HIDDEN
 from optfuse._values import deep_copy, difference
 
@@ -62,7 +62,7 @@ def untouched(optimizer: Optimizer, name: str) -> Iterator[None]:
     tensors = _tensors_of(optimizer, contents)
     shared = {id(t): t for t in tensors}
     before = deep_copy(contents, "the optimizer's options, attributes or state", shared)
-    real = [_real(tensor) for tensor in tensors]
+    real = [_real(tensor) for tensor in tensors if not is_wrapper(tensor)]
     memory = [one.alias for one in real]
     sealed = [memory[i] for i in torch.ops.optfuse.seal(memory)]
     try:

@@ -5,10 +5,10 @@ parameter, on the stream to which the update belongs."""
 import fakecuda
 import pytest
 import torch
-from common import adamw, everything
+from common import adamw, assert_same, everything, refused
 from fakecuda import NAME
 from legal import legal, net, train
-from own_classes import Numbers, Tensors
+from own_classes import REAL, Numbers, Reaching, Tensors
 
 import optfuse
 
@@ -149,3 +149,16 @@ def reads_in_step(wrap):
 def test_an_own_step_that_reads_weights_on_another_stream():
     """Inside step() streams are taken as steady, but not while the class runs."""
     legal(reads_in_step)
+
+
+def test_a_trial_reaches_nothing_on_the_gpu():
+    optfuse.register(Reaching)
+    params = [plain(), plain()]
+    before = params[0].detach().cpu()
+    optimizer = Reaching(params, lambda real: real.data.add_(1))
+    REAL[:] = params[:1]
+    try:
+        refused(lambda: optfuse.fuse(optimizer), "data pointer", way_out="as it is")
+    finally:
+        REAL.clear()
+    assert_same("the parameter", params[0].detach().cpu(), before)

@@ -284,6 +284,21 @@ def test_another_optimizers_pending_updates_come_first():
     same(script, prove=False)
 
 
+def test_tensors_inside_of_others_are_out_of_reach():
+    """As in states that are kept in 8 bits."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def act(real):
+        real.data.add_(1)
+
+    model, optimizer = trained(lambda params: Reaching(params, act))
+    inner = torch.ones(3)
+    optimizer.state[model[0].weight]["wrapped"] = TwoTensor(inner, torch.ones(3))
+    REAL[:] = [inner]
+    refused(lambda: optfuse.fuse(optimizer), "data pointer", way_out="as it is")
+    assert_same("inner tensor", inner, torch.ones(3))
+
+
 def test_random_numbers_are_not_drawn():
     import random
 
