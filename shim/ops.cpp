@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // ops.cpp: the operators through which Python hands over tensors. `plan` is
 // the address of an of_shim_plan.
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include "error.h"
@@ -33,6 +34,16 @@ void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, in
     plan.slots.push_back(slot);
 }
 
+// Traced, they would come with tensors that have no numbers, and that the plan must not keep.
+void refuse_fake_tensors(const char *what) {
+    using Modes = c10::impl::TorchDispatchModeTLS;
+    if (Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value())
+        throw Error(std::string("optfuse: ") + what +
+                    " inside code that is traced (torch.compile, torch.export or a "
+                    "FakeTensorMode), where tensors are fake; nothing was changed. Call "
+                    "optimizer.step() and functions of optfuse outside of it");
+}
+
 // For a plan without slots whose groups are set. One entry a parameter in each
 // list; updated: in backward mode, since the last step(); tried: see Slot, and for
 // tried_on_cpu Plan; label: how errors name the parameter.
@@ -40,6 +51,7 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
                const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
                const std::vector<int64_t> &updated, const std::vector<int64_t> &tried,
                bool tried_on_cpu, const std::vector<std::string> &labels) {
+    refuse_fake_tensors("parameters are told");
     Plan &plan = plan_at(address);
     plan.tried_on_cpu = tried_on_cpu;
     for (size_t i = 0; i < params.size(); i++) {
@@ -72,6 +84,7 @@ at::Tensor parameter_of(int64_t address, int64_t index) {
 // is new.
 void set_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
                const std::optional<at::Tensor> &step, bool first) {
+    refuse_fake_tensors("optimizer state is told");
     Slot &slot = slot_at(plan_at(address), index);
     const of_rule *rule = slot.plan->rule;
     if (rule->by_host) {
@@ -93,6 +106,7 @@ void set_state(int64_t address, int64_t index, const std::vector<std::optional<a
 void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
                         const std::optional<at::Tensor> &grad_scale,
                         const std::optional<at::Tensor> &found_inf) {
+    refuse_fake_tensors("learning rates are told");
     std::vector<at::Tensor> rates;
     for (const auto &rate : lr)
         rates.push_back(rate ? *rate : at::Tensor());
@@ -101,6 +115,7 @@ void set_device_scalars(int64_t address, const std::vector<std::optional<at::Ten
 }
 
 void attach(int64_t address, const std::vector<at::Tensor> &params) {
+    refuse_fake_tensors("gradient hooks are attached");
     Plan &plan = plan_at(address);
     for (size_t i = 0; i < params.size(); i++)
         if (has_other_gradient_hook(&plan, params[i]))
@@ -118,6 +133,7 @@ void detach(int64_t address, const std::vector<at::Tensor> &params) {
 
 std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
                                      const std::vector<int64_t> &slots) {
+    refuse_fake_tensors("gradients are clipped or unscaled");
     std::vector<GradientOf> of;
     for (size_t i = 0; i < slots.size(); i++) {
         of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});

@@ -6,7 +6,21 @@ import io
 
 import pytest
 import torch
-from common import Fused, Stock, adamw, assert_same, batch, everything, net, run, same, sgd, train
+from common import (
+    Fused,
+    Stock,
+    adamw,
+    assert_same,
+    batch,
+    everything,
+    net,
+    python,
+    python_ok,
+    run,
+    same,
+    sgd,
+    train,
+)
 from torch import nn
 
 STEPS = 5
@@ -117,6 +131,94 @@ def test_step_inside_a_compiled_function():
         yield from everything(model, optimizer)
 
     same(script, prove=False)
+
+
+WHOLE = """
+import torch
+from common import Fused, Stock, adamw, assert_same, batch, everything, net, run
+from torch import nn
+
+def rmsprop(parameters):
+    return torch.optim.RMSprop(parameters, lr=0.01, momentum=0.9, foreach=False)
+
+def adafactor(parameters):
+    return torch.optim.Adafactor(parameters, lr=0.01, foreach=False)
+
+def script_of(make):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        if not wrap.fused:  # traced, it would have other roundings
+            optimizer.step = torch._dynamo.disable(optimizer.step)
+
+        @torch.compile(backend=BACKEND)
+        def iteration(x, y):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for i in range(3):
+            yield "loss", iteration(*batch(i))
+        yield from everything(model, optimizer)
+
+    return script
+
+torch.set_num_threads(1)
+for make in (adamw, rmsprop, adafactor):
+    stock = run(script_of(make), Stock())
+    torch.compiler.reset()
+    wrap = Fused(MODE)
+    ours = run(script_of(make), wrap)
+    torch.compiler.reset()
+    for a, b in zip(ours, stock, strict=True):
+        assert_same(f"{make.__name__}, {b[0]}", a, b)
+    if MODE == "backward":
+        wrap.prove()
+"""
+BACKENDS = (pytest.param("eager", marks=slow), "aot_eager", pytest.param("inductor", marks=slow))
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_whole_iteration_is_compiled(backend, mode):
+    """What the library asks of Python in the middle of backward is not traced: that has
+    crashed the process."""
+    code = WHOLE.replace("BACKEND", repr(backend)).replace("MODE", repr(mode))
+    done = python(code, timeout=500)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stderr}"
+    assert "recompile" not in done.stderr, done.stderr
+
+
+FAKE = """
+import torch, optfuse
+from common import adamw, assert_same, everything, loss_of, net, same
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+def script(wrap):
+    model = net()
+    optimizer = wrap(adamw(model.parameters()))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if wrap.fused:
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                optimizer.step()
+        except optfuse.Error as error:
+            assert "traced" in str(error), error
+        else:
+            raise AssertionError("fake state was taken")
+    optimizer.step()
+    yield from everything(model, optimizer)
+
+same(script, MODE, prove=False)
+"""
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_fake_optimizer_state_is_refused(mode):
+    python_ok(FAKE.replace("MODE", repr(mode), 1))
 
 
 KINDS = {
