@@ -85,6 +85,7 @@ typedef struct of_lane {
     size_t count;
     void *fence;   /* event behind the first `fenced` of them; the host's */
     size_t fenced; /* 0: no fence is out */
+    unsigned uses; /* of what is in flight, since then */
     void *event;   /* for waits of other streams */
 } of_lane;
 
@@ -179,8 +180,8 @@ bool of_lane_add(of_plan *plan, of_update *update);
 bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after);
 /* Makes the current streams wait for what is in flight on others. */
 bool of_lanes_join(of_plan *plan);
-/* Forgets what is known to be done; and tells the host of it. */
-void of_lanes_land(of_plan *plan, bool tell);
+/* Forgets what is known to be done. at_use: asks only now and then, and tells the host. */
+void of_lanes_land(of_plan *plan, bool at_use);
 void of_lanes_fence(of_plan *plan);  /* lets that be known of all that is in flight */
 void of_lanes_forget(of_plan *plan); /* forgets all: joined at the end of backward */
 /* Waits for the devices, then forgets all; false: they can't be waited for, and all stays. */

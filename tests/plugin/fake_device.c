@@ -203,6 +203,7 @@ static bool wait(void *ctx, const of_stream *stream, void *event) {
 
 static bool is_done(void *ctx, void *event) {
     (void)ctx;
+    device.asked++;
     if (!device.busy)
         join(&device.timeline.streams[HOST], &((const fake_event *)event)->clock);
     return !device.busy;

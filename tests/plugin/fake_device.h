@@ -49,6 +49,7 @@ typedef struct fake_device {
     bool fails_to_synchronize;      /* nor waited for by the host */
     int launches;
     int counts; /* of steps on the device */
+    int asked;  /* whether an event is done */
     int entries; /* of the last launch */
     int last_stream;
     int waits;
