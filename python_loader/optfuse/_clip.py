@@ -162,7 +162,6 @@ def clip_grad_norm_(
     return clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@torch._dynamo.disable
 @torch.no_grad()
 def clip(
     params: list[Tensor],
@@ -171,7 +170,7 @@ def clip(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """clip_grad_norm_() of arguments that were checked."""
+    """clip_grad_norm_() of arguments that were checked, where dynamo does not trace."""
     gradients = Gradients(params)
     if not gradients.slots:
         return torch.nn.utils.clip_grad_norm_(
