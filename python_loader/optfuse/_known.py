@@ -73,14 +73,16 @@ class KnownState:
         self.forget()
 
     def forget(self) -> None:
-        self._keys: list[Tensor] = []
-        self._entries: list[dict[str, Any]] = []
+        self._keys: list[Any] = []
+        self._entries: list[Any] = []
         self._values: list[Any] = [None]  # never equal to what is there
 
-    def remember(self, state: dict[Tensor, dict[str, Any]]) -> None:
+    def remember(self, state: dict[Any, Any]) -> None:
         self._keys = list(state)
         self._entries = list(state.values())
-        self._values = list(chain.from_iterable(map(dict.values, self._entries)))
+        # Under other keys than parameters there may be anything, as in stock.
+        entries = (entry for entry in self._entries if isinstance(entry, dict))
+        self._values = list(chain.from_iterable(map(dict.values, entries)))
 
-    def is_same(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+    def is_same(self, state: dict[Any, Any]) -> bool:
         return lib_with_gil.of_shim_same_state(state, self._keys, self._entries, self._values)

@@ -97,7 +97,7 @@ def reasons_on_gpu(
     params = [p for group in groups for p in group["params"]]
     if counts_on_gpu:
         found += other_counters(params, state, counts_on_gpu)
-    elif any(is_on_gpu(entry.get("step")) for entry in state.values()):
+    elif any(is_on_gpu(state[p].get("step")) for p in params if p in state):
         found.append("its step counters are on the GPU")
     if not all(is_gpu(p.device) for p in params):
         found.append("some parameters are on the CPU")
@@ -118,7 +118,7 @@ def other_counters(
     """What counters on the GPU are not as they usually are. They meet parameters in
     operators, which convert them to the parameter's dtype if that one has dimensions."""
     found = []
-    counters = [entry.get(name) for entry in state.values() if entry for name in names]
+    counters = [state[p].get(name) for p in params if state.get(p) for name in names]
     usual = all(is_on_gpu(c) and c.dtype is torch.float32 and c.dim() == 0 for c in counters)
     if not usual or torch.get_default_dtype() is not torch.float32:
         found.append(f"its {', '.join(names)} are not all float32 on the GPU")

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 
+import pytest
 import torch
 from common import everything, same, train
 from optim_classes import build, matrices, model_for
@@ -157,5 +158,34 @@ def test_pickle(cls, mode):
         assert type(twins) is cls, f"it came back as {type(twins)}"
         yield from go_on(model, optimizer)
         yield from go_on(twin, wrap(twins), 50)
+
+    same(script, mode)
+
+
+UNUSUAL = {
+    "a flag": ("ran", True),
+    "a tensor": ("buffer", torch.ones(3)),
+    "a list": ("history", [1, 2]),
+    "nothing": (None, None),
+    "a dict": (("a", 1), {"step": 5}),
+}
+
+
+@pytest.mark.parametrize("entry", UNUSUAL.values(), ids=UNUSUAL)
+@both_modes
+def test_entries_of_state_that_are_no_parameters(entry, mode):
+    """As hooks leave some: neither their keys nor what they are concerns an update."""
+
+    def script(wrap):
+        for cls in (torch.optim.AdamW, torch.optim.Adafactor):
+            model, optimizer = trained(cls, wrap)
+            optimizer.register_step_post_hook(
+                lambda optimizer, *_: optimizer.state.__setitem__(*entry)
+            )
+            for i in range(4):
+                train(model, optimizer, i)
+            yield "parameters", dict(model.state_dict())
+            yield "state", [optimizer.state[p] for p in model.parameters()]
+            yield "entry", optimizer.state[entry[0]]
 
     same(script, mode)
