@@ -10,6 +10,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -129,6 +130,12 @@ bool take_all_parts(const Slot *slot, const at::Tensor &grad, of_inputs *in, Hol
     return true;
 }
 
+bool has_frozen_state(const Slot *slot) {
+    return std::any_of(slot->own.begin(), slot->own.end(), [](const at::Tensor &state) {
+        return is_frozen_inference(state.unsafeGetTensorImpl());
+    });
+}
+
 void take_only_parameter(of_inputs *in, Hold *hold) {
     for (size_t i = 1; i < hold->n; i++)
         hold->storages[i].reset();
@@ -183,6 +190,10 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
                      Hold *hold) {
     for (const at::Tensor &state : slot->own)
         launch_others(state.unsafeGetTensorImpl());
+    // Other classes may put new tensors there, and do or fail inside step().
+    const bool frozen = has_frozen_state(slot);
+    if (frozen && slot->plan->native != nullptr)
+        return refuse_frozen(slot, "the optimizer state of ");
     hold->slot = slot;
     hold->spends = in->in_backward;
     // In backward the modes are those of backward(), not of step().
@@ -195,7 +206,7 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     take_part(hold, in, p);
     in->param = data_of(p);
     in->grad = data_of(grad.unsafeGetTensorImpl());
-    in->alone = hold->as_is || (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
+    in->alone = hold->as_is || frozen || (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
                 !take_all_parts(slot, grad, in, hold);
     if (in->alone)
         take_only_parameter(in, hold);

@@ -37,11 +37,6 @@ bool is_expanded(const c10::TensorImpl *impl) {
            at::has_internal_overlap(const_cast<c10::TensorImpl *>(impl)) == at::MemOverlap::Yes;
 }
 
-// In-place updates of inference tensors are allowed in inference mode only.
-bool is_frozen_inference(const c10::TensorImpl *impl) {
-    return const_cast<c10::TensorImpl *>(impl)->is_inference() && !c10::InferenceMode::is_enabled();
-}
-
 bool has_memory(const c10::TensorImpl *impl) {
     return impl->layout() == c10::kStrided && impl->has_storage();
 }
@@ -57,6 +52,15 @@ of_found refuse(const Slot *slot, const char *which, const char *what, const std
     of_set_error("%s%s %s%s; nothing was updated", which, slot->label.c_str(), what,
                  detail.c_str());
     return OF_FOUND_ERROR;
+}
+
+bool is_frozen_inference(const c10::TensorImpl *impl) {
+    return const_cast<c10::TensorImpl *>(impl)->is_inference() && !c10::InferenceMode::is_enabled();
+}
+
+of_found refuse_frozen(const Slot *slot, const char *which) {
+    return refuse(slot, which, "was made under torch.inference_mode()",
+                  " and can't be updated outside of it: put its clone() there");
 }
 
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype) {
@@ -135,8 +139,7 @@ of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
         return refuse(slot, which, "is a lazily negated or an expanded view",
                       ": put its resolve_neg().clone() there");
     if (is_frozen_inference(s))
-        return refuse(slot, which, "was made under torch.inference_mode()",
-                      " and can't be updated outside of it: put its clone() there");
+        return refuse_frozen(slot, which);
     return OF_FOUND_INPUTS;
 }
 
@@ -175,6 +178,8 @@ of_found check_counters(const Slot *slot, const c10::TensorImpl *p) {
             counter.scalar_type() != slot->counters[0].scalar_type())
             return refuse(slot, which.c_str(), "is not a 0-dim float tensor on the CPU",
                           ", as torch.optim makes it without capturable=True");
+        if (is_frozen_inference(counter.unsafeGetTensorImpl()))
+            return refuse_frozen(slot, which.c_str());
     }
     return OF_FOUND_INPUTS;
 }
@@ -190,8 +195,7 @@ of_found check_step(const Slot *slot, const c10::TensorImpl *p) {
         return refuse(slot, which, "is on another device or is not float32",
                       ": state['step'] must be a float32 tensor on the CPU or with its parameter");
     if (slot->step.defined() && is_frozen_inference(slot->step.unsafeGetTensorImpl()))
-        return refuse(slot, which, "was made under torch.inference_mode()",
-                      " and can't be updated outside of it: put its clone() there");
+        return refuse_frozen(slot, which);
     return OF_FOUND_INPUTS;
 }
 

@@ -187,6 +187,9 @@ struct PlainMode {
 bool dtype_of(const c10::TensorImpl *impl, of_dtype *out);
 // OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
 of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
+// In-place updates of inference tensors are allowed in inference mode only.
+bool is_frozen_inference(const c10::TensorImpl *impl);
+of_found refuse_frozen(const Slot *slot, const char *which);
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
 bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
