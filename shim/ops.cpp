@@ -50,7 +50,7 @@ void refuse_fake_tensors(const char *what) {
 void set_slots(int64_t address, const std::vector<at::Tensor> &params,
                const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
                const std::vector<int64_t> &updated, const std::vector<int64_t> &tried,
-               bool tried_on_cpu, const std::vector<std::string> &labels) {
+               int64_t tried_on_cpu, const std::vector<std::string> &labels) {
     refuse_fake_tensors("parameters are told");
     Plan &plan = plan_at(address);
     plan.tried_on_cpu = tried_on_cpu;
@@ -223,7 +223,7 @@ void raise_error(const std::string &message) { throw Error(message); }
 } // namespace optfuse
 
 TORCH_LIBRARY(optfuse, m) {
-    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, int[] tried, bool tried_on_cpu, str[] labels) -> ()",
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, int[] tried, int tried_on_cpu, str[] labels) -> ()",
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::set_state);

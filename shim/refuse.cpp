@@ -93,7 +93,7 @@ int64_t place_of(const c10::TensorImpl *p, of_dtype dtype) {
 bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const bool was_on_gpu = slot->tried >= 0 && slot->tried % DEVICES != 0;
     return slot->tried == ANYWHERE || slot->tried == place_of(p, dtype) ||
-           (!was_on_gpu && !is_gpu(p->device()) && !slot->plan->tried_on_cpu);
+           (!was_on_gpu && !is_gpu(p->device()) && !(slot->plan->tried_on_cpu >> dtype & 1));
 }
 
 of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {

@@ -54,7 +54,7 @@ struct Slot {
     std::vector<at::Tensor> own;
     bool can_wait = false;
     // The place for which what updates there has been tried, where that is needed: on GPUs,
-    // and with Plan::tried_on_cpu everywhere. Module.to() brings the parameter to another one
+    // and of Plan::tried_on_cpu everywhere. Module.to() brings the parameter to another one
     // without anybody being told.
     int64_t tried = ANYWHERE;
     bool first = false; // rules without a counter: the next update is the first
@@ -160,7 +160,7 @@ struct Plan {
     Waiting waiting;
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
-    bool tried_on_cpu = false; // this release may round otherwise than our update there
+    int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint32_t> prepared[64] = {};
     // Bit dtype: those that multiply gradients have been.

@@ -45,7 +45,7 @@ from optfuse._passes import Passes
 from optfuse._refuse import label
 from optfuse._register import check_promise
 from optfuse._rules import OWN, Rule, rule_of, why_own_step
-from optfuse._stock_trial import flags_of, is_known_throughout
+from optfuse._stock_trial import flags_of, unknown_dtypes
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
@@ -152,7 +152,7 @@ class Link:
             id(p) for i, p in enumerate(self._params) if lib.of_shim_is_updated(self.plan, i)
         }
         places = [_gpu.ANYWHERE] * len(params)
-        tried_on_cpu = self.rule is not OWN and not is_known_throughout(self.rule)
+        tried_on_cpu = 0 if self.rule is OWN else unknown_dtypes(self.rule)
         if self.rule.tried or tried_on_cpu:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
         self.known.forget()

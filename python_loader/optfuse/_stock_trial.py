@@ -55,8 +55,9 @@ def _is_known(rule: Rule, dtype: str) -> bool:
     return _releases.holds(rule.name, dtype, _releases.release_of(str(torch.__version__)))
 
 
-def is_known_throughout(rule: Rule) -> bool:
-    return all(_is_known(rule, dtype) for dtype in DTYPES)
+def unknown_dtypes(rule: Rule) -> int:
+    """A bit for each, in the library's order."""
+    return sum(1 << i for i, dtype in enumerate(DTYPES) if not _is_known(rule, dtype))
 
 
 def _is_tried(rule: Rule, dtype: torch.dtype, device: torch.device) -> bool:

@@ -174,7 +174,7 @@ def test_the_environment_names_a_library_that_is_compared_too(tmp_path: Path) ->
 
 
 def run_load(code: str, **environment: str) -> str:
-    """The last line that a fresh Python prints, on either stream."""
+    """The last line that a fresh Python prints, on either stream, of an ImportError."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | environment,
@@ -183,7 +183,9 @@ def run_load(code: str, **environment: str) -> str:
         text=True,
         timeout=120,
     )
-    return done.stdout.strip().splitlines()[-1]
+    found = [line for line in done.stdout.splitlines() if line.startswith("ImportError: ")]
+    assert found, done.stdout
+    return found[-1]
 
 
 def test_the_wrong_library_is_refused_before_it_is_opened(tmp_path: Path) -> None:

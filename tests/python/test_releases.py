@@ -53,7 +53,7 @@ def planted(**options):
 def test_of_a_known_release_nothing_is_tried(monkeypatch):
     monkeypatch.setattr(_stock_trial, "known", {})
     for cls in CLASSES:
-        if cls in _rules.RULES and _stock_trial.is_known_throughout(_rules.RULES[cls]):
+        if cls in _rules.RULES and not _stock_trial.unknown_dtypes(_rules.RULES[cls]):
             optfuse.fuse(build(cls, model_for(cls).parameters()))
     assert not _stock_trial.known
 
@@ -219,6 +219,20 @@ def test_of_a_known_release_a_model_may_be_cast():
     model.double()
     step_of_doubles(model, optimizer)
     assert set(optfuse.summary(optimizer).isa) == {"float64"}
+
+
+def test_only_a_cast_to_a_dtype_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setattr(_releases, "_LAST", {("rmsprop", "bfloat16"): "2.0"})
+    for dtype in (torch.float64, torch.bfloat16):
+        model = net()
+        optimizer = optfuse.fuse(RMSprop(model.parameters()))
+        for p in model.to(dtype).parameters():
+            p.grad = torch.ones_like(p)
+        if dtype is torch.float64:
+            optimizer.step()
+            continue
+        with pytest.raises(optfuse.Error, match="is bfloat16 on cpu, but was float32 on cpu when"):
+            optimizer.step()
 
 
 def test_operators_give_way_to_the_class_when_a_model_was_cast(unknown, python_updates):
