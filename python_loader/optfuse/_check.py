@@ -116,9 +116,11 @@ def whole(expected: str, least: int, most: int = sys.maxsize) -> Kind:
     return Kind(expected, take)
 
 
-def number(expected: str, least: float = -math.inf, names: tuple[str, ...] = ()) -> Kind:
-    """A number of any type, or a tensor with one element, as float; not NaN. names: strings
-    that are numbers here."""
+def number(
+    expected: str, least: float = -math.inf, names: tuple[str, ...] = (), nan: bool = False
+) -> Kind:
+    """A number of any type, or a tensor with one element, as float. names: strings that are
+    numbers here. nan: whether it may be none."""
 
     def take(value: Any) -> float:
         need(value in names if isinstance(value, str) else not isinstance(value, bool | bytes))
@@ -126,7 +128,7 @@ def number(expected: str, least: float = -math.inf, names: tuple[str, ...] = ())
             found = float(value)
         except Exception:
             raise Unfit from None
-        need(found >= least)
+        need(found >= least or (nan and math.isnan(found)))
         return found
 
     return Kind(expected, take)

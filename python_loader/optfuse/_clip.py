@@ -128,7 +128,7 @@ def _total_norm(
 @torch._dynamo.disable
 @checked(
     parameters=PARAMETERS,
-    max_norm=number("a number of at least 0", least=0.0),
+    max_norm=number("a number of at least 0", least=0.0, nan=True),
     norm_type=number("a number, or 'inf'", names=("inf", "-inf")),
     error_if_nonfinite=FLAG,
     foreach=optional(FLAG),
@@ -155,8 +155,8 @@ def clip_grad_norm_(
     torch's function followed by step().
 
     Raises optfuse.Error for a parameter of an optimizer in backward mode, for a
-    max_norm that is negative or NaN, which torch's function multiplies by, and
-    what torch's function raises, before any gradient has changed.
+    negative max_norm, with which torch's function turns gradients round, and what
+    torch's function raises, before any gradient has changed.
     """
     assert isinstance(parameters, list)  # as checked() passes it on
     return clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -17,7 +17,8 @@ import optfuse
 from optfuse import _check
 
 NAN = math.nan
-NO_NUMBER = (None, "1", True, NAN, [1.0], 1j, torch.ones(2), torch.tensor(NAN))
+NO_LIMIT = (None, "1", True, [1.0], 1j, torch.ones(2))
+NO_NUMBER = (*NO_LIMIT, NAN, torch.tensor(NAN))
 NO_COUNT = (None, "1", True, 2.5, 2.0, [1], torch.ones(2), np.float64(2))
 NO_FLAG = (None, "yes", 1, 0.0, [True])
 
@@ -99,7 +100,7 @@ WRONG = {
             torch.optim.AdamW, lambda w: w.model.named_parameters(),
             lambda w: [w.model.parameters()], lambda w: dict(w.model.named_parameters()),
         ),
-        "max_norm": (*NO_NUMBER, -1, -0.5, -math.inf, "inf"),
+        "max_norm": (*NO_LIMIT, -1, -0.5, -math.inf, "inf"),
         "norm_type": (*NO_NUMBER, "2", "fro"),
         "error_if_nonfinite": NO_FLAG,
         "foreach": NO_FLAG[1:],
@@ -264,7 +265,7 @@ def test_numbers_of_every_type_are_norms(number):
     same(script)
 
 
-TORCHS = [{"max_norm": n} for n in (*NUMBERS, 1, np.int64(1), math.inf, 0, -0.0)]
+TORCHS = [{"max_norm": n} for n in (*NUMBERS, 1, np.int64(1), math.inf, 0, -0.0, NAN)]
 TORCHS += [{"max_norm": 0.1, "norm_type": n} for n in (1, 2, np.float64(2), Fraction(3), 0)]
 TORCHS += [{"max_norm": 0.1, "norm_type": n} for n in (math.inf, "inf", "-inf", -math.inf)]
 TORCHS += [{"max_norm": 0.1, "norm_type": n} for n in (torch.tensor(2.0), np.float32(1))]
