@@ -246,7 +246,7 @@ def short(why: str) -> str:
     why = re.sub(r"^(forward|backward): ", "", why)
     why = re.sub(r"optfuse: can't (fuse|register) [\w.]+: ", "", why)
     why = why.replace("it was registered with per_parameter=True, but ", "")
-    why = re.sub(r"'[^']*'|\d+|\([\d, ]*\)", "_", why)
+    why = re.sub(r"(?<!\w)'[^']*'|\d+|\([\d, ]+\)", "_", why)
     return re.split(r"[.;](?:\s|$)", why)[0][:150]
 
 

@@ -54,7 +54,8 @@ class _Real:
 
 @contextlib.contextmanager
 def untouched(optimizer: Optimizer, name: str) -> Iterator[None]:
-    """Raises optfuse.Error if the body changed anything of the optimizer."""
+    """Raises optfuse.Error if the body changed anything of the optimizer. Another thread that
+    uses its parameters meanwhile gets an error."""
     if not guard("untouched"):
         yield
         return
