@@ -60,7 +60,8 @@ bool Waiting::add(One one, size_t bytes, int task, size_t enough) {
         task_of[slot] = NONE;
         std::vector<One> &all = other->batch.all;
         const auto is_first = [slot](const One &waits) { return waits.slot == slot; };
-        all.erase(std::find_if(all.begin(), all.end(), is_first)); // `one` keeps the parameter alive
+        // `one` keeps the parameter alive.
+        all.erase(std::find_if(all.begin(), all.end(), is_first));
         return false;
     }
     if (pass->batch.all.capacity() == 0)
