@@ -234,6 +234,8 @@ def python(code, timeout=120, fresh=False, **env):
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     if not fresh:
         return forked_python.run(code, HERE, env, timeout)
+    # From Python 3.12 on of one that forks.
+    env.setdefault("PYTHONWARNINGS", "ignore:This process:DeprecationWarning")
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=HERE,
