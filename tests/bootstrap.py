@@ -87,7 +87,8 @@ def torch_of_caller() -> tuple[str, Path] | None:
 
 def describe_base() -> dict[str, str]:
     """Which Python and which torch .venv is to stand on."""
-    base = {"python": sys.executable, "version": platform.python_version(), "torch": "", "path": ""}
+    python = os.path.realpath(sys.executable)  # by whatever name it was called
+    base = {"python": python, "version": platform.python_version(), "torch": "", "path": ""}
     found = None if ASKED else torch_of_caller()
     if found is not None:
         version, path = found
