@@ -14,7 +14,7 @@ typedef struct asgd_renewal {
 } asgd_renewal;
 
 /* pow(x, exponent) of a float32 tensor and a number, which looks for some exponents: for
- * negative ones, too, with which these kernels are not launched (_gpu_trial.py). */
+ * negative ones, too, with which these kernels are not launched (_stock_trial.py). */
 OF_RULE_FN float asgd_power(float x, double exponent) {
     const float single = (float)exponent;
     if (exponent == 0.0)
