@@ -56,6 +56,9 @@ OUT_OF_REACH = {
     "independent": "it is about classes; programs have those of torch.optim",
     "graphs": "a graph of the tests' own replays here; programs have none",
     "buffer": "programs have no gradients in memory that they know by another name",
+    "reach": "it is about registered classes; programs have those of torch.optim",
+    "untouched": "it is about registered classes; programs have those of torch.optim",
+    "floating": "programs never flush denormals",
     "scaler": "GradScaler then reads gradients that are spent, which raises too",
 }
 
