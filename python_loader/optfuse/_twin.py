@@ -23,8 +23,14 @@ _HOOKS = tuple(
     for what in ("step", "state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
-# Attributes that PyTorch's own wrappers of step() write.
-COUNTERS = ("_warned_capturable_if_run_uncaptured", "_opt_called", "_step_count")
+# Attributes that PyTorch writes in step() for itself: in wrappers, and a check that its fused
+# implementations need to make once.
+COUNTERS = (
+    "_warned_capturable_if_run_uncaptured",
+    "_opt_called",
+    "_step_count",
+    "_need_device_dtype_check_for_fused",
+)
 # Attributes of an optimizer that its twin has of its own, or not at all.
 HIDDEN = ("param_groups", "state", "step", "_optfuse_link", "_step_supports_amp_scaling", *_HOOKS)
 NOT_OPTIONS = ("params", "param_names")

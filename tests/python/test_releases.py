@@ -135,6 +135,24 @@ def test_an_update_with_other_bits_gives_way_to_the_class(mode, unknown, monkeyp
     same(script, mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", (SGD, AdamW))
+def test_a_class_whose_own_step_is_fused(cls, mode, unknown, monkeypatch):
+    """It notes in an attribute that it has looked at its parameters."""
+    monkeypatch.setattr(_stock_trial, "_compare", lambda *_: "the parameter")
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(cls(model.parameters(), lr=0.1, fused=True))
+        for i in range(4):
+            train(model, optimizer, i)
+        if wrap.fused:
+            assert updates_by(optimizer) == {"own step()"}
+        yield "parameters", list(model.parameters())
+
+    same(script, mode)
+
+
 def test_one_bit_of_one_element_is_enough(unknown, monkeypatch):
     step = AdamW.step
 
