@@ -71,7 +71,8 @@ def _referents(value: Any) -> Iterable[Any]:
         return [value()]
     found = gc.get_referents(value)
     if isinstance(value, types.FunctionType):
-        return [item for item in found if item is not value.__globals__]
+        of_all = value.__globals__, value.__builtins__  # an interactive prompt writes there, too
+        return [item for item in found if not any(item is names for names in of_all)]
     return found
 
 

@@ -325,3 +325,12 @@ def test_wrappers_whose_parts_belong_to_something_else_are_refused():
     optfuse.register(Foreign)
     refused(lambda: optfuse.fuse(Foreign(net().parameters())), "state", way_out="as it is")
     optfuse.register(Foreign, per_parameter=False)
+
+
+def test_what_an_interactive_prompt_shows_last_is_not_held_by_functions(monkeypatch):
+    """It is among the built-in names, which every Python function refers to."""
+    import builtins
+
+    model = net()
+    monkeypatch.setattr(builtins, "_", model, raising=False)
+    optfuse.fuse(Holding(list(model.parameters()), lambda self: lambda x: x))
