@@ -359,16 +359,22 @@ class Link:
             self.attach()
         self.marked = True
         missing = ctypes.c_size_t()
-        arguments = self.plan, self._needs, len(self._params), ctypes.byref(missing)
-        status = lib.of_shim_step(*arguments)
-        if status == NEEDS_STATE:
-            self.make_state(optimizer, self._needs[: missing.value])
-            status = lib.of_shim_step(*arguments)
-        if status != OK:
-            raise_failure(self.own)
-        if self.own is not None:
-            self.own.advance(optimizer)
-        self.passes.restart()
+        arguments = (self.plan,), (self._needs,), (len(self._params),), (ctypes.byref(missing),)
+        # An interrupt that waits is raised where the call returns, before its value could get a
+        # name; what a list is extended by is in it then.
+        status: list[int] = []
+        try:
+            status.extend(map(lib.of_shim_step, *arguments))
+            if status[-1] == NEEDS_STATE:
+                self.make_state(optimizer, self._needs[: missing.value])
+                status.extend(map(lib.of_shim_step, *arguments))
+            if status[-1] != OK:
+                raise_failure(self.own)
+        finally:
+            if status and status[-1] == OK:
+                if self.own is not None:
+                    self.own.advance(optimizer)
+                self.passes.restart()
         if _compiled.running():
             self.flush()
 

@@ -175,6 +175,40 @@ while time.monotonic() < ends:
 print(came, "of", iterations)
 """
 
+IN_STEP = """
+class Counting(torch.optim.Optimizer):
+    armed = False
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01, "t": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["t"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    if self.armed:
+                        type(self).armed = False
+                        signal.raise_signal(signal.SIGINT)
+                    self.state[p]["n"] = self.state[p].get("n", 0) + 1  # updates at once
+                    p.sub_(p.grad, alpha=group["lr"] / group["t"])
+
+optfuse.register(Counting)
+MAKE["counting"] = Counting
+pair, came = Pair("counting", "forward"), 0
+for i in range(4):
+    pair.loss(pair.ours, i).backward()
+    pair.follow(i)
+    Counting.armed = i == 1
+    try:
+        pair.fused.step()
+    except KeyboardInterrupt:
+        came += 1
+    pair.fused.zero_grad()
+pair.compare()
+print(came)
+"""
 
 KINDS = [(kind, "backward") for kind in ("adamw", "sgd", "adafactor", "registered")]
 
@@ -190,3 +224,7 @@ def test_interrupts_at_random_moments_of_backward(kind):
     code = AT_RANDOM.replace("SECONDS", "3", 1).replace("KIND", repr(kind), 1)
     done = python_ok(COMMON + code)
     assert int(done.split()[0]) > 100, done
+
+
+def test_counters_advance_at_a_step_whose_updates_are_interrupted():
+    assert python_ok(COMMON + IN_STEP).strip() == "1"
