@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import Error, lib
-from optfuse._settings import Promise, Settings, fresh, put
+from optfuse._settings import Copies, Promise, Settings, fresh
 from optfuse._twin import (
     NOT_OPTIONS,
     Entry,
@@ -83,7 +83,8 @@ class Own:
         self._attributes: dict[str, Any] = {}
         self._options: list[Group] = []
         self._versions: list[list[Any]] = []
-        self._after = Settings({}, {})  # what a step makes of those
+        self._after = Settings({}, {})  # what a step makes of copies of those
+        self._copies = Copies()
         self.layout([])
         owns[plan] = self
 
@@ -100,20 +101,23 @@ class Own:
     def begin(self, optimizer: Optimizer, before_gradients: bool) -> None:
         """Takes over what updates from here on use. Nothing is pending now."""
         _free_late()
-        self._attributes = attributes_of(optimizer)
-        self._options = [options_alone(g, before_gradients) for g in optimizer.param_groups]
+        self._attributes = fresh(attributes_of(optimizer), self.promise.attributes)
+        alone = [options_alone(group, before_gradients) for group in optimizer.param_groups]
+        self._options = [fresh(options, self.promise.options) for options in alone]
         self._versions = [_versions(group) for group in optimizer.param_groups]
         if self.promise.changes():
-            self._after = self._without_gradients(optimizer.param_groups)
+            self._after = self._without_gradients(optimizer)
 
-    def _without_gradients(self, groups: list[Group]) -> Settings:
+    def _without_gradients(self, optimizer: Optimizer) -> Settings:
         """What this step makes of options and attributes."""
+        groups, self._copies = optimizer.param_groups, Copies()
         self._idle = self._idle or [without_gradient(group["params"]) for group in groups]
         changed = [
-            {**fresh(options, self.promise.options), "params": list(idle)}
-            for options, idle in zip(self._options, self._idle, strict=True)
+            {**options, **self._copies.of(group, self.promise.options), "params": list(idle)}
+            for options, group, idle in zip(self._options, groups, self._idle, strict=True)
         ]
-        attributes = fresh(self._attributes, self.promise.attributes)
+        of_attributes = self._copies.of(optimizer.__dict__, self.promise.attributes)
+        attributes = {**self._attributes, **of_attributes}
         twin = type(self._twin).__new__(type(self._twin))  # that one may be in use
         after = step_twin(self._step, twin, attributes, changed, defaultdict(dict))
         return Settings(after, dict(enumerate(changed)))
@@ -122,10 +126,10 @@ class Own:
         """Options and attributes become what stock's step() makes of them. Updates go on
         with those of begin()."""
         for name in self.promise.attributes:
-            put(optimizer.__dict__, self._after.attributes, name)
+            self._copies.put(optimizer.__dict__, self._after.attributes, name)
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
-                put(group, self._after.options[i], name)
+                self._copies.put(group, self._after.options[i], name)
 
     def late_change(self, groups: list[Group]) -> int | None:
         """The first group whose options are no longer those of begin()."""

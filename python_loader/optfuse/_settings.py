@@ -5,12 +5,16 @@ and options of its groups."""
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from optfuse._twin import Group
-from optfuse._values import deep_copy, difference
+from optfuse._values import deep_copy, difference, same_bits
 
 SETTINGS = "the optimizer's options or attributes"
 
@@ -24,6 +28,8 @@ class Promise:
     # gradient.
     options: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
+    # Those whose objects it writes into, and the keys of such objects in the state.
+    written: frozenset[tuple[str, Any]] = frozenset()
 
     def changes(self) -> bool:
         """Options or attributes."""
@@ -34,6 +40,7 @@ class Promise:
             self.replaces_state or other.replaces_state,
             self.options | other.options,
             self.attributes | other.attributes,
+            self.written | other.written,
         )
 
 
@@ -84,8 +91,63 @@ def fresh(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {**values, **copies} if copies else values
 
 
-def put(into: dict[str, Any], values: dict[str, Any], name: str) -> None:
-    if name in values:
-        into[name] = copy.deepcopy(values[name])
-    else:
-        into.pop(name, None)
+class Copies:
+    """Of options and attributes, and how what became of them comes back: into the objects
+    that a step() writes into, which others may hold, too."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, tuple[Any, Any]] = {}  # id of a copy -> it, and what it is of
+
+    def of(self, values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        made = {name: copy.deepcopy(values[name]) for name in names if name in values}
+        for name, value in made.items():
+            self._remember(value, values[name])
+        return made
+
+    def _remember(self, made: Any, real: Any) -> None:
+        if made is real:
+            return
+        self._real[id(made)] = made, real
+        if isinstance(made, dict):
+            for key in made.keys() & real.keys():
+                self._remember(made[key], real[key])
+        elif isinstance(made, list | tuple | deque):
+            for pair in zip(made, real, strict=True):
+                self._remember(*pair)
+
+    def put(self, into: dict[str, Any], values: dict[str, Any], name: str) -> None:
+        if name in values:
+            into[name] = self._back(values[name])
+        else:
+            into.pop(name, None)
+
+    def _back(self, value: Any) -> Any:
+        real = self._real.get(id(value), (None, None))[1]
+        if isinstance(value, Tensor):
+            return copy.deepcopy(value) if real is None else _overwritten(real, value)
+        if isinstance(value, dict):
+            items = {key: self._back(item) for key, item in value.items()}
+            if real is not None:
+                real.clear()
+                real.update(items)
+        elif isinstance(value, list | deque):
+            values = [self._back(item) for item in value]
+            if real is not None:
+                real.clear()
+                real.extend(values)
+        elif isinstance(value, set):
+            if real is not None:
+                real.clear()
+                real.update(value)
+        elif type(value) is tuple:
+            return tuple(map(self._back, value))
+        return copy.deepcopy(value) if real is None else real
+
+
+def _overwritten(real: Tensor, value: Tensor) -> Tensor:
+    if real.shape != value.shape or real.dtype != value.dtype:
+        return value.detach().clone()
+    if not same_bits(real, value):
+        with torch.no_grad():
+            real.copy_(value)
+    return real

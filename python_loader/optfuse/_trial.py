@@ -11,6 +11,7 @@ these ways."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import random as python_random
 import warnings
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from optfuse._native import Error, guard
 from optfuse._reach import why_reaches_too_much
 from optfuse._settings import SETTINGS, Promise, Settings, changes, copied_settings
+from optfuse._shared import why_writes_too_much
 from optfuse._small import (
     RUNS,
     Kind,
@@ -89,6 +91,9 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         with untouched(optimizer, name_of(stock)):
             for run, trial in trials:
                 found |= trial.run(run, random)
+        why = why_writes_too_much(optimizer, found.written)
+        if why is not None:
+            _refuse(stock, why)
     return found
 
 
@@ -174,6 +179,8 @@ class Trial:
         """One step in each of the three ways. False: the class raises an error."""
         before = self._settings(copied=True)
         state = self._tensors_of_state()
+        contents = self._contents()
+        copies = [(place, value, copy.deepcopy(value)) for place, value in contents]
         self._seed(step)
         error = self._error_of(f"took {what} of all", lambda: self._step(self._whole))
         if error is not None and kind == 1.0:
@@ -186,6 +193,8 @@ class Trial:
                 self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._compare(what)
+        written = {place for place, value, was in copies if difference("", value, was) is not None}
+        self._found |= Promise(written=frozenset(written))
         self._look_at_settings(before, [a for a in alone if a is not None], what)
         now = self._tensors_of_state()
         self._found |= Promise(replaces_state=any(map(_are_others, state, now)))
@@ -255,6 +264,15 @@ class Trial:
         options = dict(zip(self._groups, groups, strict=True))
         now = Settings(own_attributes(self._whole.__dict__), options)
         return copied_settings(now) if copied else now
+
+    def _contents(self) -> list[tuple[tuple[str, Any], Any]]:
+        """Whose objects a step may write into."""
+        now = self._settings()
+        entries = [self._whole.state.get(small.param) or {} for small in self._smalls]
+        kinds = [("attribute", now.attributes)]
+        kinds += [("option", options) for options in now.options.values()]
+        kinds += [("state", entry) for entry in entries]
+        return [((kind, name), v) for kind, values in kinds for name, v in values.items()]
 
     def _tensors_of_state(self) -> list[list[Tensor]]:
         entries = [self._whole.state.get(small.param) or {} for small in self._smalls]

@@ -243,3 +243,100 @@ def test_nor_is_the_first_change_of_all(mode, kind, monkeypatch):
         optfuse.flush(optimizer)
 
     refused(on, "'late'", "as it did not when fuse() tried it", way_out="checkpoint")
+
+
+class Shared(Tensors):
+    """Several places hold one object, and its step() writes into it."""
+
+    def __init__(self, params, place="options"):
+        super().__init__(params)
+        self.place, self.log = place, [0]
+        for group in self.param_groups:
+            group["log"] = self.log if place == "attribute" else [0]
+        if place == "options":
+            self.param_groups[1]["log"] = self.param_groups[0]["log"]
+        self.t = torch.zeros(())
+        if place == "state":
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["t"] = self.t
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.t += 1
+        for group in self.param_groups:
+            group["log"][0] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    t = self.state[p].get("t", 1) if self.place == "state" else 1
+                    p.sub_(p.grad, alpha=group["lr"] / (group["log"][0] + float(t)))
+
+
+@pytest.mark.parametrize("place", ["options", "attribute", "state"])
+def test_an_object_in_two_places_that_it_writes_into_is_refused(place):
+    optfuse.register(Shared)
+    model = net()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    optimizer = Shared(groups, place)
+    refused(lambda: optfuse.fuse(optimizer), "share", way_out="one of its own")
+
+
+class Written(Tensors):
+    """Writes into a list, a dict and a tensor."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.history, self.parts = [0], {"inner": [0]}
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.history.append(len(self.history))
+        self.parts["inner"][0] += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    scale = len(self.history) + self.parts["inner"][0] + float(group["count"])
+                    p.sub_(p.grad, alpha=group["lr"] / scale)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_it_writes_into_stays_the_object_that_others_hold(mode):
+    optfuse.register(Written)
+
+    def script(wrap):
+        model = net()
+        optimizer = Written(model.parameters())
+        history, inner = optimizer.history, optimizer.parts["inner"]
+        count = optimizer.param_groups[0]["count"]
+        optimizer = wrap(optimizer)
+        for i in range(4):
+            train(model, optimizer, i)
+        yield "held", (history, inner, count)
+        yield from everything(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+class Meter:
+    n = 0
+
+
+class Metered(Tensors):
+    """Writes into an object of a class of its own."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.meter = Meter()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.meter.n += 1
+        super().step(closure)
+
+
+def test_other_objects_that_it_writes_into_are_refused():
+    optfuse.register(Metered)
+    refused(lambda: optfuse.fuse(Metered(net().parameters())), "Meter", way_out="as it is")
