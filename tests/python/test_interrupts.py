@@ -145,8 +145,7 @@ torch.set_num_threads(1)
 sender = Sender()
 sender.start()
 came, iterations, pair = 0, 0, Pair(KIND, "backward")
-ends = time.monotonic() + SECONDS
-while time.monotonic() < ends:
+while came < ENOUGH:
     if iterations % 2 == 0:  # so that state is made anew
         pair.fused.state.clear()
         pair.stock.state.clear()
@@ -221,9 +220,9 @@ def test_an_interrupt_at_each_line_of_what_we_run_in_python(kind, mode):
 
 @pytest.mark.parametrize("kind", ("sgd", "registered"))
 def test_interrupts_at_random_moments_of_backward(kind):
-    code = AT_RANDOM.replace("SECONDS", "3", 1).replace("KIND", repr(kind), 1)
-    done = python_ok(COMMON + code)
-    assert int(done.split()[0]) > 100, done
+    code = AT_RANDOM.replace("ENOUGH", "150", 1).replace("KIND", repr(kind), 1)
+    done = python_ok(COMMON + code, timeout=600)
+    assert int(done.split()[0]) >= 150, done
 
 
 def test_counters_advance_at_a_step_whose_updates_are_interrupted():
