@@ -3,6 +3,7 @@
 // functions, all of the stable ABI, are looked up in the process.
 #include <dlfcn.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -90,7 +91,8 @@ volatile sig_atomic_t interrupted = 0;
 void note_interrupt(int) { interrupted = 1; }
 
 bool is_main_thread() {
-    static thread_local const bool is_main = getpid() == gettid();
+    // As a system call: the oldest C library that PyTorch runs with has no gettid().
+    static thread_local const bool is_main = getpid() == syscall(SYS_gettid);
     return is_main;
 }
 
