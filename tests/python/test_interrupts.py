@@ -12,6 +12,9 @@ import random, signal, sys, threading, time, torch, optfuse
 from common import Stock, assert_same, batch, net, snapshot
 from torch import nn
 
+# Whoever started the tests in the background may have had interrupts ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Plain(torch.optim.Optimizer):
     def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})
