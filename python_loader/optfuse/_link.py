@@ -276,11 +276,13 @@ class Link:
             self._known_state.forget()  # the next sync looks at all of it once
             for slot in slots:
                 param = self._params[slot]
+                is_new = not optimizer.state.get(param)
                 try:
                     self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
                     flushed = self._set_state(slot, optimizer.state[param], True, flushed)
-                except BaseException:  # the library may not know that it is fresh
-                    optimizer.state.pop(param, None)
+                except BaseException:
+                    if is_new:  # the library may not know that it is fresh
+                        optimizer.state.pop(param, None)
                     raise
 
     # ---- the two schedules
