@@ -13,6 +13,8 @@ from common import everything, same, train
 from optim_classes import build, matrices, model_for
 from optim_scripts import STEPS, both_modes, every_class, go_on, trained
 
+import optfuse
+
 
 @every_class
 @both_modes
@@ -187,5 +189,20 @@ def test_entries_of_state_that_are_no_parameters(entry, mode):
             yield "parameters", dict(model.state_dict())
             yield "state", [optimizer.state[p] for p in model.parameters()]
             yield "entry", optimizer.state[entry[0]]
+
+    same(script, mode)
+
+
+@both_modes
+def test_an_option_that_needs_other_state_leaves_the_state_that_there_is(mode):
+    """amsgrad, switched on late, misses a tensor: every step raises, and loses nothing."""
+
+    def script(wrap):
+        model, optimizer = trained(torch.optim.AdamW, wrap)
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises((KeyError, optfuse.Error), match="max_exp_avg_sq"):
+            train(model, optimizer, 5)
+        yield from everything(model, optimizer)
 
     same(script, mode)
