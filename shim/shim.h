@@ -3,7 +3,7 @@
  * joins the core (optfuse.h) to libtorch.
  *
  * Tensors cross as arguments of the operators that the library registers in
- * the namespace `optfuse` (ops.cpp lists them); everything else is here. A
+ * the namespace `optfuse` (operators.cpp lists them); everything else is here. A
  * plan is an opaque pointer made by of_shim_plan_new() and freed once by
  * of_shim_plan_free().
  *
@@ -44,7 +44,8 @@ typedef enum of_shim_event {
 /* Once per process: registers the first-use fallback and the fork handlers.
  * error_type: borrowed PyObject* of the Python exception class that errors
  * raised inside operators and backward arrive as. callback: borrowed PyObject*, called with
- * the GIL. Both alive for ever. OF_REFUSED if another library owns the dispatch key. */
+ * the GIL. Both alive for ever. OF_REFUSED if another library owns the dispatch key, or Python lacks a
+ * function that is called. */
 OF_API int of_shim_init(void *error_type, void *callback);
 
 /* Where liboptfuse_cuda.so is, to be opened at the first GPU tensor. Before the
@@ -111,7 +112,7 @@ OF_API bool of_shim_is_profiled(void);
 OF_API bool of_shim_inputs_are_profiled(void);
 /* Whether C++ code that asks for the address of a gradient that backward fusion has used gets
  * an error, as it does at first, or a null pointer. */
-OF_API void of_shim_seal_spent(bool sealed);
+OF_API void of_shim_seal_consumed(bool sealed);
 
 #ifdef __cplusplus
 }

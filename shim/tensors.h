@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tensors.h: the shim's own data. A Plan holds one Slot per parameter; a Hold
-// carries the references of one update from collect() to release().
+// tensors.h: the shim's own data. A Plan holds one Slot per parameter; References
+// carry the references of one update from collect() to release().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,12 +17,12 @@
 #include <string>
 #include <vector>
 
+#include "autograd/heap.h"
+#include "autograd/waiting.h"
 #include "error.h"
-#include "heap.h"
-#include "native.h"
+#include "external/native.h"
 #include "optfuse.h"
 #include "shim.h"
-#include "waiting.h"
 
 namespace optfuse {
 
@@ -58,18 +58,18 @@ struct Slot {
     // without anybody being told.
     int64_t tried = ANYWHERE;
     bool first = false; // rules without a counter: the next update is the first
-    at::Tensor spent; // backward mode: what .grad becomes
+    at::Tensor consumed; // backward mode: what .grad becomes
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
 
-enum { FACTOR = 3 }; // of Hold::scalars
+enum { FACTOR = 3 }; // of References::scalars
 
-struct Hold {
+struct References {
     Slot *slot = nullptr;
     // The update runs inside backward, and the gradient is replaced after it. What
     // step() updates keeps its gradient, as in stock.
-    bool spends = false;
+    bool consumes = false;
     bool committed = false; // an update that is not is only released
     bool scaling = false; // of a gradient, by scale.cpp
     size_t n = 0; // tensors that take part: parameter, gradient, state
@@ -78,9 +78,9 @@ struct Hold {
     // A deferred scaling: the gradient's memory, which may be freed meanwhile.
     c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::TensorImpl *grad = nullptr; // the gradient to be replaced
-    at::Tensor param;                // if it spends or is alone
+    at::Tensor param;                // if it consumes or is alone
     at::Tensor copy;                 // a gradient in the parameter's strides
-    at::Tensor old_grad, old_spent;  // replaced by settle(), dropped by release()
+    at::Tensor old_grad, old_consumed;  // replaced by settle(), dropped by release()
     // Not dense: {tensor, dense copy to compute with}. The first n_written are
     // written back after the update.
     std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
@@ -108,7 +108,7 @@ class DeviceScalars {
     // Whether updates write the gradients that they have divided.
     bool divide_gradients() const { return grad_scale.defined(); }
     // Fills in the addresses and the references that keep them valid.
-    void give(size_t group, of_inputs *in, Hold *hold);
+    void give(size_t group, of_inputs *in, References *refs);
     // A 0-dim tensor that nobody writes to any more, or an undefined one.
     void set_factor(at::Tensor by);
     // Whether it is of this dtype. PyTorch's operators differ in how they round one
@@ -116,7 +116,7 @@ class DeviceScalars {
     bool has_factor(at::ScalarType dtype) const {
         return factor.defined() && factor.scalar_type() == dtype;
     }
-    void give_factor(of_inputs *in, Hold *hold);
+    void give_factor(of_inputs *in, References *refs);
 
   private:
     struct Copy {
@@ -202,18 +202,18 @@ bool is_lazy(const c10::TensorImpl *impl);
 
 // collect.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);
-void take_part(Hold *hold, of_inputs *in, c10::TensorImpl *impl);
+void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl);
 at::Tensor reference_to(c10::TensorImpl *impl);
 // Another optimizer's update of the same memory must be done before it is
 // judged and used. Nothing is pending behind most marks.
 void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch = of_touch);
 
-// expect.cpp
-void expect(void *ctx, void *const *tensors, size_t n);
+// prefetch.cpp
+void prefetch(void *ctx, void *const *tensors, size_t n);
 
 // apply.cpp: rules without kernels
 of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in,
-                     Hold *hold);
+                     References *refs);
 bool apply(void *ctx, of_inputs *in, const double *hyper);
 
 // scale.cpp
@@ -229,11 +229,11 @@ void scale_one(const GradientOf &of, double number, float norm, const at::Tensor
 // All of them; on a GPU the host does not wait for the factor's value.
 void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor);
 of_found collect_gradient(void *ctx, void *tensor, of_inputs *in);
-bool is_alive(void *ctx, void *hold);
-bool keep(void *ctx, void *hold);
-bool defer_scaling(Hold *hold);
+bool is_alive(void *ctx, void *refs);
+bool keep(void *ctx, void *refs);
+bool defer_scaling(References *refs);
 void share_factor(void *ctx, void *to, const void *from);
-void settle_scaling(Hold *hold, bool was_deferred);
+void settle_scaling(References *refs, bool was_deferred);
 
 // norm.cpp
 // The 2-norms of gradients, of the dtype PyTorch gives them; none if one of the
@@ -280,18 +280,18 @@ bool step_is_on_gpu(const Slot *slot);
 // The rule's counters have to be there, too.
 bool counts_on_gpu(const Slot *slot);
 // The device, its stream and scalars; or why it can't be there.
-of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, Hold *hold);
+of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs);
 
-// spent.cpp
-at::Tensor make_spent(const at::Tensor &param);
+// consumed.cpp
+at::Tensor make_consumed(const at::Tensor &param);
 // Whether C++ code that asks for the address of one gets an error, or a null pointer.
-void seal_spent(bool sealed);
-bool is_spent(const c10::TensorImpl *impl);
-// Answers an operator that received a spent gradient: real zeros for zero_(), an error for
-// what reads numbers. True: convert_spent() gives its result.
-bool answer_spent(const char *op, c10::TensorImpl *impl);
-// aten::_to_copy: on another device or of another dtype it is spent, too.
-void convert_spent(torch::jit::Stack *stack);
+void seal_consumed(bool sealed);
+bool is_consumed(const c10::TensorImpl *impl);
+// Answers an operator that received a consumed gradient: real zeros for zero_(), an error for
+// what reads numbers. True: convert_consumed() gives its result.
+bool answer_consumed(const char *op, c10::TensorImpl *impl);
+// aten::_to_copy: on another device or of another dtype it is consumed, too.
+void convert_consumed(torch::jit::Stack *stack);
 
 // backward.cpp
 bool is_closed(const Plan *plan);

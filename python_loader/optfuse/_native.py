@@ -77,7 +77,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),
     "of_shim_is_profiled": (ctypes.c_bool, []),
     "of_shim_inputs_are_profiled": (ctypes.c_bool, []),
-    "of_shim_seal_spent": (None, [ctypes.c_bool]),
+    "of_shim_seal_consumed": (None, [ctypes.c_bool]),
 }
 _WITH_GIL: dict[str, tuple[object, list[object]]] = {
     "of_shim_drop_gradients": (None, [ctypes.c_void_p]),

@@ -6,7 +6,7 @@ somebody profiles or not.
 A profiler that records shapes or stacks notes the addresses of tensors: of those that operators
 get, of those that modules and optimizers have. It asks the tensors themselves for them, past
 the dispatcher, where those with a pending update refuse. So nothing is pending while it is at
-work, and spent gradients give a null pointer."""
+work, and consumed gradients give a null pointer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except ImportError:
         return None
 
 
-_exposed = False  # spent gradients give a null pointer
+_exposed = False  # consumed gradients give a null pointer
 
 
 def _if_of_torch(function: Any) -> Any:
@@ -65,7 +65,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 def _expose(exposed: bool) -> None:
     global _exposed
     if exposed != _exposed:
-        lib.of_shim_seal_spent(not exposed)
+        lib.of_shim_seal_consumed(not exposed)
     _exposed = exposed
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Muon's matrix products on a GPU: cuBLAS makes those for which a trial on that GPU has
-shown the bits of PyTorch's operators, and these make the others (shim/newton_schulz.h).
+shown the bits of PyTorch's operators, and these make the others (shim/matrix/newton_schulz.h).
 
 The trial is for each shape of the parameters, because cuBLAS chooses its algorithms by
 shapes. It does not see the class's step(); the trial of _stock_trial.py does."""

@@ -18,7 +18,7 @@ from optfuse._native import guard
 _KEY = "TESTING_ONLY_GenericWrapper"
 _METHODS = {
     "data_ptr": "touch",
-    # torch.compile asks for it without reading numbers, so a spent gradient passes.
+    # torch.compile asks for it without reading numbers, so a consumed gradient passes.
     "untyped_storage": "launch",
     "__dlpack__": "touch",
     "share_memory_": "touch",

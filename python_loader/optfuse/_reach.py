@@ -117,7 +117,7 @@ def span_of(tensor: Tensor) -> tuple[str, int, int] | None:
     last = sum((size - 1) * step for size, step in strides)
     try:
         begin = tensor.data_ptr()
-    except RuntimeError:  # a gradient that backward fusion has spent
+    except RuntimeError:  # a gradient that backward fusion has consumed
         return None
     return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
 

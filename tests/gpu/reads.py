@@ -127,7 +127,7 @@ def writing(on: On, write: Touch) -> None:
 def add_all() -> None:
     for whose, of in WHOSE.items():
         for way, read in READS.items():
-            # In backward mode the gradient is spent, which raises, as promised.
+            # In backward mode the gradient is consumed, which raises, as promised.
             modes = ("forward",) if whose == "gradient" else MODES
             if whose == "weight" or way in ("clone", "to the host", "foreach", "torch.save"):
                 body = bound(reading, read, of)

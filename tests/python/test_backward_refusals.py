@@ -60,7 +60,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_spent_gradient_says_who_reads_it(read):
+def test_a_consumed_gradient_says_who_reads_it(read):
     model, _optimizer = fused_backward()
     loss_of(model, 0).backward()
     message = refused(lambda: READS[read](model[4].bias.grad), "gradient", "shape (3")

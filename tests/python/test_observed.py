@@ -256,11 +256,11 @@ def test_step_takes_a_closure_either_way():
     assert calls == [True, True]
 
 
-# Spent gradients
+# Consumed gradients
 
 
 @pytest.mark.parametrize("watched", (False, True))
-def test_a_spent_gradient_is_not_saved_as_nothing(watched, tmp_path):
+def test_a_consumed_gradient_is_not_saved_as_nothing(watched, tmp_path):
     """Neither before a profiler that notes addresses nor after it."""
     model, optimizer = fused_backward()
     train(model, optimizer, 0)

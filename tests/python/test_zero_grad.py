@@ -80,7 +80,7 @@ def test_all_gradients_are_none_afterwards_and_die(mode):
     gradients = [weakref.ref(p.grad) for p in model.parameters()]
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-    if mode == "forward":  # backward mode keeps those that are spent, for the next time
+    if mode == "forward":  # backward mode keeps those that are consumed, for the next time
         assert all(gradient() is None for gradient in gradients)
 
 

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "blas.h"
+#include "matrix/blas.h"
 #include "fake.h"
 #include "optfuse.h"
 

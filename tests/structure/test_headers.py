@@ -31,10 +31,11 @@ CUDA = re.compile(r"#include <cuda")
 
 
 def sees(path: Path, pattern: re.Pattern[str]) -> bool:
-    """Directly, or through another header of its directory."""
+    """Directly, or through another header of its layer."""
     text = path.read_text()
     included = re.findall(r'#include "([^"]+)"', text)
-    ours = [path.parent / file for file in included if (path.parent / file).is_file()]
+    places = (path.parent, ROOT / path.relative_to(ROOT).parts[0])
+    ours = [top / file for file in included for top in places if (top / file).is_file()]
     return bool(pattern.search(text)) or any(sees(file, pattern) for file in ours)
 
 
@@ -74,7 +75,7 @@ def compiles(path: Path, compiler: list[str], *flags: str) -> None:
     assert done.returncode == 0, f"{name(path)} does not compile alone:\n{done.stderr}"
 
 
-C_HEADERS = [p for p in HEADERS if p.parent.name != "shim" or for_both(p)]
+C_HEADERS = [p for p in HEADERS if not p.is_relative_to(ROOT / "shim") or for_both(p)]
 SHARED_HEADERS = [p for p in HEADERS if for_both(p)]
 CPP_HEADERS = [p for p in HEADERS if p not in C_HEADERS]
 

@@ -19,14 +19,14 @@ def a_second_gradient_before_step_raises():
     must_raise(lambda: loss_of(pair.ours, 1).backward(), "a second backward before step()")
 
 
-@guards("spent", "discarded")
-def clipping_a_spent_gradient_raises():
+@guards("consumed", "discarded")
+def clipping_a_consumed_gradient_raises():
     pair = Pair(mode="backward")
     loss_of(pair.ours, 0).backward()
     must_raise(lambda: nn.utils.clip_grad_norm_(pair.ours.parameters(), 0.1), "clip_grad_norm_")
 
 
-@guards("spent_twice")
+@guards("consumed_twice")
 def a_gradient_that_is_gone_is_not_left_out():
     pair = Pair(mode="backward")
     pair.train(0)

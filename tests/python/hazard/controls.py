@@ -24,8 +24,8 @@ OFTEN = {
     "version": ("keep_a_loss", "backward_of_a_kept_loss"),
     "rearm": ("step",),
     "twice": ("discarded_backward",),
-    "spent": ("clipped",),
-    "spent_twice": ("step_twice",),
+    "consumed": ("clipped",),
+    "consumed_twice": ("step_twice",),
     "groups": ("take_a_group_away", "iteration_with_zero_grad_of_the_model"),
     "lazy": ("step_with_negated_gradients",),
     "clear": ("replace_the_optimizer",),
@@ -59,7 +59,7 @@ OUT_OF_REACH = {
     "reach": "it is about registered classes; programs have those of torch.optim",
     "untouched": "it is about registered classes; programs have those of torch.optim",
     "floating": "programs never flush denormals",
-    "scaler": "GradScaler then reads gradients that are spent, which raises too",
+    "scaler": "GradScaler then reads gradients that are consumed, which raises too",
 }
 
 

@@ -81,7 +81,7 @@ def read(world, what, index, way):
         world.see(f"{what} by {way}", READS[way](tensor))
 
 
-# Backward mode: the storage of a spent gradient is empty, which PyTorch answers
+# Backward mode: the storage of a consumed gradient is empty, which PyTorch answers
 # with an error of its own ("out of bounds").
 OF_GRADIENTS = [way for way in READS if way != "storage"]
 

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// norm.cpp: 2-norms of gradients and whether they are finite, in one pass over
+// their memory, with the factors that are pending on them and without applying
+// these. What it can't read, PyTorch's operators do.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "compat.h"
+#include "floating.h"
+#include "guard.h"
+#include "norm.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+constexpr float kUnknown = std::numeric_limits<float>::quiet_NaN();
+
+bool can_read(const at::Tensor &grad) {
+    if (!grad.defined())
+        return false;
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    return g->layout() == c10::kStrided && g->has_storage() && g->device().is_cpu() &&
+           g->dtype().toScalarType() == c10::ScalarType::Float &&
+           !g->key_set().has(c10::DispatchKey::Python) && !is_lazy(g) && !is_consumed(g) &&
+           g->is_contiguous() && g->numel() != 0 && g->numel() < (int64_t{1} << 31);
+}
+
+// With room for one more factor after those that are pending: *known is the norm
+// if a pass has found it already.
+of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    of_norm item = {};
+    item.data = static_cast<const float *>(data_of(g));
+    item.n = static_cast<size_t>(g->numel());
+    *n_factors = of_scale_factors(storage_of(g), item.factors, known);
+    return item;
+}
+
+// Longest first, each whole: its sum is in PyTorch's order. All threads compute as this one.
+void compute(std::vector<of_norm> &items) {
+    static of_norm_fn *const norm = of_norm_find(of_isa_detect());
+    std::vector<of_norm *> order;
+    for (of_norm &item : items)
+        order.push_back(&item);
+    std::sort(order.begin(), order.end(),
+              [](const of_norm *a, const of_norm *b) { return a->n > b->n; });
+    std::atomic<size_t> next{0};
+    const unsigned floating = of_floating_now();
+    at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), static_cast<int64_t>(order.size())),
+                     1, [&](int64_t begin, int64_t end) {
+                         const unsigned outside = of_floating_now();
+                         of_floating_set(floating);
+                         for (int64_t thread = begin; thread < end; thread++)
+                             for (size_t i = next++; i < order.size(); i = next++)
+                                 norm(order[i]);
+                         of_floating_set(outside);
+                     });
+}
+
+at::Tensor norms_of(const std::vector<float> &values) {
+    PlainMode plain;
+    at::Tensor norms = at::empty({static_cast<int64_t>(values.size())}, at::kFloat);
+    std::copy(values.begin(), values.end(), norms.mutable_data_ptr<float>());
+    return norms;
+}
+
+} // namespace
+
+std::optional<at::Tensor> norms(const std::vector<GradientOf> &of) {
+    std::vector<float> values(of.size());
+    std::vector<of_norm> items;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < of.size(); i++) {
+        unsigned n_factors = 0;
+        if (!can_read(of[i].grad()))
+            return std::nullopt;
+        const of_norm item = item_of(of[i].grad(), &values[i], &n_factors);
+        if (std::isnan(values[i])) {
+            items.push_back(item);
+            places.push_back(i);
+        }
+    }
+    compute(items);
+    for (size_t i = 0; i < items.size(); i++)
+        values[places[i]] = items[i].norm;
+    return norms_of(values);
+}
+
+std::optional<bool> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor) {
+    const double number = factor.item<double>();
+    std::vector<of_norm> items;
+    for (const GradientOf &g : of) {
+        float known = kUnknown;
+        unsigned n_factors = 0;
+        if (!can_read(g.grad()))
+            return std::nullopt;
+        items.push_back(item_of(g.grad(), &known, &n_factors));
+        if (n_factors != 0)
+            return std::nullopt;
+        items.back().factors[0] = number;
+    }
+    compute(items);
+    bool finite = true;
+    for (size_t i = 0; i < of.size(); i++) {
+        finite = (items[i].finite || !OF_GUARD(nonfinite)) && finite;
+        scale_one(of[i], number, items[i].norm, factor);
+    }
+    return finite;
+}
+
+at::Tensor norm_by_our_formula(const at::Tensor &x) {
+    of_norm item = {};
+    item.data = x.const_data_ptr<float>();
+    item.n = static_cast<size_t>(x.numel());
+    item.factors[0] = item.factors[1] = 1;
+    std::vector<of_norm> items{item};
+    compute(items);
+    return norms_of({items[0].norm});
+}
+
+} // namespace optfuse

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// scale.cpp: gradients that are multiplied by clipping or unscaling when they
+// are next read, and not before.
+#include <ATen/ops/_foreach_mul.h>
+
+#include <limits>
+#include <map>
+#include <optional>
+
+#include "compat.h"
+#include "guard.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+// What a kernel can multiply in place, without autograd having to know.
+bool can_scale(const at::Tensor &grad, of_dtype *dtype) {
+    if (!grad.defined())
+        return false;
+    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    return g->layout() == c10::kStrided && g->has_storage() &&
+           !g->key_set().has(c10::DispatchKey::Python) && dtype_of(g, dtype) && !is_lazy(g) &&
+           !is_consumed(g) && g->is_non_overlapping_and_dense() && !g->requires_grad() &&
+           !g->is_inference() && g->numel() != 0;
+}
+
+// Where others see the memory, PyTorch's operator takes many gradients at once.
+// A graph that is being captured gets all of its work where it is asked for.
+bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
+    Plan *plan = slot->plan;
+    return is_gpu(g->device()) && !plan->rule->by_host && plan->mode == OF_FORWARD &&
+           plan->scalars.has_factor(g->dtype().toScalarType()) && is_private(storage_of(g), 0) &&
+           current_stream(g->device().index()).capture == 0 &&
+           prepare_scaling(plan, g->device(), dtype);
+}
+
+void place_scaling(const c10::TensorImpl *g, of_inputs *in, References *refs) {
+    in->device = OF_CUDA;
+    in->grad = in->param;
+    in->ready = in->stream = current_stream(g->device().index());
+    refs->on_gpu = true;
+    refs->stream = refs->ready = in->stream;
+    refs->slot->plan->scalars.give_factor(in, refs);
+}
+
+of_found find_gradient(Slot *slot, of_inputs *in) {
+    const at::Tensor &grad = slot->param->grad();
+    if (!can_scale(grad, &in->dtype))
+        return OF_FOUND_NOTHING;
+    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    c10::StorageImpl *storage = storage_of(g);
+    launch_others(g, of_launch_at);
+    if (!g->device().is_cpu() && !can_wait_on_gpu(slot, g, in->dtype))
+        return OF_FOUND_NOTHING;
+    References *refs = new (in->hold) References;
+    refs->slot = slot;
+    refs->scaling = true;
+    refs->tensors[0] = g;
+    refs->storages[0] = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+    in->keys[0] = storage;
+    in->n_keys = refs->n = 1;
+    in->param = data_of(g);
+    in->numel = g->numel();
+    if (g->device().is_cpu())
+        return OF_FOUND_INPUTS;
+    try {
+        place_scaling(g, in, refs);
+    } catch (...) {
+        refs->~References();
+        throw;
+    }
+    return OF_FOUND_INPUTS;
+}
+
+} // namespace
+
+of_found collect_gradient(void *, void *tensor, of_inputs *in) {
+    Slot *slot = static_cast<Slot *>(tensor);
+    try {
+        return find_gradient(slot, in);
+    } catch (const c10::Error &e) {
+        of_set_error("clipping the gradient of %s failed: %s", slot->label.c_str(),
+                     e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        of_set_error("clipping the gradient of %s failed: %s", slot->label.c_str(), e.what());
+    }
+    return OF_FOUND_ERROR;
+}
+
+void share_factor(void *, void *to, const void *from) {
+    static_cast<References *>(to)->scalars[FACTOR] =
+        static_cast<const References *>(from)->scalars[FACTOR];
+}
+
+// From here to its end the gradient may be freed at any time.
+bool defer_scaling(References *refs) {
+    c10::StorageImpl *storage = refs->storages[0].get();
+    if (OF_GUARD(privacy) && !is_private(storage, 1))
+        return false;
+    if (OF_GUARD(key))
+        mark(refs->tensors[0]);
+    if (OF_GUARD(seal))
+        seal(storage);
+    refs->gradient = c10::weak_intrusive_ptr<c10::StorageImpl>(refs->storages[0]);
+    refs->storages[0].reset();
+    return true;
+}
+
+bool is_alive(void *, void *opaque) {
+    return !static_cast<References *>(opaque)->gradient.expired();
+}
+
+bool keep(void *, void *opaque) {
+    References *refs = static_cast<References *>(opaque);
+    refs->storages[0] = refs->gradient.lock();
+    return static_cast<bool>(refs->storages[0]);
+}
+
+void settle_scaling(References *refs, bool was_deferred) {
+    if (was_deferred && refs->storages[0])
+        unseal(refs->storages[0].get());
+}
+
+bool scale_later(const GradientOf &of, double number, float norm) {
+    bool scaled = false;
+    if (of_plan_scale(of.plan->core, of.slot->index, number, norm, &scaled) != OF_OK)
+        throw Error(std::string("optfuse: ") + of_error_message());
+    if (scaled)
+        of.grad().unsafeGetTensorImpl()->bump_version();
+    return scaled;
+}
+
+// What can't be left pending is multiplied as PyTorch does.
+void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
+    if (!scale_later(of, number, norm) && of.grad().defined())
+        of.grad().mul_(factor);
+}
+
+namespace {
+
+using Alike = std::map<std::pair<c10::DeviceIndex, at::ScalarType>, std::vector<at::Tensor>>;
+
+void set_factors(const std::vector<GradientOf> &of, const at::Tensor &factor) {
+    const Plan *last = nullptr;
+    for (const GradientOf &g : of)
+        if (g.plan != last)
+            (last = g.plan, g.plan->scalars.set_factor(factor));
+}
+
+void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor) {
+    constexpr float unknown = std::numeric_limits<float>::quiet_NaN();
+    std::optional<double> number; // asked for if a gradient of the CPU needs it
+    Alike now;
+    for (const GradientOf &g : of) {
+        const at::Tensor &grad = g.grad();
+        if (!grad.defined() || !is_gpu(grad.device())) {
+            if (!number)
+                number = factor.item<double>();
+            scale_one(g, *number, unknown, factor);
+        } else if (scale_later(g, 1, unknown)) {
+            continue;
+        } else if (grad.layout() != at::kStrided || is_lazy(grad.unsafeGetTensorImpl())) {
+            grad.mul_(factor.to(grad.device()));
+        } else {
+            now[{grad.device().index(), grad.scalar_type()}].push_back(grad);
+        }
+    }
+    for (auto &[where, grads] : now)
+        at::_foreach_mul_(grads, factor.to(grads[0].device()));
+}
+
+} // namespace
+
+void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor) {
+    set_factors(of, factor);
+    try {
+        scale_all_given(of, factor);
+    } catch (...) {
+        set_factors(of, {});
+        throw;
+    }
+    set_factors(of, {});
+}
+
+} // namespace optfuse

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// muon.cpp: torch.optim.Muon, as _single_tensor_muon of its file. Numbers are
+// combined in double, as Python does.
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include <cmath>
+
+#include "compat.h"
+#include "external/native.h"
+#include "guard.h"
+#include "matrix/newton_schulz.h"
+#include "rules/by_host.h"
+
+namespace optfuse {
+namespace {
+
+constexpr double kTooManySteps = 100; // which the class refuses
+
+bool is_usual(const NativeInputs &in) {
+    const double *h = in.hyper;
+    return !std::isnan(h[MUON_LR]) && h[MUON_NS_STEPS] < kTooManySteps && in.grad.dim() == 2 &&
+           in.grad.numel() != 0 && in.state[0].sizes() == in.grad.sizes() &&
+           is_usual_state(in.state[0], in.grad);
+}
+
+// A polynomial of the matrix, by Newton-Schulz iterations, that takes its singular
+// values towards 1.
+at::Tensor orthogonal(const at::Tensor &matrix, const double *h) {
+    const bool is_tall = matrix.size(0) > matrix.size(1);
+    at::Tensor x = matrix.to(at::kBFloat16, false, !kMuonDividesInput);
+    if (is_tall)
+        x = x.t();
+    x.div_(at::linalg_vector_norm(x, 2).clamp(h[MUON_EPS]));
+    x = iterated(x, {h[MUON_A], h[MUON_B], h[MUON_C]}, h[MUON_NS_STEPS]);
+    return is_tall ? x.t() : x;
+}
+
+double adjusted(double lr, of_adjust_lr how, const at::Tensor &param) {
+    const auto rows = static_cast<double>(param.size(0));
+    const auto columns = static_cast<double>(param.size(1));
+    return lr * (how == OF_ADJUST_MATCH_RMS ? 0.2 * std::sqrt(greatest(rows, columns))
+                                            : std::sqrt(greatest(1.0, rows / columns)));
+}
+
+} // namespace
+
+bool muon(const NativeInputs &in) {
+    const double *h = in.hyper;
+    if (in.state.size() != 1)
+        return false;
+    if (OF_GUARD(native) && !is_usual(in))
+        return false;
+    const at::Tensor &average = in.state[0];
+    average.lerp_(in.grad, 1.0 - h[MUON_MOMENTUM]);
+    const at::Tensor direction =
+        h[MUON_NESTEROV] != 0 ? in.grad.lerp(average, h[MUON_MOMENTUM]) : average;
+    const at::Tensor update = orthogonal(direction, h);
+    const bool divided = kMuonDividesInput && direction.is_same(average) &&
+                         average.scalar_type() == at::kBFloat16;
+    for (int times = divided ? 2 : 1; times > 0; times--)
+        average.unsafeGetTensorImpl()->bump_version();
+    const auto how = static_cast<of_adjust_lr>(h[MUON_ADJUST_LR]);
+    in.param.mul_(operand(1.0 - h[MUON_LR] * h[MUON_WEIGHT_DECAY]));
+    in.param.add_(update, -adjusted(h[MUON_LR], how, in.param));
+    return true;
+}
+
+} // namespace optfuse

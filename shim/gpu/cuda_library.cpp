@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// cuda_library.cpp: opens the library of CUDA kernels when the first GPU tensor
+// is seen, so that nobody else needs it.
+#include <dlfcn.h>
+
+#include <mutex>
+#include <string>
+
+#include "gpu/device.h"
+
+namespace optfuse {
+namespace {
+
+std::string &path() {
+    static auto *where = new std::string; // leaked: used at exit too
+    return *where;
+}
+
+template <typename Function> bool find(void *library, const char *name, Function *out) {
+    *out = reinterpret_cast<Function>(dlsym(library, name));
+    return *out != nullptr;
+}
+
+bool find_all(void *library, CudaLibrary *out) {
+    return find(library, "of_cuda_abi_version", &out->abi_version) &&
+           find(library, "of_cuda_error", &out->error) &&
+           find(library, "of_cuda_open", &out->open) &&
+           find(library, "of_cuda_prepare", &out->prepare) &&
+           find(library, "of_cuda_launch", &out->launch) &&
+           find(library, "of_cuda_advance", &out->advance) &&
+           find(library, "of_cuda_capture", &out->capture) &&
+           find(library, "of_cuda_relax", &out->relax);
+}
+
+// "" or why the library can't be used.
+std::string load(CudaLibrary *out) {
+    if (path().empty())
+        return "this build of optfuse has no CUDA kernels: rebuild it where nvcc is installed";
+    void *library = dlopen(path().c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr)
+        return std::string("the library of CUDA kernels does not load: ") + dlerror();
+    if (!find_all(library, out) || out->abi_version() != OF_CUDA_ABI_VERSION)
+        return path() + " is of another version of optfuse: rebuild both together";
+    if (out->open() != OF_CUDA_OK)
+        return out->error();
+    return "";
+}
+
+} // namespace
+
+void set_cuda_library(const char *where) { path() = where; }
+
+const CudaLibrary *cuda_library() {
+    static std::once_flag once;
+    static CudaLibrary library;
+    static auto *failure = new std::string;
+    std::call_once(once, [] { *failure = load(&library); });
+    if (failure->empty())
+        return &library;
+    of_set_error("%s", failure->c_str());
+    return nullptr;
+}
+
+} // namespace optfuse

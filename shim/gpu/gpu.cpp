@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// gpu.cpp: what an update on a GPU needs beside its tensors: loaded kernels, a
+// stream, a step counter that may be on the device, and copies of the scalars
+// that are.
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "compat.h"
+#include "gpu/device.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+
+namespace {
+
+bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Device &where,
+                  of_dtype dtype, const double *hyper) {
+    of_cuda_update update = {};
+    update.rule = rule;
+    update.dtype = dtype;
+    update.device = where.index();
+    update.hyper = hyper;
+    const c10::DeviceGuard device(where);
+    library->relax(true); // a graph may be being captured
+    const bool loaded = library->prepare(&update) == OF_CUDA_OK;
+    library->relax(false);
+    return loaded;
+}
+
+} // namespace
+
+// Loading may have to wait for the device, which a launch must never do.
+of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+    Plan *plan = slot->plan;
+    const double *hyper = of_plan_hyper(plan->core, slot->index);
+    double first[OF_MAX_HYPER] = {}; // scalars of a first update: all use the same kernels
+    const auto ordinal = static_cast<size_t>(p->device().index());
+    const uint32_t bit = UINT32_C(1) << (static_cast<unsigned>(dtype) * 8 +
+                                         (plan->rule->state_used(hyper) & 7u));
+    if (ordinal < 64 && (plan->prepared[ordinal].load(std::memory_order_relaxed) & bit) != 0)
+        return OF_FOUND_INPUTS;
+    const CudaLibrary *library = cuda_library();
+    if (library == nullptr)
+        return refuse(slot, "", "is on a GPU, but ", of_error_message());
+    if (plan->rule->prepare_gpu != nullptr) {
+        of_count count = {};
+        count.step = 1;
+        plan->rule->prepare_gpu(hyper, &count, first);
+        hyper = first;
+    }
+    if (!load_kernels(library, plan->rule->name, p->device(), dtype, hyper))
+        return refuse(slot, "", "is on a GPU, but ", library->error());
+    if (ordinal < 64)
+        plan->prepared[ordinal].fetch_or(bit, std::memory_order_relaxed);
+    return OF_FOUND_INPUTS;
+}
+
+bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype) {
+    static const double none[OF_MAX_HYPER] = {};
+    const auto ordinal = static_cast<size_t>(device.index());
+    const uint32_t bit = UINT32_C(1) << static_cast<unsigned>(dtype);
+    if (ordinal >= 64)
+        return false;
+    if ((plan->prepared_scaling[ordinal].load(std::memory_order_relaxed) & bit) != 0)
+        return true;
+    const CudaLibrary *library = cuda_library();
+    if (library == nullptr || !load_kernels(library, "scaling", device, dtype, none))
+        return false;
+    plan->prepared_scaling[ordinal].fetch_or(bit, std::memory_order_relaxed);
+    return true;
+}
+
+bool step_is_on_gpu(const Slot *slot) {
+    return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
+}
+
+bool counts_on_gpu(const Slot *slot) {
+    return slot->plan->rule->counts_on_gpu && is_gpu(slot->param->device());
+}
+
+namespace {
+
+// Of rules whose scalars the host prepares, and of those whose counters are on the GPU.
+of_found check_counting(const Slot *slot, const of_inputs *in) {
+    const of_rule *rule = slot->plan->rule;
+    if (rule->counts_on_gpu && in->stream.capture != 0)
+        return refuse(slot, "the update of ", "can't be captured into a CUDA graph",
+                      ", as in torch.optim without capturable=True");
+    if (rule->prepare_gpu != nullptr && !rule->counts_on_gpu && step_is_on_gpu(slot))
+        return refuse(slot, "the step counter of ", "is on the GPU",
+                      ", where this update does not look for it: move state['step'] to the CPU, as "
+                      "torch.optim has it without capturable=True");
+    return OF_FOUND_INPUTS;
+}
+
+} // namespace
+
+of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs) {
+    Plan *plan = slot->plan;
+    if (!is_gpu(p->device()))
+        return !plan->scalars.scale_gradients()
+                   ? OF_FOUND_INPUTS
+                   : refuse(slot, "", "is on the CPU, but GradScaler left unscaling to the update",
+                            ", which does it on GPUs only: call scaler.unscale_(optimizer) before "
+                            "scaler.step(optimizer)");
+    refs->on_gpu = true;
+    in->device = OF_CUDA;
+    in->ready = current_stream(p->device().index());
+    in->stream = in->ready;
+    if (plan->beside && refs->consumes)
+        in->stream.id = side_stream(in->ready.device);
+    refs->stream = in->stream;
+    refs->ready = in->ready;
+    if (check_counting(slot, in) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    plan->scalars.give(slot->group, in, refs);
+    if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
+        return refuse(slot, "the step counter of ", "is on the CPU",
+                      ", where the replays of the CUDA graph that is being captured can't count "
+                      "it: build the optimizer with capturable=True");
+    return OF_FOUND_INPUTS;
+}
+
+void DeviceScalars::set(std::vector<at::Tensor> rates, at::Tensor scale, at::Tensor inf) {
+    lr = std::move(rates);
+    grad_scale = std::move(scale);
+    found_inf = std::move(inf);
+    copies.clear();
+    any = grad_scale.defined() || found_inf.defined();
+    for (const at::Tensor &rate : lr)
+        any = any || rate.defined();
+}
+
+// On the current stream, which is the one where the inputs are ready: nothing else
+// would order a copy made on another.
+const float *DeviceScalars::copy_of(const at::Tensor &scalar, const of_stream &stream,
+                                    at::Tensor *keep) {
+    if (!scalar.defined())
+        return nullptr;
+    for (const Copy &known : copies)
+        if (known.of == scalar.unsafeGetTensorImpl() && known.stream.device == stream.device &&
+            known.stream.id == stream.id)
+            *keep = known.copy;
+    if (!keep->defined()) {
+        const PlainMode plain;
+        const c10::Device device(gpu_type(), static_cast<c10::DeviceIndex>(stream.device));
+        *keep = at::empty({}, at::TensorOptions().device(device).dtype(at::kFloat));
+        keep->copy_(scalar.reshape({}), /*non_blocking=*/true);
+        copies.push_back({scalar.unsafeGetTensorImpl(), stream, *keep});
+    }
+    return static_cast<const float *>(data_of(keep->unsafeGetTensorImpl()));
+}
+
+void DeviceScalars::give(size_t group, of_inputs *in, References *refs) {
+    if (!any)
+        return;
+    const std::lock_guard<std::mutex> guard(lock);
+    if (group < lr.size())
+        in->lr_at = copy_of(lr[group], in->ready, &refs->scalars[0]);
+    in->grad_scale_at = copy_of(grad_scale, in->ready, &refs->scalars[1]);
+    in->found_inf_at = copy_of(found_inf, in->ready, &refs->scalars[2]);
+}
+
+void DeviceScalars::set_factor(at::Tensor by) {
+    factor = std::move(by);
+    factors.clear();
+}
+
+void DeviceScalars::give_factor(of_inputs *in, References *refs) {
+    at::Tensor &keep = refs->scalars[FACTOR];
+    for (const auto &[stream, known] : factors)
+        if (stream.device == in->stream.device && stream.id == in->stream.id)
+            keep = known;
+    if (!keep.defined()) {
+        const PlainMode plain;
+        const c10::Device device(gpu_type(), static_cast<c10::DeviceIndex>(in->stream.device));
+        const bool wide = factor.scalar_type() == at::kDouble;
+        keep = factor.reshape({}).to(device, wide ? at::kDouble : at::kFloat, /*non_blocking=*/true);
+        factors.emplace_back(in->stream, keep);
+    }
+    in->factor_at = data_of(keep.unsafeGetTensorImpl());
+}
+
+} // namespace optfuse

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// operators.cpp: the operators through which Python hands over tensors. `plan` is
+// the address of an of_shim_plan.
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/library.h>
+
+#include "error.h"
+#include "matrix/newton_schulz.h"
+#include "matrix/products.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+Plan &plan_at(int64_t address) { return *reinterpret_cast<Plan *>(address); }
+
+Slot &slot_at(Plan &plan, int64_t index) {
+    if (index < 0 || static_cast<size_t>(index) >= plan.slots.size())
+        throw Error("optfuse: no parameter number " + std::to_string(index));
+    return *plan.slots[static_cast<size_t>(index)];
+}
+
+void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, int64_t tried,
+              std::string label) {
+    auto *slot = new Slot(param);
+    slot->plan = &plan;
+    slot->group = static_cast<size_t>(group);
+    slot->tried = tried;
+    slot->label = std::move(label);
+    // The core owns the slot from here on, also when this fails.
+    if (of_plan_add_slot(plan.core, slot, static_cast<size_t>(group), eager, &slot->index) != OF_OK)
+        throw Error(std::string("optfuse: ") + of_error_message());
+    plan.slots.push_back(slot);
+}
+
+// Traced, they would come with tensors that have no numbers, and that the plan must not keep.
+void refuse_fake_tensors(const char *what) {
+    using Modes = c10::impl::TorchDispatchModeTLS;
+    if (Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value())
+        throw Error(std::string("optfuse: ") + what +
+                    " inside code that is traced (torch.compile, torch.export or a "
+                    "FakeTensorMode), where tensors are fake; nothing was changed. Call "
+                    "optimizer.step() and functions of optfuse outside of it");
+}
+
+// For a plan without slots whose groups are set. One entry a parameter in each
+// list; updated: in backward mode, since the last step(); tried: see Slot, and for
+// tried_on_cpu Plan; label: how errors name the parameter.
+void set_slots(int64_t address, const std::vector<at::Tensor> &params,
+               const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
+               const std::vector<int64_t> &updated, const std::vector<int64_t> &tried,
+               int64_t tried_on_cpu, const std::vector<std::string> &labels) {
+    refuse_fake_tensors("parameters are told");
+    Plan &plan = plan_at(address);
+    plan.tried_on_cpu = tried_on_cpu;
+    for (size_t i = 0; i < params.size(); i++) {
+        add_slot(plan, params[i], groups[i], eager[i] != 0, tried[i], labels[i]);
+        if (updated[i] != 0)
+            of_plan_set_updated(plan.core, i);
+    }
+}
+
+void set_own_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state) {
+    slot.own.clear();
+    slot.can_wait = true;
+    for (const auto &tensor : state) {
+        slot.can_wait = slot.can_wait && tensor.has_value();
+        if (tensor)
+            slot.own.push_back(*tensor);
+    }
+}
+
+// The very tensor that set_slots() was given.
+at::Tensor parameter_of(int64_t address, int64_t index) {
+    return reference_to(slot_at(plan_at(address), index).param);
+}
+
+// state: the rule's state tensors in its order, then its counters; None where
+// there is none. Rules without kernels: all state tensors, in the class's order if
+// they have a native update; with a None among them if an update may change
+// something else too.
+// step: the counter, or None. first: the rule has no counter and this state
+// is new.
+void set_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
+               const std::optional<at::Tensor> &step, bool first) {
+    refuse_fake_tensors("optimizer state is told");
+    Slot &slot = slot_at(plan_at(address), index);
+    const of_rule *rule = slot.plan->rule;
+    if (rule->by_host) {
+        set_own_state(slot, state);
+        return;
+    }
+    if (state.size() != rule->n_state + rule->n_counters)
+        throw Error("optfuse: a wrong number of state tensors");
+    for (size_t i = 0; i < rule->n_state; i++)
+        slot.state[i] = state[i] ? *state[i] : at::Tensor();
+    for (size_t i = 0; i < rule->n_counters; i++)
+        slot.counters[i] = state[rule->n_state + i] ? *state[rule->n_state + i] : at::Tensor();
+    slot.step = step ? *step : at::Tensor();
+    slot.first = first;
+}
+
+// For the next step, or the backward pass that begins: scalars that are on a
+// GPU. lr: one for each group, None where it is a number.
+void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
+                        const std::optional<at::Tensor> &grad_scale,
+                        const std::optional<at::Tensor> &found_inf) {
+    refuse_fake_tensors("learning rates are told");
+    std::vector<at::Tensor> rates;
+    for (const auto &rate : lr)
+        rates.push_back(rate ? *rate : at::Tensor());
+    plan_at(address).scalars.set(std::move(rates), grad_scale ? *grad_scale : at::Tensor(),
+                                 found_inf ? *found_inf : at::Tensor());
+}
+
+void attach(int64_t address, const std::vector<at::Tensor> &params) {
+    refuse_fake_tensors("gradient hooks are attached");
+    Plan &plan = plan_at(address);
+    for (size_t i = 0; i < params.size(); i++)
+        if (has_other_gradient_hook(&plan, params[i]))
+            throw Error("optfuse: " + plan.slots[i]->label +
+                        " already belongs to another optimizer in backward mode; use "
+                        "mode=\"forward\" for both, or unfuse the other first");
+    for (size_t i = 0; i < params.size(); i++)
+        attach_gradient_hook(plan.self, plan.slots[i], params[i]);
+}
+
+void detach(int64_t address, const std::vector<at::Tensor> &params) {
+    for (const at::Tensor &param : params)
+        detach_gradient_hook(&plan_at(address), param);
+}
+
+std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
+                                     const std::vector<int64_t> &slots) {
+    refuse_fake_tensors("gradients are clipped or unscaled");
+    std::vector<GradientOf> of;
+    for (size_t i = 0; i < slots.size(); i++) {
+        of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
+        // An optimizer's own code may write to the gradient; our kernels never do.
+        if (of.back().plan->rule->by_host && of.back().grad().defined())
+            launch_others(of.back().grad().unsafeGetTensorImpl(), of_launch_at);
+    }
+    return of;
+}
+
+void sweep(const std::vector<GradientOf> &of) {
+    const Plan *last = nullptr;
+    for (const GradientOf &g : of)
+        if (g.plan != last)
+            of_plan_sweep((last = g.plan)->core);
+}
+
+// Multiplies the gradients of slots by a 0-dim tensor, rounding to their dtypes.
+// Nobody may write to the factor any more.
+void scale_gradients(const std::vector<int64_t> &plans, const std::vector<int64_t> &slots,
+                     const at::Tensor &factor) {
+    const std::vector<GradientOf> of = gradients_of(plans, slots);
+    sweep(of);
+    scale_all(of, factor);
+}
+
+std::optional<at::Tensor> norms_of_gradients(const std::vector<int64_t> &plans,
+                                             const std::vector<int64_t> &slots) {
+    return norms(gradients_of(plans, slots));
+}
+
+std::optional<bool> unscale_gradients(const std::vector<int64_t> &plans,
+                                      const std::vector<int64_t> &slots,
+                                      const at::Tensor &factor) {
+    const std::vector<GradientOf> of = gradients_of(plans, slots);
+    sweep(of);
+    return unscale(of, factor);
+}
+
+Polynomial polynomial_of(const std::vector<double> &numbers) {
+    if (numbers.size() != 3)
+        throw Error("optfuse: a Newton-Schulz iteration has three coefficients");
+    return {numbers[0], numbers[1], numbers[2]};
+}
+
+// A direction of this shape, as Muon turns it.
+std::string try_products_of(const at::Tensor &matrix, const std::vector<double> &coefficients) {
+    const bool is_tall = matrix.size(0) > matrix.size(1);
+    return try_products(is_tall ? matrix.t() : matrix, polynomial_of(coefficients));
+}
+
+std::string why_operators_for(c10::Device device, int64_t rows, int64_t columns, bool by_rows,
+                              const std::vector<double> &coefficients) {
+    const Polynomial p = polynomial_of(coefficients);
+    return rows > columns ? why_operators(device, columns, rows, !by_rows, p)
+                          : why_operators(device, rows, columns, by_rows, p);
+}
+
+// Puts the memory of these tensors out of reach, whoever asks for its address: which of them
+// did it. It is for the trial of a class's step(), which must reach nothing real.
+std::vector<int64_t> seal_all(const std::vector<at::Tensor> &tensors) {
+    std::vector<int64_t> sealed;
+    for (size_t i = 0; i < tensors.size(); i++) {
+        const c10::TensorImpl *impl = tensors[i].unsafeGetTensorImpl();
+        if (!impl->has_storage() || is_sealed(storage_of(impl)))
+            continue;
+        seal(storage_of(impl));
+        sealed.push_back(static_cast<int64_t>(i));
+    }
+    return sealed;
+}
+
+void unseal_all(const std::vector<at::Tensor> &tensors) {
+    for (const at::Tensor &tensor : tensors)
+        unseal(storage_of(tensor.unsafeGetTensorImpl()));
+}
+
+// Nothing: the first-use fallback has launched the update by now, and in
+// touch() refused a consumed gradient.
+void touch(const at::Tensor &) {}
+void launch(const at::Tensor &) {}
+
+// For the loader's check that errors arrive as optfuse.Error.
+void raise_error(const std::string &message) { throw Error(message); }
+
+} // namespace
+} // namespace optfuse
+
+TORCH_LIBRARY(optfuse, m) {
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, int[] tried, int tried_on_cpu, str[] labels) -> ()",
+          optfuse::set_slots);
+    m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
+          optfuse::set_state);
+    m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
+    m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
+          optfuse::set_device_scalars);
+    m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
+    m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
+    m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);
+    m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
+    m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);
+    m.def("norm(Tensor x) -> Tensor", optfuse::norm_by_our_formula);
+    m.def("try_products(Tensor matrix, float[] coefficients) -> str", optfuse::try_products_of);
+    m.def("why_operators(Device device, int rows, int columns, bool by_rows, float[] coefficients) -> str",
+          optfuse::why_operators_for);
+    m.def("products_by_cublas() -> int", optfuse::products_by_cublas);
+    m.def("seal(Tensor[] tensors) -> int[]", optfuse::seal_all);
+    m.def("unseal(Tensor[] tensors) -> ()", optfuse::unseal_all);
+    m.def("touch(Tensor tensor) -> ()", optfuse::touch);
+    m.def("launch(Tensor tensor) -> ()", optfuse::launch);
+    m.def("raise_error(str message) -> ()", optfuse::raise_error);
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// callback.cpp: the way from the library into Python.
+#include <signal.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "error.h"
+#include "python/interpreter.h"
+#include "tensors.h"
+
+namespace optfuse {
+
+thread_local _object *raised_in_python = nullptr;
+
+namespace {
+
+_object *callback = nullptr;
+
+// of_shim_init() has refused where there is none.
+const of_python &python() { return of_interpreter; }
+
+// An exception may be on its way already, where an update runs because a tensor dies.
+class Gil {
+  public:
+    Gil() : state(python().take_gil()) { python().fetch(&type, &value, &trace); }
+    ~Gil() {
+        python().restore(type, value, trace);
+        python().give_gil(state);
+    }
+    Gil(const Gil &) = delete;
+    Gil &operator=(const Gil &) = delete;
+
+  private:
+    const int state;
+    _object *type, *value, *trace;
+};
+
+volatile sig_atomic_t interrupted = 0;
+
+void note_interrupt(int) { interrupted = 1; }
+
+bool is_main_thread() {
+    // As a system call: the oldest C library that PyTorch runs with has no gettid().
+    static thread_local const bool is_main = getpid() == syscall(SYS_gettid);
+    return is_main;
+}
+
+// An interrupt in the middle of what Python does for us would leave it half done. It comes
+// when this is done: before the next line of the program, as where C++ runs for long.
+class HeldInterrupts {
+  public:
+    HeldInterrupts() : held(is_main_thread() && sigaction(SIGINT, nullptr, &before) == 0) {
+        held = held && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN &&
+               before.sa_handler != note_interrupt;
+        if (!held)
+            return;
+        struct sigaction note = {};
+        note.sa_handler = note_interrupt;
+        note.sa_flags = SA_RESTART;
+        sigaction(SIGINT, &note, nullptr);
+    }
+    ~HeldInterrupts() {
+        if (!held)
+            return;
+        sigaction(SIGINT, &before, nullptr);
+        if (interrupted == 0)
+            return;
+        interrupted = 0;
+        raise(SIGINT);
+    }
+    HeldInterrupts(const HeldInterrupts &) = delete;
+    HeldInterrupts &operator=(const HeldInterrupts &) = delete;
+
+  private:
+    bool held;
+    struct sigaction before;
+};
+
+std::string text_of(_object *made) {
+    const char *utf8 = made == nullptr ? nullptr : python().utf8(made, nullptr);
+    const std::string text = utf8 == nullptr ? "" : utf8;
+    if (made != nullptr)
+        python().drop(made);
+    python().clear();
+    return text;
+}
+
+// as_it_is: not as optfuse.Error, which stands for all that is an error and not an interrupt.
+int take_exception(bool as_it_is) {
+    const of_python &p = python();
+    _object *type = nullptr, *value = nullptr, *trace = nullptr;
+    p.fetch(&type, &value, &trace);
+    p.normalize(&type, &value, &trace);
+    std::string text = text_of(p.str(value));
+    if (as_it_is || p.matches(type, *p.exception) == 0) {
+        raised_in_python = type;
+        p.keep(type); // for ever: nobody knows for how long it is needed
+    } else if (p.matches(type, Error::type) == 0) {
+        text = text_of(p.attribute(type, "__name__")) + ": " + text;
+    } else if (text.rfind("optfuse: ", 0) == 0) {
+        text.erase(0, 9);
+    }
+    of_set_error("%s", text.c_str());
+    for (_object *object : {type, value, trace})
+        if (object != nullptr)
+            p.drop(object);
+    return 0;
+}
+
+// Those of signals that came before. False: one has raised, and nothing was begun. An update
+// has to be made all the same, or its parameter would miss it, and is interrupted after it.
+bool run_signal_handlers(of_shim_event event) {
+    const of_python &p = python();
+    if (p.run_signal_handlers() == 0)
+        return true;
+    _object *type = nullptr, *value = nullptr, *trace = nullptr;
+    p.fetch(&type, &value, &trace);
+    const bool later = event == OF_SHIM_APPLY && p.matches(type, *p.interrupt) != 0;
+    p.restore(type, value, trace);
+    if (!later)
+        return false;
+    p.clear();
+    interrupted = 1;
+    return true;
+}
+
+} // namespace
+
+void set_callback(_object *callable) { callback = callable; }
+
+int ask_python(Plan *plan, of_shim_event event, size_t slot) {
+    const of_python &p = python();
+    raised_in_python = nullptr;
+    const Gil gil;
+    const HeldInterrupts held;
+    if (!run_signal_handlers(event))
+        return take_exception(true);
+    _object *answer = p.call(callback, "Kin", reinterpret_cast<unsigned long long>(plan),
+                             static_cast<int>(event), static_cast<ssize_t>(slot));
+    if (answer == nullptr)
+        return take_exception(false);
+    const long number = p.number(answer);
+    p.drop(answer);
+    return static_cast<int>(number);
+}
+
+} // namespace optfuse

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// shim.cpp: the C ABI of shim.h.
+#include <ATen/record_function.h>
+#include <pthread.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "compat.h"
+#include "error.h"
+#include "gpu/device.h"
+#include "guard.h"
+#include "python/gil.h"
+#include "python/interpreter.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+using optfuse::plan_of;
+
+namespace {
+
+int failed(const std::exception &e) {
+    of_set_error("%s", e.what());
+    return OF_REFUSED;
+}
+
+// Another plan's update may be what the mark stands for.
+bool clean(c10::TensorImpl *impl) {
+    if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl))
+        return true;
+    if (of_touch(optfuse::storage_of(impl), false) >= OF_IN_FLIGHT)
+        return false;
+    optfuse::unmark(impl);
+    return true;
+}
+
+void prepare_fork() {
+    const optfuse::WithoutGil wait;
+    of_fork_prepare();
+    optfuse::Waiting::hold_all();
+}
+
+void after_fork_in_parent() {
+    optfuse::Waiting::let_all_go();
+    of_fork_parent();
+}
+
+void after_fork_in_child() {
+    optfuse::Waiting::let_all_go();
+    of_fork_child();
+}
+
+int choose_isa(const char *name, of_isa *out) {
+    const of_isa best = of_isa_detect();
+    *out = best;
+    if (*name == '\0')
+        return OF_OK;
+    if (!of_isa_parse(name, out)) {
+        of_set_error("OPTFUSE_ISA=%s is not one of c, baseline, avx2, avx512", name);
+        return OF_INVALID;
+    }
+    if (*out > best) {
+        of_set_error("OPTFUSE_ISA=%s: this processor runs at most %s", name, of_isa_name(best));
+        return OF_INVALID;
+    }
+    return OF_OK;
+}
+
+} // namespace
+
+extern "C" {
+
+int of_shim_init(void *error_type, void *callback) {
+    try {
+        if (!of_python_find())
+            return OF_REFUSED;
+        const int status = optfuse::register_first_use();
+        if (status != OF_OK)
+            return status;
+        optfuse::Error::type = static_cast<_object *>(error_type);
+        optfuse::set_callback(static_cast<_object *>(callback));
+        pthread_atfork(prepare_fork, after_fork_in_parent, after_fork_in_child);
+        return OF_OK;
+    } catch (const std::exception &e) {
+        return failed(e);
+    }
+}
+
+int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
+                     of_shim_plan **out) {
+    try {
+        of_plan_options options = {};
+        options.struct_size = sizeof options;
+        options.mode = static_cast<of_mode>(mode);
+        options.bucket_bytes[OF_CPU] = options.bucket_bytes[OF_CUDA] = bucket_bytes;
+        if (options.mode == OF_BACKWARD) // they wait before they are created: backward.cpp
+            options.bucket_bytes[OF_CPU] = OF_BUCKET_NONE;
+        optfuse::fill_reference(&options);
+        const int bad_isa = choose_isa(isa, &options.isa);
+        if (bad_isa != OF_OK)
+            return bad_isa;
+        auto plan = std::make_shared<optfuse::Plan>();
+        const of_host host = optfuse::make_host(plan.get());
+        const of_status status = of_plan_create(&host, rule, &options, &plan->core);
+        if (status != OF_OK)
+            return status;
+        plan->mode = options.mode;
+        plan->bucket_bytes = bucket_bytes;
+        plan->rule = of_plan_rule(plan->core);
+        plan->native = optfuse::native_update(plan->rule->name);
+        plan->self = plan;
+        if (plan->rule->by_host)
+            optfuse::updates_take_the_gil();
+        *out = optfuse::handle_of(plan.get());
+        return OF_OK;
+    } catch (const std::exception &e) {
+        return failed(e);
+    }
+}
+
+void of_shim_plan_free(of_shim_plan *handle) {
+    optfuse::Plan *plan = plan_of(handle);
+    plan->closed.store(true, std::memory_order_release);
+    plan->waiting.forget();
+    of_plan_clear(plan->core);
+    plan->slots.clear();
+    const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
+}
+
+void of_shim_clear(of_shim_plan *handle) {
+    optfuse::Plan *plan = plan_of(handle);
+    plan->waiting.forget();
+    plan->slots.clear();
+    of_plan_clear(plan->core);
+}
+
+int of_shim_group(of_shim_plan *handle, size_t group, const double *hyper, size_t n_hyper) {
+    return of_plan_set_group(plan_of(handle)->core, group, hyper, n_hyper);
+}
+
+namespace {
+
+bool is_kept(const optfuse::Slot *slot) {
+    const at::Tensor &grad = slot->param->grad();
+    return grad.defined() && optfuse::is_consumed(grad.unsafeGetTensorImpl());
+}
+
+// As backward usually leaves it: then no lock has to be taken for each slot.
+bool all_updated(const optfuse::Plan *plan) {
+    return of_plan_unconfirmed(plan->core) == plan->slots.size();
+}
+
+// Backward mode: stock would not apply a gradient that has been dropped since
+// backward, and would apply one that has taken its place.
+bool gradients_are_kept(optfuse::Plan *plan) {
+    if (!OF_GUARD(discarded) || of_plan_unconfirmed(plan->core) == 0)
+        return true;
+    of_plan_close(plan->core);
+    const bool all = all_updated(plan);
+    for (const optfuse::Slot *slot : plan->slots)
+        if ((all || of_plan_is_updated(plan->core, slot->index)) && !is_kept(slot)) {
+            of_set_error("the gradient of %s was discarded, zeroed or replaced between backward() "
+                         "and step(), but backward fusion has already applied it. Run backward "
+                         "passes whose gradients are thrown away inside `with "
+                         "optfuse.accumulate(optimizer):`; where gradients are changed, use "
+                         "optfuse.fuse(optimizer, mode=\"forward\")",
+                         slot->label.c_str());
+            return false;
+        }
+    return true;
+}
+
+// What backward leaves in buckets on a GPU has marked parameters, and each use of a marked
+// one costs a look-up. They stand for nothing if nothing in the process is pending or in
+// flight, and after backward nothing of this plan is.
+void take_marks_off(const optfuse::Plan *plan) {
+    if (plan->mode != OF_BACKWARD || of_any_pending())
+        return;
+    for (const optfuse::Slot *slot : plan->slots)
+        if (optfuse::has_mark(slot->param))
+            optfuse::unmark(slot->param);
+}
+
+bool has_left(const optfuse::Plan *plan) {
+    if (all_updated(plan))
+        return false;
+    for (const optfuse::Slot *slot : plan->slots)
+        if (!of_plan_is_updated(plan->core, slot->index) && slot->param->grad().defined())
+            return true;
+    return false;
+}
+
+bool has_lost_hooks(const optfuse::Plan *plan) {
+    for (const optfuse::Slot *slot : plan->slots)
+        if (optfuse::lost_gradient_hook(plan, slot))
+            return true;
+    return false;
+}
+
+} // namespace
+
+int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
+    optfuse::Plan *plan = plan_of(handle);
+    optfuse::note_stepping_thread();
+    plan->stepping.store(pthread_self(), std::memory_order_relaxed);
+    plan->waiting.forget(); // of a backward that has failed
+    if (!gradients_are_kept(plan))
+        return OF_INVALID;
+    const optfuse::SteadyStreams inside_step;
+    const int status = of_plan_step(plan->core, needs, capacity, n_needs);
+    if (status == OF_OK)
+        take_marks_off(plan);
+    return status;
+}
+
+int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
+    optfuse::Plan *plan = plan_of(handle);
+    *cleaned = false;
+    const of_status status = drain ? of_plan_drain(plan->core) : of_plan_flush(plan->core);
+    if (status != OF_OK || !optfuse::may_take_marks_off(plan))
+        return status;
+    bool all = true;
+    for (optfuse::Slot *slot : plan->slots) {
+        all &= clean(slot->param);
+        if (slot->param->grad().defined())
+            all &= clean(slot->param->grad().unsafeGetTensorImpl());
+        for (const at::Tensor &state : slot->state)
+            if (state.defined())
+                all &= clean(state.unsafeGetTensorImpl());
+        for (const at::Tensor &state : slot->own)
+            all &= clean(state.unsafeGetTensorImpl());
+        if (slot->step.defined())
+            all &= clean(slot->step.unsafeGetTensorImpl());
+    }
+    *cleaned = all;
+    return OF_OK;
+}
+
+// They die together at the end, when a finalizer may do with the optimizer what it likes.
+void of_shim_drop_gradients(of_shim_plan *handle) {
+    const std::shared_ptr<optfuse::Plan> plan = plan_of(handle)->self;
+    std::vector<at::Tensor> dying = std::move(plan->dying);
+    for (const optfuse::Slot *slot : plan->slots)
+        if (slot->param->grad().defined())
+            dying.push_back(std::move(slot->param->mutable_grad()));
+    dying.clear();
+    plan->dying = std::move(dying);
+}
+
+void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }
+
+bool of_shim_unconfirmed(of_shim_plan *handle) {
+    return of_plan_unconfirmed(plan_of(handle)->core) != 0;
+}
+
+bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
+    return of_plan_is_updated(plan_of(handle)->core, slot);
+}
+
+int of_shim_todo(of_shim_plan *handle) {
+    const optfuse::Plan *plan = plan_of(handle);
+    return (has_left(plan) ? OF_SHIM_UPDATE : 0) | (has_lost_hooks(plan) ? OF_SHIM_ATTACH : 0);
+}
+
+void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
+
+void of_shim_set_adding(of_shim_plan *handle, bool adding) {
+    plan_of(handle)->adding.store(adding, std::memory_order_release);
+}
+
+void of_shim_stop_deferring(of_shim_plan *handle) { of_plan_stop_deferring(plan_of(handle)->core); }
+
+void of_shim_counts(of_shim_plan *handle, of_counts *out) {
+    of_plan_counts(plan_of(handle)->core, out);
+}
+
+const char *of_shim_isa(of_shim_plan *handle, int dtype) {
+    return of_plan_isa(plan_of(handle)->core, static_cast<of_dtype>(dtype));
+}
+
+bool of_shim_is_profiled(void) { return at::hasCallbacks(); }
+
+// An observer of samples may say no, and look at a later function.
+bool of_shim_inputs_are_profiled(void) {
+    const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+    return observers.has_value() && observers->needs_inputs_;
+}
+
+void of_shim_seal_consumed(bool sealed) { optfuse::seal_consumed(sealed); }
+
+} // extern "C"

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// collect.cpp: looks up what one update needs. Nothing that a user can see
+// changes here, and everything that can fail happens here.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <stdexcept>
+
+#include <c10/core/DefaultDtype.h>
+
+#include "compat.h"
+#include "gpu/device.h"
+#include "guard.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+// Of tensors with the same sizes.
+bool same_strides(const c10::TensorImpl *a, const c10::TensorImpl *b) {
+    return !OF_GUARD(dense) || a->strides() == b->strides();
+}
+
+bool state_is_missing(const Slot *slot, unsigned used) {
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if ((used >> i & 1u) != 0 && !slot->state[i].defined())
+            return true;
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++)
+        if (!slot->counters[i].defined())
+            return true;
+    return slot->plan->rule->counts && !slot->step.defined();
+}
+
+// The number of this update, in the counter's own precision, as stock counts.
+double step_number(const Slot *slot) {
+    if (!slot->plan->rule->counts)
+        return slot->first ? 1 : 2;
+    if (step_is_on_gpu(slot))
+        return 1; // the device counts for itself
+    const c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
+    const void *data = data_of(impl);
+    return impl->dtype().toScalarType() == c10::ScalarType::Double
+               ? *static_cast<const double *>(data) + 1
+               : static_cast<double>(*static_cast<const float *>(data) + 1.0f);
+}
+
+of_count count_of(const Slot *slot) {
+    of_count count = {};
+    count.step = step_number(slot);
+    count.made_single = c10::get_default_dtype_as_scalartype() == c10::ScalarType::Float;
+    if (counts_on_gpu(slot))
+        return count; // the device reads them itself
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
+        const c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
+        count.single = impl->dtype().toScalarType() == c10::ScalarType::Float;
+        count.counters[i] = count.single ? *static_cast<const float *>(data_of(impl))
+                                         : *static_cast<const double *>(data_of(impl));
+    }
+    return count;
+}
+
+} // namespace
+
+void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch) {
+    if (OF_GUARD(rearm) && has_mark(impl) && launch(storage_of(impl), false) == OF_TOUCH_FAILED)
+        throw std::runtime_error(of_error_message());
+}
+
+void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl) {
+    c10::StorageImpl *storage = storage_of(impl);
+    refs->tensors[refs->n] = impl;
+    refs->storages[refs->n] = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+    in->keys[refs->n] = storage;
+    in->n_keys = ++refs->n;
+}
+
+at::Tensor reference_to(c10::TensorImpl *impl) {
+    return at::Tensor(
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
+namespace {
+
+// The gradient with the parameter's strides; a copy if it has others.
+const void *gradient_data(References *refs, of_inputs *in, const c10::TensorImpl *p,
+                          const at::Tensor &grad) {
+    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (same_strides(p, g) && !is_lazy(g)) {
+        in->grad_key = storage_of(g);
+        take_part(refs, in, g);
+        return data_of(g);
+    }
+    PlainMode plain;
+    refs->copy = at::empty_strided(p->sizes(), p->strides(), grad.options());
+    refs->copy.copy_(grad);
+    return data_of(refs->copy.unsafeGetTensorImpl());
+}
+
+// Room for dense stand-ins of tensors with holes, overlaps or strides of their
+// own; commit() fills it, when all updates before this one have run.
+void *stand_in(References *refs, const at::Tensor &tensor) {
+    PlainMode plain;
+    const at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
+    refs->stand_ins.push_back({tensor, copy});
+    return data_of(copy.unsafeGetTensorImpl());
+}
+
+// Fills in the state's addresses. *dense: whether everything but the gradient
+// can be updated in place, element by element.
+of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_inputs *in,
+                       bool *dense) {
+    *dense = p->is_non_overlapping_and_dense();
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
+        if ((used >> i & 1u) == 0)
+            continue;
+        const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
+        if (check_state(slot, p, s) == OF_FOUND_ERROR)
+            return OF_FOUND_ERROR;
+        launch_others(s);
+        *dense = *dense && same_strides(p, s);
+        in->state[i] = data_of(s);
+    }
+    if (step_is_on_gpu(slot))
+        launch_others(slot->step.unsafeGetTensorImpl());
+    for (size_t i = 0; counts_on_gpu(slot) && i < slot->plan->rule->n_counters; i++)
+        launch_others(slot->counters[i].unsafeGetTensorImpl());
+    return check_step(slot, p);
+}
+
+// Whether the update applies what clipping has left pending on its gradient.
+// Operators don't; and a kernel that writes the gradient, divided, must find there
+// what it reads.
+bool applies_factor(const Plan *plan, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+    if (plan->rule->by_host)
+        return false;
+    if (!is_gpu(p->device()))
+        return true;
+    const of_stream ready = current_stream(p->device().index());
+    return plan->mode == OF_FORWARD && !(plan->scalars.divide_gradients() && OF_GUARD(divided)) &&
+           of_scaling_fits(storage_of(g), &ready);
+}
+
+void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, References *refs) {
+    in->param = stand_in(refs, refs->param);
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if (in->state[i] != nullptr)
+            in->state[i] = stand_in(refs, slot->state[i]);
+    in->grad = stand_in(refs, grad);
+    refs->n_written = refs->stand_ins.size() - (slot->plan->scalars.scale_gradients() ? 0 : 1);
+}
+
+of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,
+                 of_inputs *in, References *refs) {
+    bool dense = false;
+    if (look_up_state(slot, p, used, in, &dense) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    refs->slot = slot;
+    refs->consumes = in->in_backward;
+    in->numel = p->numel();
+    in->count = count_of(slot);
+    if (place(slot, p, in, refs) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    // What the update writes back to the gradient must arrive there.
+    const bool unscales = slot->plan->scalars.scale_gradients();
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    dense = dense && (!unscales || (same_strides(p, g) && !is_lazy(g)));
+    in->param = data_of(p);
+    take_part(refs, in, p);
+    in->alone = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
+    if (in->alone || refs->consumes)
+        refs->param = reference_to(p);
+    if (refs->consumes)
+        refs->grad = grad.unsafeGetTensorImpl();
+    if (dense)
+        in->grad = gradient_data(refs, in, p, grad);
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if (in->state[i] != nullptr)
+            take_part(refs, in, slot->state[i].unsafeGetTensorImpl());
+    if (in->device != OF_CPU && step_is_on_gpu(slot)) {
+        take_part(refs, in, slot->step.unsafeGetTensorImpl());
+        in->step_at = static_cast<float *>(data_of(slot->step.unsafeGetTensorImpl()));
+    }
+    for (size_t i = 0; counts_on_gpu(slot) && i < slot->plan->rule->n_counters; i++) {
+        c10::TensorImpl *counter = slot->counters[i].unsafeGetTensorImpl();
+        take_part(refs, in, counter);
+        in->numbers_at[i] = static_cast<float *>(data_of(counter));
+    }
+    if (!dense)
+        use_stand_ins(slot, grad, in, refs);
+    return OF_FOUND_INPUTS;
+}
+
+of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
+    c10::TensorImpl *p = slot->param;
+    const at::Tensor &grad = p->grad();
+    if (!grad.defined())
+        return OF_FOUND_NOTHING;
+    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (is_consumed(g))
+        return OF_GUARD(consumed_twice)
+                   ? refuse(slot, "the gradient of ", "has already been applied and freed",
+                            " by backward fusion: call zero_grad() after each step(), and step() "
+                            "once after each backward")
+                   : OF_FOUND_NOTHING;
+    if (check_param(slot, p, &in->dtype) == OF_FOUND_ERROR ||
+        check_gradient(slot, p, g) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    launch_others(p);
+    if (has_mark(g))
+        launch_others(g, applies_factor(plan, p, g) ? of_launch_at : of_touch);
+    if (slot->tried != ANYWHERE && !plan->rule->by_host &&
+        check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
+    if (state_is_missing(slot, used))
+        return OF_FOUND_NEEDS_STATE;
+    if (!plan->rule->by_host && is_gpu(p->device()) &&
+        prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    References *refs = new (in->hold) References;
+    of_found found = OF_FOUND_ERROR;
+    try {
+        found = plan->rule->by_host ? fill_in_own(slot, p, grad, in, refs)
+                                    : fill_in(slot, p, grad, used, in, refs);
+    } catch (...) {
+        refs->~References();
+        throw;
+    }
+    if (found != OF_FOUND_INPUTS)
+        refs->~References();
+    return found;
+}
+
+} // namespace
+
+of_found collect(void *ctx, void *tensor, of_inputs *in) {
+    Slot *slot = static_cast<Slot *>(tensor);
+    try {
+        return look_up(static_cast<Plan *>(ctx), slot, in);
+    } catch (const c10::Error &e) {
+        of_set_error("preparing the update of %s failed: %s", slot->label.c_str(),
+                     e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        of_set_error("preparing the update of %s failed: %s", slot->label.c_str(), e.what());
+    }
+    return OF_FOUND_ERROR;
+}
+
+} // namespace optfuse

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// first_use.cpp: a pending tensor carries one more dispatch key. The fallback
+// registered for that key sees every operator that receives such a tensor,
+// launches the pending update, takes the key off and passes the operator on.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <pthread.h>
+
+#include <utility>
+
+#include "compat.h"
+#include "python/gil.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+thread_local bool steps_here = false;
+
+of_touched touch_without_gil(c10::TensorImpl *impl, bool stranger) {
+    const WithoutGil wait;
+    return of_touch(storage_of(impl), stranger);
+}
+
+// An interrupt that came while an optimizer's own step() ran stays one.
+Error failure(const char *op) {
+    _object *interrupt = std::exchange(raised_in_python, nullptr);
+    return Error(std::string("optfuse: ") + op + ": " + of_error_message(),
+                 interrupt == nullptr ? Error::type : interrupt);
+}
+
+// Whether the operator is answered with a consumed gradient.
+bool use(const char *op, const at::Tensor &tensor) {
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (!has_mark(impl) || !impl->has_storage())
+        return false;
+    if (is_consumed(impl))
+        return answer_consumed(op, impl);
+    const bool stranger = called_by_stranger();
+    const of_touched touched = touch_without_gil(impl, stranger);
+    if (touched == OF_TOUCH_FAILED)
+        throw failure(op);
+    // As long as a GPU may be at it, other streams have to come here too. The
+    // key set is no atomic: only the threads that train write it.
+    if (!stranger && touched != OF_IN_FLIGHT)
+        unmark(impl);
+    return false;
+}
+
+bool use_value(const char *op, const c10::IValue &value) {
+    if (value.isTensor())
+        return use(op, value.toTensor());
+    if (value.isList())
+        for (const c10::IValue &element : value.toListRef())
+            if (element.isTensor())
+                use(op, element.toTensor());
+    return false;
+}
+
+void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+    const auto &schema = op.schema();
+    const char *name = schema.operator_name().name.c_str();
+    const size_t n = schema.arguments().size();
+    bool is_converted = false;
+    for (const c10::IValue &value : torch::jit::last(*stack, n))
+        is_converted |= use_value(name, value);
+    if (is_converted) {
+        convert_consumed(stack);
+        return;
+    }
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey),
+                       stack);
+}
+
+} // namespace
+
+void note_stepping_thread() { steps_here = true; }
+
+bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+bool called_by_stranger() { return !steps_here && !called_by_engine(); }
+
+bool may_take_marks_off(const Plan *plan) {
+    return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&
+           !called_by_engine();
+}
+
+int register_first_use() {
+    auto &dispatcher = c10::Dispatcher::singleton();
+    if (dispatcher.hasBackendFallbackForDispatchKey(kPendingKey)) {
+        of_set_error("another library has registered a fallback for PyTorch's dispatch key %s, "
+                     "which optfuse needs for pending updates; import only one of the two",
+                     c10::toString(kPendingKey));
+        return OF_REFUSED;
+    }
+    // Never unregistered: pending tensors may live until the process ends.
+    new c10::RegistrationHandleRAII(dispatcher.registerFallback(
+        kPendingKey, c10::KernelFunction::makeFromBoxedFunction<&first_use>(), "optfuse"));
+    return OF_OK;
+}
+
+} // namespace optfuse

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// host.cpp: the core's host over libtorch. Functions in the order of an
+// update's life: collect (collect.cpp), commit, defer, settle, release. None
+// of these can fail.
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/ops/zeros.h>
+
+#include "compat.h"
+#include "gpu/device.h"
+#include "guard.h"
+#include "tensor/memory.h"
+#include "tensors.h"
+
+namespace optfuse {
+namespace {
+
+References *references_of(void *refs) {
+    return static_cast<References *>(refs);
+}
+
+void advance_step(Slot *slot) {
+    slot->first = false;
+    if (!slot->step.defined())
+        return;
+    c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
+    if (is_gpu(impl->device())) {
+        impl->bump_version(); // counted by the launch
+        return;
+    }
+    if (impl->dtype().toScalarType() == c10::ScalarType::Double)
+        *static_cast<double *>(data_of(impl)) += 1;
+    else
+        *static_cast<float *>(data_of(impl)) += 1;
+    impl->bump_version();
+}
+
+void write_number(const c10::TensorImpl *impl, bool single, double number) {
+    if (single)
+        *static_cast<float *>(data_of(impl)) = static_cast<float>(number);
+    else
+        *static_cast<double *>(data_of(impl)) = number;
+}
+
+void write_counters(const Slot *slot, const of_count &count) {
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
+        c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
+        if (!is_gpu(impl->device())) // else the launch does it
+            write_number(impl, count.single, count.counters[i]);
+        impl->bump_version();
+    }
+}
+
+void commit(void *, of_inputs *in) {
+    References *refs = references_of(in->hold);
+    advance_step(refs->slot);
+    write_counters(refs->slot, in->count);
+    if (OF_GUARD(version))
+        refs->slot->param->bump_version();
+    refs->committed = true;
+    if (refs->stand_ins.empty())
+        return;
+    PlainMode plain;
+    for (const auto &[tensor, copy] : refs->stand_ins)
+        copy.copy_(tensor);
+}
+
+bool defer(void *, void *opaque) {
+    References *refs = references_of(opaque);
+    if (refs->scaling)
+        return defer_scaling(refs);
+    if (OF_GUARD(privacy))
+        for (size_t i = 0; i < refs->n; i++)
+            if (!is_private(refs->storages[i].get(), 1))
+                return false;
+    for (size_t i = 0; i < refs->n; i++) {
+        if (OF_GUARD(key))
+            mark(refs->tensors[i]);
+        if (OF_GUARD(seal))
+            seal(refs->storages[i].get());
+    }
+    return true;
+}
+
+// zero_grad() has let go of it, and nobody else has it.
+bool can_reuse_consumed(const at::Tensor &consumed, const at::Tensor &param) {
+    return consumed.defined() &&
+           consumed.use_count() == 1 + idle_references(*consumed.unsafeGetTensorImpl()) &&
+           is_consumed(consumed.unsafeGetTensorImpl()) && !consumed.requires_grad() &&
+           consumed.device() == param.device() && consumed.dtype() == param.dtype() &&
+           consumed.sizes() == param.sizes() &&
+           (consumed.strides() == param.strides() || !param.is_non_overlapping_and_dense());
+}
+
+void consume_gradient(References *refs) {
+    at::Tensor &grad = refs->param.mutable_grad();
+    if (!grad.defined() || grad.unsafeGetTensorImpl() != refs->grad)
+        return;
+    refs->old_grad = std::move(grad);
+    Slot *slot = refs->slot;
+    if (!OF_GUARD(consumed)) {
+        PlainMode plain; // under the plan's lock: no operator may come back to us
+        grad = at::zeros(refs->old_grad.sizes(), refs->old_grad.options());
+        return;
+    }
+    if (!can_reuse_consumed(slot->consumed, refs->param)) {
+        refs->old_consumed = std::move(slot->consumed);
+        slot->consumed = make_consumed(refs->param);
+    }
+    grad = slot->consumed;
+}
+
+// An owner that frees its memory knows nothing of a launch that came late.
+void record_all(References *refs) {
+    for (size_t i = 0; i < refs->n; i++)
+        if (refs->storages[i]) // else a gradient that nobody has any more
+            record_on_stream(refs->storages[i].get(), refs->stream);
+    if (refs->copy.defined())
+        record_on_stream(storage_of(refs->copy.unsafeGetTensorImpl()), refs->stream);
+    for (const at::Tensor &scalar : refs->scalars)
+        if (scalar.defined())
+            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), refs->stream);
+}
+
+void settle(void *, void *opaque, bool was_deferred) {
+    References *refs = references_of(opaque);
+    if (refs->scaling)
+        settle_scaling(refs, was_deferred);
+    for (size_t i = 0; was_deferred && !refs->scaling && i < refs->n; i++)
+        if (!of_is_scaled(refs->storages[i].get())) // else the gradient stays pending
+            unseal(refs->storages[i].get());
+    if (refs->on_gpu && was_deferred)
+        record_all(refs);
+    else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner
+        record_on_stream(storage_of(refs->grad), refs->ready);
+    if (refs->consumes)
+        consume_gradient(refs);
+}
+
+void release(void *, void *opaque) {
+    References *refs = references_of(opaque);
+    // Without commit() there was no update, and nothing is in the copies.
+    if (refs->committed && refs->n_written != 0 && OF_GUARD(copyback)) {
+        PlainMode plain;
+        for (size_t i = 0; i < refs->n_written; i++)
+            refs->stand_ins[i].first.copy_(refs->stand_ins[i].second);
+    }
+    const SteadyStreams not_here(false); // what dies may have finalizers
+    refs->~References();
+}
+
+// Once for all: at its next use each would cost a look-up.
+void landed(void *ctx, void *tensor, const void *key) {
+    c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
+    if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && !is_consumed(param) &&
+        storage_of(param) == key)
+        unmark(param);
+}
+
+void drop(void *, void *tensor) {
+    delete static_cast<Slot *>(tensor);
+}
+
+void parallel_for(void *, int64_t n, void (*fn)(void *, int64_t, int64_t), void *arg) {
+    at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+        const MklAlone alone;
+        fn(arg, begin, end);
+    });
+}
+
+int threads(void *) { return at::get_num_threads(); }
+
+} // namespace
+
+of_host make_host(Plan *plan) {
+    of_host host = {};
+    host.abi_version = OF_ABI_VERSION;
+    host.struct_size = sizeof(of_host);
+    host.ctx = plan;
+    host.hold_bytes = sizeof(References);
+    host.collect = collect;
+    host.expect = prefetch;
+    host.commit = commit;
+    host.defer = defer;
+    host.settle = settle;
+    host.release = release;
+    host.drop = drop;
+    host.parallel_for = parallel_for;
+    host.threads = threads;
+    host.device = &gpu_host;
+    host.apply = apply;
+    host.square_roots[0] = square_roots_of_floats;
+    host.square_roots[1] = square_roots_of_doubles;
+    host.collect_gradient = collect_gradient;
+    host.is_alive = is_alive;
+    host.keep = keep;
+    host.share_factor = share_factor;
+    host.landed = landed;
+    return host;
+}
+
+void fill_reference(of_plan_options *options) {
+    const std::string capability = at::get_cpu_capability();
+    options->reference = capability == "DEFAULT" || capability == "NO AVX" ? OF_REF_CPU_FUSED_PLAIN
+                                                                           : OF_REF_CPU_FUSED;
+}
+
+} // namespace optfuse

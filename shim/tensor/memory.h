@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// memory.h: the raw memory of tensors, past the seal, and who else knows it.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include "compat.h"
+#include "gpu/device.h"
+
+namespace optfuse {
+
+inline c10::StorageImpl *storage_of(const c10::TensorImpl *impl) {
+    return impl->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Of each tensor of each update: a call costs as much as what it does.
+[[gnu::always_inline]] inline void *data_of(const c10::TensorImpl *impl) {
+    return static_cast<char *>(address(storage_of(impl))) +
+           impl->dtype().itemsize() * static_cast<size_t>(impl->storage_offset());
+}
+
+// Allocated by PyTorch for one process alone.
+inline bool is_own(const c10::DataPtr &data) {
+    static const c10::DeleterFnPtr own_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter();
+    return data.device().is_cpu() ? data.get_deleter() == own_deleter
+                                  : is_gpu_deleter(data.get_deleter(), data.device());
+}
+
+// Only one tensor and `held` references of ours know this storage.
+inline bool is_private(c10::StorageImpl *storage, size_t held) {
+    const size_t users = c10::raw::intrusive_ptr::use_count(storage);
+    const bool alone = users <= 1 + held ||
+                       (users == 2 + held && idle_references(*storage) == 1);
+    return alone && is_own(storage->_mutable_data_ptr_no_checks());
+}
+
+} // namespace optfuse

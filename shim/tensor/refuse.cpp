@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// refuse.cpp: what can't be updated, and what to do then.
+#include <ATen/MemoryOverlap.h>
+#include <c10/core/DefaultDtype.h>
+
+#include "compat.h"
+#include "gpu/device.h"
+#include "guard.h"
+#include "tensors.h"
+
+namespace optfuse {
+
+bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
+    switch (impl->dtype().toScalarType()) {
+    case c10::ScalarType::Float:
+        *out = OF_FLOAT32;
+        return true;
+    case c10::ScalarType::Double:
+        *out = OF_FLOAT64;
+        return true;
+    case c10::ScalarType::BFloat16:
+        *out = OF_BFLOAT16;
+        return true;
+    case c10::ScalarType::Half:
+        *out = OF_FLOAT16;
+        return true;
+    default:
+        return false;
+    }
+}
+
+namespace {
+
+// Several elements share one number, as after expand().
+bool is_expanded(const c10::TensorImpl *impl) {
+    return !impl->is_non_overlapping_and_dense() &&
+           at::has_internal_overlap(const_cast<c10::TensorImpl *>(impl)) == at::MemOverlap::Yes;
+}
+
+bool has_memory(const c10::TensorImpl *impl) {
+    return impl->layout() == c10::kStrided && impl->has_storage();
+}
+
+} // namespace
+
+bool is_lazy(const c10::TensorImpl *impl) {
+    constexpr c10::DispatchKeySet flags({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+    return OF_GUARD(lazy) && impl->key_set().has_any(flags);
+}
+
+of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail) {
+    of_set_error("%s%s %s%s; nothing was updated", which, slot->label.c_str(), what,
+                 detail.c_str());
+    return OF_FOUND_ERROR;
+}
+
+bool is_frozen_inference(const c10::TensorImpl *impl) {
+    return const_cast<c10::TensorImpl *>(impl)->is_inference() && !c10::InferenceMode::is_enabled();
+}
+
+of_found refuse_frozen(const Slot *slot, const char *which) {
+    return refuse(slot, which, "was made under torch.inference_mode()",
+                  " and can't be updated outside of it: put its clone() there");
+}
+
+of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype) {
+    if (!has_memory(p) || (!p->device().is_cpu() && !is_gpu(p->device())))
+        return refuse(slot, "", "has moved to ",
+                      p->device().str() + ", where it has no fused update: move the model back, "
+                                          "or unfuse the optimizer");
+    if (!dtype_of(p, dtype))
+        return refuse(slot, "",
+                      "has a dtype without a fused update: ", std::string(p->dtype().name()));
+    if (is_lazy(p))
+        return refuse(slot, "", "is a lazily negated view",
+                      ": assign param.data.resolve_neg() to it");
+    if (is_expanded(p))
+        return refuse(
+            slot, "", "is expanded",
+            ", so that several elements share one number: assign param.data.clone() to it");
+    if (is_frozen_inference(p))
+        return refuse(slot, "", "was made under torch.inference_mode()",
+                      " and can't be updated outside of it: clone it");
+    return OF_FOUND_INPUTS;
+}
+
+constexpr int64_t DEVICES = 256; // of a dtype: the CPU, and GPUs from 1 on
+
+int64_t place_of(const c10::TensorImpl *p, of_dtype dtype) {
+    return int64_t{dtype} * DEVICES + (is_gpu(p->device()) ? p->device().index() + 1 : 0);
+}
+
+bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+    const bool was_on_gpu = slot->tried >= 0 && slot->tried % DEVICES != 0;
+    return slot->tried == ANYWHERE || slot->tried == place_of(p, dtype) ||
+           (!was_on_gpu && !is_gpu(p->device()) && !(slot->plan->tried_on_cpu >> dtype & 1));
+}
+
+of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+    if (is_tried(slot, p, dtype))
+        return OF_FOUND_INPUTS;
+    std::string before = "not among its parameters";
+    if (slot->tried >= 0) {
+        const auto index = static_cast<c10::DeviceIndex>(slot->tried % DEVICES - 1);
+        before = of_dtype_name(static_cast<of_dtype>(slot->tried / DEVICES));
+        before += " on " + (index < 0 ? "cpu" : c10::Device(gpu_type(), index).str());
+    }
+    return refuse(slot, "", "is ",
+                  std::string(of_dtype_name(dtype)) + " on " + p->device().str() + ", but was " +
+                      before +
+                      " when the optimizer was fused, and the kernels have been tried for that "
+                      "only: call optfuse.unfuse() and fuse() again");
+}
+
+of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+    const char *which = "the gradient of ";
+    if (g->layout() != c10::kStrided)
+        return refuse(slot, which, "is sparse",
+                      ", which has no fused update: use a dense gradient (sparse=False) or leave "
+                      "this parameter to an optimizer of its own");
+    if (g->key_set().has(c10::DispatchKey::Python) || !g->has_storage())
+        return refuse(slot, which, "is a tensor subclass", ", which optfuse does not support");
+    if (g->device() != p->device())
+        return refuse(slot, which, "is on another device: ", g->device().str());
+    if (g->dtype() != p->dtype())
+        return refuse(slot, which, "has another dtype: ", std::string(g->dtype().name()));
+    if (g->sizes() != p->sizes())
+        return refuse(slot, which, "has another shape", "");
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s) {
+    const char *which = "the optimizer state of ";
+    if (!has_memory(s) || s->dtype() != p->dtype() || s->device() != p->device() ||
+        s->sizes() != p->sizes())
+        return refuse(slot, which, "has another dtype, device, layout or shape than the parameter",
+                      ": load or create it to match");
+    if (is_lazy(s) || is_expanded(s))
+        return refuse(slot, which, "is a lazily negated or an expanded view",
+                      ": put its resolve_neg().clone() there");
+    if (is_frozen_inference(s))
+        return refuse_frozen(slot, which);
+    return OF_FOUND_INPUTS;
+}
+
+namespace {
+
+// ASGD's. (It asks for the step, too, which elsewhere may be on either.)
+of_found check_counters_on_gpu(const Slot *slot, const c10::TensorImpl *p) {
+    const of_rule *rule = slot->plan->rule;
+    const auto made = c10::get_default_dtype_as_scalartype(); // torch.optim's mu, on its way
+    if (made != at::kFloat && made != at::kDouble)
+        return refuse(slot, "the update of ", "would round its numbers to the default dtype, ",
+                      std::string(c10::toString(made)) +
+                          ": unfuse the optimizer, or call torch.set_default_dtype(torch.float32) "
+                          "before step()");
+    for (size_t i = 0; i <= rule->n_counters; i++) {
+        const at::Tensor &counter = i < rule->n_counters ? slot->counters[i] : slot->step;
+        const char *name = i < rule->n_counters ? rule->counters[i] : "step";
+        if (counter.device() != p->device() || counter.dim() != 0 || counter.is_inference() ||
+            counter.scalar_type() != at::kFloat || is_lazy(counter.unsafeGetTensorImpl()))
+            return refuse(slot, ("state['" + std::string(name) + "'] of ").c_str(),
+                          "is not a 0-dim float32 tensor on its parameter's GPU",
+                          ", as torch.optim makes it; unfuse the optimizer and fuse it again, so "
+                          "that the class's own step() takes it as it is");
+    }
+    return OF_FOUND_INPUTS;
+}
+
+of_found check_counters(const Slot *slot, const c10::TensorImpl *p) {
+    if (counts_on_gpu(slot))
+        return check_counters_on_gpu(slot, p);
+    for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
+        const std::string which = std::string("state['") + slot->plan->rule->counters[i] + "'] of ";
+        const at::Tensor &counter = slot->counters[i];
+        const bool known = counter.scalar_type() == at::kFloat || counter.scalar_type() == at::kDouble;
+        if (!counter.is_cpu() || counter.numel() != 1 || !known ||
+            counter.scalar_type() != slot->counters[0].scalar_type())
+            return refuse(slot, which.c_str(), "is not a 0-dim float tensor on the CPU",
+                          ", as torch.optim makes it without capturable=True");
+        if (is_frozen_inference(counter.unsafeGetTensorImpl()))
+            return refuse_frozen(slot, which.c_str());
+    }
+    return OF_FOUND_INPUTS;
+}
+
+} // namespace
+
+of_found check_step(const Slot *slot, const c10::TensorImpl *p) {
+    const char *which = "the step counter of ";
+    if (check_counters(slot, p) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    if (slot->step.defined() && !slot->step.device().is_cpu() &&
+        (slot->step.device() != p->device() || slot->step.scalar_type() != at::kFloat))
+        return refuse(slot, which, "is on another device or is not float32",
+                      ": state['step'] must be a float32 tensor on the CPU or with its parameter");
+    if (slot->step.defined() && is_frozen_inference(slot->step.unsafeGetTensorImpl()))
+        return refuse_frozen(slot, which);
+    return OF_FOUND_INPUTS;
+}
+
+} // namespace optfuse

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Backward mode: a gradient that was applied and freed is not "no gradient".
+Stock would apply it again, so step() refuses instead of leaving it out."""
+
+import copy
+
+import pytest
+import torch
+from common import (
+    adamw,
+    assert_same,
+    batch,
+    everything,
+    fused_backward,
+    loss_of,
+    net,
+    refused,
+    same,
+    sgd,
+    train,
+    weights,
+)
+from torch import nn
+
+import optfuse
+
+AGAIN = "zero_grad()"
+
+
+def test_step_twice_after_one_backward_is_refused():
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    before = weights(model)
+    refused(optimizer.step, "already been applied", way_out=AGAIN)
+    assert_same("weights after the refusal", weights(model), before)
+
+
+def test_a_second_optimizer_in_forward_mode_finds_the_gradient_gone():
+    p = nn.Parameter(torch.ones(3))
+    first = optfuse.fuse(sgd([p]), mode="backward")
+    second = optfuse.fuse(sgd([p]))
+    p.sum().backward()
+    first.step()
+    refused(second.step, "already been applied", way_out=AGAIN)
+
+
+def test_a_parameter_left_out_of_the_next_backward_without_zero_grad():
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = optfuse.fuse(sgd([a, b]), mode="backward")
+    (a.sum() + b.sum()).backward()
+    optimizer.step()
+    a.grad = None
+    a.sum().backward()
+    refused(optimizer.step, "parameter 1 of group 0", way_out=AGAIN)
+
+
+@pytest.mark.parametrize("set_to_none", (True, False))
+def test_a_parameter_left_out_of_the_next_backward_after_zero_grad(set_to_none):
+    def script(wrap):
+        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = wrap(adamw([a, b]))
+        for i in range(4):
+            optimizer.zero_grad(set_to_none)
+            (a.sum() * 2 + (b.sum() if i % 2 else 0)).backward()
+            optimizer.step()
+        yield "weights", [a.detach(), b.detach()]
+
+    same(script, mode="backward")
+
+
+MOVES = {
+    "cpu": lambda model: model.cpu(),
+    "double": lambda model: model.double(),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "dtype and device": lambda model: model.to("cpu", torch.float64),
+    "type": lambda model: model.type(torch.float64),
+    "memory format": lambda model: model.to(memory_format=torch.channels_last),
+    "meta": lambda model: model.to("meta"),
+}
+
+
+@pytest.fixture(params=(False, True), ids=("data", "swapped"))
+def swapping(request):
+    """How Module.to() puts what it has converted into its parameters."""
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield request.param
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_moved_model_has_consumed_gradients_there(move, swapping):
+    ours, optimizer = fused_backward(sgd, convolutions())
+    ours(torch.ones(1, 3, 6, 6)).sum().backward()
+    optimizer.step()
+    stock = copy.deepcopy(ours)
+    for p in stock.parameters():
+        p.grad = torch.ones_like(p)
+    for model in (ours, stock):
+        MOVES[move](model)
+    for p, q in zip(ours.parameters(), stock.parameters(), strict=True):
+        for what in ("shape", "dtype", "device", "requires_grad"):
+            assert getattr(p.grad, what) == getattr(q.grad, what)
+        assert p.grad.stride() == q.grad.stride()
+        refused(lambda p=p: p.grad.sum(), "already applied")
+        refused(lambda p=p: p.grad.clone(), "already applied")
+        refused(lambda p=p: p.grad.to(torch.float32).add_(1), "already applied")
+    if move != "meta":
+        x = torch.ones(1, 3, 6, 6).to(ours[0].weight)
+        refused(lambda: ours(x).sum().backward(), "already applied")
+
+
+@pytest.mark.parametrize("when", ("before step", "after step"))
+def test_training_goes_on_after_a_model_was_cast_to_and_fro(when, swapping):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(sgd(model.parameters()))
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            if when == "before step":
+                model.double().float()
+            optimizer.step()
+            if when == "after step":
+                model.double().float()
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward", prove=not swapping)
+
+
+def test_sharing_the_memory_of_consumed_gradients_names_the_way_out():
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    refused(model.share_memory, "raw memory", way_out=AGAIN)
+    optimizer.zero_grad()
+    model.share_memory()
+
+
+def test_the_two_losses_of_a_generative_adversarial_network():
+    """The discriminator gets gradients of three losses, and those of the last are zeroed."""
+
+    def script(wrap):
+        generator, judge = net(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        of_generator, of_judge = (wrap(adamw(m.parameters())) for m in (generator, judge))
+        for i in range(4):
+            noise, real = batch(i)
+            judge.zero_grad()
+            with optfuse.accumulate(of_judge):
+                judge(real).square().mean().backward()
+            fake = generator(noise)
+            (1 - judge(fake.detach())).square().mean().backward()
+            of_judge.step()
+            judge.zero_grad()
+            generator.zero_grad()
+            with optfuse.accumulate(of_judge):
+                judge(fake).square().mean().backward()
+            of_generator.step()
+        yield from everything(judge, of_judge)
+        yield from everything(generator, of_generator)
+
+    same(script, mode="backward")
+
+
+MARK = "with optfuse.accumulate(optimizer):"
+
+
+def test_two_losses_that_are_not_marked_name_the_way_out():
+    model, _optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    refused(lambda: loss_of(model, 1).backward(), "already applied", way_out=MARK)
+    model.zero_grad()
+    refused(lambda: loss_of(model, 1).backward(), "second gradient", way_out=MARK)
+
+
+def test_gradients_that_are_thrown_away_after_backward_name_the_way_out():
+    model, optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    refused(optimizer.zero_grad, "thrown away", way_out=MARK)
+    model.zero_grad()
+    refused(optimizer.step, "thrown away", way_out=MARK)
+
+
+def test_groups_taken_away_are_noticed_before_an_update():
+    """The library would use another group's learning rate."""
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [a], "lr": 1.0}, {"params": [b], "lr": 0.5}]
+    optimizer = optfuse.fuse(torch.optim.SGD(groups), mode="backward")
+    (a.sum() + b.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del optimizer.param_groups[0]
+    refused((a.sum() + b.sum()).backward, "param_groups", way_out=AGAIN)
+    assert (a.tolist(), b.tolist()) == ([0, 0], [0.5, 0.5])
+
+
+def test_groups_taken_away_before_zero_grad():
+    def script(wrap):
+        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = wrap(adamw([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 0.5}]))
+        for i in range(5):
+            if i == 2:
+                del optimizer.param_groups[0]
+            if i == 4:
+                optimizer.param_groups[0]["params"].append(a)
+            for p in (a, b):
+                p.grad = None
+            optimizer.zero_grad()
+            (a.sum() + b.sum()).backward()
+            optimizer.step()
+            yield "weights", [a.detach(), b.detach()]
+
+    same(script, mode="backward")
+
+
+def test_a_group_added_between_backward_and_step():
+    def script(wrap):
+        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = wrap(adamw([a]))
+        for i in range(4):
+            optimizer.zero_grad()
+            (a * b).sum().backward()
+            if i == 1:
+                optimizer.add_param_group({"params": [b], "lr": 0.5})
+            optimizer.step()
+            b.grad = None
+            yield "weights", [a.detach(), b.detach()]
+
+    same(script, mode="backward")
+
+
+def test_groups_changed_inside_backward_are_refused():
+    model, optimizer = fused_backward()
+    extra = nn.Parameter(torch.ones(2))
+    seen = []
+
+    def change(_):
+        add = {"params": [extra]}
+        seen.append(refused(lambda: optimizer.add_param_group(add), way_out="before"))
+        seen.append(refused(lambda: optfuse.unfuse(optimizer), way_out="before"))
+
+    model[0].weight.register_hook(change)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert len(seen) == 2 and len(optimizer.param_groups) == 1
+
+
+def test_an_interrupt_inside_backward_stays_an_interrupt():
+    model, optimizer = fused_backward()
+    before = weights(model)
+
+    class Interrupting(dict):
+        def __getitem__(self, key):
+            raise KeyboardInterrupt("here")
+
+    optimizer.param_groups[0] = Interrupting(optimizer.param_groups[0])
+    with pytest.raises(KeyboardInterrupt, match="here"):
+        loss_of(model, 0).backward()
+    assert_same("weights after the interrupt", weights(model), before)
+
+
+def test_a_scaled_loss_is_noticed_inside_reentrant_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    block = nn.Linear(2, 1, bias=False)
+    before = weights(block)
+    optimizer = optfuse.fuse(sgd(block.parameters()), mode="backward")
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = torch.amp.GradScaler("cpu").scale(checkpoint(block, x, use_reentrant=True).sum())
+    refused(loss.backward, "GradScaler")
+    assert_same("weights after the refusal", weights(block), before)
+    # What the failed backward left behind must not matter to the next one.
+    optimizer.zero_grad()
+    block(x).sum().backward()
+    optimizer.step()
+    assert optfuse.summary(optimizer).created == 1
+
+
+def test_a_consumed_gradient_that_someone_keeps_is_not_used_again():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(sgd([p]), mode="backward")
+    kept = []
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+        assert all(p.grad is not grad for grad in kept)
+        kept.append(p.grad)
+        optimizer.zero_grad()
+
+
+def test_a_consumed_gradient_that_nobody_keeps_is_used_again():
+    """Also where Python has looked at it, as zero_grad() does."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(sgd([p]), mode="backward")
+    seen = set()
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+        seen.add(p.grad._cdata)
+        optimizer.zero_grad()
+    assert len(seen) == 1
+
+
+def test_a_consumed_gradient_that_was_told_to_require_one_is_not_used_again():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(sgd([p]), mode="backward")
+    p.sum().backward()
+    optimizer.step()
+    p.grad.requires_grad_()
+    optimizer.zero_grad()
+    p.sum().backward()
+    assert not p.grad.requires_grad
