@@ -16,19 +16,11 @@ from typing import Any
 
 import torch
 
-import optfuse
 from optfuse._ab_clock import random_state, set_random_state
 from optfuse._ab_progress import Progress
 from optfuse._ab_result import Comparison, compare_parameters, judge, undecided
 from optfuse._ab_run import Run
-from optfuse._ab_variants import (
-    VARIANTS,
-    BuildFn,
-    NoOptimizer,
-    Wrap,
-    reference,
-    reference_flags,
-)
+from optfuse._ab_variants import VARIANTS, BuildFn, NoOptimizer, Wrap, reference, reference_flags
 from optfuse._check import (
     AB_VARIANTS,
     BUILD_FN,
@@ -40,6 +32,7 @@ from optfuse._check import (
     text,
     whole,
 )
+from optfuse._native import Error
 
 FEWEST_ROUNDS = 5  # whatever ab()'s limit in seconds
 REFERENCE = "reference"
@@ -49,7 +42,7 @@ def _first_able(runs: list[Run], *names: str) -> Run:
     """The first of these names that could run, else any that could."""
     able = {run.row.name: run for run in runs if not run.row.note}
     if not able:
-        raise optfuse.Error(f"optfuse: ab(): no variant could run: {runs[0].row.note}")
+        raise Error(f"optfuse: ab(): no variant could run: {runs[0].row.note}")
     return next((able[name] for name in names if name in able), next(iter(able.values())))
 
 

@@ -10,18 +10,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-import optfuse
-from optfuse._ab_clock import (
-    Clock,
-    Seconds,
-    page_faults,
-    random_state,
-    seed_all,
-    set_random_state,
-)
+from optfuse import _fuse
+from optfuse._ab_clock import Clock, Seconds, page_faults, random_state, seed_all, set_random_state
 from optfuse._ab_result import Row, equal_bits
 from optfuse._ab_variants import BuildFn, NoOptimizer, Wrap
 from optfuse._check import OPTIMIZER, argument, refusal
+from optfuse._native import Error
 
 
 class Refused(Exception):
@@ -43,7 +37,7 @@ class Run:
             self.row.note = str(refused)
             return
         if not self.optimizers:
-            raise optfuse.Error("optfuse: ab(): build_fn must pass its optimizer through wrap()")
+            raise Error("optfuse: ab(): build_fn must pass its optimizer through wrap()")
         if not callable(iteration):
             hint = "return the function, without calling it"
             expected = "a function that trains one iteration"
@@ -86,14 +80,14 @@ class Run:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            optfuse.flush()
+            _fuse.flush()
             clock = Clock()
             for _ in range(iterations):
                 loss = self._iteration()
                 losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-            optfuse.flush()
+            _fuse.flush()
             seconds = clock.stop()
-        except optfuse.Error as error:  # a refusal that only the first backward can see
+        except Error as error:  # a refusal that only the first backward can see
             self.row.note, seconds = str(error), Seconds(math.nan)
         finally:
             if collecting:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-import optfuse
+from optfuse._fuse import fuse
 from optfuse._gpu import is_gpu
 from optfuse._rules import RULES
 
@@ -70,6 +70,6 @@ VARIANTS: Mapping[str, Wrap] = {
     "default": lambda optimizer: optimizer,
     "foreach=True": partial(with_flags, foreach=True, fused=None),
     "fused=True": partial(with_flags, fused=True, foreach=None),
-    "backward fusion": lambda optimizer: optfuse.fuse(optimizer, mode="backward"),
-    "forward fusion": lambda optimizer: optfuse.fuse(optimizer, mode="forward"),
+    "backward fusion": lambda optimizer: fuse(optimizer, mode="backward"),
+    "forward fusion": lambda optimizer: fuse(optimizer, mode="forward"),
 }

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optfuse._native import Error
+from optfuse._options import is_disabled, is_fused
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,6 +93,17 @@ class _Shown(reprlib.Repr):
 
 
 shown = _Shown().repr
+
+
+def label(group: dict[str, Any], group_index: int, index: int) -> str:
+    """How errors name a parameter."""
+    param = group["params"][index]
+    lazy = isinstance(param, nn.parameter.UninitializedTensorMixin)
+    shape = "without a shape yet" if lazy else f"of shape {tuple(param.shape)}"
+    names = group.get("param_names")
+    if names is not None and index < len(names):
+        return f"parameter {names[index]!r} {shape}"
+    return f"parameter {index} of group {group_index} {shape}"
 
 
 def need(fits: bool, hint: str = "") -> None:
@@ -188,6 +200,13 @@ def _optimizer(value: Any) -> Optimizer:
     raise Unfit
 
 
+def _take_fused(value: Any) -> Optimizer:
+    optimizer = _optimizer(value)
+    if not is_fused(optimizer) and not is_disabled():
+        raise Unfit("this one is not fused, or was unfused")
+    return optimizer
+
+
 def _class(value: Any) -> type[Optimizer]:
     if isinstance(value, Optimizer):
         raise Unfit(f"pass the class itself: register({type(value).__name__})")
@@ -230,6 +249,7 @@ FLAG = Kind("True or False", _flag)
 FUNCTION = Kind("a function", _function)
 BUILD_FN = Kind("a function that takes one argument, wrap", _build_fn)
 OPTIMIZER = Kind("an instance of a subclass of torch.optim.Optimizer", _optimizer)
+FUSED = Kind("an optimizer that optfuse.fuse() returned", _take_fused)
 OPTIMIZER_CLASS = Kind("a subclass of torch.optim.Optimizer", _class)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
 PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)

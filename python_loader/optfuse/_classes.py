@@ -7,104 +7,33 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-import torch
-import torch._dynamo
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from optfuse import _stock_trial
+from optfuse import _products, _step, _stock_trial
 from optfuse._check import parameters_of
-from optfuse._native import BACKWARD, Error, lib, lib_with_gil
-from optfuse._observed import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
+from optfuse._choice import other_counters, why_not_tried
+from optfuse._gpu import is_gpu
+from optfuse._link import Link, link_of
+from optfuse._native import BACKWARD, FORWARD, Error, lib
+from optfuse._options import LINK, How
 from optfuse._own import running
 from optfuse._refuse import check_group
 from optfuse._register import check_promise
+from optfuse._rules import OWN, RULES, Group, Rule
+from optfuse._scheduler import rewrap
 
-if TYPE_CHECKING:
-    from optfuse._link import Link
-    from optfuse._rules import Rule
-
-LINK = "_optfuse_link"  # the optimizer's attribute that holds its Link
-
-
-def link_of(optimizer: Optimizer) -> Link:
-    return optimizer.__dict__[LINK]  # type: ignore[no-any-return]
-
-
-def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Creates this step's updates; they are launched by the schedule."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    link = link_of(self)
-    if link.max_grad_norm is not None:
-        from optfuse._clip import clip
-
-        clip(parameters_of(self), link.max_grad_norm)
-    link.step(self)
-    return loss
-
-
-def _watched_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    loss = _step(self, closure)
-    if addresses_are_noted():
-        link_of(self).flush()
-    return loss
-
-
-def _make_step() -> Callable[..., Any]:
-    """step() as every optimizer has it, for those who watch it and for dynamo, and a shorter
-    way for others. What a closure does comes too late for the choice."""
-    watched = torch._dynamo.disable(Optimizer.profile_hook_step(_watched_step))
-
-    @functools.wraps(_step)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        traced = get_eval_frame_callback() is not None
-        if args or kwargs or traced or is_watched() or has_hooks(self):
-            return watched(self, *args, **kwargs)
-        return _step(self)
-
-    step = torch._dynamo.disable(step, recursive=False)
-    step.hooked = True  # type: ignore[attr-defined]
-    return step
-
-
-def _may_zero_here(link: Link, set_to_none: bool) -> bool:
-    """Whether stock's zero_grad() would only let go of gradients, seen by nobody."""
-    if get_eval_frame_callback() is not None or not set_to_none or not link.plain:
-        return False
-    return ZERO_GRAD is not None and link.stock.zero_grad is ZERO_GRAD and not is_watched()
+_AMP = "_step_supports_amp_scaling"
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 class _Fused:
     """What a fused optimizer does differently; the rest is the stock class."""
 
-    step = _make_step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        optimizer: Any = self
-        link = link_of(optimizer)
-        if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
-            raise Error(
-                "optfuse: zero_grad() before step(): backward fusion has already applied the "
-                "gradients that this would discard. Call step() after each backward; run passes "
-                "that only add to the gradients, or whose gradients are thrown away, inside "
-                "`with optfuse.accumulate(optimizer):`; or use "
-                'optfuse.fuse(optimizer, mode="forward")'
-            )
-        if link.mode == BACKWARD:
-            link.sync_params(optimizer)
-            link.passes.restart()
-        if _may_zero_here(link, set_to_none) and (
-            link.mode == BACKWARD or link.known.have_same_params(optimizer.param_groups)
-        ):
-            lib_with_gil.of_shim_drop_gradients(link.plan)
-        else:
-            link.stock.zero_grad(optimizer, set_to_none)
+    step = _step.step
+    zero_grad = _step.zero_grad
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = self
@@ -133,20 +62,17 @@ class _Fused:
         return copyreg._reconstructor, (stock, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        from optfuse._fuse import fuse_like
-
         link = link_of(self)  # type: ignore[arg-type]
         twin = link.stock.__new__(link.stock)
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
-        return fuse_like(twin, link, [copy.deepcopy(p, memo) for p in link.eager])
+        eager = tuple(copy.deepcopy(p, memo) for p in link.eager)
+        try_with_stock(link.stock, twin.param_groups)  # options may have become others since
+        return become_fused(twin, replace(link.how, eager=eager))
 
 
-def _try_group(rule: Rule, stock: type[Optimizer], group: dict[str, Any]) -> None:
+def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     """A group is added to others that the class's own step() need not update."""
-    from optfuse._fuse import try_with_stock
-    from optfuse._rules import OWN, why_not_tried
-
     if rule is OWN:
         return
     try_with_stock(stock, [group])
@@ -162,11 +88,8 @@ def _try_group(rule: Rule, stock: type[Optimizer], group: dict[str, Any]) -> Non
 def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) -> None:
     """A checkpoint may bring them to the CPU, or in another dtype. PyTorch then computes
     otherwise, and the class's own step() does that. before: loading it."""
-    from optfuse._fuse import fuse_again
-
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     state = optimizer.__dict__["state"]
-    if not _stock_trial.other_counters(params, state, link.rule.numbers_on_gpu()):
+    if not other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
         return
     if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
         optimizer.__dict__.update(before)
@@ -175,7 +98,8 @@ def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) 
             "already updated, and what was to be loaded needs the class's own step() from here "
             "on. Nothing was loaded; load it before backward() or after step()"
         )
-    fuse_again(optimizer)
+    become_stock(optimizer)
+    become_fused(optimizer, link.how)
 
 
 class _FusedOwn(_Fused):
@@ -219,3 +143,60 @@ def _methods(cls: type) -> dict[str, Any]:
     for base in reversed(cls.__mro__[:-1]):
         found |= {k: v for k, v in vars(base).items() if k not in ("__dict__", "__weakref__")}
     return found
+
+
+def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
+    """Finds out whether something may take the place of the class's own step(), where that
+    is not known; once for each kind of parameters. False: it is known."""
+    rule = RULES.get(stock)
+    if rule is None or not any(_stock_trial.kinds(rule, stock, groups)):
+        return False
+
+    def fuse_for_trial(small: Optimizer) -> Optimizer:
+        _products.make(rule, small.param_groups)
+        on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
+        return become_fused(small, How(), rule.on_gpus() if on_gpu else rule)
+
+    _stock_trial.make(stock, groups, _stock_trial.Tried(rule, fuse_for_trial))
+    if not _stock_trial.verdicts(rule, stock, groups):
+        _products.make(rule, groups)
+    return True
+
+
+def become_fused(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:
+    """rule: another than its own, for a trial of it."""
+    stock = type(optimizer)
+    link = Link(optimizer, how, rule)
+    optimizer.__dict__[LINK] = link
+    optimizer.__class__ = fused_class(stock, link.rule.by_host)  # type: ignore[assignment, arg-type]
+    rewrap(optimizer)
+    # On the CPU GradScaler must skip steps by itself, and unscale before someone
+    # clips: what is folded is folded in its own unscale_().
+    if _AMP in optimizer.__dict__:
+        link.saved[_AMP] = optimizer.__dict__[_AMP]
+    optimizer.__dict__[_AMP] = _unscales(optimizer, how.mode)
+    return optimizer
+
+
+def become_stock(optimizer: Optimizer) -> None:
+    """Launches what is pending first."""
+    link = link_of(optimizer)
+    link.close(optimizer)
+    del optimizer.__dict__[LINK], optimizer.__dict__[_AMP]
+    optimizer.__dict__.update(link.saved)
+    optimizer.__class__ = link.stock
+    rewrap(optimizer)
+
+
+def _unscales(optimizer: Optimizer, mode: int) -> bool:
+    """Whether GradScaler may leave unscaling and skipping to the update, as it
+    does with stock's fused=True: on GPUs, where the step counters are too."""
+    by_host = link_of(optimizer).rule.by_host
+    return (
+        not by_host
+        and mode == FORWARD
+        and all(
+            group.get("fused") and all(is_gpu(p.device) for p in group["params"])
+            for group in optimizer.param_groups
+        )
+    )

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+import torch._dynamo.eval_frame as eval_frame
+
 from optfuse._native import guard
 
 _entered = False  # a compiled callable, ever
@@ -19,8 +21,6 @@ def install(flush_all: Callable[[], None]) -> None:
     """Once per process. Every compiled callable, also one made before, asks
     this function of torch._dynamo for its stance on entry, just before it lets
     compiled code run: the one place that all of them pass."""
-    import torch._dynamo.eval_frame as eval_frame
-
     global _entered
     _entered = any(map(_is_in, sys._current_frames().values()))
     stance = eval_frame._is_skip_guard_eval_unsafe_stance

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._check import parameters_of
-from optfuse._classes import LINK, link_of
 from optfuse._clip import Gradients
+from optfuse._link import link_of
 from optfuse._native import FORWARD
+from optfuse._options import is_fused
 
 
 def _folds(optimizer: Optimizer, *tensors: Tensor) -> bool:
-    if LINK not in optimizer.__dict__:
+    if not is_fused(optimizer):
         return False
     link = link_of(optimizer)
     return link.fold and link.mode == FORWARD and all(t.device.type == "cpu" for t in tensors)

@@ -13,7 +13,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -24,6 +23,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from optfuse import _compiled, _gpu, _own, _scaled
+from optfuse._check import label
+from optfuse._choice import rule_of, why_own_step
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._known import Groups, KnownGroups, KnownState, params_of
 from optfuse._native import (
@@ -31,7 +32,6 @@ from optfuse._native import (
     ATTACH,
     BACKWARD,
     DONE,
-    FORWARD,
     NEEDS_STATE,
     OK,
     UPDATE,
@@ -41,10 +41,10 @@ from optfuse._native import (
     lib,
     message,
 )
-from optfuse._passes import Passes
-from optfuse._refuse import label
+from optfuse._options import LINK, How
+from optfuse._pass_count import Passes
 from optfuse._register import check_promise
-from optfuse._rules import OWN, Rule, rule_of, why_own_step
+from optfuse._rules import OWN, Rule
 from optfuse._stock_trial import flags_of, unknown_dtypes
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
@@ -62,17 +62,8 @@ _FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class How:
-    """The options of fuse()."""
-
-    mode: int = FORWARD
-    eager: tuple[Tensor, ...] = ()
-    side_stream: bool = False
-    accumulate: int = 1
-    max_grad_norm: float | None = None
-    fold: bool = True
-    bucket_bytes: int = 0  # 0: the library's own
+def link_of(optimizer: Optimizer) -> Link:
+    return optimizer.__dict__[LINK]  # type: ignore[no-any-return]
 
 
 class Link:

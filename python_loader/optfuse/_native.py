@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+import torch
+
 from optfuse._library import load
 
 FORWARD, BACKWARD = 0, 1
@@ -126,8 +128,6 @@ def start(on_event: Callable[[int, int, int], int]) -> None:
     """Once per process: registers the first-use fallback with PyTorch, and
     checks that errors raised in the library arrive as optfuse.Error."""
     global _on_event
-    import torch
-
     _on_event = on_event
     if lib.of_shim_init(id(Error), on_event) != OK:
         raise ImportError(f"optfuse: {message()}")

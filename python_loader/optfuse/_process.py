@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _compiled, _gpu, _observed, _own, _scaled
+from optfuse import _compiled, _fold, _gpu, _observed, _own, _raw, _scaled
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD
 from optfuse._native import start as start_library
@@ -92,8 +92,6 @@ def start() -> None:
     global _started
     if _started:
         return
-    from optfuse import _fold, _raw
-
     start_library(_on_event)
     _raw.install(flush_all, _swap_and_tell)
     _compiled.install(lambda: _each_marked(Link.flush_for_compiled))

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from optfuse._gpu import is_gpu
-
-if TYPE_CHECKING:
-    from optfuse._rules import Group, Rule
+from optfuse._rules import Group, Rule
 
 _NO_TRIAL = "there was no trial"  # of newton_schulz.cpp
 _COEFFICIENTS = ("ns_coefficients.0", "ns_coefficients.1", "ns_coefficients.2")

@@ -12,28 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse import optim
+from optfuse._check import label
+from optfuse._choice import rule_of
 from optfuse._gpu import is_gpu
 from optfuse._native import Error
-from optfuse._reach import inner_optimizer
+from optfuse._reach import inner_optimizer, span_of
 from optfuse._register import INDEPENDENT, is_registered
-from optfuse._rules import RULES, Rule, rule_of
+from optfuse._rules import RULES, Rule
 
 _REGISTER = (
     "If its step() treats each parameter by itself, say so with optfuse.register(cls, "
     "per_parameter=True); else use the optimizer as it is"
 )
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def label(group: dict[str, Any], group_index: int, index: int) -> str:
-    """How errors name a parameter."""
-    param = group["params"][index]
-    lazy = isinstance(param, torch.nn.parameter.UninitializedTensorMixin)
-    shape = "without a shape yet" if lazy else f"of shape {tuple(param.shape)}"
-    names = group.get("param_names")
-    if names is not None and index < len(names):
-        return f"parameter {names[index]!r} {shape}"
-    return f"parameter {index} of group {group_index} {shape}"
 
 
 def _public_name(cls: type[Optimizer]) -> str:
@@ -109,20 +100,14 @@ def _check_apart(group: dict[str, Any], index: int) -> None:
     """foreach=True computes all updates of a group before it makes any of them, which
     one parameter at a time is the same only if none reads what another writes."""
     params = group["params"]
-    spans = sorted((*_span(param), i) for i, param in enumerate(params) if param.numel())
-    for (_, end, i), (begin, _, j) in pairwise(spans):
-        if begin < end:
+    spans = sorted((*span, i) for i, param in enumerate(params) if (span := span_of(param)))
+    for (where, _, end, i), (there, begin, _, j) in pairwise(spans):
+        if where == there and begin < end:
             raise Error(
                 f"optfuse: {label(group, index, i)} and {label(group, index, j)} overlap in "
                 "memory, and with foreach=True PyTorch would update them at the same time; build "
                 "the optimizer with foreach=False or keep it as it is"
             )
-
-
-def _span(param: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the one after the last."""
-    last = sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
-    return param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size()
 
 
 def check_param(param: Tensor, name: str) -> None:

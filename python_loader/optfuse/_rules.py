@@ -29,9 +29,8 @@ from torch.optim import (
     Rprop,
 )
 
-from optfuse import _stock_trial
 from optfuse._check import shown
-from optfuse._gpu import is_gpu, lr_of
+from optfuse._gpu import lr_of
 from optfuse.optim import Lion
 
 Group = dict[str, Any]
@@ -326,34 +325,3 @@ RULES: dict[type[Optimizer], Rule] = {
 
 # The class's own step(), on one parameter at a time.
 OWN = Rule("own", (), (), counts_steps=False, reference="own step()", by_host=True)
-
-
-def rule_of(optimizer: Optimizer) -> Rule:
-    """The rule for an optimizer that is not fused; OWN if there are no kernels for all
-    of its parameters."""
-    rule = RULES.get(type(optimizer), OWN)
-    if why_own_step(optimizer):
-        return OWN
-    return rule.on_gpus() if rule.tried and _any_on_gpu(optimizer.param_groups) else rule
-
-
-def _any_on_gpu(groups: list[Group]) -> bool:
-    return any(is_gpu(p.device) for group in groups for p in group["params"])
-
-
-def why_own_step(optimizer: Optimizer) -> list[str]:
-    """Why an optimizer with another update does without it."""
-    stock, groups = type(optimizer), optimizer.param_groups
-    if stock not in RULES:
-        return []
-    return why_not_tried(RULES[stock], stock, groups, optimizer.__dict__["state"])
-
-
-def why_not_tried(
-    rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
-) -> list[str]:
-    """Why what has to pass a trial does not update these groups."""
-    if rule.tried and not rule.by_host and _any_on_gpu(groups):
-        return _stock_trial.reasons_on_gpu(rule, stock, groups, state)
-    # Who updates by_host leaves to the class's step() whatever is not as usual.
-    return _stock_trial.verdicts(rule, stock, groups)

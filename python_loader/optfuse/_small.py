@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._check import label
 from optfuse._twin import Entry, Group
 from optfuse._values import deep_copy
 
@@ -41,8 +42,6 @@ def is_any_large(optimizer: Optimizer) -> bool:
 
 def small_copies(optimizer: Optimizer, random: torch.Generator, large: bool) -> list[Small]:
     """Of each kind of group some parameters that differ in kind, and at least two."""
-    from optfuse._refuse import label
-
     state: dict[Any, Any] = optimizer.__dict__["state"]
     smalls = []
     for index in _chosen_groups(optimizer.param_groups):

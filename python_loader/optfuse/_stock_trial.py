@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,9 @@ from torch.optim import Optimizer
 from optfuse import _releases
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._native import DTYPES, guard
+from optfuse._rules import Group, Rule
 from optfuse._values import difference
 
-if TYPE_CHECKING:
-    from optfuse._rules import Rule
-
-Group = dict[str, Any]
 Fuse = Callable[[Optimizer], Optimizer]
 Kind = tuple[type[Optimizer], torch.dtype, torch.device, str]
 Shape = tuple[int, ...]
@@ -45,7 +42,6 @@ _LEFT_OUT = ("params", "param_names", "lr", "initial_lr")
 # With one of these the class computes its scalars in other ways, or on the device.
 # (ASGD checks no alpha; PyTorch's power function has ways of its own for negative ones.)
 _OTHER_WAYS = ("capturable", "fused", "differentiable", "a tensor as lr", "a negative alpha")
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 known: dict[Kind, str] = {}  # why a kind of parameters has no kernels; "": it has
 
@@ -84,48 +80,9 @@ def flags_of(group: Group) -> tuple[Any, ...]:
     return *map(group.get, _OTHER_WAYS[:-2]), tensor, negative, group.get("foreach")
 
 
-def _other_ways(group: Group) -> list[str]:
+def other_ways(group: Group) -> list[str]:
     *ways, _ = flags_of(group)
     return [name for name, taken in zip(_OTHER_WAYS, ways, strict=True) if taken]
-
-
-def reasons_on_gpu(
-    rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
-) -> list[str]:
-    """Why the class's own step() has to update there; empty if kernels may."""
-    counts_on_gpu = rule.numbers_on_gpu()
-    found = sorted({f"of {way}" for group in groups for way in _other_ways(group)})
-    params = [p for group in groups for p in group["params"]]
-    if counts_on_gpu:
-        found += other_counters(params, state, counts_on_gpu)
-    elif any(is_on_gpu(state[p].get("step")) for p in params if p in state):
-        found.append("its step counters are on the GPU")
-    if not all(is_gpu(p.device) for p in params):
-        found.append("some parameters are on the CPU")
-    if any(map(_has_subclasses, groups)):
-        found.append("some parameters are of a subclass")
-    return found or verdicts(rule, stock, groups)
-
-
-def _has_subclasses(group: Group) -> bool:
-    """Of which one alone makes PyTorch take its for-loop, where it may choose."""
-    chooses = "foreach" in group and group["foreach"] is None
-    return chooses and any(type(p) not in _PLAIN_TYPES for p in group["params"])
-
-
-def other_counters(
-    params: list[Tensor], state: dict[Any, Any], names: tuple[str, ...]
-) -> list[str]:
-    """What counters on the GPU are not as they usually are. They meet parameters in
-    operators, which convert them to the parameter's dtype if that one has dimensions."""
-    found = []
-    counters = [state[p].get(name) for p in params if state.get(p) for name in names]
-    usual = all(is_on_gpu(c) and c.dtype is torch.float32 and c.dim() == 0 for c in counters)
-    if not usual or torch.get_default_dtype() is not torch.float32:
-        found.append(f"its {', '.join(names)} are not all float32 on the GPU")
-    if any(p.dim() == 0 for p in params):
-        found.append("some parameters have no dimensions")
-    return found
 
 
 def verdicts(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> list[str]:
@@ -157,7 +114,7 @@ def make(stock: type[Optimizer], groups: list[Group], tried: Tried) -> None:
         if kind in known:
             continue
         if tried.rule.tried and is_gpu(kind[2]):
-            if _other_ways(options):
+            if other_ways(options):
                 continue
         else:
             options = {**options, **tried.rule.flags(options)}

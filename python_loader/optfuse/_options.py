@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What fuse() was told, by its caller and by the environment, and where it says that it was
+called."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse._native import FORWARD
+
+LINK = "_optfuse_link"  # the attribute of a fused optimizer that holds its Link
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    return LINK in optimizer.__dict__
+
+
+def is_disabled() -> bool:
+    return os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class How:
+    """The options of fuse()."""
+
+    mode: int = FORWARD
+    eager: tuple[Tensor, ...] = ()
+    side_stream: bool = False
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    fold: bool = True
+    bucket_bytes: int = 0  # 0: the library's own

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""summary(): what a fused optimizer has done."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse import _products
+from optfuse._check import FUSED, checked
+from optfuse._gpu import is_gpu
+from optfuse._link import link_of
+from optfuse._native import DTYPES, FORWARD, Counts, lib
+from optfuse._options import is_fused
+from optfuse._rules import Group, Rule
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a fused optimizer has done. Counts are updates since fuse()."""
+
+    optimizer: str
+    mode: str
+    parameters: int
+    elements: int
+    reference: str  # the implementation of PyTorch whose bits are reproduced
+    reference_differs: tuple[int, ...]  # groups whose flags select another one
+    gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
+    own_step_because: tuple[str, ...]  # why, where something else might update
+    products_because: tuple[str, ...]  # why operators multiply there, where cuBLAS might
+    isa: dict[str, str]  # dtype -> instruction set of the kernel
+    eager: int
+    created: int
+    at_use: int  # launched by the first use of their memory
+    at_close: int  # launched with a bucket, by flush() or by the next step()
+    at_once: int  # launched where they were created
+    pending: int
+    in_flight: int  # launched on a GPU and not known to be done
+    launches: int
+    threads_seen: bool  # another thread used a pending parameter: no more deferring
+    compiled: bool  # compiled code used parameters on a GPU: no more deferring
+    past_caches: bool  # backward fusion stores parameters on the CPU so now (docs/performance.md)
+
+    def __str__(self) -> str:
+        lines = [
+            f"optfuse: {self.optimizer}, {self.mode} fusion, {self.parameters} parameters "
+            f"({self.elements:,} elements)",
+            f"  kernels: {', '.join(f'{d} {i}' for d, i in self.isa.items()) or 'none'}; "
+            f"bits of {self.reference}",
+            f"  updates: {self.created} created, {self.at_use} at first use, "
+            f"{self.at_close} with others, {self.at_once} at once, {self.pending} pending, "
+            f"in {self.launches} launches",
+        ]
+        if self.reference_differs:
+            groups = ", ".join(map(str, self.reference_differs))
+            lines.append(
+                f"  note: the options of group {groups} select another implementation of "
+                "PyTorch; it rounds differently (docs/numerics.md). "
+                "strict=True refuses this"
+            )
+        if self.gpu_bits_differ:
+            lines.append(
+                f"  note: updates of {', '.join(self.gpu_bits_differ)} round differently from "
+                "fused=True on this GPU and release. strict=True refuses this"
+            )
+        lines += [
+            f"  note: the class's own step() updates, because {why}"
+            for why in self.own_step_because
+        ]
+        lines += [
+            f"  note: torch's operators multiply matrices of Muon, and not cuBLAS, because {why}"
+            for why in self.products_because
+        ]
+        if self.eager:
+            lines.append(f"  note: {self.eager} parameters are eager, as asked")
+        if self.threads_seen:
+            lines.append(
+                "  note: another thread used a pending parameter; updates run at once since then"
+            )
+        if self.compiled:
+            lines.append(
+                "  note: a compiled callable was entered; updates on the GPU run at once since then"
+            )
+        if self.mode == "forward" and self.created and self.at_once > self.created // 2:
+            lines.append(
+                "  note: most updates ran inside step(), because their memory is shared with "
+                "other tensors; fusion saves less then"
+            )
+        return "\n".join(lines)
+
+
+def _kinds(params: Iterable[Tensor]) -> list[str]:
+    """The kinds of device that the parameters are on."""
+    return sorted({"CUDA" if is_gpu(p.device) else "the CPU" for p in params})
+
+
+def _by_host(rule: Rule, groups: list[Group], dtype: str) -> str:
+    """What updates parameters of this dtype where there are no kernels."""
+    found = set()
+    for group in groups:
+        if any(str(p.dtype) == f"torch.{dtype}" for p in group["params"]):
+            found.add(rule.updates_by() if rule.is_native(group) else "own step()")
+    return " and ".join(sorted(found))
+
+
+def _numbers(counts: Counts) -> dict[str, Any]:
+    return {name: getattr(counts, name) for name, *_ in counts._fields_}
+
+
+def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
+    """Of one that fuse() left as it is, since OPTFUSE_DISABLE said so."""
+    return Summary(
+        optimizer=optimizer,
+        mode="disabled",
+        parameters=len(params),
+        elements=sum(p.numel() for p in params),
+        reference="the class itself (OPTFUSE_DISABLE is set)",
+        reference_differs=(),
+        gpu_bits_differ=(),
+        own_step_because=(),
+        products_because=(),
+        isa={},
+        eager=0,
+        compiled=False,
+        **_numbers(Counts()),
+    )
+
+
+@checked(optimizer=FUSED)
+def summary(optimizer: Optimizer) -> Summary:
+    """What the fused optimizer has done so far, and what it fell back from.
+    Raises optfuse.Error if the optimizer is not fused."""
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    if not is_fused(optimizer):
+        return _disabled(type(optimizer).__name__, params)
+    link = link_of(optimizer)
+    counts = Counts()
+    lib.of_shim_counts(link.plan, ctypes.byref(counts))
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
+    return Summary(
+        optimizer=type(optimizer).__name__,
+        mode="forward" if link.mode == FORWARD else "backward",
+        parameters=len(params),
+        elements=sum(p.numel() for p in params),
+        reference=f"torch's {link.rule.reference} on " + " and ".join(_kinds(params)),
+        reference_differs=tuple(i for i, group in enumerate(groups) if link.rule.difference(group)),
+        gpu_bits_differ=link.gpu_bits_differ,
+        own_step_because=link.own_step_because,
+        products_because=tuple(_products.reasons(link.rule, groups)),
+        isa={
+            name: _by_host(link.rule, groups, name)
+            if link.rule.by_host
+            else " and ".join(
+                lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"
+                for kind in _kinds(p for p in params if str(p.dtype) == f"torch.{name}")
+            )
+            for i, name in enumerate(DTYPES)
+            if name in dtypes
+        },
+        eager=len(link.eager),
+        compiled=link.compiled,
+        **_numbers(counts),
+    )

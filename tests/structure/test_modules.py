@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""python_loader's modules know only modules below them, and import at their top."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from tree import ROOT
+
+PACKAGE = ROOT / "python_loader" / "optfuse"
+
+#: Imports that close a circle of modules: (importer, imported), and why it has to be.
+CLOSING_CIRCLES: dict[tuple[str, str], str] = {}
+
+#: Imports inside of functions: (importer, imported), and why they are there.
+INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
+    ("optfuse._library", "torch"): "the platform is looked at before torch is imported, which "
+    "would not survive a subinterpreter; and a torch that is missing gets our sentence",
+}
+
+#: From the bottom to the top. None reaches one that comes later, by whatever way.
+ROOMS = ("_options", "_rules", "_stock_trial", "_choice", "_link", "_classes", "_fuse", "_ab")
+
+
+def modules(package: Path) -> dict[str, ast.Module]:
+    """By dotted names; a package has that of its __init__.py."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names, "a.b" for `from a import b`; wherever they stand, so in functions and
+    for type checkers, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports name whole modules"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def edges(package: Path) -> dict[str, set[str]]:
+    """The modules of the package that each of them imports. A module of a sub-package brings
+    that one's __init__.py along; the outermost is there anyway."""
+    known = modules(package)
+
+    def meant(name: str) -> set[str]:
+        parts = name.split(".")
+        heads = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        found = {head for head in heads if head in known}
+        return found - {package.name} or found
+
+    return {
+        module: {target for name in imports(tree) for target in meant(name)} - {module}
+        for module, tree in known.items()
+    }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """One of them, or none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen, todo = set(), [start]
+    while todo:
+        new = graph[todo.pop()] - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def test_modules_form_no_circle() -> None:
+    graph = edges(PACKAGE)
+    for importer, target in CLOSING_CIRCLES:
+        assert target in graph[importer], f"{importer} does not import {target}: strike it out"
+        graph[importer].remove(target)
+    assert not circle(graph), f"each is imported by the next one: {circle(graph)}"
+
+
+def test_imports_stand_at_the_top() -> None:
+    found = {
+        (module, name)
+        for module, tree in modules(PACKAGE).items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for name in imports(function)
+    }
+    assert found == set(INSIDE_FUNCTIONS)
+
+
+def test_rooms_know_only_what_is_below_them() -> None:
+    graph = edges(PACKAGE)
+    rooms = [f"{PACKAGE.name}.{room}" for room in ROOMS]
+    for i, room in enumerate(rooms):
+        above = reached(graph, room) & set(rooms[i + 1 :])
+        assert not above, f"{room} reaches {sorted(above)}"
+
+
+UP = {
+    "at the top": "from p import b\n",
+    "of a name": "from p.b import x\n",
+    "of the module": "import p.b\n",
+    "in a function": "def f():\n    from p.b import x\n",
+    "for type checkers": "if TYPE_CHECKING:\n    from p.b import x\n",
+    "if it is there": "try:\n    import p.b as c\nexcept ImportError:\n    c = None\n",
+    "through a sub-package": "import p.q.c\n",
+    "through the package": "import p\n",
+}
+
+
+@pytest.mark.parametrize("text", UP.values(), ids=UP)
+def test_an_import_upwards_is_found(text: str, tmp_path: Path) -> None:
+    package = tmp_path / "p"
+    (package / "q").mkdir(parents=True)
+    files = {"__init__": "from p import b", "b": "from p import a", "a": "import sys"}
+    for name, content in {**files, "q/__init__": "from p import b", "q/c": ""}.items():
+        (package / f"{name}.py").write_text(content)
+    assert not circle(edges(package))
+    (package / "a.py").write_text(text)
+    assert {"p.a", "p.b"} <= set(circle(edges(package)))
