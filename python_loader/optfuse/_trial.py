@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse import _twin
 from optfuse._native import Error, guard
 from optfuse._reach import why_reaches_too_much
 from optfuse._settings import SETTINGS, Promise, Settings, changes, copied_settings
@@ -37,17 +38,7 @@ from optfuse._small import (
     small_copies,
     with_a_rate,
 )
-from optfuse._twin import (
-    Entry,
-    attributes_of,
-    options_alone,
-    own_attributes,
-    own_options,
-    step_alone,
-    step_of,
-    step_twin,
-    without_gradient,
-)
+from optfuse._twin import Entry
 from optfuse._untouched import untouched
 from optfuse._values import deep_copy, difference
 
@@ -125,22 +116,22 @@ class Trial:
         self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small], gpus: list[int]
     ) -> None:
         self._stock = stock
-        self._step = step_of(stock)
+        self._step = _twin.step_of(stock)
         self._gpus = gpus
         self._smalls = smalls
         self._groups = sorted({small.group for small in smalls})  # their indices
         self._whole = self._copy_of(optimizer)
         self._enter_training()
         self._alone = [self._twin_of(small) for small in smalls]
-        self._twin = stock.__new__(stock)
-        self._not_own = _not_own(attributes_of(self._whole))
+        self._twin = _twin.Twin(stock)
+        self._not_own = _not_own(_twin.attributes_of(self._whole))
         self._found = Promise()
 
     def _copy_of(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like this one, with all small parameters."""
         real = [optimizer.param_groups[i] for i in self._groups]
-        options = [with_a_rate(options_alone(group, True)) for group in real]
-        attributes, groups = deep_copy((attributes_of(optimizer), options), SETTINGS)
+        options = [with_a_rate(_twin.options_alone(group, True)) for group in real]
+        attributes, groups = deep_copy((_twin.attributes_of(optimizer), options), SETTINGS)
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         for index, group in zip(self._groups, groups, strict=True):
             group["params"] = [small.param for small in self._smalls if small.group == index]
@@ -214,9 +205,11 @@ class Trial:
         options = settings.options[small.group]
 
         def take() -> Settings:
-            done = step_alone(self._step, self._twin, attributes, options, small.param, small.entry)
+            done = self._twin.step_alone(attributes, options, small.param, small.entry)
             small.entry = done[0]
-            return Settings(own_attributes(done[1]), {small.group: own_options(done[2])})
+            return Settings(
+                _twin.own_attributes(done[1]), {small.group: _twin.own_options(done[2])}
+            )
 
         doing = f"took {what} of a copy of {small.name} by itself"
         if must:
@@ -230,12 +223,12 @@ class Trial:
         settings = copied_settings(before)
         attributes = {**self._not_own, **settings.attributes}
         groups = [
-            {**settings.options[i], "params": without_gradient(group["params"])}
+            {**settings.options[i], "params": _twin.without_gradient(group["params"])}
             for i, group in zip(self._groups, self._whole.param_groups, strict=True)
         ]
-        after = step_twin(self._step, self._twin, attributes, groups, defaultdict(dict))
-        options = dict(zip(self._groups, map(own_options, groups), strict=True))
-        return Settings(own_attributes(after), options)
+        after = self._twin.step(attributes, groups, defaultdict(dict))
+        options = dict(zip(self._groups, map(_twin.own_options, groups), strict=True))
+        return Settings(_twin.own_attributes(after), options)
 
     def _must(self, doing: str, work: Callable[[], T]) -> T:
         try:
@@ -260,9 +253,9 @@ class Trial:
         _refuse(self._stock, why)
 
     def _settings(self, copied: bool = False) -> Settings:
-        groups = map(own_options, self._whole.param_groups)
+        groups = map(_twin.own_options, self._whole.param_groups)
         options = dict(zip(self._groups, groups, strict=True))
-        now = Settings(own_attributes(self._whole.__dict__), options)
+        now = Settings(_twin.own_attributes(self._whole.__dict__), options)
         return copied_settings(now) if copied else now
 
     def _contents(self) -> list[tuple[tuple[str, Any], Any]]:
@@ -323,7 +316,7 @@ class Trial:
 
 def _not_own(attributes: dict[str, Any]) -> dict[str, Any]:
     """Those that PyTorch gives to every optimizer."""
-    own = own_attributes(attributes)
+    own = _twin.own_attributes(attributes)
     return {k: v for k, v in attributes.items() if k not in own}
 
 

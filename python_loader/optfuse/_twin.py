@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from optfuse._options import LINK
+
 Group = dict[str, Any]
 Entry = dict[str, Any]
 
@@ -32,7 +34,7 @@ COUNTERS = (
     "_need_device_dtype_check_for_fused",
 )
 # Attributes of an optimizer that its twin has of its own, or not at all.
-HIDDEN = ("param_groups", "state", "step", "_optfuse_link", "_step_supports_amp_scaling", *_HOOKS)
+HIDDEN = ("param_groups", "state", "step", LINK, "_step_supports_amp_scaling", *_HOOKS)
 NOT_OPTIONS = ("params", "param_names")
 
 
@@ -98,39 +100,37 @@ def own_options(group: Group) -> Group:
     return {k: v for k, v in group.items() if k not in NOT_OPTIONS}
 
 
-def step_twin(
-    step: Callable[[Optimizer], Any],
-    twin: Optimizer,
-    attributes: dict[str, Any],
-    groups: list[Group],
-    state: defaultdict[Tensor, Entry],
-) -> dict[str, Any]:
-    """The class's step() on an optimizer of these parts; the attributes that it then has.
-    Options are changed where they are."""
-    twin.__dict__ = {**attributes, "param_groups": groups, "state": state}
-    try:
-        step(twin)
-        return twin.__dict__
-    finally:
-        twin.__dict__ = {}
+class Twin:
+    """An optimizer of a class that has only what each step is given."""
 
+    def __init__(self, stock: type[Optimizer]) -> None:
+        self._step = step_of(stock)
+        self._optimizer = stock.__new__(stock)
 
-def step_alone(
-    step: Callable[[Optimizer], Any],
-    twin: Optimizer,
-    attributes: dict[str, Any],
-    options: Group,
-    param: Tensor,
-    entry: Entry | None,
-) -> tuple[Entry | None, dict[str, Any], Group]:
-    """The class's step() on one parameter; the state entry, the attributes and the options
-    that there are then."""
-    state: defaultdict[Tensor, Entry] = defaultdict(dict)
-    if entry is not None:
-        state[param] = entry
-    group = {**options, "params": [param]}
-    after = step_twin(step, twin, attributes, [group], state)
-    return state.get(param), after, group
+    def step(
+        self, attributes: dict[str, Any], groups: list[Group], state: defaultdict[Tensor, Entry]
+    ) -> dict[str, Any]:
+        """The attributes that there are after the class's step(). Options are changed where
+        they are."""
+        optimizer = self._optimizer
+        optimizer.__dict__ = {**attributes, "param_groups": groups, "state": state}
+        try:
+            self._step(optimizer)
+            return optimizer.__dict__
+        finally:
+            optimizer.__dict__ = {}
+
+    def step_alone(
+        self, attributes: dict[str, Any], options: Group, param: Tensor, entry: Entry | None
+    ) -> tuple[Entry | None, dict[str, Any], Group]:
+        """Of one parameter; the state entry, the attributes and the options that there are
+        then."""
+        state: defaultdict[Tensor, Entry] = defaultdict(dict)
+        if entry is not None:
+            state[param] = entry
+        group = {**options, "params": [param]}
+        after = self.step(attributes, [group], state)
+        return state.get(param), after, group
 
 
 def without_gradient(params: list[Tensor]) -> list[Tensor]:
