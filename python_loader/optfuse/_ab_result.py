@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from optfuse._values import same_bits
+
 RESAMPLES = 4000  # of the bootstrap
 LOSS, GAIN = 0.9, 1.1  # a speed that may be both is not known
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -136,16 +137,6 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """NaN equals NaN whatever its payload; -0 differs from +0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = _real(a), _real(b)
-    bits = _BITS[a.element_size()]
-    same = a.contiguous().view(bits) == b.contiguous().view(bits)
-    return bool((same | (a.isnan() & b.isnan())).all())
-
-
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
@@ -155,7 +146,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def equal_bits(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(_same_bits, ours, theirs))
+    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
 def judge(row: Row, baseline: Row) -> None:

@@ -66,10 +66,12 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN."""
+    """NaN equals NaN whatever its payload; -0 differs from +0."""
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
     a, b = a.detach().contiguous(), b.detach().contiguous()
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     if a.is_floating_point():
         nans = a.isnan() & b.isnan()
         a, b = a.masked_fill(nans, 0), b.masked_fill(nans, 0)
