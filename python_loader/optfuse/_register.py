@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from optfuse._check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._native import Error
+from optfuse._rules import RULES
 from optfuse._settings import Promise
 from optfuse._trial import name_of, try_promise
 from optfuse._twin import HIDDEN, Group, own_options, step_of
@@ -24,11 +25,7 @@ _registered: set[type[Optimizer]] = set()
 _known: dict[tuple[type[Optimizer], str], Promise] = {}  # what was tried -> what was found
 
 # The classes of torch.optim that step a parameter without looking at others.
-_OF_TORCH = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam",
-    "RAdam", "RMSprop", "Rprop", "SGD",
-)
-INDEPENDENT = {getattr(torch.optim, name) for name in _OF_TORCH if hasattr(torch.optim, name)}
+INDEPENDENT = {cls for cls in RULES if cls.__module__.startswith("torch.optim")}
 
 
 @checked(cls=OPTIMIZER_CLASS, per_parameter=FLAG)

@@ -76,7 +76,7 @@ def test_every_guard_of_the_source_has_a_scenario():
     for layer in ("plugin", "shim"):
         for path in sorted((ROOT / layer).glob("*.c*")):
             found |= set(re.findall(r"OF_GUARD\((\w+)\)", path.read_text()))
-    for path in (ROOT / "python_loader" / "optfuse").glob("*.py"):
+    for path in (ROOT / "python_loader" / "optfuse").rglob("*.py"):
         found |= set(re.findall(r'guard\("(\w+)"\)', path.read_text()))
     assert found, "no guards were found: has the source moved?"
     assert found == {*guard_scenarios.SCENARIOS, *ELSEWHERE}, "guards and scenarios differ"
