@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from optfuse._ab_clock import random_state, set_random_state
 from optfuse._ab_progress import Progress
 from optfuse._ab_result import Comparison, compare_parameters, judge, undecided
 from optfuse._ab_run import Run
@@ -33,6 +32,7 @@ from optfuse._check import (
     whole,
 )
 from optfuse._native import Error
+from optfuse._random import random_state, set_random_state
 
 FEWEST_ROUNDS = 5  # whatever ab()'s limit in seconds
 REFERENCE = "reference"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ab() measures with, and the random numbers that each of its variants has."""
+"""What ab() measures with, and the random numbers that its variants begin with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -55,18 +54,3 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def random_state() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    numpys = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    return random.getstate(), torch.get_rng_state(), cuda, numpys
-
-
-def set_random_state(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    torch.set_rng_state(state[1])
-    if state[2]:
-        torch.cuda.set_rng_state_all(state[2])
-    if state[3]:
-        sys.modules["numpy"].random.set_state(state[3])

@@ -10,13 +10,12 @@ these ways."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import random as python_random
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from optfuse import _twin
 from optfuse._native import Error, guard
+from optfuse._random import random_as_it_was
 from optfuse._reach import why_reaches_too_much
 from optfuse._settings import SETTINGS, Promise, Settings, changes, copied_settings
 from optfuse._shared import why_writes_too_much
@@ -72,7 +72,7 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     gpus = sorted(d.index for d in devices if d.type == "cuda")
     random = torch.Generator().manual_seed(0)
     found = Promise()
-    with _random_as_it_was(gpus), warnings.catch_warnings():
+    with random_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trials = []
         for run in RUNS:
@@ -95,16 +95,6 @@ def _refuse(stock: type[Optimizer], why: str) -> None:
             f"per_parameter=True, but its step() does not treat parameters independently: "
             f"{why}. Use the optimizer as it is"
         )
-
-
-@contextlib.contextmanager
-def _random_as_it_was(gpus: list[int]) -> Iterator[None]:
-    before = python_random.getstate()
-    try:
-        with torch.random.fork_rng(devices=gpus):
-            yield
-    finally:
-        python_random.setstate(before)
 
 
 class Trial:

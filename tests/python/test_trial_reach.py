@@ -5,6 +5,7 @@ options and attributes of the optimizer, and no other optimizer."""
 import contextlib
 import copy
 import functools
+import sys
 import weakref
 
 import pytest
@@ -310,6 +311,29 @@ def test_random_numbers_are_not_drawn():
     before, numbers = random.getstate(), torch.get_rng_state()
     optfuse.fuse(optimizer)
     assert random.getstate() == before and torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_numpys_random_numbers_are_not_drawn():
+    numpy = pytest.importorskip("numpy")
+
+    def act(real):
+        numpy.random.random()
+
+    model, optimizer = trained(lambda params: Reaching(params, act))
+    REAL.append(None)
+    numpy.random.seed(3)
+    expected = numpy.random.random(2)
+    numpy.random.seed(3)
+    numpy.random.random()
+    optfuse.fuse(optimizer)
+    assert numpy.random.random() == expected[1], "the trial drew NumPy's next number"
+
+
+def test_a_trial_does_not_import_numpy(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    _, optimizer = trained(Tensors)
+    optfuse.fuse(optimizer)
+    assert "numpy" not in sys.modules
 
 
 def test_wrappers_whose_parts_belong_to_something_else_are_refused():
