@@ -18,7 +18,7 @@ from optfuse._choice import other_counters, why_not_tried
 from optfuse._gpu import is_gpu
 from optfuse._link import Link, link_of
 from optfuse._native import BACKWARD, FORWARD, Error, lib
-from optfuse._options import LINK, How
+from optfuse._options import LINK, Options
 from optfuse._own import running
 from optfuse._refuse import check_group
 from optfuse._register import check_promise
@@ -68,7 +68,7 @@ class _Fused:
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
         eager = tuple(copy.deepcopy(p, memo) for p in link.eager)
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
-        return become_fused(twin, replace(link.how, eager=eager))
+        return become_fused(twin, replace(link.options, eager=eager))
 
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
@@ -99,7 +99,7 @@ def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) 
             "on. Nothing was loaded; load it before backward() or after step()"
         )
     become_stock(optimizer)
-    become_fused(optimizer, link.how)
+    become_fused(optimizer, link.options)
 
 
 class _FusedOwn(_Fused):
@@ -155,7 +155,7 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
     def fuse_for_trial(small: Optimizer) -> Optimizer:
         _products.make(rule, small.param_groups)
         on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
-        return become_fused(small, How(), rule.on_gpus() if on_gpu else rule)
+        return become_fused(small, Options(), rule.on_gpus() if on_gpu else rule)
 
     _stock_trial.make(stock, groups, _stock_trial.Tried(rule, fuse_for_trial))
     if not _stock_trial.verdicts(rule, stock, groups):
@@ -163,10 +163,10 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
     return True
 
 
-def become_fused(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> OptimizerT:
+def become_fused(optimizer: OptimizerT, options: Options, rule: Rule | None = None) -> OptimizerT:
     """rule: another than its own, for a trial of it."""
     stock = type(optimizer)
-    link = Link(optimizer, how, rule)
+    link = Link(optimizer, options, rule)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = fused_class(stock, link.rule.by_host)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
@@ -174,7 +174,7 @@ def become_fused(optimizer: OptimizerT, how: How, rule: Rule | None = None) -> O
     # clips: what is folded is folded in its own unscale_().
     if _AMP in optimizer.__dict__:
         link.saved[_AMP] = optimizer.__dict__[_AMP]
-    optimizer.__dict__[_AMP] = _unscales(optimizer, how.mode)
+    optimizer.__dict__[_AMP] = _unscales(optimizer, options.mode)
     return optimizer
 
 

@@ -16,7 +16,7 @@ from optfuse import _link
 from optfuse._check import FLAG, PARAMETERS, checked, number, optional
 from optfuse._gpu import is_on_gpu
 from optfuse._native import BACKWARD, Error, guard
-from optfuse._observed import addresses_are_noted
+from optfuse._profiling import addresses_are_noted
 
 
 def _owner(param: Tensor, links: list[_link.Link]) -> tuple[_link.Link, int] | None:

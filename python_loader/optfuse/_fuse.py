@@ -15,7 +15,7 @@ from optfuse._choice import rule_of
 from optfuse._classes import become_fused, become_stock, try_with_stock
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
-from optfuse._options import How, is_disabled, is_fused
+from optfuse._options import Options, is_disabled, is_fused
 from optfuse._refuse import check_eager, check_optimizer
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step
@@ -113,17 +113,17 @@ def fuse(
     differ: list[str] = []
     rule = rule_of(optimizer)
     if rule is RULES.get(type(optimizer)) and not rule.by_host:
-        differ = gpu_bits_differ(optimizer, lambda small: become_fused(small, How()))
+        differ = gpu_bits_differ(optimizer, lambda small: become_fused(small, Options()))
     if strict and differ:
         raise Error(
             f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "
             "fused=True there (docs/numerics.md names the releases and chips where they are "
             "equal). Pass strict=False, or keep the optimizer as it is"
         )
-    how = How(
+    options = Options(
         _MODES[mode], tuple(chosen), side_stream, accumulate, max_grad_norm, fold, bucket_bytes
     )
-    become_fused(optimizer, how)
+    become_fused(optimizer, options)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
     return optimizer
 

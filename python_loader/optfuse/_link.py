@@ -26,7 +26,6 @@ from optfuse import _compiled, _gpu, _own, _scaled
 from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
 from optfuse._gpu import is_gpu, is_on_gpu
-from optfuse._known import Groups, KnownGroups, KnownState, params_of
 from optfuse._native import (
     ADDS,
     ATTACH,
@@ -41,10 +40,11 @@ from optfuse._native import (
     lib,
     message,
 )
-from optfuse._options import LINK, How
+from optfuse._options import LINK, Options
 from optfuse._pass_count import Passes
 from optfuse._register import check_promise
 from optfuse._rules import OWN, Rule
+from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot, params_of
 from optfuse._stock_trial import flags_of, unknown_dtypes
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
@@ -69,29 +69,26 @@ def link_of(optimizer: Optimizer) -> Link:
 class Link:
     """Owned by the optimizer; frees the plan when the optimizer dies."""
 
-    def __init__(self, optimizer: Optimizer, how: How, rule: Rule | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, options: Options, rule: Rule | None = None) -> None:
         """rule: another than the optimizer's own, for a trial of it."""
         self.stock = type(optimizer)
         self.own_step_because = () if rule else tuple(why_own_step(optimizer))
         self.rule = rule or rule_of(optimizer)
         promise = check_promise(optimizer, self.stock) if self.rule.by_host else None
-        self.how = how
-        self.mode = how.mode
-        self.eager = how.eager
-        self.passes = Passes(how.accumulate)
-        self.max_grad_norm = how.max_grad_norm
-        self.fold = how.fold  # clipping and GradScaler's unscaling into the update
+        self.options = options
+        self.mode = options.mode
+        self.eager = options.eager
+        self.passes = Passes(options.accumulate)
+        self.max_grad_norm = options.max_grad_norm
+        self.fold = options.fold  # clipping and GradScaler's unscaling into the update
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
-        isa = os.environ.get("OPTFUSE_ISA", "").encode()
-        check(
-            lib.of_shim_plan_new(
-                self.rule.name.encode(), how.mode, isa, how.bucket_bytes, ctypes.byref(handle)
-            )
-        )
+        name, isa = self.rule.name.encode(), os.environ.get("OPTFUSE_ISA", "").encode()
+        size, place = options.bucket_bytes, ctypes.byref(handle)
+        check(lib.of_shim_plan_new(name, options.mode, isa, size, place))
         assert handle.value is not None
         self.plan: int = handle.value
-        if how.side_stream:
+        if options.side_stream:
             lib.of_shim_update_beside(self.plan)
         self._optimizer = weakref.ref(optimizer)
         self._free = weakref.finalize(optimizer, _own.free_plan, self.plan)
@@ -107,8 +104,8 @@ class Link:
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         self._places: dict[int, int] = {}  # id of a parameter -> where its update was tried
         self._flags: list[tuple[Any, ...]] = []  # of each group
-        self.known = KnownGroups()
-        self._known_state = KnownState()
+        self.snapshot = GroupsSnapshot()
+        self._state_snapshot = StateSnapshot()
         links[self.plan] = self
         self.own: _own.Own | None = None
         try:
@@ -146,7 +143,7 @@ class Link:
         tried_on_cpu = 0 if self.rule is OWN else unknown_dtypes(self.rule)
         if self.rule.tried or tried_on_cpu:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
-        self.known.forget()
+        self.snapshot.forget()
         lib.of_shim_clear(self.plan)
         if self.mode == BACKWARD:
             kept = set(map(id, params))
@@ -170,10 +167,10 @@ class Link:
         self._places = dict(zip(map(id, params), places, strict=True))
         self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
-        self.known.remember_params(groups)
+        self.snapshot.remember_params(groups)
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
         self._slot_states: list[_State | None] = [None] * len(params)
-        self._known_state.forget()
+        self._state_snapshot.forget()
         if self.own is not None:
             self.own.layout(groups)
         if self.mode == BACKWARD:
@@ -206,7 +203,7 @@ class Link:
         known = self._hyper
         if self.rule.as_made and list(map(flags_of, groups)) != self._flags[: len(groups)]:
             raise Error(_FLAGS)
-        self.known.forget_options()  # half of them are told if this fails
+        self.snapshot.forget_options()  # half of them are told if this fails
         for i, group in enumerate(groups):
             hyper = hyper_of(group)
             if i < len(known) and known[i] == hyper:
@@ -215,7 +212,7 @@ class Link:
             check(lib.of_shim_group(self.plan, i, values, len(hyper)))
             known[i : i + 1] = [hyper]
         if self.own is None:
-            self.known.remember(groups)
+            self.snapshot.remember(groups)
 
     # ---- optimizer state
 
@@ -226,7 +223,7 @@ class Link:
                 self._set_own_state(slot, self.own.take_state(slot, state.get(param)))
             else:
                 flushed = self._set_state(slot, state.get(param, {}), False, flushed)
-        self._known_state.remember(state)
+        self._state_snapshot.remember(state)
 
     def _set_own_state(self, slot: int, tensors: list[Tensor | None]) -> None:
         known = self._slot_states[slot]
@@ -264,7 +261,7 @@ class Link:
         groups = optimizer.param_groups
         flushed = False
         with self._telling:
-            self._known_state.forget()  # the next sync looks at all of it once
+            self._state_snapshot.forget()  # the next sync looks at all of it once
             for slot in slots:
                 param = self._params[slot]
                 is_new = not optimizer.state.get(param)
@@ -285,7 +282,7 @@ class Link:
         return optimizer
 
     def sync_params(self, optimizer: Optimizer) -> None:
-        if not self.known.have_same_params(optimizer.param_groups):
+        if not self.snapshot.have_same_params(optimizer.param_groups):
             self.rebuild(optimizer)
 
     def _sync_inputs(self, optimizer: Optimizer, same_groups: bool) -> None:
@@ -293,7 +290,7 @@ class Link:
         state = optimizer.__dict__["state"]
         if not same_groups:
             self._sync_hyper(optimizer.param_groups)
-        if not self._known_state.is_same(state):
+        if not self._state_snapshot.is_same(state):
             self._sync_state(state)
 
     def _begin_own(self, own: _own.Own, optimizer: Optimizer) -> None:
@@ -301,7 +298,7 @@ class Link:
         self._flush(drain=False)  # what is pending keeps its own options
         own.begin(optimizer, self.mode == BACKWARD)
         if own.changed:
-            self._known_state.forget()
+            self._state_snapshot.forget()
             own.changed = False
         self._sync_inputs(optimizer, False)
 
@@ -338,7 +335,7 @@ class Link:
 
     def step(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
-        same_groups = self.known.are_same(groups)
+        same_groups = self.snapshot.are_same(groups)
         if not same_groups:
             self.sync_params(optimizer)
             self._refuse_late_change(groups)
@@ -382,8 +379,8 @@ class Link:
     def _tell_all(self, optimizer: Optimizer) -> None:
         _scaled.refuse_if_scaled()
         groups = optimizer.param_groups
-        same_groups = self.known.are_same(groups)
-        if not same_groups and guard("groups") and not self.known.have_same_params(groups):
+        same_groups = self.snapshot.are_same(groups)
+        if not same_groups and guard("groups") and not self.snapshot.have_same_params(groups):
             raise Error(
                 "optfuse: param_groups has other parameters than at the last step(), and a "
                 "backward pass can't take that over; call zero_grad() after changing them. "

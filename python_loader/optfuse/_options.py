@@ -24,7 +24,7 @@ def is_disabled() -> bool:
 
 
 @dataclass(frozen=True)
-class How:
+class Options:
     """The options of fuse()."""
 
     mode: int = FORWARD

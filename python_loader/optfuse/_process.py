@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _compiled, _fold, _gpu, _observed, _own, _raw, _scaled
+from optfuse import _compiled, _fold, _gpu, _own, _profiling, _raw, _scaled
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD
 from optfuse._native import start as start_library
@@ -96,7 +96,7 @@ def start() -> None:
     _raw.install(flush_all, _swap_and_tell)
     _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
     _gpu.install(flush_all, drain_all)
-    _observed.install(flush_all)
+    _profiling.install(flush_all)
     _scaled.install()
     _fold.install()
     _started = True

@@ -16,7 +16,7 @@ from optfuse._check import parameters_of
 from optfuse._clip import clip
 from optfuse._link import Link, link_of
 from optfuse._native import BACKWARD, Error, lib, lib_with_gil
-from optfuse._observed import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
+from optfuse._profiling import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
 
 
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -80,7 +80,7 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         link.sync_params(self)
         link.passes.restart()
     if _may_zero_here(link, set_to_none) and (
-        link.mode == BACKWARD or link.known.have_same_params(self.param_groups)
+        link.mode == BACKWARD or link.snapshot.have_same_params(self.param_groups)
     ):
         lib_with_gil.of_shim_drop_gradients(link.plan)
     else:

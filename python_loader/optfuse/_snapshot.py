@@ -18,7 +18,7 @@ params_of = itemgetter("params")
 _CONSTANT = {bool, int, float, complex, str, type(None)}
 
 
-class KnownGroups:
+class GroupsSnapshot:
     """Parameters and options."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def _is_constant_entry(name: str, value: Any) -> bool:
     return kind in _CONSTANT or name in ("params", "param_names")
 
 
-class KnownState:
+class StateSnapshot:
     """The state's entries, and what is in them."""
 
     def __init__(self) -> None:
