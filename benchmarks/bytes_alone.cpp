@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "moves.h"
-#include "stores.h"
+#include "store_policy.h"
 
 namespace {
 
@@ -55,14 +55,14 @@ void move(const Bytes &bytes, int64_t from, int64_t to, bool past_caches) {
     });
 }
 
-of_stores stores; // of the hooks that were attached last
+of_store_policy store_policy; // of the hooks that were attached last
 
 void move_in_backward(Bytes bytes) {
     if (at::get_num_threads() == 1 || bytes.lines <= kSerialLines)
         move(bytes, 0, bytes.lines, false);
     else
-        of_stores_run(
-            &stores, bytes.lines,
+        of_store_policy_run(
+            &store_policy, bytes.lines,
             [](void *of, int64_t begin, int64_t end, bool past_caches) {
                 move(*static_cast<const Bytes *>(of), begin, end, past_caches);
             },
@@ -95,7 +95,7 @@ Arrays &arrays_at(int64_t i) {
 
 // Another model's hooks come next: they find out anew which stores are faster.
 void begin() {
-    of_stores_init(&stores);
+    of_store_policy_init(&store_policy);
 }
 
 // In backward: at once. The parameter has no such hook yet.

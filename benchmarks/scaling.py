@@ -23,7 +23,7 @@ COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)  # tensors
 SMALL = 64  # elements of each
 SIZES = tuple(10**i for i in range(9))  # elements of one tensor
 # (tensors, elements) before and after. Whole vectors, so that no scalar tail
-# comes or goes: a chunk and the beginning of threads (plugin/launch.c), and the
+# comes or goes: a chunk and the beginning of threads (plugin/cpu_launch.c), and the
 # least that ATen gives a thread.
 EDGES = {
     "a chunk": ((1, 2048), (1, 2064)),

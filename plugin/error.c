@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* error.c: the message of the last failure, one per thread. */
+/* error.c: the message of the last failure, one per thread, and that of a plan with a launch
+ * that has failed. */
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -24,4 +25,18 @@ of_status of_fail(of_status status, const char *format, ...) {
     vsnprintf(message, sizeof message, format, args);
     va_end(args);
     return status;
+}
+
+of_status of_plan_health(const of_plan *plan) {
+    return *plan->failure ? of_fail(OF_REFUSED, "%s", plan->failure) : OF_OK;
+}
+
+void of_plan_fail(of_plan *plan) {
+    if (*plan->failure)
+        return;
+    snprintf(plan->failure, sizeof plan->failure,
+             "an update could not be launched, so parameters of this optimizer are not what they "
+             "should be: %.380s. Load them from a checkpoint",
+             of_error_message());
+    of_log(&plan->host, OF_LOG_ERROR, "%s", plan->failure);
 }

@@ -1,143 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* launch.c: runs the kernels of a list of updates.
- *
- * All elements of the list form one flat space of chunks, which the host's
- * parallel_for splits over its threads: a launch is one parallel region
- * whatever the number and the sizes of its updates (two, if it is a trial of
- * stores.h). Chunks are whole cache lines of every dtype, so a reference's
- * vectors are never cut, and the kernels give the same bits however the space
- * is split. */
-#include <string.h>
-
-#include "floating.h"
+/* launch.c: where a list of updates is launched: by kernels on the CPU, on a device or by
+ * the host's operators; and which of its neighbours an update takes along. */
 #include "internal.h"
 
-enum { CHUNK_SHIFT = 11, CHUNK_ELEMENTS = 1 << CHUNK_SHIFT };
-
-static void *advance(const void *base, size_t bytes) {
-    return base ? (char *)(uintptr_t)base + bytes : NULL;
-}
-
-/* What one parallel region runs: its chunks from `begin` on. */
-typedef struct of_region {
-    const of_update *first; /* of the launch's list */
-    int64_t begin;
-    bool past_caches; /* of_span.past_caches */
-} of_region;
-
-/* Chunks [from, to) of one update. */
-static void run_update(const of_update *update, int64_t from, int64_t to, bool past_caches) {
-    const of_inputs *in = &update->in;
-    size_t numel = (size_t)in->numel;
-    size_t begin = (size_t)from << CHUNK_SHIFT;
-    size_t end = (size_t)to << CHUNK_SHIFT;
-    if (end > numel)
-        end = numel;
-    size_t offset = begin * of_dtype_size(in->dtype);
-    if (update->scaling) {
-        void *gradient = advance(in->param, offset);
-        update->scale(gradient, gradient, end - begin, update->factors);
-        return;
-    }
-    of_span span = {.param = advance(in->param, offset), .grad = advance(in->grad, offset)};
-    for (size_t i = 0; i < OF_MAX_STATE; i++)
-        span.state[i] = advance(in->state[i], offset);
-    span.n = end - begin;
-    if (end == numel)
-        span.tail = of_tail(update->plan->rule, update->plan->reference, in->dtype,
-                            update->plan->vector_bytes, numel);
-    if (update->n_factors && OF_GUARD(factors))
-        span.factors = update->factors;
-    span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];
-    span.past_caches = past_caches;
-    update->kernel->run(&span, update->scalars);
-}
-
-/* Chunks [begin, end) of a region. The host's threads and whoever uses a pending parameter
- * may have another setting than the thread that called step(). */
-static void run_chunks(void *arg, int64_t begin, int64_t end) {
-    const of_region *region = arg;
-    const unsigned outside = of_floating_now();
-    unsigned inside = outside;
-    begin += region->begin;
-    end += region->begin;
-    for (const of_update *u = region->first; u && u->first_chunk < end; u = u->next) {
-        int64_t from = begin > u->first_chunk ? begin - u->first_chunk : 0;
-        int64_t to = end - u->first_chunk < u->n_chunks ? end - u->first_chunk : u->n_chunks;
-        if (from >= to)
-            continue;
-        if (u->floating != inside && OF_GUARD(floating))
-            of_floating_set(inside = u->floating);
-        run_update(u, from, to, region->past_caches);
-    }
-    if (inside != outside)
-        of_floating_set(outside);
-}
-
-/* The host's threads do not survive a fork, and to start them in the child may hang (GNU's
- * OpenMP). There updates share no threads that each by itself would not use. */
-static bool is_serial(int64_t elements, int64_t largest) {
-    return (of_is_forked() ? largest : elements) < OF_SERIAL_ELEMENTS;
-}
-
-/* Chunks [begin, end) of the list that starts with arg, on several threads. */
-static void run_region(void *arg, int64_t begin, int64_t end, bool past_caches) {
-    const of_update *first = arg;
-    const of_host *host = &first->plan->host;
-    of_region region = {first, begin, past_caches};
-    host->parallel_for(host->ctx, end - begin, run_chunks, &region);
-}
-
-/* Whether other threads have what a launch of kernels stores. */
-static bool is_shared(const of_plan *plan) {
-    return plan->mode == OF_BACKWARD && !plan->rule->by_host &&
-           !(plan->host.threads && plan->host.threads(plan->host.ctx) == 1);
-}
-
-bool of_goes_past_caches_now(const of_plan *plan) {
-    return is_shared(plan) && of_stores_are_past(&plan->stores);
-}
-
-static void run_list(of_plan *plan, of_list *list) {
-    int64_t chunks = 0;
-    int64_t elements = 0;
-    int64_t largest = 0;
-    for (of_update *u = list->first; u; u = u->next) {
-        largest = u->in.numel > largest ? u->in.numel : largest;
-        u->first_chunk = chunks;
-        u->n_chunks = (u->in.numel + CHUNK_ELEMENTS - 1) >> CHUNK_SHIFT;
-        chunks += u->n_chunks;
-        elements += u->in.numel;
-    }
-    if (is_serial(elements, largest))
-        run_chunks(&(of_region){list->first, 0, of_goes_past_caches_now(plan)}, 0, chunks);
-    else if (is_shared(plan))
-        of_stores_run(&plan->stores, chunks, run_region, list->first);
-    else
-        run_region(list->first, 0, chunks, false);
-}
-
-bool of_apply(of_plan *plan, of_update *update) {
-    const unsigned outside = of_floating_now();
-    double hyper[OF_MAX_HYPER];
-    memcpy(hyper, update->scalars, sizeof hyper);
-    if (OF_GUARD(floating))
-        of_floating_set(update->floating);
-    const bool done = plan->host.apply(plan->host.ctx, &update->in, hyper);
-    of_floating_set(outside);
-    return done;
-}
-
-static void apply_list(of_plan *plan, of_list *list) {
-    for (of_update *u = list->first; u; u = u->next)
-        if (!of_apply(plan, u)) {
-            of_plan_fail(plan);
-            return;
-        }
-}
-
 static void count(of_plan *plan, const of_list *list, of_reason reason) {
-    if (list->first->scaling)
+    if (!list->first->kind->is_update)
         return;
     switch (reason) {
     case OF_AT_ONCE:
@@ -150,20 +17,6 @@ static void count(of_plan *plan, const of_list *list, of_reason reason) {
         plan->counts.at_close += list->count;
         break;
     }
-}
-
-/* The host lifts its marks before the keys go: a thread that still sees a mark
- * finds the key, waits for this plan's lock, and is then right to go on. */
-void of_settle(of_plan *plan, of_list *list, of_list *done) {
-    for (of_update *u = list->first; u; u = u->next)
-        plan->host.settle(plan->host.ctx, u->in.hold, u->deferred);
-    of_registry_remove(list);
-    for (of_update *u = list->first, *next; u; u = next) {
-        next = u->next;
-        u->pending = u->deferred = false;
-        of_list_append(done, u);
-    }
-    *list = (of_list){0};
 }
 
 static of_list take_those_on_devices(of_list *list) {
@@ -182,28 +35,36 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     if (!list->first)
         return;
     count(plan, list, reason);
-    if (plan->host.device) {
+    if (plan->host.gpu) {
         of_list elsewhere = take_those_on_devices(list);
-        of_device_launch(plan, &elsewhere, done);
+        of_gpu_launch(plan, &elsewhere, done);
     }
     if (!list->first)
         return;
-    plan->counts.launches += !list->first->scaling;
-    if (plan->rule->by_host && !list->first->scaling)
-        apply_list(plan, list);
-    else
-        run_list(plan, list);
+    const bool is_update = list->first->kind->is_update;
+    plan->counts.launches += is_update;
+    if (!plan->rule->by_host || !is_update)
+        of_cpu_launch(plan, list);
+    else if (!of_apply(plan, list))
+        of_plan_fail(plan);
     of_settle(plan, list, done);
 }
 
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done) {
     of_list one = {0};
-    if (update->scaling)
-        of_scaling_prepare(plan, update);
+    if (update->kind->prepare)
+        update->kind->prepare(plan, update);
     if (update->pending)
-        of_list_remove(update->scaling ? &plan->scalings : &plan->pending, update);
+        of_list_remove(&plan->pending[update->kind->index], update);
     of_list_append(&one, update);
     of_launch(plan, &one, reason, done);
+}
+
+void of_launch_pending(of_plan *plan, int kind, of_list *done) {
+    of_list *list = &plan->pending[kind];
+    for (of_update *u = list->first; u && u->kind->prepare; u = u->next)
+        u->kind->prepare(plan, u);
+    of_launch(plan, list, OF_AT_CLOSE, done);
 }
 
 /* On the CPU what is large enough for all threads goes alone, just before its use. */
@@ -227,16 +88,12 @@ static size_t bucket_at_use(const of_plan *plan, const of_update *first) {
 }
 
 /* Whoever is next in the plan is likely to be used next. */
-void of_launch_bucket(of_plan *plan, of_update *first, of_list *done) {
+static void launch_bucket(of_plan *plan, of_update *first, of_list *done) {
     const size_t enough = bucket_at_use(plan, first);
     of_list bucket = {0};
-    if (first->scaling) {
-        of_launch_scalings_with(plan, first, done);
-        return;
-    }
     for (of_update *u = first, *next; u && (u == first || goes_with(first, u)); u = next) {
         next = u->next;
-        of_list_remove(&plan->pending, u);
+        of_list_remove(&plan->pending[OF_UPDATES], u);
         of_list_append(&bucket, u);
         if (bucket.bytes >= enough)
             break;
@@ -244,6 +101,17 @@ void of_launch_bucket(of_plan *plan, of_update *first, of_list *done) {
     of_launch(plan, &bucket, OF_AT_USE, done);
 }
 
+static void (*settle_of(const of_host *host))(void *, void *, bool) {
+    return host->settle;
+}
+
+const of_kind of_update_kind = {.index = OF_UPDATES,
+                                .is_update = true,
+                                .run = of_run_kernel,
+                                .use = launch_bucket,
+                                .settle = settle_of};
+
 void of_discard_pending(of_plan *plan, of_list *done) {
-    of_settle(plan, &plan->pending, done);
+    if (plan->pending[OF_UPDATES].first)
+        of_settle(plan, &plan->pending[OF_UPDATES], done);
 }

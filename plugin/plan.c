@@ -15,23 +15,58 @@ uint32_t of_abi_version(void) {
     return OF_ABI_VERSION;
 }
 
+/* Every optional table begins with its size. */
+static of_status check_table(const char *name, const uint32_t *size, size_t needed) {
+    if (size && *size < needed)
+        return of_fail(OF_INVALID, "the host's %s has %u bytes, this library needs %zu", name,
+                       (unsigned)*size, needed);
+    return OF_OK;
+}
+
+static of_status check_sizes(const of_host *host) {
+    const struct {
+        const char *name;
+        const void *table;
+        size_t needed;
+    } tables[] = {{"of_host", &host->struct_size, sizeof *host},
+                  {"of_backward_host", host->backward, sizeof *host->backward},
+                  {"of_gpu_host", host->gpu, sizeof *host->gpu},
+                  {"of_scaling_host", host->scaling, sizeof *host->scaling},
+                  {"of_external_host", host->external, sizeof *host->external}};
+    of_status status = OF_OK;
+    for (size_t i = 0; i < sizeof tables / sizeof *tables && status == OF_OK; i++)
+        status = check_table(tables[i].name, tables[i].table, tables[i].needed);
+    return status;
+}
+
+static const char *table_with_a_hole(const of_host *h) {
+    const of_backward_host *b = h->backward;
+    const of_gpu_host *g = h->gpu;
+    const of_scaling_host *s = h->scaling;
+    if (!h->collect || !h->commit || !h->defer || !h->settle || !h->release || !h->drop ||
+        !h->parallel_for)
+        return "of_host";
+    if (b && (!b->begin || !b->measure || !b->make_state))
+        return "of_backward_host";
+    if (g && (!g->current || !g->count || !g->launch || !g->record || !g->wait || !g->is_done ||
+              !g->synchronize || !g->destroy))
+        return "of_gpu_host";
+    if (s && (!s->collect || !s->defer || !s->settle || !s->is_alive || !s->keep ||
+              (g && !s->share_factor)))
+        return "of_scaling_host";
+    return h->external && !h->external->apply ? "of_external_host" : NULL;
+}
+
 static of_status check_host(const of_host *host) {
     if (host->abi_version != OF_ABI_VERSION)
         return of_fail(OF_INVALID, "the host was built for ABI version %u, this library has %d",
                        (unsigned)host->abi_version, (int)OF_ABI_VERSION);
-    if (host->struct_size < sizeof *host)
-        return of_fail(OF_INVALID, "the host's of_host has %u bytes, this library needs %zu",
-                       (unsigned)host->struct_size, sizeof *host);
-    if (!host->collect || !host->commit || !host->defer || !host->settle || !host->release ||
-        !host->drop || !host->parallel_for)
-        return of_fail(OF_INVALID, "a function of of_host that is not optional is NULL");
-    const of_device_host *device = host->device;
-    if (device && (!device->current || !device->count || !device->launch || !device->record || !device->wait ||
-                   !device->is_done || !device->synchronize || !device->destroy))
-        return of_fail(OF_INVALID, "a function of of_device_host is NULL");
-    if (!host->collect_gradient != !host->is_alive || !host->is_alive != !host->keep)
-        return of_fail(OF_INVALID, "of_host has some of the functions for of_plan_scale()");
-    return OF_OK;
+    const of_status status = check_sizes(host);
+    const char *table = status == OF_OK ? table_with_a_hole(host) : NULL;
+    if (table)
+        return of_fail(OF_INVALID, "a function of the host's %s that is not optional is NULL",
+                       table);
+    return status;
 }
 
 static of_status check_options(const of_plan_options *options) {
@@ -60,17 +95,25 @@ static const of_rule *find_rule(const char *name) {
     return NULL;
 }
 
+/* In backward fusion on a CPU: enough for several threads, and with gradients and state
+ * about what the own caches of two cores hold. */
+static const size_t together_bytes = (size_t)512 << 10;
+
 static size_t bucket_bytes(const of_plan_options *options, of_device device) {
     const size_t asked = options->bucket_bytes[device];
     if (asked)
         return asked == OF_BUCKET_NONE ? 0 : asked;
-    return default_bucket_bytes[device];
+    return options->mode == OF_BACKWARD && device == OF_CPU ? together_bytes
+                                                            : default_bucket_bytes[device];
 }
 
 static void choose(of_plan *plan, const of_plan_options *options) {
     plan->mode = options->mode;
     plan->reference = options->reference;
     plan->isa = options->isa;
+    plan->passes_a_step = options->passes;
+    /* What all threads would work on by itself has no reason to wait, unless the user says so. */
+    plan->large = options->bucket_bytes[OF_CPU] ? INT64_MAX : OF_SERIAL_ELEMENTS;
     plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
     for (int device = OF_CPU; device <= OF_CUDA; device++)
         plan->bucket_bytes[device] = bucket_bytes(options, (of_device)device);
@@ -90,15 +133,17 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     const of_rule *found = find_rule(rule);
     if (!found)
         return OF_INVALID;
-    if (found->by_host && !host->apply)
+    if (found->by_host && !host->external)
         return of_fail(OF_INVALID, "'%s' has no kernels, and the host has no apply()", rule);
+    if (options->mode == OF_BACKWARD && !host->backward)
+        return of_fail(OF_INVALID, "backward mode needs a host with an of_backward_host");
     of_plan *plan = calloc(1, sizeof *plan);
     if (!plan)
         return of_fail(OF_NO_MEMORY, "out of memory for a plan");
     memcpy(&plan->host, host, sizeof plan->host);
     plan->rule = found;
     choose(plan, options);
-    of_stores_init(&plan->stores);
+    of_store_policy_init(&plan->store_policy);
     atomic_init(&plan->users, 1);
     atomic_init(&plan->refs, 1);
     pthread_rwlock_init(&plan->layout, NULL);
@@ -117,12 +162,13 @@ static bool empty(of_plan *plan) {
     of_launch_readers(plan);
     pthread_rwlock_wrlock(&plan->layout);
     pthread_mutex_lock(&plan->lock);
+    of_passes_forget(plan);
     if (OF_GUARD(clear))
-        of_launch(plan, &plan->pending, OF_AT_CLOSE, &done);
+        of_launch_pending(plan, OF_UPDATES, &done);
     else
         of_discard_pending(plan, &done);
-    of_launch_scalings(plan, &done);
-    const bool drained = of_lanes_drain(plan);
+    of_launch_pending(plan, OF_SCALINGS, &done);
+    const bool drained = of_queues_drain(plan);
     of_slot *slots = plan->slots;
     size_t n_slots = plan->n_slots;
     free(plan->groups);
@@ -147,23 +193,12 @@ void of_plan_retain(of_plan *plan) {
 }
 
 /* Nothing is pending or in flight any more when the users' common reference goes, so
- * of_touch() never finds a plan that is being freed. */
+ * of_access() never finds a plan that is being freed. */
 void of_plan_release(of_plan *plan) {
     if (!plan || atomic_fetch_sub_explicit(&plan->users, 1, memory_order_acq_rel) != 1)
         return;
     if (empty(plan))
         of_plan_unref(plan);
-}
-
-void of_plan_unref(of_plan *plan) {
-    if (atomic_fetch_sub_explicit(&plan->refs, 1, memory_order_acq_rel) != 1)
-        return;
-    of_plans_remove(plan);
-    of_lanes_free(plan);
-    of_pool_free(plan);
-    pthread_mutex_destroy(&plan->lock);
-    pthread_rwlock_destroy(&plan->layout);
-    free(plan);
 }
 
 static of_status put_group(of_plan *plan, size_t index, const double *hyper) {
@@ -231,20 +266,6 @@ of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager
     return status;
 }
 
-of_status of_plan_health(const of_plan *plan) {
-    return *plan->failure ? of_fail(OF_REFUSED, "%s", plan->failure) : OF_OK;
-}
-
-void of_plan_fail(of_plan *plan) {
-    if (*plan->failure)
-        return;
-    snprintf(plan->failure, sizeof plan->failure,
-             "an update could not be launched, so parameters of this optimizer are not what they "
-             "should be: %s. Load them from a checkpoint",
-             of_error_message());
-    of_log(&plan->host, OF_LOG_ERROR, "%s", plan->failure);
-}
-
 const of_rule *of_plan_rule(const of_plan *plan) {
     return plan->rule;
 }
@@ -262,15 +283,15 @@ void of_plan_stop_deferring(of_plan *plan) {
 void of_plan_counts(of_plan *plan, of_counts *out) {
     pthread_mutex_lock(&plan->lock);
     *out = plan->counts;
-    out->pending = plan->pending.count;
+    out->pending = plan->pending[OF_UPDATES].count;
     out->past_caches = of_goes_past_caches_now(plan);
     out->in_flight = 0;
-    for (size_t i = 0; i < plan->n_lanes; i++)
-        out->in_flight += plan->lanes[i].count;
+    for (size_t i = 0; i < plan->n_queues; i++)
+        out->in_flight += plan->queues[i].count;
     pthread_mutex_unlock(&plan->lock);
 }
 
 const char *of_plan_isa(const of_plan *plan, of_dtype dtype) {
-    bool known = (unsigned)dtype < OF_DTYPE_COUNT && plan->kernels[dtype];
-    return known ? of_isa_name(plan->kernels[dtype]->isa) : "none";
+    bool has_one = (unsigned)dtype < OF_DTYPE_COUNT && plan->kernels[dtype];
+    return has_one ? of_isa_name(plan->kernels[dtype]->isa) : "none";
 }

@@ -1,11 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plans.c: every plan of the process, for flush_all and fork. */
+/* plans.c: every plan of the process, for flush_all and fork, and the end of each. */
+#include <stdlib.h>
+
 #include "internal.h"
 
 /* Guards the list. A plan is taken out after its last reference has gone, so
  * one that is retained stays in. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static of_plan *newest;
+
+static atomic_bool is_child;
+
+static void note_child(void) {
+    atomic_store_explicit(&is_child, true, memory_order_relaxed);
+}
+
+/* From the moment on that the library is loaded: the parent may have no plan yet. */
+__attribute__((constructor)) static void note_children(void) {
+    pthread_atfork(NULL, NULL, note_child);
+}
+
+bool of_is_forked(void) {
+    return atomic_load_explicit(&is_child, memory_order_relaxed);
+}
 
 void of_plans_add(of_plan *plan) {
     pthread_mutex_lock(&lock);
@@ -16,7 +33,7 @@ void of_plans_add(of_plan *plan) {
     pthread_mutex_unlock(&lock);
 }
 
-void of_plans_remove(of_plan *plan) {
+static void remove_plan(of_plan *plan) {
     pthread_mutex_lock(&lock);
     if (plan->newer)
         plan->newer->older = plan->older;
@@ -25,6 +42,25 @@ void of_plans_remove(of_plan *plan) {
     if (plan->older)
         plan->older->newer = plan->newer;
     pthread_mutex_unlock(&lock);
+}
+
+static void free_pass(of_pass *pass) {
+    if (pass)
+        free(pass->waiting.slots);
+    free(pass);
+}
+
+void of_plan_unref(of_plan *plan) {
+    if (atomic_fetch_sub_explicit(&plan->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    remove_plan(plan);
+    free(plan->queues);
+    free(plan->spare_batch.slots);
+    free_pass(plan->spare_pass);
+    of_pool_free(plan);
+    pthread_mutex_destroy(&plan->lock);
+    pthread_rwlock_destroy(&plan->layout);
+    free(plan);
 }
 
 /* Fails for a plan that is being freed. */
@@ -47,23 +83,17 @@ static of_plan *next_plan(const of_plan *after) {
     return plan;
 }
 
-void of_plans_each(void (*visit)(of_plan *plan)) {
+of_status of_plans_each(of_status (*visit)(of_plan *plan)) {
+    of_status all = OF_OK;
     of_plan *plan = next_plan(NULL);
     while (plan) {
-        visit(plan);
+        const of_status status = visit(plan);
+        all = status == OF_OK ? all : status;
         of_plan *next = next_plan(plan);
         of_plan_unref(plan);
         plan = next;
     }
-}
-
-static void flush(of_plan *plan) {
-    of_plan_flush(plan);
-}
-
-void of_flush_all(void) {
-    if (of_any_pending())
-        of_plans_each(flush);
+    return all;
 }
 
 void of_plans_lock(void (*visit)(of_plan *plan)) {

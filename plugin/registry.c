@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* registry.c: which update is waiting on a piece of memory.
+/* registry.c: which update, and which scaling, is waiting on a piece of memory.
  *
- * One open-addressing table for the process, at most half full, without
+ * For each kind one open-addressing table for the process, at most half full, without
  * tombstones. It outlives every plan and is never freed: nothing of ours may
  * run at process exit. An update that is launched at once is in it too, by the
  * key of its parameter, so that two updates of the same memory, of one plan or
@@ -16,16 +16,27 @@ typedef struct entry {
     of_update *update;
 } entry;
 
-/* Guards all of the below; `updates` is also read without it. */
+typedef struct table {
+    entry *entries;
+    unsigned bits; /* there are 1 << bits */
+    size_t used;
+    atomic_size_t members; /* updates or scalings; also read without the lock */
+} table;
+
+/* Guards the tables. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static entry *table;
-static unsigned bits; /* the table has 1 << bits entries */
-static size_t used;
-static atomic_size_t updates;
-static atomic_size_t scalings; /* those among them; also read without it */
+static table tables[OF_KINDS];
+
+static bool has_members(int kind) {
+    return atomic_load_explicit(&tables[kind].members, memory_order_acquire) != 0;
+}
 
 bool of_any_pending(void) {
-    return atomic_load_explicit(&updates, memory_order_acquire) != 0;
+    return has_members(OF_UPDATES) || has_members(OF_SCALINGS);
+}
+
+bool of_registry_has_scalings(void) {
+    return has_members(OF_SCALINGS);
 }
 
 void of_registry_lock(void) {
@@ -37,85 +48,94 @@ void of_registry_unlock(void) {
 }
 
 /* Fibonacci hashing; addresses differ least in their lowest bits. */
-static size_t home(const void *key) {
-    return (size_t)(((uint64_t)(uintptr_t)key >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> (64 - bits));
+static size_t home(const table *t, const void *key) {
+    return (size_t)(((uint64_t)(uintptr_t)key >> 4) * UINT64_C(0x9E3779B97F4A7C15) >>
+                    (64 - t->bits));
 }
 
 /* The entry of the key, or the free one where it belongs. */
-static entry *seek(const void *key) {
-    size_t mask = ((size_t)1 << bits) - 1;
-    size_t i = home(key);
-    while (table[i].key && table[i].key != key)
+static entry *seek(const table *t, const void *key) {
+    const size_t mask = ((size_t)1 << t->bits) - 1;
+    size_t i = home(t, key);
+    while (t->entries[i].key && t->entries[i].key != key)
         i = (i + 1) & mask;
-    return &table[i];
+    return &t->entries[i];
 }
 
-static bool make_room(size_t n) {
-    if (table && (used + n) * 2 <= (size_t)1 << bits)
+/* The entry that has the key, or NULL. */
+static entry *find(int kind, const void *key) {
+    const table *t = &tables[kind];
+    entry *at = t->entries ? seek(t, key) : NULL;
+    return at && at->key ? at : NULL;
+}
+
+static bool make_room(table *t, size_t n) {
+    if (t->entries && (t->used + n) * 2 <= (size_t)1 << t->bits)
         return true;
-    unsigned wider = table ? bits + 1 : 10;
+    const unsigned wider = t->entries ? t->bits + 1 : 10;
     entry *fresh = calloc((size_t)1 << wider, sizeof *fresh);
     if (!fresh)
         return false;
-    entry *old = table;
-    size_t old_size = old ? (size_t)1 << bits : 0;
-    table = fresh;
-    bits = wider;
+    entry *old = t->entries;
+    const size_t old_size = old ? (size_t)1 << t->bits : 0;
+    t->entries = fresh;
+    t->bits = wider;
     for (size_t i = 0; i < old_size; i++)
         if (old[i].key)
-            *seek(old[i].key) = old[i];
+            *seek(t, old[i].key) = old[i];
     free(old);
     return true;
 }
 
 /* Closes the gap that a removal leaves in its run of entries. */
-static void erase(entry *gone) {
-    size_t mask = ((size_t)1 << bits) - 1;
-    size_t gap = (size_t)(gone - table);
-    for (size_t i = (gap + 1) & mask; table[i].key; i = (i + 1) & mask) {
-        bool may_move = ((i - home(table[i].key)) & mask) >= ((i - gap) & mask);
+static void erase(table *t, entry *gone) {
+    entry *entries = t->entries;
+    const size_t mask = ((size_t)1 << t->bits) - 1;
+    size_t gap = (size_t)(gone - entries);
+    for (size_t i = (gap + 1) & mask; entries[i].key; i = (i + 1) & mask) {
+        bool may_move = ((i - home(t, entries[i].key)) & mask) >= ((i - gap) & mask);
         if (may_move) {
-            table[gap] = table[i];
+            entries[gap] = entries[i];
             gap = i;
         }
     }
-    table[gap].key = NULL;
-    used--;
+    entries[gap].key = NULL;
+    t->used--;
 }
 
 static void remove_keys(of_update *update) {
+    if (!update->n_registered)
+        return;
+    table *t = &tables[update->kind->index];
     for (size_t i = 0; i < update->n_registered; i++) {
         const void *key = update->in.keys[i];
-        entry *at = key ? seek(key) : NULL;
+        entry *at = key ? seek(t, key) : NULL;
         if (at && at->key && at->update == update)
-            erase(at);
+            erase(t, at);
     }
-    if (update->n_registered) {
-        atomic_fetch_sub_explicit(&updates, 1, memory_order_release);
-        atomic_fetch_sub_explicit(&scalings, update->scaling, memory_order_release);
-    }
+    atomic_fetch_sub_explicit(&t->members, 1, memory_order_release);
     update->n_registered = 0;
 }
 
 /* On the same stream the new update comes after the one in flight anyway. The
  * plan's lock is held. */
 static bool follows(const of_update *update, const of_update *old) {
-    return old->plan == update->plan && old->flying && update->in.device != OF_CPU &&
+    return old->plan == update->plan && old->in_flight && update->in.device != OF_CPU &&
            of_stream_equal(&old->in.stream, &update->in.stream);
 }
 
-static of_added add_keys(of_update *update, size_t n, const void **key, of_update **own) {
-    atomic_fetch_add_explicit(&updates, 1, memory_order_release);
-    atomic_fetch_add_explicit(&scalings, update->scaling, memory_order_release);
+static of_added add_keys(table *t, of_update *update, size_t n, const void **key,
+                         of_update **own) {
+    atomic_fetch_add_explicit(&t->members, 1, memory_order_release);
     for (size_t i = 0; i < n; i++) {
         update->n_registered = i + 1;
         *key = update->in.keys[i];
         if (!*key)
             continue;
-        entry *at = seek(*key);
+        entry *at = seek(t, *key);
         if (!at->key) {
             *at = (entry){*key, update};
-            used++;
+            t->used++;
         } else if (at->update != update && !follows(update, at->update) && OF_GUARD(rearm)) {
             *own = at->update->plan == update->plan ? at->update : NULL;
             remove_keys(update);
@@ -129,8 +149,9 @@ static of_added add_keys(of_update *update, size_t n, const void **key, of_updat
 of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own) {
     if (n == 0)
         return OF_ADDED;
+    table *t = &tables[update->kind->index];
     pthread_mutex_lock(&lock);
-    of_added result = make_room(n) ? add_keys(update, n, key, own) : OF_ADD_NO_MEMORY;
+    of_added result = make_room(t, n) ? add_keys(t, update, n, key, own) : OF_ADD_NO_MEMORY;
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -148,32 +169,24 @@ void of_registry_remove_one(of_update *update) {
     pthread_mutex_unlock(&lock);
 }
 
-void of_registry_take(const void *key) {
+void of_registry_take(int kind, const void *key) {
     pthread_mutex_lock(&lock);
-    entry *at = table ? seek(key) : NULL;
-    if (at && at->key && at->update->flying)
-        erase(at);
+    entry *at = find(kind, key);
+    if (at && at->update->in_flight)
+        erase(&tables[kind], at);
     pthread_mutex_unlock(&lock);
 }
 
-of_update *of_registry_find(const void *key) {
+of_update *of_registry_find(int kind, const void *key) {
     if (!key)
         return NULL;
     pthread_mutex_lock(&lock);
-    of_update *update = NULL;
-    if (table) {
-        entry *at = seek(key);
-        if (at->key) {
-            update = at->update;
-            atomic_fetch_add_explicit(&update->plan->refs, 1, memory_order_relaxed);
-        }
-    }
+    const entry *at = find(kind, key);
+    of_update *update = at ? at->update : NULL;
+    if (update)
+        atomic_fetch_add_explicit(&update->plan->refs, 1, memory_order_relaxed);
     pthread_mutex_unlock(&lock);
     return update;
-}
-
-bool of_registry_has_scalings(void) {
-    return atomic_load_explicit(&scalings, memory_order_acquire) != 0;
 }
 
 unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm) {
@@ -183,8 +196,8 @@ unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], fl
     if (!key || !of_registry_has_scalings())
         return 0;
     pthread_mutex_lock(&lock);
-    const entry *at = seek(key);
-    for (; at->key && !at->update->flying && n < at->update->n_factors; n++)
+    const entry *at = find(OF_SCALINGS, key);
+    for (; at && !at->update->in_flight && n < at->update->n_factors; n++)
         factors[n] = at->update->factors[n];
     if (n)
         *norm = at->update->norm;
@@ -194,24 +207,23 @@ unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], fl
 
 bool of_registry_has(const void *key) {
     pthread_mutex_lock(&lock);
-    const entry *at = table ? seek(key) : NULL;
-    const bool has = at && at->key;
+    const bool has = find(OF_UPDATES, key);
     pthread_mutex_unlock(&lock);
     return has;
 }
 
-bool of_registry_flies(const void *key, const of_update *update) {
+bool of_registry_is_in_flight(const void *key, const of_update *update) {
     pthread_mutex_lock(&lock);
-    const entry *at = table ? seek(key) : NULL;
-    const bool flies = at && at->key && at->update == update && update->flying;
+    const entry *at = find(OF_UPDATES, key);
+    const bool is = at && at->update == update && update->in_flight;
     pthread_mutex_unlock(&lock);
-    return flies;
+    return is;
 }
 
 bool of_registry_waits_elsewhere(const void *key, const of_plan *plan) {
     pthread_mutex_lock(&lock);
-    const entry *at = table ? seek(key) : NULL;
-    const bool waits = at && at->key && at->update->plan != plan && !at->update->flying;
+    const entry *at = find(OF_UPDATES, key);
+    const bool waits = at && at->update->plan != plan && !at->update->in_flight;
     pthread_mutex_unlock(&lock);
     return waits;
 }
@@ -221,8 +233,8 @@ bool of_registry_add_factor(const void *key, double factor) {
     if (!of_registry_has_scalings())
         return false;
     pthread_mutex_lock(&lock);
-    const entry *at = seek(key);
-    if (at->key && at->update->in.device == OF_CPU && at->update->n_factors < OF_MAX_FACTORS) {
+    const entry *at = find(OF_SCALINGS, key);
+    if (at && at->update->in.device == OF_CPU && at->update->n_factors < OF_MAX_FACTORS) {
         at->update->factors[at->update->n_factors++] = factor;
         at->update->norm = NAN;
         added = true;

@@ -30,7 +30,7 @@ int failed(const std::exception &e) {
 bool clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl))
         return true;
-    if (of_touch(optfuse::storage_of(impl), false) >= OF_IN_FLIGHT)
+    if (of_access(optfuse::storage_of(impl), false) >= OF_IN_FLIGHT)
         return false;
     optfuse::unmark(impl);
     return true;
@@ -39,17 +39,6 @@ bool clean(c10::TensorImpl *impl) {
 void prepare_fork() {
     const optfuse::WithoutGil wait;
     of_fork_prepare();
-    optfuse::Waiting::hold_all();
-}
-
-void after_fork_in_parent() {
-    optfuse::Waiting::let_all_go();
-    of_fork_parent();
-}
-
-void after_fork_in_child() {
-    optfuse::Waiting::let_all_go();
-    of_fork_child();
 }
 
 int choose_isa(const char *name, of_isa *out) {
@@ -81,7 +70,7 @@ int of_shim_init(void *error_type, void *callback) {
             return status;
         optfuse::Error::type = static_cast<_object *>(error_type);
         optfuse::set_callback(static_cast<_object *>(callback));
-        pthread_atfork(prepare_fork, after_fork_in_parent, after_fork_in_child);
+        pthread_atfork(prepare_fork, of_fork_parent, of_fork_child);
         return OF_OK;
     } catch (const std::exception &e) {
         return failed(e);
@@ -89,14 +78,13 @@ int of_shim_init(void *error_type, void *callback) {
 }
 
 int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
-                     of_shim_plan **out) {
+                     size_t passes, of_shim_plan **out) {
     try {
         of_plan_options options = {};
         options.struct_size = sizeof options;
         options.mode = static_cast<of_mode>(mode);
         options.bucket_bytes[OF_CPU] = options.bucket_bytes[OF_CUDA] = bucket_bytes;
-        if (options.mode == OF_BACKWARD) // they wait before they are created: backward.cpp
-            options.bucket_bytes[OF_CPU] = OF_BUCKET_NONE;
+        options.passes = passes;
         optfuse::fill_reference(&options);
         const int bad_isa = choose_isa(isa, &options.isa);
         if (bad_isa != OF_OK)
@@ -107,7 +95,6 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         if (status != OF_OK)
             return status;
         plan->mode = options.mode;
-        plan->bucket_bytes = bucket_bytes;
         plan->rule = of_plan_rule(plan->core);
         plan->native = optfuse::native_update(plan->rule->name);
         plan->self = plan;
@@ -123,7 +110,6 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
 void of_shim_plan_free(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     plan->closed.store(true, std::memory_order_release);
-    plan->waiting.forget();
     of_plan_clear(plan->core);
     plan->slots.clear();
     const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
@@ -131,7 +117,6 @@ void of_shim_plan_free(of_shim_plan *handle) {
 
 void of_shim_clear(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
-    plan->waiting.forget();
     plan->slots.clear();
     of_plan_clear(plan->core);
 }
@@ -205,7 +190,6 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     optfuse::Plan *plan = plan_of(handle);
     optfuse::note_stepping_thread();
     plan->stepping.store(pthread_self(), std::memory_order_relaxed);
-    plan->waiting.forget(); // of a backward that has failed
     if (!gradients_are_kept(plan))
         return OF_INVALID;
     const optfuse::SteadyStreams inside_step;
@@ -266,9 +250,11 @@ int of_shim_todo(of_shim_plan *handle) {
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
 
-void of_shim_set_adding(of_shim_plan *handle, bool adding) {
-    plan_of(handle)->adding.store(adding, std::memory_order_release);
+void of_shim_add_only(of_shim_plan *handle, int entered) {
+    of_plan_add_only(plan_of(handle)->core, entered);
 }
+
+void of_shim_restart_count(of_shim_plan *handle) { of_plan_restart_count(plan_of(handle)->core); }
 
 void of_shim_stop_deferring(of_shim_plan *handle) { of_plan_stop_deferring(plan_of(handle)->core); }
 

@@ -28,13 +28,13 @@ extern "C" {
 typedef struct of_shim_plan of_shim_plan;
 
 /* What a plan asks of Python, and when: callback(plan, event, slot), two addresses and a
- * number. It returns OF_SHIM_DONE; or OF_SHIM_ADDS if the backward pass that begins only
- * adds to the gradients. What it raises arrives where the plan asked, an Exception as
+ * number. It returns OF_SHIM_DONE. What it raises arrives where the plan asked, an Exception as
  * optfuse.Error and others (KeyboardInterrupt) by their type. Ctrl-C comes before or after
  * it, never inside. */
-enum { OF_SHIM_DONE = 1, OF_SHIM_ADDS = 2 };
+enum { OF_SHIM_DONE = 1 };
 typedef enum of_shim_event {
-    OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete */
+    OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete; in place of the
+                         slot: 1 if the count of passes says that this one only adds */
     OF_SHIM_STATE,    /* optimizer state of this slot must be made now */
     OF_SHIM_APPLY     /* rules without kernels: run the optimizer's own step() on this slot's
                          parameter, whose gradient is in .grad. Under the plan's lock: none of
@@ -54,9 +54,9 @@ OF_API void of_shim_set_cuda_library(const char *path);
 
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
  * of one bucket's parameters; 0 for the default: what is worth a launch on a GPU, or all
- * threads of the CPU. */
+ * threads of the CPU. passes: of_plan_options.passes. */
 OF_API int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
-                            of_shim_plan **out);
+                            size_t passes, of_shim_plan **out);
 /* Launches what is pending and gives the plan up: its gradient hooks stay but do
  * nothing, and the last of them frees it. */
 OF_API void of_shim_plan_free(of_shim_plan *plan);
@@ -98,9 +98,9 @@ OF_API int of_shim_todo(of_shim_plan *plan);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);
-/* Backward mode: whether backward passes from now on only add to the gradients,
- * which are left as they are. */
-OF_API void of_shim_set_adding(of_shim_plan *plan, bool adding);
+/* of_plan_add_only(), of_plan_restart_count(). */
+OF_API void of_shim_add_only(of_shim_plan *plan, int entered);
+OF_API void of_shim_restart_count(of_shim_plan *plan);
 OF_API void of_shim_stop_deferring(of_shim_plan *plan);
 OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
 OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "autograd/heap.h"
-#include "autograd/waiting.h"
 #include "error.h"
 #include "external/native.h"
 #include "optfuse.h"
@@ -71,7 +70,6 @@ struct References {
     // step() updates keeps its gradient, as in stock.
     bool consumes = false;
     bool committed = false; // an update that is not is only released
-    bool scaling = false; // of a gradient, by scale.cpp
     size_t n = 0; // tensors that take part: parameter, gradient, state
     c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
     c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
@@ -149,15 +147,12 @@ struct Plan {
     NativeUpdate *native = nullptr; // rules without kernels: or Python updates
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
-    std::atomic<bool> adding{false}; // the loader says that backward passes only add now
     std::atomic<size_t> backwards{0};   // that did not only add
     std::atomic<bool> uses_heap{false}; // heap.h
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};
     DeviceScalars scalars;
-    size_t bucket_bytes = 0; // as the user says; 0: the default
-    Waiting waiting;
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
@@ -206,7 +201,7 @@ void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl);
 at::Tensor reference_to(c10::TensorImpl *impl);
 // Another optimizer's update of the same memory must be done before it is
 // judged and used. Nothing is pending behind most marks.
-void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch = of_touch);
+void launch_others(const c10::TensorImpl *impl, decltype(&of_access) launch = of_access);
 
 // prefetch.cpp
 void prefetch(void *ctx, void *const *tensors, size_t n);
@@ -214,7 +209,7 @@ void prefetch(void *ctx, void *const *tensors, size_t n);
 // apply.cpp: rules without kernels
 of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in,
                      References *refs);
-bool apply(void *ctx, of_inputs *in, const double *hyper);
+extern const of_external_host external_host;
 
 // scale.cpp
 struct GradientOf {
@@ -228,12 +223,7 @@ bool scale_later(const GradientOf &of, double number, float norm);
 void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor);
 // All of them; on a GPU the host does not wait for the factor's value.
 void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor);
-of_found collect_gradient(void *ctx, void *tensor, of_inputs *in);
-bool is_alive(void *ctx, void *refs);
-bool keep(void *ctx, void *refs);
-bool defer_scaling(References *refs);
-void share_factor(void *ctx, void *to, const void *from);
-void settle_scaling(References *refs, bool was_deferred);
+extern const of_scaling_host scaling_host;
 
 // norm.cpp
 // The 2-norms of gradients, of the dtype PyTorch gives them; none if one of the
@@ -263,6 +253,8 @@ class MklAlone {
 
 // host.cpp
 of_host make_host(Plan *plan);
+// What an update or scaling on a GPU holds is used there later than its owner may think.
+void record_all(References *refs);
 // The CPU reference that this build of ATen computes with.
 void fill_reference(of_plan_options *options);
 
@@ -297,6 +289,9 @@ void convert_consumed(torch::jit::Stack *stack);
 bool is_closed(const Plan *plan);
 // A parameter's gradient is complete.
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param);
+// collect()'s part inside backward: OF_FOUND_INPUTS, or what it returns.
+of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad);
+extern const of_backward_host backward_host;
 
 // gradient_hook.cpp
 void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const at::Tensor &param);

@@ -27,10 +27,8 @@ from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._native import (
-    ADDS,
     ATTACH,
     BACKWARD,
-    DONE,
     NEEDS_STATE,
     OK,
     UPDATE,
@@ -41,7 +39,6 @@ from optfuse._native import (
     message,
 )
 from optfuse._options import LINK, Options
-from optfuse._pass_count import Passes
 from optfuse._register import check_promise
 from optfuse._rules import OWN, Rule
 from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot, params_of
@@ -78,14 +75,13 @@ class Link:
         self.options = options
         self.mode = options.mode
         self.eager = options.eager
-        self.passes = Passes(options.accumulate)
         self.max_grad_norm = options.max_grad_norm
         self.fold = options.fold  # clipping and GradScaler's unscaling into the update
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         name, isa = self.rule.name.encode(), os.environ.get("OPTFUSE_ISA", "").encode()
-        size, place = options.bucket_bytes, ctypes.byref(handle)
-        check(lib.of_shim_plan_new(name, options.mode, isa, size, place))
+        numbers = options.bucket_bytes, options.accumulate
+        check(lib.of_shim_plan_new(name, options.mode, isa, *numbers, ctypes.byref(handle)))
         assert handle.value is not None
         self.plan: int = handle.value
         if options.side_stream:
@@ -361,20 +357,18 @@ class Link:
             if status[-1] != OK:
                 raise_failure(self.own)
         finally:
-            if status and status[-1] == OK:
-                if self.own is not None:
-                    self.own.advance(optimizer)
-                self.passes.restart()
+            if status and status[-1] == OK and self.own is not None:
+                self.own.advance(optimizer)
         if _compiled.running():
             self.flush()
 
-    def begin_backward(self) -> int:
+    def begin_backward(self, only_adds: bool) -> None:
         """At the first complete gradient of a backward pass."""
-        if self.passes.next_adds():
-            return ADDS
-        with self._telling:
-            self._tell_all(self.optimizer())
-        return DONE
+        if self.options.accumulate != 1:
+            _scaled.refuse_nested()
+        if not only_adds:
+            with self._telling:
+                self._tell_all(self.optimizer())
 
     def _tell_all(self, optimizer: Optimizer) -> None:
         _scaled.refuse_if_scaled()
@@ -404,10 +398,8 @@ class Link:
 
     def add_only(self, entered: int) -> None:
         """Enters (+1) or leaves (-1) a context whose passes only add."""
-        with self._telling:
-            self.passes.depth += entered
-            if self._free.alive:
-                lib.of_shim_set_adding(self.plan, self.passes.depth > 0)
+        if self._free.alive:
+            lib.of_shim_add_only(self.plan, entered)
 
     def _flush(self, drain: bool) -> bool:
         cleaned = ctypes.c_bool()

@@ -13,7 +13,7 @@ from optfuse._library import load
 FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
 EVENT_BACKWARD, EVENT_STATE, EVENT_APPLY = 0, 1, 2
-DONE, ADDS = 1, 2  # what the callback returns
+DONE = 1  # what the callback returns
 UPDATE, ATTACH = 1, 2  # what of_shim_todo() says
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -46,7 +46,7 @@ Sizes = ctypes.POINTER(ctypes.c_size_t)
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_error_message": (ctypes.c_char_p, []),
     "of_any_pending": (ctypes.c_bool, []),
-    "of_flush_all": (None, []),
+    "of_flush_all": (ctypes.c_int, []),
     "of_shim_init": (ctypes.c_int, [ctypes.c_void_p, ctypes.py_object]),
     "of_shim_plan_new": (
         ctypes.c_int,
@@ -54,6 +54,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
             ctypes.c_char_p,
             ctypes.c_int,
             ctypes.c_char_p,
+            ctypes.c_size_t,
             ctypes.c_size_t,
             ctypes.POINTER(ctypes.c_void_p),
         ],
@@ -73,7 +74,8 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
     "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
     "of_shim_update_beside": (None, [ctypes.c_void_p]),
-    "of_shim_set_adding": (None, [ctypes.c_void_p, ctypes.c_bool]),
+    "of_shim_add_only": (None, [ctypes.c_void_p, ctypes.c_int]),
+    "of_shim_restart_count": (None, [ctypes.c_void_p]),
     "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
     "of_shim_counts": (None, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
     "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),

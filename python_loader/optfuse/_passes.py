@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradient accumulation in backward mode: which backward passes only add to the
-gradients, and which one updates."""
+"""Gradient accumulation in backward mode: the context that marks backward passes which
+only add to the gradients. The core counts passes (plugin/pass.c)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def accumulate(*optimizers: Optimizer) -> Iterator[None]:
     links = [link_of(o) for o in optimizers if LINK in o.__dict__]
     links = [link for link in links if link.mode == BACKWARD]
     for link in links:
-        if link.passes.a_step != 1:
+        if link.options.accumulate != 1:
             raise Error(
-                f"optfuse: this optimizer was fused with accumulate={link.passes.a_step}, which "
+                f"optfuse: this optimizer was fused with accumulate={link.options.accumulate}, which "
                 "counts its backward passes; fuse it without to use optfuse.accumulate()"
             )
     for link in links:

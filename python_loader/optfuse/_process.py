@@ -67,7 +67,8 @@ def _answer(plan: int, event: int, slot: int) -> int:
     if link is None:
         return DONE
     if event == EVENT_BACKWARD:
-        return link.begin_backward()
+        link.begin_backward(only_adds=bool(slot))
+        return DONE
     link.make_state(link.optimizer(), [slot])
     return DONE
 

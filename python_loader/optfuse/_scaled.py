@@ -23,7 +23,7 @@ def _mark(_: Tensor) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: _running.discard(task))
 
 
-def is_nested() -> bool:
+def _is_nested() -> bool:
     """Whether this backward was started inside another one, as reentrant
     checkpointing does from Python."""
     frame: Any = sys._getframe(1)
@@ -32,10 +32,21 @@ def is_nested() -> bool:
     return frame is not None
 
 
+def refuse_nested() -> None:
+    """At the beginning of a pass that is counted."""
+    if guard("nested") and _is_nested():
+        raise Error(
+            "optfuse: fuse(accumulate=...) counts backward passes, and this one runs inside "
+            "another (reentrant checkpointing), so that the count would be wrong; use "
+            "checkpoint(use_reentrant=False), or mark the passes that only add with "
+            "optfuse.accumulate(optimizer). Nothing was updated"
+        )
+
+
 def _is_scaled() -> bool:
     if not _running:
         return False
-    if torch._C._current_graph_task_id() in _running or is_nested():
+    if torch._C._current_graph_task_id() in _running or _is_nested():
         return True
     _running.clear()  # left over from a backward that raised
     return False

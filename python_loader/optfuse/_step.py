@@ -78,7 +78,7 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         )
     if link.mode == BACKWARD:
         link.sync_params(self)
-        link.passes.restart()
+        lib.of_shim_restart_count(link.plan)
     if _may_zero_here(link, set_to_none) and (
         link.mode == BACKWARD or link.snapshot.have_same_params(self.param_groups)
     ):

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// backward.cpp: backward fusion. What a complete gradient leads to: an update at
-// once, or, of a small parameter on the CPU, one together with its neighbours.
+// backward.cpp: backward fusion over autograd. Its hook says which gradient is complete in
+// which pass (of_pass_ready()); the core decides what follows, and asks here for what only
+// autograd and Python know.
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
-#include <vector>
 
 #include "compat.h"
 #include "error.h"
@@ -22,51 +22,48 @@ bool is_closed(const Plan *plan) {
 
 namespace {
 
-// Small parameters are updated together when they have so many bytes: enough for several
-// threads, and with gradients and state about what the own caches of two cores hold.
-constexpr size_t kTogether = size_t{512} << 10;
-
-std::string label_of(const Plan *plan, size_t slot) {
-    return slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
-}
-
-[[noreturn]] void fail() { throw Error(std::string("optfuse: ") + of_error_message()); }
-
-void check(const Plan *plan, size_t slot, int status) {
+// slot: which one the core names, or OF_NO_SLOT: then Python may have raised.
+void check(const Plan *plan, size_t slot, of_status status) {
     if (status == OF_OK || is_closed(plan))
         return;
     const std::string text = of_error_message();
-    const std::string label = label_of(plan, slot);
+    if (slot == OF_NO_SLOT) {
+        _object *type = std::exchange(raised_in_python, nullptr);
+        throw type == nullptr ? Error("optfuse: " + text) : Error(text, type);
+    }
+    const std::string label =
+        slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
     throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
 
-int ask(Plan *plan, of_shim_event event, size_t slot) {
-    const int answer = ask_python(plan, event, slot);
-    if (answer != 0)
-        return answer;
-    if (raised_in_python != nullptr)
-        throw Error(of_error_message(), raised_in_python);
-    fail();
+// The functions of of_backward_host.
+
+bool begin(void *ctx, bool only_adds) {
+    if (!OF_GUARD(create_graph) || !c10::GradMode::is_enabled())
+        return ask_python(static_cast<Plan *>(ctx), OF_SHIM_BACKWARD, only_adds) != 0;
+    raised_in_python = nullptr;
+    of_set_error("backward(create_graph=True) needs the weights and gradients of this backward "
+                 "later, but backward fusion updates them at once; use "
+                 "optfuse.fuse(optimizer, mode=\"forward\")");
+    return false;
 }
 
-void refuse_later_reduction(const Plan *plan, size_t slot, const at::Tensor &param) {
+of_device measure(void *, void *tensor, int64_t *numel, size_t *bytes) {
+    const c10::TensorImpl *p = static_cast<Slot *>(tensor)->param;
+    *numel = p->numel();
+    *bytes = static_cast<size_t>(p->numel()) * p->dtype().itemsize();
+    return p->device().is_cpu() ? OF_CPU : OF_CUDA;
+}
+
+bool make_state(void *ctx, size_t slot) {
+    return ask_python(static_cast<Plan *>(ctx), OF_SHIM_STATE, slot) != 0;
+}
+
+bool is_reduced_later(c10::TensorImpl *p) {
     if (!OF_GUARD(ddp))
-        return;
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
-    if (accumulator && !accumulator->post_hooks().empty())
-        throw Error("optfuse: the gradient of " + label_of(plan, slot) +
-                    " is changed after it is complete (DistributedDataParallel reduces it "
-                    "between processes), so backward fusion would use the wrong one; use "
-                    "optfuse.fuse(optimizer, mode=\"forward\")");
-}
-
-// Between the pass that updated this parameter and step(): the gradient would
-// be left for a later step, where stock applies it with this one.
-void refuse_late_addition(const Plan *plan, size_t slot) {
-    if (OF_GUARD(added_late) && of_plan_is_updated(plan->core, slot))
-        throw Error("optfuse: a backward pass that only adds gradients came after the one that "
-                    "updated " + label_of(plan, slot) + "; call step() first, or use "
-                    "optfuse.fuse(optimizer, mode=\"forward\")");
+        return false;
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(reference_to(p));
+    return accumulator && !accumulator->post_hooks().empty();
 }
 
 // The gradient itself, as a variable of the user's, or its memory, as the buffer that it is a
@@ -80,108 +77,31 @@ bool is_gradient_shared(const at::Tensor &grad) {
     return memory != nullptr && OF_GUARD(buffer) && !is_private(memory, 0);
 }
 
-// The parameter's memory (to another parameter, a graph that is kept, an alias of
-// the user's) or its gradient is known to others.
-// That is left to step(): then others see it change when, and parameters that overlap in
-// the order in which, stock changes it.
-bool is_left_to_step(const at::Tensor &param) {
-    if (!OF_GUARD(postpone))
-        return false;
-    const at::Tensor &grad = param.grad();
-    return !is_private(storage_of(param.unsafeGetTensorImpl()), 0) ||
-           (grad.defined() && is_gradient_shared(grad));
-}
-
-void update_alone(Plan *plan, size_t slot) {
-    int status = of_plan_gradient(plan->core, slot);
-    if (status == OF_NEEDS_STATE) {
-        ask(plan, OF_SHIM_STATE, slot);
-        status = of_plan_gradient(plan->core, slot);
-    }
-    check(plan, slot, status);
-}
-
-void update_together(Plan *plan, Waiting::Batch *batch) {
-    const std::vector<size_t> &slots = batch->slots;
-    std::vector<size_t> &which = batch->which;
-    which.resize(slots.size());
-    size_t n = 0;
-    int status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
-    if (status == OF_NEEDS_STATE) {
-        for (size_t i = 0; i < n; i++)
-            ask(plan, OF_SHIM_STATE, which[i]);
-        status = of_plan_gradients(plan->core, slots.data(), slots.size(), which.data(), &n);
-    }
-    if (status != OF_OK && n == 0 && !is_closed(plan))
-        fail();
-    check(plan, which[0], status);
-    for (size_t i = 0; i < n; i++)
-        update_alone(plan, which[i]);
-}
-
-void run_waiting(Plan *plan, int task) {
-    Waiting::Batch batch = plan->waiting.take(task);
-    for (const Waiting::One &one : batch.all) {
-        refuse_later_reduction(plan, one.slot, one.param);
-        if (!is_left_to_step(one.param))
-            batch.slots.push_back(one.slot);
-    }
-    if (batch.slots.size() == 1)
-        update_alone(plan, batch.slots[0]);
-    else if (!batch.slots.empty())
-        update_together(plan, &batch);
-    plan->waiting.reuse(std::move(batch));
-}
-
-// What all threads would work on by itself has no reason to wait, unless the user says so.
-bool is_small(const Plan *plan, const c10::TensorImpl *p, size_t bytes) {
-    return plan->bucket_bytes == 0 ? p->numel() < OF_SERIAL_ELEMENTS : bytes < plan->bucket_bytes;
-}
-
-// How many bytes have to wait until they go. What is large goes at once and takes those along
-// that wait: their gradients, made beside its own, would lie in the way when the next one of
-// its size needs memory, and keep it from that which is still in the cache.
-size_t enough_for(const Plan *plan, bool small) {
-    if (!small)
-        return 0;
-    return plan->bucket_bytes == 0 ? kTogether : plan->bucket_bytes;
-}
-
-// False: the update has to be made at once, or a second gradient refused.
-bool wait(Plan *plan, size_t slot, const at::Tensor &param, int task) {
-    if (is_closed(plan) || !param.device().is_cpu() || plan->rule->by_host ||
-        of_plan_is_updated(plan->core, slot))
-        return false;
-    const size_t bytes = static_cast<size_t>(param.numel()) * param.dtype().itemsize();
-    const bool small = is_small(plan, param.unsafeGetTensorImpl(), bytes);
-    if (plan->waiting.add({slot, param}, bytes, task, enough_for(plan, small)))
-        run_waiting(plan, task);
-    return true;
-}
-
-// One backward pass. When its graph task goes, it has ended or failed; then what still
-// waits is left to step(), as all of it is in stock.
-class Pass {
+// One backward pass. When its graph task goes, it has ended or failed.
+class EndOfPass {
   public:
-    Pass(std::shared_ptr<Plan> of, int graph_task) : plan(std::move(of)), task(graph_task) {}
-    ~Pass() { plan->waiting.end(task); }
-    Pass(const Pass &) = delete;
-    Pass &operator=(const Pass &) = delete;
-    void end() {
-        if (is_closed(plan.get()) || plan->waiting.kind_of(task) == Waiting::ADDS)
-            return;
-        run_waiting(plan.get(), task);
-        if (of_plan_close(plan->core) != OF_OK)
-            fail();
+    EndOfPass(std::shared_ptr<Plan> of, of_pass *begun) : plan(std::move(of)), pass(begun) {
+        of_pass_retain(pass);
+    }
+    ~EndOfPass() {
+        of_pass_abandon(pass);
+        of_pass_release(pass);
+    }
+    EndOfPass(const EndOfPass &) = delete;
+    EndOfPass &operator=(const EndOfPass &) = delete;
+    void run() {
+        size_t at = OF_NO_SLOT;
+        const of_status status = of_pass_end(pass, &at);
+        check(plan.get(), at, status);
     }
 
   private:
     const std::shared_ptr<Plan> plan;
-    const int task;
+    of_pass *const pass;
 };
 
-void keep_heap(Plan *plan, bool is_second) {
-    if (is_second) {
+void keep_heap(Plan *plan) {
+    if (plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1) {
         of_heap_use();
         plan->uses_heap.store(true, std::memory_order_release);
     }
@@ -189,48 +109,54 @@ void keep_heap(Plan *plan, bool is_second) {
         of_heap_begin_backward();
 }
 
-Waiting::Kind begin_backward(const std::shared_ptr<Plan> &plan, size_t first,
-                             const at::Tensor &param, int task) {
-    if (OF_GUARD(create_graph) && c10::GradMode::is_enabled())
-        throw Error("optfuse: backward(create_graph=True) needs the weights and gradients "
-                    "of this backward later, but backward fusion updates them at once (seen at " +
-                    label_of(plan.get(), first) +
-                    "); use optfuse.fuse(optimizer, mode=\"forward\")");
-    const bool adds = ask(plan.get(), OF_SHIM_BACKWARD, first) == OF_SHIM_ADDS;
-    const Waiting::Kind kind = adds ? Waiting::ADDS : Waiting::UPDATES;
-    if (!plan->waiting.begin(task, kind))
-        return kind;
-    auto pass = std::make_shared<Pass>(plan, task);
-    const bool is_second =
-        !adds && plan->backwards.fetch_add(1, std::memory_order_relaxed) == 1;
-    if (!adds && param.device().is_cpu())
-        keep_heap(plan.get(), is_second);
+void begin_backward(const std::shared_ptr<Plan> &plan, of_pass *pass, const at::Tensor &param) {
+    auto end = std::make_shared<EndOfPass>(plan, pass);
+    if (!of_pass_only_adds(pass) && param.device().is_cpu())
+        keep_heap(plan.get());
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [pass = std::move(pass)] { pass->end(); });
-    return kind;
+        [end = std::move(end)] { end->run(); });
 }
+
+struct Release {
+    void operator()(of_pass *pass) const { of_pass_release(pass); }
+};
 
 } // namespace
 
+const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure, make_state};
+
+// The parameter's memory (to another parameter, a graph that is kept, an alias of
+// the user's) or its gradient is known to others.
+// That is left to step(): then others see it change when, and parameters that overlap in
+// the order in which, stock changes it.
+of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
+    if (is_reduced_later(p)) {
+        of_set_error("the gradient of %s is changed after it is complete (DistributedDataParallel "
+                     "reduces it between processes), so backward fusion would use the wrong one; "
+                     "use optfuse.fuse(optimizer, mode=\"forward\")",
+                     slot->label.c_str());
+        return OF_FOUND_ERROR;
+    }
+    const bool is_left =
+        OF_GUARD(postpone) && (!is_private(storage_of(p), 0) || is_gradient_shared(grad));
+    return is_left ? OF_FOUND_NOTHING : OF_FOUND_INPUTS;
+}
+
 // Python may end the plan meanwhile.
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
-    if (plan->adding.load(std::memory_order_acquire)) {
-        refuse_late_addition(plan.get(), slot);
+    const int64_t task = torch::autograd::get_current_graph_task_id(); // from 0 on; -1: none
+    of_pass *pass = nullptr;
+    bool first = false;
+    of_status status =
+        of_pass_begin(plan->core, static_cast<of_token>(task + 1), &pass, &first);
+    check(plan.get(), OF_NO_SLOT, status);
+    if (pass == nullptr)
         return;
-    }
-    const int task = torch::autograd::get_current_graph_task_id();
-    Waiting::Kind kind = plan->waiting.kind_of(task);
-    if (kind == Waiting::NOT_BEGUN)
-        kind = begin_backward(plan, slot, param, task);
-    if (kind == Waiting::ADDS) {
-        refuse_late_addition(plan.get(), slot);
-        return;
-    }
-    if (wait(plan.get(), slot, param, task))
-        return;
-    refuse_later_reduction(plan.get(), slot, param);
-    if (!is_left_to_step(param))
-        update_alone(plan.get(), slot);
+    const std::unique_ptr<of_pass, Release> held(pass);
+    if (first)
+        begin_backward(plan, pass, param);
+    status = of_pass_ready(pass, slot, &slot);
+    check(plan.get(), slot, status);
 }
 
 } // namespace optfuse

@@ -54,9 +54,8 @@ of_found find_gradient(Slot *slot, of_inputs *in) {
     launch_others(g, of_launch_at);
     if (!g->device().is_cpu() && !can_wait_on_gpu(slot, g, in->dtype))
         return OF_FOUND_NOTHING;
-    References *refs = new (in->hold) References;
+    References *refs = new (in->references) References;
     refs->slot = slot;
-    refs->scaling = true;
     refs->tensors[0] = g;
     refs->storages[0] = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
     in->keys[0] = storage;
@@ -73,8 +72,6 @@ of_found find_gradient(Slot *slot, of_inputs *in) {
     }
     return OF_FOUND_INPUTS;
 }
-
-} // namespace
 
 of_found collect_gradient(void *, void *tensor, of_inputs *in) {
     Slot *slot = static_cast<Slot *>(tensor);
@@ -95,7 +92,8 @@ void share_factor(void *, void *to, const void *from) {
 }
 
 // From here to its end the gradient may be freed at any time.
-bool defer_scaling(References *refs) {
+bool defer_scaling(void *, void *opaque) {
+    auto *refs = static_cast<References *>(opaque);
     c10::StorageImpl *storage = refs->storages[0].get();
     if (OF_GUARD(privacy) && !is_private(storage, 1))
         return false;
@@ -118,10 +116,19 @@ bool keep(void *, void *opaque) {
     return static_cast<bool>(refs->storages[0]);
 }
 
-void settle_scaling(References *refs, bool was_deferred) {
+void settle_scaling(void *, void *opaque, bool was_deferred) {
+    auto *refs = static_cast<References *>(opaque);
     if (was_deferred && refs->storages[0])
         unseal(refs->storages[0].get());
+    if (was_deferred && refs->on_gpu)
+        record_all(refs);
 }
+
+} // namespace
+
+const of_scaling_host scaling_host = {
+    sizeof(of_scaling_host), collect_gradient, defer_scaling, settle_scaling,
+    is_alive,                keep,             share_factor};
 
 bool scale_later(const GradientOf &of, double number, float norm) {
     bool scaled = false;

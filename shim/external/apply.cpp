@@ -206,9 +206,9 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     take_part(refs, in, p);
     in->param = data_of(p);
     in->grad = data_of(grad.unsafeGetTensorImpl());
-    in->alone = refs->as_is || frozen || (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
+    in->exclusive = refs->as_is || frozen || (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
                 !take_all_parts(slot, grad, in, refs);
-    if (in->alone)
+    if (in->exclusive)
         take_only_parameter(in, refs);
     // Kept alive: step() needs the tensor itself, and a plan whose optimizer dies
     // while an update runs is freed after that.
@@ -219,8 +219,10 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     return OF_FOUND_INPUTS;
 }
 
+namespace {
+
 bool apply(void *, of_inputs *in, const double *hyper) {
-    References *refs = static_cast<References *>(in->hold);
+    References *refs = static_cast<References *>(in->references);
     for (size_t i = 0; i < refs->n; i++)
         unseal(refs->storages[i].get());
     try {
@@ -233,5 +235,9 @@ bool apply(void *, of_inputs *in, const double *hyper) {
     }
     return false;
 }
+
+} // namespace
+
+const of_external_host external_host = {sizeof(of_external_host), apply};
 
 } // namespace optfuse

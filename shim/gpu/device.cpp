@@ -177,6 +177,14 @@ void destroy(void *, void *event) {
     delete made;
 }
 
+// Once for all: at its next use each would cost a look-up.
+void finished(void *ctx, void *tensor, const void *key) {
+    c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
+    if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && !is_consumed(param) &&
+        storage_of(param) == key)
+        unmark(param);
+}
+
 of_stream current(void *, int ordinal) { return current_stream(ordinal); }
 
 enum { NOT_ASKED = -1 }; // in place of a device
@@ -185,7 +193,8 @@ thread_local of_stream *steady_stream = nullptr;
 
 } // namespace
 
-const of_device_host gpu_host = {current, count, launch, record, wait, is_done, synchronize, destroy};
+const of_gpu_host gpu_host = {sizeof(of_gpu_host), current, count,       launch,  record,
+                              wait,                is_done, synchronize, destroy, finished};
 
 c10::DeviceType gpu_type() {
 #ifdef OF_TEST_GUARDS

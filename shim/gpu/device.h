@@ -33,7 +33,7 @@ const CudaLibrary *cuda_library();
 void set_cuda_library(const char *path);
 
 // device.cpp
-extern const of_device_host gpu_host;
+extern const of_gpu_host gpu_host;
 of_stream current_stream(int ordinal);
 // As long as one lives, current_stream() on this thread asks PyTorch and the driver once and
 // not for each parameter: inside step() nobody changes streams or begins a capture. Except

@@ -62,8 +62,8 @@ of_count count_of(const Slot *slot) {
 
 } // namespace
 
-void launch_others(const c10::TensorImpl *impl, decltype(&of_touch) launch) {
-    if (OF_GUARD(rearm) && has_mark(impl) && launch(storage_of(impl), false) == OF_TOUCH_FAILED)
+void launch_others(const c10::TensorImpl *impl, decltype(&of_access) launch) {
+    if (OF_GUARD(rearm) && has_mark(impl) && launch(storage_of(impl), false) == OF_ACCESS_FAILED)
         throw std::runtime_error(of_error_message());
 }
 
@@ -167,8 +167,8 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     dense = dense && (!unscales || (same_strides(p, g) && !is_lazy(g)));
     in->param = data_of(p);
     take_part(refs, in, p);
-    in->alone = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
-    if (in->alone || refs->consumes)
+    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
+    if (in->exclusive || refs->consumes)
         refs->param = reference_to(p);
     if (refs->consumes)
         refs->grad = grad.unsafeGetTensorImpl();
@@ -196,6 +196,11 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     const at::Tensor &grad = p->grad();
     if (!grad.defined())
         return OF_FOUND_NOTHING;
+    if (in->in_backward) {
+        const of_found found = look_in_backward(slot, p, grad);
+        if (found != OF_FOUND_INPUTS)
+            return found;
+    }
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (is_consumed(g))
         return OF_GUARD(consumed_twice)
@@ -208,7 +213,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         return OF_FOUND_ERROR;
     launch_others(p);
     if (has_mark(g))
-        launch_others(g, applies_factor(plan, p, g) ? of_launch_at : of_touch);
+        launch_others(g, applies_factor(plan, p, g) ? of_launch_at : of_access);
     if (slot->tried != ANYWHERE && !plan->rule->by_host &&
         check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
@@ -218,7 +223,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     if (!plan->rule->by_host && is_gpu(p->device()) &&
         prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    References *refs = new (in->hold) References;
+    References *refs = new (in->references) References;
     of_found found = OF_FOUND_ERROR;
     try {
         found = plan->rule->by_host ? fill_in_own(slot, p, grad, in, refs)

@@ -20,9 +20,9 @@ namespace {
 
 thread_local bool steps_here = false;
 
-of_touched touch_without_gil(c10::TensorImpl *impl, bool stranger) {
+of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
     const WithoutGil wait;
-    return of_touch(storage_of(impl), stranger);
+    return of_access(storage_of(impl), stranger);
 }
 
 // An interrupt that came while an optimizer's own step() ran stays one.
@@ -40,12 +40,12 @@ bool use(const char *op, const at::Tensor &tensor) {
     if (is_consumed(impl))
         return answer_consumed(op, impl);
     const bool stranger = called_by_stranger();
-    const of_touched touched = touch_without_gil(impl, stranger);
-    if (touched == OF_TOUCH_FAILED)
+    const of_accessed accessed = access_without_gil(impl, stranger);
+    if (accessed == OF_ACCESS_FAILED)
         throw failure(op);
     // As long as a GPU may be at it, other streams have to come here too. The
     // key set is no atomic: only the threads that train write it.
-    if (!stranger && touched != OF_IN_FLIGHT)
+    if (!stranger && accessed != OF_IN_FLIGHT)
         unmark(impl);
     return false;
 }

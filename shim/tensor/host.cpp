@@ -13,6 +13,18 @@
 #include "tensors.h"
 
 namespace optfuse {
+// An owner that frees its memory knows nothing of a launch that came late.
+void record_all(References *refs) {
+    for (size_t i = 0; i < refs->n; i++)
+        if (refs->storages[i]) // else a gradient that nobody has any more
+            record_on_stream(refs->storages[i].get(), refs->stream);
+    if (refs->copy.defined())
+        record_on_stream(storage_of(refs->copy.unsafeGetTensorImpl()), refs->stream);
+    for (const at::Tensor &scalar : refs->scalars)
+        if (scalar.defined())
+            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), refs->stream);
+}
+
 namespace {
 
 References *references_of(void *refs) {
@@ -52,7 +64,7 @@ void write_counters(const Slot *slot, const of_count &count) {
 }
 
 void commit(void *, of_inputs *in) {
-    References *refs = references_of(in->hold);
+    References *refs = references_of(in->references);
     advance_step(refs->slot);
     write_counters(refs->slot, in->count);
     if (OF_GUARD(version))
@@ -67,8 +79,6 @@ void commit(void *, of_inputs *in) {
 
 bool defer(void *, void *opaque) {
     References *refs = references_of(opaque);
-    if (refs->scaling)
-        return defer_scaling(refs);
     if (OF_GUARD(privacy))
         for (size_t i = 0; i < refs->n; i++)
             if (!is_private(refs->storages[i].get(), 1))
@@ -110,23 +120,9 @@ void consume_gradient(References *refs) {
     grad = slot->consumed;
 }
 
-// An owner that frees its memory knows nothing of a launch that came late.
-void record_all(References *refs) {
-    for (size_t i = 0; i < refs->n; i++)
-        if (refs->storages[i]) // else a gradient that nobody has any more
-            record_on_stream(refs->storages[i].get(), refs->stream);
-    if (refs->copy.defined())
-        record_on_stream(storage_of(refs->copy.unsafeGetTensorImpl()), refs->stream);
-    for (const at::Tensor &scalar : refs->scalars)
-        if (scalar.defined())
-            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), refs->stream);
-}
-
 void settle(void *, void *opaque, bool was_deferred) {
     References *refs = references_of(opaque);
-    if (refs->scaling)
-        settle_scaling(refs, was_deferred);
-    for (size_t i = 0; was_deferred && !refs->scaling && i < refs->n; i++)
+    for (size_t i = 0; was_deferred && i < refs->n; i++)
         if (!of_is_scaled(refs->storages[i].get())) // else the gradient stays pending
             unseal(refs->storages[i].get());
     if (refs->on_gpu && was_deferred)
@@ -149,14 +145,6 @@ void release(void *, void *opaque) {
     refs->~References();
 }
 
-// Once for all: at its next use each would cost a look-up.
-void landed(void *ctx, void *tensor, const void *key) {
-    c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
-    if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && !is_consumed(param) &&
-        storage_of(param) == key)
-        unmark(param);
-}
-
 void drop(void *, void *tensor) {
     delete static_cast<Slot *>(tensor);
 }
@@ -177,9 +165,9 @@ of_host make_host(Plan *plan) {
     host.abi_version = OF_ABI_VERSION;
     host.struct_size = sizeof(of_host);
     host.ctx = plan;
-    host.hold_bytes = sizeof(References);
+    host.reference_bytes = sizeof(References);
     host.collect = collect;
-    host.expect = prefetch;
+    host.prefetch = prefetch;
     host.commit = commit;
     host.defer = defer;
     host.settle = settle;
@@ -187,15 +175,12 @@ of_host make_host(Plan *plan) {
     host.drop = drop;
     host.parallel_for = parallel_for;
     host.threads = threads;
-    host.device = &gpu_host;
-    host.apply = apply;
     host.square_roots[0] = square_roots_of_floats;
     host.square_roots[1] = square_roots_of_doubles;
-    host.collect_gradient = collect_gradient;
-    host.is_alive = is_alive;
-    host.keep = keep;
-    host.share_factor = share_factor;
-    host.landed = landed;
+    host.backward = &backward_host;
+    host.gpu = &gpu_host;
+    host.scaling = &scaling_host;
+    host.external = &external_host;
     return host;
 }
 

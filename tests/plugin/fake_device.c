@@ -226,16 +226,23 @@ static void destroy(void *ctx, void *event) {
     free(event);
 }
 
+static void finished(void *ctx, void *opaque, const void *key) {
+    fake_tensor *tensor = opaque;
+    (void)ctx;
+    ck_assert_ptr_eq(key, tensor->param);
+    tensor->finished++;
+}
+
 of_stream fake_home(void) {
     const int id = device.side < 0 ? device.current : device.side;
     return (of_stream){0, id, device.capture[id]};
 }
 
 void fake_device_attach(fake_host *host) {
-    static const of_device_host functions = {current, count,   launch,      record,
-                                             wait,    is_done, synchronize, destroy};
+    static const of_gpu_host functions = {sizeof functions, current, count,       launch,  record,
+                                          wait,             is_done, synchronize, destroy, finished};
     fake_device_reset();
-    host->table.device = &functions;
+    host->table.gpu = &functions;
 }
 
 fixture *setup_on_device(of_mode mode, size_t bucket_bytes) {

@@ -69,7 +69,7 @@ struct twin *add_on_device(struct fixture *f, int64_t numel, size_t group);
 /* Where an update made now belongs. */
 of_stream fake_home(void);
 
-/* The current stream uses a buffer, as an operator would: touches it first. */
+/* The current stream uses a buffer, as an operator would: accesses it first. */
 void fake_operator(fake_buffer *buffer, bool write, const char *name);
 
 #endif

@@ -119,7 +119,7 @@ void fake_set_grad(fake_tensor *tensor, fake_buffer *grad) {
 }
 
 const void *fake_use(fake_buffer *buffer, bool foreign) {
-    if (atomic_load(&buffer->marked) && of_touch(buffer, foreign) < OF_IN_FLIGHT &&
+    if (atomic_load(&buffer->marked) && of_access(buffer, foreign) < OF_IN_FLIGHT &&
         buffer->on_device)
         atomic_store(&buffer->marked, false);
     return buffer->data;
@@ -134,12 +134,12 @@ static void hold_buffer(fake_hold *hold, fake_buffer *buffer, of_inputs *in) {
 
 static fake_hold *new_hold(fake_tensor *tensor, of_inputs *in) {
     bool inside = tensor->host->holds_inside;
-    fake_hold *hold = inside ? in->hold : allocate(sizeof *hold);
+    fake_hold *hold = inside ? in->references : allocate(sizeof *hold);
     *hold = (fake_hold){.tensor = tensor, .inside = inside};
     in->numel = tensor->numel;
     in->dtype = tensor->dtype;
     in->device = tensor->device;
-    in->hold = hold;
+    in->references = hold;
     return hold;
 }
 
@@ -147,16 +147,16 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
     fake_hold *hold = new_hold(tensor, in);
     hold_buffer(hold, tensor->param, in);
     hold_buffer(hold, tensor->grad, in);
-    in->grad_key = tensor->alone ? NULL : tensor->grad;
+    in->grad_key = tensor->exclusive ? NULL : tensor->grad;
     in->param = tensor->param->data;
-    in->grad = tensor->alone ? NULL : tensor->grad->data;
-    in->alone = tensor->alone;
+    in->grad = tensor->exclusive ? NULL : tensor->grad->data;
+    in->exclusive = tensor->exclusive;
     for (size_t i = 0; i < tensor->n_state; i++) {
         hold_buffer(hold, tensor->state[i], in);
         in->state[i] = tensor->state[i]->data;
     }
-    if (tensor->device == OF_CUDA && tensor->host->table.device) {
-        in->ready = tensor->host->table.device->current(tensor->host, 0);
+    if (tensor->device == OF_CUDA && tensor->host->table.gpu) {
+        in->ready = tensor->host->table.gpu->current(tensor->host, 0);
         in->stream = fake_home();
     }
     in->count.step = tensor->step + 1;
@@ -179,19 +179,19 @@ static of_found collect(void *ctx, void *opaque, of_inputs *in) {
         return OF_FOUND_NOTHING;
     if (tensor->lacks_state)
         return OF_FOUND_NEEDS_STATE;
-    if (tensor->device == OF_CUDA && host->table.device) {
-        const of_stream ready = host->table.device->current(host, 0);
+    if (tensor->device == OF_CUDA && host->table.gpu) {
+        const of_stream ready = host->table.gpu->current(host, 0);
         if (!of_scaling_fits(tensor->grad, &ready))
-            of_touch(tensor->grad, false);
+            of_access(tensor->grad, false);
     }
     atomic_fetch_add(&host->holds, 1);
     fill(tensor, in);
     return OF_FOUND_INPUTS;
 }
 
-/* What is alone and comes without gradient memory is given a dense copy. */
+/* What is exclusive and comes without gradient memory is given a dense copy. */
 static void commit(void *ctx, of_inputs *in) {
-    fake_hold *hold = in->hold;
+    fake_hold *hold = in->references;
     if (!in->grad)
         in->grad = hold->buffers[1]->data;
     record(ctx, "commit", hold->tensor->id);
@@ -219,7 +219,7 @@ static of_found collect_gradient(void *ctx, void *opaque, of_inputs *in) {
     fake_host *host = ctx;
     fake_tensor *tensor = opaque;
     record(host, "scale", tensor->id);
-    if (!tensor->grad || tensor->alone)
+    if (!tensor->grad || tensor->exclusive)
         return OF_FOUND_NOTHING;
     of_launch_at(tensor->grad, false);
     atomic_fetch_add(&host->holds, 1);
@@ -229,7 +229,7 @@ static of_found collect_gradient(void *ctx, void *opaque, of_inputs *in) {
     in->param = tensor->grad->data;
     if (tensor->device == OF_CUDA) {
         in->grad = in->param;
-        in->ready = in->stream = host->table.device->current(host, 0);
+        in->ready = in->stream = host->table.gpu->current(host, 0);
         in->factor_at = tensor->factor->data;
         hold->factor = tensor->factor;
         fake_buffer_retain(hold->factor);
@@ -273,7 +273,7 @@ static void settle(void *ctx, void *opaque, bool was_deferred) {
     hold->settled = true;
     if (was_deferred)
         unmark(hold);
-    if (host->spends && tensor->grad == hold->buffers[1])
+    if (host->consumes && tensor->grad == hold->buffers[1])
         fake_set_grad(tensor, NULL);
 }
 
@@ -300,17 +300,10 @@ static void release(void *ctx, void *opaque) {
         of_flush_all();
 }
 
-static void expect(void *ctx, void *const *tensors, size_t n) {
+static void prefetch(void *ctx, void *const *tensors, size_t n) {
     (void)ctx;
     for (size_t i = 0; i < n; i++)
-        ((fake_tensor *)tensors[i])->expected++;
-}
-
-static void landed(void *ctx, void *opaque, const void *key) {
-    fake_tensor *tensor = opaque;
-    (void)ctx;
-    ck_assert_ptr_eq(key, tensor->param);
-    tensor->landed++;
+        ((fake_tensor *)tensors[i])->prefetched++;
 }
 
 static void drop(void *ctx, void *opaque) {
@@ -358,16 +351,60 @@ static void log_message(void *ctx, int level, const char *message) {
     snprintf(host->last_log, sizeof host->last_log, "%d %s", level, message);
 }
 
+/* Backward passes */
+
+static bool begin(void *ctx, bool only_adds) {
+    fake_host *host = ctx;
+    if (host->on_begin)
+        host->on_begin(host->arg);
+    if (host->refuses) {
+        of_set_error("the host is not ready for backward");
+        return false;
+    }
+    atomic_fetch_add(&host->begun, 1);
+    atomic_fetch_add(&host->begun_adding, only_adds);
+    return true;
+}
+
+static of_device measure(void *ctx, void *opaque, int64_t *numel, size_t *bytes) {
+    const fake_tensor *tensor = opaque;
+    (void)ctx;
+    *numel = tensor->numel;
+    *bytes = tensor->param->bytes;
+    return tensor->device;
+}
+
+static bool make_state(void *ctx, size_t slot) {
+    fake_host *host = ctx;
+    if (host->refuses) {
+        of_set_error("no state for slot %zu", slot);
+        return false;
+    }
+    atomic_fetch_add(&host->made, 1);
+    for (int i = 0; i < host->n_tensors; i++) /* tests that use it have one plan */
+        if (host->tensors[i].id == (int)slot)
+            host->tensors[i].lacks_state = false;
+    return true;
+}
+
 fake_host *fake_host_new(void) {
+    static const of_backward_host backward = {sizeof backward, begin, measure, make_state};
+    static const of_scaling_host scaling = {.struct_size = sizeof scaling,
+                                            .collect = collect_gradient,
+                                            .defer = defer,
+                                            .settle = settle,
+                                            .is_alive = is_alive,
+                                            .keep = is_alive,
+                                            .share_factor = share_factor};
     fake_host *host = allocate(sizeof *host);
     host->n_threads = 3;
     pthread_mutex_init(&host->lock, NULL);
     host->table = (of_host){.abi_version = OF_ABI_VERSION,
                             .struct_size = sizeof(of_host),
                             .ctx = host,
-                            .hold_bytes = sizeof(fake_hold),
+                            .reference_bytes = sizeof(fake_hold),
                             .collect = collect,
-                            .expect = expect,
+                            .prefetch = prefetch,
                             .commit = commit,
                             .defer = defer,
                             .settle = settle,
@@ -376,11 +413,8 @@ fake_host *fake_host_new(void) {
                             .parallel_for = parallel_for,
                             .threads = threads,
                             .log = log_message,
-                            .collect_gradient = collect_gradient,
-                            .is_alive = is_alive,
-                            .keep = is_alive,
-                            .share_factor = share_factor,
-                            .landed = landed};
+                            .backward = &backward,
+                            .scaling = &scaling};
     return host;
 }
 

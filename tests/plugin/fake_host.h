@@ -15,7 +15,7 @@ enum { FAKE_MAX_TENSORS = 256 };
 
 typedef struct fake_buffer {
     atomic_int refs;
-    atomic_bool marked;    /* by defer(): whoever uses it calls of_touch() first */
+    atomic_bool marked;    /* by defer(): whoever uses it calls of_access() first */
     atomic_bool on_device; /* then the mark stays until a use finds nothing in flight */
     size_t bytes;
     _Alignas(64) unsigned char data[];
@@ -36,11 +36,11 @@ typedef struct fake_tensor {
     bool lacks_state; /* collect() finds no state */
     bool broken;      /* collect() fails */
     bool shared;      /* defer() refuses */
-    bool alone;       /* to be launched by itself */
+    bool exclusive;   /* to be launched by itself */
     bool owned;       /* a plan has it */
-    int expected;     /* calls of expect() with it */
+    int prefetched;   /* calls of prefetch() with it */
     int drops;
-    int landed; /* calls of landed() with it */
+    int finished; /* calls of finished() with it */
     double step;               /* updates committed */
     float *step_at;            /* the same, on the device; or NULL */
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */
@@ -52,7 +52,12 @@ typedef struct fake_tensor {
 
 struct fake_host {
     of_host table; /* what the core gets */
-    bool spends;   /* settle() takes the gradient away: backward mode */
+    bool consumes; /* settle() takes the gradient away: backward mode */
+    bool refuses;  /* begin() and make_state() say no */
+    atomic_int begun, begun_adding; /* calls of begin() that said yes; of those, for passes that only add */
+    atomic_int made;                /* calls of make_state() */
+    void (*on_begin)(void *arg);
+    void *arg;
     bool flushes_on_release;
     bool holds_inside; /* holds live in the updates, not on the heap */
     int n_threads;

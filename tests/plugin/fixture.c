@@ -41,7 +41,7 @@ static fixture *make(fake_host *host, of_mode mode, size_t bucket_bytes) {
     memset(f, 0, sizeof *f);
     f->host = host;
     f->mode = mode;
-    host->spends = mode == OF_BACKWARD;
+    host->consumes = mode == OF_BACKWARD;
     of_plan_options options = {.struct_size = sizeof options,
                                .mode = mode,
                                .reference = OF_REF_CPU_FUSED,
@@ -81,6 +81,7 @@ static void free_twin(twin *t) {
 
 void teardown_unchecked(fixture *f) {
     fake_host *host = f->host;
+    of_pass_release(f->pass);
     of_plan_release(f->plan);
     for (size_t i = 0; i < f->n; i++)
         free_twin(&f->twins[i]);
@@ -93,6 +94,7 @@ void teardown_unchecked(fixture *f) {
 }
 
 void teardown(fixture *f) {
+    ck_assert_msg(end_pass(f) == OF_OK, "%s", of_error_message());
     for (size_t i = 0; i < f->n; i++)
         check_twin(&f->twins[i]);
     of_plan_flush(f->plan);
@@ -178,7 +180,34 @@ void expect_update(fixture *f, twin *t) {
     expect_update_at(t, t->param, state);
 }
 
+of_pass *begin_pass(fixture *f) {
+    static atomic_uint_least64_t token = OF_NO_TOKEN;
+    of_pass *pass = NULL;
+    bool first = false;
+    ck_assert_msg(of_pass_begin(f->plan, ++token, &pass, &first) == OF_OK, "%s",
+                  of_error_message());
+    ck_assert(first);
+    return pass;
+}
+
+of_status ready(fixture *f, size_t slot) {
+    size_t at = 0;
+    if (!f->pass)
+        f->pass = begin_pass(f);
+    return of_pass_ready(f->pass, slot, &at);
+}
+
+of_status end_pass(fixture *f) {
+    size_t at = 0;
+    of_pass *pass = f->pass;
+    f->pass = NULL;
+    of_status status = pass ? of_pass_end(pass, &at) : OF_OK;
+    of_pass_release(pass);
+    return status;
+}
+
 void step(fixture *f) {
+    ck_assert_msg(end_pass(f) == OF_OK, "%s", of_error_message());
     for (size_t i = 0; i < f->n; i++)
         if (f->twins[i].tensor->grad)
             expect_update(f, &f->twins[i]);
@@ -190,7 +219,7 @@ void step(fixture *f) {
 void gradient(fixture *f, twin *t) {
     backward(t);
     expect_update(f, t);
-    ck_assert_msg(of_plan_gradient(f->plan, t->slot) == OF_OK, "%s", of_error_message());
+    ck_assert_msg(ready(f, t->slot) == OF_OK, "%s", of_error_message());
 }
 
 bool launched(const twin *t) {

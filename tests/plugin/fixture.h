@@ -23,6 +23,7 @@ typedef struct twin {
 typedef struct fixture {
     fake_host *host;
     of_plan *plan;
+    of_pass *pass; /* under way, begun by the first gradient of it; or NULL */
     of_mode mode;
     double hyper[2][OF_MAX_HYPER]; /* two groups of Adam */
     twin twins[MAX_TWINS];
@@ -54,10 +55,15 @@ void backward_all(fixture *f);
 /* The yardstick's update of one twin, from its tensor's present gradient. */
 void expect_update(fixture *f, twin *t);
 void expect_update_at(twin *t, void *param, void **state);
-/* optimizer.step() of plan and twins; must succeed. */
+/* optimizer.step() of plan and twins, after the end of the pass; must succeed. */
 void step(fixture *f);
-/* Backward mode: gives a gradient and says that it is complete. */
+/* Backward mode: gives a gradient and says that it is complete, in the pass under way or a
+ * new one. */
 void gradient(fixture *f, twin *t);
+/* The same without giving one; the core's answer. */
+of_status ready(fixture *f, size_t slot);
+of_pass *begin_pass(fixture *f); /* a new one, with a token of its own */
+of_status end_pass(fixture *f);  /* the pass under way, if there is one */
 
 /* Uses parameter and state, as a reader would, and compares them. */
 void check_twin(const twin *t);

@@ -1,15 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Backward fusion: gradients are updated as they complete, in buckets. */
+/* Backward fusion: gradients are updated as they complete, on a device in buckets. */
 #include <string.h>
 
+#include "fake_device.h"
 #include "fixture.h"
 
 enum { BUCKET = 4000 }; /* bytes: 1000 float32 elements */
 
+/* A plan whose updates join the open bucket of a device. */
+static fixture *with_bucket(void) {
+    return setup_on_device(OF_BACKWARD, BUCKET);
+}
+
+static twin *add_there(fixture *f, int64_t numel) {
+    return add_on_device(f, numel, 0);
+}
+
 START_TEST(bucket_is_launched_when_it_is_full_in_one_go) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
+    fixture *f = with_bucket();
     for (int i = 0; i < 4; i++)
-        add(f, 300);
+        add_there(f, 300);
     for (size_t i = 0; i < 3; i++) {
         gradient(f, &f->twins[i]);
         ck_assert_uint_eq(counts(f).pending, i + 1);
@@ -27,9 +37,9 @@ START_TEST(bucket_is_launched_when_it_is_full_in_one_go) {
 END_TEST
 
 START_TEST(bucket_is_full_at_its_limit_exactly) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 999);
-    twin *b = add(f, 1);
+    fixture *f = with_bucket();
+    twin *a = add_there(f, 999);
+    twin *b = add_there(f, 1);
     gradient(f, a);
     ck_assert(!launched(a));
     gradient(f, b);
@@ -39,9 +49,9 @@ START_TEST(bucket_is_full_at_its_limit_exactly) {
 END_TEST
 
 START_TEST(the_update_that_fills_the_bucket_is_not_deferred) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 600);
-    twin *b = add(f, 600);
+    fixture *f = with_bucket();
+    twin *a = add_there(f, 600);
+    twin *b = add_there(f, 600);
     fake_record(f->host);
     gradient(f, a);
     gradient(f, b);
@@ -52,9 +62,9 @@ START_TEST(the_update_that_fills_the_bucket_is_not_deferred) {
 END_TEST
 
 START_TEST(large_update_does_not_wait_for_the_open_bucket) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *small = add(f, 10);
-    twin *large = add(f, 1000);
+    fixture *f = with_bucket();
+    twin *small = add_there(f, 10);
+    twin *large = add_there(f, 1000);
     gradient(f, small);
     gradient(f, large);
     ck_assert(launched(large) && !launched(small));
@@ -77,10 +87,10 @@ START_TEST(without_buckets_every_update_goes_alone) {
 END_TEST
 
 START_TEST(member_of_the_open_bucket_is_launched_alone_at_first_use) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 400);
-    twin *b = add(f, 400);
-    twin *c = add(f, 400);
+    fixture *f = with_bucket();
+    twin *a = add_there(f, 400);
+    twin *b = add_there(f, 400);
+    twin *c = add_there(f, 400);
     gradient(f, a);
     gradient(f, b);
     fake_use(a->tensor->param, false);
@@ -92,19 +102,35 @@ START_TEST(member_of_the_open_bucket_is_launched_alone_at_first_use) {
 END_TEST
 
 START_TEST(close_launches_the_open_bucket) {
+    for (int ends = 0; ends < 2; ends++) {
+        fixture *f = with_bucket();
+        twin *t = add_there(f, 10);
+        gradient(f, t);
+        ck_assert(!launched(t));
+        ck_assert_int_eq(ends ? end_pass(f) : of_plan_close(f->plan), OF_OK);
+        ck_assert(launched(t));
+        teardown(f);
+    }
+}
+END_TEST
+
+START_TEST(on_the_cpu_nothing_joins_a_bucket) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
     gradient(f, t);
-    of_plan_close(f->plan);
+    ck_assert_uint_eq(counts(f).pending, 0);
+    ck_assert(!of_any_pending() && !launched(t));
+    ck_assert_int_eq(end_pass(f), OF_OK);
     ck_assert(launched(t));
     teardown(f);
 }
 END_TEST
 
 START_TEST(shared_and_eager_members_do_not_wait) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *shared = add(f, 10);
+    fixture *f = with_bucket();
+    twin *shared = add_there(f, 10);
     twin *eager = add_eager(f, 10);
+    eager->tensor->device = OF_CUDA;
     shared->tensor->shared = true;
     gradient(f, shared);
     gradient(f, eager);
@@ -114,9 +140,9 @@ START_TEST(shared_and_eager_members_do_not_wait) {
 END_TEST
 
 START_TEST(after_a_foreign_thread_nothing_waits_in_a_bucket) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 10);
-    twin *b = add(f, 10);
+    fixture *f = with_bucket();
+    twin *a = add_there(f, 10);
+    twin *b = add_there(f, 10);
     gradient(f, a);
     fake_use(a->tensor->param, true);
     gradient(f, b);
@@ -126,8 +152,8 @@ START_TEST(after_a_foreign_thread_nothing_waits_in_a_bucket) {
 END_TEST
 
 START_TEST(step_closes_the_bucket_and_confirms) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *t = add(f, 10);
+    fixture *f = with_bucket();
+    twin *t = add_there(f, 10);
     ck_assert(!of_plan_unconfirmed(f->plan));
     gradient(f, t);
     ck_assert(of_plan_unconfirmed(f->plan));
@@ -160,11 +186,11 @@ START_TEST(step_updates_gradients_set_by_hand) {
 END_TEST
 
 START_TEST(second_gradient_before_step_is_refused_and_changes_nothing) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *t = add(f, 10);
+    fixture *f = with_bucket();
+    twin *t = add_there(f, 10);
     gradient(f, t);
     backward(t);
-    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_TWICE);
+    ck_assert_int_eq(ready(f, t->slot), OF_TWICE);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "step()"));
     ck_assert_ptr_nonnull(strstr(of_error_message(), "mode=\"forward\""));
     ck_assert_uint_eq(counts(f).created, 1);
@@ -176,11 +202,11 @@ START_TEST(second_gradient_before_step_is_refused_and_changes_nothing) {
 END_TEST
 
 START_TEST(step_leaves_alone_what_backward_updated) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *t = add(f, 10);
+    fixture *f = with_bucket();
+    twin *t = add_there(f, 10);
     gradient(f, t);
     backward(t);
-    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_TWICE);
+    ck_assert_int_eq(ready(f, t->slot), OF_TWICE);
     fake_record(f->host);
     ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
     ck_assert_str_eq(fake_events(f->host), "settle:0 release:0");
@@ -189,9 +215,9 @@ START_TEST(step_leaves_alone_what_backward_updated) {
 END_TEST
 
 START_TEST(hyper_parameters_are_those_of_the_moment_of_the_gradient) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *before = add(f, 10);
-    twin *after = add(f, 10);
+    fixture *f = with_bucket();
+    twin *before = add_there(f, 10);
+    twin *after = add_there(f, 10);
     gradient(f, before);
     set_lr(f, 0, 0.5);
     gradient(f, after);
@@ -201,9 +227,9 @@ START_TEST(hyper_parameters_are_those_of_the_moment_of_the_gradient) {
 END_TEST
 
 START_TEST(host_that_starts_over_can_say_what_was_updated) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 10);
-    twin *b = add(f, 10);
+    fixture *f = with_bucket();
+    twin *a = add_there(f, 10);
+    twin *b = add_there(f, 10);
     ck_assert(!of_plan_is_updated(f->plan, a->slot));
     of_plan_set_updated(f->plan, a->slot);
     of_plan_set_updated(f->plan, a->slot); /* counts once */
@@ -211,7 +237,7 @@ START_TEST(host_that_starts_over_can_say_what_was_updated) {
     ck_assert(of_plan_is_updated(f->plan, a->slot) && of_plan_unconfirmed(f->plan));
     ck_assert(!of_plan_is_updated(f->plan, b->slot) && !of_plan_is_updated(f->plan, 99));
     backward(a);
-    ck_assert_int_eq(of_plan_gradient(f->plan, a->slot), OF_TWICE);
+    ck_assert_int_eq(ready(f, a->slot), OF_TWICE);
     backward(b);
     expect_update(f, b);
     ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
@@ -220,27 +246,34 @@ START_TEST(host_that_starts_over_can_say_what_was_updated) {
 }
 END_TEST
 
-START_TEST(missing_state_and_errors_are_reported_and_change_nothing) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *t = add(f, 10);
+START_TEST(missing_state_is_made_and_errors_are_reported_and_change_nothing) {
+    fixture *f = with_bucket();
+    twin *t = add_there(f, 10);
     t->tensor->lacks_state = true;
     backward(t);
-    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_NEEDS_STATE);
-    t->tensor->lacks_state = false;
+    size_t at = 0;
+    of_pass *pass = f->pass = begin_pass(f);
+    f->host->refuses = true;
+    ck_assert_int_eq(of_pass_ready(pass, t->slot, &at), OF_REFUSED);
+    ck_assert_str_eq(of_error_message(), "no state for slot 0");
+    ck_assert_uint_eq(at, OF_NO_SLOT);
+    f->host->refuses = false;
     t->tensor->broken = true;
-    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_INVALID);
+    ck_assert_int_eq(of_pass_ready(pass, t->slot, &at), OF_INVALID);
     ck_assert_str_eq(of_error_message(), "tensor 0 is broken");
+    ck_assert_uint_eq(at, t->slot);
     ck_assert(!of_plan_unconfirmed(f->plan));
     t->tensor->broken = false;
     gradient(f, t);
+    ck_assert_int_eq(atomic_load(&f->host->made), 1);
     teardown(f);
 }
 END_TEST
 
 START_TEST(failed_step_keeps_what_backward_updated) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 10);
-    twin *b = add(f, 10);
+    fixture *f = with_bucket();
+    twin *a = add_there(f, 10);
+    twin *b = add_there(f, 10);
     gradient(f, a);
     backward(b);
     b->tensor->broken = true;
@@ -255,24 +288,25 @@ START_TEST(failed_step_keeps_what_backward_updated) {
 END_TEST
 
 START_TEST(hook_without_gradient_is_nothing) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *t = add(f, 10);
-    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_OK);
+    fixture *f = with_bucket();
+    twin *t = add_there(f, 10);
+    ck_assert_int_eq(ready(f, t->slot), OF_OK);
     ck_assert(!of_plan_unconfirmed(f->plan));
     teardown(f);
 }
 END_TEST
 
 START_TEST(aliased_parameters_share_no_bucket) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 100);
+    fixture *f = with_bucket();
+    twin *a = add_there(f, 100);
     twin *b = add_tensor(f, fake_tensor_alias(a->tensor), 0, false);
+    b->tensor->device = OF_CUDA;
     for (int i = 0; i < 3; i++) {
         void *state[] = {b->state[0], b->state[1]};
         gradient(f, a);
         backward(b);
         expect_update_at(b, a->param, state);
-        ck_assert_int_eq(of_plan_gradient(f->plan, b->slot), OF_OK);
+        ck_assert_int_eq(ready(f, b->slot), OF_OK);
         ck_assert_uint_eq(counts(f).pending, 1);
         ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
     }
@@ -283,12 +317,18 @@ END_TEST
 
 START_TEST(gradient_needs_backward_mode_and_a_slot) {
     fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    of_pass *pass = (of_pass *)&f;
+    bool first = true;
+    size_t at = 0;
     add(f, 10);
-    ck_assert_int_eq(of_plan_gradient(f->plan, 0), OF_INVALID);
+    ck_assert_int_eq(of_pass_begin(f->plan, 1, &pass, &first), OF_INVALID);
+    ck_assert(!pass && !first);
     teardown(f);
     f = setup(OF_BACKWARD, 0);
     add(f, 10);
-    ck_assert_int_eq(of_plan_gradient(f->plan, 1), OF_INVALID);
+    ck_assert_int_eq(of_pass_begin(f->plan, OF_NO_TOKEN, &pass, &first), OF_INVALID);
+    f->pass = begin_pass(f);
+    ck_assert_int_eq(of_pass_ready(f->pass, 1, &at), OF_INVALID);
     ck_assert_str_eq(of_error_message(), "there is no slot 1: the plan has 1");
     teardown(f);
 }
@@ -304,6 +344,7 @@ int main(void) {
     tcase_add_test(bucket, without_buckets_every_update_goes_alone);
     tcase_add_test(bucket, member_of_the_open_bucket_is_launched_alone_at_first_use);
     tcase_add_test(bucket, close_launches_the_open_bucket);
+    tcase_add_test(bucket, on_the_cpu_nothing_joins_a_bucket);
     tcase_add_test(bucket, shared_and_eager_members_do_not_wait);
     tcase_add_test(bucket, after_a_foreign_thread_nothing_waits_in_a_bucket);
     tcase_add_test(bucket, aliased_parameters_share_no_bucket);
@@ -318,7 +359,7 @@ int main(void) {
     tcase_add_test(stepping, host_that_starts_over_can_say_what_was_updated);
     suite_add_tcase(suite, stepping);
     TCase *refusals = tcase_create("refusals");
-    tcase_add_test(refusals, missing_state_and_errors_are_reported_and_change_nothing);
+    tcase_add_test(refusals, missing_state_is_made_and_errors_are_reported_and_change_nothing);
     tcase_add_test(refusals, hook_without_gradient_is_nothing);
     tcase_add_test(refusals, gradient_needs_backward_mode_and_a_slot);
     suite_add_tcase(suite, refusals);

@@ -34,7 +34,7 @@ static fixture *pending_before_capture(twin **t) {
 START_TEST(pending_update_met_in_a_capture_is_refused_and_stays) {
     twin *t;
     fixture *f = pending_before_capture(&t);
-    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_ACCESS_FAILED);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "before the capture"));
     ck_assert_int_eq(device.launches, 0);
     ck_assert_uint_eq(counts(f).pending, 1);
@@ -49,7 +49,7 @@ START_TEST(update_in_flight_met_in_a_capture_is_refused) {
     device.current = 0;
     fake_use(t->tensor->param, false);
     device.current = 1;
-    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_ACCESS_FAILED);
     device.capture[1] = 0;
     teardown(f);
 }
@@ -64,7 +64,7 @@ START_TEST(flushed_and_done_before_the_capture_all_is_well) {
     device.busy = false; /* the user synchronizes with the device */
     device.current = 1;
     device.capture[1] = 7;
-    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_UNTOUCHED);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_NOTHING_PENDING);
     ck_assert(!of_any_pending());
     device.capture[1] = 0;
     teardown(f);
@@ -79,7 +79,7 @@ START_TEST(drained_before_the_capture_all_is_well) {
     ck_assert_int_eq(of_plan_drain(f->plan), OF_OK);
     device.current = 1;
     device.capture[1] = 7;
-    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_UNTOUCHED);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_NOTHING_PENDING);
     device.capture[1] = 0;
     teardown(f);
 }
@@ -92,7 +92,7 @@ START_TEST(flush_inside_a_capture_launches_but_waits_for_nothing_outside) {
     ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
     ck_assert_int_eq(device.launches, 1);
     ck_assert_int_eq(device.last_stream, 0);
-    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_ACCESS_FAILED);
     ck_assert(!device.spoiled);
     device.capture[1] = 0;
     teardown(f);
@@ -108,7 +108,7 @@ START_TEST(captured_backward_closes_inside_the_capture) {
     for (int i = 2; i >= 0; i--)
         gradient(f, &f->twins[i]);
     ck_assert_uint_eq(counts(f).pending, 3);
-    ck_assert_int_eq(of_plan_close(f->plan), OF_OK);
+    ck_assert_int_eq(end_pass(f), OF_OK);
     ck_assert_int_eq(device.launches, 1);
     ck_assert_uint_eq(counts(f).in_flight, 0);
     step(f);

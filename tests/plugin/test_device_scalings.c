@@ -344,7 +344,7 @@ START_TEST(a_graph_does_not_use_what_was_clipped_outside) {
     clip(f, t, FACTOR);
     device.current = 1;
     device.capture[1] = 3;
-    ck_assert_int_eq(of_touch(t->tensor->grad, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(t->tensor->grad, false), OF_ACCESS_FAILED);
     ck_assert(!device.spoiled);
     device.capture[1] = 0;
     device.current = 0;
@@ -359,7 +359,7 @@ START_TEST(a_failed_product_is_an_error_at_the_use_and_after) {
     twin *t = with_gradient(f, 100);
     clip(f, t, FACTOR);
     device.fail_launch = 1;
-    ck_assert_int_eq(of_touch(t->tensor->grad, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(t->tensor->grad, false), OF_ACCESS_FAILED);
     ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_REFUSED);
     fake_buffer_release(t->tensor->factor);
     teardown_unchecked(f);

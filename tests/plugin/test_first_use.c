@@ -30,9 +30,9 @@ START_TEST(parameter_gradient_and_each_state_launch_the_update) {
         fake_buffer *buffers[] = {t->tensor->param, t->tensor->grad, t->tensor->state[0],
                                   t->tensor->state[1]};
         ck_assert(!launched(t));
-        ck_assert(of_touch(buffers[which], false));
+        ck_assert(of_access(buffers[which], false));
         ck_assert_msg(launched(t), "key %d did not launch", which);
-        ck_assert(!of_touch(buffers[which], false));
+        ck_assert(!of_access(buffers[which], false));
     }
     teardown(f);
 }
@@ -73,8 +73,8 @@ START_TEST(unknown_memory_is_not_pending) {
     twin *t = add(f, 10);
     backward(t);
     step(f);
-    ck_assert(!of_touch(&f, false));
-    ck_assert(!of_touch(NULL, false));
+    ck_assert(!of_access(&f, false));
+    ck_assert(!of_access(NULL, false));
     ck_assert_uint_eq(counts(f).pending, 1);
     teardown(f);
 }

@@ -84,11 +84,11 @@ START_TEST(rearm) {
 END_TEST
 
 static bool second_gradient_is_not_applied(void) {
-    fixture *f = setup(OF_BACKWARD, 0);
+    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
     twin *t = add(f, 100);
     gradient(f, t);
     backward(t);
-    of_plan_gradient(f->plan, t->slot);
+    ready(f, t->slot);
     return finish(f);
 }
 
@@ -271,7 +271,7 @@ static bool capture_is_not_spoiled_by(bool (*what)(fixture *f, const twin *t)) {
 
 static bool is_refused(fixture *f, const twin *t) {
     (void)f;
-    return of_touch(t->tensor->param, false) == OF_TOUCH_FAILED;
+    return of_access(t->tensor->param, false) == OF_ACCESS_FAILED;
 }
 
 static bool update_from_outside_stays_out_of_a_capture(void) {

@@ -146,14 +146,36 @@ END_TEST
 
 START_TEST(gradient_reports_it) {
     fixture *f = setup(OF_BACKWARD, 0);
-    twin *t = add(f, 10);
+    twin *t = add(f, OF_SERIAL_ELEMENTS);
+    of_pass *pass = NULL;
+    bool first = false;
     backward(t);
     of_status status;
-    WITH_FAILURE(0, status, of_plan_gradient(f->plan, t->slot));
+    WITH_FAILURE(0, status, of_pass_begin(f->plan, 7, &pass, &first));
+    ck_assert_int_eq(status, OF_NO_MEMORY);
+    ck_assert(!pass && !first);
+    f->pass = begin_pass(f);
+    WITH_FAILURE(1, status, ready(f, t->slot));
     ck_assert_int_eq(status, OF_NO_MEMORY);
     ck_assert_int_eq(atomic_load(&f->host->holds), 0);
     expect_update(f, t);
-    ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_OK);
+    ck_assert_int_eq(ready(f, t->slot), OF_OK);
+    ck_assert(launched(t));
+    teardown(f);
+}
+END_TEST
+
+/* What finds no room to wait is updated at once. */
+START_TEST(a_gradient_that_finds_no_room_does_not_wait) {
+    fixture *f = setup(OF_BACKWARD, 0);
+    twin *t = add(f, 10);
+    of_status status;
+    f->pass = begin_pass(f);
+    backward(t);
+    expect_update(f, t);
+    WITH_FAILURE(0, status, ready(f, t->slot));
+    ck_assert_int_eq(status, OF_OK);
+    ck_assert(failed && launched(t));
     teardown(f);
 }
 END_TEST
@@ -163,12 +185,12 @@ START_TEST(launch_without_room_for_its_stream_waits_for_the_device) {
     for (int broken = 0; broken < 2; broken++) {
         fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
         twin *t = add_on_device(f, 10, 0);
-        of_touched touched;
+        of_accessed touched;
         backward(t);
         step(f);
         device.fails_to_record = broken;
-        WITH_FAILURE(0, touched, of_touch(t->tensor->param, false));
-        ck_assert_int_eq(touched, broken ? OF_TOUCH_FAILED : OF_IN_FLIGHT);
+        WITH_FAILURE(0, touched, of_access(t->tensor->param, false));
+        ck_assert_int_eq(touched, broken ? OF_ACCESS_FAILED : OF_IN_FLIGHT);
         ck_assert_int_eq(device.launches, 1);
         ck_assert_int_eq(device.synchronized, !broken);
         ck_assert_uint_eq(counts(f).in_flight, 0);
@@ -193,8 +215,13 @@ static size_t left_behind(fake_host *host, of_mode mode) {
     for (int round = 0; round < 3; round++) {
         for (int i = 0; i < host->n_tensors; i++)
             fake_set_grad(&host->tensors[i], i ? fake_buffer_new(40) : NULL);
-        for (size_t i = 0; mode == OF_BACKWARD && i < 20; i++)
-            of_plan_gradient(plan, i);
+        of_pass *pass = NULL;
+        bool first;
+        size_t at;
+        if (mode == OF_BACKWARD && of_pass_begin(plan, (of_token)round + 1, &pass, &first) == OF_OK)
+            for (size_t i = 0; i < 20; i++)
+                of_pass_ready(pass, i, &at);
+        of_pass_release(pass); /* some have not ended */
         fake_use(host->tensors[round].param, round == 1);
         of_plan_step(plan, NULL, 0, NULL);
         fake_use(host->tensors[round].state[0], false);
@@ -209,7 +236,7 @@ static size_t left_behind(fake_host *host, of_mode mode) {
 START_TEST(plan_gives_all_its_memory_back) {
     for (int mode = OF_FORWARD; mode <= OF_BACKWARD; mode++) {
         fake_host *host = fake_host_new();
-        host->spends = mode == OF_BACKWARD;
+        host->consumes = mode == OF_BACKWARD;
         for (int i = 0; i < 20; i++) {
             fake_tensor *tensor = fake_tensor_new(host, OF_FLOAT32, 10, 2);
             tensor->owned = true;
@@ -249,6 +276,7 @@ int main(void) {
     tcase_add_test(all, plan_reports_it);
     tcase_add_test(all, group_and_slot_report_it);
     tcase_add_test(all, gradient_reports_it);
+    tcase_add_test(all, a_gradient_that_finds_no_room_does_not_wait);
     tcase_add_test(all, launch_without_room_for_its_stream_waits_for_the_device);
     tcase_add_test(all, plan_gives_all_its_memory_back);
     tcase_add_test(all, repeated_steps_allocate_nothing);

@@ -35,7 +35,7 @@ START_TEST(host_of_another_abi_is_refused) {
     of_host wrong = host->table;
     wrong.abi_version = OF_ABI_VERSION + 1;
     ck_assert_int_eq(create(&wrong, "adam", NULL), OF_INVALID);
-    check_message("ABI version 8, this library has 7");
+    check_message("ABI version 9, this library has 8");
     ck_assert_uint_eq(of_abi_version(), OF_ABI_VERSION);
     wrong = host->table;
     wrong.struct_size -= 8;
@@ -47,7 +47,7 @@ START_TEST(host_of_another_abi_is_refused) {
     check_message("not optional");
     wrong = host->table;
     wrong.log = NULL;
-    wrong.expect = NULL;
+    wrong.prefetch = NULL;
     ck_assert_int_eq(create(&wrong, "adam", NULL), OF_OK);
     fake_host_free(host);
 }
@@ -190,8 +190,9 @@ START_TEST(clear_launches_what_is_pending_and_drops_all) {
 END_TEST
 
 START_TEST(clear_forgets_unconfirmed_updates) {
-    fixture *f = setup(OF_BACKWARD, 0);
+    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
     gradient(f, add(f, 10));
+    ck_assert(of_plan_unconfirmed(f->plan));
     of_plan_clear(f->plan);
     ck_assert(!of_plan_unconfirmed(f->plan));
     teardown(f);

@@ -93,7 +93,7 @@ END_TEST
 START_TEST(what_must_go_alone_is_committed_launched_and_released_before_the_next) {
     fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     for (int i = 0; i < 4; i++)
-        add(f, 10)->tensor->alone = i > 1;
+        add(f, 10)->tensor->exclusive = i > 1;
     f->twins[1].tensor->shared = true;
     backward_all(f);
     fake_record(f->host);

@@ -115,7 +115,7 @@ START_TEST(marks_go_at_a_use_after_the_fence) {
     for (int use = 0; use < 2 + 4 * 8; use++)
         fake_operator(f->twins[0].tensor->param, false, "use");
     ck_assert_uint_eq(counts(f).in_flight, N);
-    ck_assert_int_eq(f->twins[0].tensor->landed, 0);
+    ck_assert_int_eq(f->twins[0].tensor->finished, 0);
     ck_assert_int_eq(device.asked, 4);
     ck_assert_int_le(device.events, 1);
     device.busy = false;
@@ -124,7 +124,7 @@ START_TEST(marks_go_at_a_use_after_the_fence) {
     ck_assert_int_eq(device.asked, 5);
     ck_assert_uint_eq(counts(f).in_flight, 0);
     for (int i = 0; i < N; i++)
-        ck_assert_int_eq(f->twins[i].tensor->landed, 1);
+        ck_assert_int_eq(f->twins[i].tensor->finished, 1);
     ck_assert(!of_any_pending());
     finish(f);
 }
@@ -143,8 +143,8 @@ START_TEST(the_mark_of_a_later_update_stays) {
     device.busy = false;
     for (int use = 0; use < 8; use++)
         fake_operator(once->tensor->param, false, "use");
-    ck_assert_int_eq(once->tensor->landed, 1);
-    ck_assert_int_eq(again->tensor->landed, 0);
+    ck_assert_int_eq(once->tensor->finished, 1);
+    ck_assert_int_eq(again->tensor->finished, 0);
     ck_assert_uint_eq(counts(f).pending, 1);
     finish(f);
 }
@@ -276,7 +276,7 @@ START_TEST(backward_is_joined_by_its_caller_and_nothing_stays_in_flight) {
     ck_assert_int_eq(device.launches, 0);
     fake_timeline_wait(&device.timeline, 0, 1); /* the engine's, before its last callback */
     device.current = 0;
-    ck_assert_int_eq(of_plan_close(f->plan), OF_OK);
+    ck_assert_int_eq(end_pass(f), OF_OK);
     ck_assert_int_eq(device.launches, 1);
     ck_assert_int_eq(device.last_stream, 1);
     ck_assert_uint_eq(counts(f).in_flight, 0);
@@ -297,10 +297,10 @@ static void backward_beside(size_t bucket_bytes, int launches) {
             twin *t = &f->twins[i];
             backward_on_device(t);
             expect_update(f, t);
-            ck_assert_int_eq(of_plan_gradient(f->plan, t->slot), OF_OK);
+            ck_assert_int_eq(ready(f, t->slot), OF_OK);
         }
         fake_operator(f->twins[3].tensor->param, false, "a use inside backward");
-        ck_assert_int_eq(of_plan_close(f->plan), OF_OK);
+        ck_assert_int_eq(end_pass(f), OF_OK);
         ck_assert_uint_eq(counts(f).in_flight, 0);
         for (int i = 0; i < 4; i++)
             fake_timeline_access(&device.timeline, 0, f->twins[i].tensor->param->data, true, "use");
@@ -367,7 +367,7 @@ START_TEST(failed_launch_is_told_at_its_use_and_at_every_step_after) {
     backward(t);
     step(f);
     device.fail_launch = 1;
-    ck_assert_int_eq(of_touch(t->tensor->param, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_ACCESS_FAILED);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "the device is broken"));
     ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_REFUSED);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "checkpoint"));

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* device_host.h: what the core asks of a host whose parameters may be on a
+/* gpu_host.h: what the core asks of a host whose parameters may be on a
  * device that works on its own, in streams.
  *
  * An update belongs to the stream that is current when it is created, its home
  * stream, and is launched there, however late. Other streams learn nothing of
  * that from the user's own synchronisation, which may have been done before the
  * launch. So an update that was left pending stays known after its launch, in
- * flight, until the device is known to have done it: a stream that touches its
+ * flight, until the device is known to have done it: a stream that uses its
  * memory meanwhile is made to wait for the home stream.
  */
-#ifndef OPTFUSE_DEVICE_HOST_H
-#define OPTFUSE_DEVICE_HOST_H
+#ifndef OPTFUSE_GPU_HOST_H
+#define OPTFUSE_GPU_HOST_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -32,7 +32,8 @@ typedef struct of_stream {
 /* The host's part. None of these waits for the device but synchronize(). They
  * run under the lock of a plan and must not call back. Those that return a
  * bool give false after of_set_error(), is_done() also if the work is not done. */
-typedef struct of_device_host {
+typedef struct of_gpu_host {
+    uint32_t struct_size; /* sizeof(of_gpu_host) of the host's build */
     /* The calling thread's current stream of a device. */
     of_stream (*current)(void *ctx, int device);
     /* Adds 1 to n step counters on the stream, unless *found_inf_at is 1. Before the
@@ -54,7 +55,12 @@ typedef struct of_device_host {
     /* Blocks the calling thread until it is. */
     bool (*synchronize)(void *ctx, void *event);
     void (*destroy)(void *ctx, void *event);
-} of_device_host;
+    /* optional: at a use of the plan's memory a device was found to have done the last
+     * update of this slot. `key` is what stood for the parameter's memory, and nothing is
+     * known by it any more: what defer() has made of its accesses can go. On whatever
+     * thread. */
+    void (*finished)(void *ctx, void *tensor, const void *key);
+} of_gpu_host;
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* create.c: where a committed update enters the registry, and the decision
+/* pending.c: where a committed update enters the registry, and the decision
  * whether it may be left pending. */
 #include "internal.h"
 
@@ -9,40 +9,31 @@ static bool overtake_own(of_plan *plan, of_update *own, const of_update *update,
                          of_list *done) {
     if (own->pending)
         of_launch_one(plan, own, OF_AT_CLOSE, done);
-    if (!own->flying)
+    if (!own->in_flight)
         return true;
-    of_registry_take(key);
+    of_registry_take(OF_UPDATES, key);
     return update->in.device == OF_CPU ||
            of_stream_order(plan, &own->in.stream, &update->in.stream);
 }
 
-/* As above, by an update of another plan, whose lock needs ours dropped. A scaling of
- * the gradient stays pending: this update has its factor. */
-static bool overtake_other(of_plan *plan, const void *key) {
-    pthread_mutex_unlock(&plan->lock);
-    const of_touched touched = of_launch_at(key, false);
-    pthread_mutex_lock(&plan->lock);
-    if (touched == OF_IN_FLIGHT)
-        of_registry_take(key);
-    return touched != OF_TOUCH_FAILED;
-}
-
-/* Enters the first n keys after launching whatever is in the way. */
-static bool enter(of_plan *plan, of_update *update, size_t n, of_list *batch, of_list *done) {
+/* Enters the first n keys after launching whatever of this plan is in the way. */
+static of_entered enter(of_plan *plan, of_update *update, size_t n, of_list *batch, of_list *done,
+                        const void **key) {
     for (;;) {
-        const void *key = NULL;
         of_update *own = NULL;
-        of_added added = of_registry_add(update, n, &key, &own);
+        of_added added = of_registry_add(update, n, key, &own);
         if (added == OF_ADDED)
-            return true;
+            return OF_ENTERED;
         /* The batch goes first: it may be in the way, and no update may wait
          * in it while the lock is dropped. */
         of_launch(plan, batch, OF_AT_ONCE, done);
         if (added == OF_ADD_NO_MEMORY)
-            return false;
-        if (!(own ? overtake_own(plan, own, update, key, done) : overtake_other(plan, key))) {
+            return OF_NOT_ENTERED;
+        if (!own)
+            return OF_IN_THE_WAY;
+        if (!overtake_own(plan, own, update, *key, done)) {
             of_plan_fail(plan);
-            return false;
+            return OF_NOT_ENTERED;
         }
     }
 }
@@ -54,27 +45,33 @@ static bool is_captured_step(const of_plan *plan, const of_update *update) {
 
 /* The keys are entered before defer(): a thread that meets the host's mark
  * must find the key. */
-bool of_create_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
+of_entered of_enter_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done,
+                            const void **key) {
     if (plan->stopped || plan->slots[update->slot].eager || update->in.n_keys == 0 ||
         is_captured_step(plan, update))
-        return false;
-    if (!enter(plan, update, update->in.n_keys, batch, done))
-        return false;
-    if (!plan->host.defer(plan->host.ctx, update->in.hold)) {
+        return OF_NOT_ENTERED;
+    const of_entered entered = enter(plan, update, update->in.n_keys, batch, done, key);
+    if (entered != OF_ENTERED)
+        return entered;
+    if (!plan->host.defer(plan->host.ctx, update->in.references)) {
         of_registry_remove_one(update);
-        return false;
+        return OF_NOT_ENTERED;
     }
     update->pending = true;
     update->deferred = true;
-    of_list_append(&plan->pending, update);
-    return true;
+    of_list_append(&plan->pending[OF_UPDATES], update);
+    return OF_ENTERED;
 }
 
 /* Only the parameter's key: many gradients may share one buffer, and they are
  * only read. */
-void of_create_now(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
-    bool entered = enter(plan, update, update->in.n_keys ? 1 : 0, batch, done);
+of_entered of_enter_batch(of_plan *plan, of_update *update, of_list *batch, of_list *done,
+                          const void **key) {
+    const of_entered entered = enter(plan, update, update->in.n_keys ? 1 : 0, batch, done, key);
+    if (entered == OF_IN_THE_WAY)
+        return entered;
     of_list_append(batch, update);
-    if (!entered)
+    if (entered != OF_ENTERED)
         of_launch(plan, batch, OF_AT_ONCE, done);
+    return entered;
 }

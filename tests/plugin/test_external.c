@@ -32,8 +32,9 @@ static bool apply(void *ctx, of_inputs *in, const double *hyper) {
 static world make(of_mode mode) {
     world w = {.host = fake_host_new()};
     of_plan_options options = {.struct_size = sizeof options, .mode = mode};
-    w.host->table.apply = apply;
-    w.host->spends = mode == OF_BACKWARD;
+    static const of_external_host external = {sizeof external, apply};
+    w.host->table.external = &external;
+    w.host->consumes = mode == OF_BACKWARD;
     fails = false;
     applied = 0;
     ck_assert_int_eq(of_plan_create(&w.host->table, "own", &options, &w.plan), OF_OK);
@@ -89,10 +90,15 @@ END_TEST
 
 START_TEST(the_host_updates_in_backward) {
     world w = make(OF_BACKWARD);
+    of_pass *pass = NULL;
+    bool first = false;
+    size_t at = 0;
     give_gradients(&w);
+    ck_assert_int_eq(of_pass_begin(w.plan, 1, &pass, &first), OF_OK);
     for (size_t i = 0; i < N; i++)
-        ck_assert_int_eq(of_plan_gradient(w.plan, i), OF_OK);
-    ck_assert_int_eq(of_plan_close(w.plan), OF_OK);
+        ck_assert_int_eq(of_pass_ready(pass, i, &at), OF_OK);
+    ck_assert_int_eq(of_pass_end(pass, &at), OF_OK);
+    of_pass_release(pass);
     ck_assert_int_eq(applied, N);
     end(&w);
 }
@@ -103,10 +109,10 @@ START_TEST(a_failure_is_told_to_who_uses_the_memory_and_to_every_step) {
     give_gradients(&w);
     ck_assert_int_eq(of_plan_step(w.plan, NULL, 0, NULL), OF_OK);
     fails = true;
-    ck_assert_int_eq(of_touch(w.tensors[0]->param, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(w.tensors[0]->param, false), OF_ACCESS_FAILED);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "the host can't"));
     fails = false;
-    ck_assert_int_eq(of_touch(w.tensors[1]->param, false), OF_TOUCH_FAILED);
+    ck_assert_int_eq(of_access(w.tensors[1]->param, false), OF_ACCESS_FAILED);
     ck_assert_int_eq(of_plan_step(w.plan, NULL, 0, NULL), OF_REFUSED);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "checkpoint"));
     end(&w);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* device.c: launches updates that are on a device. Those of one stream, dtype
+/* gpu_launch.c: launches updates that are on a device. Those of one stream, dtype
  * and set of scalars go in one call of the host. */
 #include <string.h>
 
@@ -12,7 +12,7 @@ static bool goes_in_one_call(const of_update *a, const of_update *b) {
            of_stream_equal(&a->in.ready, &b->in.ready) && a->in.dtype == b->in.dtype &&
            a->in.lr_at == b->in.lr_at && a->in.grad_scale_at == b->in.grad_scale_at &&
            a->in.found_inf_at == b->in.found_inf_at && a->in.factor_at == b->in.factor_at &&
-           a->scaling == b->scaling &&
+           a->kind == b->kind &&
            memcmp(a->scalars, b->scalars, OF_MAX_HYPER * sizeof(double)) == 0;
 }
 
@@ -37,18 +37,6 @@ static of_cuda_entry entry_of(const of_inputs *in) {
     memcpy(entry.state, in->state, sizeof entry.state);
     memcpy(entry.numbers_at, in->numbers_at, sizeof entry.numbers_at);
     return entry;
-}
-
-static bool apply_all(of_plan *plan, const of_list *call) {
-    bool done = true;
-    for (of_update *u = call->first; u && done; u = u->next)
-        done = of_apply(plan, u);
-    return done;
-}
-
-/* A scaling whose gradient nobody has any more. */
-static bool is_gone(const of_update *update) {
-    return update->scaling && update->in.numel == 0;
 }
 
 static bool is_counted_with(const of_update *first, const of_update *u) {
@@ -76,55 +64,69 @@ static bool count_steps(of_plan *plan, const of_list *call, const of_list *later
     if (n == 0)
         return true;
     n = take_steps(first, later, steps, n);
-    n = take_steps(first, &plan->pending, steps, n);
-    return plan->host.device->count(plan->host.ctx, &first->in.stream, steps, n,
+    n = take_steps(first, &plan->pending[OF_UPDATES], steps, n);
+    return plan->host.gpu->count(plan->host.ctx, &first->in.stream, steps, n,
                                     first->in.found_inf_at);
 }
 
-/* later: what is launched after this call. */
-static bool run(of_plan *plan, const of_list *call, const of_list *later) {
-    of_cuda_entry entries[CALL_ENTRIES];
+static size_t entries_of(const of_list *call, of_cuda_entry *entries) {
     size_t n = 0;
     for (const of_update *u = call->first; u; u = u->next)
-        if (!is_gone(u))
+        if (!u->gone)
             entries[n++] = entry_of(&u->in);
-    if (n == 0)
-        return true;
+    return n;
+}
+
+static bool run_kernels(of_plan *plan, const of_list *call, const of_cuda_entry *entries,
+                        size_t n) {
     const of_update *first = call->first;
     double hyper[OF_MAX_HYPER];
     memcpy(hyper, first->scalars, sizeof hyper);
-    of_cuda_update update = {.rule = first->scaling ? "scaling" : plan->rule->name,
+    of_cuda_update update = {.rule = first->kind->gpu_rule ? first->kind->gpu_rule
+                                                           : plan->rule->name,
                              .dtype = first->in.dtype,
                              .hyper = hyper,
                              .lr_at = first->in.lr_at,
                              .grad_scale_at = first->in.grad_scale_at,
                              .found_inf_at = first->in.found_inf_at,
                              .factor_at = first->in.factor_at};
-    plan->counts.launches += !first->scaling;
-    if (plan->rule->by_host && !first->scaling)
-        return of_stream_order(plan, &first->in.ready, &first->in.stream) && apply_all(plan, call);
-    return of_stream_order(plan, &first->in.ready, &first->in.stream) &&
-           count_steps(plan, call, later) &&
-           plan->host.device->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
+    return plan->host.gpu->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
+}
+
+/* later: what is launched after this call. */
+static bool run(of_plan *plan, const of_list *call, const of_list *later) {
+    of_cuda_entry entries[CALL_ENTRIES];
+    const of_update *first = call->first;
+    const size_t n = entries_of(call, entries);
+    if (n == 0)
+        return true;
+    plan->counts.launches += first->kind->is_update;
+    if (!of_stream_order(plan, &first->in.ready, &first->in.stream))
+        return false;
+    if (plan->rule->by_host && first->kind->is_update)
+        return of_apply(plan, call);
+    return count_steps(plan, call, later) && run_kernels(plan, call, entries, n);
 }
 
 /* Those that were pending stay in the registry, in flight. */
 static void settle(of_plan *plan, of_list *call, of_list *done) {
-    of_list landed = {0};
+    void (*const settle_one)(void *, void *, bool) = call->first->kind->settle(&plan->host);
+    of_list finished = {0};
     for (of_update *u = call->first, *next; u; u = next) {
         next = u->next;
-        if (!u->deferred || is_gone(u) || !of_lane_add(plan, u)) {
-            of_list_append(&landed, u);
+        if (!u->deferred || u->gone || !of_queue_add(plan, u)) {
+            of_list_append(&finished, u);
             continue;
         }
-        plan->host.settle(plan->host.ctx, u->in.hold, true);
+        settle_one(plan->host.ctx, u->in.references, true);
         u->pending = u->deferred = false;
         of_list_append(done, u);
     }
-    of_settle(plan, &landed, done);
+    if (finished.first)
+        of_settle(plan, &finished, done);
 }
 
-void of_device_launch(of_plan *plan, of_list *list, of_list *done) {
+void of_gpu_launch(of_plan *plan, of_list *list, of_list *done) {
     while (list->first) {
         of_list call = take_call(list);
         if (!run(plan, &call, list))

@@ -3,63 +3,63 @@
 #include <time.h>
 
 #include "fixture.h"
-#include "stores.h"
+#include "store_policy.h"
 
 enum { LARGE = 50001, RARELY = 64 /* launches from trial to trial, in the end */ };
 
 /* A machine on which stores past the caches take so many times as long, and to start the
  * threads twice as long as an update; returns the trials in this many launches. */
-static int launches(of_stores *stores, double ratio, int n) {
+static int launches(of_store_policy *stores, double ratio, int n) {
     int trials = 0;
     for (int i = 0; i < n; i++)
-        if (of_stores_try(stores)) {
-            of_stores_found(stores, ratio + 2 * stores->past_first, 1 + 2 * !stores->past_first);
+        if (of_store_policy_try(stores)) {
+            of_store_policy_found(stores, ratio + 2 * stores->past_first, 1 + 2 * !stores->past_first);
             trials++;
         }
     return trials;
 }
 
 START_TEST(they_go_where_it_is_faster) {
-    of_stores stores;
-    of_stores_init(&stores);
-    ck_assert_msg(!of_stores_are_past(&stores), "as usual, until a trial");
+    of_store_policy stores;
+    of_store_policy_init(&stores);
+    ck_assert_msg(!of_store_policy_is_past(&stores), "as usual, until a trial");
     launches(&stores, 0.3, 20);
-    ck_assert(of_stores_are_past(&stores));
+    ck_assert(of_store_policy_is_past(&stores));
     launches(&stores, 0.3, 100);
     launches(&stores, 1.1, 4 * RARELY);
-    ck_assert_msg(!of_stores_are_past(&stores), "the cores have become near each other");
+    ck_assert_msg(!of_store_policy_is_past(&stores), "the cores have become near each other");
     launches(&stores, 1.1, 100);
     launches(&stores, 0.3, 4 * RARELY);
-    ck_assert_msg(of_stores_are_past(&stores), "the cores have become far from each other");
+    ck_assert_msg(of_store_policy_is_past(&stores), "the cores have become far from each other");
 }
 END_TEST
 
 START_TEST(a_little_is_not_worth_it) {
-    of_stores stores;
-    of_stores_init(&stores);
+    of_store_policy stores;
+    of_store_policy_init(&stores);
     launches(&stores, 0.3, 20);
     launches(&stores, 0.9, 100);
-    ck_assert(!of_stores_are_past(&stores));
+    ck_assert(!of_store_policy_is_past(&stores));
 }
 END_TEST
 
 START_TEST(one_disturbed_trial_changes_nothing) {
-    of_stores stores;
+    of_store_policy stores;
     for (int far = 0; far < 2; far++) {
-        of_stores_init(&stores);
+        of_store_policy_init(&stores);
         launches(&stores, far ? 0.3 : 1.1, 100);
-        while (!of_stores_try(&stores))
+        while (!of_store_policy_try(&stores))
             ;
-        of_stores_found(&stores, far ? 1000 : 0, far ? 0 : 1000);
+        of_store_policy_found(&stores, far ? 1000 : 0, far ? 0 : 1000);
         launches(&stores, far ? 0.3 : 1.1, RARELY);
-        ck_assert_int_eq(of_stores_are_past(&stores), far);
+        ck_assert_int_eq(of_store_policy_is_past(&stores), far);
     }
 }
 END_TEST
 
 START_TEST(trials_become_rare_and_take_turns) {
-    of_stores stores;
-    of_stores_init(&stores);
+    of_store_policy stores;
+    of_store_policy_init(&stores);
     ck_assert_int_ge(launches(&stores, 0.3, 60), 5);
     ck_assert_int_eq(launches(&stores, 0.3, 10 * RARELY), 10);
     const bool first = stores.past_first;

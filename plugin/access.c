@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* access.c: first use. Someone is about to access memory on which an update may
+ * be pending. */
+#include "internal.h"
+
+static bool has_key(const of_update *update, int kind, const void *key) {
+    for (size_t i = 0; i < update->n_registered; i++)
+        if (update->in.keys[i] == key)
+            return update->kind->index == kind;
+    return false;
+}
+
+/* Returns whether this turned deferring off. Lock held. */
+static bool note_thread(of_plan *plan, bool foreign) {
+    if (!foreign || plan->counts.threads_seen)
+        return false;
+    plan->counts.threads_seen = true;
+    if (OF_GUARD(foreign))
+        plan->stopped = true;
+    return true;
+}
+
+/* A graph must not depend on an update that is made once and outside of it. */
+static bool may_use(const of_update *update, const of_stream *user) {
+    if (user->capture == update->in.stream.capture || !OF_GUARD(capture))
+        return true;
+    of_set_error("a CUDA graph is being captured, and its code uses a parameter, gradient or "
+                 "optimizer state with an update from outside of the capture; call "
+                 "optfuse.flush() and torch.cuda.synchronize() before the capture");
+    return false;
+}
+
+/* An event that is recorded in a capture can't be asked for. */
+static bool can_reap(const of_update *update, const of_stream *user) {
+    return user->capture != update->in.stream.capture || user->capture == 0;
+}
+
+/* Launches what is pending and orders the calling thread's stream after it. */
+static of_accessed use_on_device(of_plan *plan, of_update *update, of_list *done) {
+    const of_stream user = plan->host.gpu->current(plan->host.ctx, update->in.stream.device);
+    if (update->in_flight && can_reap(update, &user))
+        of_queues_reap(plan, true);
+    if (!update->pending && !update->in_flight)
+        return OF_NOTHING_PENDING;
+    if (!may_use(update, &user))
+        return OF_ACCESS_FAILED;
+    const of_stream home = update->in.stream;
+    if (update->pending)
+        update->kind->use(plan, update, done);
+    if (of_plan_health(plan) != OF_OK || !of_stream_order(plan, &home, &user))
+        return OF_ACCESS_FAILED;
+    return OF_IN_FLIGHT;
+}
+
+static of_accessed use(of_plan *plan, of_update *update, of_list *done) {
+    if (update->in.device != OF_CPU)
+        return use_on_device(plan, update, done);
+    update->kind->use(plan, update, done);
+    const bool failed = plan->rule->by_host && of_plan_health(plan) != OF_OK;
+    return failed ? OF_ACCESS_FAILED : OF_LAUNCHED;
+}
+
+/* Between the look-up and the lock another thread may have launched the
+ * update, and its record may serve another one by now. */
+static of_accessed use_found(of_update *update, int kind, const void *key, bool foreign) {
+    of_plan *plan = update->plan;
+    of_list done = {0};
+    bool stopped = false;
+    of_accessed accessed = OF_NOTHING_PENDING;
+    pthread_mutex_lock(&plan->lock);
+    const bool pending = update->pending;
+    if ((pending || update->in_flight) && has_key(update, kind, key)) {
+        accessed = use(plan, update, &done);
+        stopped = pending && note_thread(plan, foreign);
+    }
+    pthread_mutex_unlock(&plan->lock);
+    if (stopped)
+        of_log(&plan->host, OF_LOG_INFO,
+               "another thread used a pending parameter: from now on step() updates at once");
+    of_updates_release(plan, &done);
+    of_plan_unref(plan);
+    return accessed;
+}
+
+static of_accessed access_kind(int kind, const void *key, bool foreign) {
+    of_accessed accessed = OF_NOTHING_PENDING;
+    while (of_any_pending() && accessed == OF_NOTHING_PENDING) {
+        of_update *update = of_registry_find(kind, key);
+        if (!update)
+            break;
+        accessed = use_found(update, kind, key, foreign);
+    }
+    return accessed;
+}
+
+of_accessed of_launch_at(const void *key, bool foreign) {
+    return access_kind(OF_UPDATES, key, foreign);
+}
+
+of_accessed of_multiply_at(const void *key, bool foreign) {
+    return of_registry_has_scalings() ? access_kind(OF_SCALINGS, key, foreign)
+                                      : OF_NOTHING_PENDING;
+}
+
+/* The update goes first: it reads the gradient as it was when it was created. */
+of_accessed of_access(const void *key, bool foreign) {
+    const of_accessed updated = access_kind(OF_UPDATES, key, foreign);
+    if (updated == OF_ACCESS_FAILED || !OF_GUARD(unread))
+        return updated;
+    const of_accessed scaled = of_multiply_at(key, foreign);
+    return scaled > updated ? scaled : updated;
+}

@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* inputs.c: what an update needs beside what the host has collected: checks, the kernel, the
+ * scalars of this step, and the factors that are pending on its gradient. */
+#include <string.h>
+
+#include "internal.h"
+
+static of_status check_state(const of_plan *plan, const of_inputs *in, unsigned used) {
+    for (size_t i = 0; i < plan->rule->n_state; i++)
+        if ((used >> i & 1) && !in->state[i])
+            return of_fail(OF_INVALID, "the optimizer state '%s' is missing", plan->rule->state[i]);
+    return OF_OK;
+}
+
+static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned used) {
+    if (in->numel < 0 || in->n_keys > OF_MAX_KEYS || !(in->count.step >= 1))
+        return of_fail(OF_INVALID,
+                       "bad inputs of an update: %lld elements, %zu keys, step %g (first is 1)",
+                       (long long)in->numel, in->n_keys, in->count.step);
+    if ((unsigned)in->dtype >= OF_DTYPE_COUNT || (unsigned)in->device > OF_CUDA)
+        return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
+                       (int)in->device);
+    if (plan->rule->by_host)
+        return OF_OK;
+    if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.gpu)
+        return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
+                       of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
+    if (in->numel == 0)
+        return OF_OK;
+    if (!in->param || (!in->grad && !in->exclusive)) /* commit() may make a dense copy */
+        return of_fail(OF_INVALID, "the parameter or its gradient has elements but no memory");
+    return check_state(plan, in, used);
+}
+
+static void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
+    of_count *count = &update->in.count;
+    const bool on_cpu = update->in.device == OF_CPU;
+    of_prepared *prepared = &group->prepared[update->in.device];
+    if (rule->n_counters || prepared->step != count->step) { /* counters: of a parameter's own */
+        /* Updates on a device are told apart by all bytes. */
+        memset(prepared->scalars, 0, sizeof prepared->scalars);
+        (on_cpu ? rule->prepare : rule->prepare_gpu)(group->hyper, count, prepared->scalars);
+        prepared->step = count->step;
+    }
+    memcpy(update->scalars, prepared->scalars,
+           on_cpu ? rule->scalars_size : OF_MAX_HYPER * sizeof(double));
+}
+
+of_status of_update_complete(of_plan *plan, of_update *update) {
+    of_inputs *in = &update->in;
+    of_group *group = &plan->groups[plan->slots[update->slot].group];
+    of_status status = check_inputs(plan, in, group->used);
+    if (status != OF_OK)
+        return status;
+    update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
+    if (in->device != OF_CPU && plan->mode == OF_FORWARD) /* else the plan's lock is held */
+        of_scaling_share(plan, update);
+    if (plan->rule->by_host || (in->device != OF_CPU && !plan->rule->prepare_gpu)) {
+        memcpy(update->scalars, group->hyper, sizeof group->hyper); /* they take the options */
+        return OF_OK;
+    }
+    fill_scalars(plan->rule, group, update);
+    if (in->device != OF_CPU)
+        return OF_OK;
+    update->kernel = plan->kernels[in->dtype];
+    update->n_factors =
+        of_registry_factors(in->grad_key, update->factors, &update->norm);
+    return OF_OK;
+}

@@ -1,0 +1,287 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* pass.c: backward passes. Whoever completes gradients says in which pass; here is decided
+ * which passes only add to the gradients, which gradients wait for each other, and when those
+ * of a pass go together.
+ *
+ * A small gradient on the CPU waits before its update is created, so that everything is as
+ * before step() in stock until then. A pass takes its own gradients only: what another
+ * thread's pass has made is not complete for this one. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+/* Lock held, up to of_pass_begin(). */
+
+static of_pass *find(const of_plan *plan, of_token token) {
+    of_pass *pass = plan->passes;
+    while (pass && pass->token != token)
+        pass = pass->next;
+    return pass;
+}
+
+/* Fails for a pass that is being released. */
+static bool try_retain(of_pass *pass) {
+    size_t refs = atomic_load_explicit(&pass->refs, memory_order_relaxed);
+    while (refs)
+        if (atomic_compare_exchange_weak_explicit(&pass->refs, &refs, refs + 1,
+                                                  memory_order_acquire, memory_order_relaxed))
+            return true;
+    return false;
+}
+
+static of_pass *make(of_plan *plan, of_token token) {
+    of_pass *pass = plan->spare_pass;
+    plan->spare_pass = NULL;
+    if (!pass && !(pass = malloc(sizeof *pass)))
+        return NULL;
+    plan->n_passes++;
+    const bool is_marked = plan->add_only > 0;
+    *pass = (of_pass){.plan = plan,
+                      .token = token,
+                      .only_adds = is_marked || plan->n_passes < plan->passes_a_step,
+                      .is_marked = is_marked,
+                      .next = plan->passes};
+    atomic_init(&pass->refs, 1);
+    atomic_fetch_add_explicit(&plan->refs, 1, memory_order_relaxed);
+    plan->passes = pass;
+    return pass;
+}
+
+static of_batch take(of_pass *pass) {
+    of_batch batch = pass->waiting;
+    pass->waiting = (of_batch){0};
+    pass->bytes = 0;
+    for (size_t i = 0; i < batch.n; i++)
+        pass->plan->slots[batch.slots[i]].waits_in = NULL;
+    return batch;
+}
+
+static void give_back(of_plan *plan, of_batch *batch) {
+    batch->n = 0;
+    if (plan->spare_batch.slots)
+        free(batch->slots);
+    else
+        plan->spare_batch = *batch;
+}
+
+static void leave(of_pass *pass, bool abandoned) {
+    of_pass **at = &pass->plan->passes;
+    while (*at && *at != pass)
+        at = &(*at)->next;
+    if (*at)
+        *at = pass->next;
+    pass->over = true;
+    pass->abandoned = abandoned;
+}
+
+static void drop_waiting(of_pass *pass) {
+    of_batch batch = take(pass);
+    give_back(pass->plan, &batch);
+}
+
+void of_passes_forget(of_plan *plan) {
+    for (of_pass *pass = plan->passes; pass; pass = pass->next)
+        drop_waiting(pass);
+}
+
+static bool append(of_plan *plan, of_batch *batch, size_t slot) {
+    if (!batch->slots) {
+        *batch = plan->spare_batch;
+        plan->spare_batch = (of_batch){0};
+    }
+    if (batch->n == batch->capacity) {
+        const size_t capacity = batch->capacity ? batch->capacity * 2 : 32;
+        size_t *slots = realloc(batch->slots, 2 * capacity * sizeof *slots);
+        if (!slots)
+            return false;
+        batch->slots = slots;
+        batch->capacity = capacity;
+    }
+    batch->slots[batch->n++] = slot;
+    return true;
+}
+
+/* Both gradients of the slot are left to step(), that of this pass and that which waits. */
+static void remove_from(of_pass *pass, size_t slot) {
+    of_batch *batch = &pass->waiting;
+    size_t i = 0;
+    while (batch->slots[i] != slot)
+        i++;
+    for (batch->n--; i < batch->n; i++)
+        batch->slots[i] = batch->slots[i + 1];
+    pass->plan->slots[slot].waits_in = NULL;
+}
+
+/* Whether a gradient whose pass has updates is left to its update at once. Else it waits, or is
+ * left to step(); *batch: what goes now, since it need not wait any more. What is large takes
+ * those along that wait: their gradients, made beside its own, would lie in the way when the
+ * next one of its size needs memory, and keep it from that which is still in the cache. */
+static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
+    of_plan *plan = pass->plan;
+    of_slot *slot = &plan->slots[number];
+    const size_t enough = plan->bucket_bytes[OF_CPU];
+    int64_t numel = 0;
+    size_t bytes = 0;
+    if (plan->host.backward->measure(plan->host.ctx, slot->tensor, &numel, &bytes) != OF_CPU ||
+        plan->rule->by_host || slot->updated || pass->over)
+        return true;
+    if (slot->waits_in) {
+        remove_from(slot->waits_in, number);
+        return false;
+    }
+    if (!append(plan, &pass->waiting, number))
+        return true;
+    slot->waits_in = pass;
+    pass->bytes += bytes;
+    const bool is_small = numel < plan->large && bytes < enough;
+    if (!is_small || pass->bytes >= enough)
+        *batch = take(pass);
+    return false;
+}
+
+/* Between the pass that updated a parameter and step() the gradient would be left for a later
+ * step, where stock applies it with this one. */
+static of_status check_ready(const of_pass *pass, size_t slot) {
+    const of_plan *plan = pass->plan;
+    if (slot >= plan->n_slots)
+        return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slot, plan->n_slots);
+    if (pass->only_adds && plan->slots[slot].updated && OF_GUARD(added_late))
+        return of_fail(OF_TWICE, "a backward pass that only adds to the gradients came after the "
+                                 "one that updated this parameter; call step() first, or use "
+                                 "optfuse.fuse(optimizer, mode=\"forward\")");
+    return OF_OK;
+}
+
+/* From here on the functions of optfuse.h. */
+
+static of_status check_begin(const of_plan *plan, of_token token) {
+    if (plan->mode != OF_BACKWARD)
+        return of_fail(OF_INVALID, "of_pass_begin() is for backward mode");
+    if (token == OF_NO_TOKEN)
+        return of_fail(OF_INVALID, "a gradient was completed outside of every backward pass");
+    return OF_OK;
+}
+
+/* Every thread that finds the pass before the host has agreed asks it. */
+static bool begins(of_pass *pass, bool *first) {
+    of_plan *plan = pass->plan;
+    if (!pass->is_marked && !plan->host.backward->begin(plan->host.ctx, pass->only_adds))
+        return false;
+    pthread_mutex_lock(&plan->lock);
+    *first = !pass->begun;
+    pass->begun = true;
+    pthread_mutex_unlock(&plan->lock);
+    return true;
+}
+
+of_status of_pass_begin(of_plan *plan, of_token token, of_pass **out, bool *first) {
+    *out = NULL;
+    *first = false;
+    const of_status status = check_begin(plan, token);
+    if (status != OF_OK)
+        return status;
+    pthread_mutex_lock(&plan->lock);
+    of_pass *pass = find(plan, token);
+    if (!pass || !try_retain(pass))
+        pass = make(plan, token);
+    const bool begun = pass && pass->begun;
+    pthread_mutex_unlock(&plan->lock);
+    if (!pass)
+        return of_fail(OF_NO_MEMORY, "out of memory for a backward pass");
+    if (!begun && !begins(pass, first)) {
+        of_pass_release(pass);
+        return OF_REFUSED;
+    }
+    *out = pass;
+    return OF_OK;
+}
+
+void of_pass_retain(of_pass *pass) {
+    atomic_fetch_add_explicit(&pass->refs, 1, memory_order_relaxed);
+}
+
+void of_pass_release(of_pass *pass) {
+    if (!pass || atomic_fetch_sub_explicit(&pass->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    of_plan *plan = pass->plan;
+    pthread_mutex_lock(&plan->lock);
+    if (!pass->begun && plan->n_passes)
+        plan->n_passes--;
+    if (!pass->over)
+        leave(pass, true);
+    drop_waiting(pass);
+    if (!plan->spare_pass)
+        plan->spare_pass = pass;
+    else
+        free(pass);
+    pthread_mutex_unlock(&plan->lock);
+    of_plan_unref(plan);
+}
+
+bool of_pass_only_adds(const of_pass *pass) {
+    return pass->only_adds;
+}
+
+static of_status run(of_plan *plan, of_batch *batch, size_t *at) {
+    of_status status = batch->n ? of_update_batch(plan, batch, at) : OF_OK;
+    pthread_mutex_lock(&plan->lock);
+    give_back(plan, batch);
+    pthread_mutex_unlock(&plan->lock);
+    return status;
+}
+
+of_status of_pass_ready(of_pass *pass, size_t slot, size_t *slot_at) {
+    of_plan *plan = pass->plan;
+    of_batch batch = {0};
+    bool by_itself = false;
+    *slot_at = slot;
+    pthread_mutex_lock(&plan->lock);
+    of_status status = check_ready(pass, slot);
+    const bool over = pass->over;
+    if (status == OF_OK && !pass->only_adds && !pass->abandoned)
+        by_itself = goes_by_itself(pass, slot, &batch);
+    pthread_mutex_unlock(&plan->lock);
+    if (by_itself)
+        status = of_update_slot(plan, slot, slot_at);
+    else if (batch.n)
+        status = run(plan, &batch, slot_at);
+    if (by_itself && over && status == OF_OK) /* no end comes that would */
+        status = of_plan_close(plan);
+    return status;
+}
+
+of_status of_pass_end(of_pass *pass, size_t *slot_at) {
+    of_plan *plan = pass->plan;
+    *slot_at = OF_NO_SLOT;
+    pthread_mutex_lock(&plan->lock);
+    const bool over = pass->over;
+    of_batch batch = take(pass);
+    if (!over)
+        leave(pass, false);
+    pthread_mutex_unlock(&plan->lock);
+    of_status status = run(plan, &batch, slot_at);
+    if (status != OF_OK || over || pass->only_adds)
+        return status;
+    *slot_at = OF_NO_SLOT;
+    return of_plan_close(plan);
+}
+
+void of_pass_abandon(of_pass *pass) {
+    pthread_mutex_lock(&pass->plan->lock);
+    if (!pass->over)
+        leave(pass, true);
+    drop_waiting(pass);
+    pthread_mutex_unlock(&pass->plan->lock);
+}
+
+void of_plan_add_only(of_plan *plan, int entered) {
+    pthread_mutex_lock(&plan->lock);
+    plan->add_only += entered;
+    pthread_mutex_unlock(&plan->lock);
+}
+
+void of_plan_restart_count(of_plan *plan) {
+    pthread_mutex_lock(&plan->lock);
+    plan->n_passes = 0;
+    pthread_mutex_unlock(&plan->lock);
+}

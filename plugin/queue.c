@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* queue.c: what a plan has in flight on each stream.
+ *
+ * No event is made for a launch. Whoever has to wait for one waits for all
+ * that is on its stream by then; with one stream, as nearly always, nobody
+ * does. To learn that updates have been done, step() leaves one event, the fence,
+ * behind those in flight, or the next use of one of them does; every later step()
+ * asks for it, and such uses now and then. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+static of_queue *queue_of(of_plan *plan, const of_stream *stream) {
+    for (size_t i = 0; i < plan->n_queues; i++)
+        if (of_stream_equal(&plan->queues[i].stream, stream))
+            return &plan->queues[i];
+    of_queue *queues = realloc(plan->queues, (plan->n_queues + 1) * sizeof *queues);
+    if (!queues) {
+        of_set_error("out of memory for a stream");
+        return NULL;
+    }
+    plan->queues = queues;
+    queues[plan->n_queues] = (of_queue){.stream = *stream};
+    return &queues[plan->n_queues++];
+}
+
+/* Until the device has done all that is on the stream; false: it may still be at it. */
+static bool wait_for(of_plan *plan, const of_stream *stream) {
+    const of_gpu_host *gpu = plan->host.gpu;
+    void *event = NULL;
+    const bool waited = gpu->record(plan->host.ctx, stream, &event) &&
+                        gpu->synchronize(plan->host.ctx, event);
+    if (event)
+        gpu->destroy(plan->host.ctx, event);
+    return waited;
+}
+
+/* Without memory the device's work is waited for instead. */
+bool of_queue_add(of_plan *plan, of_update *update) {
+    of_queue *queue = queue_of(plan, &update->in.stream);
+    if (!queue) {
+        if (!wait_for(plan, &update->in.stream))
+            of_plan_fail(plan);
+        return false;
+    }
+    atomic_store_explicit(&update->holders, 2, memory_order_relaxed);
+    update->next_in_flight = NULL;
+    if (queue->last)
+        queue->last->next_in_flight = update;
+    else
+        queue->first = update;
+    queue->last = update;
+    queue->count++;
+    update->in_flight = true;
+    return true;
+}
+
+bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after) {
+    const of_gpu_host *gpu = plan->host.gpu;
+    if (of_stream_equal(before, after) || !OF_GUARD(streams))
+        return true;
+    of_queue *queue = queue_of(plan, before);
+    return queue && gpu->record(plan->host.ctx, before, &queue->event) &&
+           gpu->wait(plan->host.ctx, after, queue->event);
+}
+
+/* A graph can't wait for work outside of it: that ends the capture. What uses
+ * such memory inside the capture is refused at its access. */
+static bool is_out_of_reach(const of_stream *home, const of_stream *user) {
+    return user->capture != 0 && user->capture != home->capture && OF_GUARD(capture);
+}
+
+bool of_queues_join(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_queues; i++) {
+        const of_stream home = plan->queues[i].stream;
+        if (plan->queues[i].count == 0)
+            continue;
+        const of_stream user = plan->host.gpu->current(plan->host.ctx, home.device);
+        if (!is_out_of_reach(&home, &user) && !of_stream_order(plan, &home, &user))
+            return false;
+    }
+    return true;
+}
+
+/* Where a later update has the key, it is that one's. */
+static void tell_finished(of_plan *plan, const of_update *update) {
+    const void *key = update->in.keys[0];
+    if (plan->host.gpu->finished && update->kind->is_update && !of_registry_has(key))
+        plan->host.gpu->finished(plan->host.ctx, plan->slots[update->slot].tensor, key);
+}
+
+/* Forgets the n oldest. */
+static void forget(of_plan *plan, of_queue *queue, size_t n, bool tell) {
+    for (; n > 0 && queue->first; n--) {
+        of_update *update = queue->first;
+        queue->first = update->next_in_flight;
+        queue->count--;
+        of_registry_remove_one(update);
+        if (tell)
+            tell_finished(plan, update);
+        update->in_flight = false;
+        of_update_drop(update);
+    }
+    if (!queue->first)
+        queue->last = NULL;
+}
+
+/* A fence that is out stays where it is, or it might never be reached. */
+static void fence(of_plan *plan, of_queue *queue) {
+    if (queue->count && plan->host.gpu->record(plan->host.ctx, &queue->stream, &queue->fence))
+        queue->fenced = queue->count, queue->uses = 0;
+}
+
+/* To ask costs the host as much as a use does of what is in flight, and while a device has
+ * much to do each weight is used several times. */
+static bool is_passed(const of_plan *plan, of_queue *queue, bool at_use) {
+    enum { USES_A_LOOK = 8 };
+    if (at_use && queue->uses++ % USES_A_LOOK != 0)
+        return false;
+    return plan->host.gpu->is_done(plan->host.ctx, queue->fence);
+}
+
+void of_queues_reap(of_plan *plan, bool at_use) {
+    for (size_t i = 0; i < plan->n_queues; i++) {
+        of_queue *queue = &plan->queues[i];
+        if (queue->fenced && is_passed(plan, queue, at_use)) {
+            forget(plan, queue, queue->fenced, at_use);
+            queue->fenced = 0;
+        }
+        if (!queue->fenced)
+            fence(plan, queue);
+    }
+}
+
+void of_queues_fence(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_queues; i++)
+        fence(plan, &plan->queues[i]);
+}
+
+static void close_queue(of_plan *plan, of_queue *queue) {
+    void *const events[] = {queue->fence, queue->event};
+    forget(plan, queue, queue->count, false);
+    for (size_t i = 0; i < 2; i++)
+        if (events[i])
+            plan->host.gpu->destroy(plan->host.ctx, events[i]);
+}
+
+void of_queues_forget(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_queues; i++)
+        close_queue(plan, &plan->queues[i]);
+    plan->n_queues = 0;
+}
+
+bool of_queues_drain(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_queues; i++)
+        if (plan->queues[i].count && !wait_for(plan, &plan->queues[i].stream))
+            return false;
+    of_queues_forget(plan);
+    return true;
+}

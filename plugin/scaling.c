@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* scaling.c: gradients that are still to be multiplied, by clipping or by
+ * unscaling a loss.
+ *
+ * A scaling is the second kind of what can be pending on memory: a record like an
+ * update's, in a list and a table of keys of its own, beside whatever update is
+ * pending on the same memory. An update that is created meanwhile copies the
+ * factors and multiplies what it reads; the scaling itself stays pending, for
+ * the gradient may still be looked at, and ends with it.
+ *
+ * On a device it belongs to the stream where its factor was computed, and is
+ * launched there however late. Only updates of that stream apply the factor
+ * themselves, so that what they read of the gradient comes before the launch. */
+#include "scale.h"
+
+#include <string.h>
+
+#include "internal.h"
+
+/* A gradient that is gone is not multiplied any more. */
+static void prepare(of_plan *plan, of_update *scaling) {
+    if (!scaling->deferred || plan->host.scaling->keep(plan->host.ctx, scaling->in.references))
+        return;
+    scaling->gone = true;
+    scaling->in.numel = 0;
+}
+
+static void multiply(const of_update *scaling, size_t begin, size_t end, bool past_caches) {
+    char *gradient = (char *)scaling->in.param + begin * of_dtype_size(scaling->in.dtype);
+    (void)past_caches;
+    scaling->scale(gradient, gradient, end - begin, scaling->factors);
+}
+
+/* Whether nothing that reads the gradient has to come before. Who was given the factor
+ * may not even be registered yet. */
+static bool has_no_reader(const of_update *u) {
+    return !u->reader || of_registry_is_in_flight(u->in.keys[0], u->reader);
+}
+
+/* On a device, where a launch is dear, whoever looks at one gradient has the others of
+ * its stream multiplied too: as stock does at once, and likely to be looked at next. */
+static void launch_with_others(of_plan *plan, of_update *first, of_list *done) {
+    of_list bucket = {0};
+    if (first->in.device == OF_CPU) {
+        of_launch_one(plan, first, OF_AT_USE, done);
+        return;
+    }
+    for (of_update *u = plan->pending[OF_SCALINGS].first, *next; u; u = next) {
+        next = u->next;
+        if (u != first && (u->in.device == OF_CPU || !has_no_reader(u) ||
+                           !of_stream_equal(&u->in.stream, &first->in.stream)))
+            continue;
+        prepare(plan, u);
+        of_list_remove(&plan->pending[OF_SCALINGS], u);
+        of_list_append(&bucket, u);
+    }
+    of_launch(plan, &bucket, OF_AT_USE, done);
+}
+
+static void (*settle_of(const of_host *host))(void *, void *, bool) {
+    return host->scaling->settle;
+}
+
+static const of_kind scaling_kind = {.index = OF_SCALINGS,
+                                     .gpu_rule = "scaling",
+                                     .prepare = prepare,
+                                     .run = multiply,
+                                     .use = launch_with_others,
+                                     .settle = settle_of};
+
+/* The scaling of this gradient, pending or in flight, with its plan's lock held and
+ * a reference to it; or NULL. */
+static of_update *lock_scaling(const void *key) {
+    of_update *scaling = of_registry_has_scalings() ? of_registry_find(OF_SCALINGS, key) : NULL;
+    if (!scaling)
+        return NULL;
+    pthread_mutex_lock(&scaling->plan->lock);
+    if ((scaling->pending || scaling->in_flight) && scaling->kind == &scaling_kind &&
+        scaling->in.keys[0] == key)
+        return scaling;
+    pthread_mutex_unlock(&scaling->plan->lock);
+    of_plan_unref(scaling->plan);
+    return NULL;
+}
+
+static void unlock_scaling(of_update *scaling) {
+    of_plan *plan = scaling->plan;
+    pthread_mutex_unlock(&plan->lock);
+    of_plan_unref(plan);
+}
+
+bool of_scaling_fits(const void *key, const of_stream *ready) {
+    of_update *scaling = lock_scaling(key);
+    if (!scaling)
+        return true;
+    const bool fits = of_stream_equal(&scaling->in.stream, ready) || !OF_GUARD(clipstream);
+    unlock_scaling(scaling);
+    return fits;
+}
+
+void of_scaling_share(of_plan *plan, of_update *update) {
+    of_update *scaling = lock_scaling(update->in.grad_key);
+    if (!scaling)
+        return;
+    if (scaling->pending && of_stream_equal(&scaling->in.stream, &update->in.ready) &&
+        OF_GUARD(factors)) {
+        update->in.factor_at = scaling->in.factor_at;
+        scaling->reader = update;
+        plan->host.scaling->share_factor(plan->host.ctx, update->in.references, scaling->in.references);
+    }
+    unlock_scaling(scaling);
+}
+
+/* A gradient with a scaling of this plan and a pending update of another one, which is
+ * going to multiply what it reads by itself; or NULL. An update in flight does so on the
+ * scaling's own stream, and comes first anyway. */
+static const void *find_read(of_plan *plan) {
+    const void *found = NULL;
+    pthread_mutex_lock(&plan->lock);
+    for (of_update *u = plan->pending[OF_SCALINGS].first; u && !found; u = u->next)
+        if (of_registry_waits_elsewhere(u->in.keys[0], plan))
+            found = u->in.keys[0];
+    pthread_mutex_unlock(&plan->lock);
+    return found;
+}
+
+void of_launch_readers(of_plan *plan) {
+    const void *key = find_read(plan);
+    while (key && of_launch_at(key, false) != OF_ACCESS_FAILED)
+        key = find_read(plan);
+}
+
+void of_plan_sweep(of_plan *plan) {
+    of_list gone = {0};
+    pthread_mutex_lock(&plan->lock);
+    for (of_update *u = plan->pending[OF_SCALINGS].first, *next; u; u = next) {
+        next = u->next;
+        if (!plan->host.scaling->is_alive(plan->host.ctx, u->in.references))
+            of_launch_one(plan, u, OF_AT_CLOSE, &gone);
+    }
+    pthread_mutex_unlock(&plan->lock);
+    of_updates_release(plan, &gone);
+}
+
+/* Leaves it pending, or does it now where others may see the memory. */
+static void create(of_plan *plan, of_update *scaling, of_list *done) {
+    const void *key = scaling->in.keys[0];
+    of_update *own = NULL;
+    scaling->in.n_keys = 1;
+    scaling->scale = of_scale_find(scaling->in.dtype, plan->isa);
+    memset(scaling->scalars, 0, sizeof scaling->scalars); /* those on devices are compared */
+    of_registry_take(OF_SCALINGS, key);                   /* one in flight is waited for by now */
+    if (!plan->stopped && of_registry_add(scaling, 1, &key, &own) == OF_ADDED) {
+        if (plan->host.scaling->defer(plan->host.ctx, scaling->in.references)) {
+            scaling->pending = scaling->deferred = true;
+            of_list_append(&plan->pending[OF_SCALINGS], scaling);
+            return;
+        }
+    }
+    of_launch_one(plan, scaling, OF_AT_ONCE, done);
+}
+
+/* Where nothing may wait, a device's host multiplies all gradients in few launches. */
+static bool may_defer(of_plan *plan) {
+    pthread_mutex_lock(&plan->lock);
+    const bool may = !plan->stopped;
+    pthread_mutex_unlock(&plan->lock);
+    return may;
+}
+
+static of_status scale_slot(of_plan *plan, of_update *update, double factor, float norm,
+                            of_list *done, bool *scaled) {
+    of_inputs_clear(update);
+    update->kind = &scaling_kind;
+    void *tensor = plan->slots[update->slot].tensor;
+    of_found found = plan->host.scaling->collect(plan->host.ctx, tensor, &update->in);
+    *scaled = found == OF_FOUND_INPUTS;
+    if (!*scaled) {
+        of_pool_give(plan, update);
+        return found == OF_FOUND_ERROR ? OF_INVALID : OF_OK;
+    }
+    *scaled = update->in.device == OF_CPU || may_defer(plan);
+    if (!*scaled || of_registry_add_factor(update->in.keys[0], factor)) {
+        of_list_append(done, update);
+        return OF_OK;
+    }
+    /* It has all factors it can take. */
+    if (of_multiply_at(update->in.keys[0], false) == OF_ACCESS_FAILED) {
+        of_list_append(done, update);
+        return OF_REFUSED;
+    }
+    update->factors[0] = update->in.device == OF_CPU ? factor : 1.0;
+    update->n_factors = 1;
+    update->norm = norm;
+    pthread_mutex_lock(&plan->lock);
+    create(plan, update, done);
+    const of_status status = of_plan_health(plan);
+    pthread_mutex_unlock(&plan->lock);
+    return status;
+}
+
+of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, bool *scaled) {
+    of_list done = {0};
+    *scaled = false;
+    if (!plan->host.scaling)
+        return of_fail(OF_INVALID, "this host has no functions for scalings of gradients");
+    pthread_rwlock_rdlock(&plan->layout);
+    of_update *update = NULL;
+    of_status status = of_pool_take_for(plan, slot, &update);
+    if (update)
+        status = scale_slot(plan, update, factor, norm, &done, scaled);
+    pthread_rwlock_unlock(&plan->layout);
+    of_updates_release(plan, &done);
+    return status;
+}
+
+unsigned of_scale_factors(const void *key, double factors[2], float *norm) {
+    return of_registry_factors(key, factors, norm);
+}
+
+bool of_is_scaled(const void *key) {
+    double factors[OF_MAX_FACTORS];
+    float norm;
+    return of_registry_has_scalings() && of_scale_factors(key, factors, &norm) != 0;
+}

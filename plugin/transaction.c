@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* transaction.c: updates of many slots. All are collected before one is committed, so that a
+ * failure changes nothing; then all are committed, and created in the order of the slots. */
+#include "internal.h"
+
+void of_name(of_named *named, size_t slot) {
+    if (named->n < named->capacity)
+        named->slots[named->n] = slot;
+    named->n++;
+}
+
+void of_name_only(of_named *named, size_t slot) {
+    named->n = 0;
+    of_name(named, slot);
+}
+
+/* Asks the host for one slot's inputs. Appends *update to the list and takes
+ * it from the caller if there is something to update. */
+static of_status collect_slot(of_plan *plan, of_update **update, bool in_backward, of_list *created,
+                              of_named *lacking) {
+    of_update *u = *update;
+    of_inputs_clear(u);
+    u->kind = &of_update_kind;
+    u->in.in_backward = in_backward;
+    switch (plan->host.collect(plan->host.ctx, plan->slots[u->slot].tensor, &u->in)) {
+    case OF_FOUND_NOTHING:
+        return OF_OK;
+    case OF_FOUND_NEEDS_STATE:
+        of_name(lacking, u->slot);
+        return OF_OK;
+    case OF_FOUND_ERROR:
+        return OF_INVALID;
+    case OF_FOUND_INPUTS:
+        break;
+    }
+    u->bytes = 0;
+    u->in.stream = u->in.ready; /* nothing runs beside this */
+    of_list_append(created, u);
+    *update = NULL;
+    return of_update_complete(plan, u);
+}
+
+static bool is_chosen(const of_plan *plan, const of_chosen *of, size_t slot) {
+    return of->slots || !plan->slots[slot].updated;
+}
+
+static size_t slot_at(const of_chosen *of, size_t i) {
+    return of->slots ? of->slots[i] : i;
+}
+
+/* As many as fit the cache with all their records. */
+enum { PREFETCHED = 32 };
+
+/* Those from i on whose inputs are asked for next. */
+static void prefetch_next(const of_plan *plan, const of_chosen *of, size_t i) {
+    void *tensors[PREFETCHED];
+    size_t n = 0;
+    if (!plan->host.prefetch)
+        return;
+    for (size_t end = i + PREFETCHED; i < end && i < of->n; i++)
+        if (is_chosen(plan, of, slot_at(of, i)))
+            tensors[n++] = plan->slots[slot_at(of, i)].tensor;
+    if (n > 1)
+        plan->host.prefetch(plan->host.ctx, tensors, n);
+}
+
+of_status of_collect_all(of_plan *plan, const of_chosen *of, of_list *created, of_named *named) {
+    of_status status = OF_OK;
+    of_update *update = NULL;
+    for (size_t i = 0; i < of->n && status == OF_OK; i++) {
+        const size_t slot = slot_at(of, i);
+        if (i % PREFETCHED == 0)
+            prefetch_next(plan, of, i);
+        if (!is_chosen(plan, of, slot))
+            continue;
+        if (!update && !(update = of_pool_take(plan))) {
+            of_name_only(named, slot);
+            return OF_NO_MEMORY;
+        }
+        update->slot = slot;
+        status = collect_slot(plan, &update, of->slots != NULL, created, named);
+        if (status != OF_OK)
+            of_name_only(named, slot);
+    }
+    if (update)
+        of_pool_give(plan, update);
+    if (status == OF_OK && named->n)
+        return of_fail(OF_NEEDS_STATE, "%zu parameters have a gradient but no optimizer state yet",
+                       named->n);
+    return status;
+}
+
+/* An update of another plan, whose lock needs ours dropped, is launched. A scaling of
+ * the gradient stays pending: this update has its factor. */
+static bool overtake(of_plan *plan, const void *key) {
+    pthread_mutex_unlock(&plan->lock);
+    const of_accessed accessed = of_launch_at(key, false);
+    pthread_mutex_lock(&plan->lock);
+    if (accessed == OF_IN_FLIGHT)
+        of_registry_take(OF_UPDATES, key);
+    if (accessed == OF_ACCESS_FAILED)
+        of_plan_fail(plan);
+    return accessed != OF_ACCESS_FAILED;
+}
+
+bool of_leave_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
+    const void *key = NULL;
+    of_entered entered;
+    do
+        entered = of_enter_pending(plan, update, batch, done, &key);
+    while (entered == OF_IN_THE_WAY && overtake(plan, key));
+    return entered == OF_ENTERED;
+}
+
+void of_add_to_batch(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
+    const void *key = NULL;
+    while (of_enter_batch(plan, update, batch, done, &key) == OF_IN_THE_WAY)
+        if (!overtake(plan, key)) {
+            of_list_append(batch, update);
+            of_launch(plan, batch, OF_AT_ONCE, done);
+            return;
+        }
+}
+
+/* What is not left pending is run together, in one launch at the end. */
+static void create_all(of_plan *plan, of_list *created, bool defer, of_reason reason,
+                       of_list *exclusive, of_list *done) {
+    of_list batch = {0};
+    pthread_mutex_lock(&plan->lock);
+    plan->counts.created += created->count;
+    for (of_update *u = created->first, *next; u; u = next) {
+        next = u->next;
+        if (u->in.exclusive)
+            of_list_append(exclusive, u);
+        else if (!defer || !of_leave_pending(plan, u, &batch, done))
+            of_add_to_batch(plan, u, &batch, done);
+    }
+    of_launch(plan, &batch, reason, done);
+    *created = (of_list){0};
+    pthread_mutex_unlock(&plan->lock);
+}
+
+/* Parameters that overlap: each sees the result of the one before it. */
+static void run_exclusive(of_plan *plan, const of_list *exclusive) {
+    for (of_update *u = exclusive->first, *next; u; u = next) {
+        next = u->next;
+        of_list batch = {0};
+        of_list done = {0};
+        plan->host.commit(plan->host.ctx, &u->in);
+        pthread_mutex_lock(&plan->lock);
+        of_add_to_batch(plan, u, &batch, &done);
+        of_launch(plan, &batch, OF_AT_ONCE, &done);
+        pthread_mutex_unlock(&plan->lock);
+        of_updates_release(plan, &done);
+    }
+}
+
+void of_commit_all(of_plan *plan, of_list *created, bool defer, of_reason reason, of_list *done) {
+    of_list exclusive = {0};
+    for (of_update *u = created->first; u; u = u->next)
+        if (!u->in.exclusive)
+            plan->host.commit(plan->host.ctx, &u->in);
+    create_all(plan, created, defer, reason, &exclusive, done);
+    run_exclusive(plan, &exclusive);
+}
