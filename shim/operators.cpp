@@ -4,11 +4,15 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
+#include "autograd/backward.h"
+#include "clipping/pending.h"
 #include "error.h"
 #include "matrix/newton_schulz.h"
 #include "matrix/products.h"
+#include "plan.h"
+#include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/references.h"
 
 namespace optfuse {
 namespace {

@@ -8,14 +8,19 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/backward.h"
+#include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
 #include "gpu/device.h"
 #include "guard.h"
+#include "plan.h"
+#include "python/callback.h"
 #include "python/gil.h"
 #include "python/interpreter.h"
+#include "tensor/first_use.h"
+#include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensors.h"
 
 using optfuse::plan_of;
 

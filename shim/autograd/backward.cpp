@@ -8,11 +8,14 @@
 
 #include <utility>
 
+#include "autograd/backward.h"
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "plan.h"
+#include "python/callback.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/references.h"
 
 namespace optfuse {
 

@@ -13,9 +13,10 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
-#include "tensors.h"
+#include "tensor/plain_mode.h"
 
 namespace optfuse {
 namespace {

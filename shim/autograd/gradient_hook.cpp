@@ -6,10 +6,11 @@
 
 #include <typeinfo>
 
+#include "autograd/backward.h"
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
-#include "tensors.h"
+#include "plan.h"
 
 namespace optfuse {
 namespace {

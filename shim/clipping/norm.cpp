@@ -9,12 +9,15 @@
 #include <cmath>
 #include <limits>
 
+#include "autograd/consumed.h"
+#include "clipping/pending.h"
 #include "compat.h"
 #include "floating.h"
 #include "guard.h"
 #include "norm.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/plain_mode.h"
+#include "tensor/refuse.h"
 
 namespace optfuse {
 namespace {

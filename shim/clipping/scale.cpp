@@ -7,10 +7,17 @@
 #include <map>
 #include <optional>
 
+#include "autograd/consumed.h"
+#include "clipping/pending.h"
 #include "compat.h"
+#include "error.h"
+#include "gpu/place.h"
 #include "guard.h"
+#include "plan.h"
+#include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/references.h"
+#include "tensor/refuse.h"
 
 namespace optfuse {
 namespace {

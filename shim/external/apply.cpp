@@ -15,10 +15,16 @@
 #include <utility>
 
 #include "compat.h"
+#include "external/apply.h"
 #include "gpu/device.h"
+#include "gpu/place.h"
 #include "guard.h"
+#include "plan.h"
+#include "python/callback.h"
+#include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/references.h"
+#include "tensor/refuse.h"
 
 namespace optfuse {
 namespace {

@@ -13,10 +13,14 @@
 #include <unordered_map>
 #include <utility>
 
+#include "autograd/consumed.h"
+#include "compat.h"
 #include "gpu/device.h"
 #include "guard.h"
+#include "plan.h"
+#include "tensor/first_use.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/plain_mode.h"
 
 namespace optfuse {
 namespace {

@@ -8,8 +8,9 @@
 #include <string>
 
 #include "error.h"
+#include "plan.h"
+#include "python/callback.h"
 #include "python/interpreter.h"
-#include "tensors.h"
 
 namespace optfuse {
 

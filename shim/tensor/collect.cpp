@@ -8,11 +8,18 @@
 
 #include <c10/core/DefaultDtype.h>
 
+#include "autograd/consumed.h"
 #include "compat.h"
+#include "external/apply.h"
 #include "gpu/device.h"
+#include "gpu/place.h"
 #include "guard.h"
+#include "plan.h"
+#include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/plain_mode.h"
+#include "tensor/references.h"
+#include "tensor/refuse.h"
 
 namespace optfuse {
 namespace {

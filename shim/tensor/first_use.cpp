@@ -10,10 +10,14 @@
 
 #include <utility>
 
+#include "autograd/consumed.h"
 #include "compat.h"
+#include "error.h"
+#include "plan.h"
+#include "python/callback.h"
 #include "python/gil.h"
+#include "tensor/first_use.h"
 #include "tensor/memory.h"
-#include "tensors.h"
 
 namespace optfuse {
 namespace {

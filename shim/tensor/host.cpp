@@ -6,11 +6,19 @@
 #include <ATen/Version.h>
 #include <ATen/ops/zeros.h>
 
+#include "autograd/consumed.h"
+#include "clipping/pending.h"
 #include "compat.h"
+#include "external/apply.h"
 #include "gpu/device.h"
 #include "guard.h"
+#include "plan.h"
+#include "tensor/first_use.h"
+#include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensors.h"
+#include "tensor/plain_mode.h"
+#include "tensor/references.h"
+#include "tensor/roots.h"
 
 namespace optfuse {
 // An owner that frees its memory knows nothing of a launch that came late.
@@ -151,7 +159,7 @@ void drop(void *, void *tensor) {
 
 void parallel_for(void *, int64_t n, void (*fn)(void *, int64_t, int64_t), void *arg) {
     at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
-        const MklAlone alone;
+        const SerialMkl alone;
         fn(arg, begin, end);
     });
 }

@@ -2,8 +2,9 @@
 // prefetch.cpp: asks the processor for the records of several parameters, each of which has
 // some thirty cache lines that nobody has used since the last update. One after the other
 // each would be waited for; here those of all parameters are on their way at the same time.
+#include "plan.h"
+#include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensors.h"
 
 namespace optfuse {
 namespace {

@@ -5,8 +5,10 @@
 
 #include "compat.h"
 #include "gpu/device.h"
+#include "gpu/place.h"
 #include "guard.h"
-#include "tensors.h"
+#include "plan.h"
+#include "tensor/refuse.h"
 
 namespace optfuse {
 

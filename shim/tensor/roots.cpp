@@ -16,7 +16,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sqrt.h>
 
-#include "tensors.h"
+#include "tensor/plain_mode.h"
+#include "tensor/roots.h"
 
 namespace optfuse {
 namespace {
@@ -46,7 +47,7 @@ SetThreadsOfMkl set_threads() {
 thread_local bool mkl_is_alone = false;
 
 void by_mkl(RootsOfMkl roots, void *values, size_t n) {
-    const MklAlone alone;
+    const SerialMkl alone;
     const auto count = static_cast<long long>(n);
     roots(&count, values, values, &kMode);
 }
@@ -81,14 +82,14 @@ template <typename Real, typename Bits> RootsOfMkl find(const char *name, c10::S
 
 // A region opened for a few hundred roots costs more than they do, also where it has one
 // thread because it is inside of another one.
-MklAlone::MklAlone() : outermost(!mkl_is_alone && set_threads() != nullptr) {
+SerialMkl::SerialMkl() : outermost(!mkl_is_alone && set_threads() != nullptr) {
     if (!outermost)
         return;
     before = set_threads()(1);
     mkl_is_alone = true;
 }
 
-MklAlone::~MklAlone() {
+SerialMkl::~SerialMkl() {
     if (!outermost)
         return;
     set_threads()(before);

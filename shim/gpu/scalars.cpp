@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// scalars.cpp: copies of the scalars that are on a GPU, each made once a step.
+#include "gpu/scalars.h"
+
+#include <ATen/ops/empty.h>
+
+#include "gpu/device.h"
+#include "tensor/memory.h"
+#include "tensor/plain_mode.h"
+#include "tensor/references.h"
+
+namespace optfuse {
+
+void DeviceScalars::set(std::vector<at::Tensor> rates, at::Tensor scale, at::Tensor inf) {
+    lr = std::move(rates);
+    grad_scale = std::move(scale);
+    found_inf = std::move(inf);
+    copies.clear();
+    any = grad_scale.defined() || found_inf.defined();
+    for (const at::Tensor &rate : lr)
+        any = any || rate.defined();
+}
+
+// On the current stream, which is the one where the inputs are ready: nothing else
+// would order a copy made on another.
+const float *DeviceScalars::copy_of(const at::Tensor &scalar, const of_stream &stream,
+                                    at::Tensor *keep) {
+    if (!scalar.defined())
+        return nullptr;
+    for (const Copy &known : copies)
+        if (known.of == scalar.unsafeGetTensorImpl() && known.stream.device == stream.device &&
+            known.stream.id == stream.id)
+            *keep = known.copy;
+    if (!keep->defined()) {
+        const PlainMode plain;
+        const c10::Device device(gpu_type(), static_cast<c10::DeviceIndex>(stream.device));
+        *keep = at::empty({}, at::TensorOptions().device(device).dtype(at::kFloat));
+        keep->copy_(scalar.reshape({}), /*non_blocking=*/true);
+        copies.push_back({scalar.unsafeGetTensorImpl(), stream, *keep});
+    }
+    return static_cast<const float *>(data_of(keep->unsafeGetTensorImpl()));
+}
+
+void DeviceScalars::give(size_t group, of_inputs *in, References *refs) {
+    if (!any)
+        return;
+    const std::lock_guard<std::mutex> guard(lock);
+    if (group < lr.size())
+        in->lr_at = copy_of(lr[group], in->ready, &refs->scalars[0]);
+    in->grad_scale_at = copy_of(grad_scale, in->ready, &refs->scalars[1]);
+    in->found_inf_at = copy_of(found_inf, in->ready, &refs->scalars[2]);
+}
+
+void DeviceScalars::set_factor(at::Tensor by) {
+    factor = std::move(by);
+    factors.clear();
+}
+
+void DeviceScalars::give_factor(of_inputs *in, References *refs) {
+    at::Tensor &keep = refs->scalars[FACTOR];
+    for (const auto &[stream, known] : factors)
+        if (stream.device == in->stream.device && stream.id == in->stream.id)
+            keep = known;
+    if (!keep.defined()) {
+        const PlainMode plain;
+        const c10::Device device(gpu_type(), static_cast<c10::DeviceIndex>(in->stream.device));
+        const bool wide = factor.scalar_type() == at::kDouble;
+        keep = factor.reshape({}).to(device, wide ? at::kDouble : at::kFloat, /*non_blocking=*/true);
+        factors.emplace_back(in->stream, keep);
+    }
+    in->factor_at = data_of(keep.unsafeGetTensorImpl());
+}
+
+} // namespace optfuse

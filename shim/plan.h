@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// plan.h: what the shim knows of one optimizer: a Plan, with one Slot per parameter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <pthread.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "autograd/heap.h"
+#include "external/native.h"
+#include "gpu/scalars.h"
+#include "optfuse.h"
+#include "shim.h"
+
+namespace optfuse {
+
+struct Plan;
+
+// Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
+// place will do.
+constexpr int64_t ANYWHERE = -1;
+
+struct Slot {
+    Plan *plan = nullptr;
+    size_t index = 0;
+    size_t group = 0;
+    std::string label; // how errors name the parameter
+    // Borrowed: the loader keeps the parameter alive as long as the slot. A
+    // reference from here would hide a cycle (parameter -> Python attribute or
+    // hook -> optimizer) from Python's garbage collector, and even a weak one
+    // makes torch.utils.swap_tensors refuse the parameter.
+    c10::TensorImpl *param;
+    at::Tensor state[OF_MAX_STATE];
+    at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
+                        // parameter's device, or undefined
+    at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU or, if
+                                          // of_rule.counts_on_gpu, the parameter's GPU
+    // Rules without kernels: all state tensors, in the class's order if the rule has
+    // a native update; and whether these are all that an update changes beside the
+    // parameter and the gradient, so that it can wait.
+    std::vector<at::Tensor> own;
+    bool can_wait = false;
+    // The place for which what updates there has been tried, where that is needed: on GPUs,
+    // and of Plan::tried_on_cpu everywhere. Module.to() brings the parameter to another one
+    // without anybody being told.
+    int64_t tried = ANYWHERE;
+    bool first = false; // rules without a counter: the next update is the first
+    at::Tensor consumed; // backward mode: what .grad becomes
+
+    explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
+};
+
+// of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
+// outlive them; `self` is the loader's share.
+struct Plan {
+    ~Plan() {
+        of_plan_release(core);
+        if (uses_heap.load(std::memory_order_relaxed))
+            of_heap_leave();
+    }
+    std::shared_ptr<Plan> self;
+    of_plan *core = nullptr;
+    of_mode mode = OF_FORWARD;
+    const of_rule *rule = nullptr;
+    NativeUpdate *native = nullptr; // rules without kernels: or Python updates
+    std::vector<Slot *> slots;     // owned by the core, in its order
+    std::atomic<bool> closed{false};
+    std::atomic<size_t> backwards{0};   // that did not only add
+    std::atomic<bool> uses_heap{false}; // heap.h
+    // The thread that called step() last: the one that may take marks off the
+    // plan's tensors other than at their use.
+    std::atomic<pthread_t> stepping{};
+    DeviceScalars scalars;
+    std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
+    bool beside = false; // backward mode, on GPUs: updates go on a side stream
+    int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
+    // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
+    std::atomic<uint32_t> prepared[64] = {};
+    // Bit dtype: those that multiply gradients have been.
+    std::atomic<uint32_t> prepared_scaling[64] = {};
+};
+
+inline Plan *plan_of(of_shim_plan *handle) { return reinterpret_cast<Plan *>(handle); }
+inline of_shim_plan *handle_of(Plan *plan) { return reinterpret_cast<of_shim_plan *>(plan); }
+
+} // namespace optfuse

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// references.h: what one update keeps alive from collect() to release(), and how
+// it is to be left afterwards.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+#include <vector>
+
+#include "optfuse.h"
+
+namespace optfuse {
+
+struct Slot;
+
+enum { FACTOR = 3 }; // of References::scalars
+
+struct References {
+    Slot *slot = nullptr;
+    // The update runs inside backward, and the gradient is replaced after it. What
+    // step() updates keeps its gradient, as in stock.
+    bool consumes = false;
+    bool committed = false; // an update that is not is only released
+    size_t n = 0; // tensors that take part: parameter, gradient, state
+    c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
+    c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
+    // A deferred scaling: the gradient's memory, which may be freed meanwhile.
+    c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
+    c10::TensorImpl *grad = nullptr; // the gradient to be replaced
+    at::Tensor param;                // if it consumes or is alone
+    at::Tensor copy;                 // a gradient in the parameter's strides
+    at::Tensor old_grad, old_consumed;  // replaced by settle(), dropped by release()
+    // Not dense: {tensor, dense copy to compute with}. The first n_written are
+    // written back after the update.
+    std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
+    size_t n_written = 0;
+    // Rules without kernels: the gradient, which may have left .grad before the
+    // update runs; whether gradients were on; and whether the thread had modes that
+    // the update must run under, as in stock.
+    at::Tensor held_grad;
+    bool grad_mode = true;
+    bool as_is = false;
+    bool on_gpu = false;
+    of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
+    of_stream ready = {};   // and if not
+    at::Tensor scalars[4];  // device scalars that it reads: copies, and the factor
+};
+
+// What an update or scaling on a GPU holds is used there later than its owner may think.
+void record_all(References *refs);
+void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl);
+at::Tensor reference_to(c10::TensorImpl *impl);
+
+} // namespace optfuse

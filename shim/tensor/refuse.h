@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// refuse.h: what can be updated, and what is said of the rest.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "optfuse.h"
+
+namespace optfuse {
+
+struct Slot;
+
+int64_t place_of(const c10::TensorImpl *p, of_dtype dtype);
+// Whether there is a kernel for it.
+bool dtype_of(const c10::TensorImpl *impl, of_dtype *out);
+// OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
+of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
+// In-place updates of inference tensors are allowed in inference mode only.
+bool is_frozen_inference(const c10::TensorImpl *impl);
+of_found refuse_frozen(const Slot *slot, const char *which);
+of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
+bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
+of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
+of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g);
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s);
+of_found check_step(const Slot *slot, const c10::TensorImpl *p);
+// Elements are not what memory holds: negated or zero by a flag, and resolved
+// only by PyTorch's own operators.
+bool is_lazy(const c10::TensorImpl *impl);
+
+} // namespace optfuse
