@@ -39,8 +39,8 @@ def accumulate(*optimizers: Optimizer) -> Iterator[None]:
     for link in links:
         if link.options.accumulate != 1:
             raise Error(
-                f"optfuse: this optimizer was fused with accumulate={link.options.accumulate}, which "
-                "counts its backward passes; fuse it without to use optfuse.accumulate()"
+                f"optfuse: this optimizer was fused with accumulate={link.options.accumulate}, "
+                "which counts its backward passes; fuse it without to use optfuse.accumulate()"
             )
     for link in links:
         link.add_only(+1)
