@@ -21,7 +21,7 @@ from torch import nn
 from variants import few_variants
 
 import optfuse
-from optfuse._ab_result import Interval
+from optfuse._ab.result import Interval
 
 ELEMENTS, SMOKE_ELEMENTS = 50_000_000, 1 << 20
 RULES = (

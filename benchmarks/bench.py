@@ -44,7 +44,7 @@ from variants import few_variants, variants
 from verdict import verdict
 
 import optfuse
-from optfuse._ab_variants import Wrap
+from optfuse._ab.variants import Wrap
 
 # Each prints what it finds and returns its figures.
 EXTRA = {

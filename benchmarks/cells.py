@@ -14,7 +14,7 @@ from models import GPT, MLP, MobileNetV2, ResNet18
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from optfuse._ab_variants import BuildFn, Iteration, Wrap
+from optfuse._ab.variants import BuildFn, Iteration, Wrap
 
 IMAGE, LENGTH = 64, 128
 LARGE_IMAGE, LARGE_LENGTH, SHORT_LENGTH = 224, 512, 128  # on a GPU: images, GPT-2, BERT

@@ -16,7 +16,7 @@ from console import progress, title
 from torch import Tensor, nn
 
 import optfuse
-from optfuse._ab_result import Interval, median_interval
+from optfuse._ab.result import Interval, median_interval
 
 LAYERS, WIDTH = 8, 2500
 SCALE = 65536.0

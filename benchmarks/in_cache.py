@@ -18,7 +18,7 @@ from floor import Floor
 from interleave import in_turn
 from resample import of_medians
 
-from optfuse._ab_result import Interval
+from optfuse._ab.result import Interval
 
 AIM = 1.2  # times the bound
 DTYPES = {torch.float32: 0, torch.float64: 1}  # of_dtype

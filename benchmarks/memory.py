@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import optfuse
-from optfuse._ab_variants import BuildFn, Wrap
+from optfuse._ab.variants import BuildFn, Wrap
 
 WARMUP, MEASURED = 2, 3
 MARK = "optfuse benchmark: measured iterations"

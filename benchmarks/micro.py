@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 import optfuse
 from optfuse import _native
-from optfuse._ab_result import Interval, median_interval
+from optfuse._ab.result import Interval, median_interval
 from optfuse._classes import link_of
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import optfuse
-from optfuse._ab_result import Interval
-from optfuse._register import INDEPENDENT
+from optfuse._ab.result import Interval
+from optfuse._own_step.register import INDEPENDENT
 from optfuse._rules import RULES
 
 OURS = "optfuse"

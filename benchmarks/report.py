@@ -19,7 +19,7 @@ from updates import Update
 from variants import COMPILED, FOR_LOOP, FOREACH, HOOK_VARIANTS
 
 import optfuse
-from optfuse._ab_result import Comparison
+from optfuse._ab.result import Comparison
 
 OURS = ("backward fusion", "forward fusion")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from optfuse._ab_result import RESAMPLES, Interval
+from optfuse._ab.result import RESAMPLES, Interval
 
 
 def of_medians(formula: Callable[..., Tensor], *series: Sequence[float]) -> Interval:

@@ -17,7 +17,7 @@ from floor import WRITTEN, Floor, available
 from interleave import in_turn
 from resample import of_medians
 
-from optfuse._ab_result import Interval
+from optfuse._ab.result import Interval
 
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)  # tensors
 SMALL = 64  # elements of each

@@ -15,7 +15,7 @@ from console import columns, title
 from cores import Distances
 from resample import of_medians
 
-from optfuse._ab_result import Interval
+from optfuse._ab.result import Interval
 
 LAYERS, ELEMENTS, ARRAYS = 12, 1 << 20, 4
 # What is read before, and how the kernel stores.

@@ -14,7 +14,7 @@ from floor import Floor
 from resample import of_medians
 from table import NONE
 
-from optfuse._ab_result import Comparison, Interval
+from optfuse._ab.result import Comparison, Interval
 
 
 @dataclass(frozen=True)

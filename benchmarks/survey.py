@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import optfuse
-from optfuse._register import INDEPENDENT
+from optfuse._own_step.register import INDEPENDENT
 
 PACKAGES = (
     "pytorch_optimizer",

@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 from variants import few_variants
 
 import optfuse
-from optfuse._ab_result import Comparison, Interval
-from optfuse._ab_variants import BuildFn, Iteration, Wrap
+from optfuse._ab.result import Comparison, Interval
+from optfuse._ab.variants import BuildFn, Iteration, Wrap
 
 STOCK = ("default", "fused=True")
 OURS = ("backward fusion", "forward fusion")

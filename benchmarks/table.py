@@ -11,7 +11,7 @@ from bytes_alone import FLOORS
 from resample import share
 from variants import HOOK_VARIANTS
 
-from optfuse._ab_result import Comparison, Interval, Row, median_interval
+from optfuse._ab.result import Comparison, Interval, Row, median_interval
 
 FUSED, DEFAULT, NONE = "fused=True", "default", "no optimizer"
 CURVE_END = 20  # iterations whose mean loss is the end of the loss curve

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import optfuse
-from optfuse._ab_result import Interval, median_interval
+from optfuse._ab.result import Interval, median_interval
 
 STOCK, OURS = "fused=True", "forward fusion, flushed"
 #: Tensors and elements of each.

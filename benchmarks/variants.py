@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from optfuse._ab_variants import VARIANTS, Wrap, with_flags
+from optfuse._ab.variants import VARIANTS, Wrap, with_flags
 
 HOOKS = "Python hooks"
 HOOKS_FOREACH = "Python hooks, foreach"

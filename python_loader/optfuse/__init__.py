@@ -7,12 +7,12 @@
 Everything else in the training loop stays as it is."""
 
 from optfuse import optim
-from optfuse._ab import ab
+from optfuse._ab.ab import ab
 from optfuse._clip import clip_grad_norm_
 from optfuse._fuse import flush, fuse, unfuse
 from optfuse._native import Error
+from optfuse._own_step.register import register
 from optfuse._passes import accumulate
-from optfuse._register import register
 from optfuse._summary import Summary, summary
 
 __version__ = "0.1.0"

@@ -19,9 +19,9 @@ from optfuse._gpu import is_gpu
 from optfuse._link import Link, link_of
 from optfuse._native import BACKWARD, FORWARD, Error, lib
 from optfuse._options import LINK, Options
-from optfuse._own import running
+from optfuse._own_step.register import check_promise
+from optfuse._own_step.updates import running
 from optfuse._refuse import check_group
-from optfuse._register import check_promise
 from optfuse._rules import OWN, RULES, Group, Rule
 from optfuse._scheduler import rewrap
 
@@ -66,7 +66,7 @@ class _Fused:
         twin = link.stock.__new__(link.stock)
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
-        eager = tuple(copy.deepcopy(p, memo) for p in link.eager)
+        eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
         return become_fused(twin, replace(link.options, eager=eager))
 

@@ -26,7 +26,7 @@ def _folds(optimizer: Optimizer, *tensors: Tensor) -> bool:
     if not is_fused(optimizer):
         return False
     link = link_of(optimizer)
-    return link.fold and link.mode == FORWARD and all(t.device.type == "cpu" for t in tensors)
+    return link.options.fold and link.mode == FORWARD and all(t.is_cpu for t in tensors)
 
 
 def _unscale(optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor) -> bool:

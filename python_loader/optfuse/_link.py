@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from optfuse import _compiled, _gpu, _own, _scaled
+from optfuse import _compiled, _gpu, _scaled
 from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
 from optfuse._gpu import is_gpu, is_on_gpu
@@ -39,7 +39,8 @@ from optfuse._native import (
     message,
 )
 from optfuse._options import LINK, Options
-from optfuse._register import check_promise
+from optfuse._own_step import updates
+from optfuse._own_step.register import check_promise
 from optfuse._rules import OWN, Rule
 from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot, params_of
 from optfuse._stock_trial import flags_of, unknown_dtypes
@@ -74,9 +75,7 @@ class Link:
         promise = check_promise(optimizer, self.stock) if self.rule.by_host else None
         self.options = options
         self.mode = options.mode
-        self.eager = options.eager
         self.max_grad_norm = options.max_grad_norm
-        self.fold = options.fold  # clipping and GradScaler's unscaling into the update
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         handle = ctypes.c_void_p()
         name, isa = self.rule.name.encode(), os.environ.get("OPTFUSE_ISA", "").encode()
@@ -87,7 +86,7 @@ class Link:
         if options.side_stream:
             lib.of_shim_update_beside(self.plan)
         self._optimizer = weakref.ref(optimizer)
-        self._free = weakref.finalize(optimizer, _own.free_plan, self.plan)
+        self._free = weakref.finalize(optimizer, updates.free_plan, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         # What the library is told inside backward, by one thread at a time.
         self._telling = threading.RLock()
@@ -103,10 +102,10 @@ class Link:
         self.snapshot = GroupsSnapshot()
         self._state_snapshot = StateSnapshot()
         links[self.plan] = self
-        self.own: _own.Own | None = None
+        self.own: updates.Own | None = None
         try:
             if promise is not None:
-                self.own = _own.Own(self.plan, self.stock, promise, self.rule.entries)
+                self.own = updates.Own(self.plan, self.stock, promise, self.rule.entries)
             self.rebuild(optimizer, chain.from_iterable(map(params_of, optimizer.param_groups)))
         except BaseException:
             self._free()
@@ -147,7 +146,7 @@ class Link:
         self._hyper: list[tuple[float, ...]] = []
         self._flags += map(flags_of, groups[len(self._flags) :])
         self._sync_hyper(groups)
-        eager = set(map(id, self.eager))
+        eager = set(map(id, self.options.eager))
         torch.ops.optfuse.set_slots(
             self.plan,
             params,
@@ -289,7 +288,7 @@ class Link:
         if not self._state_snapshot.is_same(state):
             self._sync_state(state)
 
-    def _begin_own(self, own: _own.Own, optimizer: Optimizer) -> None:
+    def _begin_own(self, own: updates.Own, optimizer: Optimizer) -> None:
         """The same, for the class's own step()."""
         self._flush(drain=False)  # what is pending keeps its own options
         own.begin(optimizer, self.mode == BACKWARD)
@@ -391,7 +390,7 @@ class Link:
 
     def apply(self, slot: int) -> None:
         """One update by the class's own step(). Under the plan's lock."""
-        made = _own.apply(self.plan, slot, self._params[slot])
+        made = updates.apply(self.plan, slot, self._params[slot])
         optimizer = self._optimizer()
         if made is not None and optimizer is not None:
             optimizer.__dict__["state"][self._params[slot]] = made
@@ -424,9 +423,9 @@ class Link:
             self.compiled = True
 
 
-def raise_failure(own: _own.Own | None) -> None:
+def raise_failure(own: updates.Own | None) -> None:
     """After a failed step: what the class's own step() raised is the cause."""
-    cause = None if own is None else _own.interrupted()
+    cause = None if own is None else updates.interrupted()
     if isinstance(cause, KeyboardInterrupt | SystemExit):
         raise cause
     raise Error(f"optfuse: {message()}") from cause

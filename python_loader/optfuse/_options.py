@@ -32,5 +32,5 @@ class Options:
     side_stream: bool = False
     accumulate: int = 1
     max_grad_norm: float | None = None
-    fold: bool = True
+    fold: bool = True  # clipping and unscaling by GradScaler into the update
     bucket_bytes: int = 0  # 0: the library's own

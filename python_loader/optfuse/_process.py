@@ -12,14 +12,15 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _compiled, _fold, _gpu, _own, _profiling, _raw, _scaled
+from optfuse import _compiled, _fold, _gpu, _profiling, _raw, _scaled
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD
 from optfuse._native import start as start_library
+from optfuse._own_step import updates
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:
-    if _own.running():  # under a plan's lock; and its tensors are ready
+    if updates.running():  # under a plan's lock; and its tensors are ready
         return
     for link in list(links.values()):
         if link.marked:
@@ -62,7 +63,7 @@ def _answer(plan: int, event: int, slot: int) -> int:
         link.apply(slot)
         return DONE
     if event == EVENT_APPLY:
-        _own.apply(plan, slot, None)
+        updates.apply(plan, slot, None)
         return DONE
     if link is None:
         return DONE

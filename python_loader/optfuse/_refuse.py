@@ -16,8 +16,8 @@ from optfuse._check import label
 from optfuse._choice import rule_of
 from optfuse._gpu import is_gpu
 from optfuse._native import Error
-from optfuse._reach import inner_optimizer, span_of
-from optfuse._register import INDEPENDENT, is_registered
+from optfuse._own_step.reach import inner_optimizer, span_of
+from optfuse._own_step.register import INDEPENDENT, is_registered
 from optfuse._rules import RULES, Rule
 
 _REGISTER = (

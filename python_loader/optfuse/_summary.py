@@ -163,7 +163,7 @@ def summary(optimizer: Optimizer) -> Summary:
             for i, name in enumerate(DTYPES)
             if name in dtypes
         },
-        eager=len(link.eager),
+        eager=len(link.options.eager),
         compiled=link.compiled,
         **_numbers(counts),
     )

@@ -8,7 +8,8 @@ from common import adamw
 from fakecuda import NAME
 
 import optfuse
-from optfuse import _ab_result, _clip, _selfcheck
+from optfuse import _clip, _selfcheck
+from optfuse._ab import result
 
 
 @pytest.fixture(autouse=True)
@@ -71,4 +72,4 @@ def test_what_else_draws_numbers_does_so_on_the_cpu():
     _clip._our_norm_is_torchs.cache_clear()
     with torch.device(NAME):
         assert _clip._our_norm_is_torchs()
-        assert _ab_result.median_interval([2.0, 4.0]).median == 3.0
+        assert result.median_interval([2.0, 4.0]).median == 3.0

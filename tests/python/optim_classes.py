@@ -7,7 +7,7 @@ import torch
 from common import net
 from torch import nn
 
-from optfuse._register import INDEPENDENT
+from optfuse._own_step.register import INDEPENDENT
 from optfuse._rules import RULES
 
 CLASSES = sorted({*RULES, *INDEPENDENT}, key=lambda cls: cls.__name__)

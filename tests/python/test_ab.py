@@ -11,8 +11,8 @@ from torch import nn
 
 import optfuse
 from optfuse import _fuse
-from optfuse._ab_result import median_interval
-from optfuse._ab_variants import VARIANTS
+from optfuse._ab.result import median_interval
+from optfuse._ab.variants import VARIANTS
 
 STOCK = ("default", "foreach=True", "fused=True")
 OURS = ("backward fusion", "forward fusion")

@@ -15,8 +15,8 @@ from test_ab import build, compare
 from torch import nn
 
 import optfuse
-from optfuse._ab_result import Comparison, Row, median_interval, undecided
-from optfuse._ab_variants import VARIANTS
+from optfuse._ab.result import Comparison, Row, median_interval, undecided
+from optfuse._ab.variants import VARIANTS
 
 TWO = {name: VARIANTS[name] for name in ("no optimizer", "default")}
 

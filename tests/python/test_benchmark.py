@@ -124,7 +124,7 @@ def test_no_share_of_a_cost_that_may_be_nothing(benchmarks):
 def test_optimizer_and_rest_make_the_iteration(benchmarks):
     from shares import shares
 
-    from optfuse._ab_result import Comparison, Row, median_interval
+    from optfuse._ab.result import Comparison, Row, median_interval
 
     class HalfFloor:
         ms = {False: noisy(2, 3), True: noisy(1, 4)}

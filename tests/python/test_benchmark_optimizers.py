@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optfuse._ab_result import Interval
-from optfuse._register import INDEPENDENT
+from optfuse._ab.result import Interval
+from optfuse._own_step.register import INDEPENDENT
 from optfuse._rules import RULES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

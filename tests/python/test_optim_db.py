@@ -16,7 +16,7 @@ from optim_inputs import INFOS, Input, flagged_inputs, make, plain_inputs, refer
 from test_bits import broken, joined, normal, pieces_of
 
 import optfuse
-from optfuse._register import INDEPENDENT
+from optfuse._own_step.register import INDEPENDENT
 from optfuse._rules import RULES
 
 STEPS = 20

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Adafactor
 
 import optfuse
-from optfuse import _trial
+from optfuse._own_step import trial
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -46,7 +46,7 @@ def test_an_error_inside_step_has_its_cause():
 def test_an_interrupt_stays_one(where, monkeypatch):
     p = nn.Parameter(torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr(_trial, "STEPS", 2)
+        patch.setattr(trial, "STEPS", 2)
         optfuse.register(Interrupted)
         eager = [p] if where == "step" else []
         optimizer = optfuse.fuse(Interrupted([p]), eager=eager)

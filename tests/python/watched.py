@@ -7,14 +7,16 @@ import pytest
 @pytest.fixture
 def python_updates(monkeypatch):
     """The slots that the class's own step() has updated; clear() it after fuse()."""
-    from optfuse import _own  # here, for the conftests first say what stands in for a GPU
+    from optfuse._own_step import (
+        updates,  # here, for the conftests first say what stands in for a GPU
+    )
 
     seen = []
-    run = _own.Own.run
+    run = updates.Own.run
 
     def counted(own, slot, param):
         seen.append(slot)
         return run(own, slot, param)
 
-    monkeypatch.setattr(_own.Own, "run", counted)
+    monkeypatch.setattr(updates.Own, "run", counted)
     return seen

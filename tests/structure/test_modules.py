@@ -23,7 +23,7 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
 }
 
 #: From the bottom to the top. None reaches one that comes later, by whatever way.
-ROOMS = ("_options", "_rules", "_stock_trial", "_choice", "_link", "_classes", "_fuse", "_ab")
+ROOMS = "_options", "_rules", "_own_step.trial", "_choice", "_link", "_classes", "_fuse", "_ab.ab"
 
 
 def modules(package: Path) -> dict[str, ast.Module]:
@@ -73,6 +73,18 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same, with each sub-package as one."""
+
+    def of(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    found: dict[str, set[str]] = {of(module): set() for module in graph}
+    for module, targets in graph.items():
+        found[of(module)] |= set(map(of, targets)) - {of(module)}
+    return found
+
+
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
     seen, todo = set(), [start]
     while todo:
@@ -88,6 +100,7 @@ def test_modules_form_no_circle() -> None:
         assert target in graph[importer], f"{importer} does not import {target}: strike it out"
         graph[importer].remove(target)
     assert not circle(graph), f"each is imported by the next one: {circle(graph)}"
+    assert not circle(folders(graph)), f"of sub-packages: {circle(folders(graph))}"
 
 
 def test_imports_stand_at_the_top() -> None:
@@ -131,3 +144,8 @@ def test_an_import_upwards_is_found(text: str, tmp_path: Path) -> None:
     assert not circle(edges(package))
     (package / "a.py").write_text(text)
     assert {"p.a", "p.b"} <= set(circle(edges(package)))
+
+
+def test_a_circle_of_sub_packages_is_found() -> None:
+    graph = {"p.q.a": {"p.r.a"}, "p.r.a": set(), "p.r.b": {"p.q.b"}, "p.q.b": set()}
+    assert not circle(graph) and circle(folders(graph))

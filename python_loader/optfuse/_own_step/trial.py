@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The trial of an optimizer class that was registered with per_parameter=True: step() on
 small copies of the parameters, all at once, against step() on one after the other. Nothing
-real is within reach meanwhile (_reach.py, _untouched.py).
+real is within reach meanwhile (reach.py, untouched.py).
 
 Options and attributes may change with a step, if they do so in the same way whether all
 parameters are stepped, each by itself, or none because no parameter has a gradient: counters
@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _twin
 from optfuse._native import Error, guard
-from optfuse._random import random_as_it_was
-from optfuse._reach import why_reaches_too_much
-from optfuse._settings import SETTINGS, Promise, Settings, changes, copied_settings
-from optfuse._shared import why_writes_too_much
-from optfuse._small import (
+from optfuse._own_step import twin
+from optfuse._own_step.reach import why_reaches_too_much
+from optfuse._own_step.settings import SETTINGS, Promise, Settings, changes, copied_settings
+from optfuse._own_step.shared import why_writes_too_much
+from optfuse._own_step.small import (
     RUNS,
     Kind,
     Run,
@@ -38,8 +37,9 @@ from optfuse._small import (
     small_copies,
     with_a_rate,
 )
-from optfuse._twin import Entry
-from optfuse._untouched import untouched
+from optfuse._own_step.twin import Entry
+from optfuse._own_step.untouched import untouched
+from optfuse._random import random_as_it_was
 from optfuse._values import deep_copy, difference
 
 STEPS = 100  # of one run at most
@@ -106,22 +106,22 @@ class Trial:
         self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small], gpus: list[int]
     ) -> None:
         self._stock = stock
-        self._step = _twin.step_of(stock)
+        self._step = twin.step_of(stock)
         self._gpus = gpus
         self._smalls = smalls
         self._groups = sorted({small.group for small in smalls})  # their indices
         self._whole = self._copy_of(optimizer)
         self._enter_training()
         self._alone = [self._twin_of(small) for small in smalls]
-        self._twin = _twin.Twin(stock)
-        self._not_own = _not_own(_twin.attributes_of(self._whole))
+        self._twin = twin.Twin(stock)
+        self._not_own = _not_own(twin.attributes_of(self._whole))
         self._found = Promise()
 
     def _copy_of(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like this one, with all small parameters."""
         real = [optimizer.param_groups[i] for i in self._groups]
-        options = [with_a_rate(_twin.options_alone(group, True)) for group in real]
-        attributes, groups = deep_copy((_twin.attributes_of(optimizer), options), SETTINGS)
+        options = [with_a_rate(twin.options_alone(group, True)) for group in real]
+        attributes, groups = deep_copy((twin.attributes_of(optimizer), options), SETTINGS)
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         for index, group in zip(self._groups, groups, strict=True):
             group["params"] = [small.param for small in self._smalls if small.group == index]
@@ -197,9 +197,7 @@ class Trial:
         def take() -> Settings:
             done = self._twin.step_alone(attributes, options, small.param, small.entry)
             small.entry = done[0]
-            return Settings(
-                _twin.own_attributes(done[1]), {small.group: _twin.own_options(done[2])}
-            )
+            return Settings(twin.own_attributes(done[1]), {small.group: twin.own_options(done[2])})
 
         doing = f"took {what} of a copy of {small.name} by itself"
         if must:
@@ -213,12 +211,12 @@ class Trial:
         settings = copied_settings(before)
         attributes = {**self._not_own, **settings.attributes}
         groups = [
-            {**settings.options[i], "params": _twin.without_gradient(group["params"])}
+            {**settings.options[i], "params": twin.without_gradient(group["params"])}
             for i, group in zip(self._groups, self._whole.param_groups, strict=True)
         ]
         after = self._twin.step(attributes, groups, defaultdict(dict))
-        options = dict(zip(self._groups, map(_twin.own_options, groups), strict=True))
-        return Settings(_twin.own_attributes(after), options)
+        options = dict(zip(self._groups, map(twin.own_options, groups), strict=True))
+        return Settings(twin.own_attributes(after), options)
 
     def _must(self, doing: str, work: Callable[[], T]) -> T:
         try:
@@ -243,9 +241,9 @@ class Trial:
         _refuse(self._stock, why)
 
     def _settings(self, copied: bool = False) -> Settings:
-        groups = map(_twin.own_options, self._whole.param_groups)
+        groups = map(twin.own_options, self._whole.param_groups)
         options = dict(zip(self._groups, groups, strict=True))
-        now = Settings(_twin.own_attributes(self._whole.__dict__), options)
+        now = Settings(twin.own_attributes(self._whole.__dict__), options)
         return copied_settings(now) if copied else now
 
     def _contents(self) -> list[tuple[tuple[str, Any], Any]]:
@@ -306,7 +304,7 @@ class Trial:
 
 def _not_own(attributes: dict[str, Any]) -> dict[str, Any]:
     """Those that PyTorch gives to every optimizer."""
-    own = _twin.own_attributes(attributes)
+    own = twin.own_attributes(attributes)
     return {k: v for k, v in attributes.items() if k not in own}
 
 

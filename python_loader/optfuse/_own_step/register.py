@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from optfuse._check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._native import Error
+from optfuse._own_step.settings import Promise
+from optfuse._own_step.trial import name_of, try_promise
+from optfuse._own_step.twin import HIDDEN, Group, own_options, step_of
 from optfuse._rules import RULES
-from optfuse._settings import Promise
-from optfuse._trial import name_of, try_promise
-from optfuse._twin import HIDDEN, Group, own_options, step_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _registered: set[type[Optimizer]] = set()

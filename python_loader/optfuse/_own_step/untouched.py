@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import Error, guard
-from optfuse._reach import is_wrapper, reachable, span_of
-from optfuse._twin import HIDDEN
+from optfuse._own_step.reach import is_wrapper, reachable, span_of
+from optfuse._own_step.twin import HIDDEN
 from optfuse._values import deep_copy, difference
 
 _CONTENTS = ("param_groups", "state")

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from optfuse._ab_progress import Progress
-from optfuse._ab_result import Comparison, compare_parameters, judge, undecided
-from optfuse._ab_run import Run
-from optfuse._ab_variants import VARIANTS, BuildFn, NoOptimizer, Wrap, reference, reference_flags
+from optfuse._ab.progress import Progress
+from optfuse._ab.result import Comparison, compare_parameters, judge, undecided
+from optfuse._ab.run import Run
+from optfuse._ab.variants import VARIANTS, BuildFn, NoOptimizer, Wrap, reference, reference_flags
 from optfuse._check import (
     AB_VARIANTS,
     BUILD_FN,

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _twin
 from optfuse._native import Error, lib
-from optfuse._settings import Copies, Promise, Settings, fresh
-from optfuse._twin import Entry, Group
+from optfuse._own_step import twin
+from optfuse._own_step.settings import Copies, Promise, Settings, fresh
+from optfuse._own_step.twin import Entry, Group
 from optfuse._values import difference
 
 owns: dict[int, Own] = {}  # plan -> what its updates need, until it is freed
@@ -65,7 +65,7 @@ class Own:
         entries: tuple[tuple[str, ...], ...] = (),
     ) -> None:
         self._stock = stock
-        self._twin = _twin.Twin(stock)
+        self._twin = twin.Twin(stock)
         self.promise = promise
         self._native_entries = entries  # those that the library updates itself
         self._attributes: dict[str, Any] = {}
@@ -89,8 +89,8 @@ class Own:
     def begin(self, optimizer: Optimizer, before_gradients: bool) -> None:
         """Takes over what updates from here on use. Nothing is pending now."""
         _free_late()
-        self._attributes = fresh(_twin.attributes_of(optimizer), self.promise.attributes)
-        alone = [_twin.options_alone(group, before_gradients) for group in optimizer.param_groups]
+        self._attributes = fresh(twin.attributes_of(optimizer), self.promise.attributes)
+        alone = [twin.options_alone(group, before_gradients) for group in optimizer.param_groups]
         self._options = [fresh(options, self.promise.options) for options in alone]
         self._versions = [_versions(group) for group in optimizer.param_groups]
         if self.promise.changes():
@@ -99,15 +99,15 @@ class Own:
     def _without_gradients(self, optimizer: Optimizer) -> Settings:
         """What this step makes of options and attributes."""
         groups, self._copies = optimizer.param_groups, Copies()
-        self._idle = self._idle or [_twin.without_gradient(group["params"]) for group in groups]
+        self._idle = self._idle or [twin.without_gradient(group["params"]) for group in groups]
         changed = [
             {**options, **self._copies.of(group, self.promise.options), "params": list(idle)}
             for options, group, idle in zip(self._options, groups, self._idle, strict=True)
         ]
         of_attributes = self._copies.of(optimizer.__dict__, self.promise.attributes)
         attributes = {**self._attributes, **of_attributes}
-        twin = _twin.Twin(self._stock)  # the other one may be in use
-        after = twin.step(attributes, changed, defaultdict(dict))
+        other = twin.Twin(self._stock)  # that one may be in use
+        after = other.step(attributes, changed, defaultdict(dict))
         return Settings(after, dict(enumerate(changed)))
 
     def advance(self, optimizer: Optimizer) -> None:
@@ -163,8 +163,8 @@ class Own:
     def _refuse_changes(self, group: int, after: Settings) -> None:
         """But those that were found in the trial."""
         known = self._after
-        attributes = _twin.own_attributes(after.attributes)
-        options = _twin.own_options(after.options[group])
+        attributes = twin.own_attributes(after.attributes)
+        options = twin.own_options(after.options[group])
         expected = known.options.get(group, {})
         places = [
             *_changed(self._attributes, attributes, known.attributes, self.promise.attributes),
@@ -219,9 +219,9 @@ def _versions(group: Group) -> list[Any]:
     """What tells whether an option was changed; tensors are not looked at."""
     values: list[Any] = []
     for key, value in group.items():
-        if key not in _twin.NOT_OPTIONS:
+        if key not in twin.NOT_OPTIONS:
             tensors = [(id(t), t._version) for t in _tensors(value)]
-            values.append((key, tensors or _twin.copied(value)))
+            values.append((key, tensors or twin.copied(value)))
     return values
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optfuse._twin import Group
+from optfuse._own_step.twin import Group
 from optfuse._values import deep_copy, difference, same_bits
 
 SETTINGS = "the optimizer's options or attributes"

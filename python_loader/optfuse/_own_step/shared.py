@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import guard
-from optfuse._reach import reachable, span_of
-from optfuse._twin import own_attributes, own_options
+from optfuse._own_step.reach import reachable, span_of
+from optfuse._own_step.twin import own_attributes, own_options
 
 Written = frozenset[tuple[str, Any]]  # "attribute", "option" or "state", and its name
 _KEPT = (tuple, frozenset, types.FunctionType, types.MethodType, weakref.ref)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import Error, guard
-from optfuse._twin import HIDDEN
+from optfuse._own_step.twin import HIDDEN
 
 MOST = 200_000  # objects that are looked at
 _OPAQUE = (

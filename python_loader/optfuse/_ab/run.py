@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from optfuse import _fuse
-from optfuse._ab_clock import Clock, Seconds, page_faults, seed_all
-from optfuse._ab_result import Row, equal_bits
-from optfuse._ab_variants import BuildFn, NoOptimizer, Wrap
+from optfuse._ab.clock import Clock, Seconds, page_faults, seed_all
+from optfuse._ab.result import Row, equal_bits
+from optfuse._ab.variants import BuildFn, NoOptimizer, Wrap
 from optfuse._check import OPTIMIZER, argument, refusal
 from optfuse._native import Error
 from optfuse._random import random_state, set_random_state

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._check import label
-from optfuse._twin import Entry, Group
+from optfuse._own_step.twin import Entry, Group
 from optfuse._values import deep_copy
 
 SHORT = 8  # elements of a dimension, where a copy is as small as can be
