@@ -8,6 +8,7 @@
 #include <string>
 
 #include "error.h"
+#include "guard.h"
 #include "plan.h"
 #include "python/callback.h"
 #include "python/interpreter.h"
@@ -53,7 +54,9 @@ bool is_main_thread() {
 // when this is done: before the next line of the program, as where C++ runs for long.
 class HeldInterrupts {
   public:
-    HeldInterrupts() : held(is_main_thread() && sigaction(SIGINT, nullptr, &before) == 0) {
+    HeldInterrupts()
+        : held(is_main_thread() && sigaction(SIGINT, nullptr, &before) == 0 &&
+               OF_GUARD(interrupts)) {
         held = held && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN &&
                before.sa_handler != note_interrupt;
         if (!held)

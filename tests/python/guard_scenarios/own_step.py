@@ -7,7 +7,7 @@ import threading
 import time
 
 import torch
-from common import net
+from common import loss_of, net, train
 from own_classes import REAL, GlobalNorm, Reaching, Tensors
 from torch import nn
 
@@ -68,6 +68,38 @@ def what_is_not_usual_is_left_to_the_class():
             pair.train(i)
         pair.assert_pending()
         pair.assert_same()
+
+
+class Interrupted(Tensors):
+    """Ctrl-C comes in the middle of an update, when armed."""
+
+    armed = []
+
+    def update(self, group, p, state):
+        if self.armed:
+            self.armed.clear()
+            signal.raise_signal(signal.SIGINT)
+        super().update(group, p, state)
+
+
+@guards("interrupts")
+def an_interrupt_comes_when_the_update_that_it_meets_is_made():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    optfuse.register(Interrupted)
+    pair, came = Pair("backward", make=Interrupted), 0
+    for i in range(3):
+        train(pair.theirs, pair.stock, i)
+        Interrupted.armed += [True] if i == 1 else []
+        try:
+            loss_of(pair.ours, i).backward()
+        except KeyboardInterrupt:
+            came += 1
+        except optfuse.Error as error:
+            raise AssertionError(f"an interrupt ended the optimizer: {error}") from None
+        pair.fused.step()
+        pair.fused.zero_grad()
+    assert came == 1, f"{came} interrupts arrived"
+    pair.assert_same()
 
 
 class Slow(Tensors):
