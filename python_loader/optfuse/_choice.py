@@ -41,9 +41,9 @@ def why_not_tried(
     rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
 ) -> list[str]:
     """Why what has to pass a trial does not update these groups."""
-    if rule.tried and not rule.by_host and _any_on_gpu(groups):
+    if rule.tried and not rule.external and _any_on_gpu(groups):
         return _reasons_on_gpu(rule, stock, groups, state)
-    # Who updates by_host leaves to the class's step() whatever is not as usual.
+    # An external update leaves to the class's step() whatever is not as usual.
     return _stock_trial.verdicts(rule, stock, groups)
 
 

@@ -119,7 +119,7 @@ class _FusedOwn(_Fused):
 
 
 @functools.cache
-def fused_class(stock: type[Optimizer], by_host: bool = False) -> type[Optimizer]:
+def fused_class(stock: type[Optimizer], external: bool = False) -> type[Optimizer]:
     """The subclass that a fused optimizer of this class becomes."""
 
     def make_stock(_: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
@@ -127,7 +127,7 @@ def fused_class(stock: type[Optimizer], by_host: bool = False) -> type[Optimizer
         return stock(*args, **kwargs)
 
     names = {
-        **_methods(_FusedOwn if by_host else _Fused),
+        **_methods(_FusedOwn if external else _Fused),
         "__new__": make_stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
@@ -168,7 +168,7 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule | None = No
     stock = type(optimizer)
     link = Link(optimizer, options, rule)
     optimizer.__dict__[LINK] = link
-    optimizer.__class__ = fused_class(stock, link.rule.by_host)  # type: ignore[assignment, arg-type]
+    optimizer.__class__ = fused_class(stock, link.rule.external)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
     # On the CPU GradScaler must skip steps by itself, and unscale before someone
     # clips: what is folded is folded in its own unscale_().
@@ -191,9 +191,9 @@ def become_stock(optimizer: Optimizer) -> None:
 def _unscales(optimizer: Optimizer, mode: int) -> bool:
     """Whether GradScaler may leave unscaling and skipping to the update, as it
     does with stock's fused=True: on GPUs, where the step counters are too."""
-    by_host = link_of(optimizer).rule.by_host
+    external = link_of(optimizer).rule.external
     return (
-        not by_host
+        not external
         and mode == FORWARD
         and all(
             group.get("fused") and all(is_gpu(p.device) for p in group["params"])

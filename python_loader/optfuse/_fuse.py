@@ -112,7 +112,7 @@ def fuse(
         check_optimizer(optimizer, strict)  # by the rule that it has now
     differ: list[str] = []
     rule = rule_of(optimizer)
-    if rule is RULES.get(type(optimizer)) and not rule.by_host:
+    if rule is RULES.get(type(optimizer)) and not rule.external:
         differ = gpu_bits_differ(optimizer, lambda small: become_fused(small, Options()))
     if strict and differ:
         raise Error(

@@ -72,7 +72,7 @@ class Link:
         self.stock = type(optimizer)
         self.own_step_because = () if rule else tuple(why_own_step(optimizer))
         self.rule = rule or rule_of(optimizer)
-        promise = check_promise(optimizer, self.stock) if self.rule.by_host else None
+        promise = check_promise(optimizer, self.stock) if self.rule.external else None
         self.options = options
         self.mode = options.mode
         self.max_grad_norm = options.max_grad_norm

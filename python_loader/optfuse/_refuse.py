@@ -64,7 +64,7 @@ def check_class(optimizer: Optimizer) -> None:
 
 def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:
     on_cpu = any(param.device.type == "cpu" for param in group["params"])
-    untried = rule.tried and not rule.as_made and not rule.by_host
+    untried = rule.tried and not rule.as_made and not rule.external
     if untried and any(is_gpu(param.device) for param in group["params"]):
         raise Error(
             f"optfuse: parameter group {index} is on a GPU, and the others of this optimizer are "
@@ -77,7 +77,7 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
             "updated by kernels that have its bits on a GPU only; unfuse it, and fuse it again "
             "with all groups"
         )
-    for flag in ("differentiable",) if rule.by_host else ("differentiable", "capturable"):
+    for flag in ("differentiable",) if rule.external else ("differentiable", "capturable"):
         if group.get(flag) and (flag == "differentiable" or on_cpu):
             raise Error(
                 f"optfuse: parameter group {index} has {flag}=True, which has no fused "
@@ -92,7 +92,7 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
         )
     for i, param in enumerate(group["params"]):
         check_param(param, label(group, index, i))
-    if rule.by_host and group.get("foreach"):
+    if rule.external and group.get("foreach"):
         _check_apart(group, index)
 
 

@@ -97,7 +97,7 @@ class Rule:
     tried: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
-    by_host: bool = False  # there are none: torch's operators or the class's own step() update
+    external: bool = False  # there are none: torch's operators or the class's own step() update
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
     entries: tuple[tuple[str, ...], ...] = ()
@@ -113,7 +113,7 @@ class Rule:
 
     def hyper(self, group: Group) -> tuple[float, ...]:
         """A group's numbers, as the C rule wants them."""
-        if self.by_host:
+        if self.external:
             return self._plain_numbers(group)
         try:
             return tuple(
@@ -142,13 +142,13 @@ class Rule:
         """Those options of a group that select the reference on the CPU, and on GPUs of
         rules that are not tried there, where the group selects another one."""
         wanted = {"capturable": False}
-        if not self.by_host:
+        if not self.external:
             wanted |= {"fused": self.reference == "fused=True", "foreach": False}
         return {flag: value for flag, value in wanted.items() if flag in group}
 
     def on_gpus(self) -> Rule:
         """Where the trial was passed."""
-        return self if self.by_host else replace(self, reference="own step()", as_made=True)
+        return self if self.external else replace(self, reference="own step()", as_made=True)
 
     def numbers_on_gpu(self) -> tuple[str, ...]:
         """Keys of the state whose tensors are where the parameter is."""
@@ -156,7 +156,7 @@ class Rule:
 
     def updates_by(self) -> str:
         """What takes the place of the class's own step() on a GPU."""
-        return "torch's operators" if self.by_host else "the kernels"
+        return "torch's operators" if self.external else "the kernels"
 
     def _plain_numbers(self, group: Group) -> tuple[float, ...]:
         """All NaN, for the class's own step(), if one of them is not a usual one."""
@@ -179,7 +179,7 @@ class Rule:
     def difference(self, group: Group) -> str:
         """What in the group selects an implementation other than the one whose bits
         are reproduced; empty if nothing does."""
-        if self.by_host or self.as_made:
+        if self.external or self.as_made:
             return ""
         lr = group.get("lr")
         if self.lr_makes_scalars and isinstance(lr, Tensor) and lr.dtype != torch.float64:
@@ -288,7 +288,7 @@ _ADAFACTOR = Rule(
     reference="own step()",
     tried=True,
     shapes=((1,), (7,), (1003,), (1, 1), (40, 60), (131, 33), (3, 5, 7)),
-    by_host=True,
+    external=True,
     entries=(("step", "row_var", "col_var"), ("step", "variance")),
 )
 _MUON = Rule(
@@ -302,7 +302,7 @@ _MUON = Rule(
     reference="own step()",
     tried=True,
     shapes=((1, 1), (7, 3), (40, 60), (131, 33)),
-    by_host=True,
+    external=True,
     entries=(("momentum_buffer",),),
 )
 
@@ -324,4 +324,4 @@ RULES: dict[type[Optimizer], Rule] = {
 }
 
 # The class's own step(), on one parameter at a time.
-OWN = Rule("own", (), (), counts_steps=False, reference="own step()", by_host=True)
+OWN = Rule("own", (), (), counts_steps=False, reference="own step()", external=True)

@@ -99,7 +99,7 @@ def _kinds(params: Iterable[Tensor]) -> list[str]:
     return sorted({"CUDA" if is_gpu(p.device) else "the CPU" for p in params})
 
 
-def _by_host(rule: Rule, groups: list[Group], dtype: str) -> str:
+def _external_updates(rule: Rule, groups: list[Group], dtype: str) -> str:
     """What updates parameters of this dtype where there are no kernels."""
     found = set()
     for group in groups:
@@ -154,8 +154,8 @@ def summary(optimizer: Optimizer) -> Summary:
         own_step_because=link.own_step_because,
         products_because=tuple(_products.reasons(link.rule, groups)),
         isa={
-            name: _by_host(link.rule, groups, name)
-            if link.rule.by_host
+            name: _external_updates(link.rule, groups, name)
+            if link.rule.external
             else " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"
                 for kind in _kinds(p for p in params if str(p.dtype) == f"torch.{name}")

@@ -291,6 +291,6 @@ def test_the_trial_leaves_nothing_behind():
 
 def test_each_such_rule_has_shapes_that_its_class_takes():
     for cls, rule in _rules.RULES.items():
-        if rule.by_host and rule.tried:
+        if rule.external and rule.tried:
             assert rule.shapes
             cls([torch.ones(shape, requires_grad=True) for shape in rule.shapes])
