@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The floor of fusion in training: what moves an update's bytes where fusion updates, and
-computes nothing (bytes_alone.cpp). The weights stay as they are."""
+"""The floor: the bytes of an update, moved where fusion updates, and nothing computed
+(bytes_alone.cpp). No fusion that moves the same bytes can be faster. Weights do not change."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from floor import WRITTEN
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -22,36 +19,56 @@ from optfuse._ab.variants import NoOptimizer, Wrap
 
 IN_BACKWARD, IN_FORWARD = "bytes alone, backward", "bytes alone, forward"
 FLOORS = (IN_BACKWARD, IN_FORWARD)
+#: Arrays that an update reads and writes: the parameter and its state.
+WRITTEN = {"adamw": 3, "adam": 3, "momentum": 2, "sgd": 1}
 
 
-def _path() -> Path:
-    """The build is where benchmarks/run says."""
+def bytes_each(optimizer: str, element: int = 4) -> int:
+    """What the update of one parameter has to move, the gradient included."""
+    return element * (2 * WRITTEN[optimizer] + 1)
+
+
+def path() -> Path:
+    """benchmarks/run says where the build is."""
     return Path(os.environ.get("OPTFUSE_BUILD", "")) / "benchmarks" / "libbytes_alone.so"
 
 
 @cache
-def library() -> Any:
-    torch.ops.load_library(str(_path()))
-    opened = ctypes.CDLL(str(_path()))
-    for function in (opened.bytes_alone_take, opened.bytes_alone_move, opened.bytes_alone_drop):
-        function.argtypes = [ctypes.c_int64] * 2
-        function.restype = None
-    return opened
+def new_floor() -> Callable[[], Any]:
+    torch.classes.load_library(str(path()))
+    return torch.classes.optfuse_floor.Floor
+
+
+def one_tensor(
+    optimizer: str, elements: int, dtype: torch.dtype
+) -> tuple[Callable[[], None], Tensor, list[Tensor]]:
+    """A function that moves the bytes of one update, and the arrays: the gradient, which is
+    read, and the parameter and its state, which are written."""
+    arrays = [torch.ones(elements, dtype=dtype) for _ in range(1 + WRITTEN[optimizer])]
+    floor = new_floor()()
+    gradient, written = arrays[0], arrays[1:]
+    floor.add(written[0], written[1:])
+
+    def run() -> None:
+        written[0].grad = gradient
+        floor.take()
+        floor.update(0, 1)
+
+    return run, gradient, written
 
 
 class BytesAlone(NoOptimizer):
-    """Of contiguous float32 parameters on the CPU, with the state of the optimizer of this
-    name. Gradients are gone before zero_grad(), and step() has no range for PyTorch's profiler,
-    which makes one for "no optimizer", too."""
+    """Of contiguous float32 parameters on the CPU, with as much state as this optimizer has.
+    Gradients are gone before zero_grad(); step() makes no range for PyTorch's profiler."""
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         super().__init__(optimizer)
-        self._library = library()
-        self._arrays = [
-            (p, [torch.zeros_like(p) for _ in range(WRITTEN[name] - 1)])
+        self.floor = new_floor()()
+        self.index = {
+            p: self.floor.add(p, [torch.zeros_like(p) for _ in range(WRITTEN[name] - 1)])
             for group in self.param_groups
             for p in group["params"]
-        ]
+        }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         pass
@@ -63,49 +80,40 @@ class BytesAlone(NoOptimizer):
 
 
 class InBackward(BytesAlone):
-    """In hooks, as soon as a gradient is complete."""
+    """In a gradient hook, as soon as the gradient is complete."""
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         super().__init__(optimizer, name)
-        torch.ops.optfuse_floor.begin()
-        for param, state in self._arrays:
-            torch.ops.optfuse_floor.attach(param, state)
+        self.floor.update_in_backward()
 
 
 class InForward(BytesAlone):
-    """When a module that has the parameter next runs: in Python's hooks, which take a
-    microsecond or two a module. Modules are found in the first iteration."""
+    """When the parameter's module runs next, in a Python hook, which takes a microsecond or two
+    a module. The first iteration finds the modules."""
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         super().__init__(optimizer, name)
-        add = torch.ops.optfuse_floor.add
-        self._index = {param: add(param, state) for param, state in self._arrays}
-        self._ends = min(self._index.values()), max(self._index.values()) + 1
-        weakref.finalize(self, self._library.bytes_alone_drop, *self._ends)
-        self._known: set[nn.Module] = set()
+        self._modules: set[nn.Module] = set()
         self._search = register_module_forward_pre_hook(self._find)
 
     def _find(self, module: nn.Module, _: object) -> None:
-        own: list[Tensor] = [p for p in module.parameters(recurse=False) if p in self._index]
-        if own and module not in self._known:
-            self._known.add(module)
-            begin, end = self._index[own[0]], self._index[own[-1]] + 1
-            assert [self._index[p] for p in own] == list(range(begin, end))
-            move = self._library.bytes_alone_move
-            module.register_forward_pre_hook(lambda *_: move(begin, end))
+        own = [self.index[p] for p in module.parameters(recurse=False) if p in self.index]
+        if own and module not in self._modules:
+            self._modules.add(module)
+            begin, end = own[0], own[-1] + 1
+            assert own == list(range(begin, end))
+            update = self.floor.update
+            module.register_forward_pre_hook(lambda *_: update(begin, end))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._search.remove()
-        self._library.bytes_alone_take(*self._ends)
+        self.floor.take()
 
     step.hooked = True  # type: ignore[attr-defined]
 
 
 def bytes_alone(name: str) -> Mapping[str, Wrap]:
-    """The variants for this optimizer; none where there is no such floor."""
-    if name not in WRITTEN or not _path().exists():
+    """The floor's variants for this optimizer; none where the library was not built."""
+    if name not in WRITTEN or not path().exists():
         return {}
-    return {
-        IN_BACKWARD: partial(InBackward, name=name),
-        IN_FORWARD: partial(InForward, name=name),
-    }
+    return {IN_BACKWARD: partial(InBackward, name=name), IN_FORWARD: partial(InForward, name=name)}

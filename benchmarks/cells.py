@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from data import digit_batches, masked_batches, text, text_batches
-from large_models import BERT, GPT2, ResNet50, ViT
-from models import GPT, MLP, MobileNetV2, ResNet18
+from data import digit_batches, text, text_batches
+from models import GPT, GPT2, MLP, MobileNetV2, ResNet18, ResNet50, ViT
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from optfuse._ab.variants import BuildFn, Iteration, Wrap
 
 IMAGE, LENGTH = 64, 128
-LARGE_IMAGE, LARGE_LENGTH, SHORT_LENGTH = 224, 512, 128  # on a GPU: images, GPT-2, BERT
-MASK = 128  # no character
+LARGE_IMAGE, LARGE_LENGTH = 224, 512  # on a GPU
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "MobileNetV2": lambda: MobileNetV2(10),
@@ -29,7 +27,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-50": lambda: ResNet50(10),
     "ViT-S": lambda: ViT(10),
     "GPT-2": GPT2,
-    "BERT": BERT,
 }
 
 OPTIMIZERS: dict[str, Callable[[Iterator[Tensor]], torch.optim.Optimizer]] = {
@@ -51,20 +48,6 @@ class Cell:
         return f"{self.model}, batch {self.batch}"
 
 
-# The first of each model, but of the last, is also that of --quick and of the
-# memory section.
-CELLS = (
-    Cell("MobileNetV2", 1, 6),
-    Cell("MobileNetV2", 8, 4),
-    Cell("ResNet-18", 1, 4),
-    Cell("ResNet-18", 8, 4),
-    Cell("GPT", 1, 6),
-    Cell("GPT", 8, 4),
-    Cell("MLP", 8, 10),
-    Cell("MLP", 128, 6),
-    Cell("MLP-200x64", 8, 10),
-    Cell("MLP-200x64", 128, 6),
-)
 # Iterations a round: enough for some 100 ms where an iteration is shorter.
 GRID = {
     "MobileNetV2": {1: 6, 8: 4, 32: 2},
@@ -74,18 +57,14 @@ GRID = {
     "MLP-200x64": {1: 10, 8: 10, 128: 6},
 }
 GRID_CELLS = tuple(Cell(model, batch, n) for model in GRID for batch, n in GRID[model].items())
-QUICK_CELLS = tuple(
-    cell
-    for cell in CELLS
-    if cell.batch == (8 if cell.model == "MLP" else 1) and cell.model != "MLP-200x64"
-)
-
+#: Two batches of each model; one of each in --quick and the section memory.
+CELLS = tuple(c for c in GRID_CELLS if c.batch in ((8, 128) if "MLP" in c.model else (1, 8)))
+QUICK_CELLS = tuple(c for c in CELLS if c.batch == (8 if "MLP" in c.model else 1))
 GPU_BATCHES = {
     "MobileNetV2": (1, 8, 32, 128, 256),
     "ResNet-50": (1, 8, 32, 128, 256),
     "ViT-S": (1, 8, 64, 256),
     "GPT-2": (1, 4, 16),
-    "BERT": (1, 8, 64, 256),
 }
 GPU_CELLS = tuple(
     Cell(model, batch, max(3, 16 // batch), "cuda")
@@ -97,33 +76,30 @@ GPU_QUICK_CELLS = tuple(cell for cell in GPU_CELLS if (cell.model, cell.batch) i
 SMOKE = ("MLP", 8, 2)  # what --smoke trains, on any device
 
 
-def cells_for(device: str, quick: bool, smoke: bool) -> tuple[Cell, ...]:
-    if smoke:
-        return (Cell(*SMOKE, device),)
-    if device == "cpu":
-        return QUICK_CELLS if quick else CELLS
-    return GPU_QUICK_CELLS if quick else GPU_CELLS
-
-
-def parameters_of(cell: Cell) -> int:
-    return sum(p.numel() for p in MODELS[cell.model]().parameters())
+def cells_of(chosen: Any, quick: bool) -> list[Cell]:
+    """Those that the arguments of the benchmark ask for."""
+    if chosen.smoke:
+        return [Cell(*SMOKE, chosen.device)]
+    if chosen.device == "cpu":
+        cells = QUICK_CELLS if quick else CELLS
+    else:
+        cells = GPU_QUICK_CELLS if quick else GPU_CELLS
+    models = chosen.model or MODELS
+    return [cell for cell in cells if cell.model in models and cell.batch >= chosen.batch_from]
 
 
 def batches(cell: Cell) -> Iterator[tuple[Tensor, Tensor]]:
     batch, device = cell.batch, cell.device
     image = LARGE_IMAGE if device == "cuda" else IMAGE
-    if cell.model == "GPT":
-        return text_batches(batch, LENGTH, device=device)
-    if cell.model == "GPT-2":
-        return text_batches(batch, LARGE_LENGTH, device=device)
-    if cell.model == "BERT":
-        return masked_batches(batch, SHORT_LENGTH, MASK, device)
+    if cell.model.startswith("GPT"):
+        length = LENGTH if cell.model == "GPT" else LARGE_LENGTH
+        return text_batches(batch, length, device=device)
     if cell.model.startswith("MLP"):
         return digit_batches(batch, 8, 1, device=device)
     return digit_batches(batch, LARGE_IMAGE if cell.model == "ViT-S" else image, 3, device=device)
 
 
-def training(cell: Cell, optimizer: str, autocast: bool = False) -> BuildFn:
+def training(cell: Cell, optimizer: str) -> BuildFn:
     """What optfuse.ab takes: plain PyTorch training, the same for each variant."""
 
     def build(wrap: Wrap) -> Iteration:
@@ -135,8 +111,7 @@ def training(cell: Cell, optimizer: str, autocast: bool = False) -> BuildFn:
         def iteration() -> Tensor:
             x, y = next(stream)
             opt.zero_grad()
-            with torch.autocast(cell.device, torch.bfloat16) if autocast else nullcontext():
-                loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
+            loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
             loss.backward()
             opt.step()
             return loss

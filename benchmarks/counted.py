@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run by launch.py under callgrind: each part of the machinery once, between
-marks, for many parameters of one element. Prints nothing."""
+"""Run by launch.py under callgrind, as "counted.py cpu N" or "counted.py gpu N": each part of
+the machinery once, between marks, for N parameters of one element. Prints nothing."""
 
 from __future__ import annotations
 
@@ -9,48 +9,66 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
-from micro import parameters, pending
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
-import optfuse
-from optfuse import _native
-from optfuse._classes import link_of
-
-marks = ctypes.CDLL(str(Path(os.environ["OPTFUSE_BUILD"]) / "benchmarks" / "libcallgrind_marks.so"))
+Run = Callable[[], object]
+Count = Callable[[str, Run], None]
+WARM_UP = 3  # iterations on a GPU: the first makes the state, then records are used again
 
 
-def count(name: str, run: Callable[[], object]) -> None:
-    marks.count_begin()
+def marks() -> Count:
+    """Counts what it runs, under a name."""
+    build = Path(os.environ["OPTFUSE_BUILD"])
+    library = ctypes.CDLL(str(build / "benchmarks" / "libcallgrind_marks.so"))
+
+    def count(name: str, run: Run) -> None:
+        library.count_begin()
+        run()
+        library.count_end(name.encode())
+
+    return count
+
+
+def uncounted(name: str, run: Run) -> None:
     run()
-    marks.count_end(name.encode())
 
 
-def backward(params: list[Tensor]) -> Callable[[], None]:
+def parameters(n: int, device: str = "cpu") -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(1, device=device)) for _ in range(n)]
+
+
+# For the CPU. Each part runs first to warm up and is not counted then; backward mode takes
+# over in the second iteration what the first one has made.
+
+
+def backward(params: list[nn.Parameter]) -> Run:
     return torch.stack([p * 2.0 for p in params]).sum().backward
 
 
-# Each part runs first to warm up and is not counted then; backward mode takes over what
-# the first iteration has made in the second one.
-
-
-def hooks(n: int) -> None:
+def hooks(n: int, count: Count) -> None:
     plain, ours = parameters(n), parameters(n)
     without, optimizer = AdamW(plain), optfuse.fuse(AdamW(ours), mode="backward")
-    for turn in ("warm up", "warm up", "counted"):
+    for counting in (uncounted, uncounted, count):
         for o in (without, optimizer):
             o.zero_grad()
-        counted = count if turn == "counted" else lambda _, run: run()
-        counted("backward, no optimizer", backward(plain))
-        counted("backward, backward fusion", backward(ours))
-        counted("step, backward fusion", optimizer.step)
+        counting("backward, no optimizer", backward(plain))
+        counting("backward, backward fusion", backward(ours))
+        counting("step, backward fusion", optimizer.step)
 
 
-def forward_parts(n: int) -> None:
-    params, optimizer = pending(n)
+def forward_parts(n: int, count: Count) -> None:
+    params = parameters(n)
+    optimizer = optfuse.fuse(AdamW(params), mode="forward")
+    backward(params)()
+    optimizer.step()
+    assert optfuse.summary(optimizer).pending, "there is nothing to measure"
+    optfuse.flush(optimizer)
     link = link_of(optimizer)
     needs, missing = (ctypes.c_size_t * n)(), ctypes.c_size_t()
 
@@ -61,20 +79,19 @@ def forward_parts(n: int) -> None:
         for p in params:
             op(p)
 
-    for turn in ("warm up", "counted"):
-        counted = count if turn == "counted" else lambda _, run: run()
-        counted("step in C", in_c)
-        counted("flush", lambda: optfuse.flush(optimizer))
-        counted("step", optimizer.step)
+    for counting in (uncounted, count):
+        counting("step in C", in_c)
+        counting("flush", lambda: optfuse.flush(optimizer))
+        counting("step", optimizer.step)
         optfuse.flush(optimizer)
         for name, op in (("detach", Tensor.detach), ("view", lambda p: p.view(1))):
             use(op)
-            counted(f"{name}, nothing pending", lambda op=op: use(op))
+            counting(f"{name}, nothing pending", lambda op=op: use(op))
             optimizer.step()
-            counted(f"{name}, pending", lambda op=op: use(op))
+            counting(f"{name}, pending", lambda op=op: use(op))
 
 
-def stock(n: int) -> None:
+def stock(n: int, count: Count) -> None:
     params = parameters(n)
     optimizer = AdamW(params, fused=True)
     for p in params:
@@ -83,8 +100,58 @@ def stock(n: int) -> None:
     count("step, fused=True", optimizer.step)
 
 
+def played_gpu() -> ModuleType:
+    """The GPU that the tests play; loaded before optfuse."""
+    os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "device"))
+    import fakecuda
+
+    fakecuda.load()
+    return fakecuda
+
+
+def backward_of_each(params: list[nn.Parameter]) -> Run:
+    """One operator a parameter: what the device itself does is left out, but not exactly."""
+    ends = [p.neg() for p in params]
+    return partial(torch.autograd.backward, ends, [torch.ones_like(p) for p in params])
+
+
+def train(name: str, n: int, count: Count, gpu: ModuleType) -> None:
+    params = parameters(n, gpu.NAME)
+    optimizer = AdamW(params, fused=name == "fused=True")
+    if name != "fused=True":
+        mode = "forward" if name == "forward fusion" else "backward"
+        optfuse.fuse(optimizer, mode=mode, side_stream=name == "side stream")
+
+    def use() -> None:
+        for p in params:
+            p.detach()
+
+    for counting in (*[uncounted] * WARM_UP, count):
+        optimizer.zero_grad()
+        counting(f"backward, {name}", backward_of_each(params))
+        counting(f"step, {name}", optimizer.step)
+        counting(f"use, {name}", use)
+        counting(f"use again, {name}", use)
+        gpu.synchronize()
+        gpu.clear()
+    drain_all()  # or the next one would find updates in flight
+
+
 if __name__ == "__main__":
+    where, parameter_count = sys.argv[1], int(sys.argv[2])
+    gpu = played_gpu() if where == "gpu" else None
+
+    import optfuse
+    from optfuse import _native
+    from optfuse._classes import link_of
+    from optfuse._process import drain_all
+
     torch.set_num_threads(1)
     gc.disable()
-    for part in (hooks, forward_parts, stock):
-        part(int(sys.argv[1]))
+    if gpu:
+        for way in ("fused=True", "forward fusion", "backward fusion", "side stream"):
+            train(way, parameter_count, marks(), gpu)
+    else:
+        for part in (hooks, forward_parts, stock):
+            part(parameter_count, marks())

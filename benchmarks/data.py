@@ -86,33 +86,18 @@ def text() -> tuple[Tensor, str]:
     return code[torch.tensor(list(whole.encode("ascii")))], alphabet
 
 
-def excerpts(batch: int, length: int, seed: int, device: str) -> Iterator[Tensor]:
-    """Random places of the text; where they are is sent to the device for many
-    batches at a time."""
-    codes = text_on(device)
-    generator = torch.Generator().manual_seed(seed)
-    window = torch.arange(length, device=device)
-    at_once = 1 if device == "cpu" else 64
-    while True:
-        shape = (at_once, batch, 1)
-        starts = torch.randint(len(codes) - length + 1, shape, generator=generator).to(device)
-        for some in starts:
-            yield codes[some + window]
-
-
 def text_batches(
     batch: int, length: int, seed: int = 0, device: str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Excerpts, each with itself shifted by one character as the target."""
-    for excerpt in excerpts(batch, length + 1, seed, device):
-        yield excerpt[:, :-1], excerpt[:, 1:]
-
-
-def masked_batches(
-    batch: int, length: int, mask: int, device: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Excerpts in which every seventh character is hidden, and what they were."""
-    for excerpt in excerpts(batch, length, 0, device):
-        hidden = excerpt.clone()
-        hidden[:, 3::7] = mask
-        yield hidden, excerpt
+    """Random excerpts, each with itself shifted by one character as the target. Where they are
+    is sent to the device for many batches at a time."""
+    codes = text_on(device)
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(length + 1, device=device)
+    at_once = 1 if device == "cpu" else 64
+    while True:
+        shape = (at_once, batch, 1)
+        starts = torch.randint(len(codes) - length, shape, generator=generator).to(device)
+        for some in starts:
+            excerpt = codes[some + window]
+            yield excerpt[:, :-1], excerpt[:, 1:]

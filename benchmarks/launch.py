@@ -1,105 +1,221 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Instructions that the machinery around an update takes, counted by valgrind's
-callgrind. Unlike times they hardly change from run to run or with what else
-the machine does. docs/performance.md has the budgets and what was learned."""
+"""Section launch: the instructions that the machinery around an update takes on the host, for a
+CPU and for a GPU, counted by valgrind's callgrind. Unlike times they hardly change from run to
+run. The GPU is the one that the tests play (tests/device); its own work is left out."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from dataclasses import asdict, dataclass
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import callgrind
-import launch_gpu
-from console import columns, title
+import torch
+from figures import columns, title
 
 PARAMETERS = 1000
 
 
-@dataclass(frozen=True)
-class Part:
-    """Counts to add and to take away, by the names of counted.py."""
-
+class Part(NamedTuple):
     what: str
-    plus: tuple[str, ...]
-    minus: tuple[str, ...] = ()
+    names: tuple[str, ...]  # of counted.py: the first count, and those to subtract
     budget: int | None = None
 
 
+HOOK = ("backward, backward fusion", "backward, no optimizer")
+DETACH = ("detach, pending", "detach, nothing pending")
 PARTS = (
-    Part("gradient hook, above the update", ("backward, backward fusion",),
-         ("backward, no optimizer", "flush"), 8000),
-    Part("gradient hook, with the update", ("backward, backward fusion",),
-         ("backward, no optimizer",), 9500),
-    Part("first use by detach, above the update", ("detach, pending",),
-         ("detach, nothing pending", "flush"), 2000),
-    Part("first use by detach, with the update", ("detach, pending",),
-         ("detach, nothing pending",), 3500),
-    Part("first use by view, with the update", ("view, pending",),
-         ("view, nothing pending",), 2500),
-    Part("step() in forward mode, in C", ("step in C",), (), 2800),
-    Part("step() in forward mode, in all", ("step",), (), 5200),
-    Part("step() in backward mode, in all", ("step, backward fusion",), (), 400),
-    Part("the update itself, launched by flush()", ("flush",), (), 1600),
+    Part("gradient hook, above the update", (*HOOK, "flush"), 8000),
+    Part("gradient hook, with the update", HOOK, 9500),
+    Part("first use by detach, above the update", (*DETACH, "flush"), 2000),
+    Part("first use by detach, with the update", DETACH, 3500),
+    Part("first use by view, with the update", ("view, pending", "view, nothing pending"), 2500),
+    Part("step() in forward mode, in C", ("step in C",), 2800),
+    Part("step() in forward mode, in all", ("step",), 5200),
+    Part("step() in backward mode, in all", ("step, backward fusion",), 400),
+    Part("the update itself, launched by flush()", ("flush",), 1600),
     Part("step() of fused=True, with the update", ("step, fused=True",)),
-)  # fmt: skip
+)
 
 
-@dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     what: str
     instructions: float  # a parameter
     budget: int | None
 
-    def cells(self) -> tuple[str, ...]:
-        verdict = ""
-        if self.budget is not None:
-            verdict = "within" if self.instructions <= self.budget else "OVER"
-        return (self.what, f"{self.instructions:,.0f}", f"{self.budget or ''}", verdict)
-
-
-def missing() -> str:
-    """What keeps instructions from being counted here, or nothing."""
-    if shutil.which("valgrind") is None:
-        return "valgrind is not installed"
-    marks = Path(os.environ.get("OPTFUSE_BUILD", "")) / "benchmarks" / "libcallgrind_marks.so"
-    if not marks.is_file():
-        return "libcallgrind_marks.so was not built: valgrind's headers were missing then"
-    return ""
-
-
-def counted(folder: Path, parameters: int = PARAMETERS) -> dict[str, float]:
-    """Instructions a parameter, by the names of counted.py."""
-    program = Path(__file__).with_name("counted.py")
-    found = callgrind.run(program, [str(parameters)], folder, os.environ)
-    return {name: counts.total() / parameters for name, counts in found.items()}
-
 
 def counts(found: dict[str, float]) -> list[Count]:
+    series = [[found[name] for name in part.names] for part in PARTS]
+    pairs = zip(PARTS, series, strict=True)
+    return [Count(part.what, n - sum(rest), part.budget) for part, (n, *rest) in pairs]
+
+
+RELEASE = ".".join(torch.__version__.split(".")[:2])
+NEEDED = {
+    "OPTFUSE_LIBRARY": f"shim/liboptfuse_torch-{RELEASE}-*-guards.so",
+    "OPTFUSE_FAKE_CUDA": "tests/device/libfake_cuda.so",
+    "OPTFUSE_CUDA_LIBRARY": "tests/device/libfake_optfuse_cuda.so",
+}
+# What a GPU does, or this build only: the played device, a launch as its driver has it (and
+# what that tells the device), and the switches of guards.
+LEFT_OUT = ("host_launch", "tell", "of_guard_enabled")
+PLAYED = Path(NEEDED["OPTFUSE_FAKE_CUDA"]).name
+LAUNCHES, RECORDS, WAITS = "host_launch", "GuardImpl::record", "GuardImpl::block"
+STOCK = "fused=True"
+WAYS = ("forward fusion", "backward fusion", "side stream")
+PHASES = ("backward", "step", "use", "use again")
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """Instructions a parameter above those without an optimizer, by phase; and what one
+    iteration sends to the device, of all parameters together."""
+
+    way: str
+    instructions: dict[str, float]
+    launches: int
+    events: int
+    waits: int
+
+    def cells(self) -> tuple[str, ...]:
+        counted = (*self.instructions.values(), sum(self.instructions.values()))
+        sent = (str(self.launches), str(self.events), str(self.waits))
+        return (self.way, *(f"{n:,.0f}" for n in counted), *sent)
+
+
+def is_left_out(function: Function) -> bool:
+    return function[0] == PLAYED or function[1] in LEFT_OUT
+
+
+def host_work(found: dict[str, Counts], n: int) -> list[HostWork]:
+    """fused=True's backward and uses are those without an optimizer."""
+
+    def instructions(way: str, phase: str) -> float:
+        counted = found[f"{phase}, {way}"].without(is_left_out)
+        bare = 0 if phase == "step" else found[f"{phase}, {STOCK}"].without(is_left_out)
+        return (counted - bare) / n
+
+    def calls(way: str, name: str) -> int:
+        return sum(found[f"{phase}, {way}"].calls_of(name) for phase in PHASES)
+
     return [
-        Count(
-            part.what,
-            sum(found[name] for name in part.plus) - sum(found[name] for name in part.minus),
-            part.budget,
+        HostWork(
+            way,
+            {phase: instructions(way, phase) for phase in PHASES},
+            *(calls(way, name) - calls(STOCK, name) for name in (LAUNCHES, RECORDS, WAITS)),
         )
-        for part in PARTS
+        for way in (STOCK, *WAYS)
     ]
 
 
+TITLE = "desc: Trigger: Client Request: "
+NAMED = re.compile(r"^(ob|fn|cob|cfn)=\((\d+)\)(?: (.*))?$")
+COST = re.compile(r"^[+\-*\d]\S* (\d+)$")
+
+Function = tuple[str, str]  # file of the object, name
+
+
+@dataclass
+class Counts:
+    """One file: instructions of each function itself, and of its calls with all that they
+    called. Without a title no client asked for the file."""
+
+    title: str = ""
+    own: Counter[Function] = field(default_factory=Counter)
+    called: Counter[tuple[Function, Function]] = field(default_factory=Counter)
+    calls: Counter[tuple[Function, Function]] = field(default_factory=Counter)
+
+    def total(self) -> int:
+        return sum(self.own.values())
+
+    def without(self, leave_out: Callable[[Function], bool]) -> int:
+        """Instructions, but for those of calls from other functions to these. Where these call
+        others that call them back, what is called back is taken off twice."""
+        edges = self.called.items()
+        off = (n for (by, to), n in edges if leave_out(to) and not leave_out(by))
+        return self.total() - sum(off)
+
+    def calls_of(self, name: str) -> int:
+        """Of functions of this name, in C or in whatever C++ class."""
+        wanted = re.compile(rf"(^|::){name}(\(|$)")
+        return sum(n for (_, callee), n in self.calls.items() if wanted.search(callee[1]))
+
+
+def read(lines: Iterator[str]) -> Counts:
+    """A name is written once and abbreviated from then on. The line after `calls=` is the cost
+    of the calls, every other one that of the function itself."""
+    counts, names, now = Counts(), dict[tuple[str, str], str](), dict[str, str]()
+    calls = 0
+    for line in lines:
+        named, cost = NAMED.match(line), COST.match(line)
+        if line.startswith(TITLE):
+            counts.title = line.removeprefix(TITLE).strip()
+        elif named:
+            what, number, name = named.groups()
+            key = (what.removeprefix("c"), number)
+            now[what] = names[key] = names[key] if name is None else name
+        elif line.startswith("calls="):
+            calls = int(line.removeprefix("calls=").split()[0])
+        elif cost and calls:
+            callee = (Path(now.pop("cob", now["ob"])).name, now["cfn"])
+            edge = ((Path(now["ob"]).name, now["fn"]), callee)
+            counts.called[edge] += int(cost[1])
+            counts.calls[edge] += calls
+            calls = 0
+        elif line.startswith("totals: ") and int(line.split()[1]) != counts.total():
+            raise RuntimeError(f"callgrind's file was misread: {counts.total()} is not its {line}")
+        elif cost:
+            counts.own[Path(now["ob"]).name, now["fn"]] += int(cost[1])
+    return counts
+
+
+def count(where: str, out: Path, environment: Mapping[str, str], n: int) -> dict[str, Counts]:
+    """What callgrind counts between the marks of counted.py, by their titles. Its files stay, for
+    callgrind_annotate."""
+    folder = out / f"callgrind-{where}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("callgrind.out*"):
+        old.unlink()
+    command = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no"]
+    command += [f"--callgrind-out-file={folder / 'callgrind.out'}"]
+    command += [sys.executable, str(Path(__file__).with_name("counted.py")), where, str(n)]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(environment))
+    if done.returncode != 0:
+        raise RuntimeError(f"counted.py failed under valgrind:\n{done.stdout}{done.stderr}")
+    files = [path.read_text("utf-8") for path in folder.glob("callgrind.out.*")]
+    found = [read(iter(text.splitlines(keepends=True))) for text in files]
+    return {counts.title: counts for counts in found if counts.title}
+
+
 def section(chosen: Any) -> dict[str, Any] | None:
-    title(f"Instructions for one parameter of one element, of {PARAMETERS:,} (one thread)")
-    why = missing()
-    if why:
-        print(f"not counted: {why}")
+    n = 50 if chosen.smoke else PARAMETERS
+    build = Path(os.environ.get("OPTFUSE_BUILD", ""))
+    title(f"Instructions for one parameter of one element, of {n:,} (one thread)")
+    marks = build / "benchmarks" / "libcallgrind_marks.so"
+    if shutil.which("valgrind") is None or not marks.is_file():
+        print("not counted: valgrind is missing, or its headers were when optfuse was built")
         return None
-    found = counted(chosen.out / "callgrind")
-    every = counts(found)
-    print(columns([("", "instructions", "budget", ""), *(one.cells() for one in every)]))
-    return {
-        "parameters": PARAMETERS,
-        "raw": found,
-        "counts": [asdict(one) for one in every],
-        "gpu": launch_gpu.section(chosen.out / "callgrind-gpu", PARAMETERS),
-    }
+    found = count("cpu", chosen.out, dict(os.environ), n)
+    every = counts({name: one.total() / n for name, one in found.items()})
+    rows = [("", "instructions", "budget", "")]
+    for what, instructions, budget in every:
+        verdict = "" if budget is None else "within" if instructions <= budget else "OVER"
+        rows.append((what, f"{instructions:,.0f}", str(budget or ""), verdict))
+    print(columns(rows))
+    figures = {"parameters": n, "counts": [one._asdict() for one in every]}
+    title(f"Host instructions for a GPU, of {n:,} parameters of one element, on a played one")
+    absent = [pattern for pattern in NEEDED.values() if not list(build.glob(pattern))]
+    if absent:
+        print(f"not counted: {absent[0]} is not there; tests/run builds it where nvcc is found")
+        return figures
+    paths = {name: str(next(build.glob(pattern))) for name, pattern in NEEDED.items()}
+    work = host_work(count("gpu", chosen.out, {**os.environ, **paths}, n), n)
+    rows = [("", *PHASES, "in all", "launches", "events", "waits")]
+    print(columns(rows + [one.cells() for one in work]))
+    return {**figures, "host_work": work}

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The models that the benchmark trains, written from their papers."""
+"""The models that the benchmark trains, written from their papers; the last ones for a GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +66,12 @@ class MobileNetV2(nn.Module):
         return self.head(self.features(x).mean((2, 3)))
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, projected where shapes change."""
+class Residual(nn.Module):
+    """A body beside a shortcut, which is projected where shapes change."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, body: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        first, second = conv(inputs, outputs, 3, stride), conv(outputs, outputs, 3)
-        self.body = nn.Sequential(*first, nn.ReLU(), *second)
+        self.body = body
         same = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if same else conv(inputs, outputs, 1, stride)
 
@@ -78,23 +79,47 @@ class BasicBlock(nn.Module):
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
-class ResNet18(nn.Module):
-    """He et al., "Deep Residual Learning for Image Recognition",
-    arXiv 1512.03385, table 1, 18 layers, shortcuts of option B."""
+def basic(inputs: int, width: int, stride: int) -> Residual:
+    """Two 3x3 convolutions."""
+    body = [*conv(inputs, width, 3, stride), nn.ReLU(), *conv(width, width, 3)]
+    return Residual(nn.Sequential(*body), inputs, width, stride)
 
-    def __init__(self, classes: int = 1000) -> None:
+
+def bottleneck(inputs: int, width: int, stride: int) -> Residual:
+    """Narrow, filter, widen by four; the stride is in the 3x3 convolution."""
+    body = [*conv(inputs, width, 1), nn.ReLU(), *conv(width, width, 3, stride), nn.ReLU()]
+    body += conv(width, 4 * width, 1)
+    return Residual(nn.Sequential(*body), inputs, 4 * width, stride)
+
+
+class ResNet(nn.Module):
+    """He et al., "Deep Residual Learning for Image Recognition",
+    arXiv 1512.03385, table 1; 18 layers with shortcuts of option B, or 50."""
+
+    def __init__(
+        self, block: Callable[..., Residual], widen: int, counts: tuple[int, ...], classes: int
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = [*conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
         channels = 64
-        for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            layers += [BasicBlock(channels, outputs, stride), BasicBlock(outputs, outputs, 1)]
-            channels = outputs
+        for i, count in enumerate(counts):
+            for j in range(count):
+                layers.append(block(channels, 64 << i, 2 if i > 0 and j == 0 else 1))
+                channels = widen * (64 << i)
         self.features = nn.Sequential(*layers)
-        self.head = nn.Linear(512, classes)
+        self.head = nn.Linear(channels, classes)
         initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x).mean((2, 3)))
+
+
+def ResNet18(classes: int = 1000) -> ResNet:
+    return ResNet(basic, 1, (2, 2, 2, 2), classes)
+
+
+def ResNet50(classes: int = 1000) -> ResNet:
+    return ResNet(bottleneck, 4, (3, 4, 6, 3), classes)
 
 
 class MLP(nn.Module):
@@ -158,6 +183,36 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.tokens(x) + self.positions[: x.shape[1]]
         return self.head(self.norm(self.blocks(y)))
+
+
+def GPT2() -> GPT:
+    """GPT-2 small, 124 M parameters: head and embedding share their weight."""
+    model = GPT(vocabulary=50257, length=1024, width=768, layers=12, heads=12)
+    model.head.weight = model.tokens.weight
+    return model
+
+
+class ViT(nn.Module):
+    """ViT-S/16: Dosovitskiy et al., "An Image is Worth 16x16 Words", arXiv
+    2010.11929, in the small size of Touvron et al., arXiv 2012.12877."""
+
+    def __init__(self, classes: int = 1000, image: int = 224, patch: int = 16) -> None:
+        super().__init__()
+        width = 384
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.label = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.randn((image // patch) ** 2 + 1, width) * 0.02)
+        how = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, **how)
+        norm = nn.LayerNorm(width)
+        self.encoder = nn.TransformerEncoder(layer, 12, norm, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        label = self.label.expand(len(x), -1, -1)
+        y = self.encoder(torch.cat([label, tokens], 1) + self.positions)
+        return self.head(y[:, 0])
 
 
 def initialize(model: nn.Module) -> None:

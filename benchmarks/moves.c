@@ -1,59 +1,59 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#include "moves.h"
+/* moves.c: the bytes of an update and nothing else. */
+#include <emmintrin.h>
+#include <stdbool.h>
+#include <stddef.h>
 
-#include <immintrin.h>
+/* A mask: the gradient's bits under it are XORed into what is written. 0 in a benchmark; the
+ * compiler does not know that. A test sets other bits to prove that every byte moves. */
+__attribute__((visibility("default"))) volatile int moves_mix;
 
-enum { LINE = 64 };
+/* A cache line. */
+typedef int line __attribute__((vector_size(64), aligned(4), may_alias));
 
-volatile int moves_mix;
+#define INLINE static inline __attribute__((always_inline))
 
-__attribute__((target("avx512f"))) static void in_512_bits(const char *gradient, char *param,
-                                                           char *const *state, size_t n_state,
-                                                           size_t begin, size_t end,
-                                                           bool past_caches) {
-    const __m512i mask = _mm512_set1_epi32(moves_mix);
-    for (size_t at = begin * LINE; at < end * LINE; at += LINE) {
-        const __m512i x = _mm512_and_si512(_mm512_loadu_si512(gradient + at), mask);
-        const __m512i kept = _mm512_xor_si512(_mm512_loadu_si512(param + at), x);
-        if (past_caches)
-            _mm512_stream_si512((void *)(param + at), kept);
-        else
-            _mm512_storeu_si512(param + at, kept);
-        for (size_t k = 0; k < n_state; k++)
-            _mm512_storeu_si512(state[k] + at,
-                                _mm512_xor_si512(_mm512_loadu_si512(state[k] + at), x));
+INLINE void store(line *to, line value, bool past_caches) {
+    if (!past_caches)
+        *to = value;
+    for (int i = 0; past_caches && i < 4; i++)
+        _mm_stream_si128((__m128i *)(void *)to + i,
+                         _mm_loadu_si128((const __m128i *)(const void *)&value + i));
+}
+
+INLINE void some_lines(const line *gradient, line *param, line *const *state, const size_t n_state,
+                       size_t begin, size_t end, const bool past_caches) {
+    const line mask = (line){0} + moves_mix;
+    line *const first = state[0], *const second = state[1];
+    for (size_t i = begin; i < end; i++) {
+        const line x = gradient[i] & mask;
+        store(&param[i], param[i] ^ x, past_caches);
+        if (n_state > 0)
+            first[i] ^= x;
+        if (n_state > 1)
+            second[i] ^= x;
     }
 }
 
-__attribute__((target("avx2"))) static void in_256_bits(const char *gradient, char *param,
-                                                        char *const *state, size_t n_state,
-                                                        size_t begin, size_t end,
-                                                        bool past_caches) {
-    const __m256i mask = _mm256_set1_epi32(moves_mix);
-    for (size_t at = begin * LINE; at < end * LINE; at += LINE / 2) {
-        const __m256i gradients = _mm256_loadu_si256((const void *)(gradient + at));
-        const __m256i x = _mm256_and_si256(gradients, mask);
-        __m256i *const to = (void *)(param + at);
-        const __m256i kept = _mm256_xor_si256(_mm256_loadu_si256(to), x);
-        if (past_caches)
-            _mm256_stream_si256(to, kept);
-        else
-            _mm256_storeu_si256(to, kept);
-        for (size_t k = 0; k < n_state; k++) {
-            __m256i *const at_state = (void *)(state[k] + at);
-            _mm256_storeu_si256(at_state, _mm256_xor_si256(_mm256_loadu_si256(at_state), x));
-        }
-    }
-}
+void moves(const line *gradient, line *param, line *const *state, size_t n_state, size_t begin,
+           size_t end, bool past_caches);
 
-void moves(const void *gradient, void *param, void *const *state, size_t n_state, size_t begin,
-           size_t end, bool past_caches) {
-    char *arrays[2] = {NULL};
-    for (size_t k = 0; k < n_state && k < 2; k++)
-        arrays[k] = state[k];
-    (__builtin_cpu_supports("avx512f") ? in_512_bits : in_256_bits)(gradient, param, arrays,
-                                                                    n_state, begin, end,
-                                                                    past_caches);
+/* Reads cache lines [begin, end) of the gradient, the parameter and n_state (0 to 2) arrays, and
+ * writes the parameter and the arrays back unchanged, with the widest vectors of this CPU.
+ * past_caches: the parameter's stores bypass the caches, as those of the kernels may. The
+ * parameter starts on a cache line. The calls have constants, so that their loops don't branch. */
+__attribute__((target_clones("avx512f", "avx2", "default"))) void
+moves(const line *gradient, line *param, line *const *state, size_t n_state, size_t begin,
+      size_t end, bool past_caches) {
+#define CASE(n, past)                                                                              \
+    if (n_state == n && past_caches == past)                                                       \
+    some_lines(gradient, param, state, n, begin, end, past)
+    CASE(0, false);
+    CASE(1, false);
+    CASE(2, false);
+    CASE(0, true);
+    CASE(1, true);
+    CASE(2, true);
     if (past_caches)
         _mm_sfence();
 }

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which optimizers of other packages fuse after register(), and whether they train as
-they do by themselves: every class of each package, in both modes, a few steps of a
-small model, weights and state_dict() compared by bits after each.
+"""Section survey: which optimizers of other packages fuse after register(), and whether they
+train as they do by themselves: every class, in both modes, a few steps of a small model, weights
+and state_dict() compared by bits after each. Each class runs in a process of its own.
 
     python -m pip install --no-deps --target DIR pytorch_optimizer timm ...
-    python benchmarks/survey.py --packages DIR [--out FILE] [PACKAGE ...]
-
-A class runs in a process of its own, and in a minute by itself."""
+    benchmarks/run --section survey --packages DIR"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import inspect
-import json
 import multiprocessing
 import pkgutil
 import re
@@ -23,8 +19,6 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,29 +28,13 @@ from torch.optim import Optimizer
 import optfuse
 from optfuse._own_step.register import INDEPENDENT
 
-PACKAGES = (
-    "pytorch_optimizer",
-    "timm.optim",
-    "torch_optimizer",
-    "schedulefree",
-    "bitsandbytes.optim",
-    "optimi",
-    "lion_pytorch",
-)
+PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree")
+PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch")
 ABSENT = {"timm": ("timm.models",)}  # needs torchvision
-MODES = ("forward", "backward")
 STEPS = 8
-SECONDS = 60  # for one class
+SECONDS = 60  # for one class by itself
 EQUAL, REFUSED, DIFFERENT, UNMADE = "equal", "refused", "different", "not run by itself"
-Seen = list[tuple[str, Any]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    package: str
-    name: str
-    kind: str
-    why: str = ""
+Seen = dict[str, Any]
 
 
 class Net(nn.Module):
@@ -74,9 +52,6 @@ class Net(nn.Module):
         return self.out(hidden.mean(2))
 
 
-# ---- finding them
-
-
 class Absent(types.ModuleType):
     """Stands for what a package's optimizers import and do not need for a step."""
 
@@ -85,20 +60,19 @@ class Absent(types.ModuleType):
 
 
 def load(package: str) -> types.ModuleType:
-    """If the whole does not import here, because it needs more packages, the part alone."""
+    """The package, or its part alone where the whole needs more packages than there are."""
     outer, _, inner = package.partition(".")
+    spec = importlib.util.find_spec(outer)
     try:
         return importlib.import_module(package)
-    except Exception as error:
-        spec = importlib.util.find_spec(outer)
-        if not inner or spec is None or spec.submodule_search_locations is None:
-            raise ImportError(str(error)) from error
+    except Exception:
+        if not inner or spec is None:
+            raise
     for name in [n for n in sys.modules if n.partition(".")[0] == outer]:
         del sys.modules[name]
     sys.modules[outer] = types.ModuleType(outer)
-    sys.modules[outer].__path__ = list(spec.submodule_search_locations)
-    for name in ABSENT.get(outer, ()):
-        sys.modules[name] = Absent(name)
+    sys.modules[outer].__path__ = list(spec.submodule_search_locations or ())
+    sys.modules.update({name: Absent(name) for name in ABSENT.get(outer, ())})
     return importlib.import_module(package)
 
 
@@ -112,34 +86,25 @@ def modules(package: types.ModuleType) -> Iterator[types.ModuleType]:
 
 
 def classes(package: str) -> list[type[Optimizer]]:
+    values = {v for m in modules(load(package)) for v in vars(m).values() if inspect.isclass(v)}
     root = package.partition(".")[0]
-    found = {
-        value
-        for module in modules(load(package))
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Optimizer)
-    }
-    own = [cls for cls in found if cls.__module__.partition(".")[0] == root]
+    own = [v for v in values if issubclass(v, Optimizer) and v.__module__.split(".")[0] == root]
     return sorted(own, key=lambda cls: (cls.__name__, cls.__module__))
-
-
-# ---- running one
 
 
 def made(cls: type[Optimizer], model: nn.Module) -> Optimizer:
     """With its defaults, as far as it has any and takes them."""
     params = list(model.parameters())
-    options: dict[str, Any]
     for options in ({}, {"lr": 1e-3}, {"lr": 1e-3, "momentum": 0.9}):
         with contextlib.suppress(TypeError, ValueError, NotImplementedError):
             return cls(params, **options)
     return cls(params)
 
 
-def training(cls: type[Optimizer], wrap: Callable[[Optimizer], Optimizer]) -> Iterator[Any]:
-    """Everything that a step leaves behind."""
+def training(cls: type[Optimizer], wrap: Callable[[Optimizer], Optimizer]) -> Seen:
+    """Every tensor's bits and everything else that each step leaves behind, by place."""
     torch.manual_seed(0)
-    model = Net()
+    model, seen = Net(), {}
     optimizer = made(cls, model)
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
@@ -151,86 +116,68 @@ def training(cls: type[Optimizer], wrap: Callable[[Optimizer], Optimizer]) -> It
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        yield {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        left = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        seen.update(parts(left, f"step {step + 1}"))
+    return seen
 
 
-def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Its tensors' bits and everything else, each with its place."""
+def parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         yield name, (value.dtype, tuple(value.shape), bytes(flat.numpy()))
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
             yield from parts(item, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from parts(item, f"{name}[{i}]")
     else:
         yield name, repr(value)
 
 
-def seen(run: Iterator[Any]) -> Seen:
-    return [
-        (f"step {i + 1}{name}", part) for i, all_ in enumerate(run) for name, part in parts(all_)
-    ]
-
-
 def first_difference(ours: Seen, stock: Seen) -> str | None:
-    theirs, mine = dict(stock), dict(ours)
-    for name in (*theirs, *mine):
-        if name not in mine or name not in theirs or mine[name] != theirs[name]:
-            return name
-    return None
+    names = (n for n in {**stock, **ours} if n not in ours or n not in stock or ours[n] != stock[n])
+    return next(names, None)
 
 
-def run_by_itself(cls: type[Optimizer]) -> Seen | str:
-    """What it does, or why that can't be compared with anything."""
+def judge(cls: type[Optimizer], send: Callable[[tuple[str, str] | None], None]) -> None:
+    """Sends why the class by itself can't be compared with anything, or None, and then what
+    kind of case it is and why."""
+    warnings.simplefilter("ignore")
     try:
-        stock = seen(training(cls, lambda optimizer: optimizer))
-        if first_difference(seen(training(cls, lambda optimizer: optimizer)), stock):
-            return "two runs of it differ"
+        stock, again = (training(cls, lambda optimizer: optimizer) for _ in range(2))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return stock
-
-
-def judge(cls: type[Optimizer], stock: Seen) -> tuple[str, str]:
-    """What kind of case it is, and why."""
+        return send((UNMADE, f"{type(error).__name__}: {error}"))
+    if first_difference(stock, again):
+        return send((UNMADE, "two runs of it differ"))
+    send(None)
     try:
         if cls not in INDEPENDENT:
             optfuse.register(cls)
-        for mode in MODES:
+        for mode in ("forward", "backward"):
             fused = training(cls, lambda optimizer, mode=mode: optfuse.fuse(optimizer, mode=mode))
-            difference = first_difference(seen(fused), stock)
+            difference = first_difference(fused, stock)
             if difference is not None:
-                return DIFFERENT, f"{mode}: {difference}"
+                return send((DIFFERENT, f"{mode}: {difference}"))
     except optfuse.Error as error:
-        return REFUSED, str(error)
+        return send((REFUSED, str(error)))
     except Exception as error:
-        return DIFFERENT, f"{type(error).__name__}: {error}"
-    return EQUAL, ""
+        return send((DIFFERENT, f"{type(error).__name__}: {error}"))
+    return send((EQUAL, ""))
 
 
 def run_apart(cls: type[Optimizer]) -> tuple[str, str]:
+    """In a process of its own, and in a minute by itself."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
-
-    def work() -> None:
-        warnings.simplefilter("ignore")
-        stock = run_by_itself(cls)
-        theirs.send((UNMADE, stock) if isinstance(stock, str) else None)
-        if not isinstance(stock, str):
-            theirs.send(judge(cls, stock))
-
-    process = multiprocessing.get_context("fork").Process(target=work)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=judge, args=(cls, theirs.send))
     process.start()
     theirs.close()
     try:
         if not ours.poll(SECONDS):
             return UNMADE, f"it takes more than {SECONDS} s"
-        first = ours.recv()
-        if first is not None:
-            return first
-        return ours.recv() if ours.poll(10 * SECONDS) else (DIFFERENT, "it does not end")
+        said = ours.recv()
+        if said is None:
+            said = ours.recv() if ours.poll(10 * SECONDS) else (DIFFERENT, "it does not end")
+        return said
     except EOFError:
         return DIFFERENT, "its process died"
     finally:
@@ -238,72 +185,40 @@ def run_apart(cls: type[Optimizer]) -> tuple[str, str]:
         process.join()
 
 
-# ---- the answer
-
-
 def short(why: str) -> str:
     """Reasons without the names in them, to count them."""
-    why = re.sub(r"^(forward|backward): ", "", why)
     why = re.sub(r"optfuse: can't (fuse|register) [\w.]+: ", "", why)
     why = why.replace("it was registered with per_parameter=True, but ", "")
     why = re.sub(r"(?<!\w)'[^']*'|\d+|\([\d, ]+\)", "_", why)
     return re.split(r"[.;](?:\s|$)", why)[0][:150]
 
 
-def survey(names: list[str]) -> list[Verdict]:
-    verdicts = []
-    for package in names:
+def section(chosen: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found: dict[str, tuple[str, str]] = {}
+    by_package: dict[str, Counter[str]] = {}
+    for package in chosen.package or PACKAGES:
         try:
-            found = classes(package)
+            every = classes(package)
         except ImportError as error:
             print(f"{package}: not installed here ({error})")
             continue
-        mine = [Verdict(package, cls.__qualname__, *run_apart(cls)) for cls in found]
-        counts = Counter(verdict.kind for verdict in mine)
-        print(
-            f"{package}: {len(mine)} classes, " + ", ".join(f"{n} {k}" for k, n in counts.items())
-        )
-        for verdict in mine:
-            print(f"  {verdict.name}: {verdict.kind} {verdict.why}"[:400], flush=True)
-        verdicts += mine
-    return verdicts
-
-
-def summary(verdicts: list[Verdict]) -> dict[str, Any]:
+        counts = by_package[package] = Counter()
+        for cls in every[:3] if chosen.smoke else every:
+            name = f"{package}.{cls.__qualname__}"
+            kind, why = found[name] = run_apart(cls)
+            counts[kind] += 1
+            print(f"{name}: {kind} {why}"[:400], flush=True)
+    total = sum(by_package.values(), Counter())
+    print("\n".join(f"{n} {kind}" for kind, n in total.items()))
+    refused = {name: short(why) for name, (kind, why) in found.items() if kind == REFUSED}
     return {
-        "torch": torch.__version__,
         "steps": STEPS,
-        "classes": len(verdicts),
-        "counts": Counter(v.kind for v in verdicts),
-        "by package": {
-            package: Counter(v.kind for v in verdicts if v.package == package)
-            for package in dict.fromkeys(v.package for v in verdicts)
-        },
-        "refused because": Counter(short(v.why) for v in verdicts if v.kind == REFUSED),
-        "different": [asdict(v) for v in verdicts if v.kind == DIFFERENT],
-        "equal": [f"{v.package}.{v.name}" for v in verdicts if v.kind == EQUAL],
-        "refused": {f"{v.package}.{v.name}": short(v.why) for v in verdicts if v.kind == REFUSED},
+        "classes": len(found),
+        "counts": total,
+        "by package": by_package,
+        "refused because": Counter(refused.values()),
+        "different": {name: why for name, (kind, why) in found.items() if kind == DIFFERENT},
+        "equal": [name for name, (kind, _) in found.items() if kind == EQUAL],
+        "refused": refused,
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--packages", type=Path, help="where they are installed, if not here")
-    parser.add_argument("--out", type=Path, help="a file for the summary")
-    parser.add_argument("names", nargs="*", default=PACKAGES, metavar="PACKAGE")
-    given = parser.parse_args()
-    if given.packages:
-        sys.path.append(str(given.packages))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    found = summary(survey(list(given.names)))
-    text = json.dumps(found, indent=1)
-    print("\n".join(f"{n} {kind}" for kind, n in found["counts"].items()))
-    for why, n in found["refused because"].most_common():
-        print(f"{n:4} refused: {why}")
-    if given.out:
-        given.out.write_text(text + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The implementations that are compared: those of optfuse.ab and, beside them,
-the Python hooks of PyTorch's tutorial on optimizer steps in backward, and the
-compiled step of its tutorial on compiling the optimizer."""
+"""The implementations that are compared: those of optfuse.ab and, beside them, what else does
+one of the two things that optfuse does: updating in backward (the Python hooks of PyTorch's
+tutorial) and a faster step() (torch.compile, DeepSpeed's CPUAdam)."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,21 +16,19 @@ from torch.optim import Optimizer
 from optfuse._ab.variants import VARIANTS, Wrap, with_flags
 
 HOOKS = "Python hooks"
-HOOKS_FOREACH = "Python hooks, foreach"
-HOOK_VARIANTS = (HOOKS, HOOKS_FOREACH)
-FOREACH, FOR_LOOP, COMPILED = "foreach=True", "for-loop", "compiled step"
+HOOK_FLAGS = {"": {"foreach": False}, ", foreach": {"foreach": True}, ", fused": {"fused": True}}
+HOOK_VARIANTS = tuple(HOOKS + name for name in HOOK_FLAGS)
+FOREACH, FOR_LOOP = "foreach=True", "for-loop"
+COMPILED, CPU_ADAM = "compiled step", "DeepSpeed CPUAdam"
 
 
 class PythonHooks(Optimizer):
-    """One optimizer per parameter, stepped in the parameter's gradient hook.
+    """One optimizer per parameter, stepped in the parameter's gradient hook, after "How to save
+    memory by fusing the optimizer step into the backward pass", docs.pytorch.org/tutorials."""
 
-    The idea of "How to save memory by fusing the optimizer step into the
-    backward pass", docs.pytorch.org/tutorials. step() has nothing left to do.
-    """
-
-    def __init__(self, optimizer: Optimizer, foreach: bool) -> None:
+    def __init__(self, optimizer: Optimizer, **flags: bool) -> None:
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
-        like = with_flags(optimizer, foreach=foreach, fused=None)
+        like = with_flags(optimizer, **{"foreach": None, "fused": None, **flags})
         self._single: dict[torch.Tensor, Optimizer] = {}
         for group in like.param_groups:
             for p in group["params"]:
@@ -46,7 +45,7 @@ class PythonHooks(Optimizer):
 
 
 class CompiledStep(Optimizer):
-    """The optimizer's step() under torch.compile."""
+    """The optimizer's step() under torch.compile, after PyTorch's tutorial."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
@@ -57,6 +56,18 @@ class CompiledStep(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         assert closure is None
         self._step()
+
+
+def cpu_adam(optimizer: Optimizer) -> Optimizer:
+    """DeepSpeed's Adam for offloaded states, which runs on the CPU."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ValueError(f"DeepSpeed has no {type(optimizer).__name__} for the CPU")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    (group,) = optimizer.param_groups
+    options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    decoupled = isinstance(optimizer, torch.optim.AdamW)
+    return DeepSpeedCPUAdam(group["params"], adamw_mode=decoupled, **options)
 
 
 # What an optimizer costs and what of it we recover; nothing else.
@@ -73,13 +84,11 @@ def variants(device: str = "cpu", compiled: bool = False) -> Mapping[str, Wrap]:
     ours = {name: wrap for name, wrap in VARIANTS.items() if name.endswith("fusion")}
     stock = {name: wrap for name, wrap in VARIANTS.items() if name not in ours}
     if device == "cuda":
-        loop = partial(with_flags, foreach=False, fused=None)
-        stock = {FOR_LOOP if name == FOREACH else name: wrap for name, wrap in stock.items()}
-        stock[FOR_LOOP] = loop
+        del stock[FOREACH]
+        stock[FOR_LOOP] = partial(with_flags, foreach=False, fused=None)
+    elif importlib.util.find_spec("deepspeed"):
+        stock[CPU_ADAM] = cpu_adam
     if compiled:
         stock[COMPILED] = CompiledStep
-    hooks = {
-        HOOKS: partial(PythonHooks, foreach=False),
-        HOOKS_FOREACH: partial(PythonHooks, foreach=True),
-    }
+    hooks = {HOOKS + name: partial(PythonHooks, **flags) for name, flags in HOOK_FLAGS.items()}
     return {**stock, **hooks, **ours}

@@ -126,9 +126,7 @@ def test_scalars_on_the_device_have_the_bits_of_stock(inf):
     theirs.step()
     group = {**mine.param_groups[0], "lr": 0.0}
     lr = mine.param_groups[0]["lr"]
-    adam_by_hand(
-        ours, state_of(mine, ours), group, True, lr=lr, grad_scale=scale, found_inf=found
-    )
+    adam_by_hand(ours, state_of(mine, ours), group, True, lr=lr, grad_scale=scale, found_inf=found)
     assert_same("parameters", snapshot(ours), stock)
     assert_same("gradients", [p.grad for p in ours], [p.grad for p in stock])
     assert_same("state", state_of(mine, ours), state_of(theirs, stock))
@@ -196,9 +194,7 @@ def test_a_default_stream_is_that_of_the_current_device():
     """As on a real GPU: its handle does not say which device is meant."""
     other = torch.device(NAME, 1)
     p, grad = torch.ones(4, device=other), torch.ones(4, device=other)
-    kernels.launch(
-        "sgd", [0.1, 0, 0, 0, 0, 0], [(p, grad, [None] * 3, 1.0)], fakecuda.current(1)
-    )
+    kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [(p, grad, [None] * 3, 1.0)], fakecuda.current(1))
     expect_race("another device")
     torch.accelerator.set_device_index(1)
     try:

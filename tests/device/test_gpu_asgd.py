@@ -54,6 +54,7 @@ def isa(optimizer):
 
 def test_the_host_never_waits():
     """Stock's does, for each parameter's mu."""
+
     def waits(wrap):
         params = parameters()
         optimizer = wrap(ASGD(params))
@@ -99,6 +100,7 @@ def test_parameters_at_different_steps_go_in_one_launch():
 
 def test_more_parameters_than_a_table_of_numbers_holds():
     """Empty ones too: their numbers change like all others."""
+
     def script(wrap):
         params = parameters((0, *range(1, 340), 0))
         optimizer = wrap(ASGD(params, **QUICK))

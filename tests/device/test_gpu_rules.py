@@ -244,6 +244,7 @@ def test_each_kind_is_tried_once(monkeypatch, small_trials):
 
 def check_guard(name, monkeypatch):
     """Without it kernels run whose bits are not those of the class."""
+
     def final():
         params = [p.detach().bfloat16().requires_grad_() for p in parameters()]
         optimizer = optfuse.fuse(Lion(params, lr=1e-2))
@@ -313,6 +314,7 @@ def test_clipping_that_is_left_to_the_update_is_in_it(cls, dtype, small_trials):
 
 def test_checkpoints_go_both_ways(small_trials):
     """load_state_dict() moves NAdam's mu_product to the GPU."""
+
     def script(wrap):
         params = parameters(sizes=(7, 64))
         first = wrap(NAdam(params, lr=1e-2))

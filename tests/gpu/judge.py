@@ -86,7 +86,7 @@ def judge_benchmark(ran: list[Ran], out: Path) -> Verdict:
         return Verdict(by_status.word, by_status.why)
     wrong, slower, cells = [], [], 0
     for path in sorted(out.glob("*.json")):
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        for cell in json.loads(path.read_text(encoding="utf-8")).get("cells", ()):
             name = f"{path.stem}, {cell['model']}, batch {cell['batch']}"
             lines = {line["name"]: line for line in cell["lines"]}
             cells += 1

@@ -97,6 +97,7 @@ def options_of(name: str, dtype: torch.dtype) -> Callable[[On], None]:
     def body(on: On) -> None:
         ran: Counter[str] = Counter()
         for options in OPTIONS[name]:
+
             def make(params: list[Any], options: dict[str, Any] = options) -> Any:
                 return CLASSES[name](params, lr=0.01, **options)
 

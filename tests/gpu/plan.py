@@ -235,7 +235,7 @@ BENCHMARKS = {
     "cpu": {"adamw": ["--smoke", "--threads", "1"]},
     "cuda": {
         "adamw": ["--quick", "--seconds", "6"],
-        "momentum": ["--quick", "--seconds", "6", "--section", "speed", "--model", "MobileNetV2"],
+        "momentum": ["--quick", "--seconds", "6", "--section", "cells", "--model", "MobileNetV2"],
     },
 }
 FOR_A_CELL = 25.0  # seconds that a cell may take over its share
@@ -251,7 +251,7 @@ def measured(plan: Plan, name: str, chosen: dict[str, list[str]]) -> Part:
     commands = []
     for share, (optimizer, how) in zip(shares, chosen.items(), strict=True):
         budget = max(0.0, share * seconds - FOR_A_CELL)
-        arguments = [*how, "--device", plan.device, "--optimizer", optimizer, "--no-plot"]
+        arguments = [*how, "--device", plan.device, "--optimizer", optimizer]
         arguments += ["--out", str(out), "--budget", f"{budget:.0f}"]
         commands.append(plan.python("benchmarks/bench.py", *arguments))
     return Part(name, commands, MOST, MEASURED, lambda ran: judge_benchmark(ran, out))
@@ -263,7 +263,7 @@ def benchmark(plan: Plan) -> Part:
 
 @on_gpu
 def large_batches(plan: Plan) -> Part:
-    how = ["--section", "speed", "--batch-from", "64", "--no-compiled", "--seconds", "8"]
+    how = ["--section", "cells", "--batch-from", "64", "--no-compiled", "--seconds", "8"]
     return measured(plan, "large batches", {"adamw": how})
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import updates
+import kernels
 
 
 def twins() -> tuple[Any, Any]:
@@ -95,9 +95,9 @@ def test_what_is_timed_on_a_gpu_is_launched_behind_queued_work(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda n: order.append(f"sleep {n}"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(updates, "WARM_SECONDS", 0.01)
-    cycles = updates.warm_up(lambda: order.append("run"), "cuda")
+    monkeypatch.setattr(kernels, "WARM_SECONDS", 0.01)
+    cycles = kernels.warm_up(lambda: order.append("run"), "cuda")
     assert order[0] == "run" and cycles >= 2_000_000, "a millisecond is 2,000,000 cycles"
     order.clear()
-    updates.Timer("cuda", cycles).time(lambda: order.append("run"))
+    kernels.Timer("cuda", cycles).time(lambda: order.append("run"))
     assert order == [f"sleep {cycles}", "event", "run", "event"]

@@ -18,7 +18,6 @@ MODELS = {
     "ResNet-50": (IMAGES, 23_528_522),
     "ViT-S": (IMAGES, 21_669_514),
     "GPT-2": (WORDS, 124_439_808),
-    "BERT": (WORDS, 109_514_298),
 }
 CODE = """
 import sys, torch

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random training programs with stock and with fused optimizers; see hazard/.
 
-    python tests/python/run_hazard.py --programs 20000 --seed 1"""
+python tests/python/run_hazard.py --programs 20000 --seed 1"""
 
 import argparse
 import sys

@@ -25,41 +25,45 @@ def benchmarks():
         yield
 
 
+@pytest.fixture
+def mix(benchmarks):
+    """The mask under which the gradient's bits are mixed into what the floor writes."""
+    import bytes_alone
+
+    if not bytes_alone.path().exists():
+        pytest.skip("libbytes_alone.so is not built")
+    mask = ctypes.c_int.in_dll(ctypes.CDLL(str(bytes_alone.path())), "moves_mix")
+    yield mask
+    mask.value = 0
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
 @pytest.mark.parametrize("elements", [16, 16 * 37, 100_000])
-def test_the_floor_reads_and_writes_every_byte(benchmarks, optimizer, elements, cached, threads):
-    import floor
+def test_the_floor_reads_and_writes_every_byte(mix, optimizer, elements, threads):
+    import bytes_alone
 
-    if not floor.available:
-        pytest.skip("libfloor.so is not built")
-    one = floor.Floor(optimizer, elements)
-    gradient, *written = one.arrays
-    assert gradient.numel() == 4 * elements and len(written) == floor.WRITTEN[optimizer]
-    for array in one.arrays:
-        array.random_()
-    before = [array.clone() for array in one.arrays]
+    run, gradient, written = bytes_alone.one_tensor(optimizer, elements, torch.float32)
+    assert gradient.numel() == elements and len(written) == bytes_alone.WRITTEN[optimizer]
+    for array in (gradient, *written):
+        array.view(torch.uint8).random_()
+    before = [array.view(torch.int32).clone() for array in (gradient, *written)]
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
-    one.run(cached)
+    mix.value = -1
+    run()
     torch.set_num_threads(torch_threads)
-    # Cached: an array of 32-bit numbers, of which each 16th is 1.
-    constant = torch.tensor([1] + 15 * [0], dtype=torch.int32).view(torch.uint8)
-    x = constant.repeat(elements // 16) if cached else gradient
-    assert torch.equal(gradient, before[0])
+    assert torch.equal(gradient.view(torch.int32), before[0])
     for array, old in zip(written, before[1:], strict=True):
-        assert torch.equal(array, old ^ x)
+        assert torch.equal(array.view(torch.int32), old ^ before[0])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
 @pytest.mark.parametrize("where", ["InBackward", "InForward"])
-def test_bytes_alone_are_all_moved(benchmarks, several_threads, where, optimizer):
+def test_bytes_alone_are_all_moved(mix, several_threads, where, optimizer):
     """Mixed with the gradient's bits they show that they were; in a benchmark they stay."""
     import bytes_alone
 
-    if not bytes_alone._path().exists():
-        pytest.skip("libbytes_alone.so is not built")
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 4992))
     params = list(model.parameters())
     made: list[torch.Tensor] = []
@@ -68,7 +72,6 @@ def test_bytes_alone_are_all_moved(benchmarks, several_threads, where, optimizer
     n_state = {"adamw": 2, "momentum": 1, "sgd": 0}[optimizer]
     assert len(made) == n_state * len(params)
     arrays = [[p.detach(), *made[i * n_state :][:n_state]] for i, p in enumerate(params)]
-    mix = ctypes.c_int.in_dll(bytes_alone.library(), "moves_mix")
     grads: dict[torch.Tensor, torch.Tensor] = {}
     for p in params:
         p.register_hook(lambda g, p=p: grads.update({p: g.clone()}))
@@ -94,10 +97,9 @@ def test_bytes_alone_are_all_moved(benchmarks, several_threads, where, optimizer
 
 
 def test_bytes_a_parameter(benchmarks):
-    from floor import bytes_each
+    from bytes_alone import bytes_each
 
     assert [bytes_each(name) for name in ("adamw", "momentum", "sgd")] == [28, 20, 12]
-    assert bytes_each("adamw", cached=True) == 24
     assert bytes_each("adamw", element=2) == 14
 
 
@@ -107,7 +109,7 @@ def noisy(middle: float, seed: int) -> list[float]:
 
 
 def test_recovered_share_is_the_planted_one(benchmarks):
-    from resample import share
+    from figures import share
 
     found = share(noisy(30, 0), noisy(24, 1), noisy(20, 2))
     assert found is not None and found.low < 0.6 < found.high, found
@@ -115,55 +117,27 @@ def test_recovered_share_is_the_planted_one(benchmarks):
 
 
 def test_no_share_of_a_cost_that_may_be_nothing(benchmarks):
-    from resample import share
+    from figures import share
 
     assert share(noisy(20, 0), noisy(19, 1), noisy(20, 2)) is None
     assert share(noisy(19, 0), noisy(18, 1), noisy(20, 2)) is None, "stock is faster than none"
 
 
 def test_optimizer_and_rest_make_the_iteration(benchmarks):
-    from shares import shares
+    from figures import lines
 
     from optfuse._ab.result import Comparison, Row, median_interval
-
-    class HalfFloor:
-        ms = {False: noisy(2, 3), True: noisy(1, 4)}
 
     times = {"no optimizer": noisy(20, 0), "fused=True": noisy(30, 1)}
     times["backward fusion"] = noisy(22, 2)
     rows = [Row(name, ms=median_interval(ms), rounds_ms=ms) for name, ms in times.items()]
     compared = Comparison(rows, "fused=True", "fused=True", steps=0, settings={})
-    stock, backward = shares(compared, range(40), HalfFloor())
-    assert stock.optimizer_ms.median == pytest.approx(10, abs=0.2)
-    assert stock.of_iteration.median == pytest.approx(1 / 3, abs=0.02)
-    assert stock.of_floor.median == pytest.approx(5, abs=0.4), "10 ms of a floor of 2"
-    assert backward.of_floor.median == pytest.approx(2, abs=0.3), "the gradient is in the cache"
-
-
-def test_a_planted_step_is_found_and_a_straight_line_has_none(benchmarks, monkeypatch):
-    import scaling
-
-    def planted(step: float):
-        def timed(cases, seconds):
-            # By side and variant: 50 us a tensor of the rest, 10 of the optimizer.
-            tensors = dict(zip((0, 1), (255, 256), strict=True))
-            return {
-                (side, name): noisy(
-                    tensors[side] * (50 if name == "no optimizer" else 60)
-                    + (step if side and name == "forward fusion" else 0),
-                    i,
-                )
-                for i, (side, name) in enumerate(cases)
-            }
-
-        return timed
-
-    def found(step: float) -> list[str]:
-        monkeypatch.setattr(scaling, "timed", planted(step))
-        return [j.variant for j in scaling.jumps("sgd", "threads begin, many", 0) if j.is_step]
-
-    assert found(0) == []
-    assert found(1000) == ["forward fusion"]
+    none, stock, backward = lines(compared, range(40))
+    assert none.cost_ms is None
+    assert stock.cost_ms.median == pytest.approx(10, abs=0.2)
+    assert stock.cost_ms.median / stock.ms.median == pytest.approx(1 / 3, abs=0.02)
+    assert backward.cost_ms.median == pytest.approx(2, abs=0.2)
+    assert backward.recovered.median == pytest.approx(0.8, abs=0.02)
 
 
 # As callgrind writes it: f takes 10 itself and calls g twice and, in another object, h once;
@@ -202,9 +176,9 @@ totals: 80
 
 
 def test_what_callgrind_counted_is_read(benchmarks):
-    import callgrind
+    import launch
 
-    counts = callgrind.read(iter(CALLGRIND.splitlines(keepends=True)))
+    counts = launch.read(iter(CALLGRIND.splitlines(keepends=True)))
     assert counts.title == "flush" and counts.total() == 80
     assert counts.own == {("one.so", "f"): 10, ("one.so", "g"): 30, ("two.so", "h"): 40}
     assert counts.without(lambda function: function[1] == "h") == 40
@@ -215,7 +189,7 @@ def test_what_callgrind_counted_is_read(benchmarks):
 def test_instructions_are_subtracted(benchmarks):
     import launch
 
-    names = {name for part in launch.PARTS for name in part.plus + part.minus}
+    names = {name for part in launch.PARTS for name in part.names}
     counts = {one.what: one.instructions for one in launch.counts(dict.fromkeys(names, 100.0))}
     assert counts["gradient hook, with the update"] == 0
     assert counts["gradient hook, above the update"] == -100
@@ -223,18 +197,18 @@ def test_instructions_are_subtracted(benchmarks):
 
 
 def test_host_work_is_that_above_no_optimizer(benchmarks):
-    import launch_gpu
-    from callgrind import Counts
+    import launch
+    from launch import Counts
 
-    f, played = ("one.so", "f"), (launch_gpu.PLAYED, "x")
+    f, played = ("one.so", "f"), (launch.PLAYED, "x")
     found = {
         f"{phase}, {way}": Counts("", Counter({f: 100, played: 50}), Counter({(f, played): 50}))
-        for phase in launch_gpu.PHASES
-        for way in (launch_gpu.STOCK, *launch_gpu.WAYS)
+        for phase in launch.PHASES
+        for way in (launch.STOCK, *launch.WAYS)
     }
     found["use, forward fusion"].own[f] += 30
-    found["use, forward fusion"].calls[f, ("two.so", launch_gpu.LAUNCHES)] = 3
-    stock, forward, *_ = launch_gpu.host_work(found, 10)
+    found["use, forward fusion"].calls[f, ("two.so", launch.LAUNCHES)] = 3
+    stock, forward, *_ = launch.host_work(found, 10)
     assert stock.instructions == {"backward": 0, "step": 10, "use": 0, "use again": 0}
     assert forward.instructions == {"backward": 0, "step": 10, "use": 3, "use again": 0}
     assert (stock.launches, forward.launches) == (0, 3)

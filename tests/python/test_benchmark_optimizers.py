@@ -15,31 +15,32 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def optimizers(monkeypatch):
+def kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import optimizers
+    import kernels
 
-    return optimizers
+    return kernels
 
 
 @pytest.mark.parametrize("cls", dict.fromkeys((*RULES, *INDEPENDENT)), ids=lambda cls: cls.__name__)
-def test_every_optimizer_races_and_ends_with_the_bits_of_its_reference(optimizers, cls):
-    raced = optimizers.race(cls, optimizers.SMOKE)
+def test_every_optimizer_races_and_ends_with_the_bits_of_its_reference(kernels, cls):
+    raced = kernels.race(cls, kernels.SMOKE)
     assert raced.equal_bits
-    assert "for-loop" in raced.speed and (cls.__name__ != "AdamW" or len(raced.speed) == 3)
-    assert raced.us[raced.best].median == min(raced.us[name].median for name in raced.speed)
+    stock = set(raced.speed) - {"optfuse"}
+    assert "for-loop" in stock and (cls.__name__ != "AdamW" or len(stock) == 3)
+    assert raced.ms[raced.best].median == min(raced.ms[name].median for name in stock)
 
 
-def test_other_bits_are_noticed(optimizers):
-    one, other = (optimizers.made(torch.optim.SGD, optimizers.SMOKE) for _ in range(2))
-    assert optimizers.equal(one, other)
+def test_other_bits_are_noticed(kernels):
+    one, other = (kernels.made(torch.optim.SGD, kernels.SMOKE) for _ in range(2))
+    assert kernels.equal(one, other)
     one.step()
-    assert not optimizers.equal(one, other)
+    assert not kernels.equal(one, other)
 
 
-def test_only_an_interval_below_one_is_called_slower(optimizers):
-    us = {name: Interval(1e3, 1e3, 1e3) for name in ("for-loop", "optfuse")}
+def test_only_an_interval_below_one_is_called_slower(kernels):
+    ms = {name: Interval(1.0, 1.0, 1.0) for name in ("for-loop", "optfuse")}
     for high, word in ((0.99, "SLOWER"), (1.0, "")):
         speed = {"for-loop": Interval(0.9, 0.8, high)}
-        raced = optimizers.Raced("SGD", "1 M", us, speed, "for-loop", True)
+        raced = kernels.Raced("SGD", "1 M", ms, {}, speed, "for-loop", True, None)
         assert raced.cells()[-1] == word

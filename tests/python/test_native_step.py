@@ -18,7 +18,15 @@ MODES = ["forward", "backward"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = {
     Adafactor: (
-        (), (1,), (1000,), (40_003,), (1, 1), (20, 50), (257, 131), (2, 3, 5, 7), (6, 1, 9),
+        (),
+        (1,),
+        (1000,),
+        (40_003,),
+        (1, 1),
+        (20, 50),
+        (257, 131),
+        (2, 3, 5, 7),
+        (6, 1, 9),
     ),
     Muon: ((1, 1), (20, 50), (50, 20), (257, 131), (1, 9)),
 }
@@ -65,9 +73,10 @@ def training(cls, shapes=None, dtype=torch.float32, steps=20, **options):
             if i % 7 == 4:
                 yield from everything(model, optimizer)
         yield from everything(model, optimizer)
-        yield "versions", [
-            t._version for p in model.parameters() for t in optimizer.state[p].values()
-        ]
+        yield (
+            "versions",
+            [t._version for p in model.parameters() for t in optimizer.state[p].values()],
+        )
 
     return script
 

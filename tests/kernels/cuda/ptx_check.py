@@ -23,8 +23,10 @@ OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
 # gradient's by the factor of clipping.
 CHAINS = {
     "rmsprop": {
-        2: (4, 3, 2, 1, 1, 0), 3: (4, 4, 2, 1, 1, 0),
-        6: (7, 4, 3, 1, 1, 0), 7: (7, 5, 3, 1, 1, 0),
+        2: (4, 3, 2, 1, 1, 0),
+        3: (4, 4, 2, 1, 1, 0),
+        6: (7, 4, 3, 1, 1, 0),
+        7: (7, 5, 3, 1, 1, 0),
     },
     "adadelta": {3: (6, 6, 2, 1, 2, 0)},
     "nadam": {3: (7, 4, 4, 3, 1, 0)},
@@ -92,9 +94,7 @@ def kernels(ptx: str) -> dict[str, str]:
 
 
 def counts(body: str) -> Counter[str]:
-    found = Counter(
-        match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body)
-    )
+    found = Counter(match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body))
     found["sum"] = found["add"] + found["sub"]
     return found
 
