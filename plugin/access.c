@@ -94,7 +94,7 @@ static of_accessed access_kind(int kind, const void *key, bool foreign) {
 }
 
 of_accessed of_launch_at(const void *key, bool foreign) {
-    return access_kind(OF_UPDATES, key, foreign);
+    return of_any_pending() ? access_kind(OF_UPDATES, key, foreign) : OF_NOTHING_PENDING;
 }
 
 of_accessed of_multiply_at(const void *key, bool foreign) {
@@ -104,9 +104,11 @@ of_accessed of_multiply_at(const void *key, bool foreign) {
 
 /* The update goes first: it reads the gradient as it was when it was created. */
 of_accessed of_access(const void *key, bool foreign) {
+    if (!of_any_pending())
+        return OF_NOTHING_PENDING;
     const of_accessed updated = access_kind(OF_UPDATES, key, foreign);
-    if (updated == OF_ACCESS_FAILED || !OF_GUARD(unread))
+    if (updated == OF_ACCESS_FAILED || !OF_GUARD(unread) || !of_registry_has_scalings())
         return updated;
-    const of_accessed scaled = of_multiply_at(key, foreign);
+    const of_accessed scaled = access_kind(OF_SCALINGS, key, foreign);
     return scaled > updated ? scaled : updated;
 }

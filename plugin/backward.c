@@ -26,14 +26,6 @@ static of_status claim(of_plan *plan, size_t slot) {
     return OF_OK;
 }
 
-static of_status complete_and_claim(of_plan *plan, of_update *update) {
-    of_status status = of_update_complete(plan, update);
-    if (status == OF_OK)
-        status = claim(plan, update->slot);
-    plan->counts.created += status == OF_OK;
-    return status;
-}
-
 /* On a side stream: pending at least until its launch, so that others wait for
  * it. What must not be pending goes where it is ready. */
 static bool create_aside(of_plan *plan, of_update *update, of_list *done) {
@@ -52,17 +44,16 @@ static bool create_aside(of_plan *plan, of_update *update, of_list *done) {
     return true;
 }
 
-/* The update that fills the bucket is launched with it and never deferred.
- * One that would fill a bucket by itself, or is on the CPU, doesn't wait for the open one. */
-static void create(of_plan *plan, of_update *update, of_list *done) {
+/* On a device. The update that fills the bucket is launched with it and never deferred.
+ * One that would fill a bucket by itself doesn't wait for the open one. */
+static void create_in_bucket(of_plan *plan, of_update *update, of_list *done) {
     of_list batch = {0};
     of_list *open = &plan->pending[OF_UPDATES];
     const size_t enough = plan->bucket_bytes[update->in.device];
-    const bool on_cpu = update->in.device == OF_CPU;
-    if (!on_cpu && create_aside(plan, update, done))
+    if (create_aside(plan, update, done))
         return;
-    const bool waits = !on_cpu && !update->in.exclusive && update->bytes < enough &&
-                       !plan->stopped && !plan->slots[update->slot].eager;
+    const bool waits = !update->in.exclusive && update->bytes < enough && !plan->stopped &&
+                       !plan->slots[update->slot].eager;
     const bool fills = waits && open->bytes + update->bytes >= enough;
     if (waits && !fills && of_leave_pending(plan, update, &batch, done))
         return;
@@ -75,68 +66,25 @@ static void create(of_plan *plan, of_update *update, of_list *done) {
     of_launch(plan, open, OF_AT_CLOSE, done);
 }
 
-static of_status status_of(of_found found) {
-    switch (found) {
-    case OF_FOUND_NOTHING:
-        return OF_OK;
-    case OF_FOUND_NEEDS_STATE:
-        return of_fail(OF_NEEDS_STATE, "the parameter has a gradient but no optimizer state yet");
-    default:
-        return OF_INVALID;
-    }
-}
-
-static of_status update_with(of_plan *plan, of_update *update, of_list *done) {
-    of_slot *slot = &plan->slots[update->slot];
-    of_inputs_clear(update);
-    update->kind = &of_update_kind;
-    update->in.in_backward = true;
-    of_found found = plan->host.collect(plan->host.ctx, slot->tensor, &update->in);
-    if (found != OF_FOUND_INPUTS) {
-        of_pool_give(plan, update);
-        return status_of(found);
-    }
+/* With layout written. */
+static of_status run_together(of_plan *plan, of_list *created, of_list *done) {
+    const of_reason reason = created->count > 1 ? OF_AT_CLOSE : OF_AT_ONCE;
+    of_list batch = {0};
+    for (of_update *u = created->first; u; u = u->next)
+        plan->host.commit(plan->host.ctx, &u->in);
     pthread_mutex_lock(&plan->lock);
-    of_status status = complete_and_claim(plan, update);
-    pthread_mutex_unlock(&plan->lock);
-    if (status != OF_OK) {
-        of_list_append(done, update);
-        return status;
+    plan->counts.created += created->count;
+    for (of_update *u = created->first, *next; u; u = next) {
+        next = u->next;
+        if (u->in.device == OF_CPU)
+            of_add_to_batch(plan, u, &batch, done);
+        else
+            create_in_bucket(plan, u, done);
     }
-    plan->host.commit(plan->host.ctx, &update->in);
-    pthread_mutex_lock(&plan->lock);
-    create(plan, update, done);
-    status = of_plan_health(plan);
+    *created = (of_list){0};
+    of_launch(plan, &batch, reason, done);
+    of_status status = of_plan_health(plan);
     pthread_mutex_unlock(&plan->lock);
-    return status;
-}
-
-static of_status update_one(of_plan *plan, size_t slot) {
-    of_list done = {0};
-    of_update *update = NULL;
-    pthread_rwlock_rdlock(&plan->layout);
-    of_status status = of_pool_take_for(plan, slot, &update);
-    if (update)
-        status = update_with(plan, update, &done);
-    pthread_rwlock_unlock(&plan->layout);
-    of_updates_release(plan, &done);
-    return status;
-}
-
-/* No lock is held: the host may ask Python. */
-static of_status make_state(of_plan *plan, size_t slot) {
-    return plan->host.backward->make_state(plan->host.ctx, slot) ? OF_OK : OF_REFUSED;
-}
-
-of_status of_update_slot(of_plan *plan, size_t slot, size_t *at) {
-    *at = slot;
-    of_status status = update_one(plan, slot);
-    if (status != OF_NEEDS_STATE)
-        return status;
-    status = make_state(plan, slot);
-    if (status == OF_OK)
-        return update_one(plan, slot);
-    *at = OF_NO_SLOT;
     return status;
 }
 
@@ -177,16 +125,6 @@ static of_status check_slots(const of_plan *plan, const of_batch *batch) {
     return OF_OK;
 }
 
-/* With layout written. */
-static of_status run_together(of_plan *plan, of_list *created, of_list *done) {
-    const of_reason reason = created->count > 1 ? OF_AT_CLOSE : OF_AT_ONCE;
-    of_commit_all(plan, created, false, reason, done);
-    pthread_mutex_lock(&plan->lock);
-    of_status status = of_plan_health(plan);
-    pthread_mutex_unlock(&plan->lock);
-    return status;
-}
-
 /* named: those that lack state, the one that failed, or those that are left to calls of
  * their own. */
 static of_status update_together(of_plan *plan, const of_batch *batch, of_named *named) {
@@ -199,13 +137,14 @@ static of_status update_together(of_plan *plan, const of_batch *batch, of_named 
     if (status == OF_OK)
         status = of_collect_all(plan, &(of_chosen){batch->slots, batch->n}, &created, named);
     if (status == OF_OK) {
-        set_apart(&created, &exclusive, named);
+        if (batch->n > 1)
+            set_apart(&created, &exclusive, named);
         status = claim_all(plan, &created, named);
     }
     if (status == OF_OK) {
         status = run_together(plan, &created, &done);
         if (status != OF_OK)
-            named->n = 0; /* of no slot of these */
+            named->n = 0; /* of no slot of these, unless it is the only one */
     }
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &created);
@@ -214,45 +153,40 @@ static of_status update_together(of_plan *plan, const of_batch *batch, of_named 
     return status;
 }
 
+/* No lock is held: the host may ask Python. */
+static of_status make_states(of_plan *plan, const of_named *lacking) {
+    for (size_t i = 0; i < lacking->n; i++)
+        if (!plan->host.backward->make_state(plan->host.ctx, lacking->slots[i]))
+            return OF_REFUSED;
+    return OF_OK;
+}
+
 of_status of_update_batch(of_plan *plan, const of_batch *batch, size_t *at) {
-    if (batch->n == 1)
-        return of_update_slot(plan, batch->slots[0], at);
     of_named named = {batch->slots + batch->capacity, batch->n, 0};
     of_status status = update_together(plan, batch, &named);
     *at = OF_NO_SLOT;
     if (status == OF_NEEDS_STATE) {
-        for (size_t i = 0; i < named.n; i++)
-            if (make_state(plan, named.slots[i]) != OF_OK)
-                return OF_REFUSED;
+        if (make_states(plan, &named) != OF_OK)
+            return OF_REFUSED;
         status = update_together(plan, batch, &named);
     }
-    if (status != OF_OK && named.n)
-        *at = named.slots[0];
+    if (status != OF_OK)
+        *at = named.n ? named.slots[0] : batch->n == 1 ? batch->slots[0] : OF_NO_SLOT;
     for (size_t i = 0; status == OF_OK && i < named.n; i++)
         status = of_update_slot(plan, named.slots[i], at);
     return status;
 }
 
+of_status of_update_slot(of_plan *plan, size_t slot, size_t *at) {
+    size_t slots[2] = {slot};
+    return of_update_batch(plan, &(of_batch){slots, 1, 1}, at);
+}
+
 /* The updates made in backward belong to this step. */
-static void confirm(of_plan *plan) {
-    pthread_mutex_lock(&plan->lock);
+void of_confirm(of_plan *plan) {
     for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++)
         unclaim(plan, i);
     plan->n_passes = 0;
-    pthread_mutex_unlock(&plan->lock);
-}
-
-of_status of_backward_step(of_plan *plan, of_named *lacking, of_list *done) {
-    of_list created = {0};
-    of_status status =
-        of_collect_all(plan, &(of_chosen){NULL, plan->n_slots}, &created, lacking);
-    if (status != OF_OK) {
-        *done = created;
-        return status;
-    }
-    of_commit_all(plan, &created, false, OF_AT_ONCE, done);
-    confirm(plan);
-    return status;
 }
 
 size_t of_plan_unconfirmed(of_plan *plan) {

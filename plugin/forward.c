@@ -1,15 +1,50 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* forward.c: forward fusion. step() creates every update and leaves it pending, for its
- * first use (access.c). */
+/* forward.c: optimizer.step(). In forward fusion it creates every update and leaves it
+ * pending, for its first use (access.c). In backward fusion it updates what no pass has. */
 #include "internal.h"
 
-of_status of_forward_step(of_plan *plan, of_named *lacking, of_list *done) {
+/* What is still pending goes first, and its references with it: they
+ * would make this step's memory look shared. */
+static of_status begin(of_plan *plan) {
+    of_status status = OF_GUARD(rearm) ? of_plan_launch(plan) : OF_OK;
+    pthread_mutex_lock(&plan->lock);
+    of_passes_forget(plan);
+    if (OF_GUARD(rearm))
+        of_queues_reap(plan, false); /* what is created now is marked anew */
+    pthread_mutex_unlock(&plan->lock);
+    return status;
+}
+
+/* With layout written. What is to be released ends up in *done. */
+static of_status update_all(of_plan *plan, of_named *lacking, of_list *done) {
     of_list created = {0};
-    of_status status =
-        of_collect_all(plan, &(of_chosen){NULL, plan->n_slots}, &created, lacking);
-    if (status == OF_OK)
-        of_commit_all(plan, &created, true, OF_AT_ONCE, done);
-    else
+    of_status status = of_collect_all(plan, &(of_chosen){NULL, plan->n_slots}, &created, lacking);
+    if (status != OF_OK) {
         *done = created;
+        return status;
+    }
+    of_commit_all(plan, &created, plan->mode == OF_FORWARD, done);
+    pthread_mutex_lock(&plan->lock);
+    if (plan->mode == OF_BACKWARD)
+        of_confirm(plan);
+    status = of_plan_health(plan);
+    pthread_mutex_unlock(&plan->lock);
+    return status;
+}
+
+of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, size_t *n_needs) {
+    of_list done = {0};
+    of_named lacking = {needs, needs ? capacity : 0, 0};
+    if (n_needs)
+        *n_needs = 0;
+    of_status status = begin(plan);
+    if (status != OF_OK)
+        return status;
+    pthread_rwlock_wrlock(&plan->layout);
+    status = update_all(plan, &lacking, &done);
+    pthread_rwlock_unlock(&plan->layout);
+    of_updates_release(plan, &done);
+    if (n_needs && status == OF_NEEDS_STATE)
+        *n_needs = lacking.n;
     return status;
 }

@@ -41,8 +41,8 @@ typedef struct of_gpu_host {
     bool (*count)(void *ctx, const of_stream *stream, float *const *steps, size_t n,
                   const float *found_inf_at);
     /* Puts the update of n tensors on the stream. Refuses if the stream is capturing
-     * another graph than `stream` says, as count() does. The update's `device` and `stream` are the host's
-     * to fill in; the entries' arrays are those of collect(). */
+     * another graph than `stream` says, as count() does. The update's `device` and `stream`
+     * are the host's to fill in; the entries' arrays are those of collect(). */
     bool (*launch)(void *ctx, const of_stream *stream, of_cuda_update *update,
                    const of_cuda_entry *entries, size_t n);
     /* *event stands for all work that is on the stream now. *event is NULL or an

@@ -342,20 +342,16 @@ void of_name_only(of_named *named, size_t slot);
 of_status of_collect_all(of_plan *plan, const of_chosen *of, of_list *created, of_named *named);
 /* Certain from here on: leaves updates pending, or launches together those that are not;
  * exclusive ones by themselves. */
-void of_commit_all(of_plan *plan, of_list *created, bool defer, of_reason reason, of_list *done);
+void of_commit_all(of_plan *plan, of_list *created, bool defer, of_list *done);
 /* For an update that was committed, with plan->lock held, which is let go and taken again
  * where an update of another plan is in the way. False: it can't be left pending. */
 bool of_leave_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done);
 void of_add_to_batch(of_plan *plan, of_update *update, of_list *batch, of_list *done);
 
-/* forward.c, backward.c: the schedules' parts of of_plan_step(), with layout written. What
- * is to be released ends up in *done. */
-of_status of_forward_step(of_plan *plan, of_named *lacking, of_list *done);
-of_status of_backward_step(of_plan *plan, of_named *lacking, of_list *done);
-
 /* backward.c: updates the slots of a batch, or one; *at as in of_pass_ready() */
 of_status of_update_batch(of_plan *plan, const of_batch *batch, size_t *at);
 of_status of_update_slot(of_plan *plan, size_t slot, size_t *at);
+void of_confirm(of_plan *plan); /* no slot is updated; plan->lock held */
 
 /* pass.c */
 void of_passes_forget(of_plan *plan); /* what waits is left to step(); plan->lock held */

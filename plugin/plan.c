@@ -15,30 +15,24 @@ uint32_t of_abi_version(void) {
     return OF_ABI_VERSION;
 }
 
-/* Every optional table begins with its size. */
-static of_status check_table(const char *name, const uint32_t *size, size_t needed) {
-    if (size && *size < needed)
-        return of_fail(OF_INVALID, "the host's %s has %u bytes, this library needs %zu", name,
-                       (unsigned)*size, needed);
-    return OF_OK;
+static of_status check_table(const char *name, uint32_t size, size_t needed) {
+    if (size >= needed)
+        return OF_OK;
+    return of_fail(OF_INVALID, "the host's %s has %u bytes, this library needs %zu", name,
+                   (unsigned)size, needed);
 }
 
-static of_status check_sizes(const of_host *host) {
-    const struct {
-        const char *name;
-        const void *table;
-        size_t needed;
-    } tables[] = {{"of_host", &host->struct_size, sizeof *host},
-                  {"of_backward_host", host->backward, sizeof *host->backward},
-                  {"of_gpu_host", host->gpu, sizeof *host->gpu},
-                  {"of_scaling_host", host->scaling, sizeof *host->scaling},
-                  {"of_external_host", host->external, sizeof *host->external}};
-    of_status status = OF_OK;
-    for (size_t i = 0; i < sizeof tables / sizeof *tables && status == OF_OK; i++)
-        status = check_table(tables[i].name, tables[i].table, tables[i].needed);
-    return status;
+#define SIZE_OF(table) (table) ? (table)->struct_size : UINT32_MAX, sizeof *(table)
+
+static bool sizes_fit(const of_host *host) {
+    return check_table("of_host", SIZE_OF(host)) == OF_OK &&
+           check_table("of_backward_host", SIZE_OF(host->backward)) == OF_OK &&
+           check_table("of_gpu_host", SIZE_OF(host->gpu)) == OF_OK &&
+           check_table("of_scaling_host", SIZE_OF(host->scaling)) == OF_OK &&
+           check_table("of_external_host", SIZE_OF(host->external)) == OF_OK;
 }
 
+/* The first with a function that is not optional and NULL; or NULL. */
 static const char *table_with_a_hole(const of_host *h) {
     const of_backward_host *b = h->backward;
     const of_gpu_host *g = h->gpu;
@@ -61,12 +55,13 @@ static of_status check_host(const of_host *host) {
     if (host->abi_version != OF_ABI_VERSION)
         return of_fail(OF_INVALID, "the host was built for ABI version %u, this library has %d",
                        (unsigned)host->abi_version, (int)OF_ABI_VERSION);
-    const of_status status = check_sizes(host);
-    const char *table = status == OF_OK ? table_with_a_hole(host) : NULL;
+    if (!sizes_fit(host))
+        return OF_INVALID;
+    const char *table = table_with_a_hole(host);
     if (table)
         return of_fail(OF_INVALID, "a function of the host's %s that is not optional is NULL",
                        table);
-    return status;
+    return OF_OK;
 }
 
 static of_status check_options(const of_plan_options *options) {

@@ -18,25 +18,23 @@ typedef struct entry {
 
 typedef struct table {
     entry *entries;
-    unsigned bits; /* there are 1 << bits */
+    size_t mask;    /* their number, a power of two, less 1 */
+    unsigned shift; /* 64 less its logarithm */
     size_t used;
-    atomic_size_t members; /* updates or scalings; also read without the lock */
 } table;
 
-/* Guards the tables. */
+/* Guards all of the below; the numbers of members are also read without it. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static table tables[OF_KINDS];
-
-static bool has_members(int kind) {
-    return atomic_load_explicit(&tables[kind].members, memory_order_acquire) != 0;
-}
+static atomic_size_t members; /* of all tables */
+static atomic_size_t scalings;
 
 bool of_any_pending(void) {
-    return has_members(OF_UPDATES) || has_members(OF_SCALINGS);
+    return atomic_load_explicit(&members, memory_order_acquire) != 0;
 }
 
 bool of_registry_has_scalings(void) {
-    return has_members(OF_SCALINGS);
+    return atomic_load_explicit(&scalings, memory_order_acquire) != 0;
 }
 
 void of_registry_lock(void) {
@@ -49,16 +47,14 @@ void of_registry_unlock(void) {
 
 /* Fibonacci hashing; addresses differ least in their lowest bits. */
 static size_t home(const table *t, const void *key) {
-    return (size_t)(((uint64_t)(uintptr_t)key >> 4) * UINT64_C(0x9E3779B97F4A7C15) >>
-                    (64 - t->bits));
+    return (size_t)(((uint64_t)(uintptr_t)key >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> t->shift);
 }
 
 /* The entry of the key, or the free one where it belongs. */
 static entry *seek(const table *t, const void *key) {
-    const size_t mask = ((size_t)1 << t->bits) - 1;
     size_t i = home(t, key);
     while (t->entries[i].key && t->entries[i].key != key)
-        i = (i + 1) & mask;
+        i = (i + 1) & t->mask;
     return &t->entries[i];
 }
 
@@ -70,16 +66,18 @@ static entry *find(int kind, const void *key) {
 }
 
 static bool make_room(table *t, size_t n) {
-    if (t->entries && (t->used + n) * 2 <= (size_t)1 << t->bits)
+    if (t->entries && (t->used + n) * 2 <= t->mask + 1)
         return true;
-    const unsigned wider = t->entries ? t->bits + 1 : 10;
-    entry *fresh = calloc((size_t)1 << wider, sizeof *fresh);
+    const unsigned shift = t->entries ? t->shift - 1 : 64 - 10;
+    const size_t size = (size_t)1 << (64 - shift);
+    entry *fresh = calloc(size, sizeof *fresh);
     if (!fresh)
         return false;
     entry *old = t->entries;
-    const size_t old_size = old ? (size_t)1 << t->bits : 0;
+    const size_t old_size = old ? t->mask + 1 : 0;
     t->entries = fresh;
-    t->bits = wider;
+    t->mask = size - 1;
+    t->shift = shift;
     for (size_t i = 0; i < old_size; i++)
         if (old[i].key)
             *seek(t, old[i].key) = old[i];
@@ -90,7 +88,7 @@ static bool make_room(table *t, size_t n) {
 /* Closes the gap that a removal leaves in its run of entries. */
 static void erase(table *t, entry *gone) {
     entry *entries = t->entries;
-    const size_t mask = ((size_t)1 << t->bits) - 1;
+    const size_t mask = t->mask;
     size_t gap = (size_t)(gone - entries);
     for (size_t i = (gap + 1) & mask; entries[i].key; i = (i + 1) & mask) {
         bool may_move = ((i - home(t, entries[i].key)) & mask) >= ((i - gap) & mask);
@@ -103,6 +101,12 @@ static void erase(table *t, entry *gone) {
     t->used--;
 }
 
+static void count(const table *t, int change) {
+    atomic_fetch_add_explicit(&members, (size_t)change, memory_order_release);
+    if (t == &tables[OF_SCALINGS])
+        atomic_fetch_add_explicit(&scalings, (size_t)change, memory_order_release);
+}
+
 static void remove_keys(of_update *update) {
     if (!update->n_registered)
         return;
@@ -113,7 +117,7 @@ static void remove_keys(of_update *update) {
         if (at && at->key && at->update == update)
             erase(t, at);
     }
-    atomic_fetch_sub_explicit(&t->members, 1, memory_order_release);
+    count(t, -1);
     update->n_registered = 0;
 }
 
@@ -126,7 +130,7 @@ static bool follows(const of_update *update, const of_update *old) {
 
 static of_added add_keys(table *t, of_update *update, size_t n, const void **key,
                          of_update **own) {
-    atomic_fetch_add_explicit(&t->members, 1, memory_order_release);
+    count(t, 1);
     for (size_t i = 0; i < n; i++) {
         update->n_registered = i + 1;
         *key = update->in.keys[i];

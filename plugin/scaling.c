@@ -106,7 +106,8 @@ void of_scaling_share(of_plan *plan, of_update *update) {
         OF_GUARD(factors)) {
         update->in.factor_at = scaling->in.factor_at;
         scaling->reader = update;
-        plan->host.scaling->share_factor(plan->host.ctx, update->in.references, scaling->in.references);
+        plan->host.scaling->share_factor(plan->host.ctx, update->in.references,
+                                         scaling->in.references);
     }
     unlock_scaling(scaling);
 }

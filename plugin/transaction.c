@@ -34,7 +34,8 @@ static of_status collect_slot(of_plan *plan, of_update **update, bool in_backwar
         break;
     }
     u->bytes = 0;
-    u->in.stream = u->in.ready; /* nothing runs beside this */
+    if (!in_backward)
+        u->in.stream = u->in.ready; /* nothing runs beside step() */
     of_list_append(created, u);
     *update = NULL;
     return of_update_complete(plan, u);
@@ -123,8 +124,8 @@ void of_add_to_batch(of_plan *plan, of_update *update, of_list *batch, of_list *
 }
 
 /* What is not left pending is run together, in one launch at the end. */
-static void create_all(of_plan *plan, of_list *created, bool defer, of_reason reason,
-                       of_list *exclusive, of_list *done) {
+static void create_all(of_plan *plan, of_list *created, bool defer, of_list *exclusive,
+                       of_list *done) {
     of_list batch = {0};
     pthread_mutex_lock(&plan->lock);
     plan->counts.created += created->count;
@@ -135,7 +136,7 @@ static void create_all(of_plan *plan, of_list *created, bool defer, of_reason re
         else if (!defer || !of_leave_pending(plan, u, &batch, done))
             of_add_to_batch(plan, u, &batch, done);
     }
-    of_launch(plan, &batch, reason, done);
+    of_launch(plan, &batch, OF_AT_ONCE, done);
     *created = (of_list){0};
     pthread_mutex_unlock(&plan->lock);
 }
@@ -155,11 +156,11 @@ static void run_exclusive(of_plan *plan, const of_list *exclusive) {
     }
 }
 
-void of_commit_all(of_plan *plan, of_list *created, bool defer, of_reason reason, of_list *done) {
+void of_commit_all(of_plan *plan, of_list *created, bool defer, of_list *done) {
     of_list exclusive = {0};
     for (of_update *u = created->first; u; u = u->next)
         if (!u->in.exclusive)
             plan->host.commit(plan->host.ctx, &u->in);
-    create_all(plan, created, defer, reason, &exclusive, done);
+    create_all(plan, created, defer, &exclusive, done);
     run_exclusive(plan, &exclusive);
 }

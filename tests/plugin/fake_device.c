@@ -239,8 +239,9 @@ of_stream fake_home(void) {
 }
 
 void fake_device_attach(fake_host *host) {
-    static const of_gpu_host functions = {sizeof functions, current, count,       launch,  record,
-                                          wait,             is_done, synchronize, destroy, finished};
+    static const of_gpu_host functions = {sizeof functions, current, count,       launch,
+                                          record,           wait,    is_done,     synchronize,
+                                          destroy,          finished};
     fake_device_reset();
     host->table.gpu = &functions;
 }

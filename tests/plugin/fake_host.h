@@ -54,8 +54,9 @@ struct fake_host {
     of_host table; /* what the core gets */
     bool consumes; /* settle() takes the gradient away: backward mode */
     bool refuses;  /* begin() and make_state() say no */
-    atomic_int begun, begun_adding; /* calls of begin() that said yes; of those, for passes that only add */
-    atomic_int made;                /* calls of make_state() */
+    atomic_int begun;        /* calls of begin() that said yes; */
+    atomic_int begun_adding; /* of those, for passes that only add */
+    atomic_int made;         /* calls of make_state() */
     void (*on_begin)(void *arg);
     void *arg;
     bool flushes_on_release;

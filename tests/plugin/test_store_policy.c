@@ -9,62 +9,62 @@ enum { LARGE = 50001, RARELY = 64 /* launches from trial to trial, in the end */
 
 /* A machine on which stores past the caches take so many times as long, and to start the
  * threads twice as long as an update; returns the trials in this many launches. */
-static int launches(of_store_policy *stores, double ratio, int n) {
+static int launches(of_store_policy *policy, double ratio, int n) {
     int trials = 0;
     for (int i = 0; i < n; i++)
-        if (of_store_policy_try(stores)) {
-            of_store_policy_found(stores, ratio + 2 * stores->past_first, 1 + 2 * !stores->past_first);
+        if (of_store_policy_try(policy)) {
+            of_store_policy_found(policy, ratio + 2 * policy->past_first, 1 + 2 * !policy->past_first);
             trials++;
         }
     return trials;
 }
 
 START_TEST(they_go_where_it_is_faster) {
-    of_store_policy stores;
-    of_store_policy_init(&stores);
-    ck_assert_msg(!of_store_policy_is_past(&stores), "as usual, until a trial");
-    launches(&stores, 0.3, 20);
-    ck_assert(of_store_policy_is_past(&stores));
-    launches(&stores, 0.3, 100);
-    launches(&stores, 1.1, 4 * RARELY);
-    ck_assert_msg(!of_store_policy_is_past(&stores), "the cores have become near each other");
-    launches(&stores, 1.1, 100);
-    launches(&stores, 0.3, 4 * RARELY);
-    ck_assert_msg(of_store_policy_is_past(&stores), "the cores have become far from each other");
+    of_store_policy policy;
+    of_store_policy_init(&policy);
+    ck_assert_msg(!of_store_policy_is_past(&policy), "as usual, until a trial");
+    launches(&policy, 0.3, 20);
+    ck_assert(of_store_policy_is_past(&policy));
+    launches(&policy, 0.3, 100);
+    launches(&policy, 1.1, 4 * RARELY);
+    ck_assert_msg(!of_store_policy_is_past(&policy), "the cores have become near each other");
+    launches(&policy, 1.1, 100);
+    launches(&policy, 0.3, 4 * RARELY);
+    ck_assert_msg(of_store_policy_is_past(&policy), "the cores have become far from each other");
 }
 END_TEST
 
 START_TEST(a_little_is_not_worth_it) {
-    of_store_policy stores;
-    of_store_policy_init(&stores);
-    launches(&stores, 0.3, 20);
-    launches(&stores, 0.9, 100);
-    ck_assert(!of_store_policy_is_past(&stores));
+    of_store_policy policy;
+    of_store_policy_init(&policy);
+    launches(&policy, 0.3, 20);
+    launches(&policy, 0.9, 100);
+    ck_assert(!of_store_policy_is_past(&policy));
 }
 END_TEST
 
 START_TEST(one_disturbed_trial_changes_nothing) {
-    of_store_policy stores;
+    of_store_policy policy;
     for (int far = 0; far < 2; far++) {
-        of_store_policy_init(&stores);
-        launches(&stores, far ? 0.3 : 1.1, 100);
-        while (!of_store_policy_try(&stores))
+        of_store_policy_init(&policy);
+        launches(&policy, far ? 0.3 : 1.1, 100);
+        while (!of_store_policy_try(&policy))
             ;
-        of_store_policy_found(&stores, far ? 1000 : 0, far ? 0 : 1000);
-        launches(&stores, far ? 0.3 : 1.1, RARELY);
-        ck_assert_int_eq(of_store_policy_is_past(&stores), far);
+        of_store_policy_found(&policy, far ? 1000 : 0, far ? 0 : 1000);
+        launches(&policy, far ? 0.3 : 1.1, RARELY);
+        ck_assert_int_eq(of_store_policy_is_past(&policy), far);
     }
 }
 END_TEST
 
 START_TEST(trials_become_rare_and_take_turns) {
-    of_store_policy stores;
-    of_store_policy_init(&stores);
-    ck_assert_int_ge(launches(&stores, 0.3, 60), 5);
-    ck_assert_int_eq(launches(&stores, 0.3, 10 * RARELY), 10);
-    const bool first = stores.past_first;
-    launches(&stores, 0.3, RARELY);
-    ck_assert(stores.past_first != first);
+    of_store_policy policy;
+    of_store_policy_init(&policy);
+    ck_assert_int_ge(launches(&policy, 0.3, 60), 5);
+    ck_assert_int_eq(launches(&policy, 0.3, 10 * RARELY), 10);
+    const bool first = policy.past_first;
+    launches(&policy, 0.3, RARELY);
+    ck_assert(policy.past_first != first);
 }
 END_TEST
 
