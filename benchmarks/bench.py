@@ -48,6 +48,8 @@ HELP = """sections:
   launch   instructions of the host around an update, for a CPU and for a GPU
   survey   which optimizers of other packages fuse after register(); see --packages"""
 ROOT = Path(__file__).resolve().parent.parent
+COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
+SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
 
 
 def machine() -> dict[str, Any]:
@@ -59,7 +61,7 @@ def machine() -> dict[str, Any]:
         "gpu": gpu,
         "cuda": torch.version.cuda or "none",
         "cpu": cpu[1] if cpu else platform.machine(),
-        "commit": commit(),
+        "commit": subprocess.getoutput(COMMIT),  # a + where files have changed since
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -68,16 +70,6 @@ def machine() -> dict[str, Any]:
         "optfuse": optfuse.__version__,
         "optfuse_isa": optfuse.summary(optimizer).isa["float32"],
     }
-
-
-def commit() -> str:
-    """Short, with a + where files have changed since; "unknown" outside of a checkout."""
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def write(section: str, found: dict[str, Any], settings: dict[str, Any], path: Path) -> None:
@@ -131,14 +123,11 @@ def arguments() -> argparse.Namespace:
     return chosen
 
 
-SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
-
-
 def describe(chosen: argparse.Namespace) -> None:
     print("\n".join(f"{name}: {value}" for name, value in machine().items()))
     if os.getloadavg()[0] > 0.5:
         print(f"Other programs are running (load {os.getloadavg()[0]:.1f}): expect wide intervals.")
-    print(f"{chosen.optimizer}, float32. {compare.LEGEND}")
+    print(f"{chosen.optimizer}, float32. docs/performance.md says what the columns are.")
     if handwritten() is None:
         print("scikit-learn is missing: the images are invented.")
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -34,9 +35,12 @@ def path() -> Path:
 
 
 @cache
-def new_floor() -> Callable[[], Any]:
+def library() -> tuple[Callable[[], Any], Callable[[int, int, int], None]]:
+    """The class Floor, and its function update(address, begin, end)."""
     torch.classes.load_library(str(path()))
-    return torch.classes.optfuse_floor.Floor
+    update = ctypes.CDLL(str(path())).bytes_alone_update
+    update.argtypes, update.restype = [ctypes.c_int64] * 3, None
+    return torch.classes.optfuse_floor.Floor, update
 
 
 def one_tensor(
@@ -45,14 +49,14 @@ def one_tensor(
     """A function that moves the bytes of one update, and the arrays: the gradient, which is
     read, and the parameter and its state, which are written."""
     arrays = [torch.ones(elements, dtype=dtype) for _ in range(1 + WRITTEN[optimizer])]
-    floor = new_floor()()
-    gradient, written = arrays[0], arrays[1:]
+    (new_floor, update), (gradient, *written) = library(), arrays
+    floor = new_floor()
     floor.add(written[0], written[1:])
 
     def run() -> None:
         written[0].grad = gradient
         floor.take()
-        floor.update(0, 1)
+        update(floor.address(), 0, 1)
 
     return run, gradient, written
 
@@ -63,7 +67,8 @@ class BytesAlone(NoOptimizer):
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         super().__init__(optimizer)
-        self.floor = new_floor()()
+        new_floor, self.update = library()
+        self.floor = new_floor()
         self.index = {
             p: self.floor.add(p, [torch.zeros_like(p) for _ in range(WRITTEN[name] - 1)])
             for group in self.param_groups
@@ -102,8 +107,8 @@ class InForward(BytesAlone):
             self._modules.add(module)
             begin, end = own[0], own[-1] + 1
             assert own == list(range(begin, end))
-            update = self.floor.update
-            module.register_forward_pre_hook(lambda *_: update(begin, end))
+            update, floor, at = self.update, self.floor, self.floor.address()
+            module.register_forward_pre_hook(lambda *_, keep=floor: update(at, begin, end))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._search.remove()

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from bytes_alone import FLOORS, bytes_alone
 from cells import GRID_CELLS, Cell, cells_of, training
-from figures import FUSED, NONE, OURS, Line, lines, progress, table, title, verdict
-from variants import COMPILED, CPU_ADAM, FOR_LOOP, FOREACH, HOOKS, few_variants, variants
+from figures import OURS, Line, lines, progress, table, title, verdict
+from variants import few_variants, variants
 
 import optfuse
 from optfuse._ab.variants import Wrap
@@ -26,16 +26,7 @@ FAR_NS = 80.0  # more than two cores that share a cache need
 FEWEST = 10  # rounds in one place that are worth a table of their own
 APART = "no shared cache"
 MOST, GRID_ROUNDS = 400, 30
-ALL = (*OURS, *FLOORS)
 COMPILING = 60.0  # seconds of a cell beside its rounds, if a step() has to be compiled
-LEGEND = (
-    "Medians with 95 % bootstrap intervals. x: times as fast, round by round. above no optimizer:"
-    " ms. recovered: the share of fused=True's cost above no optimizer that a variant saves."
-    " bytes alone: hooks that move an update's bytes where fusion updates and compute nothing."
-    f" loss: mean of the last 20. curve: every loss equals {FUSED}'s. faults: page faults an"
-    " iteration. host: ms in which the host issued an iteration for a GPU."
-    f" no shared cache: rounds in which a cache line took more than {FAR_NS:.0f} ns between cores."
-)
 
 
 class Distances:
@@ -101,7 +92,6 @@ def cells(chosen: Any) -> dict[str, Any]:
     for cell in in_time(cells_of(chosen, chosen.quick), chosen):
         wraps = variants(cell.device, chosen.compiled)
         found += compare(chosen, cell, wraps, chosen.rounds or MOST, seconds)
-    title(markdown(found, chosen.device))
     return {"cells": [one.to_dict() for one in found]}
 
 
@@ -112,7 +102,8 @@ def grid(chosen: Any) -> dict[str, Any]:
     found: list[Measured] = []
     for cell in in_time(chosen_cells, chosen):
         found += compare(chosen, cell, wraps, chosen.rounds or GRID_ROUNDS, None)
-    said = [verdict((line for one in found for line in one.lines), name) for name in ALL]
+    lines_of_all = [line for one in found for line in one.lines]
+    said = [verdict(lines_of_all, name) for name in (*OURS, *FLOORS)]
     title("\n".join(said))
     return {"verdict": said, "cells": [one.to_dict() for one in found]}
 
@@ -148,17 +139,3 @@ def compare(
         if row.note:
             print(f"{row.name} left out: {row.note}")
     return found
-
-
-def markdown(found: list[Measured], device: str) -> str:
-    """The table of README.md and docs/performance.md: ms, and ours against fused=True."""
-    stock = ["default", FOR_LOOP if device == "cuda" else FOREACH, FUSED]
-    names = [NONE, *stock, COMPILED, HOOKS, CPU_ADAM, *OURS]
-    rows = [["model, batch", *names, "backward x fused", "forward x fused"]]
-    rows.append(["---"] * len(rows[0]))
-    for one in found:
-        by_name = {HOOKS if HOOKS in line.name else line.name: line for line in one.lines}
-        ms = [f"{by_name[name].ms.median:.1f}" if name in by_name else "-" for name in names]
-        gain = [str(by_name[name].against_fused) if name in by_name else "-" for name in OURS]
-        rows.append([str(one), *ms, *gain])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -100,24 +99,14 @@ def stock(n: int, count: Count) -> None:
     count("step, fused=True", optimizer.step)
 
 
-def played_gpu() -> ModuleType:
-    """The GPU that the tests play; loaded before optfuse."""
-    os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "device"))
-    import fakecuda
-
-    fakecuda.load()
-    return fakecuda
-
-
 def backward_of_each(params: list[nn.Parameter]) -> Run:
     """One operator a parameter: what the device itself does is left out, but not exactly."""
     ends = [p.neg() for p in params]
     return partial(torch.autograd.backward, ends, [torch.ones_like(p) for p in params])
 
 
-def train(name: str, n: int, count: Count, gpu: ModuleType) -> None:
-    params = parameters(n, gpu.NAME)
+def train(name: str, n: int, count: Count) -> None:
+    params = parameters(n, fakecuda.NAME)
     optimizer = AdamW(params, fused=name == "fused=True")
     if name != "fused=True":
         mode = "forward" if name == "forward fusion" else "backward"
@@ -133,15 +122,19 @@ def train(name: str, n: int, count: Count, gpu: ModuleType) -> None:
         counting(f"step, {name}", optimizer.step)
         counting(f"use, {name}", use)
         counting(f"use again, {name}", use)
-        gpu.synchronize()
-        gpu.clear()
+        fakecuda.synchronize()
+        fakecuda.clear()
     drain_all()  # or the next one would find updates in flight
 
 
 if __name__ == "__main__":
     where, parameter_count = sys.argv[1], int(sys.argv[2])
-    gpu = played_gpu() if where == "gpu" else None
+    if where == "gpu":  # the one that the tests play; loaded before optfuse
+        os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "device"))
+        import fakecuda
 
+        fakecuda.load()
     import optfuse
     from optfuse import _native
     from optfuse._classes import link_of
@@ -149,9 +142,9 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     gc.disable()
-    if gpu:
+    if where == "gpu":
         for way in ("fused=True", "forward fusion", "backward fusion", "side stream"):
-            train(way, parameter_count, marks(), gpu)
+            train(way, parameter_count, marks())
     else:
         for part in (hooks, forward_parts, stock):
             part(parameter_count, marks())

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The data that the benchmark trains on: both come with the software it needs.
 
-A batch stream is an endless iterator that depends on nothing but its
-arguments, so that every variant sees the same batches. It lives on the device
-it is for, and a batch is gathered there, so that no copy from the host is
-measured.
-"""
+A batch stream depends on nothing but its arguments, so that every variant sees the same
+batches, and gathers each on the device it is for, so that no copy is measured."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ def handwritten() -> tuple[Tensor, Tensor] | None:
     except ImportError:
         return None
     found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
-    return images, torch.tensor(found.target, dtype=torch.int64)
+    return torch.tensor(found.images).float().unsqueeze(1), torch.tensor(found.target)
 
 
 def invented() -> tuple[Tensor, Tensor]:
@@ -66,12 +62,7 @@ def digit_batches(
 
 
 @cache
-def text_on(device: str) -> Tensor:
-    return text()[0].to(device)
-
-
-@cache
-def text() -> tuple[Tensor, str]:
+def text(device: str = "cpu") -> tuple[Tensor, str]:
     """Python's own standard library as character codes, and its alphabet."""
     parts: list[str] = []
     room = CHARACTERS
@@ -83,7 +74,7 @@ def text() -> tuple[Tensor, str]:
     alphabet = "".join(sorted(set(whole)))
     code = torch.zeros(128, dtype=torch.int64)
     code[[ord(c) for c in alphabet]] = torch.arange(len(alphabet))
-    return code[torch.tensor(list(whole.encode("ascii")))], alphabet
+    return code[torch.tensor(list(whole.encode("ascii")))].to(device), alphabet
 
 
 def text_batches(
@@ -91,7 +82,7 @@ def text_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Random excerpts, each with itself shifted by one character as the target. Where they are
     is sent to the device for many batches at a time."""
-    codes = text_on(device)
+    codes = text(device)[0]
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(length + 1, device=device)
     at_once = 1 if device == "cpu" else 64

@@ -32,9 +32,6 @@ def of_medians(formula: Callable[..., Tensor], *series: Sequence[float]) -> Inte
     return Interval(formula(*times.quantile(0.5, dim=1)).item(), low.item(), high.item())
 
 
-interval = median_interval
-
-
 def share(
     fused: Sequence[float], own: Sequence[float], without: Sequence[float]
 ) -> Interval | None:
@@ -76,6 +73,10 @@ def lines(comparison: Comparison, rounds: Sequence[int]) -> list[Line]:
 
 def _line(row: Row, fused: Row, series: dict[str, list[float]], rounds: Sequence[int]) -> Line:
     own, theirs, without = series[row.name], series[FUSED], series.get(NONE)
+
+    def ratio(of: Sequence[float]) -> Interval:
+        return median_interval([a / b for a, b in zip(of, own, strict=True)])
+
     cost = recovered = None
     if without is not None and row.name != NONE:
         cost = of_medians(lambda o, w: o - w, own, without)
@@ -85,8 +86,8 @@ def _line(row: Row, fused: Row, series: dict[str, list[float]], rounds: Sequence
     return Line(
         name=row.name,
         ms=median_interval(own),
-        against_fused=_ratio(theirs, own),
-        against_default=_ratio(series[DEFAULT], own) if DEFAULT in series else None,
+        against_fused=ratio(theirs),
+        against_default=ratio(series[DEFAULT]) if DEFAULT in series else None,
         cost_ms=cost,
         recovered=recovered,
         loss=fmean(row.losses[-CURVE_END:]) if trains and row.losses else None,
@@ -95,10 +96,6 @@ def _line(row: Row, fused: Row, series: dict[str, list[float]], rounds: Sequence
         page_faults=median(row.rounds_faults[i] for i in rounds) if row.rounds_faults else None,
         host_ms=row.host_ms,
     )
-
-
-def _ratio(theirs: Sequence[float], own: Sequence[float]) -> Interval:
-    return median_interval([a / b for a, b in zip(theirs, own, strict=True)])
 
 
 def title(text: str) -> None:
@@ -155,7 +152,7 @@ def verdict(found: Iterable[Line], name: str) -> str:
     slower = sum(line.against_fused.high < 1 for line in ours)
     shares = sorted(line.recovered.median for line in ours if line.recovered)
     text = f"{name}: measurably slower than {FUSED} in {slower} of {len(ours)} cells"
-    if not shares:
-        return text
-    text += f"; recovers {median(shares):.2f} of its cost (median of the {len(shares)} cells"
-    return text + f" where it costs anything; least {shares[0]:.2f})"
+    if shares:
+        text += f"; recovers {median(shares):.2f} of its cost, at least {shares[0]:.2f}"
+        text += f" (median of the {len(shares)} cells where it costs anything)"
+    return text

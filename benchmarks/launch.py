@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from figures import columns, title
 
 PARAMETERS = 1000
@@ -51,14 +50,12 @@ class Count(NamedTuple):
 
 
 def counts(found: dict[str, float]) -> list[Count]:
-    series = [[found[name] for name in part.names] for part in PARTS]
-    pairs = zip(PARTS, series, strict=True)
-    return [Count(part.what, n - sum(rest), part.budget) for part, (n, *rest) in pairs]
+    series = [(part, *(found[name] for name in part.names)) for part in PARTS]
+    return [Count(part.what, n - sum(rest), part.budget) for part, n, *rest in series]
 
 
-RELEASE = ".".join(torch.__version__.split(".")[:2])
 NEEDED = {
-    "OPTFUSE_LIBRARY": f"shim/liboptfuse_torch-{RELEASE}-*-guards.so",
+    "OPTFUSE_LIBRARY": "shim/liboptfuse_torch-*-guards.so",
     "OPTFUSE_FAKE_CUDA": "tests/device/libfake_cuda.so",
     "OPTFUSE_CUDA_LIBRARY": "tests/device/libfake_optfuse_cuda.so",
 }
@@ -89,12 +86,11 @@ class HostWork:
         return (self.way, *(f"{n:,.0f}" for n in counted), *sent)
 
 
-def is_left_out(function: Function) -> bool:
-    return function[0] == PLAYED or function[1] in LEFT_OUT
-
-
 def host_work(found: dict[str, Counts], n: int) -> list[HostWork]:
     """fused=True's backward and uses are those without an optimizer."""
+
+    def is_left_out(function: Function) -> bool:
+        return function[0] == PLAYED or function[1] in LEFT_OUT
 
     def instructions(way: str, phase: str) -> float:
         counted = found[f"{phase}, {way}"].without(is_left_out)

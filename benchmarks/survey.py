@@ -3,7 +3,7 @@
 train as they do by themselves: every class, in both modes, a few steps of a small model, weights
 and state_dict() compared by bits after each. Each class runs in a process of its own.
 
-    python -m pip install --no-deps --target DIR pytorch_optimizer timm ...
+    python -m pip install --target DIR pytorch_optimizer timm ...
     benchmarks/run --section survey --packages DIR"""
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 import multiprocessing
 import pkgutil
 import re
-import sys
 import types
 import warnings
 from collections import Counter
@@ -30,7 +29,6 @@ from optfuse._own_step.register import INDEPENDENT
 
 PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree")
 PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch")
-ABSENT = {"timm": ("timm.models",)}  # needs torchvision
 STEPS = 8
 SECONDS = 60  # for one class by itself
 EQUAL, REFUSED, DIFFERENT, UNMADE = "equal", "refused", "different", "not run by itself"
@@ -52,33 +50,10 @@ class Net(nn.Module):
         return self.out(hidden.mean(2))
 
 
-class Absent(types.ModuleType):
-    """Stands for what a package's optimizers import and do not need for a step."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def load(package: str) -> types.ModuleType:
-    """The package, or its part alone where the whole needs more packages than there are."""
-    outer, _, inner = package.partition(".")
-    spec = importlib.util.find_spec(outer)
-    try:
-        return importlib.import_module(package)
-    except Exception:
-        if not inner or spec is None:
-            raise
-    for name in [n for n in sys.modules if n.partition(".")[0] == outer]:
-        del sys.modules[name]
-    sys.modules[outer] = types.ModuleType(outer)
-    sys.modules[outer].__path__ = list(spec.submodule_search_locations or ())
-    sys.modules.update({name: Absent(name) for name in ABSENT.get(outer, ())})
-    return importlib.import_module(package)
-
-
-def modules(package: types.ModuleType) -> Iterator[types.ModuleType]:
+def modules(name: str) -> Iterator[types.ModuleType]:
+    package = importlib.import_module(name)
     yield package
-    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    for found in pkgutil.walk_packages(package.__path__, name + "."):
         try:
             yield importlib.import_module(found.name)
         except (Exception, SystemExit) as error:
@@ -86,9 +61,9 @@ def modules(package: types.ModuleType) -> Iterator[types.ModuleType]:
 
 
 def classes(package: str) -> list[type[Optimizer]]:
-    values = {v for m in modules(load(package)) for v in vars(m).values() if inspect.isclass(v)}
+    found = {v for module in modules(package) for v in vars(module).values() if inspect.isclass(v)}
     root = package.partition(".")[0]
-    own = [v for v in values if issubclass(v, Optimizer) and v.__module__.split(".")[0] == root]
+    own = [v for v in found if issubclass(v, Optimizer) and v.__module__.split(".")[0] == root]
     return sorted(own, key=lambda cls: (cls.__name__, cls.__module__))
 
 
@@ -205,7 +180,7 @@ def section(chosen: Any) -> dict[str, Any]:
             continue
         counts = by_package[package] = Counter()
         for cls in every[:3] if chosen.smoke else every:
-            name = f"{package}.{cls.__qualname__}"
+            name = f"{cls.__module__}.{cls.__qualname__}"
             kind, why = found[name] = run_apart(cls)
             counts[kind] += 1
             print(f"{name}: {kind} {why}"[:400], flush=True)
