@@ -16,7 +16,9 @@
 extern "C" {
 #endif
 
-enum { OF_MAX_STATE = 3, OF_MAX_COUNTERS = 2, OF_MAX_HYPER = 10, OF_MAX_SCALARS = 192 };
+/* Limits of a rule: state tensors, counters, options; and bytes of its prepared scalars.
+ * On a GPU these are at most as large as OF_MAX_HYPER doubles. */
+enum { OF_MAX_STATE = 4, OF_MAX_COUNTERS = 2, OF_MAX_HYPER = 14, OF_MAX_SCALARS = 192 };
 
 typedef enum of_dtype { OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16, OF_FLOAT16, OF_DTYPE_COUNT } of_dtype;
 
@@ -133,8 +135,10 @@ typedef struct of_rule {
     bool chain;
 } of_rule;
 
-/* The rules, ended by a row whose name is NULL. */
+/* The rules, ended by a row whose name is NULL; and their names and lists as text: see
+ * rules/lists.h. */
 extern const of_rule of_rules[];
+extern const char of_rules_text[];
 const of_rule *of_rule_find(const char *name); /* NULL if there is none */
 
 /* The kernels, ended by a row whose rule is NULL. */

@@ -52,32 +52,6 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     OF_CHAIN_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                  \
     OF_CHAIN_ISAS(X, rule, float16, OF_FLOAT16)
 
-#define OF_RULES(X)                                                                                \
-    OF_DTYPES(X, adam)                                                                             \
-    OF_DTYPES(X, sgd)                                                                              \
-    OF_DTYPES(X, adagrad)
-
-#define OF_CHAINS(X)                                                                               \
-    OF_CHAIN(X, rmsprop)                                                                           \
-    OF_CHAIN(X, adadelta)                                                                          \
-    OF_CHAIN(X, nadam)                                                                             \
-    OF_CHAIN(X, radam)                                                                             \
-    OF_CHAIN(X, adamax)                                                                            \
-    OF_CHAIN(X, rprop)                                                                             \
-    OF_CHAIN(X, asgd)                                                                              \
-    OF_CHAIN(X, lion)
-
-#define OF_CUDA_CHAINS(X)                                                                          \
-    OF_CUDA_ROWS(X, rmsprop)                                                                       \
-    OF_CUDA_ROWS(X, adadelta)                                                                      \
-    OF_CUDA_ROWS(X, nadam)                                                                         \
-    OF_CUDA_ROWS(X, radam)                                                                         \
-    OF_CUDA_ROWS(X, adamax)                                                                        \
-    OF_CUDA_ROWS(X, rprop)                                                                         \
-    OF_CUDA_ROWS(X, adagrad)                                                                       \
-    OF_CUDA_ROWS(X, asgd)                                                                          \
-    OF_CUDA_ROWS(X, lion)
-
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \
     of_kernel_fn of_##rule##_##dtype##_##isa##_plain;
@@ -104,19 +78,27 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 #define OF_CUDA_CHAIN_ROW(rule, dtype, dtype_code)                                                 \
     {#rule, OF_REF_CUDA_CHAIN, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_chain},
 
-OF_RULES(OF_DECLARE)
-OF_CHAINS(OF_DECLARE_CHAIN)
-OF_CUDA_ROWS(OF_DECLARE_CUDA, adam)
-OF_CUDA_ROWS(OF_DECLARE_CUDA, sgd)
-OF_CUDA_CHAINS(OF_DECLARE_CUDA_CHAIN)
+#define OF_DECLARE_CPU_FUSED(rule) OF_DTYPES(OF_DECLARE, rule)
+#define OF_DECLARE_CPU_OP_BY_OP(rule) OF_CHAIN(OF_DECLARE_CHAIN, rule)
+#define OF_DECLARE_CPU_EXTERNAL(rule)
+#define OF_DECLARE_GPU_FUSED(rule) OF_CUDA_ROWS(OF_DECLARE_CUDA, rule)
+#define OF_DECLARE_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_DECLARE_CUDA_CHAIN, rule)
+#define OF_DECLARE_GPU_EXTERNAL(rule)
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
+    OF_DECLARE_CPU_##cpu(rule) OF_DECLARE_GPU_##gpu(rule)
+#include "rules.def"
+
+#define OF_CPU_FUSED(rule) OF_DTYPES(OF_ROWS, rule)
+#define OF_CPU_OP_BY_OP(rule) OF_CHAIN(OF_CHAIN_ROW, rule)
+#define OF_CPU_EXTERNAL(rule)
+#define OF_GPU_FUSED(rule) OF_CUDA_ROWS(OF_CUDA_ROW, rule)
+#define OF_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_CUDA_CHAIN_ROW, rule)
+#define OF_GPU_EXTERNAL(rule)
 
 /* clang-format off */
 const of_kernel of_kernels[] = {
-    OF_RULES(OF_ROWS)
-    OF_CHAINS(OF_CHAIN_ROW)
-    OF_CUDA_ROWS(OF_CUDA_ROW, adam)
-    OF_CUDA_ROWS(OF_CUDA_ROW, sgd)
-    OF_CUDA_CHAINS(OF_CUDA_CHAIN_ROW)
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_CPU_##cpu(rule) OF_GPU_##gpu(rule)
+#include "rules.def"
     {NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL},
 };
 /* clang-format on */

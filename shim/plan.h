@@ -80,7 +80,7 @@ struct Plan {
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
-    std::atomic<uint32_t> prepared[64] = {};
+    std::atomic<uint64_t> prepared[64] = {};
     // Bit dtype: those that multiply gradients have been.
     std::atomic<uint32_t> prepared_scaling[64] = {};
 };

@@ -52,6 +52,9 @@ OF_API int of_shim_init(void *error_type, void *callback);
  * first plan; "" if there is none. */
 OF_API void of_shim_set_cuda_library(const char *path);
 
+/* of_rules_text (kernels.h): the names and the order of each rule's state and options. */
+OF_API const char *of_shim_rules(void);
+
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
  * of one bucket's parameters; 0 for the default: what is worth a launch on a GPU, or all
  * threads of the CPU. passes: of_plan_options.passes. */

@@ -3,7 +3,8 @@
  * defines
  *
  *   OF_RULE, OF_RULE_HEADER, OF_VARIANTS   rmsprop, "../rules/rmsprop.h", RMSPROP_VARIANTS
- *   OF_ROOTS                               how many square roots the rule takes
+ *   OF_N_STATE                             RMSPROP_N_STATE
+ *   OF_ROOTS                               RMSPROP_ROOTS: how many square roots it takes
  *   OF_DTYPE                               float32, and OF_DTYPE_FLOAT32
  *   OF_ISA                                 avx2
  *   OF_REFERENCE, OF_FUSED                 fused, true: the one that occurs there

@@ -61,23 +61,17 @@ __attribute__((noinline)) static void make_gradient(of_numbers *x, const of_span
 
 OF_RULE_FN of_element read(const of_numbers *x, unsigned used, size_t i) {
     of_element e = {x->param[i], x->grad[i], {0}};
-    if (used & 1u)
-        e.state[0] = x->state[0][i];
-    if (used & 2u)
-        e.state[1] = x->state[1][i];
-    if (used & 4u)
-        e.state[2] = x->state[2][i];
+    for (unsigned k = 0; k < OF_N_STATE; k++)
+        if (used & (1u << k))
+            e.state[k] = x->state[k][i];
     return e;
 }
 
 OF_RULE_FN void write(const of_numbers *x, unsigned used, size_t i, const of_element *e) {
     x->param[i] = e->param;
-    if (used & 1u)
-        x->state[0][i] = e->state[0];
-    if (used & 2u)
-        x->state[1][i] = e->state[1];
-    if (used & 4u)
-        x->state[2][i] = e->state[2];
+    for (unsigned k = 0; k < OF_N_STATE; k++)
+        if (used & (1u << k))
+            x->state[k][i] = e->state[k];
 }
 
 #if OF_ROOTS

@@ -14,7 +14,7 @@ enum { OF_CHAIN_BLOCK = 512 };
  * the room, else in memory, but for a gradient that has to change and a parameter
  * that is then stored past the caches. */
 typedef struct of_numbers {
-    of_real *param, *state[OF_MAX_STATE];
+    of_real *param, *state[OF_N_STATE];
     const of_real *grad;
     size_t n; /* in the room: filled up to whole vectors */
 } of_numbers;
@@ -24,7 +24,7 @@ typedef struct of_room {
     _Alignas(64) of_real param[OF_CHAIN_BLOCK];
     of_real roots[OF_ROOM * OF_CHAIN_BLOCK];
 #ifdef OF_IS_NARROW
-    of_real state[OF_MAX_STATE][OF_CHAIN_BLOCK];
+    of_real state[OF_N_STATE][OF_CHAIN_BLOCK];
 #endif
 } of_room;
 
@@ -68,7 +68,7 @@ __attribute__((noinline)) static of_numbers load(const of_span *span, unsigned u
     of_numbers x = {room->param, {NULL}, room->grad, (n + OF_BLOCK - 1) / OF_BLOCK * OF_BLOCK};
     widen(room->param, (const of_stored *)span->param + at, n);
     widen(room->grad, (const of_stored *)span->grad + at, n);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++) {
+    for (unsigned i = 0; i < OF_N_STATE; i++) {
         if (used & (1u << i)) {
             x.state[i] = room->state[i];
             widen(x.state[i], (const of_stored *)span->state[i] + at, n);
@@ -86,7 +86,7 @@ __attribute__((noinline)) static void save(const of_span *span, unsigned used, s
     } else {
         narrow((of_stored *)span->param + at, x->param, n);
     }
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_N_STATE; i++)
         if (used & (1u << i))
             narrow((of_stored *)span->state[i] + at, x->state[i], n);
 }
@@ -102,7 +102,7 @@ OF_RULE_FN of_numbers load(const of_span *span, unsigned used, size_t at, size_t
     of_numbers x = {(of_real *)span->param + at, {NULL}, (const of_real *)span->grad + at, n};
     if (of_goes_past_caches(span))
         x.param = memcpy(room->param, x.param, n * sizeof *x.param);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_N_STATE; i++)
         if (used & (1u << i))
             x.state[i] = (of_real *)span->state[i] + at;
     return x;

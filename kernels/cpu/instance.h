@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* instance.h: what one compilation of the loop is for. The build defines
  *
- *   OF_RULE, OF_VARIANTS   adam, ADAM_VARIANTS
- *   OF_DTYPE               float32, and OF_DTYPE_FLOAT32
- *   OF_ISA                 avx2
+ *   OF_RULE, OF_RULE_HEADER, OF_VARIANTS   adam, "../rules/adam.h", ADAM_VARIANTS
+ *   OF_N_STATE                             ADAM_N_STATE
+ *   OF_DTYPE                               float32, and OF_DTYPE_FLOAT32
+ *   OF_ISA                                 avx2
  *
  * and gets the functions of_adam_float32_avx2_fused and ..._plain, one for
  * each reference.
@@ -13,10 +14,7 @@
 
 #include "stored.h"
 
-#include "../rules/adagrad.h"
-#include "../rules/adam.h"
-#include "../rules/scaling.h"
-#include "../rules/sgd.h"
+#include OF_RULE_HEADER
 
 typedef OF_RULE_NAME(constants) of_constants;
 

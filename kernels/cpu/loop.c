@@ -15,7 +15,7 @@
 typedef struct of_arrays {
     of_stored *param;
     const of_stored *grad;
-    of_stored *state[OF_MAX_STATE];
+    of_stored *state[OF_N_STATE];
     bool past_caches; /* where the parameter is stored */
 } of_arrays;
 
@@ -31,7 +31,7 @@ static of_arrays advance(const of_arrays *arrays, size_t n) {
     of_arrays rest = *arrays;
     rest.param += n;
     rest.grad += n;
-    for (int i = 0; i < OF_MAX_STATE; i++)
+    for (int i = 0; i < OF_N_STATE; i++)
         if (rest.state[i])
             rest.state[i] += n;
     return rest;
@@ -39,29 +39,24 @@ static of_arrays advance(const of_arrays *arrays, size_t n) {
 
 OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of_form form,
                              of_factors by, size_t n, of_real *restrict param,
-                             const of_real *restrict grad, of_real *restrict state0,
-                             of_real *restrict state1, of_real *restrict state2) {
+                             const of_real *restrict grad, of_real *const *states) {
     const of_constants k = *constants;
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
+    of_real *state[OF_N_STATE];
+    memcpy(state, states, sizeof state);
     OF_NO_ALIAS
     for (size_t i = 0; i < n; i++) {
         of_element e = {param[i], grad[i], {0}};
         if (by.scaled)
             e.grad = e.grad * by.first * by.second;
-        if (used & 1u)
-            e.state[0] = state0[i];
-        if (used & 2u)
-            e.state[1] = state1[i];
-        if (used & 4u)
-            e.state[2] = state2[i];
+        for (unsigned j = 0; j < OF_N_STATE; j++)
+            if (used & (1u << j))
+                e.state[j] = state[j][i];
         OF_RULE_NAME(element)(&k, variant, form, &e);
         param[i] = e.param;
-        if (used & 1u)
-            state0[i] = e.state[0];
-        if (used & 2u)
-            state1[i] = e.state[1];
-        if (used & 4u)
-            state2[i] = e.state[2];
+        for (unsigned j = 0; j < OF_N_STATE; j++)
+            if (used & (1u << j))
+                state[j][i] = e.state[j];
     }
 }
 
@@ -81,7 +76,7 @@ OF_RULE_FN void multiply_block(float *block, float factor) {
 /* Widens a block into floats, updates it there, narrows it. */
 OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form form, of_factors by,
                              const of_arrays *arrays, size_t at) {
-    _Alignas(64) float param[OF_BLOCK], grad[OF_BLOCK], state[OF_MAX_STATE][OF_BLOCK];
+    _Alignas(64) float param[OF_BLOCK], grad[OF_BLOCK], state[OF_N_STATE][OF_BLOCK];
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     WIDEN(param, arrays->param + at);
     WIDEN(grad, arrays->grad + at);
@@ -89,11 +84,14 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
         multiply_block(grad, by.first);
         multiply_block(grad, by.second);
     }
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_N_STATE; i++)
         if (used & (1u << i))
             WIDEN(state[i], arrays->state[i] + at);
+    float *states[OF_N_STATE];
+    for (unsigned i = 0; i < OF_N_STATE; i++)
+        states[i] = state[i];
     const of_factors done = {false, 1, 1};
-    update_reals(k, variant, form, done, OF_BLOCK, param, grad, state[0], state[1], state[2]);
+    update_reals(k, variant, form, done, OF_BLOCK, param, grad, states);
     if (arrays->past_caches) {
         of_stored narrow[OF_BLOCK];
         NARROW(narrow, param);
@@ -101,7 +99,7 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
     } else {
         NARROW(arrays->param + at, param);
     }
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_N_STATE; i++)
         if (used & (1u << i))
             NARROW(arrays->state[i] + at, state[i]);
 }
@@ -111,17 +109,19 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
 __attribute__((noinline)) static void update_rest(const of_constants *k, unsigned variant,
                                                   of_form form, of_factors by,
                                                   const of_arrays *arrays, size_t at, size_t n) {
-    uint16_t param[OF_BLOCK] = {0}, grad[OF_BLOCK] = {0}, state[OF_MAX_STATE][OF_BLOCK] = {{0}};
-    const of_arrays padded = {param, grad, {state[0], state[1], state[2]}, false};
+    uint16_t param[OF_BLOCK] = {0}, grad[OF_BLOCK] = {0}, state[OF_N_STATE][OF_BLOCK] = {{0}};
+    of_arrays padded = {param, grad, {NULL}, false};
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     memcpy(param, arrays->param + at, n * sizeof *param);
     memcpy(grad, arrays->grad + at, n * sizeof *grad);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_N_STATE; i++) {
+        padded.state[i] = state[i];
         if (used & (1u << i))
             memcpy(state[i], arrays->state[i] + at, n * sizeof *state[i]);
+    }
     update_block(k, variant, form, by, &padded, 0);
     memcpy(arrays->param + at, param, n * sizeof *param);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_N_STATE; i++)
         if (used & (1u << i))
             memcpy(arrays->state[i] + at, state[i], n * sizeof *state[i]);
 }
@@ -139,8 +139,7 @@ OF_RULE_FN void update_array(const of_constants *k, unsigned variant, of_form fo
 
 OF_RULE_FN void update_in_place(const of_constants *k, unsigned variant, of_form form,
                                 of_factors by, const of_arrays *arrays, size_t n) {
-    update_reals(k, variant, form, by, n, arrays->param, arrays->grad, arrays->state[0],
-                 arrays->state[1], arrays->state[2]);
+    update_reals(k, variant, form, by, n, arrays->param, arrays->grad, arrays->state);
 }
 
 /* A compiler that vectorizes a loop has no such stores to offer: a block, which stays in
@@ -151,8 +150,7 @@ OF_RULE_FN void update_past_caches(const of_constants *k, unsigned variant, of_f
     for (; n >= OF_BLOCK; n -= OF_BLOCK) {
         _Alignas(64) of_real param[OF_BLOCK];
         memcpy(param, rest.param, sizeof param);
-        update_reals(k, variant, form, by, OF_BLOCK, param, rest.grad, rest.state[0],
-                     rest.state[1], rest.state[2]);
+        update_reals(k, variant, form, by, OF_BLOCK, param, rest.grad, rest.state);
         of_store_past_caches(rest.param, param, sizeof param);
         rest = advance(&rest, OF_BLOCK);
     }
@@ -211,10 +209,9 @@ OF_RULE_FN of_factors factors_of(const of_span *span) {
 OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused) {
     const of_form form = {fused, OF_ALL_TAIL}, tail = {fused, true};
     const of_factors none = {false, 1, 1}, by = factors_of(span);
-    const of_arrays arrays = {span->param,
-                              span->grad,
-                              {span->state[0], span->state[1], span->state[2]},
-                              of_goes_past_caches(span)};
+    of_arrays arrays = {span->param, span->grad, {NULL}, of_goes_past_caches(span)};
+    for (int i = 0; i < OF_N_STATE; i++)
+        arrays.state[i] = span->state[i];
     const size_t body = OF_ALL_TAIL ? span->n : span->n - span->tail;
     if (by.scaled)
         update_scaled(scalars, form, by, &arrays, body);

@@ -102,14 +102,16 @@ OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *
         of_update_pack<USED, 1>(tensor, block, i);
 }
 
-// The kernels for one set of state, as bits.
-#define OF_CUDA_NAME(used, size)                                                                   \
-    OF_PASTE(OF_PASTE(of_cuda, OF_PASTE(OF_RULE, OF_DTYPE)), OF_PASTE(used, size))
-#define OF_CUDA_KERNEL(used, size)                                                                 \
+// The kernels for one set of state, as bits; the build defines OF_SETS: those that the rule
+// can use.
+#define OF_CUDA_NAME(rule, used, size)                                                             \
+    OF_PASTE(OF_PASTE(of_cuda, OF_PASTE(rule, OF_DTYPE)), OF_PASTE(used, size))
+#define OF_CUDA_KERNEL(rule, used, size)                                                           \
     extern "C" __global__ void __launch_bounds__(OF_CUDA_THREADS)                                  \
-        OF_CUDA_NAME(used, size)(OF_CUDA_ARGUMENT(of_cuda_##size##_table) table) {                 \
+        OF_CUDA_NAME(rule, used, size)(OF_CUDA_ARGUMENT(of_cuda_##size##_table) table) {                 \
         of_update_block<used>(table.common, table.words);                                          \
     }
-#define OF_CUDA_KERNELS(used) OF_CUDA_KERNEL(used, small) OF_CUDA_KERNEL(used, large)
+#define OF_CUDA_KERNELS(rule, used)                                                                \
+    OF_CUDA_KERNEL(rule, used, small) OF_CUDA_KERNEL(rule, used, large)
 
 #endif

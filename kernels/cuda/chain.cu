@@ -17,11 +17,11 @@ OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tens
     block.factor = of_factor_of(common);
 #ifdef OF_RULE_RMSPROP // known here, so that the other ways are left out
     block.chain.scalars.chain.variant =
-        (USED & 1 << RMSPROP_MOMENTUM_BUFFER ? RMSPROP_WITH_MOMENTUM : 0) |
-        (USED & 1 << RMSPROP_GRAD_AVG ? RMSPROP_WITH_CENTER : 0);
+        (USED & 1 << rmsprop_momentum_buffer ? RMSPROP_WITH_MOMENTUM : 0) |
+        (USED & 1 << rmsprop_grad_avg ? RMSPROP_WITH_CENTER : 0);
 #endif
 #ifdef OF_RULE_ASGD
-    asgd_foreach_meet(&block.chain.scalars, *tensor.number[ASGD_ETA], *tensor.number[ASGD_MU]);
+    asgd_foreach_meet(&block.chain.scalars, *tensor.number[asgd_eta], *tensor.number[asgd_mu]);
 #else
     (void)tensor;
 #endif
@@ -41,14 +41,4 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
     of_store_packs(tensor, at, packs);
 }
 
-// The sets of state the rule can use.
-#if defined(OF_RULE_RMSPROP)
-OF_CUDA_KERNELS(2)
-OF_CUDA_KERNELS(3)
-OF_CUDA_KERNELS(6)
-OF_CUDA_KERNELS(7)
-#elif defined(OF_RULE_ADAGRAD) || defined(OF_RULE_ASGD) || defined(OF_RULE_LION)
-OF_CUDA_KERNELS(1)
-#else
-OF_CUDA_KERNELS(3)
-#endif
+OF_SETS(OF_CUDA_KERNELS, OF_RULE)

@@ -4,7 +4,7 @@
  *
  *   OF_FORM          rmsprop, nadam_foreach: the rule's formula on GPUs
  *   OF_RULE_HEADER   the header that has it
- *   OF_ROOTS         how many square roots it takes
+ *   OF_ROOTS         RMSPROP_ROOTS: how many square roots it takes
  */
 #ifndef OPTFUSE_CUDA_CHAIN_ELEMENT_H
 #define OPTFUSE_CUDA_CHAIN_ELEMENT_H

@@ -16,7 +16,7 @@ static void update_one(const of_span *span, const of_chain *chain, unsigned used
 
 void OF_KERNEL_NAME(chain)(const of_span *span, const void *scalars) {
     const of_chain chain = of_chain_round(scalars);
-    const unsigned used = OF_FORM_NAME(variant_state)(chain.scalars.chain.variant);
+    const unsigned used = OF_RULE_NAME(variant_state)(chain.scalars.chain.variant);
     for (size_t i = 0; i < span->n; i++)
         update_one(span, &chain, used, i);
 }

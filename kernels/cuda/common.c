@@ -3,18 +3,8 @@
 #include <string.h>
 
 #include "launch.h"
-#include "rules/adadelta.h"
-#include "rules/adagrad_foreach.h"
-#include "rules/adam.h"
-#include "rules/adamax.h"
-#include "rules/asgd_foreach.h"
-#include "rules/lion.h"
-#include "rules/nadam_foreach.h"
-#include "rules/radam_foreach.h"
-#include "rules/rmsprop.h"
-#include "rules/rprop.h"
+#include "rules/chain.h"
 #include "rules/scaling.h"
-#include "rules/sgd.h"
 
 typedef struct rule {
     const char *name;
@@ -31,30 +21,39 @@ static unsigned variant_of(const double *prepared) {
     return chain.variant;
 }
 
-#define OF_PREPARED(X)                                                                             \
-    X(rmsprop, rmsprop, 0)                                                                         \
-    X(adadelta, adadelta, 0)                                                                       \
-    X(nadam, nadam_foreach, 0)                                                                     \
-    X(radam, radam_foreach, 0)                                                                     \
-    X(adamax, adamax, 0)                                                                           \
-    X(rprop, rprop, 0)                                                                             \
-    X(adagrad, adagrad_foreach, 0)                                                                 \
-    X(asgd, asgd_foreach, ASGD_N_COUNTERS)                                                         \
-    X(lion, lion, 0)
-#define OF_USED(rule, form, numbers)                                                               \
+/* What a row has by the kind of its kernels. */
+#define OF_USED_FUSED(rule)
+#define OF_USED_OP_BY_OP(rule)                                                                     \
     static unsigned rule##_used(const double *prepared) {                                          \
-        return form##_variant_state(variant_of(prepared));                                         \
+        return rule##_variant_state(variant_of(prepared));                                         \
     }
-#define OF_PREPARED_ROW(rule, form, numbers)                                                       \
+#define OF_USED_EXTERNAL(rule)
+#define OF_ROW_FUSED(rule, RULE, form, numbers)                                                    \
+    {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, 0},
+#define OF_ROW_OP_BY_OP(rule, RULE, form, numbers)                                                 \
     {#rule, sizeof(form##_scalars), rule##_used, true, numbers},
+#define OF_ROW_EXTERNAL(rule, RULE, form, numbers)
+#define OF_NUMBERS_UNCOUNTED(RULE) 0
+#define OF_NUMBERS_COUNTED(RULE) 0
+#define OF_NUMBERS_COUNTED_ON_GPU(RULE) RULE##_N_COUNTERS
 
-OF_PREPARED(OF_USED)
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_USED_##gpu(rule)
+#include "rules.def"
 
 /* kernels.h has such a table too; this library has to stand alone. */
-static const rule rules[] = {{"adam", ADAM_N_HYPER * sizeof(double), adam_state_used, false, 0},
-                             {"scaling", 0, scaling_state_used, false, 0},
-                             {"sgd", SGD_N_HYPER * sizeof(double), sgd_state_used, false, 0},
-                             OF_PREPARED(OF_PREPARED_ROW)};
+static const rule rules[] = {
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
+    OF_ROW_##gpu(rule, RULE, form, OF_NUMBERS_##steps(RULE))
+#include "rules.def"
+    {"scaling", 0, scaling_state_used, false, 0},
+};
+
+const char *of_cuda_rules(void) {
+    return
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_TEXT(rule, RULE, cpu, steps)
+#include "rules.def"
+        ;
+}
 
 of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
                             bool early) {

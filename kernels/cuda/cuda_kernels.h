@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 5 };
+enum { OF_CUDA_ABI_VERSION = 6 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -69,6 +69,8 @@ typedef struct of_cuda_update {
 } of_cuda_update;
 
 OF_CUDA_API int of_cuda_abi_version(void);
+/* This library's of_rules_text (kernels.h): another one has its options in another order. */
+OF_CUDA_API const char *of_cuda_rules(void);
 
 /* Opens the driver; the other calls do it themselves. */
 OF_CUDA_API of_cuda_status of_cuda_open(void);

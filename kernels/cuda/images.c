@@ -19,10 +19,6 @@ typedef struct image {
     of_cuda_kernels kernels[SETS];
 } image;
 
-#define OF_RULES(X)                                                                                \
-    X(adam)                                                                                        \
-    X(scaling)                                                                                     \
-    X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad) X(asgd) X(lion)
 #define OF_DECLARE(rule)                                                                           \
     extern const unsigned long long of_image_##rule##_float32[], of_image_##rule##_float64[],      \
         of_image_##rule##_bfloat16[], of_image_##rule##_float16[];
@@ -33,7 +29,12 @@ typedef struct image {
     OF_IMAGE(rule, bfloat16, OF_BFLOAT16)                                                          \
     OF_IMAGE(rule, float16, OF_FLOAT16)
 
-OF_RULES(OF_DECLARE)
+#define OF_DECLARE_FUSED OF_DECLARE
+#define OF_DECLARE_OP_BY_OP OF_DECLARE
+#define OF_DECLARE_EXTERNAL(rule)
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_DECLARE_##gpu(rule)
+#include "rules.def"
+OF_DECLARE(scaling)
 extern const unsigned long long of_image_advance[], of_image_renew[];
 
 typedef struct single {
@@ -44,7 +45,13 @@ typedef struct single {
 
 /* guards the fields of `images` and `singles` that loading fills */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static image images[] = {OF_RULES(OF_IMAGES)};
+#define OF_IMAGES_FUSED OF_IMAGES
+#define OF_IMAGES_OP_BY_OP OF_IMAGES
+#define OF_IMAGES_EXTERNAL(rule)
+static image images[] = {
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_IMAGES_##gpu(rule)
+#include "rules.def"
+    OF_IMAGES(scaling)};
 static single singles[OF_CUDA_SINGLES] = {
     [OF_CUDA_ADVANCE] = {of_image_advance, "of_cuda_advance_steps", NULL},
     [OF_CUDA_RENEW] = {of_image_renew, "of_cuda_renew_asgd", NULL}};

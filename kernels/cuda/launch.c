@@ -26,8 +26,6 @@ typedef struct call {
  * with room for those that are not full. */
 static const uint64_t MOST_ELEMENTS = (uint64_t)OF_CUDA_CHUNK_UNIT << 30;
 
-static const char *const state_words[] = {"first", "second", "third"};
-
 int of_cuda_abi_version(void) {
     return OF_CUDA_ABI_VERSION;
 }
@@ -57,8 +55,7 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
         return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: parameter or gradient misplaced", index);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if ((c->used & (1u << i)) && misplaced(entry->state[i], size))
-            return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: %s state misplaced", index,
-                                state_words[i]);
+            return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: state %u misplaced", index, i);
     return OF_CUDA_OK;
 }
 

@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "../rules/adam.h"
 #include "element.cuh"
 #include "table.h"
 
@@ -31,8 +32,8 @@ OF_DEVICE_FN of_moment of_moment_of(const of_cuda_common &common, uint64_t step_
     now.lr = common.lr_at ? (of_real)*common.lr_at : (of_real)common.hyper[0];
     now.correction1 = now.correction2 = (of_real)1;
     if (OF_RULE_NAME(cuda_corrects)) {
-        now.correction1 = of_correction(common.hyper[ADAM_BETA1], step);
-        now.correction2 = of_square_root(of_correction(common.hyper[ADAM_BETA2], step));
+        now.correction1 = of_correction(common.hyper[adam_beta1], step);
+        now.correction2 = of_square_root(of_correction(common.hyper[adam_beta2], step));
     }
     now.first = step <= 1.0f;
     now.scaled = common.grad_scale_at != nullptr;

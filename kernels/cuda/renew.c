@@ -16,8 +16,8 @@ of_cuda_status of_cuda_renew(const of_driver *driver, const of_cuda_update *upda
     for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++) {
         const of_cuda_entry *e = &entries[i];
         table.at[table.n].step = e->step_at;
-        table.at[table.n].eta = e->numbers_at[ASGD_ETA];
-        table.at[table.n++].mu = e->numbers_at[ASGD_MU];
+        table.at[table.n].eta = e->numbers_at[asgd_eta];
+        table.at[table.n++].mu = e->numbers_at[asgd_mu];
         if (table.n < OF_CUDA_NUMBERS && i + 1 < n_entries)
             continue;
         status = of_cuda_launch_single(driver, kernel, &table, table.n, update->stream);

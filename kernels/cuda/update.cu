@@ -49,14 +49,4 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
         of_store<N>(tensor.grad, at, packs.grad);
 }
 
-#if defined(OF_RULE_ADAM)
-OF_CUDA_KERNELS(3)
-OF_CUDA_KERNELS(7)
-#elif defined(OF_RULE_SCALING)
-OF_CUDA_KERNELS(0)
-#elif defined(OF_RULE_SGD)
-OF_CUDA_KERNELS(0)
-OF_CUDA_KERNELS(1)
-#else
-#error "define OF_RULE_<NAME>"
-#endif
+OF_SETS(OF_CUDA_KERNELS, OF_RULE)

@@ -6,20 +6,18 @@
 
 #include "chain.h"
 
-enum { ADAGRAD_SUM, ADAGRAD_N_STATE };
-
-enum {
-    ADAGRAD_LR,
-    ADAGRAD_LR_DECAY,
-    ADAGRAD_WEIGHT_DECAY,
-    ADAGRAD_EPS,
-    ADAGRAD_MAXIMIZE,
-    ADAGRAD_N_HYPER
-};
+#define ADAGRAD_STATE(X) X(adagrad, sum)
+#define ADAGRAD_OPTIONS(X)                                                                         \
+    X(adagrad, lr) X(adagrad, lr_decay) X(adagrad, weight_decay) X(adagrad, eps)                   \
+    X(adagrad, maximize)
+#define ADAGRAD_COUNTERS(X)
+OF_ENUMERATE(ADAGRAD);
 
 /* Options that get a loop of their own. */
 enum { ADAGRAD_WITH_DECAY = 1 };
+#define ADAGRAD_ROOTS 1
 #define ADAGRAD_VARIANTS(X) X(0) X(1)
+#define ADAGRAD_SETS(X, ...) X(__VA_ARGS__, 1)
 
 /* The reference has usable vector code for 16-bit types. */
 enum { adagrad_narrow_is_scalar = 0 };
@@ -36,19 +34,14 @@ typedef struct adagrad_constants {
     of_real rate, weight_decay, eps, sign;
 } adagrad_constants;
 
-static inline unsigned adagrad_state_used(const double *hyper) {
-    (void)hyper;
-    return 1u;
-}
-
 static inline void adagrad_prepare(const double *hyper, of_count *count, void *scalars) {
     adagrad_scalars *s = (adagrad_scalars *)scalars;
-    const double lr = hyper[ADAGRAD_LR], lr_decay = hyper[ADAGRAD_LR_DECAY];
+    const double lr = hyper[adagrad_lr], lr_decay = hyper[adagrad_lr_decay];
     s->rate_fused = lr / fma(count->step - 1.0, lr_decay, 1.0);
     s->rate_plain = lr / (1.0 + (count->step - 1.0) * lr_decay);
-    s->weight_decay = hyper[ADAGRAD_WEIGHT_DECAY];
-    s->eps = hyper[ADAGRAD_EPS];
-    s->sign = hyper[ADAGRAD_MAXIMIZE] != 0.0 ? -1.0 : 1.0;
+    s->weight_decay = hyper[adagrad_weight_decay];
+    s->eps = hyper[adagrad_eps];
+    s->sign = hyper[adagrad_maximize] != 0.0 ? -1.0 : 1.0;
     s->variant = s->weight_decay != 0.0 ? (unsigned)ADAGRAD_WITH_DECAY : 0u;
 }
 
@@ -56,10 +49,7 @@ OF_RULE_FN unsigned adagrad_variant(const void *scalars) {
     return ((const adagrad_scalars *)scalars)->variant;
 }
 
-OF_RULE_FN unsigned adagrad_variant_state(unsigned variant) {
-    (void)variant;
-    return 1u;
-}
+OF_USES_ALL_STATE(adagrad, ADAGRAD)
 
 /* The reference's vector code rounds the scalars to the type in memory. */
 OF_RULE_FN of_real adagrad_scalar(of_form form, double value) {
@@ -78,7 +68,7 @@ OF_RULE_FN adagrad_constants adagrad_round(const void *scalars, of_form form) {
 
 OF_RULE_FN void adagrad_element(const adagrad_constants *k, unsigned variant, of_form form,
                                 of_element *e) {
-    of_real *sum = &e->state[ADAGRAD_SUM];
+    of_real *sum = &e->state[adagrad_sum];
     of_real grad = e->grad * k->sign;
     if (variant & ADAGRAD_WITH_DECAY)
         grad = of_multiply_add(form.fused, e->param, k->weight_decay, grad);

@@ -11,22 +11,17 @@ typedef struct adagrad_foreach_scalars {
     double rate, eps;
 } adagrad_foreach_scalars;
 
-OF_RULE_FN unsigned adagrad_foreach_variant_state(unsigned variant) {
-    (void)variant;
-    return 1u;
-}
-
 static inline void adagrad_foreach_prepare(const double *hyper, of_count *count, void *scalars) {
     adagrad_foreach_scalars *s = (adagrad_foreach_scalars *)scalars;
-    const double slower = 1.0 + (count->step - 1.0) * hyper[ADAGRAD_LR_DECAY];
-    s->chain = chain_prepare(hyper[ADAGRAD_WEIGHT_DECAY], hyper[ADAGRAD_MAXIMIZE], 0);
-    s->rate = -hyper[ADAGRAD_LR] / slower;
-    s->eps = hyper[ADAGRAD_EPS];
+    const double slower = 1.0 + (count->step - 1.0) * hyper[adagrad_lr_decay];
+    s->chain = chain_prepare(hyper[adagrad_weight_decay], hyper[adagrad_maximize], 0);
+    s->rate = -hyper[adagrad_lr] / slower;
+    s->eps = hyper[adagrad_eps];
 }
 
 OF_RULE_FN void adagrad_foreach_radicand(const adagrad_foreach_scalars *s, unsigned variant,
                                          of_form form, of_element *e, of_real *root) {
-    of_real *sum = &e->state[ADAGRAD_SUM];
+    of_real *sum = &e->state[adagrad_sum];
     (void)s, (void)variant;
     *sum = aten_addcmul(form, *sum, e->grad, e->grad, 1.0);
     root[0] = *sum;

@@ -8,23 +8,17 @@
 
 #include "real.h"
 
-enum { ADAM_EXP_AVG, ADAM_EXP_AVG_SQ, ADAM_MAX_EXP_AVG_SQ, ADAM_N_STATE };
-
-enum {
-    ADAM_LR,
-    ADAM_BETA1,
-    ADAM_BETA2,
-    ADAM_EPS,
-    ADAM_WEIGHT_DECAY,
-    ADAM_AMSGRAD,
-    ADAM_MAXIMIZE,
-    ADAM_DECOUPLED,
-    ADAM_N_HYPER
-};
+#define ADAM_STATE(X) X(adam, exp_avg) X(adam, exp_avg_sq) X(adam, max_exp_avg_sq)
+#define ADAM_OPTIONS(X)                                                                            \
+    X(adam, lr) X(adam, beta1) X(adam, beta2) X(adam, eps) X(adam, weight_decay) X(adam, amsgrad)  \
+    X(adam, maximize) X(adam, decoupled_weight_decay)
+#define ADAM_COUNTERS(X)
+OF_ENUMERATE(ADAM);
 
 /* Options that get a loop of their own. */
 enum { ADAM_WITH_AMSGRAD = 1, ADAM_WITH_L2 = 2 };
 #define ADAM_VARIANTS(X) X(0) X(1) X(2) X(3)
+#define ADAM_SETS(X, ...) X(__VA_ARGS__, 3) X(__VA_ARGS__, 7)
 
 /* The reference has usable vector code for 16-bit types. */
 enum { adam_narrow_is_scalar = 0 };
@@ -52,27 +46,27 @@ typedef struct adam_constants {
 } adam_constants;
 
 static inline unsigned adam_state_used(const double *hyper) {
-    return hyper[ADAM_AMSGRAD] != 0.0 ? 7u : 3u;
+    return hyper[adam_amsgrad] != 0.0 ? 7u : 3u;
 }
 
 static inline void adam_prepare(const double *hyper, of_count *count, void *scalars) {
     adam_scalars *s = (adam_scalars *)scalars;
-    const double lr = hyper[ADAM_LR];
-    const double decay = hyper[ADAM_WEIGHT_DECAY];
-    const bool decoupled = decay != 0.0 && hyper[ADAM_DECOUPLED] != 0.0;
+    const double lr = hyper[adam_lr];
+    const double decay = hyper[adam_weight_decay];
+    const bool decoupled = decay != 0.0 && hyper[adam_decoupled_weight_decay] != 0.0;
     const bool l2 = decay != 0.0 && !decoupled;
 
     s->weight_decay = decay;
     s->decay_fused = decoupled ? fma(-lr, decay, 1.0) : 1.0;
     s->decay_plain = decoupled ? 1.0 - lr * decay : 1.0;
-    s->average_weight = 1.0 - hyper[ADAM_BETA1];
-    s->square_weight = 1.0 - hyper[ADAM_BETA2];
-    s->beta2 = hyper[ADAM_BETA2];
-    s->step_size = lr / (1.0 - pow(hyper[ADAM_BETA1], count->step));
-    s->correction = sqrt(1.0 - pow(hyper[ADAM_BETA2], count->step));
-    s->eps = hyper[ADAM_EPS];
-    s->sign = hyper[ADAM_MAXIMIZE] != 0.0 ? -1.0 : 1.0;
-    s->variant = (hyper[ADAM_AMSGRAD] != 0.0 ? (unsigned)ADAM_WITH_AMSGRAD : 0u) |
+    s->average_weight = 1.0 - hyper[adam_beta1];
+    s->square_weight = 1.0 - hyper[adam_beta2];
+    s->beta2 = hyper[adam_beta2];
+    s->step_size = lr / (1.0 - pow(hyper[adam_beta1], count->step));
+    s->correction = sqrt(1.0 - pow(hyper[adam_beta2], count->step));
+    s->eps = hyper[adam_eps];
+    s->sign = hyper[adam_maximize] != 0.0 ? -1.0 : 1.0;
+    s->variant = (hyper[adam_amsgrad] != 0.0 ? (unsigned)ADAM_WITH_AMSGRAD : 0u) |
                  (l2 ? (unsigned)ADAM_WITH_L2 : 0u);
 }
 
@@ -117,9 +111,9 @@ OF_RULE_FN of_real adam_maximum(bool tail, of_real old, of_real now) {
 OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form form,
                              of_element *e) {
     const bool fused = form.fused;
-    of_real *average = &e->state[ADAM_EXP_AVG];
-    of_real *square = &e->state[ADAM_EXP_AVG_SQ];
-    of_real *largest = &e->state[ADAM_MAX_EXP_AVG_SQ];
+    of_real *average = &e->state[adam_exp_avg];
+    of_real *square = &e->state[adam_exp_avg_sq];
+    of_real *largest = &e->state[adam_max_exp_avg_sq];
 
     of_real grad = e->grad * k->sign;
     if (variant & ADAM_WITH_L2)
@@ -155,24 +149,24 @@ typedef struct adam_cuda_constants {
 } adam_cuda_constants;
 
 OF_RULE_FN unsigned adam_cuda_state(const double *hyper) {
-    return hyper[ADAM_AMSGRAD] != 0.0 ? 7u : 3u;
+    return hyper[adam_amsgrad] != 0.0 ? 7u : 3u;
 }
 
 OF_RULE_FN adam_cuda_constants adam_cuda_round(const double *hyper, const of_moment *now) {
     adam_cuda_constants k;
-    k.beta1 = of_rounded(hyper[ADAM_BETA1]);
-    k.beta2 = of_rounded(hyper[ADAM_BETA2]);
-    k.eps = of_rounded(hyper[ADAM_EPS]);
-    k.weight_decay = of_rounded(hyper[ADAM_WEIGHT_DECAY]);
+    k.beta1 = of_rounded(hyper[adam_beta1]);
+    k.beta2 = of_rounded(hyper[adam_beta2]);
+    k.eps = of_rounded(hyper[adam_eps]);
+    k.weight_decay = of_rounded(hyper[adam_weight_decay]);
     k.shrink = now->lr * k.weight_decay;
     k.step_size = now->lr / now->correction1;
     k.correction = now->correction2;
     k.reciprocal = (of_real)1 / k.correction;
-    k.maximize = hyper[ADAM_MAXIMIZE] != 0.0;
-    k.decoupled = k.weight_decay != (of_real)0 && hyper[ADAM_DECOUPLED] != 0.0;
+    k.maximize = hyper[adam_maximize] != 0.0;
+    k.decoupled = k.weight_decay != (of_real)0 && hyper[adam_decoupled_weight_decay] != 0.0;
     k.l2 = k.weight_decay != (of_real)0 && !k.decoupled;
 #ifdef OF_REAL_FLOAT
-    k.rounded_l2 = now->early && k.maximize && !now->scaled && hyper[ADAM_AMSGRAD] == 0.0;
+    k.rounded_l2 = now->early && k.maximize && !now->scaled && hyper[adam_amsgrad] == 0.0;
 #else
     k.rounded_l2 = false;
 #endif
@@ -203,9 +197,9 @@ OF_RULE_FN of_real adam_cuda_correct(const adam_cuda_constants *k, of_real root)
 /* Where the element lies in its tensor makes no difference to this rule. */
 OF_RULE_FN void adam_cuda_element(const adam_cuda_constants *k, unsigned used, bool quad,
                                   unsigned lane, of_element *e) {
-    of_real *average = &e->state[ADAM_EXP_AVG];
-    of_real *square = &e->state[ADAM_EXP_AVG_SQ];
-    of_real *largest = &e->state[ADAM_MAX_EXP_AVG_SQ];
+    of_real *average = &e->state[adam_exp_avg];
+    of_real *square = &e->state[adam_exp_avg_sq];
+    of_real *largest = &e->state[adam_max_exp_avg_sq];
     (void)quad, (void)lane;
 
     const of_real grad = adam_cuda_gradient(k, e);

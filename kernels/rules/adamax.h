@@ -6,47 +6,36 @@
 
 #include "chain.h"
 
-enum { ADAMAX_EXP_AVG, ADAMAX_EXP_INF, ADAMAX_N_STATE };
+#define ADAMAX_STATE(X) X(adamax, exp_avg) X(adamax, exp_inf)
+#define ADAMAX_OPTIONS(X)                                                                          \
+    X(adamax, lr) X(adamax, beta1) X(adamax, beta2) X(adamax, eps) X(adamax, weight_decay)         \
+    X(adamax, maximize)
+#define ADAMAX_COUNTERS(X)
+OF_ENUMERATE(ADAMAX);
 
-enum {
-    ADAMAX_LR,
-    ADAMAX_BETA1,
-    ADAMAX_BETA2,
-    ADAMAX_EPS,
-    ADAMAX_WEIGHT_DECAY,
-    ADAMAX_MAXIMIZE,
-    ADAMAX_N_HYPER
-};
-
+#define ADAMAX_ROOTS 0
 #define ADAMAX_VARIANTS(X) X(0)
+#define ADAMAX_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct adamax_scalars {
     chain_scalars chain;
     double step_size, average_weight, beta2, eps;
 } adamax_scalars;
 
-OF_RULE_FN unsigned adamax_variant_state(unsigned variant) {
-    (void)variant;
-    return 3u;
-}
-
-static inline unsigned adamax_state_used(const double *hyper) {
-    (void)hyper;
-    return 3u;
-}
+OF_USES_ALL_STATE(adamax, ADAMAX)
 
 static inline void adamax_prepare(const double *hyper, of_count *count, void *scalars) {
     adamax_scalars *s = (adamax_scalars *)scalars;
-    s->chain = chain_prepare(hyper[ADAMAX_WEIGHT_DECAY], hyper[ADAMAX_MAXIMIZE], 0);
-    s->step_size = -(hyper[ADAMAX_LR] / (1.0 - pow(hyper[ADAMAX_BETA1], count->step)));
-    s->average_weight = 1.0 - hyper[ADAMAX_BETA1];
-    s->beta2 = hyper[ADAMAX_BETA2];
-    s->eps = hyper[ADAMAX_EPS];
+    s->chain = chain_prepare(hyper[adamax_weight_decay], hyper[adamax_maximize], 0);
+    s->step_size = -(hyper[adamax_lr] / (1.0 - pow(hyper[adamax_beta1], count->step)));
+    s->average_weight = 1.0 - hyper[adamax_beta1];
+    s->beta2 = hyper[adamax_beta2];
+    s->eps = hyper[adamax_eps];
 }
 
 OF_RULE_FN void adamax_element(const adamax_scalars *s, unsigned variant, of_form form,
                                of_element *e, const of_real *root) {
-    of_real *average = &e->state[ADAMAX_EXP_AVG], *norm = &e->state[ADAMAX_EXP_INF];
+    of_real *average = &e->state[adamax_exp_avg], *norm = &e->state[adamax_exp_inf];
     (void)variant, (void)root;
     *average = aten_lerp(form, *average, e->grad, s->average_weight);
     *norm = aten_maximum(aten_mul_number(*norm, s->beta2),

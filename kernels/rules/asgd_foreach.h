@@ -14,20 +14,16 @@ typedef struct asgd_foreach_scalars {
     double lr, growth, alpha, t0; /* for the next eta and mu; growth: lambd * lr */
 } asgd_foreach_scalars;
 
-OF_RULE_FN unsigned asgd_foreach_variant_state(unsigned variant) {
-    return asgd_variant_state(variant);
-}
-
 static inline void asgd_foreach_prepare(const double *hyper, of_count *count, void *scalars) {
     asgd_foreach_scalars *s = (asgd_foreach_scalars *)scalars;
-    s->chain = chain_prepare(hyper[ASGD_WEIGHT_DECAY], hyper[ASGD_MAXIMIZE], 0);
-    s->lambd = hyper[ASGD_LAMBD];
-    s->eta = count->counters[ASGD_ETA];
-    s->mu = count->counters[ASGD_MU];
-    s->lr = hyper[ASGD_LR];
-    s->growth = hyper[ASGD_LAMBD] * hyper[ASGD_LR];
-    s->alpha = hyper[ASGD_ALPHA];
-    s->t0 = hyper[ASGD_T0];
+    s->chain = chain_prepare(hyper[asgd_weight_decay], hyper[asgd_maximize], 0);
+    s->lambd = hyper[asgd_lambd];
+    s->eta = count->counters[asgd_eta];
+    s->mu = count->counters[asgd_mu];
+    s->lr = hyper[asgd_lr];
+    s->growth = hyper[asgd_lambd] * hyper[asgd_lr];
+    s->alpha = hyper[asgd_alpha];
+    s->t0 = hyper[asgd_t0];
 }
 
 /* A tensor without dimensions is converted to the dtype of those that it meets. */
@@ -38,7 +34,7 @@ OF_RULE_FN void asgd_foreach_meet(asgd_foreach_scalars *s, double eta, double mu
 
 OF_RULE_FN void asgd_foreach_element(const asgd_foreach_scalars *s, unsigned variant, of_form form,
                                      of_element *e, const of_real *root) {
-    of_real *average = &e->state[ASGD_AX];
+    of_real *average = &e->state[asgd_ax];
     const of_real slope = aten_add(form, e->grad, e->param, s->lambd);
     (void)variant, (void)root;
     e->param = aten_addcmul(form, e->param, slope, (of_real)s->eta, -1.0);

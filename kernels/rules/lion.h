@@ -7,11 +7,15 @@
 
 #include "chain.h"
 
-enum { LION_EXP_AVG, LION_N_STATE };
+#define LION_STATE(X) X(lion, exp_avg)
+#define LION_OPTIONS(X)                                                                            \
+    X(lion, lr) X(lion, beta1) X(lion, beta2) X(lion, weight_decay) X(lion, maximize)
+#define LION_COUNTERS(X)
+OF_ENUMERATE(LION);
 
-enum { LION_LR, LION_BETA1, LION_BETA2, LION_WEIGHT_DECAY, LION_MAXIMIZE, LION_N_HYPER };
-
+#define LION_ROOTS 0
 #define LION_VARIANTS(X) X(0)
+#define LION_SETS(X, ...) X(__VA_ARGS__, 1)
 
 typedef struct lion_scalars {
     chain_scalars chain;
@@ -19,31 +23,23 @@ typedef struct lion_scalars {
     double beta1, weight1, beta2, weight2, step_size;
 } lion_scalars;
 
-OF_RULE_FN unsigned lion_variant_state(unsigned variant) {
-    (void)variant;
-    return 1u;
-}
-
-static inline unsigned lion_state_used(const double *hyper) {
-    (void)hyper;
-    return 1u;
-}
+OF_USES_ALL_STATE(lion, LION)
 
 static inline void lion_prepare(const double *hyper, of_count *count, void *scalars) {
     lion_scalars *s = (lion_scalars *)scalars;
     (void)count;
-    s->chain = chain_prepare(0.0, hyper[LION_MAXIMIZE], 0);
-    s->shrink = 1.0 - hyper[LION_LR] * hyper[LION_WEIGHT_DECAY];
-    s->beta1 = hyper[LION_BETA1];
-    s->weight1 = 1.0 - hyper[LION_BETA1];
-    s->beta2 = hyper[LION_BETA2];
-    s->weight2 = 1.0 - hyper[LION_BETA2];
-    s->step_size = -hyper[LION_LR];
+    s->chain = chain_prepare(0.0, hyper[lion_maximize], 0);
+    s->shrink = 1.0 - hyper[lion_lr] * hyper[lion_weight_decay];
+    s->beta1 = hyper[lion_beta1];
+    s->weight1 = 1.0 - hyper[lion_beta1];
+    s->beta2 = hyper[lion_beta2];
+    s->weight2 = 1.0 - hyper[lion_beta2];
+    s->step_size = -hyper[lion_lr];
 }
 
 OF_RULE_FN void lion_element(const lion_scalars *s, unsigned variant, of_form form, of_element *e,
                              const of_real *root) {
-    of_real *average = &e->state[LION_EXP_AVG];
+    of_real *average = &e->state[lion_exp_avg];
     (void)variant, (void)root;
     const of_real update = aten_add(form, aten_mul_number(*average, s->beta1), e->grad, s->weight1);
     e->param = aten_mul_number(e->param, s->shrink);

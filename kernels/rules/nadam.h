@@ -6,24 +6,17 @@
 
 #include "chain.h"
 
-enum { NADAM_EXP_AVG, NADAM_EXP_AVG_SQ, NADAM_N_STATE };
-
-enum {
-    NADAM_LR,
-    NADAM_BETA1,
-    NADAM_BETA2,
-    NADAM_EPS,
-    NADAM_WEIGHT_DECAY,
-    NADAM_MOMENTUM_DECAY,
-    NADAM_DECOUPLED_WEIGHT_DECAY,
-    NADAM_MAXIMIZE,
-    NADAM_N_HYPER
-};
-
+#define NADAM_STATE(X) X(nadam, exp_avg) X(nadam, exp_avg_sq)
+#define NADAM_OPTIONS(X)                                                                           \
+    X(nadam, lr) X(nadam, beta1) X(nadam, beta2) X(nadam, eps) X(nadam, weight_decay)              \
+    X(nadam, momentum_decay) X(nadam, decoupled_weight_decay) X(nadam, maximize)
 /* The number in the optimizer's state that an update changes. */
-enum { NADAM_MU_PRODUCT, NADAM_N_COUNTERS };
+#define NADAM_COUNTERS(X) X(nadam, mu_product)
+OF_ENUMERATE(NADAM);
 
+#define NADAM_ROOTS 1
 #define NADAM_VARIANTS(X) X(0)
+#define NADAM_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct nadam_scalars {
     chain_scalars chain;
@@ -32,43 +25,35 @@ typedef struct nadam_scalars {
     double grad_step, average_step;
 } nadam_scalars;
 
-OF_RULE_FN unsigned nadam_variant_state(unsigned variant) {
-    (void)variant;
-    return 3u;
-}
-
-static inline unsigned nadam_state_used(const double *hyper) {
-    (void)hyper;
-    return 3u;
-}
+OF_USES_ALL_STATE(nadam, NADAM)
 
 static inline double nadam_momentum(const double *hyper, double step) {
-    return hyper[NADAM_BETA1] * (1.0 - 0.5 * pow(0.96, step * hyper[NADAM_MOMENTUM_DECAY]));
+    return hyper[nadam_beta1] * (1.0 - 0.5 * pow(0.96, step * hyper[nadam_momentum_decay]));
 }
 
 static inline void nadam_prepare(const double *hyper, of_count *count, void *scalars) {
     nadam_scalars *s = (nadam_scalars *)scalars;
-    const double lr = hyper[NADAM_LR], decay = hyper[NADAM_WEIGHT_DECAY];
-    const bool decoupled = decay != 0.0 && hyper[NADAM_DECOUPLED_WEIGHT_DECAY] != 0.0;
+    const double lr = hyper[nadam_lr], decay = hyper[nadam_weight_decay];
+    const bool decoupled = decay != 0.0 && hyper[nadam_decoupled_weight_decay] != 0.0;
     const double mu = nadam_momentum(hyper, count->step);
     const double mu_next = nadam_momentum(hyper, count->step + 1.0);
-    double *product = &count->counters[NADAM_MU_PRODUCT];
+    double *product = &count->counters[nadam_mu_product];
 
     *product = chain_number(count->single, *product * chain_number(count->single, mu));
-    s->chain = chain_prepare(decoupled ? 0.0 : decay, hyper[NADAM_MAXIMIZE], 0);
+    s->chain = chain_prepare(decoupled ? 0.0 : decay, hyper[nadam_maximize], 0);
     s->shrink = decoupled ? 1.0 - lr * decay : 1.0;
-    s->average_weight = 1.0 - hyper[NADAM_BETA1];
-    s->beta2 = hyper[NADAM_BETA2];
-    s->square_weight = 1.0 - hyper[NADAM_BETA2];
-    s->correction = 1.0 - pow(hyper[NADAM_BETA2], count->step);
-    s->eps = hyper[NADAM_EPS];
+    s->average_weight = 1.0 - hyper[nadam_beta1];
+    s->beta2 = hyper[nadam_beta2];
+    s->square_weight = 1.0 - hyper[nadam_beta2];
+    s->correction = 1.0 - pow(hyper[nadam_beta2], count->step);
+    s->eps = hyper[nadam_eps];
     s->grad_step = -lr * (1.0 - mu) / (1.0 - *product);
     s->average_step = -lr * mu_next / (1.0 - *product * mu_next);
 }
 
 OF_RULE_FN void nadam_radicand(const nadam_scalars *s, unsigned variant, of_form form,
                                of_element *e, of_real *root) {
-    of_real *average = &e->state[NADAM_EXP_AVG], *square = &e->state[NADAM_EXP_AVG_SQ];
+    of_real *average = &e->state[nadam_exp_avg], *square = &e->state[nadam_exp_avg_sq];
     (void)variant;
     *average = aten_lerp(form, *average, e->grad, s->average_weight);
     *square = aten_mul_number(*square, s->beta2);
@@ -82,7 +67,7 @@ OF_RULE_FN void nadam_element(const nadam_scalars *s, unsigned variant, of_form 
     (void)variant, (void)form;
     e->param = aten_mul_number(e->param, s->shrink);
     e->param = aten_addcdiv(e->param, e->grad, denominator, s->grad_step);
-    e->param = aten_addcdiv(e->param, e->state[NADAM_EXP_AVG], denominator, s->average_step);
+    e->param = aten_addcdiv(e->param, e->state[nadam_exp_avg], denominator, s->average_step);
 }
 
 #endif

@@ -13,10 +13,6 @@ typedef struct nadam_foreach_scalars {
     double grad_step, average_step;
 } nadam_foreach_scalars;
 
-OF_RULE_FN unsigned nadam_foreach_variant_state(unsigned variant) {
-    return nadam_variant_state(variant);
-}
-
 static inline void nadam_foreach_prepare(const double *hyper, of_count *count, void *scalars) {
     nadam_foreach_scalars *s = (nadam_foreach_scalars *)scalars;
     nadam_scalars single;
@@ -34,7 +30,7 @@ static inline void nadam_foreach_prepare(const double *hyper, of_count *count, v
 
 OF_RULE_FN void nadam_foreach_radicand(const nadam_foreach_scalars *s, unsigned variant,
                                        of_form form, of_element *e, of_real *root) {
-    of_real *average = &e->state[NADAM_EXP_AVG], *square = &e->state[NADAM_EXP_AVG_SQ];
+    of_real *average = &e->state[nadam_exp_avg], *square = &e->state[nadam_exp_avg_sq];
     (void)variant;
     *average = aten_lerp(form, *average, e->grad, s->average_weight);
     *square = aten_mul_number(*square, s->beta2);
@@ -49,7 +45,7 @@ OF_RULE_FN void nadam_foreach_element(const nadam_foreach_scalars *s, unsigned v
     (void)variant, (void)form;
     e->param = aten_mul_number(e->param, s->shrink);
     e->param = aten_addcdiv(e->param, e->grad, denominator, s->grad_step);
-    e->param = aten_addcdiv(e->param, e->state[NADAM_EXP_AVG], denominator, s->average_step);
+    e->param = aten_addcdiv(e->param, e->state[nadam_exp_avg], denominator, s->average_step);
 }
 
 #endif

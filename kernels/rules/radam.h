@@ -6,22 +6,18 @@
 
 #include "chain.h"
 
-enum { RADAM_EXP_AVG, RADAM_EXP_AVG_SQ, RADAM_N_STATE };
-
-enum {
-    RADAM_LR,
-    RADAM_BETA1,
-    RADAM_BETA2,
-    RADAM_EPS,
-    RADAM_WEIGHT_DECAY,
-    RADAM_DECOUPLED_WEIGHT_DECAY,
-    RADAM_MAXIMIZE,
-    RADAM_N_HYPER
-};
+#define RADAM_STATE(X) X(radam, exp_avg) X(radam, exp_avg_sq)
+#define RADAM_OPTIONS(X)                                                                           \
+    X(radam, lr) X(radam, beta1) X(radam, beta2) X(radam, eps) X(radam, weight_decay)              \
+    X(radam, decoupled_weight_decay) X(radam, maximize)
+#define RADAM_COUNTERS(X)
+OF_ENUMERATE(RADAM);
 
 /* After the first few updates the variance is rectified. */
 enum { RADAM_WITH_RECTIFICATION = 1 };
+#define RADAM_ROOTS 1
 #define RADAM_VARIANTS(X) X(0) X(1)
+#define RADAM_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct radam_scalars {
     chain_scalars chain;
@@ -30,15 +26,7 @@ typedef struct radam_scalars {
     double correction1, root_correction2, rectification;
 } radam_scalars;
 
-OF_RULE_FN unsigned radam_variant_state(unsigned variant) {
-    (void)variant;
-    return 3u;
-}
-
-static inline unsigned radam_state_used(const double *hyper) {
-    (void)hyper;
-    return 3u;
-}
+OF_USES_ALL_STATE(radam, RADAM)
 
 /* 0 as long as the variance can't be rectified. Powers of 0.5 as the reference
  * takes them. */
@@ -55,25 +43,25 @@ static inline double radam_rectification(double beta2, double step) {
 
 static inline void radam_prepare(const double *hyper, of_count *count, void *scalars) {
     radam_scalars *s = (radam_scalars *)scalars;
-    const double decay = hyper[RADAM_WEIGHT_DECAY], beta2 = hyper[RADAM_BETA2];
-    const bool decoupled = decay != 0.0 && hyper[RADAM_DECOUPLED_WEIGHT_DECAY] != 0.0;
+    const double decay = hyper[radam_weight_decay], beta2 = hyper[radam_beta2];
+    const bool decoupled = decay != 0.0 && hyper[radam_decoupled_weight_decay] != 0.0;
 
     s->rectification = radam_rectification(beta2, count->step);
-    s->chain = chain_prepare(decoupled ? 0.0 : decay, hyper[RADAM_MAXIMIZE],
+    s->chain = chain_prepare(decoupled ? 0.0 : decay, hyper[radam_maximize],
                              s->rectification != 0.0 ? (unsigned)RADAM_WITH_RECTIFICATION : 0u);
-    s->lr = hyper[RADAM_LR];
+    s->lr = hyper[radam_lr];
     s->shrink = decoupled ? 1.0 - s->lr * decay : 1.0;
-    s->average_weight = 1.0 - hyper[RADAM_BETA1];
+    s->average_weight = 1.0 - hyper[radam_beta1];
     s->beta2 = beta2;
     s->square_weight = 1.0 - beta2;
-    s->eps = hyper[RADAM_EPS];
-    s->correction1 = 1.0 - pow(hyper[RADAM_BETA1], count->step);
+    s->eps = hyper[radam_eps];
+    s->correction1 = 1.0 - pow(hyper[radam_beta1], count->step);
     s->root_correction2 = pow(1.0 - pow(beta2, count->step), 0.5);
 }
 
 OF_RULE_FN void radam_radicand(const radam_scalars *s, unsigned variant, of_form form,
                                of_element *e, of_real *root) {
-    of_real *average = &e->state[RADAM_EXP_AVG], *square = &e->state[RADAM_EXP_AVG_SQ];
+    of_real *average = &e->state[radam_exp_avg], *square = &e->state[radam_exp_avg_sq];
     (void)variant;
     *average = aten_lerp(form, *average, e->grad, s->average_weight);
     *square = aten_mul_number(*square, s->beta2);
@@ -89,7 +77,7 @@ OF_RULE_FN of_real radam_adaptive_lr(const radam_scalars *s, of_real root) {
 
 OF_RULE_FN void radam_element(const radam_scalars *s, unsigned variant, of_form form, of_element *e,
                               const of_real *root) {
-    of_real update = aten_div_number(e->state[RADAM_EXP_AVG], s->correction1);
+    of_real update = aten_div_number(e->state[radam_exp_avg], s->correction1);
     update = aten_mul_number(update, s->lr);
     if (variant & RADAM_WITH_RECTIFICATION) {
         update = aten_mul(update, radam_adaptive_lr(s, root[0]));

@@ -15,10 +15,6 @@ typedef struct radam_foreach_scalars {
     double offset;  /* the step without rectification; a zero with it */
 } radam_foreach_scalars;
 
-OF_RULE_FN unsigned radam_foreach_variant_state(unsigned variant) {
-    return radam_variant_state(variant);
-}
-
 static inline void radam_foreach_prepare(const double *hyper, of_count *count, void *scalars) {
     radam_foreach_scalars *s = (radam_foreach_scalars *)scalars;
     radam_scalars single;
@@ -37,7 +33,7 @@ static inline void radam_foreach_prepare(const double *hyper, of_count *count, v
 
 OF_RULE_FN void radam_foreach_radicand(const radam_foreach_scalars *s, unsigned variant,
                                        of_form form, of_element *e, of_real *root) {
-    of_real *average = &e->state[RADAM_EXP_AVG], *square = &e->state[RADAM_EXP_AVG_SQ];
+    of_real *average = &e->state[radam_exp_avg], *square = &e->state[radam_exp_avg_sq];
     (void)variant;
     *average = aten_lerp(form, *average, e->grad, s->average_weight);
     *square = aten_mul_number(*square, s->beta2);
@@ -53,7 +49,7 @@ OF_RULE_FN void radam_foreach_element(const radam_foreach_scalars *s, unsigned v
     factor = aten_div((of_real)1, factor);
     factor = aten_add_number(factor, s->offset);
     e->param = aten_mul_number(e->param, s->shrink);
-    e->param = aten_addcmul(form, e->param, e->state[RADAM_EXP_AVG], factor, 1.0);
+    e->param = aten_addcmul(form, e->param, e->state[radam_exp_avg], factor, 1.0);
 }
 
 #endif

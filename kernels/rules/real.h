@@ -16,6 +16,7 @@
 #endif
 
 #include "../kernels.h"
+#include "lists.h"
 
 #ifdef OF_REAL_FLOAT
 typedef float of_real;

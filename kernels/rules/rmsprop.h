@@ -6,22 +6,18 @@
 
 #include "chain.h"
 
-enum { RMSPROP_MOMENTUM_BUFFER, RMSPROP_SQUARE_AVG, RMSPROP_GRAD_AVG, RMSPROP_N_STATE };
-
-enum {
-    RMSPROP_LR,
-    RMSPROP_ALPHA,
-    RMSPROP_EPS,
-    RMSPROP_WEIGHT_DECAY,
-    RMSPROP_MOMENTUM,
-    RMSPROP_CENTERED,
-    RMSPROP_MAXIMIZE,
-    RMSPROP_N_HYPER
-};
+#define RMSPROP_STATE(X) X(rmsprop, momentum_buffer) X(rmsprop, square_avg) X(rmsprop, grad_avg)
+#define RMSPROP_OPTIONS(X)                                                                         \
+    X(rmsprop, lr) X(rmsprop, alpha) X(rmsprop, eps) X(rmsprop, weight_decay) X(rmsprop, momentum) \
+    X(rmsprop, centered) X(rmsprop, maximize)
+#define RMSPROP_COUNTERS(X)
+OF_ENUMERATE(RMSPROP);
 
 /* Options that get a loop of their own. */
 enum { RMSPROP_WITH_MOMENTUM = 1, RMSPROP_WITH_CENTER = 2 };
+#define RMSPROP_ROOTS 1
 #define RMSPROP_VARIANTS(X) X(0) X(1) X(2) X(3)
+#define RMSPROP_SETS(X, ...) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 6) X(__VA_ARGS__, 7)
 
 typedef struct rmsprop_scalars {
     chain_scalars chain;
@@ -29,14 +25,14 @@ typedef struct rmsprop_scalars {
 } rmsprop_scalars;
 
 OF_RULE_FN unsigned rmsprop_variant_state(unsigned variant) {
-    return 1u << RMSPROP_SQUARE_AVG |
-           (variant & RMSPROP_WITH_MOMENTUM ? 1u << RMSPROP_MOMENTUM_BUFFER : 0u) |
-           (variant & RMSPROP_WITH_CENTER ? 1u << RMSPROP_GRAD_AVG : 0u);
+    return 1u << rmsprop_square_avg |
+           (variant & RMSPROP_WITH_MOMENTUM ? 1u << rmsprop_momentum_buffer : 0u) |
+           (variant & RMSPROP_WITH_CENTER ? 1u << rmsprop_grad_avg : 0u);
 }
 
 static inline unsigned rmsprop_choose(const double *hyper) {
-    return (hyper[RMSPROP_MOMENTUM] > 0.0 ? (unsigned)RMSPROP_WITH_MOMENTUM : 0u) |
-           (hyper[RMSPROP_CENTERED] != 0.0 ? (unsigned)RMSPROP_WITH_CENTER : 0u);
+    return (hyper[rmsprop_momentum] > 0.0 ? (unsigned)RMSPROP_WITH_MOMENTUM : 0u) |
+           (hyper[rmsprop_centered] != 0.0 ? (unsigned)RMSPROP_WITH_CENTER : 0u);
 }
 
 static inline unsigned rmsprop_state_used(const double *hyper) {
@@ -47,17 +43,17 @@ static inline void rmsprop_prepare(const double *hyper, of_count *count, void *s
     rmsprop_scalars *s = (rmsprop_scalars *)scalars;
     (void)count;
     s->chain =
-        chain_prepare(hyper[RMSPROP_WEIGHT_DECAY], hyper[RMSPROP_MAXIMIZE], rmsprop_choose(hyper));
-    s->step_size = -hyper[RMSPROP_LR];
-    s->alpha = hyper[RMSPROP_ALPHA];
-    s->weight = 1.0 - hyper[RMSPROP_ALPHA];
-    s->eps = hyper[RMSPROP_EPS];
-    s->momentum = hyper[RMSPROP_MOMENTUM];
+        chain_prepare(hyper[rmsprop_weight_decay], hyper[rmsprop_maximize], rmsprop_choose(hyper));
+    s->step_size = -hyper[rmsprop_lr];
+    s->alpha = hyper[rmsprop_alpha];
+    s->weight = 1.0 - hyper[rmsprop_alpha];
+    s->eps = hyper[rmsprop_eps];
+    s->momentum = hyper[rmsprop_momentum];
 }
 
 OF_RULE_FN void rmsprop_radicand(const rmsprop_scalars *s, unsigned variant, of_form form,
                                  of_element *e, of_real *root) {
-    of_real *square = &e->state[RMSPROP_SQUARE_AVG], *mean = &e->state[RMSPROP_GRAD_AVG];
+    of_real *square = &e->state[rmsprop_square_avg], *mean = &e->state[rmsprop_grad_avg];
     *square = aten_mul_number(*square, s->alpha);
     *square = aten_addcmul(form, *square, e->grad, e->grad, s->weight);
     root[0] = *square;
@@ -69,7 +65,7 @@ OF_RULE_FN void rmsprop_radicand(const rmsprop_scalars *s, unsigned variant, of_
 
 OF_RULE_FN void rmsprop_element(const rmsprop_scalars *s, unsigned variant, of_form form,
                                 of_element *e, const of_real *root) {
-    of_real *buffer = &e->state[RMSPROP_MOMENTUM_BUFFER];
+    of_real *buffer = &e->state[rmsprop_momentum_buffer];
     const of_real average = aten_add_number(root[0], s->eps);
     if (variant & RMSPROP_WITH_MOMENTUM) {
         *buffer = aten_mul_number(*buffer, s->momentum);

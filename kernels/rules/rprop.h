@@ -7,42 +7,32 @@
 
 #include "chain.h"
 
-enum { RPROP_PREV, RPROP_STEP_SIZE, RPROP_N_STATE };
+#define RPROP_STATE(X) X(rprop, prev) X(rprop, step_size)
+#define RPROP_OPTIONS(X)                                                                           \
+    X(rprop, etaminus) X(rprop, etaplus) X(rprop, step_size_min) X(rprop, step_size_max)           \
+    X(rprop, maximize)
+#define RPROP_COUNTERS(X)
+OF_ENUMERATE(RPROP);
 
-enum {
-    RPROP_ETAMINUS,
-    RPROP_ETAPLUS,
-    RPROP_STEP_SIZE_MIN,
-    RPROP_STEP_SIZE_MAX,
-    RPROP_MAXIMIZE,
-    RPROP_N_HYPER
-};
-
+#define RPROP_ROOTS 0
 #define RPROP_VARIANTS(X) X(0)
+#define RPROP_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct rprop_scalars {
     chain_scalars chain;
     double etaminus, etaplus, least, most;
 } rprop_scalars;
 
-OF_RULE_FN unsigned rprop_variant_state(unsigned variant) {
-    (void)variant;
-    return 3u;
-}
-
-static inline unsigned rprop_state_used(const double *hyper) {
-    (void)hyper;
-    return 3u;
-}
+OF_USES_ALL_STATE(rprop, RPROP)
 
 static inline void rprop_prepare(const double *hyper, of_count *count, void *scalars) {
     rprop_scalars *s = (rprop_scalars *)scalars;
     (void)count;
-    s->chain = chain_prepare(0.0, hyper[RPROP_MAXIMIZE], 0);
-    s->etaminus = hyper[RPROP_ETAMINUS];
-    s->etaplus = hyper[RPROP_ETAPLUS];
-    s->least = hyper[RPROP_STEP_SIZE_MIN];
-    s->most = hyper[RPROP_STEP_SIZE_MAX];
+    s->chain = chain_prepare(0.0, hyper[rprop_maximize], 0);
+    s->etaminus = hyper[rprop_etaminus];
+    s->etaplus = hyper[rprop_etaplus];
+    s->least = hyper[rprop_step_size_min];
+    s->most = hyper[rprop_step_size_max];
 }
 
 /* One after the other, as the reference does: what was set is looked at again,
@@ -55,7 +45,7 @@ OF_RULE_FN of_real rprop_factor(of_real sign, of_real etaminus, of_real etaplus)
 
 OF_RULE_FN void rprop_element(const rprop_scalars *s, unsigned variant, of_form form, of_element *e,
                               const of_real *root) {
-    of_real *prev = &e->state[RPROP_PREV], *step_size = &e->state[RPROP_STEP_SIZE];
+    of_real *prev = &e->state[rprop_prev], *step_size = &e->state[rprop_step_size];
     const of_real etaminus = aten_round((of_real)s->etaminus);
     const of_real etaplus = aten_round((of_real)s->etaplus);
     (void)variant, (void)root;

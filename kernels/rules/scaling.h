@@ -8,6 +8,8 @@
 
 #include "real.h"
 
+#define SCALING_SETS(X, ...) X(__VA_ARGS__, 0)
+
 typedef struct scaling_constants {
     bool none;
 } scaling_constants;

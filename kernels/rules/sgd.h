@@ -8,22 +8,18 @@
 
 #include "real.h"
 
-enum { SGD_MOMENTUM_BUFFER, SGD_N_STATE };
-
-enum {
-    SGD_LR,
-    SGD_MOMENTUM,
-    SGD_DAMPENING,
-    SGD_WEIGHT_DECAY,
-    SGD_NESTEROV,
-    SGD_MAXIMIZE,
-    SGD_N_HYPER
-};
+#define SGD_STATE(X) X(sgd, momentum_buffer)
+#define SGD_OPTIONS(X)                                                                             \
+    X(sgd, lr) X(sgd, momentum) X(sgd, dampening) X(sgd, weight_decay) X(sgd, nesterov)            \
+    X(sgd, maximize)
+#define SGD_COUNTERS(X)
+OF_ENUMERATE(SGD);
 
 /* Options that get a loop of their own. FIRST: the buffer does not exist yet
  * and starts as the gradient. */
 enum { SGD_WITH_DECAY = 1, SGD_WITH_MOMENTUM = 2, SGD_WITH_FIRST = 4, SGD_WITH_NESTEROV = 8 };
 #define SGD_VARIANTS(X) X(0) X(1) X(2) X(3) X(6) X(7) X(10) X(11) X(14) X(15)
+#define SGD_SETS(X, ...) X(__VA_ARGS__, 0) X(__VA_ARGS__, 1)
 
 /* For 16-bit types the reference's scalar code holds for every element. */
 enum { sgd_narrow_is_scalar = 1 };
@@ -42,24 +38,24 @@ typedef struct sgd_constants {
 } sgd_constants;
 
 static inline unsigned sgd_state_used(const double *hyper) {
-    return hyper[SGD_MOMENTUM] != 0.0 ? 1u : 0u;
+    return hyper[sgd_momentum] != 0.0 ? 1u : 0u;
 }
 
 static inline void sgd_prepare(const double *hyper, of_count *count, void *scalars) {
     sgd_scalars *s = (sgd_scalars *)scalars;
-    const bool momentum = hyper[SGD_MOMENTUM] != 0.0;
+    const bool momentum = hyper[sgd_momentum] != 0.0;
 
-    s->lr = hyper[SGD_LR];
-    s->momentum = hyper[SGD_MOMENTUM];
-    s->grad_weight = 1.0 - hyper[SGD_DAMPENING];
-    s->weight_decay = hyper[SGD_WEIGHT_DECAY];
-    s->sign = hyper[SGD_MAXIMIZE] != 0.0 ? -1.0 : 1.0;
+    s->lr = hyper[sgd_lr];
+    s->momentum = hyper[sgd_momentum];
+    s->grad_weight = 1.0 - hyper[sgd_dampening];
+    s->weight_decay = hyper[sgd_weight_decay];
+    s->sign = hyper[sgd_maximize] != 0.0 ? -1.0 : 1.0;
     s->variant = s->weight_decay != 0.0 ? (unsigned)SGD_WITH_DECAY : 0u;
     if (momentum)
         s->variant |= SGD_WITH_MOMENTUM;
     if (momentum && count->step <= 1.0)
         s->variant |= SGD_WITH_FIRST;
-    if (momentum && hyper[SGD_NESTEROV] != 0.0)
+    if (momentum && hyper[sgd_nesterov] != 0.0)
         s->variant |= SGD_WITH_NESTEROV;
 }
 
@@ -99,7 +95,7 @@ OF_RULE_FN of_real sgd_gradient(const sgd_constants *k, unsigned variant, of_rea
 
 OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form form, of_element *e) {
     const bool fused = form.fused;
-    of_real *buffer = &e->state[SGD_MOMENTUM_BUFFER];
+    of_real *buffer = &e->state[sgd_momentum_buffer];
 
     of_real grad = sgd_gradient(k, variant, e->grad);
     if (variant & SGD_WITH_DECAY)
@@ -127,23 +123,23 @@ typedef struct sgd_cuda_constants {
 } sgd_cuda_constants;
 
 OF_RULE_FN unsigned sgd_cuda_state(const double *hyper) {
-    return hyper[SGD_MOMENTUM] != 0.0 ? 1u : 0u;
+    return hyper[sgd_momentum] != 0.0 ? 1u : 0u;
 }
 
 OF_RULE_FN sgd_cuda_constants sgd_cuda_round(const double *hyper, const of_moment *now) {
     sgd_cuda_constants k;
     k.lr = now->lr;
-    k.momentum = (of_real)hyper[SGD_MOMENTUM];
-    k.grad_weight = (of_real)1 - (of_real)hyper[SGD_DAMPENING];
-    k.weight_decay = (of_real)hyper[SGD_WEIGHT_DECAY];
-    k.maximize = hyper[SGD_MAXIMIZE] != 0.0;
+    k.momentum = (of_real)hyper[sgd_momentum];
+    k.grad_weight = (of_real)1 - (of_real)hyper[sgd_dampening];
+    k.weight_decay = (of_real)hyper[sgd_weight_decay];
+    k.maximize = hyper[sgd_maximize] != 0.0;
     k.decays = k.weight_decay != (of_real)0;
-    k.nesterov = hyper[SGD_NESTEROV] != 0.0;
+    k.nesterov = hyper[sgd_nesterov] != 0.0;
     k.first = now->first;
     k.swapped =
         sizeof(of_real) == sizeof(float) && now->early && !now->scaled && k.maximize && !k.decays;
     k.split = now->early && now->scaled && !now->narrow &&
-              (sizeof(of_real) == sizeof(float) || hyper[SGD_MOMENTUM] == 0.0);
+              (sizeof(of_real) == sizeof(float) || hyper[sgd_momentum] == 0.0);
     return k;
 }
 
@@ -160,7 +156,7 @@ OF_RULE_FN of_real sgd_cuda_buffer(const sgd_cuda_constants *k, bool quad, of_re
  * four this one is. */
 OF_RULE_FN void sgd_cuda_element(const sgd_cuda_constants *k, unsigned used, bool quad,
                                  unsigned lane, of_element *e) {
-    of_real *buffer = &e->state[SGD_MOMENTUM_BUFFER];
+    of_real *buffer = &e->state[sgd_momentum_buffer];
 
     of_real grad = k->maximize ? -e->grad : e->grad;
     if (k->decays)

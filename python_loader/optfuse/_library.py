@@ -19,7 +19,7 @@ from pathlib import Path
 
 from optfuse._releases import TESTED, is_too_old, release_of
 
-ABI = 3  # of the C functions that the loader calls
+ABI = 4  # of the C functions that the loader calls
 PLATFORM = "linux_x86_64"
 REBUILD = (
     "build it with `pip install --no-build-isolation .` in the environment that has this torch"

@@ -48,6 +48,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_any_pending": (ctypes.c_bool, []),
     "of_flush_all": (ctypes.c_int, []),
     "of_shim_init": (ctypes.c_int, [ctypes.c_void_p, ctypes.py_object]),
+    "of_shim_rules": (ctypes.c_char_p, []),
     "of_shim_plan_new": (
         ctypes.c_int,
         [

@@ -31,7 +31,9 @@ from torch.optim import (
 
 from optfuse._check import shown
 from optfuse._gpu import lr_of
-from optfuse.optim import Lion
+from optfuse._library import REBUILD
+from optfuse._native import lib
+from optfuse.optim import CLASSES
 
 Group = dict[str, Any]
 MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
@@ -76,16 +78,55 @@ def _plain(name: str, value: Any) -> float:
     raise ValueError(name)
 
 
+#: Where in a group an option of the C rules is, if not under its own name.
+_PLACES = {
+    "beta1": "betas.0",
+    "beta2": "betas.1",
+    "beta3": "betas.2",
+    "etaminus": "etas.0",
+    "etaplus": "etas.1",
+    "step_size_min": "step_sizes.0",
+    "step_size_max": "step_sizes.1",
+    "eps1": "eps.0",
+    "eps2": "eps.1",
+    "a": "ns_coefficients.0",
+    "b": "ns_coefficients.1",
+    "c": "ns_coefficients.2",
+    "adjust_lr": "adjust_lr_fn",
+}
+
+
+def _rows(text: str) -> dict[str, dict[str, Any]]:
+    """The fields of Rule that the C library's table of rules has (kernels/rules/lists.h)."""
+    rows = {}
+    for line in text.splitlines():
+        name, kind, steps, *lists = line.split(":")
+        state, options, counters = (tuple(words.split()) for words in lists)
+        rows[name] = {
+            "options": tuple(_PLACES.get(option, option) for option in options),
+            "state": state,
+            "counters": counters,
+            "counts_on_gpu": steps == "COUNTED_ON_GPU",
+            "counts_steps": steps != "UNCOUNTED",
+            "external": kind == "EXTERNAL",
+        }
+    return rows
+
+
+_ROWS = _rows(lib.of_shim_rules().decode())
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One row for each stock class."""
+    """One row for each stock class: what the C library's row has, and more."""
 
     name: str  # of the C rule
     options: tuple[str, ...]  # its hyper-parameters in the C rule's order; "betas.0": the first
     state: tuple[str, ...]  # its state tensors in the C rule's order
-    counters: tuple[str, ...] = ()  # 0-dim tensors other than "step" that count updates
-    counts_on_gpu: bool = False  # of a parameter on a GPU all of these are there, too
-    counts_steps: bool = True  # there is a "step"
+    counters: tuple[str, ...]  # 0-dim tensors other than "step" that count updates
+    counts_on_gpu: bool  # of a parameter on a GPU all of these are there, too
+    counts_steps: bool  # there is a "step"
+    external: bool  # there are no kernels: torch's operators or the class's own step() update
     # The implementation of PyTorch on the CPU whose bits are reproduced, and the
     # flag of a group that selects it.
     reference: str = "fused=True"
@@ -97,7 +138,6 @@ class Rule:
     tried: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
-    external: bool = False  # there are none: torch's operators or the class's own step() update
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
     entries: tuple[tuple[str, ...], ...] = ()
@@ -190,138 +230,58 @@ class Rule:
         return ", ".join(f"{flag}={group.get(flag)}" for flag in ("fused", "foreach"))
 
 
-_ADAM = Rule(
-    "adam",
-    (
-        "lr", "betas.0", "betas.1", "eps", "weight_decay", "amsgrad", "maximize",
-        "decoupled_weight_decay",
-    ),
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-)
-_SGD = Rule(
-    "sgd",
-    ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    ("momentum_buffer",),
-    counts_steps=False,
-    make_state=_sgd_state,
-)
+def _rule(name: str, **more: Any) -> Rule:
+    return Rule(name, **_ROWS[name], **more)
 
-_ADAGRAD = Rule(
-    "adagrad", ("lr", "lr_decay", "weight_decay", "eps", "maximize"), ("sum",), tried=True
-)
 
-_FOR_LOOP = "foreach=False"
-_RMSPROP = Rule(
-    "rmsprop",
-    ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
-    ("momentum_buffer", "square_avg", "grad_avg"),
-    reference=_FOR_LOOP,
-    tried=True,
-)
-_ADADELTA = Rule(
-    "adadelta",
-    ("lr", "rho", "eps", "weight_decay", "maximize"),
-    ("square_avg", "acc_delta"),
-    reference=_FOR_LOOP,
-    tried=True,
-)
-_NADAM = Rule(
-    "nadam",
-    (
-        "lr", "betas.0", "betas.1", "eps", "weight_decay", "momentum_decay",
-        "decoupled_weight_decay", "maximize",
-    ),
-    ("exp_avg", "exp_avg_sq"),
-    counters=("mu_product",),
-    reference=_FOR_LOOP,
-    lr_makes_scalars=True,
-    tried=True,
-)
-_RADAM = Rule(
-    "radam",
-    ("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
-    ("exp_avg", "exp_avg_sq"),
-    reference=_FOR_LOOP,
-    lr_makes_scalars=True,
-    tried=True,
-)
-_ADAMAX = Rule(
-    "adamax",
-    ("lr", "betas.0", "betas.1", "eps", "weight_decay", "maximize"),
-    ("exp_avg", "exp_inf"),
-    reference=_FOR_LOOP,
-    lr_makes_scalars=True,
-    tried=True,
-)
-_RPROP = Rule(
-    "rprop",
-    ("etas.0", "etas.1", "step_sizes.0", "step_sizes.1", "maximize"),
-    ("prev", "step_size"),
-    reference=_FOR_LOOP,
-    tried=True,
-)
-_ASGD = Rule(
-    "asgd",
-    ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
-    ("ax",),
-    counters=("eta", "mu"),
-    counts_on_gpu=True,
-    reference=_FOR_LOOP,
-    lr_makes_scalars=True,
-    tried=True,
-)
-_LION = Rule(
-    "lion",
-    ("lr", "betas.0", "betas.1", "weight_decay", "maximize"),
-    ("exp_avg",),
-    counts_steps=False,
-    reference="step()",
-    tried=True,
-)
-
-# Torch's operators, in the order of the class's step().
-_ADAFACTOR = Rule(
-    "adafactor",
-    ("lr", "beta2_decay", "eps.0", "eps.1", "d", "weight_decay", "foreach", "maximize"),
-    (),
-    counts_steps=False,
-    reference="own step()",
-    tried=True,
-    shapes=((1,), (7,), (1003,), (1, 1), (40, 60), (131, 33), (3, 5, 7)),
-    external=True,
-    entries=(("step", "row_var", "col_var"), ("step", "variance")),
-)
-_MUON = Rule(
-    "muon",
-    (
-        "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients.0", "ns_coefficients.1",
-        "ns_coefficients.2", "eps", "ns_steps", "adjust_lr_fn",
-    ),
-    (),
-    counts_steps=False,
-    reference="own step()",
-    tried=True,
-    shapes=((1, 1), (7, 3), (40, 60), (131, 33)),
-    external=True,
-    entries=(("momentum_buffer",),),
-)
+_ADAM = _rule("adam")
+_loop = functools.partial(_rule, reference="foreach=False", tried=True)
+_own = functools.partial(_rule, reference="own step()")
 
 RULES: dict[type[Optimizer], Rule] = {
-    SGD: _SGD,
+    SGD: _rule("sgd", make_state=_sgd_state),
     Adam: _ADAM,
     AdamW: _ADAM,
-    Adagrad: _ADAGRAD,
-    RMSprop: _RMSPROP,
-    Adadelta: _ADADELTA,
-    NAdam: _NADAM,
-    RAdam: _RADAM,
-    Adamax: _ADAMAX,
-    Rprop: _RPROP,
-    ASGD: _ASGD,
-    Lion: _LION,
-    Adafactor: _ADAFACTOR,
-    Muon: _MUON,
+    Adagrad: _rule("adagrad", tried=True),
+    RMSprop: _loop("rmsprop"),
+    Adadelta: _loop("adadelta"),
+    NAdam: _loop("nadam", lr_makes_scalars=True),
+    RAdam: _loop("radam", lr_makes_scalars=True),
+    Adamax: _loop("adamax", lr_makes_scalars=True),
+    Rprop: _loop("rprop"),
+    ASGD: _loop("asgd", lr_makes_scalars=True),
+    # Torch's operators, in the order of the class's step().
+    Adafactor: _own(
+        "adafactor",
+        tried=True,
+        shapes=((1,), (7,), (1003,), (1, 1), (40, 60), (131, 33), (3, 5, 7)),
+        entries=(("step", "row_var", "col_var"), ("step", "variance")),
+    ),
+    Muon: _own(
+        "muon",
+        tried=True,
+        shapes=((1, 1), (7, 3), (40, 60), (131, 33)),
+        entries=(("momentum_buffer",),),
+    ),
 }
+# Those of optfuse.optim have the name of their rule.
+RULES |= {cls: _rule(cls.__name__.lower(), reference="step()", tried=True) for cls in CLASSES}
 
 # The class's own step(), on one parameter at a time.
-OWN = Rule("own", (), (), counts_steps=False, reference="own step()", external=True)
+OWN = _own("own")
+
+
+def _check_table() -> None:
+    """Raises ImportError if an option of a C rule is none of the class that it updates."""
+    for stock, rule in RULES.items():
+        makers = {cls.__init__ for cls in stock.__mro__}
+        known = {name for make in makers for name in inspect.signature(make).parameters}
+        for option in rule.options:
+            if option.partition(".")[0] not in known:
+                raise ImportError(
+                    f"optfuse: the library's rule {rule.name!r} has an option {option!r}, which "
+                    f"{stock.__name__} of this torch has not: {REBUILD}"
+                )
+
+
+_check_table()

@@ -99,3 +99,7 @@ def _update(group: dict[str, Any], param: Tensor, exp_avg: Tensor) -> None:
     param.mul_(1 - lr * group["weight_decay"])
     param.add_(update, alpha=-lr)
     exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+#: The rule of each has its name in small letters.
+CLASSES = (Lion,)

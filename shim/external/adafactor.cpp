@@ -11,7 +11,7 @@
 
 #include "external/native.h"
 #include "guard.h"
-#include "rules/by_host.h"
+#include "rules/external.h"
 #include "tensor/memory.h"
 
 namespace optfuse {
@@ -79,9 +79,9 @@ double epsilon_of(at::ScalarType dtype) {
 // Where Python would divide by zero or overflow it has to say so itself.
 bool is_usual(const NativeInputs &in, double step, double weight) {
     const double *h = in.hyper;
-    return !std::isnan(h[ADAFACTOR_LR]) && h[ADAFACTOR_FOREACH] == 0 && has_usual_state(in) &&
+    return !std::isnan(h[adafactor_lr]) && h[adafactor_foreach] == 0 && has_usual_state(in) &&
            step >= 1 && std::isfinite(step) && std::isfinite(weight) && in.param.numel() != 0 &&
-           root_of_size(in.grad) * h[ADAFACTOR_D] != 0;
+           root_of_size(in.grad) * h[adafactor_d] != 0;
 }
 
 void average(const at::Tensor &state, const at::Tensor &squares, double weight) {
@@ -115,21 +115,21 @@ bool adafactor(const NativeInputs &in) {
     if (!is_usual_step(in.state[0]))
         return false;
     const double step = next_step(in.state[0]);
-    const double weight = std::pow(step, h[ADAFACTOR_BETA2_DECAY]);
+    const double weight = std::pow(step, h[adafactor_beta2_decay]);
     if (OF_GUARD(native) && !is_usual(in, step, weight))
         return false;
-    const at::Tensor grad = h[ADAFACTOR_MAXIMIZE] == 0 ? in.grad : at::neg(in.grad);
+    const at::Tensor grad = h[adafactor_maximize] == 0 ? in.grad : at::neg(in.grad);
     const double eps =
-        std::isnan(h[ADAFACTOR_EPS1]) ? epsilon_of(in.param.scalar_type()) : h[ADAFACTOR_EPS1];
+        std::isnan(h[adafactor_eps1]) ? epsilon_of(in.param.scalar_type()) : h[adafactor_eps1];
     set_step(in.state[0], step);
-    const double rate = least(h[ADAFACTOR_LR], 1.0 / std::pow(step, 0.5));
+    const double rate = least(h[adafactor_lr], 1.0 / std::pow(step, 0.5));
     const double size = norm_of(in.param) / root_of_size(in.param);
-    const double alpha = greatest(h[ADAFACTOR_EPS2], size) * rate;
-    if (h[ADAFACTOR_WEIGHT_DECAY] != 0)
-        in.param.mul_(operand(1.0 - h[ADAFACTOR_LR] * h[ADAFACTOR_WEIGHT_DECAY]));
+    const double alpha = greatest(h[adafactor_eps2], size) * rate;
+    if (h[adafactor_weight_decay] != 0)
+        in.param.mul_(operand(1.0 - h[adafactor_lr] * h[adafactor_weight_decay]));
     const at::Tensor update = variance(in, grad, weight, eps).clamp_(eps * eps).rsqrt_();
     update.mul_(grad);
-    const double spread = norm_of(update) / (root_of_size(update) * h[ADAFACTOR_D]);
+    const double spread = norm_of(update) / (root_of_size(update) * h[adafactor_d]);
     in.param.add_(update, -alpha / greatest(1.0, spread));
     return true;
 }

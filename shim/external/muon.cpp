@@ -9,7 +9,7 @@
 #include "external/native.h"
 #include "guard.h"
 #include "matrix/newton_schulz.h"
-#include "rules/by_host.h"
+#include "rules/external.h"
 
 namespace optfuse {
 namespace {
@@ -18,7 +18,7 @@ constexpr double kTooManySteps = 100; // which the class refuses
 
 bool is_usual(const NativeInputs &in) {
     const double *h = in.hyper;
-    return !std::isnan(h[MUON_LR]) && h[MUON_NS_STEPS] < kTooManySteps && in.grad.dim() == 2 &&
+    return !std::isnan(h[muon_lr]) && h[muon_ns_steps] < kTooManySteps && in.grad.dim() == 2 &&
            in.grad.numel() != 0 && in.state[0].sizes() == in.grad.sizes() &&
            is_usual_state(in.state[0], in.grad);
 }
@@ -30,8 +30,8 @@ at::Tensor orthogonal(const at::Tensor &matrix, const double *h) {
     at::Tensor x = matrix.to(at::kBFloat16, false, !kMuonDividesInput);
     if (is_tall)
         x = x.t();
-    x.div_(at::linalg_vector_norm(x, 2).clamp(h[MUON_EPS]));
-    x = iterated(x, {h[MUON_A], h[MUON_B], h[MUON_C]}, h[MUON_NS_STEPS]);
+    x.div_(at::linalg_vector_norm(x, 2).clamp(h[muon_eps]));
+    x = iterated(x, {h[muon_a], h[muon_b], h[muon_c]}, h[muon_ns_steps]);
     return is_tall ? x.t() : x;
 }
 
@@ -51,17 +51,17 @@ bool muon(const NativeInputs &in) {
     if (OF_GUARD(native) && !is_usual(in))
         return false;
     const at::Tensor &average = in.state[0];
-    average.lerp_(in.grad, 1.0 - h[MUON_MOMENTUM]);
+    average.lerp_(in.grad, 1.0 - h[muon_momentum]);
     const at::Tensor direction =
-        h[MUON_NESTEROV] != 0 ? in.grad.lerp(average, h[MUON_MOMENTUM]) : average;
+        h[muon_nesterov] != 0 ? in.grad.lerp(average, h[muon_momentum]) : average;
     const at::Tensor update = orthogonal(direction, h);
     const bool divided = kMuonDividesInput && direction.is_same(average) &&
                          average.scalar_type() == at::kBFloat16;
     for (int times = divided ? 2 : 1; times > 0; times--)
         average.unsafeGetTensorImpl()->bump_version();
-    const auto how = static_cast<of_adjust_lr>(h[MUON_ADJUST_LR]);
-    in.param.mul_(operand(1.0 - h[MUON_LR] * h[MUON_WEIGHT_DECAY]));
-    in.param.add_(update, -adjusted(h[MUON_LR], how, in.param));
+    const auto how = static_cast<of_adjust_lr>(h[muon_adjust_lr]);
+    in.param.mul_(operand(1.0 - h[muon_lr] * h[muon_weight_decay]));
+    in.param.add_(update, -adjusted(h[muon_lr], how, in.param));
     return true;
 }
 

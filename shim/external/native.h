@@ -14,7 +14,7 @@ namespace optfuse {
 struct NativeInputs {
     const at::Tensor &param, &grad; // of equal dtype, shape and device
     const std::vector<at::Tensor> &state; // in the order of _rules.py
-    const double *hyper;                  // in the order of rules/by_host.h
+    const double *hyper;                  // in the order of rules/external.h
 };
 
 // False: nothing has changed, and the class's own code has to update. The state is

@@ -3,6 +3,7 @@
 // is seen, so that nobody else needs it.
 #include <dlfcn.h>
 
+#include <cstring>
 #include <mutex>
 #include <string>
 
@@ -23,6 +24,7 @@ template <typename Function> bool find(void *library, const char *name, Function
 
 bool find_all(void *library, CudaLibrary *out) {
     return find(library, "of_cuda_abi_version", &out->abi_version) &&
+           find(library, "of_cuda_rules", &out->rules) &&
            find(library, "of_cuda_error", &out->error) &&
            find(library, "of_cuda_open", &out->open) &&
            find(library, "of_cuda_prepare", &out->prepare) &&
@@ -30,6 +32,16 @@ bool find_all(void *library, CudaLibrary *out) {
            find(library, "of_cuda_advance", &out->advance) &&
            find(library, "of_cuda_capture", &out->capture) &&
            find(library, "of_cuda_relax", &out->relax);
+}
+
+// The first line in which its table of optimizers differs from ours: then options or state
+// would be taken for others. "" if there is none.
+std::string other_rule(const char *theirs) {
+    const char *ours = of_rules_text, *line = theirs;
+    for (; *theirs != '\0' && *theirs == *ours; theirs++, ours++)
+        if (*theirs == '\n')
+            line = theirs + 1;
+    return *theirs == *ours ? "" : std::string(line, std::strcspn(line, "\n"));
 }
 
 // "" or why the library can't be used.
@@ -41,6 +53,10 @@ std::string load(CudaLibrary *out) {
         return std::string("the library of CUDA kernels does not load: ") + dlerror();
     if (!find_all(library, out) || out->abi_version() != OF_CUDA_ABI_VERSION)
         return path() + " is of another version of optfuse: rebuild both together";
+    const std::string other = other_rule(out->rules());
+    if (!other.empty())
+        return path() + " has another table of optimizers (\"" + other +
+               "\"): rebuild both together";
     if (out->open() != OF_CUDA_OK)
         return out->error();
     return "";

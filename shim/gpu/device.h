@@ -21,6 +21,7 @@ inline bool is_gpu(const c10::Device &device) { return device.type() == gpu_type
 // tensor. NULL after of_set_error() if it can't be.
 struct CudaLibrary {
     decltype(&of_cuda_abi_version) abi_version;
+    decltype(&of_cuda_rules) rules;
     decltype(&of_cuda_error) error;
     decltype(&of_cuda_open) open;
     decltype(&of_cuda_prepare) prepare;

@@ -8,6 +8,7 @@ import os
 
 import torch
 
+MAX_STATE, MAX_COUNTERS = 4, 2  # of kernels/kernels.h
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _lib = ctypes.CDLL(os.environ["OPTFUSE_CUDA_LIBRARY"])
 _lib.of_cuda_error.restype = ctypes.c_char_p
@@ -17,11 +18,11 @@ class Entry(ctypes.Structure):
     _fields_ = [
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
-        ("state", ctypes.c_void_p * 3),
+        ("state", ctypes.c_void_p * MAX_STATE),
         ("n", ctypes.c_size_t),
         ("step_at", ctypes.c_void_p),
         ("step", ctypes.c_double),
-        ("numbers_at", ctypes.c_void_p * 2),
+        ("numbers_at", ctypes.c_void_p * MAX_COUNTERS),
     ]
 
 
@@ -49,7 +50,7 @@ def launch(rule, hyper, tensors, stream, *, lr=None, grad_scale=None, found_inf=
     entries = (Entry * len(tensors))()
     for entry, (param, grad, state, step) in zip(entries, tensors, strict=True):
         on_device = isinstance(step, torch.Tensor)
-        places = (ctypes.c_void_p * 3)(*map(_address, state))
+        places = (ctypes.c_void_p * MAX_STATE)(*map(_address, state))
         entry.param, entry.grad, entry.state = _address(param), _address(grad), places
         entry.n, entry.step = param.numel(), 0 if on_device else step
         entry.step_at = _address(step) if on_device else None

@@ -26,8 +26,8 @@ __global__ void corrections(double beta1, double beta2, float step, double *out)
 // Without -fmad=false, so each rounding is spelled out.
 __global__ void next_numbers(asgd_renewal of, float step, float *out) {
     const float growth = __fadd_rn(__fmul_rn(step, (float)of.growth), 1.0f);
-    out[ASGD_ETA] = __fmul_rn(__frcp_rn(asgd_power(growth, of.alpha)), (float)of.lr);
-    out[ASGD_MU] = asgd_next_mu(&of, step);
+    out[asgd_eta] = __fmul_rn(__frcp_rn(asgd_power(growth, of.alpha)), (float)of.lr);
+    out[asgd_mu] = asgd_next_mu(&of, step);
 }
 
 struct tensor {
@@ -112,8 +112,8 @@ static of_cuda_entry upload(tensor *t, of_dtype dtype, unsigned used, size_t ind
 // ASGD's counters are all on the device.
 static void upload_numbers(tensor *t, of_cuda_entry *entry, size_t index, uint64_t *random) {
     static const double etas[] = {0.01, 0.3}, mus[] = {1.0, 1.0 / 3.0};
-    t->numbers[ASGD_ETA] = (float)pick(random, etas, 2);
-    t->numbers[ASGD_MU] = (float)pick(random, mus, 2);
+    t->numbers[asgd_eta] = (float)pick(random, etas, 2);
+    t->numbers[asgd_mu] = (float)pick(random, mus, 2);
     GPU(cudaMemcpy(t->numbers_at, t->numbers, sizeof t->numbers, cudaMemcpyHostToDevice));
     for (int i = 0; i < ASGD_N_COUNTERS; i++)
         entry->numbers_at[i] = t->numbers_at + i;
@@ -147,8 +147,8 @@ static bool in_fours(const tensor *t, of_dtype dtype, unsigned used) {
 static void take_numbers(tensor *t, double *own) {
     asgd_foreach_scalars s;
     memcpy(&s, own, sizeof s);
-    s.eta = t->numbers[ASGD_ETA];
-    s.mu = t->numbers[ASGD_MU];
+    s.eta = t->numbers[asgd_eta];
+    s.mu = t->numbers[asgd_mu];
     memcpy(own, &s, sizeof s);
     const asgd_renewal of = {s.lr, s.growth, s.alpha, s.t0};
     next_numbers<<<1, 1>>>(of, t->step, t->numbers_at + ASGD_N_COUNTERS);

@@ -143,7 +143,9 @@ void arrays_copy(arrays *to, const arrays *from) {
 }
 
 of_span arrays_span(const arrays *a, size_t tail) {
-    of_span span = {a->at[0], a->at[1], {a->at[2], a->at[3], a->at[4]}, a->n, tail, NULL, NULL, false};
+    of_span span = {.param = a->at[0], .grad = a->at[1], .n = a->n, .tail = tail};
+    for (int i = 0; i < OF_MAX_STATE; i++)
+        span.state[i] = a->at[2 + i];
     return span;
 }
 

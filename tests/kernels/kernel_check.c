@@ -66,7 +66,8 @@ static double random_hyper(const char *name, uint64_t *random) {
     static const double eps[] = {0.0, 1e-8, 1e-3};
     if (is_one_of(name, "amsgrad maximize decoupled nesterov centered decoupled_weight_decay"))
         return pick(random, flags, 2);
-    if (is_one_of(name, "beta1 beta2 momentum dampening alpha rho etaminus"))
+    if (strncmp(name, "beta", 4) == 0 ||
+        is_one_of(name, "momentum dampening alpha rho etaminus"))
         return pick(random, betas, 5);
     if (strcmp(name, "weight_decay") == 0)
         return pick(random, weights, 4);
@@ -139,6 +140,12 @@ static void run(const of_kernel *row, const of_rule *rule, const trial *t, const
     row->run(&span, scalars);
 }
 
+static const char *array_name(const of_rule *rule, int array) {
+    if (array >= 2)
+        return rule->state[array - 2];
+    return array ? "gradient" : "parameter";
+}
+
 /* The number of elements in which two rows differ on one random update. The
  * rows' arrays are placed differently. */
 static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule *rule,
@@ -155,11 +162,11 @@ static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule
     run(with, rule, &t, theirs);
     run(row, rule, &t, mine);
 
-    static const char *const names[] = {"parameter", "gradient", "state 0", "state 1", "state 2"};
     int array = 0;
     size_t element = 0, count = arrays_differ(mine, theirs, &array, &element);
     if (count && report)
-        printf("  %zu elements differ, the first: %s[%zu]\n", count, names[array], element);
+        printf("  %zu elements differ, the first: %s[%zu]\n", count, array_name(rule, array),
+               element);
     if (!arrays_intact(mine) || !arrays_intact(theirs)) {
         printf("  wrote outside of the arrays\n");
         count++;

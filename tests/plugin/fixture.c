@@ -176,7 +176,9 @@ void expect_update_at(twin *t, void *param, void **state) {
 
 void expect_update(fixture *f, twin *t) {
     (void)f;
-    void *state[OF_MAX_STATE] = {t->state[0], t->state[1], t->state[2]};
+    void *state[OF_MAX_STATE];
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        state[i] = t->state[i];
     expect_update_at(t, t->param, state);
 }
 

@@ -15,8 +15,9 @@ from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, output, sources
 HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix == ".h"]
 # What the build defines for the headers that are compiled once per instance.
 INSTANCE = ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=baseline"]
-LOOP = ["-DOF_RULE=adam", "-DOF_VARIANTS=ADAM_VARIANTS", *INSTANCE]
-CHAIN = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1", *INSTANCE]
+LOOP = ["-DOF_RULE=adam", '-DOF_RULE_HEADER="../rules/adam.h"', *INSTANCE]
+CHAIN = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1",
+         "-DOF_N_STATE=3", *INSTANCE]  # fmt: skip
 FORM = ["-DOF_FORM=rmsprop", *CHAIN]
 MACROS = {
     "kernels/cuda/chain_element.h": FORM,

@@ -77,8 +77,8 @@ static void fill_numbers(batch *b, size_t i, uint64_t *random) {
     static const double etas[] = {0.01, 0.3, 1e-6, 2.0}, mus[] = {1.0, 0.5, 1.0 / 3.0, 1e-5};
     batch_tensor *t = &b->tensors[i];
     of_cuda_entry *entry = &b->entries[i];
-    t->numbers[ASGD_ETA] = (float)pick(random, etas, 4);
-    t->numbers[ASGD_MU] = (float)pick(random, mus, 4);
+    t->numbers[asgd_eta] = (float)pick(random, etas, 4);
+    t->numbers[asgd_mu] = (float)pick(random, mus, 4);
     memcpy(t->wanted_numbers, t->numbers, sizeof t->numbers);
     t->step_on_device = true;
     entry->step_at = &t->step;
@@ -104,10 +104,11 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
         t->step_on_device = !t->step_on_device;
     *entry = (of_cuda_entry){.param = t->mine.at[0],
                              .grad = t->mine.at[1],
-                             .state = {t->mine.at[2], t->mine.at[3], t->mine.at[4]},
                              .n = n,
                              .step_at = t->step_on_device ? &t->step : NULL,
                              .step = t->step_on_device ? NAN : t->step};
+    for (int k = 0; k < OF_MAX_STATE; k++)
+        entry->state[k] = t->mine.at[2 + k];
     if (n == 0 && random_next(random) & 1)
         entry->param = NULL; /* as empty tensors have it */
 }
@@ -177,13 +178,13 @@ static bool in_fours(const of_cuda_entry *entry, of_dtype dtype, unsigned used) 
 static void take_numbers(const batch *b, batch_tensor *t, double *prepared) {
     asgd_foreach_scalars s;
     memcpy(&s, prepared, sizeof s);
-    s.eta = (double)t->wanted_numbers[ASGD_ETA];
-    s.mu = (double)t->wanted_numbers[ASGD_MU];
+    s.eta = (double)t->wanted_numbers[asgd_eta];
+    s.mu = (double)t->wanted_numbers[asgd_mu];
     memcpy(prepared, &s, sizeof s);
-    const asgd_renewal of = {b->hyper[ASGD_LR], b->hyper[ASGD_LAMBD] * b->hyper[ASGD_LR],
-                             b->hyper[ASGD_ALPHA], b->hyper[ASGD_T0]};
-    t->wanted_numbers[ASGD_ETA] = asgd_next_eta(&of, t->step);
-    t->wanted_numbers[ASGD_MU] = asgd_next_mu(&of, t->step);
+    const asgd_renewal of = {b->hyper[asgd_lr], b->hyper[asgd_lambd] * b->hyper[asgd_lr],
+                             b->hyper[asgd_alpha], b->hyper[asgd_t0]};
+    t->wanted_numbers[asgd_eta] = asgd_next_eta(&of, t->step);
+    t->wanted_numbers[asgd_mu] = asgd_next_mu(&of, t->step);
 }
 
 static void expect_tensor(batch *b, size_t i) {
@@ -227,8 +228,8 @@ static bool numbers_differ(const batch *b, size_t i, bool report) {
     if (!b->rule->counts_on_gpu || memcmp(have, want, sizeof t->numbers) == 0)
         return false;
     if (report)
-        printf("  tensor %zu: eta %.9g, mu %.9g, not %.9g, %.9g\n", i, (double)have[ASGD_ETA],
-               (double)have[ASGD_MU], (double)want[ASGD_ETA], (double)want[ASGD_MU]);
+        printf("  tensor %zu: eta %.9g, mu %.9g, not %.9g, %.9g\n", i, (double)have[asgd_eta],
+               (double)have[asgd_mu], (double)want[asgd_eta], (double)want[asgd_mu]);
     return true;
 }
 

@@ -9,6 +9,7 @@
 #include "cuda/driver.h"
 #include "cuda/table.h"
 #include "host_device.h"
+#include "rules/scaling.h"
 
 _Thread_local host_index host_block_index, host_block_size, host_thread_index;
 
@@ -23,30 +24,11 @@ typedef struct kernel_row {
 } kernel_row;
 
 /* Each set of used state has a kernel for both sizes of table. */
-#define DTYPES(X, rule, used)                                                                      \
-    X(rule, float32, used) X(rule, float64, used) X(rule, bfloat16, used) X(rule, float16, used)
-#define KERNELS(X)                                                                                 \
-    DTYPES(X, adam, 3)                                                                             \
-    DTYPES(X, adam, 7)                                                                             \
-    DTYPES(X, scaling, 0)                                                                          \
-    DTYPES(X, sgd, 0)                                                                              \
-    DTYPES(X, sgd, 1)                                                                              \
-    DTYPES(X, rmsprop, 2)                                                                          \
-    DTYPES(X, rmsprop, 3)                                                                          \
-    DTYPES(X, rmsprop, 6)                                                                          \
-    DTYPES(X, rmsprop, 7)                                                                          \
-    DTYPES(X, adadelta, 3)                                                                         \
-    DTYPES(X, nadam, 3)                                                                            \
-    DTYPES(X, radam, 3)                                                                            \
-    DTYPES(X, adamax, 3)                                                                           \
-    DTYPES(X, rprop, 3)                                                                            \
-    DTYPES(X, adagrad, 1)                                                                          \
-    DTYPES(X, asgd, 1)                                                                             \
-    DTYPES(X, lion, 1)
-#define RULES(X)                                                                                   \
-    X(adam)                                                                                        \
-    X(scaling) X(sgd) X(rmsprop) X(adadelta) X(nadam) X(radam) X(adamax) X(rprop) X(adagrad)       \
-        X(asgd) X(lion)
+#define DTYPES(SETS, X, rule)                                                                      \
+    SETS(X, rule, float32) SETS(X, rule, float64) SETS(X, rule, bfloat16) SETS(X, rule, float16)
+#define DTYPES_FUSED DTYPES
+#define DTYPES_OP_BY_OP DTYPES
+#define DTYPES_EXTERNAL(SETS, X, rule)
 
 /* The "code" of an image is its name. */
 #define IMAGE(name)                                                                                \
@@ -54,6 +36,9 @@ typedef struct kernel_row {
     const unsigned long long of_image_##name[] = {0};
 #define IMAGES(rule)                                                                               \
     IMAGE(rule##_float32) IMAGE(rule##_float64) IMAGE(rule##_bfloat16) IMAGE(rule##_float16)
+#define IMAGES_FUSED IMAGES
+#define IMAGES_OP_BY_OP IMAGES
+#define IMAGES_EXTERNAL(rule)
 #define DECLARE(rule, dtype, used)                                                                 \
     kernel_fn of_cuda_##rule##_##dtype##_##used##_small, of_cuda_##rule##_##dtype##_##used##_large;
 
@@ -62,14 +47,19 @@ typedef struct kernel_row {
     ROW(of_cuda_##rule##_##dtype##_##used##_small, small)                                          \
     ROW(of_cuda_##rule##_##dtype##_##used##_large, large)
 
-RULES(IMAGES)
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
+    IMAGES_##gpu(rule) DTYPES_##gpu(RULE##_SETS, DECLARE, rule)
+#include "rules.def"
+IMAGES(scaling)
 IMAGE(advance)
 IMAGE(renew)
-KERNELS(DECLARE)
+DTYPES(SCALING_SETS, DECLARE, scaling)
 kernel_fn of_cuda_advance_steps, of_cuda_renew_asgd;
 
 static const kernel_row rows[] = {
-    KERNELS(ROWS){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)},
+#define OF_RULE(rule, RULE, cpu, gpu, form, steps) DTYPES_##gpu(RULE##_SETS, ROWS, rule)
+#include "rules.def"
+    DTYPES(SCALING_SETS, ROWS, scaling){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)},
     {"of_cuda_renew_asgd", of_cuda_renew_asgd, sizeof(of_cuda_numbers)}};
 
 static CUresult host_init(unsigned flags) {

@@ -37,9 +37,7 @@ class Mutant:
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 BLOCK = "cuda/block.cuh"
 CHAIN, ELEMENT, OPERATORS = "cuda/chain.cu", "cuda/chain_element.h", "rules/aten_cuda.h"
-# Where the formula of a chain is, and how many roots it takes.
-CHAINS = {"nadam": ("nadam_foreach", 1), "adagrad": ("adagrad_foreach", 1),
-          "asgd": ("asgd_foreach", 0)}  # fmt: skip
+CHAINS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
 LANES = """#pragma unroll
     for (int lane = 0; lane < N; lane++) {
@@ -94,8 +92,8 @@ MUTANTS = [
            ": at + common.chunk + 4;", rule="adagrad"),
     Mutant("the last scalar is lost", "cuda/common.c", "update->hyper, known->bytes);",
            "update->hyper, known->bytes - 8);", rule="adagrad"),
-    Mutant("a tensor's numbers are exchanged", CHAIN, "*tensor.number[ASGD_ETA], *tensor",
-           "*tensor.number[ASGD_MU], *tensor", rule="asgd"),
+    Mutant("a tensor's numbers are exchanged", CHAIN, "*tensor.number[asgd_eta], *tensor",
+           "*tensor.number[asgd_mu], *tensor", rule="asgd"),
     Mutant("a tensor's numbers are not converted", "rules/asgd_foreach.h",
            "(double)aten_round((of_real)eta)", "eta", (), "bfloat16", "asgd"),
     Mutant("an entry has no room for numbers", LAUNCH, "__builtin_popcount(c.used) + numbers;",
@@ -135,12 +133,11 @@ class Build:
         out = self.folder / "kernel.o"
         macros = [f"-DOF_RULE={rule}", f"-DOF_RULE_{rule.upper()}"]
         macros += [f"-DOF_DTYPE={dtype}", f"-DOF_DTYPE_{dtype.upper()}", "-DOF_ISA=cuda"]
-        if rule in CHAINS:
-            form, roots = CHAINS[rule]
-            macros += [f"-DOF_FORM={form}", f'-DOF_RULE_HEADER="../rules/{form}.h"']
-            macros += [f"-DOF_ROOTS={roots}", f'-DHOST_SOURCE="{CHAIN}"']
-        else:
-            macros += [f"-DOF_VARIANTS={rule.upper()}_VARIANTS", f'-DHOST_SOURCE="{UPDATE}"']
+        macros += [f"-DOF_{name}={rule.upper()}_{name}" for name in ("VARIANTS", "ROOTS", "SETS")]
+        form = CHAINS.get(rule, rule)
+        macros += [f'-DOF_RULE_HEADER="../rules/{form}.h"']
+        macros += [f"-DOF_FORM={form}"] if rule in CHAINS else []
+        macros += [f'-DHOST_SOURCE="{CHAIN if rule in CHAINS else UPDATE}"']
         run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
             "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
         return out

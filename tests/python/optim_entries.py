@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What tests want to know of an optimizer that has kernels on GPUs which a trial compares
+with the class's own step(), one entry for each. Those of optfuse.optim have more in theirs.
+No torch here: ptx_check.py runs without."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Options = dict[str, Any]
+DECAYS: tuple[Options, ...] = ({}, {"weight_decay": 0.1, "maximize": True})
+DECOUPLED = (*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True})
+
+
+@dataclass(frozen=True)
+class Entry:
+    #: To train with: on the played GPU, on a real one, and on the CPU if it is ours.
+    options: Sequence[Options]
+    #: Of one element on a GPU, by the state in use: fma, mul, sum, div, sqrt, rcp. A sum is an
+    #: add or a sub: p + g * -lr may come out as p - g * lr, which is the same. The same for
+    #: all dtypes. All branches count: a running average's two, those of a value of 1 and
+    #: another, weight decay. One product is the gradient's by the factor of clipping.
+    operations: dict[int, tuple[int, int, int, int, int, int]]
+    #: Running averages whose difference may be taken in both branches, by the state in use.
+    lerps: dict[int, int] = field(default_factory=dict)
+    rate: float = 0.01  # a learning rate that suits it
+
+
+@dataclass(frozen=True)
+class Ours(Entry):
+    #: The paper's algorithm: the parameter after one update for each gradient.
+    formula: Callable[..., Any] = NotImplemented
+    #: Options for `formula`.
+    paper: Options = field(default_factory=dict)
+    #: Options that the class has to refuse with "Invalid ...".
+    invalid: Sequence[Options] = ()
+
+
+def lion(p: Any, gradients: Sequence[Any], lr: float, betas: Any, weight_decay: float) -> Any:
+    """arXiv 2302.06675, algorithm 2."""
+    m = 0 * p
+    for g in gradients:
+        c = betas[0] * m + (1 - betas[0]) * g
+        p = p - lr * (c.sign() + weight_decay * p)
+        m = betas[1] * m + (1 - betas[1]) * g
+    return p
+
+
+ENTRIES: dict[str, Entry] = {
+    "RMSprop": Entry(
+        (*DECAYS, {"momentum": 0.9}, {"centered": True},
+         {"momentum": 0.9, "centered": True, "weight_decay": 0.1},
+         {"momentum": 0.5, "centered": True, "weight_decay": 0.01, "alpha": 0.3}),
+        {2: (4, 3, 2, 1, 1, 0), 3: (4, 4, 2, 1, 1, 0),
+         6: (7, 4, 3, 1, 1, 0), 7: (7, 5, 3, 1, 1, 0)},
+        {6: 1, 7: 1},
+    ),
+    "Adadelta": Entry((*DECAYS, {"rho": 0.3}), {3: (6, 6, 2, 1, 2, 0)}, rate=1.0),
+    "NAdam": Entry(
+        (*DECOUPLED, {"betas": (0.3, 0.6), "momentum_decay": 0.1}),
+        {3: (7, 4, 4, 3, 1, 0)}, {3: 1},
+    ),
+    "RAdam": Entry((*DECOUPLED, {"betas": (0.3, 0.6)}), {3: (6, 4, 3, 1, 1, 1)}, {3: 1}),
+    "Adamax": Entry((*DECAYS, {"betas": (0.0, 0.5)}), {3: (4, 2, 3, 1, 0, 0)}, {3: 1}),
+    "Rprop": Entry(
+        ({}, {"maximize": True}, {"maximize": True, "etas": (0.3, 1.7)},
+         {"etas": (0.3, 1.7), "step_sizes": (1e-3, 0.02)}),
+        {3: (2, 4, 2, 0, 0, 0)}, rate=1e-5,
+    ),
+    "Adagrad": Entry(
+        (*DECAYS, {"lr_decay": 0.1}, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+        {1: (2, 2, 2, 1, 1, 0)},
+    ),
+    "ASGD": Entry(
+        (*DECAYS, {"lambd": 3.0, "alpha": 0.3, "t0": 5.0},
+         {"lambd": 3.0, "alpha": 0.3, "t0": 5.0, "maximize": True},
+         {"lambd": 0.5, "alpha": 0.5}, {"lambd": 0.5, "alpha": 0.5, "t0": 3}),
+        {1: (5, 2, 0, 0, 0, 0)}, rate=0.05,
+    ),
+    "Lion": Ours(
+        (*DECAYS, {"betas": (0.0, 0.5)}, {"weight_decay": 0.1}, {"betas": (0.0, 0.0), "lr": 0.02},
+         {"weight_decay": 0.01, "maximize": True}),
+        {1: (4, 4, 1, 0, 0, 0)},
+        rate=1e-3,
+        formula=lion,
+        paper={"betas": (0.9, 0.99), "weight_decay": 0.5},
+        invalid=({"lr": -1.0}, {"betas": (1.0, 0.5)}, {"betas": (0.5, -0.1)}, {"betas": (0.5,)},
+                 {"betas": (0.5, 0.5, 0.5)}, {"weight_decay": -1.0}),
+    ),
+}  # fmt: skip
+OURS = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Ours)}
+
+
+def inputs(name: str) -> list[Options]:
+    """As PyTorch's database of optimizers has them."""
+    return [{"lr": 0.01}, *({"lr": 0.01, **options} for options in OURS[name].options)]
