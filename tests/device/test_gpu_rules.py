@@ -11,29 +11,19 @@ import torch
 from common import assert_same, everything
 from fakecuda import NAME
 from legal import legal, net, train
-from torch.optim import ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop
+from optim_entries import ENTRIES
+from torch.optim import Adagrad, Adamax, NAdam, RAdam, RMSprop
 
 import optfuse
-from optfuse import _stock_trial
+from optfuse import _stock_trial, optim
+from optfuse._rules import RULES
 from optfuse.optim import Lion
 
 MODES = ("forward", "backward")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-DECAYS = ({}, {"weight_decay": 0.1, "maximize": True})
-DECOUPLED = (*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True})
-OPTIONS = {
-    RMSprop: (*DECAYS, {"momentum": 0.9}, {"centered": True},
-              {"momentum": 0.5, "centered": True, "weight_decay": 0.01, "alpha": 0.3}),
-    Adadelta: (*DECAYS, {"rho": 0.3}),
-    NAdam: (*DECOUPLED, {"betas": (0.3, 0.6), "momentum_decay": 0.1}),
-    RAdam: (*DECOUPLED, {"betas": (0.3, 0.6)}),
-    Adamax: (*DECAYS, {"betas": (0.0, 0.5)}),
-    Rprop: ({}, {"maximize": True}, {"etas": (0.3, 1.7), "step_sizes": (1e-3, 0.02)}),
-    Adagrad: (*DECAYS, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
-    ASGD: (*DECAYS, {"lambd": 3.0, "alpha": 0.3, "t0": 5.0, "maximize": True},
-           {"lambd": 0.5, "alpha": 0.5, "t0": 3}),
-    Lion: (*DECAYS, {"betas": (0.0, 0.5)}),
-}  # fmt: skip
+OPTIONS = {cls: ENTRIES[cls.__name__].options for cls in RULES if cls.__name__ in ENTRIES}
+#: Those of torch.optim.
+STOCK = [cls for cls in OPTIONS if cls not in optim.CLASSES]
 CASES = [(cls, options) for cls, some in OPTIONS.items() for options in some]
 OWN = {"float32": "own step()"}
 KERNELS = {"float32": "cuda"}
@@ -41,8 +31,8 @@ KERNELS = {"float32": "cuda"}
 
 def kinds_of(cls):
     """On the fake device stock's operators for 16 bits that are not multi-tensor
-    functions round as the CPU's, so that Lion's own step() is another there."""
-    return DTYPES[:2] if cls is Lion else DTYPES
+    functions round as the CPU's, so that the own step() of ours is another there."""
+    return DTYPES[:2] if cls in optim.CLASSES else DTYPES
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +78,8 @@ def isa(optimizer):
 def test_kernels_pass_the_trial_and_have_the_bits_of_the_class(cls, options):
     for dtype in kinds_of(cls):
         ours, theirs = parameters(dtype), parameters(dtype)
-        fused = optfuse.fuse(cls(ours, lr=1e-2, **options), strict=True)
-        stock = cls(theirs, lr=1e-2, **options)
+        fused = optfuse.fuse(cls(ours, **{"lr": 1e-2, **options}), strict=True)
+        stock = cls(theirs, **{"lr": 1e-2, **options})
         steps(fused, ours, 20)
         steps(stock, theirs, 20)
         name = str(dtype).removeprefix("torch.")
@@ -161,7 +151,7 @@ def test_a_step_with_other_roundings_is_seen_and_taken(monkeypatch, small_trials
     assert_same("parameters", ours, theirs)
 
 
-@pytest.mark.parametrize("cls", [c for c in OPTIONS if c is not Lion], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", STOCK, ids=lambda cls: cls.__name__)
 def test_one_bit_of_one_element_is_enough(cls, monkeypatch, small_trials):
     """A class whose step() is that of the kernels but for the last bit of a parameter.
     (Lion's own step() has to pass a trial of its own, which refuses that.)"""
@@ -205,7 +195,7 @@ def test_what_takes_another_way_is_left_to_the_class(make, why, small_trials):
     assert any(why in reason for reason in found.own_step_because), found.own_step_because
 
 
-@pytest.mark.parametrize("cls", [c for c in OPTIONS if c is not Lion], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", STOCK, ids=lambda cls: cls.__name__)
 def test_bits_of_a_subclass_are_those_of_the_for_loop(cls, small_trials):
     def script(wrap):
         params = of_a_subclass()
@@ -295,7 +285,7 @@ def test_a_group_that_would_go_another_way_now_raises(change, small_trials):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", [c for c in OPTIONS if c is not Lion], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", STOCK, ids=lambda c: c.__name__)
 def test_clipping_that_is_left_to_the_update_is_in_it(cls, dtype, small_trials):
     def script(wrap):
         params = parameters(dtype, sizes=(7, 64, 1003))

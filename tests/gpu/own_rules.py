@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from bits import (
     tape,
 )
 from harness import On, add
+from optim_entries import DECAYS, ENTRIES
 
 import optfuse
 from optfuse._rules import RULES
@@ -36,18 +37,8 @@ SHAPES: dict[str, Shapes] = {
     "Adafactor": ((), (1,), (1003,), (3, 5, 7), *MATRICES),
 }  # of the others: VECTORS
 LOOK_EVERY = 7
-DECAYS: list[dict[str, Any]] = [{}, {"weight_decay": 0.1, "maximize": True}]
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "RMSprop": [*DECAYS, {"momentum": 0.9}, {"centered": True},
-                {"momentum": 0.9, "centered": True, "weight_decay": 0.1}],
-    "Adadelta": DECAYS,
-    "NAdam": [*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
-    "RAdam": [*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
-    "Adamax": DECAYS,
-    "Rprop": [{}, {"maximize": True, "etas": (0.3, 1.7)}],
-    "Adagrad": [*DECAYS, {"lr_decay": 0.1}],
-    "ASGD": [*DECAYS, {"lambd": 3.0, "alpha": 0.3, "t0": 5.0}, {"lambd": 0.5, "alpha": 0.5}],
-    "Lion": DECAYS,
+OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
+    **{name: entry.options for name, entry in ENTRIES.items()},
     "Adafactor": [*DECAYS, {"eps": (1e-5, 1e-2), "beta2_decay": -0.3, "d": 2},
                   {"foreach": True}],
     "Muon": [{}, {"nesterov": False, "weight_decay": 0},
@@ -99,7 +90,7 @@ def options_of(name: str, dtype: torch.dtype) -> Callable[[On], None]:
         for options in OPTIONS[name]:
 
             def make(params: list[Any], options: dict[str, Any] = options) -> Any:
-                return CLASSES[name](params, lr=0.01, **options)
+                return CLASSES[name](params, **{"lr": 0.01, **options})
 
             what = f"{name} {options}"
             steps = 10 if on.quick else 100

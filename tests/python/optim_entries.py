@@ -78,8 +78,8 @@ ENTRIES: dict[str, Entry] = {
         {1: (5, 2, 0, 0, 0, 0)}, rate=0.05,
     ),
     "Lion": Ours(
-        (*DECAYS, {"betas": (0.0, 0.5)}, {"weight_decay": 0.1}, {"betas": (0.0, 0.0), "lr": 0.02},
-         {"weight_decay": 0.01, "maximize": True}),
+        (*DECAYS, {"betas": (0.0, 0.5)}, {"betas": (0.8, 0.95)}, {"weight_decay": 0.1},
+         {"betas": (0.0, 0.0), "lr": 0.02}, {"weight_decay": 0.01, "maximize": True}, {"lr": 0.01}),
         {1: (4, 4, 1, 0, 0, 0)},
         rate=1e-3,
         formula=lion,
@@ -90,7 +90,3 @@ ENTRIES: dict[str, Entry] = {
 }  # fmt: skip
 OURS = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Ours)}
 
-
-def inputs(name: str) -> list[Options]:
-    """As PyTorch's database of optimizers has them."""
-    return [{"lr": 0.01}, *({"lr": 0.01, **options} for options in OURS[name].options)]

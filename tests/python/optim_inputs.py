@@ -16,6 +16,7 @@ import unittest
 from dataclasses import dataclass
 
 import torch
+from optim_entries import OURS
 
 # The list is in PyTorch's tests' package, which derives its test cases from those of a
 # package of another project. No test case of theirs is used here, so no such package is
@@ -29,24 +30,20 @@ from torch.testing._internal.common_optimizers import (
     _get_optim_inputs_including_global_cliquey_kwargs as inputs_with_flags,
 )
 
-from optfuse.optim import Lion
+from optfuse.optim import CLASSES
 
 
-def lion_inputs(device, dtype=None):
-    every = (
-        {},
-        {"lr": 0.01},
-        {"weight_decay": 0.1},
-        {"weight_decay": 0.1, "maximize": True},
-        {"betas": (0.8, 0.95)},
-        {"lr": torch.tensor(0.001)},
-    )
-    return [OptimizerInput(params=None, kwargs=kwargs) for kwargs in every]
+def inputs_of(name):
+    """Of a class of optfuse.optim, as the list has them."""
+    every = [*OURS[name].options, {"lr": torch.tensor(0.001)}]
+    return lambda device, dtype=None: [OptimizerInput(params=None, kwargs=one) for one in every]
 
 
 #: PyTorch's own, and beside them ours.
 INFOS = {info.name: info for info in optim_db}
-INFOS["Lion"] = OptimizerInfo(Lion, optim_inputs_func=lion_inputs, supported_impls=())
+for ours in CLASSES:
+    name = ours.__name__
+    INFOS[name] = OptimizerInfo(ours, optim_inputs_func=inputs_of(name), supported_impls=())
 #: Which implementation of PyTorch computes: no part of the algorithm.
 FLAGS = ("foreach", "fused", "differentiable")
 #: Optimizers with a fused kernel on the CPU; its bits are the reference. For

@@ -7,13 +7,14 @@ import pytest
 import torch
 from common import Fused, Stock, assert_same, run
 from optim_classes import CLASSES, build
+from optim_entries import ENTRIES
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 STEPS = 200
 CLASS_COUNT = 4
 #: Where 0.01 does not suit a class.
-RATES = {"Adadelta": 1.0, "ASGD": 0.05, "Lion": 1e-3, "Rprop": 1e-5, "Adam": 3e-3, "AdamW": 3e-3}
+RATES = {name: entry.rate for name, entry in ENTRIES.items()} | {"Adam": 3e-3, "AdamW": 3e-3}
 
 
 class ConvNet(nn.Module):

@@ -16,28 +16,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
+
+from optim_entries import ENTRIES
+
 OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
-# A sum is an add or a sub: p + g * -lr may come out as p - g * lr, which is the same.
-# Of chain.cu, the same for all types; and reciprocals. All branches count: a running
-# average's two, those of a value of 1 and another, weight decay. One product is the
-# gradient's by the factor of clipping.
-CHAINS = {
-    "rmsprop": {
-        2: (4, 3, 2, 1, 1, 0),
-        3: (4, 4, 2, 1, 1, 0),
-        6: (7, 4, 3, 1, 1, 0),
-        7: (7, 5, 3, 1, 1, 0),
-    },
-    "adadelta": {3: (6, 6, 2, 1, 2, 0)},
-    "nadam": {3: (7, 4, 4, 3, 1, 0)},
-    "radam": {3: (6, 4, 3, 1, 1, 1)},
-    "adamax": {3: (4, 2, 3, 1, 0, 0)},
-    "rprop": {3: (2, 4, 2, 0, 0, 0)},
-    "adagrad": {1: (2, 2, 2, 1, 1, 0)},
-    "asgd": {1: (5, 2, 0, 0, 0, 0)},
-    "lion": {1: (4, 4, 1, 0, 0, 0)},
-}
-LERPS = {"rmsprop-6": 1, "rmsprop-7": 1, "nadam-3": 1, "radam-3": 1, "adamax-3": 1}
+CHAINS = {name.lower(): entry for name, entry in ENTRIES.items()}
 SPILLS = ("adam", "sgd", "rmsprop", "nadam")
 # Of one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
@@ -60,7 +44,7 @@ for dtype in ("float64", "bfloat16", "float16"):
 BLOCK = {3: (0, 1, 0, 1, 1), 7: (0, 1, 0, 1, 1), 0: (0,) * 5, 1: (0, 0, 1, 0, 0)}
 # Of renew.cu beside its power, with rcp last: three products are powers that need none.
 RENEW = (0, 5, 2, 0, 1, 2)
-SCALARS = 10  # roundings of a kernel's scalars to float, at most; there are more elements
+SCALARS = 12  # roundings of a kernel's scalars to float, at most; there are more elements
 LANES = {"float32": 4, "float64": 2, "bfloat16": 8, "float16": 8}
 POWERS = """
 extern "C" __global__ void powers(TYPE *out, TYPE a, TYPE b, TYPE step) {
@@ -94,7 +78,9 @@ def kernels(ptx: str) -> dict[str, str]:
 
 
 def counts(body: str) -> Counter[str]:
-    found = Counter(match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body))
+    found = Counter(
+        match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body)
+    )
     found["sum"] = found["add"] + found["sub"]
     return found
 
@@ -140,9 +126,9 @@ def expected_of_chain(instance: str, used: int) -> dict[str, range]:
     both branches, and 1 - weight at every element."""
     rule, dtype = instance.split("-")
     elements = LANES[dtype] + 1
-    each = zip((*OPERATIONS, "rcp"), CHAINS[rule][used], strict=True)
+    each = zip((*OPERATIONS, "rcp"), CHAINS[rule].operations[used], strict=True)
     wanted = {name: range(n * elements, n * elements + 1) for name, n in each}
-    extra = LERPS.get(f"{rule}-{used}", 0) * 2 * elements
+    extra = CHAINS[rule].lerps.get(used, 0) * 2 * elements
     wanted["sum"] = range(wanted["sum"].start, wanted["sum"].start + extra + 1)
     return wanted
 
@@ -157,7 +143,7 @@ def chain_faults(compiler: Compiler, source: Path, instance: str, macros: list[s
     rule, dtype = instance.split("-")
     found = []
     bodies = kernels(compiler.run(source, "-arch=compute_90", "-ptx", "-fmad=false", *macros)[0])
-    if len(bodies) != 2 * len(CHAINS[rule]):
+    if len(bodies) != 2 * len(CHAINS[rule].operations):
         found.append(f"{instance}: {len(bodies)} kernels")
     for name, body in bodies.items():
         have, want = counts(body), expected_of_chain(instance, int(name.split("_")[-2]))
