@@ -30,16 +30,16 @@ typedef enum of_isa { OF_ISA_C, OF_ISA_BASELINE, OF_ISA_AVX2, OF_ISA_AVX512, OF_
 /* The implementation of PyTorch whose bits a row reproduces: its fused CPU
  * kernel as compiled for AVX2 (fused multiply-adds), which also serves CPUs
  * with AVX-512, or as compiled for plain x86-64 (none); or its fused CUDA
- * kernel; or the chain of its CUDA operators. docs/numerics.md has the formulas.
+ * kernel; or its CUDA operators, one after the other. docs/numerics.md has the formulas.
  *
  * Of the last two the table has only plain C rows, which run on the CPU: the
  * yardstick of kernels/cuda/. Those of CUDA's fused kernel take an of_cuda_scalars,
- * those of the chain what the rule's prepare_gpu() makes. */
+ * those of its operators what the rule's prepare_gpu() makes. */
 typedef enum of_reference {
     OF_REF_CPU_FUSED,
     OF_REF_CPU_FUSED_PLAIN,
     OF_REF_CUDA_FUSED,
-    OF_REF_CUDA_CHAIN,
+    OF_REF_CUDA_OP_BY_OP,
     OF_REF_COUNT
 } of_reference;
 
@@ -126,13 +126,13 @@ typedef struct of_rule {
     const char *const *counters;
     size_t n_counters;
     /* Of a parameter on a GPU the step and the counters are there, too, in float32: its
-     * kernels read and renew them. */
+     * kernels read them and make those of the next update. */
     bool counts_on_gpu;
     /* There are no kernels: the host does the update, with operators of its own
      * (of_host.apply() of the plugin). The state may have any shapes. */
-    bool by_host;
-    /* The reference on the CPU is a chain of PyTorch's operators. */
-    bool chain;
+    bool external;
+    /* The reference on the CPU is PyTorch's operators, one after the other. */
+    bool op_by_op;
 } of_rule;
 
 /* The rules, ended by a row whose name is NULL; and their names and lists as text: see
@@ -153,12 +153,12 @@ const char *of_isa_name(of_isa isa);
 bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "avx512" */
 
 /* How many of a parameter's numel elements, its last ones, take the reference's
- * scalar formula: what does not fill a vector, or two where the reference is a
- * chain of operators. vector_bytes: width of the vectors PyTorch has chosen for
+ * scalar formula: what does not fill a vector, or two where the reference is
+ * single operators. vector_bytes: width of the vectors PyTorch has chosen for
  * this CPU; of more than 32 only 32 count, because neither its fused optimizers
  * nor these operators have an AVX-512 build and run the AVX2 one there. PyTorch
  * splits a parameter between threads at multiples of 64 bytes, so only the span
- * that ends the parameter has a tail. (A chain's operators split it anywhere;
+ * that ends the parameter has a tail. (Single operators split it anywhere;
  * their tails in the middle are those of no span.) The CUDA kernel takes all
  * elements of a tensor in fours, or none: those of an unaligned one are a tail
  * as well, which the caller has to see. */

@@ -20,9 +20,9 @@
     .scalars_size = sizeof(rule##_scalars), .state_used = rule##_state_used,                       \
     .prepare = rule##_prepare
 #define OF_IS_FUSED(rule) OF_KERNELS(rule)
-#define OF_IS_OP_BY_OP(rule) OF_KERNELS(rule), .chain = true
+#define OF_IS_OP_BY_OP(rule) OF_KERNELS(rule), .op_by_op = true
 #define OF_IS_EXTERNAL(rule)                                                                       \
-    .state_used = no_state_used, .prepare = prepare_nothing, .by_host = true
+    .state_used = no_state_used, .prepare = prepare_nothing, .external = true
 #define OF_GPU_FUSED(form) NULL
 #define OF_GPU_OP_BY_OP(form) form##_prepare
 #define OF_GPU_EXTERNAL(form) NULL

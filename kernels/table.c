@@ -18,16 +18,16 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE)
 #endif
 
-/* A rule of chain_loop.c: a reference only where it occurs. */
+/* A rule of op_by_op_loop.c: a reference only where it occurs. */
 #if defined(__x86_64__)
-#define OF_CHAIN_ISAS(X, ...)                                                                      \
+#define OF_OP_BY_OP_ISAS(X, ...)                                                                      \
     X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
     X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)                       \
     X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED)                                     \
     X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED)
 #else
-#define OF_CHAIN_ISAS(X, ...)                                                                      \
+#define OF_OP_BY_OP_ISAS(X, ...)                                                                      \
     X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
     X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)
@@ -46,11 +46,11 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     OF_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                        \
     OF_ISAS(X, rule, float16, OF_FLOAT16)
 
-#define OF_CHAIN(X, rule)                                                                          \
-    OF_CHAIN_ISAS(X, rule, float32, OF_FLOAT32)                                                    \
-    OF_CHAIN_ISAS(X, rule, float64, OF_FLOAT64)                                                    \
-    OF_CHAIN_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                  \
-    OF_CHAIN_ISAS(X, rule, float16, OF_FLOAT16)
+#define OF_OP_BY_OP(X, rule)                                                                          \
+    OF_OP_BY_OP_ISAS(X, rule, float32, OF_FLOAT32)                                                    \
+    OF_OP_BY_OP_ISAS(X, rule, float64, OF_FLOAT64)                                                    \
+    OF_OP_BY_OP_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                  \
+    OF_OP_BY_OP_ISAS(X, rule, float16, OF_FLOAT16)
 
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \
@@ -62,10 +62,10 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
          dtype_code, OF_CPU,                                                                       \
          isa_code,   of_##rule##_##dtype##_##isa##_plain},
 
-#define OF_DECLARE_CHAIN(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                    \
+#define OF_DECLARE_OP_BY_OP(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                    \
     of_kernel_fn of_##rule##_##dtype##_##isa##_##ref;
 
-#define OF_CHAIN_ROW(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                        \
+#define OF_OP_BY_OP_ROW(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                        \
     {#rule, ref_code, dtype_code, OF_CPU, isa_code, of_##rule##_##dtype##_##isa##_##ref},
 
 #define OF_DECLARE_CUDA(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_cuda;
@@ -73,26 +73,26 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 #define OF_CUDA_ROW(rule, dtype, dtype_code)                                                       \
     {#rule, OF_REF_CUDA_FUSED, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_cuda},
 
-#define OF_DECLARE_CUDA_CHAIN(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_chain;
+#define OF_DECLARE_CUDA_OP_BY_OP(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_op_by_op;
 
-#define OF_CUDA_CHAIN_ROW(rule, dtype, dtype_code)                                                 \
-    {#rule, OF_REF_CUDA_CHAIN, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_chain},
+#define OF_CUDA_OP_BY_OP_ROW(rule, dtype, dtype_code)                                                 \
+    {#rule, OF_REF_CUDA_OP_BY_OP, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_op_by_op},
 
 #define OF_DECLARE_CPU_FUSED(rule) OF_DTYPES(OF_DECLARE, rule)
-#define OF_DECLARE_CPU_OP_BY_OP(rule) OF_CHAIN(OF_DECLARE_CHAIN, rule)
+#define OF_DECLARE_CPU_OP_BY_OP(rule) OF_OP_BY_OP(OF_DECLARE_OP_BY_OP, rule)
 #define OF_DECLARE_CPU_EXTERNAL(rule)
 #define OF_DECLARE_GPU_FUSED(rule) OF_CUDA_ROWS(OF_DECLARE_CUDA, rule)
-#define OF_DECLARE_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_DECLARE_CUDA_CHAIN, rule)
+#define OF_DECLARE_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_DECLARE_CUDA_OP_BY_OP, rule)
 #define OF_DECLARE_GPU_EXTERNAL(rule)
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
     OF_DECLARE_CPU_##cpu(rule) OF_DECLARE_GPU_##gpu(rule)
 #include "rules.def"
 
 #define OF_CPU_FUSED(rule) OF_DTYPES(OF_ROWS, rule)
-#define OF_CPU_OP_BY_OP(rule) OF_CHAIN(OF_CHAIN_ROW, rule)
+#define OF_CPU_OP_BY_OP(rule) OF_OP_BY_OP(OF_OP_BY_OP_ROW, rule)
 #define OF_CPU_EXTERNAL(rule)
 #define OF_GPU_FUSED(rule) OF_CUDA_ROWS(OF_CUDA_ROW, rule)
-#define OF_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_CUDA_CHAIN_ROW, rule)
+#define OF_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_CUDA_OP_BY_OP_ROW, rule)
 #define OF_GPU_EXTERNAL(rule)
 
 /* clang-format off */
@@ -128,12 +128,12 @@ const char *of_dtype_name(of_dtype dtype) {
 
 size_t of_tail(const of_rule *rule, of_reference reference, of_dtype dtype, size_t vector_bytes,
                size_t numel) {
-    if (reference == OF_REF_CUDA_CHAIN)
+    if (reference == OF_REF_CUDA_OP_BY_OP)
         return 0;
     if (reference == OF_REF_CUDA_FUSED)
         return numel % 4 ? numel : 0;
     /* Both others have the same shape: whole vectors, then the rest. */
     const size_t width = vector_bytes < 32 ? vector_bytes : 32;
-    const size_t lanes = (rule->chain ? 2 : 1) * width / of_dtype_size(dtype);
+    const size_t lanes = (rule->op_by_op ? 2 : 1) * width / of_dtype_size(dtype);
     return lanes > 1 ? numel % lanes : 0;
 }

@@ -103,7 +103,7 @@ static bool run(of_plan *plan, const of_list *call, const of_list *later) {
     plan->counts.launches += first->kind->is_update;
     if (!of_stream_order(plan, &first->in.ready, &first->in.stream))
         return false;
-    if (plan->rule->by_host && first->kind->is_update)
+    if (plan->rule->external && first->kind->is_update)
         return of_apply(plan, call);
     return count_steps(plan, call, later) && run_kernels(plan, call, entries, n);
 }

@@ -20,7 +20,7 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
     if ((unsigned)in->dtype >= OF_DTYPE_COUNT || (unsigned)in->device > OF_CUDA)
         return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
                        (int)in->device);
-    if (plan->rule->by_host)
+    if (plan->rule->external)
         return OF_OK;
     if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.gpu)
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
@@ -55,7 +55,7 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
     if (in->device != OF_CPU && plan->mode == OF_FORWARD) /* else the plan's lock is held */
         of_scaling_share(plan, update);
-    if (plan->rule->by_host || (in->device != OF_CPU && !plan->rule->prepare_gpu)) {
+    if (plan->rule->external || (in->device != OF_CPU && !plan->rule->prepare_gpu)) {
         memcpy(update->scalars, group->hyper, sizeof group->hyper); /* they take the options */
         return OF_OK;
     }

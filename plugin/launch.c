@@ -43,7 +43,7 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
         return;
     const bool is_update = list->first->kind->is_update;
     plan->counts.launches += is_update;
-    if (!plan->rule->by_host || !is_update)
+    if (!plan->rule->external || !is_update)
         of_cpu_launch(plan, list);
     else if (!of_apply(plan, list))
         of_plan_fail(plan);
@@ -73,7 +73,7 @@ static bool goes_with(const of_update *first, const of_update *u) {
         return false;
     if (u->in.device != OF_CPU)
         return of_stream_equal(&u->in.stream, &first->in.stream);
-    return !u->plan->rule->by_host && first->in.numel < OF_SERIAL_ELEMENTS &&
+    return !u->plan->rule->external && first->in.numel < OF_SERIAL_ELEMENTS &&
            u->in.numel < OF_SERIAL_ELEMENTS;
 }
 

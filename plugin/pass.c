@@ -123,7 +123,7 @@ static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
     int64_t numel = 0;
     size_t bytes = 0;
     if (plan->host.backward->measure(plan->host.ctx, slot->tensor, &numel, &bytes) != OF_CPU ||
-        plan->rule->by_host || slot->updated || pass->over)
+        plan->rule->external || slot->updated || pass->over)
         return true;
     if (slot->waits_in) {
         remove_from(slot->waits_in, number);

@@ -91,7 +91,7 @@ void set_state(int64_t address, int64_t index, const std::vector<std::optional<a
     refuse_fake_tensors("optimizer state is told");
     Slot &slot = slot_at(plan_at(address), index);
     const of_rule *rule = slot.plan->rule;
-    if (rule->by_host) {
+    if (rule->external) {
         set_own_state(slot, state);
         return;
     }
@@ -142,7 +142,7 @@ std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
     for (size_t i = 0; i < slots.size(); i++) {
         of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
         // An optimizer's own code may write to the gradient; our kernels never do.
-        if (of.back().plan->rule->by_host && of.back().grad().defined())
+        if (of.back().plan->rule->external && of.back().grad().defined())
             launch_others(of.back().grad().unsafeGetTensorImpl(), of_launch_at);
     }
     return of;

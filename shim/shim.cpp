@@ -105,7 +105,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         plan->rule = of_plan_rule(plan->core);
         plan->native = optfuse::native_update(plan->rule->name);
         plan->self = plan;
-        if (plan->rule->by_host)
+        if (plan->rule->external)
             optfuse::updates_take_the_gil();
         *out = optfuse::handle_of(plan.get());
         return OF_OK;

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "launch.h"
-#include "rules/chain.h"
+#include "rules/op_by_op.h"
 #include "rules/scaling.h"
 
 typedef struct rule {
@@ -16,9 +16,9 @@ typedef struct rule {
 
 /* All prepared scalars begin in one way. */
 static unsigned variant_of(const double *prepared) {
-    chain_scalars chain;
-    memcpy(&chain, prepared, sizeof chain);
-    return chain.variant;
+    op_by_op_scalars common;
+    memcpy(&common, prepared, sizeof common);
+    return common.variant;
 }
 
 /* What a row has by the kind of its kernels. */

@@ -76,14 +76,14 @@ OF_CUDA_API const char *of_cuda_rules(void);
 OF_CUDA_API of_cuda_status of_cuda_open(void);
 
 /* Loads the update's kernels (those for its options), the one that counts steps and, if
- * the rule has numbers on the device, the one that renews them into its device. A first
+ * the rule has numbers on the device, the one that makes the next ones, into its device. A first
  * launch does it too, but may then have to wait for the device, which it must not while
  * a graph is captured. */
 OF_CUDA_API of_cuda_status of_cuda_prepare(const of_cuda_update *update);
 
 /* Updates n_entries tensors on update->stream: one launch per table, which has
- * room for several hundred tensors; then, if they have numbers on the device, renews
- * these by launches of their own. The rule "scaling" has no options and no state:
+ * room for several hundred tensors; then, if they have numbers on the device, makes
+ * those of the next by launches of their own. The rule "scaling" has no options and no state:
  * the parameter becomes the gradient times *factor_at, and may be the same memory. */
 OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
                                           const of_cuda_entry *entries, size_t n_entries);

@@ -5,7 +5,7 @@
 #define OPTFUSE_CUDA_ELEMENT_CUH
 
 #ifdef OF_FORM
-#include "chain_element.h"
+#include "op_by_op_element.h"
 #else
 #include "../cpu/instance.h"
 #endif

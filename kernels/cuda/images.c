@@ -35,7 +35,7 @@ typedef struct image {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_DECLARE_##gpu(rule)
 #include "rules.def"
 OF_DECLARE(scaling)
-extern const unsigned long long of_image_advance[], of_image_renew[];
+extern const unsigned long long of_image_advance[], of_image_asgd_next[];
 
 typedef struct single {
     const unsigned long long *code;
@@ -54,7 +54,7 @@ static image images[] = {
     OF_IMAGES(scaling)};
 static single singles[OF_CUDA_SINGLES] = {
     [OF_CUDA_ADVANCE] = {of_image_advance, "of_cuda_advance_steps", NULL},
-    [OF_CUDA_RENEW] = {of_image_renew, "of_cuda_renew_asgd", NULL}};
+    [OF_CUDA_ASGD_NEXT] = {of_image_asgd_next, "of_cuda_asgd_next", NULL}};
 
 static of_cuda_status load_code(const of_driver *driver, const void *code, CUlibrary *library) {
     const CUresult result = driver->library_load(library, code, NULL, NULL, 0, NULL, NULL, 0);

@@ -186,7 +186,7 @@ of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
     for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++)
         status = load(c.driver, c.kernels->size[size]);
     for (int which = 0; which < OF_CUDA_SINGLES && status == OF_CUDA_OK; which++) {
-        if (which == OF_CUDA_RENEW && c.table.common.numbers == 0)
+        if (which == OF_CUDA_ASGD_NEXT && c.table.common.numbers == 0)
             continue;
         status = of_cuda_find_single(c.driver, (of_cuda_single)which, &single);
         if (status == OF_CUDA_OK)
@@ -217,6 +217,6 @@ of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry 
             status = add(&c, &entries[i]);
     if (status == OF_CUDA_OK)
         status = flush(&c);
-    return status == OF_CUDA_OK && numbers ? of_cuda_renew(c.driver, update, entries, n_entries)
+    return status == OF_CUDA_OK && numbers ? of_cuda_next_numbers(c.driver, update, entries, n_entries)
                                            : status;
 }

@@ -11,7 +11,7 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
                             bool early);
 
 /* The numbers that entries have on the device become those of the next update. */
-of_cuda_status of_cuda_renew(const of_driver *driver, const of_cuda_update *update,
+of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_cuda_update *update,
                              const of_cuda_entry *entries, size_t n_entries);
 
 size_t of_cuda_dtype_size(of_dtype dtype);

@@ -8,8 +8,8 @@ typedef OF_RULE_NAME(cuda_constants) cuda_constants;
 
 of_kernel_fn OF_KERNEL_NAME(cuda);
 
-static of_moment moment_of(const of_cuda_scalars *s) {
-    const of_moment now = {(of_real)s->lr, (of_real)s->correction1, (of_real)s->correction2,
+static of_step_scalars step_scalars_of(const of_cuda_scalars *s) {
+    const of_step_scalars now = {(of_real)s->lr, (of_real)s->correction1, (of_real)s->correction2,
                            s->first,       s->unscaled != NULL,     OF_NARROW,
                            s->early};
     return now;
@@ -31,7 +31,7 @@ static void update_one(const of_span *span, const of_cuda_scalars *s, const cuda
 
 void OF_KERNEL_NAME(cuda)(const of_span *span, const void *scalars) {
     const of_cuda_scalars *s = (const of_cuda_scalars *)scalars;
-    const of_moment now = moment_of(s);
+    const of_step_scalars now = step_scalars_of(s);
     const cuda_constants k = OF_RULE_NAME(cuda_round)(s->hyper, &now);
     const unsigned used = OF_RULE_NAME(cuda_state)(s->hyper);
     for (size_t i = 0; i < span->n; i++)

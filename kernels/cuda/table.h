@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* table.h: what a kernel gets in its arguments; filled by launch.c, advance.c and
- * renew.c, read by the .cu files. */
+ * asgd_next.c, read by the .cu files. */
 #ifndef OPTFUSE_CUDA_TABLE_H
 #define OPTFUSE_CUDA_TABLE_H
 
@@ -67,7 +67,7 @@ typedef struct of_cuda_steps {
     float *step[OF_CUDA_STEPS];
 } of_cuda_steps;
 
-/* The table of of_cuda_renew(): asgd_renewal of rules/asgd_renew.h, and whose. */
+/* The table of of_cuda_next_numbers(): asgd_schedule of rules/asgd_next.h, and whose. */
 enum { OF_CUDA_NUMBERS = 160 };
 typedef struct of_cuda_numbers {
     double lr, growth, alpha, t0;

@@ -7,7 +7,7 @@
 // search over the tensors' first blocks, so nothing but the tensors themselves
 // has to be in the table, and that is in the kernel's arguments.
 #include "block.cuh"
-#include "moment.cuh"
+#include "step_scalars.cuh"
 
 struct of_block {
     OF_RULE_NAME(cuda_constants) constants;
@@ -19,7 +19,7 @@ struct of_block {
 
 template <unsigned USED>
 OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tensor &tensor) {
-    const of_moment now = of_moment_of(common, tensor.step);
+    const of_step_scalars now = of_step_scalars_of(common, tensor.step);
     of_block block;
     block.constants = OF_RULE_NAME(cuda_round)(common.hyper, &now);
     block.factor = of_factor_of(common);

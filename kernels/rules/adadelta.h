@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_ADADELTA_H
 #define OPTFUSE_RULES_ADADELTA_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define ADADELTA_STATE(X) X(adadelta, square_avg) X(adadelta, acc_delta)
 #define ADADELTA_OPTIONS(X)                                                                        \
@@ -18,7 +18,7 @@ OF_ENUMERATE(ADADELTA);
 #define ADADELTA_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct adadelta_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double step_size, rho, weight, eps;
 } adadelta_scalars;
 
@@ -27,7 +27,7 @@ OF_USES_ALL_STATE(adadelta, ADADELTA)
 static inline void adadelta_prepare(const double *hyper, of_count *count, void *scalars) {
     adadelta_scalars *s = (adadelta_scalars *)scalars;
     (void)count;
-    s->chain = chain_prepare(hyper[adadelta_weight_decay], hyper[adadelta_maximize], 0);
+    s->common = op_by_op_prepare(hyper[adadelta_weight_decay], hyper[adadelta_maximize], 0);
     s->step_size = -hyper[adadelta_lr];
     s->rho = hyper[adadelta_rho];
     s->weight = 1.0 - hyper[adadelta_rho];

@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_ADAGRAD_H
 #define OPTFUSE_RULES_ADAGRAD_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define ADAGRAD_STATE(X) X(adagrad, sum)
 #define ADAGRAD_OPTIONS(X)                                                                         \

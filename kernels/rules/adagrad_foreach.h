@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* adagrad_foreach.h: Adagrad as PyTorch's multi-tensor implementation has it, its
- * default on GPUs: a chain of operators, where the CPU has a fused kernel. */
+ * default on GPUs: operator by operator, where the CPU has a fused kernel. */
 #ifndef OPTFUSE_RULES_ADAGRAD_FOREACH_H
 #define OPTFUSE_RULES_ADAGRAD_FOREACH_H
 
 #include "adagrad.h"
 
 typedef struct adagrad_foreach_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double rate, eps;
 } adagrad_foreach_scalars;
 
 static inline void adagrad_foreach_prepare(const double *hyper, of_count *count, void *scalars) {
     adagrad_foreach_scalars *s = (adagrad_foreach_scalars *)scalars;
     const double slower = 1.0 + (count->step - 1.0) * hyper[adagrad_lr_decay];
-    s->chain = chain_prepare(hyper[adagrad_weight_decay], hyper[adagrad_maximize], 0);
+    s->common = op_by_op_prepare(hyper[adagrad_weight_decay], hyper[adagrad_maximize], 0);
     s->rate = -hyper[adagrad_lr] / slower;
     s->eps = hyper[adagrad_eps];
 }

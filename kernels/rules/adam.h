@@ -152,7 +152,7 @@ OF_RULE_FN unsigned adam_cuda_state(const double *hyper) {
     return hyper[adam_amsgrad] != 0.0 ? 7u : 3u;
 }
 
-OF_RULE_FN adam_cuda_constants adam_cuda_round(const double *hyper, const of_moment *now) {
+OF_RULE_FN adam_cuda_constants adam_cuda_round(const double *hyper, const of_step_scalars *now) {
     adam_cuda_constants k;
     k.beta1 = of_rounded(hyper[adam_beta1]);
     k.beta2 = of_rounded(hyper[adam_beta2]);

@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_ADAMAX_H
 #define OPTFUSE_RULES_ADAMAX_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define ADAMAX_STATE(X) X(adamax, exp_avg) X(adamax, exp_inf)
 #define ADAMAX_OPTIONS(X)                                                                          \
@@ -18,7 +18,7 @@ OF_ENUMERATE(ADAMAX);
 #define ADAMAX_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct adamax_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double step_size, average_weight, beta2, eps;
 } adamax_scalars;
 
@@ -26,7 +26,7 @@ OF_USES_ALL_STATE(adamax, ADAMAX)
 
 static inline void adamax_prepare(const double *hyper, of_count *count, void *scalars) {
     adamax_scalars *s = (adamax_scalars *)scalars;
-    s->chain = chain_prepare(hyper[adamax_weight_decay], hyper[adamax_maximize], 0);
+    s->common = op_by_op_prepare(hyper[adamax_weight_decay], hyper[adamax_maximize], 0);
     s->step_size = -(hyper[adamax_lr] / (1.0 - pow(hyper[adamax_beta1], count->step)));
     s->average_weight = 1.0 - hyper[adamax_beta1];
     s->beta2 = hyper[adamax_beta2];

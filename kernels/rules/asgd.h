@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_ASGD_H
 #define OPTFUSE_RULES_ASGD_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define ASGD_STATE(X) X(asgd, ax)
 #define ASGD_OPTIONS(X)                                                                            \
@@ -20,7 +20,7 @@ enum { ASGD_WITH_AVERAGE = 1 };
 #define ASGD_SETS(X, ...) X(__VA_ARGS__, 1)
 
 typedef struct asgd_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double shrink, step_size, mu;
 } asgd_scalars;
 
@@ -32,15 +32,15 @@ static inline void asgd_advance(const double *hyper, of_count *count) {
     const double eta = hyper[asgd_lr] / pow(growth, hyper[asgd_alpha]);
     const double mu = 1.0 / (late > 1.0 ? late : 1.0);
     const bool single = count->single || count->made_single;
-    count->counters[asgd_eta] = chain_number(single, eta);
-    count->counters[asgd_mu] = chain_number(single, mu);
+    count->counters[asgd_eta] = op_by_op_number(single, eta);
+    count->counters[asgd_mu] = op_by_op_number(single, mu);
 }
 
 static inline void asgd_prepare(const double *hyper, of_count *count, void *scalars) {
     asgd_scalars *s = (asgd_scalars *)scalars;
     const double eta = count->counters[asgd_eta];
     s->mu = count->counters[asgd_mu];
-    s->chain = chain_prepare(hyper[asgd_weight_decay], hyper[asgd_maximize],
+    s->common = op_by_op_prepare(hyper[asgd_weight_decay], hyper[asgd_maximize],
                              s->mu != 1.0 ? (unsigned)ASGD_WITH_AVERAGE : 0u);
     s->shrink = 1.0 - hyper[asgd_lambd] * eta;
     s->step_size = -eta;

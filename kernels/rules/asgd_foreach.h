@@ -8,7 +8,7 @@
 #include "asgd.h"
 
 typedef struct asgd_foreach_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double lambd;
     double eta, mu;               /* a kernel takes them from the device instead */
     double lr, growth, alpha, t0; /* for the next eta and mu; growth: lambd * lr */
@@ -16,7 +16,7 @@ typedef struct asgd_foreach_scalars {
 
 static inline void asgd_foreach_prepare(const double *hyper, of_count *count, void *scalars) {
     asgd_foreach_scalars *s = (asgd_foreach_scalars *)scalars;
-    s->chain = chain_prepare(hyper[asgd_weight_decay], hyper[asgd_maximize], 0);
+    s->common = op_by_op_prepare(hyper[asgd_weight_decay], hyper[asgd_maximize], 0);
     s->lambd = hyper[asgd_lambd];
     s->eta = count->counters[asgd_eta];
     s->mu = count->counters[asgd_mu];

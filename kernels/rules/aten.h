@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* aten.h: PyTorch's CPU operators on one element, for the rules whose reference
- * is a chain of them. Each result is rounded to the type the tensor has in
+ * is a sequence of them. Each result is rounded to the type the tensor has in
  * memory, as it would be between two operators. docs/numerics.md says how each
  * formula was established.
  *

@@ -5,7 +5,7 @@
 #ifndef OPTFUSE_RULES_LION_H
 #define OPTFUSE_RULES_LION_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define LION_STATE(X) X(lion, exp_avg)
 #define LION_OPTIONS(X)                                                                            \
@@ -18,7 +18,7 @@ OF_ENUMERATE(LION);
 #define LION_SETS(X, ...) X(__VA_ARGS__, 1)
 
 typedef struct lion_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double shrink; /* what decay leaves of the parameter */
     double beta1, weight1, beta2, weight2, step_size;
 } lion_scalars;
@@ -28,7 +28,7 @@ OF_USES_ALL_STATE(lion, LION)
 static inline void lion_prepare(const double *hyper, of_count *count, void *scalars) {
     lion_scalars *s = (lion_scalars *)scalars;
     (void)count;
-    s->chain = chain_prepare(0.0, hyper[lion_maximize], 0);
+    s->common = op_by_op_prepare(0.0, hyper[lion_maximize], 0);
     s->shrink = 1.0 - hyper[lion_lr] * hyper[lion_weight_decay];
     s->beta1 = hyper[lion_beta1];
     s->weight1 = 1.0 - hyper[lion_beta1];

@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_NADAM_H
 #define OPTFUSE_RULES_NADAM_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define NADAM_STATE(X) X(nadam, exp_avg) X(nadam, exp_avg_sq)
 #define NADAM_OPTIONS(X)                                                                           \
@@ -19,7 +19,7 @@ OF_ENUMERATE(NADAM);
 #define NADAM_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct nadam_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double shrink; /* what decoupled decay leaves of the parameter */
     double average_weight, beta2, square_weight, correction, eps;
     double grad_step, average_step;
@@ -39,8 +39,8 @@ static inline void nadam_prepare(const double *hyper, of_count *count, void *sca
     const double mu_next = nadam_momentum(hyper, count->step + 1.0);
     double *product = &count->counters[nadam_mu_product];
 
-    *product = chain_number(count->single, *product * chain_number(count->single, mu));
-    s->chain = chain_prepare(decoupled ? 0.0 : decay, hyper[nadam_maximize], 0);
+    *product = op_by_op_number(count->single, *product * op_by_op_number(count->single, mu));
+    s->common = op_by_op_prepare(decoupled ? 0.0 : decay, hyper[nadam_maximize], 0);
     s->shrink = decoupled ? 1.0 - lr * decay : 1.0;
     s->average_weight = 1.0 - hyper[nadam_beta1];
     s->beta2 = hyper[nadam_beta2];

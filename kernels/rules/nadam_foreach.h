@@ -7,7 +7,7 @@
 #include "nadam.h"
 
 typedef struct nadam_foreach_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double shrink; /* what decoupled decay leaves of the parameter */
     double average_weight, beta2, square_weight, root_correction, eps;
     double grad_step, average_step;
@@ -17,7 +17,7 @@ static inline void nadam_foreach_prepare(const double *hyper, of_count *count, v
     nadam_foreach_scalars *s = (nadam_foreach_scalars *)scalars;
     nadam_scalars single;
     nadam_prepare(hyper, count, &single);
-    s->chain = single.chain;
+    s->common = single.common;
     s->shrink = single.shrink;
     s->average_weight = single.average_weight;
     s->beta2 = single.beta2;

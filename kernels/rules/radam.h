@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_RADAM_H
 #define OPTFUSE_RULES_RADAM_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define RADAM_STATE(X) X(radam, exp_avg) X(radam, exp_avg_sq)
 #define RADAM_OPTIONS(X)                                                                           \
@@ -20,7 +20,7 @@ enum { RADAM_WITH_RECTIFICATION = 1 };
 #define RADAM_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct radam_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double shrink; /* what decoupled decay leaves of the parameter */
     double lr, average_weight, beta2, square_weight, eps;
     double correction1, root_correction2, rectification;
@@ -47,7 +47,7 @@ static inline void radam_prepare(const double *hyper, of_count *count, void *sca
     const bool decoupled = decay != 0.0 && hyper[radam_decoupled_weight_decay] != 0.0;
 
     s->rectification = radam_rectification(beta2, count->step);
-    s->chain = chain_prepare(decoupled ? 0.0 : decay, hyper[radam_maximize],
+    s->common = op_by_op_prepare(decoupled ? 0.0 : decay, hyper[radam_maximize],
                              s->rectification != 0.0 ? (unsigned)RADAM_WITH_RECTIFICATION : 0u);
     s->lr = hyper[radam_lr];
     s->shrink = decoupled ? 1.0 - s->lr * decay : 1.0;

@@ -8,7 +8,7 @@
 #include "radam.h"
 
 typedef struct radam_foreach_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double shrink; /* what decoupled decay leaves of the parameter */
     double average_weight, beta2, square_weight, eps;
     double divisor; /* of the root; a zero without rectification */
@@ -20,7 +20,7 @@ static inline void radam_foreach_prepare(const double *hyper, of_count *count, v
     radam_scalars single;
     radam_prepare(hyper, count, &single);
     const double unrectified = single.rectification > 0.0 ? 0.0 : 1.0;
-    s->chain = single.chain;
+    s->common = single.common;
     s->shrink = single.shrink;
     s->average_weight = single.average_weight;
     s->beta2 = single.beta2;

@@ -47,7 +47,7 @@ typedef struct of_form {
 } of_form;
 
 /* What an update on a GPU knows beside its options. */
-typedef struct of_moment {
+typedef struct of_step_scalars {
     of_real lr;
     of_real correction1; /* 1 - beta1^t */
     of_real correction2; /* sqrt(1 - beta2^t) */
@@ -55,7 +55,7 @@ typedef struct of_moment {
     bool scaled;         /* a gradient scale is given */
     bool narrow;         /* elements have 16 bits */
     bool early;          /* the reference rounds as on the chips before capability 10 */
-} of_moment;
+} of_step_scalars;
 
 /* A number that comes as double, in the type of the computation. On a GPU it is converted
  * where this is called: to save a register the compiler would do it at every element,

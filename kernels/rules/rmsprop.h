@@ -4,7 +4,7 @@
 #ifndef OPTFUSE_RULES_RMSPROP_H
 #define OPTFUSE_RULES_RMSPROP_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define RMSPROP_STATE(X) X(rmsprop, momentum_buffer) X(rmsprop, square_avg) X(rmsprop, grad_avg)
 #define RMSPROP_OPTIONS(X)                                                                         \
@@ -20,7 +20,7 @@ enum { RMSPROP_WITH_MOMENTUM = 1, RMSPROP_WITH_CENTER = 2 };
 #define RMSPROP_SETS(X, ...) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 6) X(__VA_ARGS__, 7)
 
 typedef struct rmsprop_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double step_size, alpha, weight, eps, momentum;
 } rmsprop_scalars;
 
@@ -42,8 +42,8 @@ static inline unsigned rmsprop_state_used(const double *hyper) {
 static inline void rmsprop_prepare(const double *hyper, of_count *count, void *scalars) {
     rmsprop_scalars *s = (rmsprop_scalars *)scalars;
     (void)count;
-    s->chain =
-        chain_prepare(hyper[rmsprop_weight_decay], hyper[rmsprop_maximize], rmsprop_choose(hyper));
+    s->common =
+        op_by_op_prepare(hyper[rmsprop_weight_decay], hyper[rmsprop_maximize], rmsprop_choose(hyper));
     s->step_size = -hyper[rmsprop_lr];
     s->alpha = hyper[rmsprop_alpha];
     s->weight = 1.0 - hyper[rmsprop_alpha];

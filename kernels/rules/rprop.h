@@ -5,7 +5,7 @@
 #ifndef OPTFUSE_RULES_RPROP_H
 #define OPTFUSE_RULES_RPROP_H
 
-#include "chain.h"
+#include "op_by_op.h"
 
 #define RPROP_STATE(X) X(rprop, prev) X(rprop, step_size)
 #define RPROP_OPTIONS(X)                                                                           \
@@ -19,7 +19,7 @@ OF_ENUMERATE(RPROP);
 #define RPROP_SETS(X, ...) X(__VA_ARGS__, 3)
 
 typedef struct rprop_scalars {
-    chain_scalars chain;
+    op_by_op_scalars common;
     double etaminus, etaplus, least, most;
 } rprop_scalars;
 
@@ -28,7 +28,7 @@ OF_USES_ALL_STATE(rprop, RPROP)
 static inline void rprop_prepare(const double *hyper, of_count *count, void *scalars) {
     rprop_scalars *s = (rprop_scalars *)scalars;
     (void)count;
-    s->chain = chain_prepare(0.0, hyper[rprop_maximize], 0);
+    s->common = op_by_op_prepare(0.0, hyper[rprop_maximize], 0);
     s->etaminus = hyper[rprop_etaminus];
     s->etaplus = hyper[rprop_etaplus];
     s->least = hyper[rprop_step_size_min];

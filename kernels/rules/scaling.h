@@ -23,7 +23,7 @@ static inline unsigned scaling_state_used(const double *hyper) {
     return 0;
 }
 
-OF_RULE_FN scaling_cuda_constants scaling_cuda_round(const double *hyper, const of_moment *now) {
+OF_RULE_FN scaling_cuda_constants scaling_cuda_round(const double *hyper, const of_step_scalars *now) {
     const scaling_cuda_constants k = {false};
     (void)hyper;
     (void)now;

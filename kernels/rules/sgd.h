@@ -126,7 +126,7 @@ OF_RULE_FN unsigned sgd_cuda_state(const double *hyper) {
     return hyper[sgd_momentum] != 0.0 ? 1u : 0u;
 }
 
-OF_RULE_FN sgd_cuda_constants sgd_cuda_round(const double *hyper, const of_moment *now) {
+OF_RULE_FN sgd_cuda_constants sgd_cuda_round(const double *hyper, const of_step_scalars *now) {
     sgd_cuda_constants k;
     k.lr = now->lr;
     k.momentum = (of_real)hyper[sgd_momentum];

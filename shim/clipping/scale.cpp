@@ -37,7 +37,7 @@ bool can_scale(const at::Tensor &grad, of_dtype *dtype) {
 // A graph that is being captured gets all of its work where it is asked for.
 bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
     Plan *plan = slot->plan;
-    return is_gpu(g->device()) && !plan->rule->by_host && plan->mode == OF_FORWARD &&
+    return is_gpu(g->device()) && !plan->rule->external && plan->mode == OF_FORWARD &&
            plan->scalars.has_factor(g->dtype().toScalarType()) && is_private(storage_of(g), 0) &&
            current_stream(g->device().index()).capture == 0 &&
            prepare_scaling(plan, g->device(), dtype);

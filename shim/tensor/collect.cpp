@@ -139,7 +139,7 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
 // Operators don't; and a kernel that writes the gradient, divided, must find there
 // what it reads.
 bool applies_factor(const Plan *plan, const c10::TensorImpl *p, const c10::TensorImpl *g) {
-    if (plan->rule->by_host)
+    if (plan->rule->external)
         return false;
     if (!is_gpu(p->device()))
         return true;
@@ -221,19 +221,19 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     launch_others(p);
     if (has_mark(g))
         launch_others(g, applies_factor(plan, p, g) ? of_launch_at : of_access);
-    if (slot->tried != ANYWHERE && !plan->rule->by_host &&
+    if (slot->tried != ANYWHERE && !plan->rule->external &&
         check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;
-    if (!plan->rule->by_host && is_gpu(p->device()) &&
+    if (!plan->rule->external && is_gpu(p->device()) &&
         prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     References *refs = new (in->references) References;
     of_found found = OF_FOUND_ERROR;
     try {
-        found = plan->rule->by_host ? fill_in_own(slot, p, grad, in, refs)
+        found = plan->rule->external ? fill_in_own(slot, p, grad, in, refs)
                                     : fill_in(slot, p, grad, used, in, refs);
     } catch (...) {
         refs->~References();

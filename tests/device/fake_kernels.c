@@ -90,7 +90,7 @@ static void tell(const char *kernel, const void *table, void *stream) {
         return;
     if (strcmp(kernel, "of_cuda_advance_steps") == 0)
         read_steps(r, (const of_cuda_steps *)table);
-    else if (strcmp(kernel, "of_cuda_renew_asgd") == 0)
+    else if (strcmp(kernel, "of_cuda_asgd_next") == 0)
         read_numbers(r, (const of_cuda_numbers *)table);
     else if (element_of(kernel))
         read_update(r, kernel, table);

@@ -2,7 +2,7 @@
 // foreach.cpp: the multi-tensor functions that torch.optim calls by default on GPUs,
 // with the roundings that PyTorch's CUDA has (docs/numerics.md): computed in float
 // for 16 bits, rounded once a function, a product that goes into a sum fused with
-// it. So torch.optim on this device is what kernels/cuda/chain.cu has to equal, and
+// it. So torch.optim on this device is what kernels/cuda/op_by_op.cu has to equal, and
 // is written without it. What is not here PyTorch composes of the CPU's operators.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>

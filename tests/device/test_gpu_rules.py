@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Kernels that take the place of a class's own step() on a GPU, where a trial has
 shown that they have its bits. On the fake GPU torch.optim's own steps go through
-foreach.cpp and Python's formulas, the kernels through kernels/cuda/chain.cu."""
+foreach.cpp and Python's formulas, the kernels through kernels/cuda/op_by_op.cu."""
 
 import copy
 

@@ -9,7 +9,7 @@
 #include "cuda/cuda_kernels.h"
 #include "gpu.h"
 #include "rules/asgd_foreach.h"
-#include "rules/asgd_renew.h"
+#include "rules/asgd_next.h"
 
 extern "C" {
 #include "../kernels/arrays.h"
@@ -24,7 +24,7 @@ __global__ void corrections(double beta1, double beta2, float step, double *out)
 }
 
 // Without -fmad=false, so each rounding is spelled out.
-__global__ void next_numbers(asgd_renewal of, float step, float *out) {
+__global__ void next_numbers(asgd_schedule of, float step, float *out) {
     const float growth = __fadd_rn(__fmul_rn(step, (float)of.growth), 1.0f);
     out[asgd_eta] = __fmul_rn(__frcp_rn(asgd_power(growth, of.alpha)), (float)of.lr);
     out[asgd_mu] = asgd_next_mu(&of, step);
@@ -150,7 +150,7 @@ static void take_numbers(tensor *t, double *own) {
     s.eta = t->numbers[asgd_eta];
     s.mu = t->numbers[asgd_mu];
     memcpy(own, &s, sizeof s);
-    const asgd_renewal of = {s.lr, s.growth, s.alpha, s.t0};
+    const asgd_schedule of = {s.lr, s.growth, s.alpha, s.t0};
     next_numbers<<<1, 1>>>(of, t->step, t->numbers_at + ASGD_N_COUNTERS);
 }
 
@@ -180,7 +180,7 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
         if (rule->counts_on_gpu)
             take_numbers(t, own);
         span.factors = s.factor ? factors : NULL;
-        of_kernel_find(rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)->run(&span, own);
+        of_kernel_find(rule->name, OF_REF_CUDA_OP_BY_OP, dtype, OF_CPU, OF_ISA_C)->run(&span, own);
         return;
     }
     of_kernel_find(rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);

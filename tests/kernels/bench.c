@@ -68,7 +68,7 @@ double bench_seconds(const of_kernel *row, size_t total_bytes, size_t *n, size_t
     double hyper[OF_MAX_HYPER], scalars[OF_MAX_SCALARS / sizeof(double)];
     bench_usual_hyper(rule, hyper);
     of_count count = {.step = 100.0, .counters = {0.9, 0.01}};
-    (row->reference == OF_REF_CUDA_CHAIN ? rule->prepare_gpu : rule->prepare)(hyper, &count,
+    (row->reference == OF_REF_CUDA_OP_BY_OP ? rule->prepare_gpu : rule->prepare)(hyper, &count,
                                                                               scalars);
 
     const unsigned used = rule->state_used(hyper), states = count_bits(used);

@@ -36,7 +36,7 @@ typedef struct trial {
 } trial;
 
 static const char *reference_name(of_reference reference) {
-    static const char *const names[OF_REF_COUNT] = {"fused", "plain", "cuda", "cuda chain"};
+    static const char *const names[OF_REF_COUNT] = {"fused", "plain", "cuda", "cuda op by op"};
     return names[reference];
 }
 

@@ -72,7 +72,7 @@ END_TEST
 /* Rules that are chains of operators have those rows that a CPU can need, and
  * the plain C ones. */
 static bool is_needed(const of_rule *rule, of_reference reference, of_isa isa) {
-    return !rule->chain || isa == OF_ISA_C ||
+    return !rule->op_by_op || isa == OF_ISA_C ||
            (reference == OF_REF_CPU_FUSED_PLAIN) == (isa == OF_ISA_BASELINE);
 }
 
@@ -88,7 +88,7 @@ static void expect_row(const of_rule *rule, of_reference reference, of_dtype dty
 
 START_TEST(every_rule_reference_and_dtype_has_its_rows) {
     for (const of_rule *rule = of_rules; rule->name; rule++)
-        for (int reference = 0; reference < OF_REF_CUDA_FUSED && !rule->by_host; reference++)
+        for (int reference = 0; reference < OF_REF_CUDA_FUSED && !rule->external; reference++)
             for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
                 for (int isa = 0; isa <= (int)of_isa_detect(); isa++)
                     expect_row(rule, (of_reference)reference, (of_dtype)dtype, (of_isa)isa);
@@ -110,14 +110,14 @@ START_TEST(rules_that_gpus_have_prepared_for_them_have_a_plain_row_of_that_chain
     int n = 0;
     for (const of_rule *rule = of_rules; rule->name; rule++)
         for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
-            const of_kernel *row = of_kernel_find(rule->name, OF_REF_CUDA_CHAIN, (of_dtype)dtype,
+            const of_kernel *row = of_kernel_find(rule->name, OF_REF_CUDA_OP_BY_OP, (of_dtype)dtype,
                                                   OF_CPU, OF_ISA_AVX512);
             ck_assert_msg(!row == !rule->prepare_gpu, "%s %s", rule->name,
                           of_dtype_name((of_dtype)dtype));
             n += row != NULL;
         }
     ck_assert_int_ge(n, 9 * OF_DTYPE_COUNT);
-    ck_assert_uint_eq(of_tail(rule_of("lion"), OF_REF_CUDA_CHAIN, OF_BFLOAT16, 32, 1003), 0);
+    ck_assert_uint_eq(of_tail(rule_of("lion"), OF_REF_CUDA_OP_BY_OP, OF_BFLOAT16, 32, 1003), 0);
 }
 END_TEST
 

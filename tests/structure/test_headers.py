@@ -16,16 +16,16 @@ HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix 
 # What the build defines for the headers that are compiled once per instance.
 INSTANCE = ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=baseline"]
 LOOP = ["-DOF_RULE=adam", '-DOF_RULE_HEADER="../rules/adam.h"', *INSTANCE]
-CHAIN = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1",
+OP_BY_OP = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1",
          "-DOF_N_STATE=3", *INSTANCE]  # fmt: skip
-FORM = ["-DOF_FORM=rmsprop", *CHAIN]
+FORM = ["-DOF_FORM=rmsprop", *OP_BY_OP]
 MACROS = {
-    "kernels/cuda/chain_element.h": FORM,
+    "kernels/cuda/op_by_op_element.h": FORM,
     "kernels/cpu/instance.h": LOOP,
     "kernels/cpu/memory.h": INSTANCE,
     "kernels/cpu/stored.h": INSTANCE,
-    "kernels/cpu/chain_instance.h": CHAIN,
-    "kernels/cpu/chain_numbers.h": CHAIN,
+    "kernels/cpu/op_by_op_instance.h": OP_BY_OP,
+    "kernels/cpu/op_by_op_numbers.h": OP_BY_OP,
 }
 TORCH = re.compile(r"#include <(torch|ATen|c10)/")
 CUDA = re.compile(r"#include <cuda")

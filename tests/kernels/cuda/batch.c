@@ -8,7 +8,7 @@
 
 #include "cuda/table.h"
 #include "rules/asgd_foreach.h"
-#include "rules/asgd_renew.h"
+#include "rules/asgd_next.h"
 
 void batch_create(batch *b) {
     memset(b, 0, sizeof *b);
@@ -181,7 +181,7 @@ static void take_numbers(const batch *b, batch_tensor *t, double *prepared) {
     s.eta = (double)t->wanted_numbers[asgd_eta];
     s.mu = (double)t->wanted_numbers[asgd_mu];
     memcpy(prepared, &s, sizeof s);
-    const asgd_renewal of = {b->hyper[asgd_lr], b->hyper[asgd_lambd] * b->hyper[asgd_lr],
+    const asgd_schedule of = {b->hyper[asgd_lr], b->hyper[asgd_lambd] * b->hyper[asgd_lr],
                              b->hyper[asgd_alpha], b->hyper[asgd_t0]};
     t->wanted_numbers[asgd_eta] = asgd_next_eta(&of, t->step);
     t->wanted_numbers[asgd_mu] = asgd_next_mu(&of, t->step);
@@ -200,7 +200,7 @@ static void expect_tensor(batch *b, size_t i) {
         if (b->rule->counts_on_gpu)
             take_numbers(b, t, prepared);
         span.factors = b->update.factor_at ? factors : NULL;
-        of_kernel_find(b->rule->name, OF_REF_CUDA_CHAIN, dtype, OF_CPU, OF_ISA_C)
+        of_kernel_find(b->rule->name, OF_REF_CUDA_OP_BY_OP, dtype, OF_CPU, OF_ISA_C)
             ->run(&span, prepared);
         return;
     }

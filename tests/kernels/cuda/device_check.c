@@ -120,7 +120,7 @@ static void check_tables(void) {
           "all kernels of an update can be loaded beforehand");
     const of_cuda_update asgd = {.rule = "asgd", .dtype = OF_FLOAT64, .hyper = hyper};
     host.loaded[0] = '\0';
-    check(of_cuda_prepare(&asgd) == OF_CUDA_OK && strstr(host.loaded, "of_cuda_renew_asgd "),
+    check(of_cuda_prepare(&asgd) == OF_CUDA_OK && strstr(host.loaded, "of_cuda_asgd_next "),
           "and what renews its numbers");
 }
 

@@ -52,15 +52,15 @@ typedef struct kernel_row {
 #include "rules.def"
 IMAGES(scaling)
 IMAGE(advance)
-IMAGE(renew)
+IMAGE(asgd_next)
 DTYPES(SCALING_SETS, DECLARE, scaling)
-kernel_fn of_cuda_advance_steps, of_cuda_renew_asgd;
+kernel_fn of_cuda_advance_steps, of_cuda_asgd_next;
 
 static const kernel_row rows[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) DTYPES_##gpu(RULE##_SETS, ROWS, rule)
 #include "rules.def"
     DTYPES(SCALING_SETS, ROWS, scaling){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)},
-    {"of_cuda_renew_asgd", of_cuda_renew_asgd, sizeof(of_cuda_numbers)}};
+    {"of_cuda_asgd_next", of_cuda_asgd_next, sizeof(of_cuda_numbers)}};
 
 static CUresult host_init(unsigned flags) {
     (void)flags;

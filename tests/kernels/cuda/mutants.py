@@ -20,7 +20,7 @@ ROOT = TESTS.parent.parent.parent
 CC = os.environ.get("CC", "cc").split()
 CXX = os.environ.get("CXX", "c++").split()
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "renew.c", "capture.c"]
+LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "asgd_next.c", "capture.c"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Mutant:
 
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 BLOCK = "cuda/block.cuh"
-CHAIN, ELEMENT, OPERATORS = "cuda/chain.cu", "cuda/chain_element.h", "rules/aten_cuda.h"
-CHAINS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
+OP_BY_OP, ELEMENT, OPERATORS = "cuda/op_by_op.cu", "cuda/op_by_op_element.h", "rules/aten_cuda.h"
+FORMS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
 LANES = """#pragma unroll
     for (int lane = 0; lane < N; lane++) {
@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant("the product is not rounded to the dtype", UPDATE, MULTIPLY + LANES,
            UNROUNDED, (), "bfloat16"),
     Mutant("the factor is not handed over", "cuda/common.c", "= update->factor_at;", "= NULL;"),
-    Mutant("the device's step is ignored", "cuda/moment.cuh", "if (common.steps_on_device)",
+    Mutant("the device's step is ignored", "cuda/step_scalars.cuh", "if (common.steps_on_device)",
            "if (common.unused[0])"),
     Mutant("one product is rounded", "rules/adam.h", "of_multiply_add(true, -k->beta1",
            "of_multiply_add(false, -k->beta1"),
@@ -76,34 +76,34 @@ MUTANTS = [
     Mutant("a small table for many", LAUNCH, "OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ?",
            "OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES) ?"),
     Mutant("steps are mixed", LAUNCH, "if (full || other ||", "if (full ||"),
-    Mutant("a chain's product is rounded", OPERATORS, "of_multiply_add(true, w, way, self)",
+    Mutant("op by op, the product is rounded", OPERATORS, "of_multiply_add(true, w, way, self)",
            "of_multiply_add(false, w, way, self)", rule="nadam"),
     Mutant("a value of 1 is like all others", OPERATORS,
            "if (factor == (of_real)1)\n        return aten_round(of_multiply_add",
            "if (factor == (of_real)2)\n        return aten_round(of_multiply_add",
            rule="adagrad"),
-    Mutant("a chain's decay is left out", ELEMENT, "if (chain->decays)", "if (false)",
+    Mutant("op by op, decay is left out", ELEMENT, "if (update->decays)", "if (false)",
            rule="nadam"),
     Mutant("scalars are not rounded", ELEMENT, "(double)of_rounded(numbers[i]);",
            "(double)of_rounded(numbers[i]) * (1 + 1e-7);", rule="nadam"),
-    Mutant("a chain's factor is ignored", CHAIN, MULTIPLY, "", rule="nadam"),
-    Mutant("a chain's rest is left out", BLOCK, "at = packed;", "at = end;", rule="nadam"),
-    Mutant("a chain's chunks overlap", BLOCK, ": at + common.chunk;",
+    Mutant("op by op, the factor is ignored", OP_BY_OP, MULTIPLY, "", rule="nadam"),
+    Mutant("op by op, the rest is left out", BLOCK, "at = packed;", "at = end;", rule="nadam"),
+    Mutant("op by op, chunks overlap", BLOCK, ": at + common.chunk;",
            ": at + common.chunk + 4;", rule="adagrad"),
     Mutant("the last scalar is lost", "cuda/common.c", "update->hyper, known->bytes);",
            "update->hyper, known->bytes - 8);", rule="adagrad"),
-    Mutant("a tensor's numbers are exchanged", CHAIN, "*tensor.number[asgd_eta], *tensor",
+    Mutant("a tensor's numbers are exchanged", OP_BY_OP, "*tensor.number[asgd_eta], *tensor",
            "*tensor.number[asgd_mu], *tensor", rule="asgd"),
     Mutant("a tensor's numbers are not converted", "rules/asgd_foreach.h",
            "(double)aten_round((of_real)eta)", "eta", (), "bfloat16", "asgd"),
     Mutant("an entry has no room for numbers", LAUNCH, "__builtin_popcount(c.used) + numbers;",
            "__builtin_popcount(c.used);", rule="asgd"),
-    Mutant("numbers are not renewed", LAUNCH, "status == OF_CUDA_OK && numbers ?",
+    Mutant("the next numbers are not made", LAUNCH, "status == OF_CUDA_OK && numbers ?",
            "status == OF_CUDA_OK && !numbers ?", rule="asgd"),
-    Mutant("only the first numbers are renewed", "cuda/renew.c",
+    Mutant("only the first next numbers are made", "cuda/asgd_next.c",
            "if (table.n < OF_CUDA_NUMBERS && i + 1 < n_entries)",
            "if (table.n < OF_CUDA_NUMBERS)", rule="asgd"),
-    Mutant("numbers are renewed with another option", "cuda/renew.c", ".alpha = s.alpha",
+    Mutant("the next numbers are made with another option", "cuda/asgd_next.c", ".alpha = s.alpha",
            ".alpha = s.lr", rule="asgd"),
 ]  # fmt: skip
 
@@ -134,10 +134,10 @@ class Build:
         macros = [f"-DOF_RULE={rule}", f"-DOF_RULE_{rule.upper()}"]
         macros += [f"-DOF_DTYPE={dtype}", f"-DOF_DTYPE_{dtype.upper()}", "-DOF_ISA=cuda"]
         macros += [f"-DOF_{name}={rule.upper()}_{name}" for name in ("VARIANTS", "ROOTS", "SETS")]
-        form = CHAINS.get(rule, rule)
+        form = FORMS.get(rule, rule)
         macros += [f'-DOF_RULE_HEADER="../rules/{form}.h"']
-        macros += [f"-DOF_FORM={form}"] if rule in CHAINS else []
-        macros += [f'-DHOST_SOURCE="{CHAIN if rule in CHAINS else UPDATE}"']
+        macros += [f"-DOF_FORM={form}"] if rule in FORMS else []
+        macros += [f'-DHOST_SOURCE="{OP_BY_OP if rule in FORMS else UPDATE}"']
         run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
             "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
         return out
@@ -170,7 +170,7 @@ class Build:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build = Build(Path(folder), sys.argv[1], sys.argv[2:])
-        for rule in ("adam", *CHAINS):
+        for rule in ("adam", *FORMS):
             if not build.survives(None, rule):
                 sys.exit(f"device_check fails on what is not broken: {rule}")
         survived = []

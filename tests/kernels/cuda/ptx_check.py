@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 from optim_entries import ENTRIES
 
 OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
-CHAINS = {name.lower(): entry for name, entry in ENTRIES.items()}
+OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
 SPILLS = ("adam", "sgd", "rmsprop", "nadam")
 # Of one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
@@ -42,8 +42,8 @@ for dtype in ("float64", "bfloat16", "float16"):
 # Of one block: lr * weight decay, lr / correction, the second correction's
 # root; 1 - dampening. The powers are counted on their own.
 BLOCK = {3: (0, 1, 0, 1, 1), 7: (0, 1, 0, 1, 1), 0: (0,) * 5, 1: (0, 0, 1, 0, 0)}
-# Of renew.cu beside its power, with rcp last: three products are powers that need none.
-RENEW = (0, 5, 2, 0, 1, 2)
+# Of asgd_next.cu beside its power, with rcp last: three products are powers that need none.
+NEXT = (0, 5, 2, 0, 1, 2)
 SCALARS = 12  # roundings of a kernel's scalars to float, at most; there are more elements
 LANES = {"float32": 4, "float64": 2, "bfloat16": 8, "float16": 8}
 POWERS = """
@@ -121,14 +121,14 @@ def expected(instance: str, used: int, powers: Counter[str], again: bool) -> Cou
     return total
 
 
-def expected_of_chain(instance: str, used: int) -> dict[str, range]:
+def expected_op_by_op(instance: str, used: int) -> dict[str, range]:
     """How often an operation may occur. A running average's difference may be taken in
     both branches, and 1 - weight at every element."""
     rule, dtype = instance.split("-")
     elements = LANES[dtype] + 1
-    each = zip((*OPERATIONS, "rcp"), CHAINS[rule].operations[used], strict=True)
+    each = zip((*OPERATIONS, "rcp"), OP_BY_OP[rule].operations[used], strict=True)
     wanted = {name: range(n * elements, n * elements + 1) for name, n in each}
-    extra = CHAINS[rule].lerps.get(used, 0) * 2 * elements
+    extra = OP_BY_OP[rule].lerps.get(used, 0) * 2 * elements
     wanted["sum"] = range(wanted["sum"].start, wanted["sum"].start + extra + 1)
     return wanted
 
@@ -139,14 +139,16 @@ def roundings(body: str) -> list[str]:
     return [f"{rounded} roundings of scalars"] if rounded > SCALARS else []
 
 
-def chain_faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
+def op_by_op_faults(
+    compiler: Compiler, source: Path, instance: str, macros: list[str]
+) -> list[str]:
     rule, dtype = instance.split("-")
     found = []
     bodies = kernels(compiler.run(source, "-arch=compute_90", "-ptx", "-fmad=false", *macros)[0])
-    if len(bodies) != 2 * len(CHAINS[rule].operations):
+    if len(bodies) != 2 * len(OP_BY_OP[rule].operations):
         found.append(f"{instance}: {len(bodies)} kernels")
     for name, body in bodies.items():
-        have, want = counts(body), expected_of_chain(instance, int(name.split("_")[-2]))
+        have, want = counts(body), expected_op_by_op(instance, int(name.split("_")[-2]))
         different = [
             f"{key} {have[key]} for {list(some)}"
             for key, some in want.items()
@@ -160,30 +162,30 @@ def chain_faults(compiler: Compiler, source: Path, instance: str, macros: list[s
     return found
 
 
-def renew_faults(compiler: Compiler, source: Path, macros: list[str]) -> list[str]:
+def next_faults(compiler: Compiler, source: Path, macros: list[str]) -> list[str]:
     """Of the kernel that makes ASGD's numbers anew."""
     snippet = compiler.folder / "power.cu"
     snippet.write_text(POWER)
     flags = ["-arch=compute_90", "-ptx", "-fmad=false"]
     alone = kernels(compiler.run(snippet, *flags)[0])["power"]
-    body = kernels(compiler.run(source, *flags, *macros)[0])["of_cuda_renew_asgd"]
+    body = kernels(compiler.run(source, *flags, *macros)[0])["of_cuda_asgd_next"]
     power, have, found = counts(alone), counts(body), []
-    for name, more in zip((*OPERATIONS, "rcp"), RENEW, strict=True):
+    for name, more in zip((*OPERATIONS, "rcp"), NEXT, strict=True):
         if have[name] != power[name] + more:
-            found.append(f"renew: {name} {have[name]} for {power[name] + more}")
+            found.append(f"asgd_next: {name} {have[name]} for {power[name] + more}")
     if body.count("rcp.approx") != alone.count("rcp.approx"):
-        found.append("renew: rcp.approx")
+        found.append("asgd_next: rcp.approx")
     if wrong := wrongly_rounded(body, False):
-        found.append(f"renew: {sorted(set(wrong))}")
+        found.append(f"asgd_next: {sorted(set(wrong))}")
     return found
 
 
 def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
     """What is wrong with the PTX of one instance."""
-    if instance == "renew":
-        return renew_faults(compiler, source, macros)
-    if instance.split("-")[0] in CHAINS:
-        return chain_faults(compiler, source, instance, macros)
+    if instance == "asgd_next":
+        return next_faults(compiler, source, macros)
+    if instance.split("-")[0] in OP_BY_OP:
+        return op_by_op_faults(compiler, source, instance, macros)
     contracted = instance == "adam-float64"
     flags = [f"-fmad={'true' if contracted else 'false'}"]
     real = "double" if instance.endswith("float64") else "float"
@@ -270,7 +272,8 @@ def main() -> None:
              "of_multiply_add(true, -k->beta1"),
             ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
              "rules/aten_cuda.h", "of_multiply_add(true, w, way, self)"),
-            ("renew", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"), "", ""),
+            ("asgd_next", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
+             "", ""),
         ):  # fmt: skip
             source, macros = instances[instance]
             failed += must_fail(compiler, source, instance, macros, options, file, fused)

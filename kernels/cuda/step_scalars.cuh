@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// moment.cuh: the scalars of one update as the reference computes them on the
+// step_scalars.cuh: the scalars of one update as the reference computes them on the
 // device: learning rate and step may live there, and powers are CUDA's own.
-#ifndef OPTFUSE_CUDA_MOMENT_CUH
-#define OPTFUSE_CUDA_MOMENT_CUH
+#ifndef OPTFUSE_CUDA_STEP_SCALARS_CUH
+#define OPTFUSE_CUDA_STEP_SCALARS_CUH
 
 #include <string.h>
 
@@ -25,9 +25,9 @@ OF_DEVICE_FN of_real of_correction(double beta, float step) {
     return (of_real)1 - ::pow((of_real)beta, (of_real)step);
 }
 
-OF_DEVICE_FN of_moment of_moment_of(const of_cuda_common &common, uint64_t step_word) {
+OF_DEVICE_FN of_step_scalars of_step_scalars_of(const of_cuda_common &common, uint64_t step_word) {
     const float step = of_step(common, step_word);
-    of_moment now;
+    of_step_scalars now;
     // Every rule has its learning rate first.
     now.lr = common.lr_at ? (of_real)*common.lr_at : (of_real)common.hyper[0];
     now.correction1 = now.correction2 = (of_real)1;

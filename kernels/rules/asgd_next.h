@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* asgd_renew.h: what ASGD's eta and mu become after an update on a GPU, as PyTorch's
+/* asgd_next.h: what ASGD's eta and mu become after an update on a GPU, as PyTorch's
  * multi-tensor implementation computes them: eta by operators on the step counter, a
  * float32 tensor on the device; mu from its value, in double. */
-#ifndef OPTFUSE_RULES_ASGD_RENEW_H
-#define OPTFUSE_RULES_ASGD_RENEW_H
+#ifndef OPTFUSE_RULES_ASGD_NEXT_H
+#define OPTFUSE_RULES_ASGD_NEXT_H
 
 #include <math.h>
 
 #include "real.h"
 
-typedef struct asgd_renewal {
+typedef struct asgd_schedule {
     double lr, growth, alpha, t0; /* growth: lambd * lr */
-} asgd_renewal;
+} asgd_schedule;
 
 /* pow(x, exponent) of a float32 tensor and a number, which looks for some exponents: for
  * negative ones, too, with which these kernels are not launched (_stock_trial.py). */
@@ -32,12 +32,12 @@ OF_RULE_FN float asgd_power(float x, double exponent) {
 
 /* lr / (1 + lambd * lr * step) ** alpha; Python divides a number by a tensor by its
  * reciprocal. */
-OF_RULE_FN float asgd_next_eta(const asgd_renewal *of, float step) {
+OF_RULE_FN float asgd_next_eta(const asgd_schedule *of, float step) {
     const float growth = step * (float)of->growth + 1.0f;
     return 1.0f / asgd_power(growth, of->alpha) * (float)of->lr;
 }
 
-OF_RULE_FN float asgd_next_mu(const asgd_renewal *of, float step) {
+OF_RULE_FN float asgd_next_mu(const asgd_schedule *of, float step) {
     const double late = (double)step - of->t0;
     return (float)(1.0 / (late > 1.0 ? late : 1.0));
 }

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// chain.cu: as update.cu, for the rules whose reference is a chain of PyTorch's
-// operators. Their scalars are prepared on the host and come where update.cu has
+// op_by_op.cu: as update.cu, for the rules whose reference is PyTorch's operators, one
+// after the other. Their scalars are prepared on the host and come where update.cu has
 // the options. The build compiles it once per rule and dtype (see
-// chain_element.h).
+// op_by_op_element.h).
 #include "block.cuh"
 
 struct of_block {
-    of_chain chain;
+    of_op_by_op update;
     of_factor factor;
 };
 
 template <unsigned USED>
 OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tensor &tensor) {
     of_block block;
-    block.chain = of_chain_round(common.hyper);
+    block.update = of_op_by_op_round(common.hyper);
     block.factor = of_factor_of(common);
 #ifdef OF_RULE_RMSPROP // known here, so that the other ways are left out
-    block.chain.scalars.chain.variant =
+    block.update.scalars.common.variant =
         (USED & 1 << rmsprop_momentum_buffer ? RMSPROP_WITH_MOMENTUM : 0) |
         (USED & 1 << rmsprop_grad_avg ? RMSPROP_WITH_CENTER : 0);
 #endif
 #ifdef OF_RULE_ASGD
-    asgd_foreach_meet(&block.chain.scalars, *tensor.number[asgd_eta], *tensor.number[asgd_mu]);
+    asgd_foreach_meet(&block.update.scalars, *tensor.number[asgd_eta], *tensor.number[asgd_mu]);
 #else
     (void)tensor;
 #endif
@@ -35,7 +35,7 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
 #pragma unroll
     for (int lane = 0; lane < N; lane++) {
         of_element e = of_get_element(packs, lane);
-        of_chain_update(&block.chain, &e);
+        of_op_by_op_update(&block.update, &e);
         of_put_element(&packs, lane, e);
     }
     of_store_packs(tensor, at, packs);

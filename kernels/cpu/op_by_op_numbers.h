@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* chain_numbers.h: a block of a parameter as the chain loop computes with it. */
-#ifndef OPTFUSE_CPU_CHAIN_NUMBERS_H
-#define OPTFUSE_CPU_CHAIN_NUMBERS_H
+/* op_by_op_numbers.h: a block of a parameter as op_by_op_loop.c computes with it. */
+#ifndef OPTFUSE_CPU_OP_BY_OP_NUMBERS_H
+#define OPTFUSE_CPU_OP_BY_OP_NUMBERS_H
 
-#include "chain_instance.h"
+#include "op_by_op_instance.h"
 #include "narrow_block.h"
 #include "non_temporal.h"
 
 /* Two roots of float64 take 8 KiB, five arrays of float 10 KiB. */
-enum { OF_CHAIN_BLOCK = 512 };
+enum { OF_OP_BY_OP_BLOCK = 512 };
 
 /* Where a block's numbers are while they are computed with: for 16-bit types in
  * the room, else in memory, but for a gradient that has to change and a parameter
@@ -20,11 +20,11 @@ typedef struct of_numbers {
 } of_numbers;
 
 typedef struct of_room {
-    _Alignas(64) of_real grad[OF_CHAIN_BLOCK];
-    _Alignas(64) of_real param[OF_CHAIN_BLOCK];
-    of_real roots[OF_ROOM * OF_CHAIN_BLOCK];
+    _Alignas(64) of_real grad[OF_OP_BY_OP_BLOCK];
+    _Alignas(64) of_real param[OF_OP_BY_OP_BLOCK];
+    of_real roots[OF_ROOM * OF_OP_BY_OP_BLOCK];
 #ifdef OF_IS_NARROW
-    of_real state[OF_N_STATE][OF_CHAIN_BLOCK];
+    of_real state[OF_N_STATE][OF_OP_BY_OP_BLOCK];
 #endif
 } of_room;
 
@@ -79,7 +79,7 @@ __attribute__((noinline)) static of_numbers load(const of_span *span, unsigned u
 
 __attribute__((noinline)) static void save(const of_span *span, unsigned used, size_t at, size_t n,
                                            const of_numbers *x) {
-    of_stored param[OF_CHAIN_BLOCK];
+    of_stored param[OF_OP_BY_OP_BLOCK];
     if (of_goes_past_caches(span)) {
         narrow(param, x->param, n);
         store_past_caches((of_stored *)span->param + at, param, n);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* chain_instance.h: what one compilation of the chain loop is for. The build
+/* op_by_op_instance.h: what one compilation of op_by_op_loop.c is for. The build
  * defines
  *
  *   OF_RULE, OF_RULE_HEADER, OF_VARIANTS   rmsprop, "../rules/rmsprop.h", RMSPROP_VARIANTS
@@ -12,8 +12,8 @@
  * A rule has <rule>_radicand(), which says of what they are taken, if any, and
  * <rule>_element(), which gets them and does the rest.
  */
-#ifndef OPTFUSE_CPU_CHAIN_INSTANCE_H
-#define OPTFUSE_CPU_CHAIN_INSTANCE_H
+#ifndef OPTFUSE_CPU_OP_BY_OP_INSTANCE_H
+#define OPTFUSE_CPU_OP_BY_OP_INSTANCE_H
 
 #include "narrow.h"
 #include "stored.h"

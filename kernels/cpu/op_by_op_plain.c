@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* chain_plain.c: the yardstick of the rows that chain_loop.c makes: one element
+/* op_by_op_plain.c: the yardstick of the rows that op_by_op_loop.c makes: one element
  * at a time. */
-#include "chain_instance.h"
+#include "op_by_op_instance.h"
 #include "memory.h"
 
 static of_real gradient(const of_span *span, const of_scalars *s, of_form form, size_t at) {
     of_real grad = of_load_gradient(span, at);
-    if (s->chain.maximize)
+    if (s->common.maximize)
         grad = -grad;
-    if (s->chain.weight_decay != 0.0)
-        grad = aten_add(form, grad, of_load(span->param, at), s->chain.weight_decay);
+    if (s->common.weight_decay != 0.0)
+        grad = aten_add(form, grad, of_load(span->param, at), s->common.weight_decay);
     return grad;
 }
 
 static void update_one(const of_span *span, const of_scalars *s, of_form form, size_t at) {
-    const unsigned variant = s->chain.variant;
+    const unsigned variant = s->common.variant;
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     of_real roots[OF_ROOM] = {0};
     of_element e = {of_load(span->param, at), gradient(span, s, form, at), {0}};

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* renew.c: launches what follows an update that has numbers on the device. */
+/* asgd_next.c: launches what follows an update that has numbers on the device. */
 #include <string.h>
 
 #include "images.h"
 #include "launch.h"
 #include "rules/asgd_foreach.h"
 
-of_cuda_status of_cuda_renew(const of_driver *driver, const of_cuda_update *update,
+of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_cuda_update *update,
                              const of_cuda_entry *entries, size_t n_entries) {
     asgd_foreach_scalars s;
     CUkernel kernel = NULL;
-    of_cuda_status status = of_cuda_find_single(driver, OF_CUDA_RENEW, &kernel);
+    of_cuda_status status = of_cuda_find_single(driver, OF_CUDA_ASGD_NEXT, &kernel);
     memcpy(&s, update->hyper, sizeof s);
     of_cuda_numbers table = {.lr = s.lr, .growth = s.growth, .alpha = s.alpha, .t0 = s.t0};
     for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++) {

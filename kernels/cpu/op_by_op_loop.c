@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* chain_loop.c: the loop over the elements for rules whose reference is a chain
- * of operators, compiled once per rule, dtype and instruction set. Square roots
+/* op_by_op_loop.c: the loop over the elements for rules whose reference is single
+ * operators, compiled once per rule, dtype and instruction set. Square roots
  * come from a library, for many elements at once; so a rule has two halves, and
  * the loop works in blocks that stay in the first-level cache in between. */
-#include "chain_numbers.h"
+#include "op_by_op_numbers.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #define OF_NO_ALIAS _Pragma("GCC ivdep")
@@ -40,7 +40,7 @@ OF_RULE_FN void decay(of_real *to, const of_numbers *x, of_form form, double wei
 
 /* The gradient as the rule gets it. One function for all variants. */
 __attribute__((noinline)) static void make_gradient(of_numbers *x, const of_span *span,
-                                                    const chain_scalars *s, bool is_tail,
+                                                    const op_by_op_scalars *s, bool is_tail,
                                                     of_real *room) {
     if (span->factors) {
         scale(room, x, span->factors);
@@ -116,7 +116,7 @@ OF_RULE_FN void update_block(const of_span *span, const of_scalars *s, unsigned 
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
     of_room room;
     of_numbers x = load(span, used, at, n, &room);
-    make_gradient(&x, span, &s->chain, form.tail, room.grad);
+    make_gradient(&x, span, &s->common, form.tail, room.grad);
 #if OF_ROOTS
     take_roots(span, s, variant, form, &x, room.roots);
 #endif
@@ -126,14 +126,14 @@ OF_RULE_FN void update_block(const of_span *span, const of_scalars *s, unsigned 
 
 OF_RULE_FN void update_blocks(const of_span *span, const of_scalars *s, unsigned variant,
                               of_form form, size_t begin, size_t end) {
-    for (size_t at = begin; at < end; at += OF_CHAIN_BLOCK)
+    for (size_t at = begin; at < end; at += OF_OP_BY_OP_BLOCK)
         update_block(span, s, variant, form, at,
-                     end - at < OF_CHAIN_BLOCK ? end - at : OF_CHAIN_BLOCK);
+                     end - at < OF_OP_BY_OP_BLOCK ? end - at : OF_OP_BY_OP_BLOCK);
 }
 
 /* One pair of loops per variant. */
 OF_RULE_FN void update_body(const of_span *span, const of_scalars *s, of_form form, size_t end) {
-    switch (s->chain.variant) {
+    switch (s->common.variant) {
 #define OF_CASE(constant)                                                                          \
     case constant:                                                                                 \
         update_blocks(span, s, constant, form, 0, end);                                            \
@@ -150,7 +150,7 @@ __attribute__((noinline)) static void update_tail(const of_span *span, const of_
                                                   of_form form, size_t at) {
     of_span tail = *span;
     tail.past_caches = false; /* it begins anywhere */
-    update_blocks(&tail, s, s->chain.variant, form, at, tail.n);
+    update_blocks(&tail, s, s->common.variant, form, at, tail.n);
 }
 
 void OF_KERNEL_NAME(OF_REFERENCE)(const of_span *span, const void *scalars) {
