@@ -12,7 +12,73 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Lion(Optimizer):
+class _OneByOne(Optimizer):
+    """An optimizer that updates its parameters one by one, with _update()."""
+
+    STATE: tuple[str, ...] = ()  # tensors of a parameter's shape and dtype, at first zeros
+    COUNTS = False  # there is a "step", a 0-dim float32 tensor on the CPU
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> None:
+        """Collects the parameters that have a gradient, and makes their state."""
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+            state = self.state[param]
+            if not state:
+                if self.COUNTS:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                for name in self.STATE:
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            params.append(param)
+            states.append(state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what closure
+        returns, which is called first with gradients enabled."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            states: list[dict[str, Tensor]] = []
+            self._init_group(group, params, states)
+            for param, state in zip(params, states, strict=True):
+                assert param.grad is not None
+                grad = -param.grad if group["maximize"] else param.grad
+                self._update(group, param, grad, state)
+        return loss
+
+    def _update(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """grad: with the sign that descends."""
+        raise NotImplementedError
+
+
+def _check_numbers(lr: Any, betas: Any, n_betas: int, weight_decay: float) -> None:
+    if not float(lr) >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if len(betas) != n_betas:
+        raise ValueError(f"Invalid betas, which are {n_betas} numbers: {betas}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+class Lion(_OneByOne):
     """Lion: the sign of a momentum ("Symbolic Discovery of Optimization
     Algorithms", arXiv 2302.06675, algorithm 2):
 
@@ -32,6 +98,8 @@ class Lion(Optimizer):
     sparse gradient.
     """
 
+    STATE = ("exp_avg",)
+
     def __init__(
         self,
         params: Any,
@@ -41,64 +109,19 @@ class Lion(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not float(lr) >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if len(betas) != 2:
-            raise ValueError(f"Invalid betas, which are two numbers: {betas}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        _check_numbers(lr, betas, 2, weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("maximize", False)
-
-    def _init_group(
-        self, group: dict[str, Any], params: list[Tensor], exp_avgs: list[Tensor]
+    def _update(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        """Collects the parameters that have a gradient, and makes their state."""
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if param.grad.is_sparse:
-                raise RuntimeError("Lion does not support sparse gradients")
-            state = self.state[param]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            params.append(param)
-            exp_avgs.append(state["exp_avg"])
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Returns what closure
-        returns, which is called first with gradients enabled."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params: list[Tensor] = []
-            exp_avgs: list[Tensor] = []
-            self._init_group(group, params, exp_avgs)
-            for param, exp_avg in zip(params, exp_avgs, strict=True):
-                _update(group, param, exp_avg)
-        return loss
-
-
-def _update(group: dict[str, Any], param: Tensor, exp_avg: Tensor) -> None:
-    assert param.grad is not None
-    lr = float(group["lr"])
-    beta1, beta2 = group["betas"]
-    grad = -param.grad if group["maximize"] else param.grad
-    update = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
-    param.mul_(1 - lr * group["weight_decay"])
-    param.add_(update, alpha=-lr)
-    exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
+        exp_avg, lr = state["exp_avg"], float(group["lr"])
+        beta1, beta2 = group["betas"]
+        update = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+        param.mul_(1 - lr * group["weight_decay"])
+        param.add_(update, alpha=-lr)
+        exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
 #: The rule of each has its name in small letters.
