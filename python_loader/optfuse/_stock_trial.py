@@ -140,8 +140,9 @@ def _variations(options: Group) -> Iterator[Group]:
     decay = 0.0 if options.get("weight_decay") else 0.1
     other: Group = {"weight_decay": decay, "maximize": not options.get("maximize")}
     yield {**options, **{k: v for k, v in other.items() if k in options}}
-    other = {"weight_decay": 0.1, "betas": (0.3, 0.6), "alpha": 0.3, "rho": 0.3}
+    other = {"weight_decay": 0.1, "alpha": 0.3, "rho": 0.3}
     other |= {"lambd": 3.0, "t0": 3.0, "momentum": 0.5}
+    other["betas"] = (0.3, 0.6, 0.4)[: len(options.get("betas", ()))]
     other["decoupled_weight_decay"] = not options.get("decoupled_weight_decay")
     yield {**options, **{k: v for k, v in other.items() if k in options}}
 
