@@ -4,6 +4,7 @@ any other, and their step() is the reference for what fuse() gives."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,5 +125,81 @@ class Lion(_OneByOne):
         exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
+class Adan(_OneByOne):
+    """Adan: Nesterov's momentum from the change of the gradient ("Adan: Adaptive Nesterov
+    Momentum Algorithm for Faster Optimizing Deep Models", arXiv 2208.06677, algorithm 1),
+    with betas as Adam's (1 - the paper's) and averages that start at 0, corrected for it:
+
+        d = g - previous g, and 0 in a parameter's first step
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * d
+        n = beta3 * n + (1 - beta3) * (g + beta2 * d)**2
+        s = lr / (sqrt(n / (1 - beta3**t)) + eps)
+        p = (p - s * (m / (1 - beta1**t) + beta2 * v / (1 - beta2**t))) / (1 + lr * weight_decay)
+
+    params: floating-point tensors of any shape, or groups of them.
+    lr: learning rate, a number or a 0-dim tensor.
+    betas: of the averages of the gradient, of its change and of its square, in [0, 1).
+    eps: at least 0.
+    weight_decay: decoupled, as AdamW's.
+    no_prox: decays as AdamW: p * (1 - lr * weight_decay) before, instead of the division.
+    maximize: ascends.
+
+    The state has "step", a 0-dim float32 tensor on the CPU, and four tensors of a
+    parameter's shape and dtype: "exp_avg" (m), "exp_avg_diff" (v), "exp_avg_sq" (n) and
+    "previous_grad": g, negated by maximize. Raises ValueError for a number out of its
+    range and RuntimeError for a sparse gradient.
+    """
+
+    STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad")
+    COUNTS = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        no_prox: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        _check_numbers(lr, betas, 3, weight_decay)
+        if not eps >= 0.0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "no_prox": no_prox,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _update(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, decay = float(group["lr"]), float(group["lr"]) * group["weight_decay"]
+        beta1, beta2, beta3 = group["betas"]
+        exp_avg, exp_avg_diff, exp_avg_sq, previous = (state[name] for name in self.STATE)
+        state["step"] += 1
+        t = state["step"].item()
+        change = grad.sub(previous) if t > 1 else torch.zeros_like(grad)
+        ahead = grad.add(change, alpha=beta2)
+        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+        exp_avg_diff.mul_(beta2).add_(change, alpha=1 - beta2)
+        exp_avg_sq.mul_(beta3).add_(ahead.mul(ahead), alpha=1 - beta3)
+        previous.copy_(grad)
+        denominator = exp_avg_sq.sqrt().mul_(1 / math.sqrt(1 - beta3**t)).add_(group["eps"])
+        if group["no_prox"]:
+            param.mul_(1 - decay)
+        param.add_(exp_avg.div(denominator), alpha=-lr / (1 - beta1**t))
+        param.add_(exp_avg_diff.div(denominator), alpha=-lr * beta2 / (1 - beta2**t))
+        if not group["no_prox"]:
+            param.mul_(1 / (1 + decay))
+
+
 #: The rule of each has its name in small letters.
-CLASSES = (Lion,)
+CLASSES = (Lion, Adan)

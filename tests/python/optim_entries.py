@@ -46,6 +46,22 @@ def lion(p: Any, gradients: Sequence[Any], lr: float, betas: Any, weight_decay: 
     return p
 
 
+def adan(
+    p: Any, gradients: Sequence[Any], lr: float, betas: Any, eps: float, weight_decay: float
+) -> Any:
+    """arXiv 2208.06677, algorithm 1, with betas as Adam's and bias corrections."""
+    m, v, n, previous = 0 * p, 0 * p, 0 * p, gradients[0]
+    for k, g in enumerate(gradients, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * (g - previous)
+        n = betas[2] * n + (1 - betas[2]) * (g + betas[1] * (g - previous)) ** 2
+        size = lr / ((n / (1 - betas[2] ** k)) ** 0.5 + eps)
+        direction = m / (1 - betas[0] ** k) + betas[1] * v / (1 - betas[1] ** k)
+        p = (p - size * direction) / (1 + weight_decay * lr)
+        previous = g
+    return p
+
+
 ENTRIES: dict[str, Entry] = {
     "RMSprop": Entry(
         (*DECAYS, {"momentum": 0.9}, {"centered": True},
@@ -86,6 +102,16 @@ ENTRIES: dict[str, Entry] = {
         paper={"betas": (0.9, 0.99), "weight_decay": 0.5},
         invalid=({"lr": -1.0}, {"betas": (1.0, 0.5)}, {"betas": (0.5, -0.1)}, {"betas": (0.5,)},
                  {"betas": (0.5, 0.5, 0.5)}, {"weight_decay": -1.0}),
+    ),
+    "Adan": Ours(
+        (*DECAYS, {"betas": (0.0, 0.5, 0.9)}, {"weight_decay": 0.1, "no_prox": True},
+         {"no_prox": True, "maximize": True}, {"eps": 1e-3, "weight_decay": 0.01}),
+        {15: (8, 8, 1, 2, 1, 0)},
+        rate=1e-3,
+        formula=adan,
+        paper={"betas": (0.9, 0.8, 0.95), "eps": 1e-4, "weight_decay": 0.5},
+        invalid=({"lr": -1.0}, {"betas": (0.5, 0.5)}, {"betas": (0.5, 0.5, 1.0)}, {"eps": -1.0},
+                 {"weight_decay": -1.0}),
     ),
 }  # fmt: skip
 OURS = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Ours)}
