@@ -13,6 +13,7 @@ from types import FrameType
 import torch._dynamo.eval_frame as eval_frame
 
 from optfuse._native import guard
+from optfuse._patches import replace
 
 _entered = False  # a compiled callable, ever
 
@@ -33,7 +34,7 @@ def install(flush_all: Callable[[], None]) -> None:
             flush_all()
         return stance()
 
-    eval_frame._is_skip_guard_eval_unsafe_stance = launch_first
+    replace(eval_frame, "_is_skip_guard_eval_unsafe_stance", launch_first)
 
 
 def running() -> bool:

@@ -20,6 +20,7 @@ from optfuse._clip import Gradients
 from optfuse._link import link_of
 from optfuse._native import FORWARD
 from optfuse._options import is_fused
+from optfuse._patches import replace
 
 
 def _folds(optimizer: Optimizer, *tensors: Tensor) -> bool:
@@ -50,4 +51,4 @@ def install() -> None:
             return {found_inf.device: found_inf}
         return stock(self, optimizer, inv_scale, found_inf, allow_fp16)
 
-    torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign]
+    replace(torch.amp.GradScaler, "_unscale_grads_", unscale_grads)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from optfuse._native import DTYPES, guard, lib
+from optfuse._patches import replace
 
 # A build for tests can be told to take another kind of device for a GPU.
 _STAND_IN = hasattr(lib, "of_guard_enabled") and os.environ.get("OPTFUSE_TEST_DEVICE")
@@ -87,4 +88,4 @@ def wrap(owner: type, name: str, before: Callable[[], None], anyway: bool = Fals
             raise
         return method(self, *args, **kwargs)
 
-    setattr(owner, name, launch_first)
+    replace(owner, name, launch_first)

@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _compiled, _fold, _gpu, _profiling, _raw, _scaled
+from optfuse import _compiled, _fold, _gpu, _patches, _profiling, _raw, _scaled
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD
 from optfuse._native import start as start_library
@@ -95,6 +95,7 @@ def start() -> None:
     if _started:
         return
     start_library(_on_event)
+    _patches.warn_of_changes()
     _raw.install(flush_all, _swap_and_tell)
     _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
     _gpu.install(flush_all, drain_all)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from optfuse._native import lib
+from optfuse._patches import replace
 
 try:  # the monitor notes ranges itself, since 2.13
     from torch.profiler._cupti_monitor import get_monitor
@@ -87,7 +88,7 @@ def _call_before(owner: Any, name: str, work: Callable[[Any], None]) -> None:
         work(self)
         return function(self, *args, **kwargs)
 
-    setattr(owner, name, work_first)
+    replace(owner, name, work_first)
 
 
 def install(flush_all: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from optfuse._native import guard
+from optfuse._patches import replace
 
 _KEY = "TESTING_ONLY_GenericWrapper"
 _METHODS = {
@@ -44,7 +45,7 @@ def _wrap_method(name: str, op: str) -> None:
             _launch(self, op)
         return method(self, *args, **kwargs)
 
-    setattr(Tensor, name, launch_first)
+    replace(Tensor, name, launch_first)
 
 
 def _wrap_function(owner: Any, name: str, before: Callable[[], None]) -> None:
@@ -57,7 +58,7 @@ def _wrap_function(owner: Any, name: str, before: Callable[[], None]) -> None:
         before()
         return function(*args, **kwargs)
 
-    setattr(owner, name, launch_first)
+    replace(owner, name, launch_first)
 
 
 def _wrap_to_dlpack() -> None:
@@ -70,7 +71,7 @@ def _wrap_to_dlpack() -> None:
         for owner in (torch._C, torch, torch.utils.dlpack):
             for alias in ("to_dlpack", name):
                 if getattr(owner, alias, None) is function:
-                    setattr(owner, alias, first)
+                    replace(owner, alias, first)
 
 
 def _launching_first(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,4 +94,4 @@ def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) 
     for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
         _wrap_function(torch._C.ScriptModule, name, flush_all)
     _wrap_function(torch._C, "_freeze_module", flush_all)
-    torch._C._swap_tensor_impl = swap_and_tell(torch._C._swap_tensor_impl)
+    replace(torch._C, "_swap_tensor_impl", swap_and_tell(torch._C._swap_tensor_impl))

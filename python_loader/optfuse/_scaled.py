@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optfuse._native import Error, guard
+from optfuse._patches import replace
 
 _running: set[int] = set()  # graph tasks whose loss was scaled
 _NESTED_IN = torch.autograd.function.BackwardCFunction.apply.__code__
@@ -72,7 +73,7 @@ def install() -> None:
             _watch(scaled)
         return scaled
 
-    torch.amp.GradScaler.scale = scale_and_watch  # type: ignore[method-assign]
+    replace(torch.amp.GradScaler, "scale", scale_and_watch)
 
 
 def refuse_if_scaled() -> None:

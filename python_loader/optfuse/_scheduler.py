@@ -27,7 +27,7 @@ def _counting(optimizer: Optimizer) -> Any:
         target._opt_called = True
         return function(target, *args, **kwargs)
 
-    setattr(wrapper, _WRAPPED, True)
+    vars(wrapper)[_WRAPPED] = True
     return wrapper
 
 

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Everything of PyTorch that optfuse replaces or reaches into, and why.
+
+PATCHES: what Python code exchanges. replace() exchanges nothing that is not listed, and
+before the first exchange changes() compares each with what the tested releases have.
+PLACES: where Python code stands in an object of PyTorch's. NATIVE: what the compiled
+library replaces, or uses although it is private, and what notices that it has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from optfuse._native import Error
+from optfuse._releases import TESTED
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of PyTorch that another one takes the place of, which calls it."""
+
+    target: str
+    why: str
+    takes: tuple[str, ...] = ()  # its first parameters; (): any, or written in C++
+    asked_by: str = ""  # the function of PyTorch that has to look it up by its name
+    since: str = TESTED[0]  # seen in the releases from this one to TESTED[-1]
+    optional: bool = False  # some builds have none, and need no patch
+
+
+@dataclass(frozen=True)
+class Native:
+    """What C++ code uses. noticed: who notices that a release has changed it."""
+
+    name: str
+    file: str  # of shim/
+    why: str
+    noticed: str
+    since: str = TESTED[0]
+
+
+_RAW = "gives raw memory to whoever asks, without an operator: launch what is pending first"
+_SAVED = "TorchScript reads the memory of a whole module in C++: launch what is pending first"
+_GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
+_PROFILER = "a profiler that notes addresses asks the tensors past the dispatcher"
+_GRAPHS = (("torch.cuda.CUDAGraph", TESTED[0]), ("torch.accelerator.Graph", "2.12"))
+
+PATCHES = (
+    Patch(
+        "torch._dynamo.eval_frame._is_skip_guard_eval_unsafe_stance",
+        "every compiled callable asks it on entry, before its guards compare dispatch keys",
+        asked_by="torch._dynamo.eval_frame._TorchDynamoContext.__call__",
+    ),
+    Patch("torch.Tensor.data_ptr", _RAW),
+    Patch("torch.Tensor.untyped_storage", _RAW),
+    Patch("torch.Tensor.__dlpack__", _RAW, ("self",)),
+    Patch("torch.Tensor.share_memory_", _RAW, ("self",)),
+    Patch("torch._C._to_dlpack", _RAW, optional=True),
+    Patch("torch._C._to_dlpack_versioned", _RAW, optional=True),
+    Patch("torch.to_dlpack", _RAW, optional=True),
+    Patch("torch.utils.dlpack.to_dlpack", _RAW, optional=True),
+    Patch("torch._C.ScriptModule.save", _SAVED),
+    Patch("torch._C.ScriptModule.save_to_buffer", _SAVED),
+    Patch("torch._C.ScriptModule._save_for_mobile", _SAVED, optional=True),
+    Patch("torch._C.ScriptModule._save_to_buffer_for_mobile", _SAVED, optional=True),
+    Patch("torch._C._freeze_module", _SAVED, asked_by="torch.jit.freeze"),
+    Patch(
+        "torch._C._swap_tensor_impl",
+        "it exchanges what is behind two tensors that plans may know: tell these",
+        asked_by="torch.utils.swap_tensors",
+    ),
+    *(
+        Patch(f"{graph}.{name}", _GRAPH, ("self",), since=since, optional=True)
+        for graph, since in _GRAPHS
+        for name in ("capture_begin", "capture_end", "replay")
+    ),
+    Patch(
+        "torch.autograd.profiler.profile._start_trace",
+        _PROFILER,
+        ("self",),
+        asked_by="torch.autograd.profiler.profile.__enter__",
+    ),
+    Patch(
+        "torch.autograd.profiler.profile.toggle_collection_dynamic",
+        _PROFILER,
+        ("self",),
+        optional=True,
+    ),
+    Patch("torch.profiler.ExecutionTraceObserver.start", _PROFILER, ("self",)),
+    Patch(
+        "torch.amp.GradScaler.scale",
+        "backward fusion must not update with gradients of a scaled loss: mark its backward",
+        ("self", "outputs"),
+    ),
+    Patch(
+        "torch.amp.GradScaler._unscale_grads_",
+        "the division by the scale is left to the update, which reads the gradients anyway",
+        ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
+        asked_by="torch.amp.GradScaler.unscale_",
+    ),
+)
+
+#: (what is replaced, why, the function of PyTorch that puts it there or uses it, the names
+#: that this function has to mention)
+PLACES = (
+    (
+        "an optimizer's __class__",
+        "step(), zero_grad() and the like of a fused optimizer are its own",
+        "torch.optim.Optimizer.profile_hook_step",
+        ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    ),
+    (
+        "the step() that a scheduler has put into an optimizer",
+        "it calls the stock class's step(): wrap the fused one instead, and count likewise",
+        "torch.optim.lr_scheduler.LRScheduler.__init__",
+        ("_wrapped_by_lr_sched", "_opt_called"),
+    ),
+)
+
+_BUILD = "the compiler, when the library is built for a release"
+NATIVE = (
+    Native(
+        "TESTING_ONLY_GenericWrapper",
+        "compat.h",
+        "a backend fallback for this dispatch key sees every operator that gets a pending tensor",
+        "of_shim_init(), if somebody else has one",
+    ),
+    Native("key_set_", "compat.h", "marks a pending tensor by that key", _BUILD),
+    Native(
+        "throw_on_immutable_data_ptr_",
+        "compat.h",
+        "seals a storage: an address that is asked for past the dispatcher is refused",
+        _BUILD + "; tests/python/test_patches.py, if a seal has no effect",
+    ),
+    Native("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
+    Native(
+        "has_unique_reference",
+        "compat.h",
+        "tells a Python wrapper that nobody holds from another owner of a tensor",
+        _BUILD,
+    ),
+    Native(
+        "PyTorchError",
+        "error.h",
+        "a copy of the class by which PyTorch raises a Python type of the thrower's choice",
+        "the first fuse(), which raises one and looks how it arrives",
+    ),
+    Native(
+        "post_acc_grad_hooks_",
+        "autograd/gradient_hook.cpp",
+        "our hook takes a parameter's one place for such hooks, and calls what was there",
+        _BUILD,
+    ),
+    *(
+        Native(name, "tensor/roots.cpp", why, "its first use, which compares or does without")
+        for name, why in (
+            ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),
+            ("VMSSQRT_64_", "square roots of float32 with the bits of torch.sqrt()"),
+            ("VMDSQRT_64_", "square roots of float64 with the bits of torch.sqrt()"),
+        )
+    ),
+    *(
+        Native(name, "matrix/blas_find.c", why, "its first use, after which operators multiply")
+        for name, why in (
+            ("torch_get_current_cuda_blas_handle", "PyTorch's cuBLAS handle and workspace"),
+            ("_ZN2at4cuda7tunable16getTuningContextEv", "whether TunableOp chooses products"),
+            ("_ZNK2at4cuda7tunable13TuningContext18IsTunableOpEnabledEv", "likewise"),
+        )
+    ),
+)
+
+
+def find(path: str) -> Any:
+    """What a dotted name stands for; None: there is no such thing."""
+    parts = path.split(".")
+    found: Any = torch
+    for n, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part) and isinstance(found, types.ModuleType):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(".".join(parts[:n]))
+        found = getattr(found, part, None)
+    return found
+
+
+@functools.cache
+def _listed() -> frozenset[tuple[int, str]]:
+    places = (patch.target.rpartition(".") for patch in PATCHES)
+    return frozenset((id(find(owner)), name) for owner, _, name in places)
+
+
+def _is_of_torch(owner: Any) -> bool:
+    home: str = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return home.split(".")[0] == "torch"
+
+
+def replace(owner: Any, name: str, function: Any) -> None:
+    """Puts it in the place of a listed function of a class or module. It has that one as
+    __wrapped__ (functools.wraps)."""
+    if _is_of_torch(owner) and (id(owner), name) not in _listed():
+        raise Error(f"optfuse: {owner.__name__}.{name} is replaced, but _patches.py has no entry")
+    setattr(owner, name, function)
+
+
+def _stock(function: Any) -> Any:
+    """Without what was put around it."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from (code.co_name, *code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, str):
+            yield constant
+
+
+def _mentions(path: str, name: str) -> bool:
+    code = getattr(_stock(find(path)), "__code__", None)
+    return code is not None and name in _names_in(code)
+
+
+def _how(patch: Patch) -> str | None:
+    """How it differs from what the tested releases have."""
+    function = _stock(find(patch.target))
+    if function is None:
+        return None if patch.optional else "is not there"
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_varnames[: len(patch.takes)] != patch.takes:
+        return f"does not take {', '.join(patch.takes)}"
+    if patch.asked_by and not _mentions(patch.asked_by, patch.target.rpartition(".")[2]):
+        return f"is not called by {patch.asked_by}"
+    return None
+
+
+def changes() -> list[str]:
+    """What this PyTorch has otherwise than the tested releases, in sentences."""
+    found = [
+        f"{patch.target} {how} (seen in torch {patch.since} to {TESTED[-1]}); optfuse replaces "
+        f"it because: {patch.why}"
+        for patch in PATCHES
+        if (how := _how(patch)) is not None
+    ]
+    return found + [
+        f"{path} does not mention {name}; optfuse replaces {what} because: {why}"
+        for what, why, path, names in PLACES
+        for name in names
+        if not _mentions(path, name)
+    ]
+
+
+def warn_of_changes() -> None:
+    """Before anything is replaced."""
+    for change in changes():
+        warnings.warn(
+            f"optfuse: in torch {torch.__version__} {change}. Results may differ from stock "
+            f"PyTorch: use torch {TESTED[0]} to {TESTED[-1]}, or don't fuse",
+            RuntimeWarning,
+            stacklevel=2,
+        )
