@@ -216,8 +216,8 @@ void unseal_all(const std::vector<at::Tensor> &tensors) {
 }
 
 // Nothing: the first-use fallback has launched the update by now, and in
-// touch() refused a consumed gradient.
-void touch(const at::Tensor &) {}
+// access() refused a consumed gradient.
+void access(const at::Tensor &) {}
 void launch(const at::Tensor &) {}
 
 // For the loader's check that errors arrive as optfuse.Error.
@@ -246,7 +246,7 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("products_by_cublas() -> int", optfuse::products_by_cublas);
     m.def("seal(Tensor[] tensors) -> int[]", optfuse::seal_all);
     m.def("unseal(Tensor[] tensors) -> ()", optfuse::unseal_all);
-    m.def("touch(Tensor tensor) -> ()", optfuse::touch);
+    m.def("access(Tensor tensor) -> ()", optfuse::access);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);
 }

@@ -46,6 +46,16 @@ void prepare_fork() {
     of_fork_prepare();
 }
 
+// A handler of a signal may call in the middle of an update, whose lock this thread has.
+bool refuses(of_shim_plan *handle) {
+    const bool updating = optfuse::is_updating_here(plan_of(handle));
+    if (updating)
+        of_set_error("the optimizer is called in the middle of one of its updates, by a signal "
+                     "handler for example; let the handler set a flag, and call the optimizer "
+                     "after step()");
+    return updating;
+}
+
 int choose_isa(const char *name, of_isa *out) {
     const of_isa best = of_isa_detect();
     *out = best;
@@ -122,13 +132,18 @@ void of_shim_plan_free(of_shim_plan *handle) {
     const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
 }
 
-void of_shim_clear(of_shim_plan *handle) {
+int of_shim_clear(of_shim_plan *handle) {
+    if (refuses(handle))
+        return OF_REFUSED;
     optfuse::Plan *plan = plan_of(handle);
     plan->slots.clear();
     of_plan_clear(plan->core);
+    return OF_OK;
 }
 
 int of_shim_group(of_shim_plan *handle, size_t group, const double *hyper, size_t n_hyper) {
+    if (refuses(handle))
+        return OF_REFUSED;
     return of_plan_set_group(plan_of(handle)->core, group, hyper, n_hyper);
 }
 
@@ -195,6 +210,8 @@ bool has_lost_hooks(const optfuse::Plan *plan) {
 
 int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
     optfuse::Plan *plan = plan_of(handle);
+    if (refuses(handle))
+        return OF_REFUSED;
     optfuse::note_stepping_thread();
     plan->stepping.store(pthread_self(), std::memory_order_relaxed);
     if (!gradients_are_kept(plan))
@@ -209,6 +226,8 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
 int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     optfuse::Plan *plan = plan_of(handle);
     *cleaned = false;
+    if (refuses(handle))
+        return OF_REFUSED;
     const of_status status = drain ? of_plan_drain(plan->core) : of_plan_flush(plan->core);
     if (status != OF_OK || !optfuse::may_take_marks_off(plan))
         return status;
@@ -243,15 +262,19 @@ void of_shim_drop_gradients(of_shim_plan *handle) {
 void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }
 
 bool of_shim_unconfirmed(of_shim_plan *handle) {
-    return of_plan_unconfirmed(plan_of(handle)->core) != 0;
+    const optfuse::Plan *plan = plan_of(handle);
+    return optfuse::is_updating_here(plan) || of_plan_unconfirmed(plan->core) != 0;
 }
 
 bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
-    return of_plan_is_updated(plan_of(handle)->core, slot);
+    const optfuse::Plan *plan = plan_of(handle);
+    return optfuse::is_updating_here(plan) || of_plan_is_updated(plan->core, slot);
 }
 
 int of_shim_todo(of_shim_plan *handle) {
     const optfuse::Plan *plan = plan_of(handle);
+    if (optfuse::is_updating_here(plan))
+        return OF_SHIM_UPDATE; // of_shim_step() says what is wrong
     return (has_left(plan) ? OF_SHIM_UPDATE : 0) | (has_lost_hooks(plan) ? OF_SHIM_ATTACH : 0);
 }
 
@@ -265,8 +288,11 @@ void of_shim_restart_count(of_shim_plan *handle) { of_plan_restart_count(plan_of
 
 void of_shim_stop_deferring(of_shim_plan *handle) { of_plan_stop_deferring(plan_of(handle)->core); }
 
-void of_shim_counts(of_shim_plan *handle, of_counts *out) {
+int of_shim_counts(of_shim_plan *handle, of_counts *out) {
+    if (refuses(handle))
+        return OF_REFUSED;
     of_plan_counts(plan_of(handle)->core, out);
+    return OF_OK;
 }
 
 const char *of_shim_isa(of_shim_plan *handle, int dtype) {

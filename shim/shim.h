@@ -37,8 +37,9 @@ typedef enum of_shim_event {
                          slot: 1 if the count of passes says that this one only adds */
     OF_SHIM_STATE,    /* optimizer state of this slot must be made now */
     OF_SHIM_APPLY     /* rules without kernels: run the optimizer's own step() on this slot's
-                         parameter, whose gradient is in .grad. Under the plan's lock: none of
-                         these functions may be called for this plan */
+                         parameter, whose gradient is in .grad. Under the plan's lock: those
+                         of these functions that step(), state_dict() and the like begin with
+                         refuse to run on this thread for this plan */
 } of_shim_event;
 
 /* Once per process: registers the first-use fallback and the fork handlers.
@@ -65,7 +66,7 @@ OF_API int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t 
 OF_API void of_shim_plan_free(of_shim_plan *plan);
 
 /* of_plan_clear(): afterwards the plan has no slots and no groups. */
-OF_API void of_shim_clear(of_shim_plan *plan);
+OF_API int of_shim_clear(of_shim_plan *plan);
 OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, size_t n_hyper);
 
 /* Whether a dict of dicts (the optimizer's state) has these keys, these entries and, entry
@@ -105,7 +106,7 @@ OF_API void of_shim_update_beside(of_shim_plan *plan);
 OF_API void of_shim_add_only(of_shim_plan *plan, int entered);
 OF_API void of_shim_restart_count(of_shim_plan *plan);
 OF_API void of_shim_stop_deferring(of_shim_plan *plan);
-OF_API void of_shim_counts(of_shim_plan *plan, of_counts *out);
+OF_API int of_shim_counts(of_shim_plan *plan, of_counts *out);
 OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);
 
 /* Whether a profiler or another observer of PyTorch's functions is at work, on this

@@ -139,7 +139,7 @@ class Link:
         if self.rule.tried or tried_on_cpu:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
         self.snapshot.forget()
-        lib.of_shim_clear(self.plan)
+        check(lib.of_shim_clear(self.plan))
         if self.mode == BACKWARD:
             kept = set(map(id, params))
             torch.ops.optfuse.detach(self.plan, [p for p in self._params if id(p) not in kept])

@@ -61,7 +61,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         ],
     ),
     "of_shim_plan_free": (None, [ctypes.c_void_p]),
-    "of_shim_clear": (None, [ctypes.c_void_p]),
+    "of_shim_clear": (ctypes.c_int, [ctypes.c_void_p]),
     "of_shim_group": (
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_size_t, Doubles, ctypes.c_size_t],
@@ -78,7 +78,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "of_shim_add_only": (None, [ctypes.c_void_p, ctypes.c_int]),
     "of_shim_restart_count": (None, [ctypes.c_void_p]),
     "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
-    "of_shim_counts": (None, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
+    "of_shim_counts": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
     "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),
     "of_shim_is_profiled": (ctypes.c_bool, []),
     "of_shim_inputs_are_profiled": (ctypes.c_bool, []),

@@ -18,15 +18,15 @@ from optfuse._patches import replace
 
 _KEY = "TESTING_ONLY_GenericWrapper"
 _METHODS = {
-    "data_ptr": "touch",
+    "data_ptr": "access",
     # torch.compile asks for it without reading numbers, so a consumed gradient passes.
     "untyped_storage": "launch",
-    "__dlpack__": "touch",
-    "share_memory_": "touch",
+    "__dlpack__": "access",
+    "share_memory_": "access",
 }
 
 
-def _launch(tensor: Any, op: str = "touch") -> None:
+def _launch(tensor: Any, op: str = "access") -> None:
     if isinstance(tensor, Tensor) and torch._C._dispatch_keys(tensor).has(_key()):
         getattr(torch.ops.optfuse, op)(tensor)
 

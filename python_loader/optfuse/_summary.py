@@ -15,7 +15,7 @@ from optfuse import _products
 from optfuse._check import FUSED, checked
 from optfuse._gpu import is_gpu
 from optfuse._link import link_of
-from optfuse._native import DTYPES, FORWARD, Counts, lib
+from optfuse._native import DTYPES, FORWARD, Counts, check, lib
 from optfuse._options import is_fused
 from optfuse._rules import Group, Rule
 
@@ -141,7 +141,7 @@ def summary(optimizer: Optimizer) -> Summary:
         return _disabled(type(optimizer).__name__, params)
     link = link_of(optimizer)
     counts = Counts()
-    lib.of_shim_counts(link.plan, ctypes.byref(counts))
+    check(lib.of_shim_counts(link.plan, ctypes.byref(counts)))
     dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
     return Summary(
         optimizer=type(optimizer).__name__,

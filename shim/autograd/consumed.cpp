@@ -163,7 +163,7 @@ bool answer_consumed(const char *op, c10::TensorImpl *impl) {
         return false;
     if (converts(op))
         return true;
-    const bool raw = std::strcmp(op, "optfuse::touch") == 0;
+    const bool raw = std::strcmp(op, "optfuse::access") == 0;
     throw Error(std::string("optfuse: ") +
                 (raw ? "an access to raw memory (such as data_ptr)" : op) +
                 " read the gradient of a parameter of shape " + shape_of(impl) +

@@ -131,7 +131,28 @@ bool run_signal_handlers(of_shim_event event) {
     return true;
 }
 
+// The updates that Python makes on this thread; one may need that of another plan.
+struct Updating {
+    explicit Updating(const Plan *of) : plan(of), outer(innermost) { innermost = this; }
+    ~Updating() { innermost = outer; }
+    Updating(const Updating &) = delete;
+    Updating &operator=(const Updating &) = delete;
+
+    const Plan *const plan; // nullptr: not an update
+    const Updating *const outer;
+    static thread_local const Updating *innermost;
+};
+
+thread_local const Updating *Updating::innermost = nullptr;
+
 } // namespace
+
+bool is_updating_here(const Plan *plan) {
+    const Updating *at = Updating::innermost;
+    while (at != nullptr && at->plan != plan)
+        at = at->outer;
+    return at != nullptr;
+}
 
 void set_callback(_object *callable) { callback = callable; }
 
@@ -140,6 +161,7 @@ int ask_python(Plan *plan, of_shim_event event, size_t slot) {
     raised_in_python = nullptr;
     const Gil gil;
     const HeldInterrupts held;
+    const Updating now(event == OF_SHIM_APPLY ? plan : nullptr);
     if (!run_signal_handlers(event))
         return take_exception(true);
     _object *answer = p.call(callback, "Kin", reinterpret_cast<unsigned long long>(plan),

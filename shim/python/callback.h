@@ -17,5 +17,8 @@ void set_callback(_object *callable);
 // optfuse.Error.
 int ask_python(Plan *plan, of_shim_event event, size_t slot);
 extern thread_local _object *raised_in_python;
+// Whether Python makes an update of this plan on this thread now, under the plan's lock: who
+// waits for that lock here, as a signal handler might, waits for ever.
+bool is_updating_here(const Plan *plan);
 
 } // namespace optfuse

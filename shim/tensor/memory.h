@@ -29,9 +29,9 @@ inline bool is_own(const c10::DataPtr &data) {
 // Only one tensor and `held` references of ours know this storage.
 inline bool is_private(c10::StorageImpl *storage, size_t held) {
     const size_t users = c10::raw::intrusive_ptr::use_count(storage);
-    const bool alone = users <= 1 + held ||
+    const bool exclusive = users <= 1 + held ||
                        (users == 2 + held && idle_references(*storage) == 1);
-    return alone && is_own(storage->_mutable_data_ptr_no_checks());
+    return exclusive && is_own(storage->_mutable_data_ptr_no_checks());
 }
 
 } // namespace optfuse
