@@ -81,7 +81,7 @@ def write(section: str, found: dict[str, Any], settings: dict[str, Any], path: P
 def as_text(value: Any) -> str:
     """JSON with five digits, and what has at most one level of others in it on one line."""
     text = json.dumps(value, indent=1, default=asdict)
-    text = re.sub(r"-?\d+\.\d+(e-?\d+)?", lambda m: f"{float(m[0]):.5g}", text)
+    text = re.sub(r"-?\d+\.\d{5,}(e-?\d+)?", lambda m: f"{float(m[0]):.5g}", text)
     flat = r"[{\[](?:[^{}\[\]]|\{[^{}\[\]\n]*\})*[}\]]"
     for pattern in (r"\{[^{}\[\]]*\}", flat):
         text = re.sub(pattern, lambda m: " ".join(m[0].split()), text)
