@@ -23,6 +23,8 @@ class _OneByOne(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("maximize", False)
+        for entry in self.state.values() if self.COUNTS else ():
+            entry["step"] = torch.as_tensor(entry["step"], dtype=torch.float32, device="cpu")
 
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
