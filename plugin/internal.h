@@ -8,13 +8,17 @@
  * record goes back to the pool when no plan lock is held any more.
  *
  * Locks, in the order in which they may be taken:
- *   plan->layout   slots and groups; written by step, several gradients together, add_slot,
- *                  set_group and clear, read by one gradient. The one lock that is held while
- *                  the host's prefetch(), collect(), commit() and release() run.
+ *   plan->layout   slots and groups; written by step, updates in backward, add_slot,
+ *                  set_group and clear, read by a scaling. The one lock that is held while
+ *                  the host's prefetch(), collect() and commit() run.
  *   plans list     which plans exist
  *   plan->lock     everything about updates and passes; held by a launch. Nobody holds
  *                  two, except around a fork.
  *   registry lock  the tables of keys; a leaf
+ *
+ * clang's thread-safety annotations are not used: in C, guarded_by() cannot name a member of
+ * the same struct ("undeclared identifier"), so that no field could say which lock guards it.
+ * tests/run has ThreadSanitizer watch the suites of this folder instead.
  */
 #ifndef OPTFUSE_INTERNAL_H
 #define OPTFUSE_INTERNAL_H
@@ -242,7 +246,7 @@ void of_registry_unlock(void);
 void of_list_append(of_list *list, of_update *update);
 void of_list_remove(of_list *list, of_update *update);
 of_update *of_pool_take(of_plan *plan); /* NULL: no memory, error is set */
-/* The same for a slot, for a call with layout read; which it checks. */
+/* The same for a slot, which it checks, with layout read. */
 of_status of_pool_take_for(of_plan *plan, size_t slot, of_update **update);
 void of_pool_give(of_plan *plan, of_update *update);
 void of_inputs_clear(of_update *update); /* before collect() */

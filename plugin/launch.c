@@ -37,10 +37,11 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     count(plan, list, reason);
     if (plan->host.gpu) {
         of_list elsewhere = take_those_on_devices(list);
-        of_gpu_launch(plan, &elsewhere, done);
+        if (elsewhere.first)
+            of_gpu_launch(plan, &elsewhere, done);
+        if (!list->first)
+            return;
     }
-    if (!list->first)
-        return;
     const bool is_update = list->first->kind->is_update;
     plan->counts.launches += is_update;
     if (!plan->rule->external || !is_update)
