@@ -15,12 +15,12 @@
 
 namespace optfuse {
 
-// What Muon orthogonalizes is divided in place where it is bfloat16 already; later
-// releases copy it first.
+// Whether Muon divides a bfloat16 update in place before it orthogonalizes it. Later
+// releases divide a copy.
 constexpr bool kMuonDividesInput = !OF_TORCH_AT_LEAST(15);
 
-// Present in every supported release, above autograd and autocast, and meant
-// for whoever wants a key of their own in one process.
+// Every supported release has this key. It comes before autograd and autocast, and is
+// meant for libraries that want a key of their own.
 constexpr c10::DispatchKey kPendingKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 // key_set_ is a protected member; a derived class may form a pointer to it.

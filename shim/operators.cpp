@@ -196,8 +196,8 @@ std::string why_operators_for(c10::Device device, int64_t rows, int64_t columns,
                           : why_operators(device, rows, columns, by_rows, p);
 }
 
-// Puts the memory of these tensors out of reach, whoever asks for its address: which of them
-// did it. It is for the trial of a class's step(), which must reach nothing real.
+// Seals the memory of these tensors: asking for its address raises. Returns the numbers of
+// the tensors that were sealed. The trial of a class's step() must reach nothing real.
 std::vector<int64_t> seal_all(const std::vector<at::Tensor> &tensors) {
     std::vector<int64_t> sealed;
     for (size_t i = 0; i < tensors.size(); i++) {

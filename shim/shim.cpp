@@ -31,7 +31,7 @@ int failed(const std::exception &e) {
     return OF_REFUSED;
 }
 
-// Another plan's update may be what the mark stands for.
+// The mark may stand for the update of another plan.
 bool clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl))
         return true;
@@ -248,7 +248,7 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     return OF_OK;
 }
 
-// They die together at the end, when a finalizer may do with the optimizer what it likes.
+// The gradients die together at the end. A finalizer may then call the optimizer.
 void of_shim_drop_gradients(of_shim_plan *handle) {
     const std::shared_ptr<optfuse::Plan> plan = plan_of(handle)->self;
     std::vector<at::Tensor> dying = std::move(plan->dying);

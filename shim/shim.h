@@ -45,8 +45,8 @@ typedef enum of_shim_event {
 /* Once per process: registers the first-use fallback and the fork handlers.
  * error_type: borrowed PyObject* of the Python exception class that errors
  * raised inside operators and backward arrive as. callback: borrowed PyObject*, called with
- * the GIL. Both alive for ever. OF_REFUSED if another library owns the dispatch key, or Python lacks a
- * function that is called. */
+ * the GIL. Both alive for ever. OF_REFUSED if another library owns the
+ * dispatch key, or Python lacks a function that the library calls. */
 OF_API int of_shim_init(void *error_type, void *callback);
 
 /* Where liboptfuse_cuda.so is, to be opened at the first GPU tensor. Before the

@@ -14,7 +14,7 @@ bool is_consumed(const c10::TensorImpl *impl);
 // Answers an operator that received a consumed gradient: real zeros for zero_(), an error for
 // what reads numbers. True: convert_consumed() gives its result.
 bool answer_consumed(const char *op, c10::TensorImpl *impl);
-// aten::_to_copy: on another device or of another dtype it is consumed, too.
+// aten::_to_copy: its copy on another device or in another dtype is consumed, too.
 void convert_consumed(torch::jit::Stack *stack);
 
 } // namespace optfuse

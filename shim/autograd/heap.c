@@ -30,7 +30,7 @@ enum {
 };
 
 static atomic_size_t users;
-/* Guards what follows. Nobody waits for it, since a fork may have left it taken. */
+/* Guards what follows. It is tried and never waited for: a fork may have left it taken. */
 static pthread_mutex_t heap_lock = PTHREAD_MUTEX_INITIALIZER;
 static void *pin;
 static uintptr_t pinned; /* the end of the heap then */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // norm.cpp: 2-norms of gradients and whether they are finite, in one pass over
 // their memory, with the factors that are pending on them and without applying
-// these. What it can't read, PyTorch's operators do.
+// these. PyTorch's operators do the work for gradients that can't be read here.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 

@@ -22,7 +22,7 @@
 namespace optfuse {
 namespace {
 
-// What a kernel can multiply in place, without autograd having to know.
+// Whether a kernel can multiply the gradient in place, without autograd having to know.
 bool can_scale(const at::Tensor &grad, of_dtype *dtype) {
     if (!grad.defined())
         return false;
@@ -34,7 +34,7 @@ bool can_scale(const at::Tensor &grad, of_dtype *dtype) {
 }
 
 // Where others see the memory, PyTorch's operator takes many gradients at once.
-// A graph that is being captured gets all of its work where it is asked for.
+// While a CUDA graph is captured, every gradient is multiplied at once.
 bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
     Plan *plan = slot->plan;
     return is_gpu(g->device()) && !plan->rule->external && plan->mode == OF_FORWARD &&
@@ -146,7 +146,7 @@ bool scale_later(const GradientOf &of, double number, float norm) {
     return scaled;
 }
 
-// What can't be left pending is multiplied as PyTorch does.
+// PyTorch's operator multiplies a gradient that can't be left pending.
 void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
     if (!scale_later(of, number, norm) && of.grad().defined())
         of.grad().mul_(factor);

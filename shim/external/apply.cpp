@@ -43,8 +43,8 @@ bool has_modes() {
            Functions::get_disabled_state() != at::impl::TorchFunctionDisabledState::ENABLED;
 }
 
-// Where an update runs late, and with it the modes that happen to be entered
-// there must neither see nor change it. Profilers go on recording.
+// An update that runs late does so under none of the modes that are entered there: they
+// must neither see nor change it. Profilers go on recording.
 class WithoutModes {
   public:
     explicit WithoutModes(bool grad_mode) {
@@ -93,7 +93,7 @@ class GradientInPlace {
     at::Tensor before;
 };
 
-// Whoever has saved the parameter since step() must find the version of then.
+// Autograd may have saved the parameter since step(), and must find the version of then.
 class KeepVersion {
   public:
     explicit KeepVersion(const c10::TensorImpl *impl)
@@ -157,8 +157,8 @@ bool run_python(Slot *slot) {
     return false;
 }
 
-// Under modes the class's operators are those of Python. While a graph is captured the
-// class says what can't be in it.
+// Under modes the class's operators run Python, so the class runs too. So does it while a
+// CUDA graph is captured: its errors say what a capture does not allow.
 bool run_native(const of_inputs *in, const double *hyper, const References *refs) {
     const Slot *slot = refs->slot;
     if (slot->plan->native == nullptr || refs->as_is || !slot->can_wait || in->stream.capture != 0)

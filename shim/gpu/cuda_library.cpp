@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // cuda_library.cpp: opens the library of CUDA kernels when the first GPU tensor
-// is seen, so that nobody else needs it.
+// is seen, so that programs without one do not need the library.
 #include <dlfcn.h>
 
 #include <cstring>

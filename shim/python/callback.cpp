@@ -50,8 +50,9 @@ bool is_main_thread() {
     return is_main;
 }
 
-// An interrupt in the middle of what Python does for us would leave it half done. It comes
-// when this is done: before the next line of the program, as where C++ runs for long.
+// An interrupt in the middle of an update that Python makes would leave the update half done.
+// The interrupt comes afterwards, before the next line of the program, as it does where C++
+// runs for long.
 class HeldInterrupts {
   public:
     HeldInterrupts()
@@ -92,7 +93,8 @@ std::string text_of(_object *made) {
     return text;
 }
 
-// as_it_is: not as optfuse.Error, which stands for all that is an error and not an interrupt.
+// as_it_is: keep the type of the exception. Else an error arrives as optfuse.Error, and an
+// interrupt by its own type.
 int take_exception(bool as_it_is) {
     const of_python &p = python();
     _object *type = nullptr, *value = nullptr, *trace = nullptr;
@@ -114,8 +116,8 @@ int take_exception(bool as_it_is) {
     return 0;
 }
 
-// Those of signals that came before. False: one has raised, and nothing was begun. An update
-// has to be made all the same, or its parameter would miss it, and is interrupted after it.
+// Runs the handlers of signals that came before. False: a handler raised, and nothing was
+// begun. But an interrupt lets an update be made first: else its parameter would miss it.
 bool run_signal_handlers(of_shim_event event) {
     const of_python &p = python();
     if (p.run_signal_handlers() == 0)

@@ -12,9 +12,8 @@ namespace optfuse {
 struct Plan;
 
 void set_callback(_object *callable);
-// Whether it was done, or what a pass is, as shim.h says; 0 if it failed: why is in
-// of_error_message(), and in raised_in_python if it is to arrive as another type than
-// optfuse.Error.
+// Calls Python. Returns the answer (shim.h), or 0 if the call raised: of_error_message() says
+// why, and raised_in_python is the type to raise if that is not optfuse.Error.
 int ask_python(Plan *plan, of_shim_event event, size_t slot);
 extern thread_local _object *raised_in_python;
 // Whether Python makes an update of this plan on this thread now, under the plan's lock: who

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// gil.h: Python's global lock. An update that runs an optimizer's own step()
-// takes it while it holds the lock of its plan; so whoever waits for such a lock
-// must not hold it. PyTorch calls some operators with it held.
+// gil.h: Python's global lock, the GIL. An update that runs an optimizer's own step()
+// takes the GIL while it holds the lock of its plan. So a thread that waits for the lock
+// of a plan must not hold the GIL, with which PyTorch calls some operators.
 #pragma once
 
 namespace optfuse {
 
-// From now on WithoutGil does something: there are plans whose updates run Python.
+// From now on WithoutGil lets go of the GIL: there are plans whose updates run Python.
 void updates_take_the_gil();
 
-// As long as it lives the thread does not hold the GIL, if it did.
+// As long as one exists, its thread does not hold the GIL.
 class WithoutGil {
   public:
     WithoutGil();

@@ -47,7 +47,7 @@ bool use(const char *op, const at::Tensor &tensor) {
     const of_accessed accessed = access_without_gil(impl, stranger);
     if (accessed == OF_ACCESS_FAILED)
         throw failure(op);
-    // As long as a GPU may be at it, other streams have to come here too. The
+    // While a GPU may still run the update, other streams have to come here, too. The
     // key set is no atomic: only the threads that train write it.
     if (!stranger && accessed != OF_IN_FLIGHT)
         unmark(impl);

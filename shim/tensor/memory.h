@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// memory.h: the raw memory of tensors, past the seal, and who else knows it.
+// memory.h: the raw memory of tensors, past the seal, and whether others share it.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -13,7 +13,7 @@ inline c10::StorageImpl *storage_of(const c10::TensorImpl *impl) {
     return impl->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Of each tensor of each update: a call costs as much as what it does.
+// Inlined: every update asks for each of its tensors, and the call alone would double that.
 [[gnu::always_inline]] inline void *data_of(const c10::TensorImpl *impl) {
     return static_cast<char *>(address(storage_of(impl))) +
            impl->dtype().itemsize() * static_cast<size_t>(impl->storage_offset());

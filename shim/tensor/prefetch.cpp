@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// prefetch.cpp: asks the processor for the records of several parameters, each of which has
-// some thirty cache lines that nobody has used since the last update. One after the other
-// each would be waited for; here those of all parameters are on their way at the same time.
+// prefetch.cpp: asks the processor for the records of several parameters at the same time.
+// A parameter has some thirty cache lines, unused since its last update; without a prefetch
+// the update would wait for one line after the other.
 #include "plan.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"

@@ -80,8 +80,8 @@ template <typename Real, typename Bits> RootsOfMkl find(const char *name, c10::S
 
 } // namespace
 
-// A region opened for a few hundred roots costs more than they do, also where it has one
-// thread because it is inside of another one.
+// A parallel region for a few hundred roots costs more than the roots, even one that has a
+// single thread because it is inside of another region.
 SerialMkl::SerialMkl() : outermost(!mkl_is_alone && set_threads() != nullptr) {
     if (!outermost)
         return;
