@@ -137,7 +137,7 @@ if __name__ == "__main__":
         fakecuda.load()
     import optfuse
     from optfuse import _native
-    from optfuse._classes import link_of
+    from optfuse._link import link_of
     from optfuse._process import drain_all
 
     torch.set_num_threads(1)
