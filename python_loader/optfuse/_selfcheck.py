@@ -49,7 +49,10 @@ def gpu_bits_differ(optimizer: Optimizer, fuse: Fuse) -> list[str]:
 
 
 def _compare(
-    stock: type[Optimizer], options: dict[str, Any], dtype: torch.dtype, device: torch.device,
+    stock: type[Optimizer],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
     fuse: Fuse,
 ) -> bool:
     theirs = _train(stock, options, dtype, device, lambda optimizer: optimizer)
@@ -66,7 +69,10 @@ def _compare(
 
 
 def _train(
-    stock: type[Optimizer], options: dict[str, Any], dtype: torch.dtype, device: torch.device,
+    stock: type[Optimizer],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
     wrap: Fuse,
 ) -> list[Tensor]:
     random = torch.Generator("cpu").manual_seed(0)

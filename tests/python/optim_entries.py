@@ -115,4 +115,3 @@ ENTRIES: dict[str, Entry] = {
     ),
 }  # fmt: skip
 OURS = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Ours)}
-

@@ -78,9 +78,7 @@ def kernels(ptx: str) -> dict[str, str]:
 
 
 def counts(body: str) -> Counter[str]:
-    found = Counter(
-        match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body)
-    )
+    found = Counter(match[1] for match in re.finditer(r"\b(\w+)(?:\.\w+)*\.f(?:32|64)\s", body))
     found["sum"] = found["add"] + found["sub"]
     return found
 
