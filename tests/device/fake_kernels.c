@@ -55,8 +55,10 @@ static size_t element_of(const char *kernel) {
 
 /* The name is of_cuda_RULE_DTYPE_USED_SIZE. */
 static unsigned states_of(const char *kernel) {
-    const char *at = strrchr(kernel, '_') - 1;
-    return (unsigned)__builtin_popcount((unsigned)(*at - '0'));
+    const char *at = strrchr(kernel, '_');
+    while (at[-1] != '_')
+        at--;
+    return (unsigned)__builtin_popcount((unsigned)strtoul(at, NULL, 10));
 }
 
 static void read_update(ranges *r, const char *kernel, const void *table) {
