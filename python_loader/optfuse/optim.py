@@ -194,7 +194,9 @@ class Adan(_OneByOne):
         exp_avg_diff.mul_(beta2).add_(change, alpha=1 - beta2)
         exp_avg_sq.mul_(beta3).add_(ahead.mul(ahead), alpha=1 - beta3)
         previous.copy_(grad)
-        denominator = exp_avg_sq.sqrt().mul_(1 / math.sqrt(1 - beta3**t)).add_(group["eps"])
+        # Correctly rounded on every device; sqrt() on the CPU is not always.
+        (root,) = torch._foreach_sqrt((exp_avg_sq,))
+        denominator = root.mul_(1 / math.sqrt(1 - beta3**t)).add_(group["eps"])
         if group["no_prox"]:
             param.mul_(1 - decay)
         param.add_(exp_avg.div(denominator), alpha=-lr / (1 - beta1**t))
