@@ -14,6 +14,7 @@
 #include "guard.h"
 #include "plan.h"
 #include "python/callback.h"
+#include "python/gil.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
 
@@ -87,6 +88,7 @@ class EndOfPass {
         of_pass_retain(pass);
     }
     ~EndOfPass() {
+        const WithoutGil wait;
         of_pass_abandon(pass);
         of_pass_release(pass);
     }
