@@ -53,6 +53,30 @@ START_TEST(host_of_another_abi_is_refused) {
 }
 END_TEST
 
+START_TEST(optional_tables_of_another_build_or_with_holes_are_refused) {
+    fake_host *host = fake_host_new();
+    const of_plan_options backward = {.struct_size = sizeof backward, .mode = OF_BACKWARD};
+    of_host wrong = host->table;
+    of_backward_host small = *wrong.backward;
+    small.struct_size -= 8;
+    wrong.backward = &small;
+    ck_assert_int_eq(create(&wrong, "adam", NULL), OF_INVALID);
+    check_message("the host's of_backward_host has");
+    of_scaling_host hole = *wrong.scaling;
+    hole.keep = NULL;
+    wrong = host->table;
+    wrong.scaling = &hole;
+    ck_assert_int_eq(create(&wrong, "adam", NULL), OF_INVALID);
+    check_message("a function of the host's of_scaling_host that is not optional is NULL");
+    wrong.scaling = NULL;
+    wrong.backward = NULL;
+    ck_assert_int_eq(create(&wrong, "adam", NULL), OF_OK);
+    ck_assert_int_eq(create(&wrong, "adam", &backward), OF_INVALID);
+    check_message("of_backward_host");
+    fake_host_free(host);
+}
+END_TEST
+
 START_TEST(bad_options_are_refused) {
     fake_host *host = fake_host_new();
     of_plan_options good = {.struct_size = sizeof good};
@@ -272,6 +296,7 @@ int main(void) {
     TCase *refusals = tcase_create("refusals");
     tcase_add_test(refusals, unknown_rule_is_refused_with_the_known_ones);
     tcase_add_test(refusals, host_of_another_abi_is_refused);
+    tcase_add_test(refusals, optional_tables_of_another_build_or_with_holes_are_refused);
     tcase_add_test(refusals, bad_options_are_refused);
     tcase_add_test(refusals, groups_need_the_rules_hyper_parameters_and_an_order);
     tcase_add_test(refusals, tensor_of_a_refused_slot_is_dropped);
