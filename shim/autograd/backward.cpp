@@ -154,7 +154,7 @@ void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const 
     bool first = false;
     of_status status =
         of_pass_begin(plan->core, static_cast<of_token>(task + 1), &pass, &first);
-    check(plan.get(), OF_NO_SLOT, status);
+    check(plan.get(), raised_in_python == nullptr ? slot : OF_NO_SLOT, status);
     if (pass == nullptr)
         return;
     const std::unique_ptr<of_pass, Release> held(pass);
