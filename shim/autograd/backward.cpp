@@ -2,6 +2,7 @@
 // backward.cpp: backward fusion over autograd. Its hook says which gradient is complete in
 // which pass (of_pass_ready()); the core decides what follows, and asks here for what only
 // autograd and Python know.
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>

@@ -6,7 +6,9 @@
 // else it runs inside step(), as in stock.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/isfinite.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <map>
 #include <mutex>

@@ -2,6 +2,7 @@
 // refuse.cpp: what can't be updated, and what to do then.
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/InferenceMode.h>
 
 #include "compat.h"
 #include "gpu/device.h"
