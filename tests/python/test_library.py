@@ -209,6 +209,6 @@ def test_a_subinterpreter_is_refused() -> None:
         "try:\n    _library.load()\n"
         "except ImportError as error:\n    print('ImportError:', error, flush=True)\n"
     )
-    create = "create('legacy')" if sys.version_info >= (3, 13) else "create()"
+    create = "create('legacy')" if sys.version_info >= (3, 13) else "create(isolated=False)"
     code = f"import {module} as i; i.run_string(i.{create}, {inside!r})"
     assert "subinterpreter" in run_load(code)
