@@ -157,7 +157,10 @@ def test_retain_graph_and_backward_again_is_refused():
 def test_create_graph_is_refused_before_any_update():
     model, _optimizer = fused_backward()
     before = weights(model)
-    refused(lambda: loss_of(model, 0).backward(create_graph=True), "of shape (3,): backward(create_graph=True)")
+    refused(
+        lambda: loss_of(model, 0).backward(create_graph=True),
+        "of shape (3,): backward(create_graph=True)",
+    )
     assert_same("weights after create_graph", weights(model), before)
 
 
