@@ -74,7 +74,7 @@ ELSEWHERE = {
 def test_every_guard_of_the_source_has_a_scenario():
     found = set()
     for layer in ("plugin", "shim"):
-        for path in sorted((ROOT / layer).glob("*.c*")):
+        for path in sorted((ROOT / layer).rglob("*.c*")):
             found |= set(re.findall(r"OF_GUARD\((\w+)\)", path.read_text()))
     for path in (ROOT / "python_loader" / "optfuse").rglob("*.py"):
         found |= set(re.findall(r'guard\("(\w+)"\)', path.read_text()))
