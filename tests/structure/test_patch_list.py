@@ -64,7 +64,7 @@ def patches(source: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name)
 def test_python_code_replaces_nothing_past_the_list(path: Path) -> None:
     found = [] if path == LIST else list(patches(path.read_text("utf-8")))
     assert not found, f"{name(path)} has to call replace() of _patches.py: {found}"
