@@ -20,6 +20,7 @@ import optfuse
 from optfuse._own_step.register import INDEPENDENT
 from optfuse._rules import RULES
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 STEPS = 20
 LOOK_AT = (5, 12, STEPS - 1)  # in between, updates stay pending until the next use
 MODES = ("forward", "backward")
@@ -69,6 +70,8 @@ COUNTS = {
     "SGD": (36, 0, 9),
     "SparseAdam": (0, 0, 8),
 }
+if TORCH >= (2, 14):
+    COUNTS |= {"LBFGS": (0, 0, 14), "Muon": (18, 0, 0)}
 COUNTS |= {name: (2 * (len(ours.options) + 1), 0, 0) for name, ours in OURS.items()}
 
 
