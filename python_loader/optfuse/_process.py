@@ -5,6 +5,7 @@ happen to each of them when PyTorch does something that no single one sees."""
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from optfuse import _compiled, _fold, _gpu, _patches, _profiling, _raw, _scaled
 from optfuse._link import Link, links
-from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD
+from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD, guard
 from optfuse._native import start as start_library
 from optfuse._own_step import updates
 
@@ -35,6 +36,13 @@ def flush_all() -> None:
 def drain_all() -> None:
     """And waits until the GPUs have done it."""
     _each_marked(lambda link: link.flush(drain=True))
+
+
+def _flush_before_fork() -> None:
+    """The library does so before any fork. But from Python 3.13 on the interpreter holds a lock
+    by then, without which another thread's update by a class's step() may not end."""
+    if guard("fork"):
+        flush_all()
 
 
 def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
@@ -96,6 +104,7 @@ def start() -> None:
         return
     start_library(_on_event)
     _patches.warn_of_changes()
+    os.register_at_fork(before=_flush_before_fork)
     _raw.install(flush_all, _swap_and_tell)
     _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
     _gpu.install(flush_all, drain_all)
