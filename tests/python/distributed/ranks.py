@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scenarios that several processes play together, over gloo on this machine.
+
+A module of scenarios has SCENARIOS: functions by name that every rank calls, and that raise
+on a rank where something is wrong. The processes are started once for all scenarios that
+were selected, since importing torch takes longer than most of them."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+GRACE = 3.0  # seconds for the other ranks once one has failed
+PATIENCE = 240.0  # for one scenario
+
+
+def play(module, world, names):
+    """What came of each scenario: None, or what the ranks said."""
+    outcomes = {}
+    while left := [name for name in names if name not in outcomes]:
+        outcomes |= _play_up_to_a_failure(module, world, left)
+    return outcomes
+
+
+def _play_up_to_a_failure(module, world, names):
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_start(folder, rank, world, module, names) for rank in range(world)]
+        _wait(folder, ranks)
+        told = [_read(folder, rank) for rank in range(world)]
+        outcomes = {}
+        for name in names:
+            errors = {r: one[name] for r, one in enumerate(told) if one.get(name)}
+            if not errors and all(name in one for one in told):
+                outcomes[name] = None
+                continue
+            for rank, process in enumerate(ranks):
+                if process.returncode not in (0, 1) and name not in told[rank]:
+                    said = Path(f"{folder}/output-{rank}").read_text("utf-8", "replace")[-3000:]
+                    errors[rank] = f"exit {process.returncode}\n{said}"
+            outcomes[name] = "\n".join(f"rank {r}: {e}" for r, e in errors.items()) or "no end"
+            break
+        return outcomes
+
+
+def _start(folder, rank, world, module, names):
+    command = [sys.executable, str(HERE / "worker.py"), folder, str(rank), str(world), module]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(f"{folder}/output-{rank}", "w", encoding="utf-8") as output:
+        return subprocess.Popen(
+            [*command, *names], env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def _wait(folder, ranks):
+    """Until all have ended; kills them when one has failed, or none says anything new."""
+    heard, last = 0, time.monotonic()
+    while any(process.poll() is None for process in ranks):
+        time.sleep(0.05)
+        now = sum(len(_read(folder, rank)) for rank in range(len(ranks)))
+        failed = any(process.poll() not in (None, 0) for process in ranks)
+        if now != heard:
+            heard, last = now, time.monotonic()
+        if time.monotonic() - last > (GRACE if failed else PATIENCE):
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.wait()
+
+
+def _read(folder, rank):
+    path = Path(f"{folder}/outcomes-{rank}")
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    return dict(map(json.loads, lines))

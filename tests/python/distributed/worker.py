@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank: plays scenarios of a module one after the other, and writes what came of each.
+
+python worker.py FOLDER RANK WORLD MODULE NAME ..."""
+
+import datetime
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(seconds=30)
+
+
+def main(folder, rank, world, module, names):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    scenarios = importlib.import_module(module).SCENARIOS
+    with open(f"{folder}/outcomes-{rank}", "w", encoding="utf-8") as out:
+        for name in names:
+            error = None
+            try:
+                scenarios[name]()
+                gc.collect()
+                dist.barrier()
+            except BaseException:
+                error = traceback.format_exc()
+            print(json.dumps([name, error]), file=out, flush=True)
+            if error:  # the others may wait for this rank for ever
+                os._exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    folder, rank, world, module, *names = sys.argv[1:]
+    main(folder, int(rank), int(world), module, names)
