@@ -77,4 +77,9 @@ template <class Impl> size_t idle_references(const Impl &impl) {
     return impl.pyobj_slot()->has_unique_reference() ? 1 : 0;
 }
 
+// Those of Python, idle or not.
+template <class Impl> size_t python_references(const Impl &impl) {
+    return impl.pyobj_slot()->load_pyobj() != nullptr ? 1 : 0;
+}
+
 } // namespace optfuse

@@ -10,6 +10,7 @@
 #include "matrix/newton_schulz.h"
 #include "matrix/products.h"
 #include "plan.h"
+#include "python/gil.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
@@ -135,6 +136,38 @@ void detach(int64_t address, const std::vector<at::Tensor> &params) {
         detach_gradient_hook(&plan_at(address), param);
 }
 
+// From here to the next set_slots(): those whose gradients are reduced between processes.
+void set_reduced(int64_t address, const std::vector<int64_t> &slots) {
+    Plan &plan = plan_at(address);
+    plan.reduces = !slots.empty();
+    for (const int64_t slot : slots)
+        slot_at(plan, slot).reduced = true;
+}
+
+bool take_parts_of(int64_t address, const std::vector<int64_t> &slots, const at::Tensor &bucket,
+                   const std::vector<int64_t> &offsets) {
+    refuse_fake_tensors("gradients are put into place");
+    Plan &plan = plan_at(address);
+    std::vector<Slot *> taking;
+    for (const int64_t slot : slots)
+        taking.push_back(&slot_at(plan, slot));
+    const WithoutGil wait;
+    return take_parts(plan.self, taking, bucket, offsets);
+}
+
+void give_parts(const std::vector<at::Tensor> &params, const at::Tensor &bucket,
+                const std::vector<int64_t> &offsets) {
+    for (size_t i = 0; i < params.size(); i++)
+        give_part(params[i], bucket, offsets[i]);
+}
+
+void reduced(int64_t address, const std::vector<int64_t> &slots) {
+    const std::shared_ptr<Plan> plan = plan_at(address).self;
+    const WithoutGil wait;
+    for (const int64_t slot : slots)
+        gradient_is_reduced(plan, &slot_at(*plan, slot));
+}
+
 std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
                                      const std::vector<int64_t> &slots) {
     refuse_fake_tensors("gradients are clipped or unscaled");
@@ -236,6 +269,11 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::set_device_scalars);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
+    m.def("set_reduced(int plan, int[] slots) -> ()", optfuse::set_reduced);
+    m.def("take_parts(int plan, int[] slots, Tensor bucket, int[] offsets) -> bool",
+          optfuse::take_parts_of);
+    m.def("give_parts(Tensor[] params, Tensor bucket, int[] offsets) -> ()", optfuse::give_parts);
+    m.def("reduced(int plan, int[] slots) -> ()", optfuse::reduced);
     m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);
     m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
     m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);

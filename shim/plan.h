@@ -50,6 +50,10 @@ struct Slot {
     // without anybody being told.
     int64_t tried = ANYWHERE;
     bool first = false; // rules without a counter: the next update is the first
+    // Backward mode: the gradient that autograd completes is reduced between processes before
+    // it is that of the update, which gradient_is_reduced() says.
+    bool reduced = false;
+    const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     at::Tensor consumed; // backward mode: what .grad becomes
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
@@ -77,6 +81,7 @@ struct Plan {
     std::atomic<pthread_t> stepping{};
     DeviceScalars scalars;
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
+    bool reduces = false; // some slots are: a pass waits for them at its end
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.

@@ -35,7 +35,7 @@ int failed(const std::exception &e) {
 bool clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl))
         return true;
-    if (of_access(optfuse::storage_of(impl), false) >= OF_IN_FLIGHT)
+    if (optfuse::use_memory(impl, false) >= OF_IN_FLIGHT)
         return false;
     optfuse::unmark(impl);
     return true;

@@ -36,6 +36,8 @@ typedef enum of_shim_event {
     OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete; in place of the
                          slot: 1 if the count of passes says that this one only adds */
     OF_SHIM_STATE,    /* optimizer state of this slot must be made now */
+    OF_SHIM_REDUCED,  /* a backward pass is about to end: wait for the gradients that are still
+                         being reduced between processes, and say so of each slot */
     OF_SHIM_APPLY     /* rules without kernels: run the optimizer's own step() on this slot's
                          parameter, whose gradient is in .grad. Under the plan's lock: those
                          of these functions that step(), state_dict() and the like begin with

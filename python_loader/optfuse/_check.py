@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from optfuse._native import Error
@@ -245,12 +246,28 @@ def _variants(value: Any) -> Any:
     return value
 
 
+def _data_parallel(value: Any) -> DistributedDataParallel:
+    if isinstance(value, nn.Module) and not isinstance(value, DistributedDataParallel):
+        raise Unfit(f"pass the wrapper itself, not the {type(value).__name__} in it")
+    need(isinstance(value, DistributedDataParallel))
+    return value  # type: ignore[no-any-return]
+
+
+def _comm_hook(value: Any) -> tuple[Any, Any]:
+    need(isinstance(value, tuple | list) and len(value) == 2, "the state may be None")
+    state, hook = value
+    need(callable(hook), "the second of the two is the function")
+    return state, hook
+
+
 FLAG = Kind("True or False", _flag)
 FUNCTION = Kind("a function", _function)
 BUILD_FN = Kind("a function that takes one argument, wrap", _build_fn)
 OPTIMIZER = Kind("an instance of a subclass of torch.optim.Optimizer", _optimizer)
 FUSED = Kind("an optimizer that optfuse.fuse() returned", _take_fused)
 OPTIMIZER_CLASS = Kind("a subclass of torch.optim.Optimizer", _class)
+DATA_PARALLEL = Kind("a torch.nn.parallel.DistributedDataParallel model", _data_parallel)
+COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
 PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)
 AB_VARIANTS = Kind("a mapping of names to functions that take an optimizer", _variants)

@@ -68,7 +68,7 @@ class _Fused:
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
-        return become_fused(twin, replace(link.options, eager=eager))
+        return become_fused(twin, replace(link.options, eager=eager, reduction=None))
 
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:

@@ -3,16 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from optfuse import _process
-from optfuse._check import EAGER, FLAG, FUSED, OPTIMIZER, checked, number, one_of, optional, whole
+from optfuse._check import (
+    COMM_HOOK,
+    DATA_PARALLEL,
+    EAGER,
+    FLAG,
+    FUSED,
+    OPTIMIZER,
+    checked,
+    number,
+    one_of,
+    optional,
+    whole,
+)
 from optfuse._choice import rule_of
 from optfuse._classes import become_fused, become_stock, try_with_stock
+from optfuse._ddp import check_model, reduction_of
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
@@ -35,6 +49,8 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
     max_grad_norm=optional(number("a number of at least 0", least=0.0)),
     fold=FLAG,
     bucket_bytes=whole("a whole number of bytes, or 0 for the default", least=0),
+    ddp=optional(DATA_PARALLEL),
+    comm_hook=optional(COMM_HOOK),
 )
 def fuse(
     optimizer: OptimizerT,
@@ -46,6 +62,8 @@ def fuse(
     max_grad_norm: float | None = None,
     fold: bool = True,
     bucket_bytes: int = 0,
+    ddp: DistributedDataParallel | None = None,
+    comm_hook: tuple[Any, Callable[..., Any]] | None = None,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -86,6 +104,14 @@ def fuse(
         mode, which concern parameters of less than 16,384 elements, on GPUs 4 MiB.
         1: each by itself. In backward mode on the CPU larger parameters wait, too,
         where a number is given: at the price of memory.
+    ddp: in backward mode, the DistributedDataParallel model that reduces the gradients. Each
+        update runs as soon as the reduction of its bucket is done, while later ones still are
+        on their way. DDP's buckets keep their memory, and the gradients need none beside them.
+        Parameters that the model does not reduce are updated as without it. Several
+        optimizers may name the same model. Forward mode needs none.
+    comm_hook: with ddp, the communication hook for this model, as (state, hook); hook(state,
+        bucket) gives a future, as DistributedDataParallel.register_comm_hook() says. That
+        function may be called after fuse(), too. None: the mean, as DDP makes it.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -104,8 +130,15 @@ def fuse(
             "optfuse: max_grad_norm needs all gradients at once, and backward mode updates "
             'before they are there; use optfuse.fuse(optimizer, mode="forward")'
         )
+    if comm_hook is not None and (ddp is None or mode != "backward"):
+        raise Error(
+            'optfuse: comm_hook goes with mode="backward" and ddp=model; in forward mode call '
+            "model.register_comm_hook()"
+        )
     check_optimizer(optimizer, strict)
     check_step(optimizer)
+    if ddp is not None and mode == "backward":
+        check_model(ddp, optimizer, comm_hook, accumulate)
     chosen = check_eager(eager, optimizer)
     _process.start()
     if try_with_stock(type(optimizer), optimizer.param_groups):
@@ -120,8 +153,16 @@ def fuse(
             "fused=True there (docs/numerics.md names the releases and chips where they are "
             "equal). Pass strict=False, or keep the optimizer as it is"
         )
+    reduction = reduction_of(ddp, comm_hook) if ddp is not None and mode == "backward" else None
     options = Options(
-        _MODES[mode], tuple(chosen), side_stream, accumulate, max_grad_norm, fold, bucket_bytes
+        _MODES[mode],
+        tuple(chosen),
+        side_stream,
+        accumulate,
+        max_grad_norm,
+        fold,
+        bucket_bytes,
+        reduction,
     )
     become_fused(optimizer, options)
     link_of(optimizer).gpu_bits_differ = tuple(differ)

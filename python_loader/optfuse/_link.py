@@ -102,6 +102,8 @@ class Link:
         self.snapshot = GroupsSnapshot()
         self._state_snapshot = StateSnapshot()
         links[self.plan] = self
+        if options.reduction is not None:
+            options.reduction.add(self)
         self.own: updates.Own | None = None
         try:
             if promise is not None:
@@ -157,6 +159,10 @@ class Link:
             tried_on_cpu,
             labels,
         )
+        reduction = self.options.reduction
+        if reduction is not None:
+            reduced = [i for i, p in enumerate(params) if reduction.takes(p)]
+            torch.ops.optfuse.set_reduced(self.plan, reduced)
         self._params = params
         self.plain = {Tensor, Parameter}.issuperset(map(type, params))
         self._places = dict(zip(map(id, params), places, strict=True))
@@ -387,6 +393,11 @@ class Link:
             self._sync_inputs(optimizer, same_groups)
         self._sync_device_scalars(optimizer, same_groups)
         self.marked = True
+
+    def await_reduction(self) -> None:
+        """At the end of a backward pass, before its last updates."""
+        if self.options.reduction is not None:
+            self.options.reduction.finish()
 
     def apply(self, slot: int) -> None:
         """One update by the class's own step(). Under the plan's lock."""

@@ -12,7 +12,7 @@ from optfuse._library import load
 
 FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
-EVENT_BACKWARD, EVENT_STATE, EVENT_APPLY = 0, 1, 2
+EVENT_BACKWARD, EVENT_STATE, EVENT_REDUCED, EVENT_APPLY = range(4)
 DONE = 1  # what the callback returns
 UPDATE, ATTACH = 1, 2  # what of_shim_todo() says
 DTYPES = ("float32", "float64", "bfloat16", "float16")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,6 +24,16 @@ def is_disabled() -> bool:
     return os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0")
 
 
+class Reduction(Protocol):
+    """Who reduces gradients between processes in backward mode."""
+
+    def takes(self, param: Tensor) -> bool: ...
+
+    def add(self, link: Any) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of fuse()."""
@@ -34,3 +45,4 @@ class Options:
     max_grad_norm: float | None = None
     fold: bool = True  # clipping and unscaling by GradScaler into the update
     bucket_bytes: int = 0  # 0: the library's own
+    reduction: Reduction | None = None  # of a DistributedDataParallel model

@@ -105,6 +105,16 @@ PATCHES = (
         ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
         asked_by="torch.amp.GradScaler.unscale_",
     ),
+    Patch(
+        "torch.nn.parallel.DistributedDataParallel.register_comm_hook",
+        "a model has one communication hook, which is ours: call the user's from there",
+        ("self", "state", "hook"),
+    ),
+    Patch(
+        "torch.nn.parallel.DistributedDataParallel._register_builtin_comm_hook",
+        "likewise, for hooks that have no Python function: refuse them",
+        ("self", "comm_hook_type"),
+    ),
 )
 
 #: (what is replaced, why, the function of PyTorch that puts it there or uses it, the names
@@ -121,6 +131,25 @@ PLACES = (
         "it calls the stock class's step(): wrap the fused one instead, and count likewise",
         "torch.optim.lr_scheduler.LRScheduler.__init__",
         ("_wrapped_by_lr_sched", "_opt_called"),
+    ),
+    (
+        "the communication hook of a model that fuse(ddp=) gets",
+        "an update runs as soon as the reduction of its bucket is done",
+        "torch.nn.parallel.DistributedDataParallel._register_accum_grad_hook",
+        ("_comm_hooks",),
+    ),
+    (
+        "what that model does with the reduced gradients",
+        "the updates have used them; we hand out the others",
+        "torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers",
+        ("_set_optimizer_in_backward",),
+    ),
+    (
+        "the reduction of that model",
+        "a communication hook has to start it by itself",
+        "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks."
+        "_apply_optim_in_backward_hook",
+        ("_run_allreduce_hook",),
     ),
 )
 
@@ -144,6 +173,12 @@ NATIVE = (
         "has_unique_reference",
         "compat.h",
         "tells a Python wrapper that nobody holds from another owner of a tensor",
+        _BUILD,
+    ),
+    Native(
+        "load_pyobj",
+        "compat.h",
+        "tells a reference of Python's to a gradient from that of DistributedDataParallel",
         _BUILD,
     ),
     Native(

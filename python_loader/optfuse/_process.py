@@ -13,9 +13,9 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _compiled, _fold, _gpu, _patches, _profiling, _raw, _scaled
+from optfuse import _compiled, _ddp, _fold, _gpu, _patches, _profiling, _raw, _scaled
 from optfuse._link import Link, links
-from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD, guard
+from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD, EVENT_REDUCED, guard
 from optfuse._native import start as start_library
 from optfuse._own_step import updates
 
@@ -78,6 +78,9 @@ def _answer(plan: int, event: int, slot: int) -> int:
     if event == EVENT_BACKWARD:
         link.begin_backward(only_adds=bool(slot))
         return DONE
+    if event == EVENT_REDUCED:
+        link.await_reduction()
+        return DONE
     link.make_state(link.optimizer(), [slot])
     return DONE
 
@@ -111,4 +114,5 @@ def start() -> None:
     _profiling.install(flush_all)
     _scaled.install()
     _fold.install()
+    _ddp.install()
     _started = True

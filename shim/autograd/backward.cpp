@@ -2,6 +2,7 @@
 // backward.cpp: backward fusion over autograd. Its hook says which gradient is complete in
 // which pass (of_pass_ready()); the core decides what follows, and asks here for what only
 // autograd and Python know.
+#include <ATen/ops/as_strided.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -17,12 +18,18 @@
 #include "python/callback.h"
 #include "python/gil.h"
 #include "tensor/memory.h"
+#include "tensor/plain_mode.h"
 #include "tensor/references.h"
 
 namespace optfuse {
 
 bool is_closed(const Plan *plan) {
     return plan->closed.load(std::memory_order_acquire);
+}
+
+bool is_reduced_later(c10::TensorImpl *param) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(reference_to(param));
+    return accumulator && !accumulator->post_hooks().empty();
 }
 
 namespace {
@@ -40,6 +47,9 @@ void check(const Plan *plan, size_t slot, of_status status) {
         slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
     throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
+
+// Those of them that are a part of a bucket become tensors of their own.
+void leave_buckets(const Plan *plan);
 
 // The functions of of_backward_host.
 
@@ -62,13 +72,6 @@ of_device measure(void *, void *tensor, int64_t *numel, size_t *bytes) {
 
 bool make_state(void *ctx, size_t slot) {
     return ask_python(static_cast<Plan *>(ctx), OF_SHIM_STATE, slot) != 0;
-}
-
-bool is_reduced_later(c10::TensorImpl *p) {
-    if (!OF_GUARD(ddp))
-        return false;
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(reference_to(p));
-    return accumulator && !accumulator->post_hooks().empty();
 }
 
 // The gradient itself, as a variable of the user's, or its memory, as the buffer that it is a
@@ -96,8 +99,13 @@ class EndOfPass {
     EndOfPass(const EndOfPass &) = delete;
     EndOfPass &operator=(const EndOfPass &) = delete;
     void run() {
+        if (plan->reduces && !is_closed(plan.get()) &&
+            ask_python(plan.get(), OF_SHIM_REDUCED, 0) == 0)
+            check(plan.get(), OF_NO_SLOT, OF_REFUSED);
         size_t at = OF_NO_SLOT;
         const of_status status = of_pass_end(pass, &at);
+        if (plan->reduces)
+            leave_buckets(plan.get());
         check(plan.get(), at, status);
     }
 
@@ -136,33 +144,106 @@ const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure
 // That is left to step(): then others see it change when, and parameters that overlap in
 // the order in which, stock changes it.
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
-    if (is_reduced_later(p)) {
+    if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
         of_set_error("the gradient of %s is changed after it is complete (DistributedDataParallel "
                      "reduces it between processes), so backward fusion would use the wrong one; "
+                     "name the model, optfuse.fuse(optimizer, mode=\"backward\", ddp=model), or "
                      "use optfuse.fuse(optimizer, mode=\"forward\")",
                      slot->label.c_str());
         return OF_FOUND_ERROR;
     }
-    const bool is_left =
-        OF_GUARD(postpone) && (!is_private(storage_of(p), 0) || is_gradient_shared(grad));
+    // A reduced one lies in a bucket of DistributedDataParallel, which others read no more.
+    const bool is_left = OF_GUARD(postpone) && (!is_private(storage_of(p), 0) ||
+                                                (!slot->reduced && is_gradient_shared(grad)));
     return is_left ? OF_FOUND_NOTHING : OF_FOUND_INPUTS;
 }
 
-// Python may end the plan meanwhile.
-void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
+namespace {
+
+using Pass = std::unique_ptr<of_pass, Release>;
+
+// That of this thread's graph task. None: Python has ended the plan meanwhile.
+Pass pass_under_way(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
     const int64_t task = torch::autograd::get_current_graph_task_id(); // from 0 on; -1: none
     of_pass *pass = nullptr;
     bool first = false;
-    of_status status =
+    const of_status status =
         of_pass_begin(plan->core, static_cast<of_token>(task + 1), &pass, &first);
     check(plan.get(), raised_in_python == nullptr ? slot : OF_NO_SLOT, status);
-    if (pass == nullptr)
-        return;
-    const std::unique_ptr<of_pass, Release> held(pass);
+    Pass held(pass);
     if (first)
         begin_backward(plan, pass, param);
-    status = of_pass_ready(pass, slot, &slot);
-    check(plan.get(), slot, status);
+    return held;
+}
+
+void say_ready(const Plan *plan, of_pass *pass, size_t slot) {
+    const of_status status = of_pass_ready(pass, slot, &slot);
+    check(plan, slot, status);
+}
+
+} // namespace
+
+void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
+    const Pass pass = pass_under_way(plan, slot, param);
+    const bool later =
+        slot < plan->slots.size() && plan->slots[slot]->reduced && OF_GUARD(reduced);
+    if (pass && !later)
+        say_ready(plan.get(), pass.get(), slot);
+}
+
+void gradient_is_reduced(const std::shared_ptr<Plan> &plan, Slot *slot) {
+    const Pass pass = pass_under_way(plan, slot->index, reference_to(slot->param));
+    if (pass)
+        say_ready(plan.get(), pass.get(), slot->index);
+}
+
+namespace {
+
+// As autograd lays gradients out, and DistributedDataParallel the parts of its buckets.
+at::Tensor part_of(const at::Tensor &bucket, int64_t offset, const c10::TensorImpl *p) {
+    const at::Tensor part =
+        at::as_strided(bucket, {p->numel()}, {1}, bucket.storage_offset() + offset);
+    return p->is_non_overlapping_and_dense() ? part.as_strided(p->sizes(), p->strides())
+                                             : part.view(p->sizes());
+}
+
+// What backward has not used stays in .grad, where the bucket's next use must not reach it.
+void leave_bucket(Slot *slot) {
+    const at::Tensor &grad = slot->param->grad();
+    if (slot->part != nullptr && grad.unsafeGetTensorImpl() == slot->part)
+        reference_to(slot->param).mutable_grad() = grad.clone();
+    slot->part = nullptr;
+}
+
+void leave_buckets(const Plan *plan) {
+    const PlainMode plain;
+    for (Slot *slot : plan->slots)
+        leave_bucket(slot);
+}
+
+} // namespace
+
+bool take_parts(const std::shared_ptr<Plan> &plan, const std::vector<Slot *> &slots,
+                const at::Tensor &bucket, const std::vector<int64_t> &offsets) {
+    const Pass pass = pass_under_way(plan, slots[0]->index, reference_to(slots[0]->param));
+    if (!pass || of_pass_only_adds(pass.get()))
+        return false;
+    const PlainMode plain;
+    for (size_t i = 0; i < slots.size(); i++) {
+        at::Tensor part = part_of(bucket, offsets[i], slots[i]->param);
+        slots[i]->part = part.unsafeGetTensorImpl();
+        reference_to(slots[i]->param).mutable_grad() = std::move(part);
+    }
+    return true;
+}
+
+void give_part(const at::Tensor &param, const at::Tensor &bucket, int64_t offset) {
+    const PlainMode plain;
+    const at::Tensor part = part_of(bucket, offset, param.unsafeGetTensorImpl());
+    if (param.grad().defined())
+        param.mutable_grad().copy_(part);
+    else
+        param.mutable_grad() = part.clone();
 }
 
 } // namespace optfuse

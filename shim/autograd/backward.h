@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <vector>
 
 #include "optfuse.h"
 
@@ -17,6 +18,18 @@ struct Slot;
 bool is_closed(const Plan *plan);
 // A parameter's gradient is complete.
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param);
+// Whether something is called after autograd has completed the gradient of this parameter, as
+// DistributedDataParallel is.
+bool is_reduced_later(c10::TensorImpl *param);
+// So is that of a slot whose gradients are reduced between processes (Slot::reduced).
+void gradient_is_reduced(const std::shared_ptr<Plan> &plan, Slot *slot);
+// .grad of these slots becomes a part of a flat buffer, in which they are reduced: until its
+// update, or the end of the pass. offsets: in elements. False: this pass only adds to the
+// gradients, and nothing was done.
+bool take_parts(const std::shared_ptr<Plan> &plan, const std::vector<Slot *> &slots,
+                const at::Tensor &bucket, const std::vector<int64_t> &offsets);
+// Copies such a part to .grad of a parameter.
+void give_part(const at::Tensor &param, const at::Tensor &bucket, int64_t offset);
 // collect()'s part inside backward: OF_FOUND_INPUTS, or what it returns.
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad);
 extern const of_backward_host backward_host;

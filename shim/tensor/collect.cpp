@@ -8,6 +8,7 @@
 
 #include <c10/core/DefaultDtype.h>
 
+#include "autograd/backward.h"
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "external/apply.h"
@@ -15,6 +16,7 @@
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
+#include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
@@ -70,7 +72,7 @@ of_count count_of(const Slot *slot) {
 } // namespace
 
 void launch_others(const c10::TensorImpl *impl, decltype(&of_access) launch) {
-    if (OF_GUARD(rearm) && has_mark(impl) && launch(storage_of(impl), false) == OF_ACCESS_FAILED)
+    if (OF_GUARD(rearm) && has_mark(impl) && use_memory(impl, false, launch) == OF_ACCESS_FAILED)
         throw std::runtime_error(of_error_message());
 }
 
@@ -89,13 +91,28 @@ at::Tensor reference_to(c10::TensorImpl *impl) {
 
 namespace {
 
+// With gradient_as_bucket_view=True .grad is the very tensor through which
+// DistributedDataParallel writes to that part of its bucket, in the next backward pass: so the
+// mark on it is enough. Only DDP has it beside .grad; a flat buffer of the user's own has other
+// tensors.
+bool is_in_bucket(c10::TensorImpl *p, const at::Tensor &grad) {
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (c10::raw::intrusive_ptr::use_count(storage_of(g)) <= 3) // it, ours, and an idle one
+        return false;
+    return grad.use_count() >= 2 + python_references(*g) && is_reduced_later(p);
+}
+
 // The gradient with the parameter's strides; a copy if it has others.
-const void *gradient_data(References *refs, of_inputs *in, const c10::TensorImpl *p,
+const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
                           const at::Tensor &grad) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (same_strides(p, g) && !is_lazy(g)) {
         in->grad_key = storage_of(g);
         take_part(refs, in, g);
+        if (!in->in_backward && is_in_bucket(p, grad)) {
+            refs->in_bucket = g;
+            in->keys[in->n_keys - 1] = g;
+        }
         return data_of(g);
     }
     PlainMode plain;

@@ -13,6 +13,7 @@
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
+#include "guard.h"
 #include "plan.h"
 #include "python/callback.h"
 #include "python/gil.h"
@@ -26,7 +27,7 @@ thread_local bool steps_here = false;
 
 of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
     const WithoutGil wait;
-    return of_access(storage_of(impl), stranger);
+    return use_memory(impl, stranger);
 }
 
 // An interrupt that came while an optimizer's own step() ran stays one.
@@ -80,6 +81,12 @@ void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
 }
 
 } // namespace
+
+of_accessed use_memory(const c10::TensorImpl *impl, bool foreign, decltype(&of_access) how) {
+    const of_accessed accessed = how(storage_of(impl), foreign);
+    const bool more = accessed == OF_NOTHING_PENDING && of_any_pending() && OF_GUARD(bucket);
+    return more ? how(impl, foreign) : accessed;
+}
 
 void note_stepping_thread() { steps_here = true; }
 

@@ -3,11 +3,19 @@
 // which threads use them.
 #pragma once
 
+#include <c10/core/TensorImpl.h>
+
+#include "optfuse.h"
+
 namespace optfuse {
 
 struct Plan;
 
 int register_first_use();
+// of_access() or of_launch_at() for what is pending on this tensor's memory, or on a gradient in
+// a bucket, whose key is the tensor.
+of_accessed use_memory(const c10::TensorImpl *impl, bool foreign,
+                       decltype(&of_access) how = of_access);
 bool called_by_engine();
 bool called_by_stranger(); // neither a thread that steps nor one of the engine's
 void note_stepping_thread();

@@ -89,12 +89,12 @@ bool defer(void *, void *opaque) {
     References *refs = references_of(opaque);
     if (OF_GUARD(privacy))
         for (size_t i = 0; i < refs->n; i++)
-            if (!is_private(refs->storages[i].get(), 1))
+            if (!is_private(refs->storages[i].get(), 1) && refs->tensors[i] != refs->in_bucket)
                 return false;
     for (size_t i = 0; i < refs->n; i++) {
         if (OF_GUARD(key))
             mark(refs->tensors[i]);
-        if (OF_GUARD(seal))
+        if (OF_GUARD(seal) && refs->tensors[i] != refs->in_bucket)
             seal(refs->storages[i].get());
     }
     return true;

@@ -28,6 +28,9 @@ struct References {
     // A deferred scaling: the gradient's memory, which may be freed meanwhile.
     c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::TensorImpl *grad = nullptr; // the gradient to be replaced
+    // A gradient in a bucket of DistributedDataParallel, which is left pending although its
+    // storage has other tensors in it: its key is the tensor itself.
+    const c10::TensorImpl *in_bucket = nullptr;
     at::Tensor param;                // if it consumes or is alone
     at::Tensor copy;                 // a gradient in the parameter's strides
     at::Tensor old_grad, old_consumed;  // replaced by settle(), dropped by release()

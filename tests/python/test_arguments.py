@@ -89,6 +89,8 @@ WRONG = {
         "max_grad_norm": (*NO_NUMBER[1:], -1, -0.5, -math.inf, "inf"),
         "fold": NO_FLAG,
         "bucket_bytes": (*NO_COUNT, -1, 1.5, 2**70),
+        "ddp": (3, "model", net(), [net()]),
+        "comm_hook": (3, "hook", print, (print,), (None, None), (None, 3), (1, 2, print)),
     },
     "unfuse": {"optimizer": (None, *NOT_FUSED)},
     "flush": {"optimizer": NOT_FUSED},

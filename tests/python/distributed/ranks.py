@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 GRACE = 3.0  # seconds for the other ranks once one has failed
-PATIENCE = 240.0  # for one scenario
+PATIENCE = 90.0  # for one scenario
 
 
 def play(module, world, names):

@@ -12,7 +12,7 @@ prints one line of JSON: {name: [on, off]}, with "kept", "broken: ..." or
 """
 
 # Each module adds its scenarios.
-from guard_scenarios import backward, clipping, layouts, own_step, pending  # noqa: F401
+from guard_scenarios import backward, clipping, data_parallel, layouts, own_step, pending  # noqa: F401
 from guard_scenarios.player import play
 from guard_scenarios.registry import SCENARIOS
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Guards of backward fusion: what it can't answer raises, in time."""
 
-import tempfile
-
 import torch
 from common import adamw, batch, loss_of, net
 from torch import nn
@@ -93,19 +91,6 @@ def a_group_taken_away_does_not_lend_its_learning_rate():
     optimizer = optfuse.fuse(torch.optim.SGD(groups), mode="backward")
     del optimizer.param_groups[0]
     must_raise((a + b).sum().backward, "backward after a change of param_groups")
-
-
-@guards("ddp")
-def a_data_parallel_model_is_refused():
-    import torch.distributed as dist
-
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        pair = Pair(mode="backward")
-        model = nn.parallel.DistributedDataParallel(pair.ours)
-        must_raise(lambda: model(batch(0)[0]).sum().backward(), "backward of a DDP model")
-        pair.assert_same()  # it was refused before an update
 
 
 @guards("create_graph")

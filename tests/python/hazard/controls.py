@@ -46,6 +46,7 @@ OUT_OF_REACH = {
     "foreign": "it prevents a race; a program's other thread ends before the next action",
     "fork": "programs don't fork",
     "ddp": "programs have one process",
+    "reduced": "programs have one process",
     "compile": "compiling takes seconds; its scenario needs key, seal and raw off as well",
     "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
     "recheck": "without it the update runs in step(): later, with the same bits",

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Backward mode under DistributedDataParallel.
+
+DDP copies gradients into buckets and reduces a bucket between processes as soon as it is
+full. A communication hook of ours starts that reduction, by the user's own hook if there is
+one, and notes its future. The updates run where the backward pass would wait for the
+reductions: after the last gradient and before DDP's own end of the pass, bucket by bucket."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from optfuse._check import parameters_of
+from optfuse._link import Link
+from optfuse._native import Error
+from optfuse._patches import replace
+
+CommHook = tuple[Any, Callable[..., Any]]
+_FORWARD = '; use optfuse.fuse(optimizer, mode="forward"), which needs no ddp='
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    buffer: Tensor  # of the gradients, one after the other
+    params: list[Tensor]
+    offsets: list[int]  # of each, in elements, and of the end
+    reduction: Any  # a future
+    ours: list[tuple[Link, list[int]]]  # optimizers that update with it, and their slots
+    others: list[int]  # those of params that nobody updates with it
+
+
+class Reduction:
+    """The communication hook of one model, for all optimizers that were fused with it."""
+
+    def __init__(self, model: DistributedDataParallel | None, comm_hook: CommHook | None) -> None:
+        self._model = weakref.ref(model) if model is not None else None
+        self.comm_hook = comm_hook
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._params = set(map(id, _reduced(model))) if model is not None else set()
+        self._task = -1  # the pass whose buckets wait
+        self._waiting: list[_Bucket] = []
+
+    def __reduce__(self) -> Any:
+        """The model lists its hooks, and is copied and saved without the reducer that calls
+        them."""
+        return Reduction, (None, None)
+
+    def model(self) -> DistributedDataParallel:
+        model = self._model and self._model()
+        if model is None:
+            raise Error("optfuse: the DistributedDataParallel model no longer exists")
+        return model
+
+    def takes(self, param: Tensor) -> bool:
+        return id(param) in self._params
+
+    def add(self, link: Link) -> None:
+        self._links.add(link)
+
+    def start(self, bucket: Any) -> Any:
+        """Starts the reduction of a bucket that is full; its future."""
+        model = self.model()
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # join() lets a process without batches take part, with zeros
+            return self._reduce(model, bucket)
+        params = bucket.parameters()
+        _check_bucket(params)
+        reduction = self._reduce(model, bucket)
+        if task != self._task:
+            self._waiting.clear()  # of a pass that failed
+            self._task = task
+            Variable._execution_engine.queue_callback(self.finish)  # if no update of ours does
+        self._waiting.append(self._share_out(bucket.buffer(), params, reduction))
+        return reduction
+
+    def _share_out(self, buffer: Tensor, params: list[Tensor], reduction: Any) -> _Bucket:
+        offsets = [0, *itertools.accumulate(map(Tensor.numel, params))]
+        views = self.model().gradient_as_bucket_view
+        bucket = _Bucket(buffer, params, offsets, reduction, [], [])
+        others = set() if views else set(range(len(params)))
+        for link in self._links:
+            found = [
+                (slot, i) for i, p in enumerate(params) if (slot := link.slot_of(p)) is not None
+            ]
+            slots, at = [slot for slot, _ in found], [offsets[i] for _, i in found]
+            if slots and (views or torch.ops.optfuse.take_parts(link.plan, slots, buffer, at)):
+                bucket.ours.append((link, slots))
+                others.difference_update(i for _, i in found)
+        bucket.others.extend(others)
+        return bucket
+
+    def _reduce(self, model: DistributedDataParallel, bucket: Any) -> Any:
+        if self.comm_hook is not None:
+            state, hook = self.comm_hook
+            return hook(state, bucket)
+        if model._join_config.enable and not model._divide_by_initial_world_size:
+            raise Error(
+                "optfuse: join(divide_by_initial_world_size=False) divides gradients by a number "
+                "that only DDP's own reduction knows, and backward mode takes its place" + _FORWARD
+            )
+        # As DDP rounds it.
+        world = model.process_group.size()
+        if getattr(model, "batched_grad_copy", False):
+            bucket.buffer().div_(world)
+        else:
+            bucket.buffer().mul_(1.0 / world)
+        return model.reducer._run_allreduce_hook(bucket).then(_value)
+
+    def finish(self) -> None:
+        """Waits for the reductions of this pass, and has each bucket's updates made while the
+        next ones are on their way."""
+        waiting, self._waiting = self._waiting, []
+        for bucket in waiting:
+            try:
+                reduced = bucket.reduction.wait()
+            except Exception:
+                return  # DDP waits for it, too, and raises the error as without us
+            if reduced.data_ptr() != bucket.buffer.data_ptr():
+                bucket.buffer.copy_(reduced.view_as(bucket.buffer))
+            others = [bucket.params[i] for i in bucket.others]
+            offsets = [bucket.offsets[i] for i in bucket.others]
+            torch.ops.optfuse.give_parts(others, bucket.buffer, offsets)  # as DDP does alone
+            for link, slots in bucket.ours:
+                torch.ops.optfuse.reduced(link.plan, slots)
+
+
+def _value(reduced: Any) -> Tensor:
+    """DDP takes a value only that Python has made."""
+    return reduced.value()[0]  # type: ignore[no-any-return]
+
+
+def _start(state, bucket):  # type: ignore[no-untyped-def] # DDP looks at the annotations
+    return state.start(bucket)
+
+
+def _reduced(model: DistributedDataParallel) -> list[Tensor]:
+    """The parameters whose gradients the model reduces."""
+    named = model.module.named_parameters()
+    return [p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore]
+
+
+def _check_bucket(params: list[Tensor]) -> None:
+    """Before anything is communicated."""
+    for param in params:
+        if param.grad is None:
+            raise Error(
+                f"optfuse: a parameter of shape {tuple(param.shape)} got no gradient in this "
+                "backward pass on this process, and backward mode can't know whether it did on "
+                "another one" + _FORWARD
+            )
+
+
+_reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _why_not(model: DistributedDataParallel) -> str | None:
+    if model.find_unused_parameters:
+        return (
+            "it was made with find_unused_parameters=True, and which parameters no process has "
+            "used is known after the updates only"
+        )
+    if model.mixed_precision is not None:
+        return "its mixed_precision needs the communication hook, of which a model has one"
+    if model._use_python_reducer:
+        return 'torch._dynamo.config.optimize_ddp is "python_reducer", which has no buckets'
+    if model._delay_all_reduce_params:
+        return (
+            "it was made with delay_all_reduce_named_params, and these gradients are reduced "
+            "outside of its buckets"
+        )
+    return None
+
+
+def check_model(
+    model: DistributedDataParallel,
+    optimizer: Optimizer,
+    comm_hook: CommHook | None,
+    accumulate: int,
+) -> None:
+    """Raises optfuse.Error, with nothing changed, if backward mode can't work with it."""
+    reason = _why_not(model)
+    if accumulate != 1 and model.static_graph:
+        reason = (
+            "with static_graph=True the first pass reduces after its end, and accumulate= would "
+            "count it twice; mark passes by optfuse.accumulate(), or use model.no_sync()"
+        )
+    if reason is not None:
+        raise Error(
+            f"optfuse: backward mode can't update behind this DDP model: {reason}{_FORWARD}"
+        )
+    managed = set(map(id, _reduced(model)))
+    if not any(id(param) in managed for param in parameters_of(optimizer)):
+        raise Error(
+            "optfuse: fuse() got ddp=, but that model reduces none of the optimizer's parameters; "
+            "pass the model whose parameters they are"
+        )
+    known = _reductions.get(model)
+    if known is None and model._comm_hooks:
+        raise Error(_REGISTERED)
+    if known is not None and comm_hook is not None:
+        raise Error(
+            "optfuse: fuse() got comm_hook=, but another optimizer was fused with this model "
+            "before; pass comm_hook to the first fuse() of the model, or call "
+            "model.register_comm_hook()"
+        )
+
+
+_REGISTERED = (
+    "optfuse: this DDP model has a communication hook already, and PyTorch can't replace one; make "
+    "the model anew without it, and pass it as optfuse.fuse(..., ddp=model, comm_hook=(state, "
+    "hook)), or call model.register_comm_hook() after fuse()"
+)
+
+
+def reduction_of(model: DistributedDataParallel, comm_hook: CommHook | None) -> Reduction:
+    """That of this model; at the first call it becomes the model's communication hook, for as
+    long as the model lives: PyTorch has no way to take one away."""
+    if model in _reductions:
+        return _reductions[model]
+    reduction = Reduction(model, comm_hook)
+    register = DistributedDataParallel.register_comm_hook.__wrapped__  # type: ignore[attr-defined]
+    try:
+        register(model, reduction, _start)
+    except RuntimeError as error:
+        model._comm_hooks.pop()
+        raise Error(_REGISTERED) from error
+    model.reducer._set_optimizer_in_backward()  # DDP leaves .grad alone at the end of a pass
+    _reductions[model] = reduction
+    return reduction
+
+
+def _register(
+    stock: Callable[..., None], self: DistributedDataParallel, state: object, hook: Any
+) -> None:
+    """A hook that is registered after fuse() reduces, and the updates run behind it."""
+    reduction = _reductions.get(self)
+    if reduction is None:
+        stock(self, state, hook)
+        return
+    self._check_comm_hook(hook)
+    if reduction.comm_hook is not None:
+        raise RuntimeError("register_comm_hook can only be called once.")
+    reduction.comm_hook = (state, hook)
+
+
+def _register_builtin(
+    stock: Callable[..., None], self: DistributedDataParallel, comm_hook_type: Any
+) -> None:
+    if self in _reductions:
+        raise Error(
+            f"optfuse: {comm_hook_type} is a hook without a Python function, which backward mode "
+            "can't call; register that of torch.distributed.algorithms.ddp_comm_hooks"
+        )
+    stock(self, comm_hook_type)
+
+
+def install() -> None:
+    """Once per process."""
+    for name, ours in (
+        ("register_comm_hook", _register),
+        ("_register_builtin_comm_hook", _register_builtin),
+    ):
+        replace(
+            DistributedDataParallel, name, _method(ours, getattr(DistributedDataParallel, name))
+        )
+
+
+def _method(ours: Callable[..., None], stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def call(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        ours(stock, self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""DistributedDataParallel: every option of it, in both modes, has stock's bits, or backward
+mode refuses it before anything has changed."""
+
+import gc
+import os
+import pickle
+
+import ddp_scripts
+import pytest
+import torch
+import torch.distributed as dist
+from common import adamw, batch, net, refused
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+
+SCRIPTS = "ddp_scripts"
+MORE = tuple(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))
+
+
+@pytest.mark.parametrize("scenario", ddp_scripts.SCENARIOS)
+@pytest.mark.parametrize("world", (2, *MORE))
+def test_training_is_as_in_stock(world, scenario, played):
+    assert played is None, played
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def refuses(model, *words, way_out='mode="forward"', parameters=None, **options):
+    optimizer = adamw((parameters or model).parameters())
+    refused(
+        lambda: optfuse.fuse(optimizer, mode="backward", ddp=model, **options),
+        *words,
+        way_out=way_out,
+    )
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_unused_parameters_are_refused(gloo):
+    refuses(DDP(net(), find_unused_parameters=True), "find_unused_parameters=True")
+
+
+def test_delayed_reductions_are_refused(gloo):
+    model = net()
+    delayed = [("0.weight", model[0].weight)]
+    wrapped = DDP(
+        model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=model[4].weight
+    )
+    refuses(wrapped, "delay_all_reduce_named_params")
+
+
+def test_a_static_graph_whose_passes_are_counted_is_refused(gloo):
+    refuses(DDP(net(), static_graph=True), "static_graph", accumulate=2)
+
+
+def test_mixed_precision_is_refused(gloo):
+    wrapped = DDP(net())
+    wrapped.mixed_precision = object()  # which DDP itself makes where a GPU is
+    refuses(wrapped, "mixed_precision")
+
+
+def test_the_reducer_of_compiled_code_is_refused(gloo):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        refuses(DDP(net()), "python_reducer")
+
+
+@pytest.mark.parametrize("builtin", (False, True))
+def test_a_hook_that_was_registered_before_is_refused(gloo, builtin):
+    wrapped = DDP(net())
+    if builtin:
+        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    else:
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    refuses(wrapped, "has a communication hook already", way_out="comm_hook=(state, hook)")
+
+
+def test_hooks_that_come_later_are_one(gloo):
+    wrapped = DDP(net())
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), mode="backward", ddp=wrapped)
+    with pytest.raises(optfuse.Error, match="FP16_COMPRESS"):
+        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="only be called once"):
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(TypeError):
+        wrapped.register_comm_hook(None, 3)
+    wrapped(batch(0)[0]).sum().backward()
+    optimizer.step()
+
+
+def test_models_of_others_are_refused(gloo):
+    wrapped = DDP(net())
+    refuses(
+        wrapped, "none of the optimizer's parameters", way_out="pass the model", parameters=net()
+    )
+    refuses(net(), "ddp=", way_out="DistributedDataParallel")
+
+
+def test_a_second_hook_for_the_same_model_is_refused(gloo):
+    wrapped = DDP(net())
+    first = optfuse.fuse(adamw(wrapped.module[0].parameters()), mode="backward", ddp=wrapped)
+    hook = (None, default_hooks.allreduce_hook)
+    refuses(wrapped, "another optimizer", way_out="first fuse()", comm_hook=hook)
+    assert optfuse.summary(first).mode == "backward"
+
+
+@pytest.mark.parametrize("options", ({}, {"mode": "backward"}))
+def test_a_hook_needs_a_model(options):
+    hook = (None, default_hooks.allreduce_hook)
+    with pytest.raises(optfuse.Error, match="ddp=model"):
+        optfuse.fuse(adamw(net().parameters()), comm_hook=hook, **options)
+
+
+def test_the_model_can_be_saved_and_dies(gloo):
+    """The hook that the model lists does not go with a copy of it."""
+    wrapped = DDP(net())
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), mode="backward", ddp=wrapped)
+    wrapped(batch(0)[0]).sum().backward()
+    optimizer.step()
+    pickle.loads(pickle.dumps([hook for hook, _ in wrapped._comm_hooks]))
+    reduction = wrapped._comm_hooks[0][1]
+    assert pickle.loads(pickle.dumps(reduction)).comm_hook is None
+    with pytest.raises(optfuse.Error, match="no longer exists"):
+        pickle.loads(pickle.dumps(reduction)).model()
+
+
+def test_without_a_model_backward_mode_names_the_way(gloo):
+    wrapped = DDP(net())
+    optfuse.fuse(optimizer := adamw(wrapped.parameters()), mode="backward")
+    with pytest.raises(optfuse.Error, match="ddp=model"):
+        wrapped(batch(0)[0]).sum().backward()
+    del optimizer
+
+
+def test_a_copied_optimizer_is_of_no_model(gloo):
+    import copy
+
+    wrapped = DDP(net())
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), mode="backward", ddp=wrapped)
+    twin = copy.deepcopy(optimizer)
+    wrapped(batch(0)[0]).sum().backward()
+    optimizer.step()
+    assert optfuse.summary(twin).created == 0

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Guards of training under DistributedDataParallel, here of one process."""
+
+import contextlib
+import tempfile
+
+import torch
+import torch.distributed as dist
+from common import adamw, assert_same, batch, net, train, weights
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+from guard_scenarios.registry import Pair, guards, must_raise
+
+
+@contextlib.contextmanager
+def one_process():
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield
+
+
+@guards("ddp")
+def a_data_parallel_model_is_refused():
+    with one_process():
+        pair = Pair(mode="backward")
+        model = DDP(pair.ours)
+        must_raise(lambda: model(batch(0)[0]).sum().backward(), "backward of a DDP model")
+        pair.assert_same()  # it was refused before an update
+
+
+def doubled(_, bucket):
+    """A communication hook."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer().mul_(2))
+    return future
+
+
+@guards("reduced", "consumed", "discarded")
+def an_update_waits_for_the_reduction_of_its_gradient():
+    trained = []
+    with one_process():
+        for is_fused in (True, False):
+            torch.manual_seed(0)
+            model = net()
+            wrapped = DDP(model)
+            optimizer = adamw(model.parameters())
+            if is_fused:
+                hook = (None, doubled)
+                # Small gradients would wait for each other, and so for the reduction.
+                options = {"ddp": wrapped, "comm_hook": hook, "bucket_bytes": 1}
+                optfuse.fuse(optimizer, mode="backward", **options)
+            else:
+                wrapped.register_comm_hook(None, doubled)
+            for i in range(3):
+                train(wrapped, optimizer, i)
+            trained.append(weights(model))
+    assert_same("weights", *trained)
+
+
+class Skips(nn.Module):
+    """Its last layer is used in the first iteration only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+        self.last = nn.Linear(3, 3)
+        self.uses = 0
+
+    def forward(self, x):
+        self.uses += 1
+        x = self.layers(x)
+        return self.last(x) if self.uses == 1 else x
+
+
+@guards("bucket")
+def a_gradient_is_not_overwritten_under_its_update():
+    trained = []
+    with one_process():
+        for is_fused in (True, False):
+            torch.manual_seed(0)
+            model = Skips()
+            wrapped = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=True)
+            optimizer = adamw(model.parameters())
+            if is_fused:
+                optfuse.fuse(optimizer)
+            train(wrapped, optimizer, 0)
+            if is_fused and optfuse.summary(optimizer).pending == 0:
+                raise RuntimeError("no update is pending: the scenario would prove nothing")
+            train(wrapped, optimizer, 1)
+            trained.append(weights(model))
+    assert_same("weights", *trained)
