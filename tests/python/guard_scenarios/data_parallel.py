@@ -38,7 +38,7 @@ def doubled(_, bucket):
     return future
 
 
-@guards("reduced", "consumed", "discarded")
+@guards("reduced", "consumed", "discarded", "twice")
 def an_update_waits_for_the_reduction_of_its_gradient():
     trained = []
     with one_process():
