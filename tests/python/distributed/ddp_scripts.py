@@ -8,7 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import adamw, everything, same, sgd
+from common import adamw, assert_same, everything, refused, same, sgd, weights
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -244,6 +244,18 @@ def join(mode):
         yield "state", optimizer.state_dict()
 
     same(script, mode)
+
+
+@scenario("backward")
+def a_join_that_divides_by_what_only_ddp_knows(mode):
+    model = Net()
+    model.norm = nn.Identity()
+    wrapped = DDP(model)
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode, ddp=wrapped)
+    before = weights(model)
+    with wrapped.join(divide_by_initial_world_size=False):
+        refused(lambda: train(wrapped, optimizer, 0), "divide_by_initial_world_size=False")
+    assert_same("weights after the refusal", weights(model), before)
 
 
 @scenario("forward")
