@@ -260,6 +260,8 @@ def a_join_that_divides_by_what_only_ddp_knows(mode):
 
 @scenario("forward")
 def delayed_all_reduce(mode):
+    """DDP starts this reduction and does not wait for it; gloo's barrier does."""
+
     def script(wrap):
         model = Net()
         delayed = [("hidden.weight", model.hidden.weight), ("hidden.bias", model.hidden.bias)]
@@ -268,7 +270,12 @@ def delayed_all_reduce(mode):
         )
         optimizer = wrap(adamw(model.parameters()))
         for i in range(STEPS):
-            yield "loss", train(wrapped, optimizer, i)
+            optimizer.zero_grad()
+            loss = loss_of(wrapped, i)
+            loss.backward()
+            dist.barrier()
+            optimizer.step()
+            yield "loss", loss
         yield from everything(model, optimizer)
 
     same(script, mode)
