@@ -160,6 +160,8 @@ OF_API bool of_pass_only_adds(const of_pass *pass);
  * one that waited, or OF_NO_SLOT; the updates that would have run with it are left to
  * step(). */
 OF_API of_status of_pass_ready(of_pass *pass, size_t slot, size_t *slot_at);
+/* Runs what waits in this pass, which goes on. */
+OF_API of_status of_pass_run(of_pass *pass, size_t *slot_at);
 /* Runs what waits, and has the current streams wait for what was launched on others. The
  * token is free. Does nothing the second time. */
 OF_API of_status of_pass_end(of_pass *pass, size_t *slot_at);

@@ -250,6 +250,14 @@ of_status of_pass_ready(of_pass *pass, size_t slot, size_t *slot_at) {
     return status;
 }
 
+of_status of_pass_run(of_pass *pass, size_t *slot_at) {
+    pthread_mutex_lock(&pass->plan->lock);
+    of_batch batch = take(pass);
+    pthread_mutex_unlock(&pass->plan->lock);
+    *slot_at = OF_NO_SLOT;
+    return run(pass->plan, &batch, slot_at);
+}
+
 of_status of_pass_end(of_pass *pass, size_t *slot_at) {
     of_plan *plan = pass->plan;
     *slot_at = OF_NO_SLOT;

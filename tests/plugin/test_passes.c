@@ -75,6 +75,29 @@ START_TEST(small_gradients_wait_until_they_have_the_bytes_of_a_bucket) {
 }
 END_TEST
 
+START_TEST(what_waits_can_be_run_before_the_end) {
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    size_t at = 0;
+    twin *a = add(f, 10);
+    twin *b = add(f, 10);
+    of_pass *pass = begin(f, 1, true);
+    of_pass *other = begin(f, 2, true);
+    complete(f, other, b);
+    complete(f, pass, a);
+    ck_assert_uint_eq(counts(f).created, 0);
+    ck_assert_int_eq(of_pass_run(pass, &at), OF_OK);
+    ck_assert(launched(a) && !of_plan_is_updated(f->plan, b->slot));
+    twin *c = add(f, 10); /* the pass goes on */
+    complete(f, pass, c);
+    ck_assert(!of_plan_is_updated(f->plan, c->slot));
+    end(pass);
+    end(other);
+    ck_assert(launched(b) && launched(c));
+    confirm(f);
+    teardown(f);
+}
+END_TEST
+
 START_TEST(what_is_large_takes_along_what_waits) {
     for (int by_elements = 0; by_elements < 2; by_elements++) {
         fixture *f = setup(OF_BACKWARD, by_elements ? 0 : BUCKET);
@@ -439,6 +462,7 @@ int main(void) {
     TCase *tests = tcase_create("passes");
     tcase_add_test(tests, a_token_is_one_pass_until_it_ends);
     tcase_add_test(tests, small_gradients_wait_until_they_have_the_bytes_of_a_bucket);
+    tcase_add_test(tests, what_waits_can_be_run_before_the_end);
     tcase_add_test(tests, what_is_large_takes_along_what_waits);
     tcase_add_test(tests, two_passes_each_take_their_own);
     tcase_add_test(tests, what_two_passes_add_to_is_left_to_step);
