@@ -5,6 +5,8 @@
 #include <torch/library.h>
 
 #include "autograd/backward.h"
+#include "autograd/consumed.h"
+#include "autograd/lent.h"
 #include "clipping/pending.h"
 #include "error.h"
 #include "matrix/newton_schulz.h"
@@ -168,6 +170,47 @@ void reduced(int64_t address, const std::vector<int64_t> &slots) {
         gradient_is_reduced(plan, &slot_at(*plan, slot));
 }
 
+std::vector<size_t> numbers_of(const Plan &plan, const std::vector<int64_t> &slots) {
+    std::vector<size_t> numbers;
+    for (const int64_t slot : slots) {
+        if (slot < 0 || static_cast<size_t>(slot) >= plan.slots.size())
+            throw Error("optfuse: no parameter number " + std::to_string(slot));
+        numbers.push_back(static_cast<size_t>(slot));
+    }
+    return numbers;
+}
+
+// Of the local parameters of DTensors: see autograd/lent.h.
+void lend(int64_t address, const std::vector<int64_t> &slots,
+          const std::vector<at::Tensor> &grads) {
+    refuse_fake_tensors("gradients are told");
+    lend_gradients(plan_at(address), numbers_of(plan_at(address), slots), grads);
+}
+
+// Whatever gradient these have, a consumed one too, the user has thrown away.
+void discard(int64_t address, const std::vector<int64_t> &slots) {
+    Plan &plan = plan_at(address);
+    for (const size_t slot : numbers_of(plan, slots))
+        plan.slots[slot]->param->mutable_grad().reset();
+}
+
+void take_back(int64_t address, const std::vector<int64_t> &slots) {
+    take_gradients_back(plan_at(address), numbers_of(plan_at(address), slots));
+}
+
+void complete(int64_t address, const std::vector<int64_t> &slots,
+              const std::vector<at::Tensor> &grads, const std::vector<at::Tensor> &siblings) {
+    refuse_fake_tensors("gradients are complete");
+    Plan &plan = plan_at(address);
+    complete_gradients(plan, numbers_of(plan, slots), grads, siblings);
+}
+
+void know_aliases(int64_t address, int64_t index, const std::vector<at::Tensor> &candidates) {
+    set_aliases(slot_at(plan_at(address), index), candidates);
+}
+
+at::Tensor consumed_like(const at::Tensor &local) { return make_consumed(local); }
+
 std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
                                      const std::vector<int64_t> &slots) {
     refuse_fake_tensors("gradients are clipped or unscaled");
@@ -274,6 +317,14 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::take_parts_of);
     m.def("give_parts(Tensor[] params, Tensor bucket, int[] offsets) -> ()", optfuse::give_parts);
     m.def("reduced(int plan, int[] slots) -> ()", optfuse::reduced);
+    m.def("lend(int plan, int[] slots, Tensor[] grads) -> ()", optfuse::lend);
+    m.def("discard(int plan, int[] slots) -> ()", optfuse::discard);
+    m.def("take_back(int plan, int[] slots) -> ()", optfuse::take_back);
+    m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings) -> ()",
+          optfuse::complete);
+    m.def("know_aliases(int plan, int slot, Tensor[] candidates) -> ()", optfuse::know_aliases);
+    m.def("consumed_like(Tensor local) -> Tensor", optfuse::consumed_like);
+    m.def("consume_wrapper(Tensor wrapper) -> ()", optfuse::consume_wrapper);
     m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);
     m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
     m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);

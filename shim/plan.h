@@ -55,6 +55,10 @@ struct Slot {
     bool reduced = false;
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     at::Tensor consumed; // backward mode: what .grad becomes
+    // Of a DTensor, whose local tensor is `param`: other tensors that are known to use its
+    // memory, and whether lent.cpp knows all users of its gradient's, which is complete now.
+    std::vector<at::Tensor> aliases;
+    bool gradient_is_known = false;
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };

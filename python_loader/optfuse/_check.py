@@ -190,6 +190,11 @@ def _build_fn(value: Any) -> Any:
 
 
 def _optimizer(value: Any) -> Optimizer:
+    if any(cls.__module__.partition(".")[0] == "deepspeed" for cls in type(value).__mro__):
+        raise Unfit(
+            "DeepSpeed's engines and optimizers step by themselves: keep them, or shard the model "
+            "with torch.distributed.fsdp.fully_shard and fuse an optimizer of torch.optim"
+        )
     if isinstance(value, Optimizer):
         return value
     if isinstance(value, type) and issubclass(value, Optimizer):

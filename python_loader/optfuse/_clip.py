@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from optfuse import _link
 from optfuse._check import FLAG, PARAMETERS, checked, number, optional
+from optfuse._dtensor import is_dtensor
 from optfuse._gpu import is_on_gpu
 from optfuse._native import BACKWARD, Error, guard
 from optfuse._profiling import addresses_are_noted
@@ -48,7 +49,7 @@ class Gradients:
                 _refuse_backward(*owner)
             if param.grad is None:
                 continue
-            if owner is None or not _folds(owner[0], param.grad):
+            if owner is None or is_dtensor(param) or not _folds(owner[0], param.grad):
                 self.plain.append(param)
                 continue
             self.on_gpu = self.on_gpu or is_on_gpu(param.grad)
@@ -172,7 +173,7 @@ def clip(
 ) -> Tensor:
     """clip_grad_norm_() of arguments that were checked, where dynamo does not trace."""
     gradients = Gradients(params)
-    if not gradients.slots:
+    if not gradients.slots or any(map(is_dtensor, params)):
         return torch.nn.utils.clip_grad_norm_(
             params, max_norm, norm_type, error_if_nonfinite, foreach
         )

@@ -12,7 +12,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from optfuse import _compiled, _gpu, _scaled
 from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
+from optfuse._dtensor import Sharded, check_layout, is_dtensor, local_of
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._native import (
     ATTACH,
@@ -96,6 +97,8 @@ class Link:
         self._device_scalars = False  # the library has some
         self._rates: list[tuple[int, int]] = []  # learning rates on a GPU
         self._params: list[Tensor] = []
+        self._locals: list[Tensor] = []  # what the library sees of them
+        self.sharded: Sharded | None = None  # the DTensors among them
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         self._places: dict[int, int] = {}  # id of a parameter -> where its update was tried
         self._flags: list[tuple[Any, ...]] = []  # of each group
@@ -118,7 +121,7 @@ class Link:
         self._refuse_in_backward("unfuse()")
         self.flush()
         if self.mode == BACKWARD:
-            torch.ops.optfuse.detach(self.plan, self._params)
+            self._detach()
         links.pop(self.plan, None)
         self._free()
 
@@ -144,16 +147,17 @@ class Link:
         check(lib.of_shim_clear(self.plan))
         if self.mode == BACKWARD:
             kept = set(map(id, params))
-            torch.ops.optfuse.detach(self.plan, [p for p in self._params if id(p) not in kept])
+            self._detach(kept)
         self._hyper: list[tuple[float, ...]] = []
         self._flags += map(flags_of, groups[len(self._flags) :])
         self._sync_hyper(groups)
         eager = set(map(id, self.options.eager))
+        locals_ = list(map(local_of, params))
         torch.ops.optfuse.set_slots(
             self.plan,
-            params,
+            locals_,
             self._group_of,
-            [int(id(p) in eager) for p in params],
+            [int(id(p) in eager or is_dtensor(p)) for p in params],
             [int(id(p) in updated) for p in params],
             places,
             tried_on_cpu,
@@ -163,7 +167,8 @@ class Link:
         if reduction is not None:
             reduced = [i for i, p in enumerate(params) if reduction.takes(p)]
             torch.ops.optfuse.set_reduced(self.plan, reduced)
-        self._params = params
+        self._params, self._locals = params, locals_
+        self._find_sharded(params, labels)
         self.plain = {Tensor, Parameter}.issuperset(map(type, params))
         self._places = dict(zip(map(id, params), places, strict=True))
         self._slots = {id(p): i for i, p in enumerate(params)}
@@ -181,7 +186,20 @@ class Link:
         """Chains our gradient hook with whatever each parameter has. The
         first Python hook that a user registers later takes the place of ours;
         step() then updates that parameter itself and attaches again."""
-        torch.ops.optfuse.attach(self.plan, self._params)
+        torch.ops.optfuse.attach(self.plan, self._locals)
+        if self.sharded is not None:
+            self.sharded.attach()
+
+    def _detach(self, kept: Container[int] = ()) -> None:
+        pairs = zip(self._params, self._locals, strict=True)
+        torch.ops.optfuse.detach(self.plan, [local for p, local in pairs if id(p) not in kept])
+        if self.sharded is not None:
+            self.sharded.detach()
+
+    def _find_sharded(self, params: list[Tensor], labels: list[str]) -> None:
+        self.sharded = None
+        if any(map(is_dtensor, params)):
+            self.sharded = Sharded(self.plan, params, labels)
 
     def _refuse_in_backward(self, what: str) -> None:
         if self.mode == BACKWARD and torch._C._current_graph_task_id() != -1:
@@ -253,9 +271,18 @@ class Link:
         replaces = known is not None and any(tensor is not None for tensor in known)
         if replaces and not flushed:  # what is pending is for the old ones
             self._flush(drain=False)
-        torch.ops.optfuse.set_state(self.plan, slot, list(tensors), step, fresh)
+        torch.ops.optfuse.set_state(self.plan, slot, self._local_state(slot, tensors), step, fresh)
         self._slot_states[slot] = (*tensors, step)
         return flushed or replaces
+
+    def _local_state(self, slot: int, tensors: _State) -> list[Tensor | None]:
+        param = self._params[slot]
+        if not is_dtensor(param):
+            return list(tensors)
+        for tensor in tensors[: len(self.rule.state)]:
+            if tensor is not None:
+                check_layout("the optimizer state", self._labels[slot], param, tensor)
+        return list(map(local_of, tensors))
 
     def make_state(self, optimizer: Optimizer, slots: list[int]) -> None:
         """As stock does at a parameter's first gradient."""
@@ -335,6 +362,28 @@ class Link:
                 raise Error(_LATE.format(i))
 
     def step(self, optimizer: Optimizer) -> None:
+        if self.sharded is None:
+            self._step(optimizer)
+        else:
+            self._step_sharded(optimizer, self.sharded)
+
+    def _step_sharded(self, optimizer: Optimizer, sharded: Sharded) -> None:
+        if sharded.are_replaced():
+            self.snapshot.forget()
+        self.sync_params(optimizer)
+        if self.sharded is None:
+            self._step(optimizer)
+            return
+        sharded, stepped = self.sharded, False
+        sharded.follow()
+        sharded.lend()
+        try:
+            self._step(optimizer)
+            stepped = True
+        finally:
+            sharded.take_back(stepped)
+
+    def _step(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
         same_groups = self.snapshot.are_same(groups)
         if not same_groups:

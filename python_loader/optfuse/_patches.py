@@ -153,6 +153,60 @@ PLACES = (
     ),
 )
 
+
+@dataclass(frozen=True)
+class Lists:
+    """What is looked at together."""
+
+    patches: tuple[Patch, ...]
+    places: tuple[tuple[str, str, str, tuple[str, ...]], ...]
+
+
+#: What the first fuse() looks at.
+EVERYWHERE = Lists(PATCHES, PLACES)
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_LOCAL = "the library updates the local tensors of a DTensor's parameter, gradient and state"
+_SHARD = "an update that is not seen by all who read the shard would be missed"
+
+#: What is looked at where a DTensor is fused: its modules take long to import.
+DISTRIBUTED = Lists(
+    (
+        Patch(
+            f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward",
+            "the gradients of a group have been reduced when it returns: backward fusion updates",
+            ("self",),
+            asked_by=f"{_FSDP}._fsdp_param_group.RegisterPostBackwardFunction.backward",
+        ),
+    ),
+    (
+        (
+            "the .grad of a DTensor's local tensor",
+            _LOCAL,
+            "torch.distributed.tensor.DTensor.__repr__",
+            ("_local_tensor", "_spec", "mesh", "placements"),
+        ),
+        (
+            "nothing, but asks which modules FSDP2 shards,",
+            _SHARD,
+            "torch.distributed._composable_state._insert_module_state",
+            ("_module_state_mapping",),
+        ),
+        (
+            "nothing, but asks for the tensors that FSDP2 reads,",
+            _SHARD,
+            f"{_FSDP}._fsdp_param.FSDPParam.reset_sharded_param",
+            ("_sharded_param_data", "sharded_param", "_local_tensor"),
+        ),
+        (
+            "nothing, but has a hook called that notes a reduced gradient,",
+            "FSDP2 calls the hooks of a parameter itself",
+            f"{_FSDP}._fsdp_collectives.foreach_reduce",
+            ("_post_accumulate_grad_hooks",),
+        ),
+    ),
+)
+
 _BUILD = "the compiler, when the library is built for a release"
 NATIVE = (
     Native(
@@ -225,8 +279,8 @@ def find(path: str) -> Any:
 
 
 @functools.cache
-def _listed() -> frozenset[tuple[int, str]]:
-    places = (patch.target.rpartition(".") for patch in PATCHES)
+def _listed(lists: Lists) -> frozenset[tuple[int, str]]:
+    places = (patch.target.rpartition(".") for patch in lists.patches)
     return frozenset((id(find(owner)), name) for owner, _, name in places)
 
 
@@ -235,10 +289,10 @@ def _is_of_torch(owner: Any) -> bool:
     return home.split(".")[0] == "torch"
 
 
-def replace(owner: Any, name: str, function: Any) -> None:
+def replace(owner: Any, name: str, function: Any, lists: Lists | None = None) -> None:
     """Puts it in the place of a listed function of a class or module. It has that one as
     __wrapped__ (functools.wraps)."""
-    if _is_of_torch(owner) and (id(owner), name) not in _listed():
+    if _is_of_torch(owner) and (id(owner), name) not in _listed(lists or EVERYWHERE):
         raise Error(f"optfuse: {owner.__name__}.{name} is replaced, but _patches.py has no entry")
     setattr(owner, name, function)
 
@@ -277,25 +331,26 @@ def _how(patch: Patch) -> str | None:
     return None
 
 
-def changes() -> list[str]:
+def changes(lists: Lists | None = None) -> list[str]:
     """What this PyTorch has otherwise than the tested releases, in sentences."""
+    lists = lists or EVERYWHERE
     found = [
         f"{patch.target} {how} (seen in torch {patch.since} to {TESTED[-1]}); optfuse replaces "
         f"it because: {patch.why}"
-        for patch in PATCHES
+        for patch in lists.patches
         if (how := _how(patch)) is not None
     ]
     return found + [
         f"{path} does not mention {name}; optfuse replaces {what} because: {why}"
-        for what, why, path, names in PLACES
+        for what, why, path, names in lists.places
         for name in names
         if not _mentions(path, name)
     ]
 
 
-def warn_of_changes() -> None:
+def warn_of_changes(lists: Lists | None = None) -> None:
     """Before anything is replaced."""
-    for change in changes():
+    for change in changes(lists):
         warnings.warn(
             f"optfuse: in torch {torch.__version__} {change}. Results may differ from stock "
             f"PyTorch: use torch {TESTED[0]} to {TESTED[-1]}, or don't fuse",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from optfuse import _compiled, _ddp, _fold, _gpu, _patches, _profiling, _raw, _scaled
+from optfuse._dtensor import local_of
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD, EVENT_REDUCED, guard
 from optfuse._native import start as start_library
@@ -55,7 +56,7 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
         for link in concerned:
             link.flush()
             if link.mode == BACKWARD:
-                torch.ops.optfuse.detach(link.plan, [a, b])
+                torch.ops.optfuse.detach(link.plan, [local_of(a), local_of(b)])
         try:
             swap(a, b)
         finally:

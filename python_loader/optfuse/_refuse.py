@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from optfuse import optim
 from optfuse._check import label
 from optfuse._choice import rule_of
+from optfuse._dtensor import is_dtensor, local_of, why_not
 from optfuse._gpu import is_gpu
 from optfuse._native import Error
 from optfuse._own_step.reach import inner_optimizer, span_of
@@ -92,8 +93,18 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
         )
     for i, param in enumerate(group["params"]):
         check_param(param, label(group, index, i))
+        _check_rule(rule, param, label(group, index, i))
     if rule.external and group.get("foreach"):
         _check_apart(group, index)
+
+
+def _check_rule(rule: Rule, param: Tensor, name: str) -> None:
+    if rule.external and is_dtensor(param):
+        raise Error(
+            f"optfuse: can't fuse {name}: it is a DTensor, and this optimizer is updated by "
+            "PyTorch's operators and not by kernels; on a DTensor these may communicate, and "
+            "processes would not do so in the same order. Keep the optimizer as it is"
+        )
 
 
 def _check_apart(group: dict[str, Any], index: int) -> None:
@@ -119,6 +130,11 @@ def check_param(param: Tensor, name: str) -> None:
 def _why_not(param: Tensor) -> str | None:
     if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
         return "it is not initialized yet; run one forward pass first"
+    foreign = _why_foreign(param)
+    if foreign is not None:
+        return foreign
+    if is_dtensor(param):
+        return why_not(param) or _why_not(local_of(param))
     if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"it is a tensor subclass ({type(param).__name__}), which optfuse does not support"
     if param.device.type == "meta":
@@ -132,6 +148,21 @@ def _why_not(param: Tensor) -> str | None:
     if param.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         return f"dtype {param.dtype} has no fused update; supported are {names}"
+    return None
+
+
+def _why_foreign(param: Tensor) -> str | None:
+    """Who else moves the parameter's memory."""
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        return (
+            "it belongs to FullyShardedDataParallel (FSDP1), which exchanges its memory between "
+            "passes; shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    if hasattr(param, "ds_id"):
+        return (
+            "it belongs to DeepSpeed's ZeRO, which exchanges its memory between passes; keep "
+            "DeepSpeed's optimizer, or shard the model with torch.distributed.fsdp.fully_shard"
+        )
     return None
 
 

@@ -30,6 +30,7 @@ from torch.optim import (
 )
 
 from optfuse._check import shown
+from optfuse._dtensor import is_dtensor
 from optfuse._gpu import lr_of
 from optfuse._library import REBUILD
 from optfuse._native import lib
@@ -138,6 +139,7 @@ class Rule:
     tried: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
+    fuses_dtensors: bool = False  # PyTorch's fused=True takes DTensors
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
     entries: tuple[tuple[str, ...], ...] = ()
@@ -225,6 +227,8 @@ class Rule:
         if self.lr_makes_scalars and isinstance(lr, Tensor) and lr.dtype != torch.float64:
             return f"a tensor of {lr.dtype} as lr"
         is_fused = self.reference == "fused=True"
+        if is_fused and not self.fuses_dtensors and any(map(is_dtensor, group["params"])):
+            return "DTensor parameters, for which this class has no fused=True"
         if group.get("fused") if is_fused else not group.get("foreach"):
             return ""
         return ", ".join(f"{flag}={group.get(flag)}" for flag in ("fused", "foreach"))
@@ -234,7 +238,7 @@ def _rule(name: str, **more: Any) -> Rule:
     return Rule(name, **_ROWS[name], **more)
 
 
-_ADAM = _rule("adam")
+_ADAM = _rule("adam", fuses_dtensors=True)
 _loop = functools.partial(_rule, reference="foreach=False", tried=True)
 _own = functools.partial(_rule, reference="own step()")
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from optfuse._patches import replace
 
 _running: set[int] = set()  # graph tasks whose loss was scaled
 _NESTED_IN = torch.autograd.function.BackwardCFunction.apply.__code__
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_part_of_a_node: set[types.CodeType] = set()
 
 
 def _mark(_: Tensor) -> None:
@@ -24,13 +28,25 @@ def _mark(_: Tensor) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: _running.discard(task))
 
 
+def is_part_of_a_node(function: Callable[..., Any]) -> None:
+    """The backward() of an autograd function calls it, in the pass that it is about."""
+    _part_of_a_node.add(function.__code__)
+
+
 def _is_nested() -> bool:
     """Whether this backward was started inside another one, as reentrant
     checkpointing does from Python."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not _NESTED_IN:
+    of_this_pass = False  # the next node's frame is
+    while frame is not None:
+        code = frame.f_code
+        if code is _NESTED_IN and not of_this_pass:
+            return True
+        of_this_pass = code in _part_of_a_node or (
+            of_this_pass and code not in (_ENGINE, _NESTED_IN)
+        )
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def refuse_nested() -> None:

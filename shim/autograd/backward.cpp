@@ -77,8 +77,10 @@ bool make_state(void *ctx, size_t slot) {
 // The gradient itself, as a variable of the user's, or its memory, as the buffer that it is a
 // part of. Autograd's own references are gone when the hook is called. Sparse ones, which are
 // refused, have no memory here.
-bool is_gradient_shared(const at::Tensor &grad) {
+bool is_gradient_shared(const Slot *slot, const at::Tensor &grad) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (slot->gradient_is_known)
+        return false;
     if (grad.use_count() > 1 + idle_references(*g))
         return true;
     c10::StorageImpl *memory = storage_of(g);
@@ -153,8 +155,9 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
         return OF_FOUND_ERROR;
     }
     // A reduced one lies in a bucket of DistributedDataParallel, which others read no more.
-    const bool is_left = OF_GUARD(postpone) && (!is_private(storage_of(p), 0) ||
-                                                (!slot->reduced && is_gradient_shared(grad)));
+    const bool is_left =
+        OF_GUARD(postpone) && (!is_private(storage_of(p), slot->aliases.size()) ||
+                               (!slot->reduced && is_gradient_shared(slot, grad)));
     return is_left ? OF_FOUND_NOTHING : OF_FOUND_INPUTS;
 }
 
@@ -244,6 +247,18 @@ void give_part(const at::Tensor &param, const at::Tensor &bucket, int64_t offset
         param.mutable_grad().copy_(part);
     else
         param.mutable_grad() = part.clone();
+}
+
+void gradients_are_complete(const std::shared_ptr<Plan> &plan, const std::vector<size_t> &slots,
+                            const at::Tensor &param) {
+    const Pass pass = pass_under_way(plan, slots.empty() ? OF_NO_SLOT : slots.front(), param);
+    if (!pass)
+        return;
+    for (const size_t slot : slots)
+        say_ready(plan.get(), pass.get(), slot);
+    size_t at = OF_NO_SLOT;
+    const of_status status = of_pass_run(pass.get(), &at);
+    check(plan.get(), at, status);
 }
 
 } // namespace optfuse

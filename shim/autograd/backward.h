@@ -30,6 +30,10 @@ bool take_parts(const std::shared_ptr<Plan> &plan, const std::vector<Slot *> &sl
                 const at::Tensor &bucket, const std::vector<int64_t> &offsets);
 // Copies such a part to .grad of a parameter.
 void give_part(const at::Tensor &param, const at::Tensor &bucket, int64_t offset);
+// Those of several are, which the caller leaves alone until then: none waits afterwards. With
+// no slots the pass has begun, and counts. param: one of the plan's.
+void gradients_are_complete(const std::shared_ptr<Plan> &plan, const std::vector<size_t> &slots,
+                            const at::Tensor &param);
 // collect()'s part inside backward: OF_FOUND_INPUTS, or what it returns.
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad);
 extern const of_backward_host backward_host;

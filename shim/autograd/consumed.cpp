@@ -55,7 +55,8 @@ bool is_zeroing(const char *op) {
 
 bool reads_no_numbers(const char *op) {
     return std::strcmp(op, "aten::detach_") == 0 || std::strcmp(op, "aten::requires_grad_") == 0 ||
-           std::strcmp(op, "optfuse::launch") == 0;
+           std::strcmp(op, "optfuse::launch") == 0 ||
+           std::strcmp(op, "optfuse::complete") == 0; // knows which are
 }
 
 // What Module.to() and the like ask of each gradient; aten::to() gives the same tensor, or
@@ -155,7 +156,7 @@ bool is_consumed(const c10::TensorImpl *impl) {
 }
 
 bool answer_consumed(const char *op, c10::TensorImpl *impl) {
-    if (is_zeroing(op)) {
+    if (is_zeroing(op) && !impl->key_set().has(c10::DispatchKey::Python)) {
         make_real_zeros(impl);
         return false;
     }

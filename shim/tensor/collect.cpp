@@ -191,7 +191,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     dense = dense && (!unscales || (same_strides(p, g) && !is_lazy(g)));
     in->param = data_of(p);
     take_part(refs, in, p);
-    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1));
+    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1 + slot->aliases.size()));
     if (in->exclusive || refs->consumes)
         refs->param = reference_to(p);
     if (refs->consumes)

@@ -49,6 +49,26 @@ def test_this_release_has_what_is_replaced_as_the_tested_ones_have():
     assert _patches.changes() == []
 
 
+def test_this_release_has_what_sharded_parameters_need_as_the_tested_ones_have():
+    assert _patches.changes(_patches.DISTRIBUTED) == []
+
+
+@pytest.mark.parametrize("place", _patches.DISTRIBUTED.places, ids=lambda place: place[2])
+def test_a_place_that_sharded_parameters_need_and_that_is_no_more_is_noticed(place, monkeypatch):
+    _, _, path, names = place
+    plant(monkeypatch, path, other)
+    changed = [change for change in _patches.changes(_patches.DISTRIBUTED) if path in change]
+    assert len(changed) == len(names)
+
+
+@pytest.mark.parametrize("patch", _patches.DISTRIBUTED.patches, ids=lambda patch: patch.target)
+def test_another_function_for_sharded_parameters_is_noticed(patch, monkeypatch):
+    for path in (patch.asked_by, patch.target):
+        plant(monkeypatch, path, other)
+        (change,) = _patches.changes(_patches.DISTRIBUTED)
+        assert change.startswith(patch.target)
+
+
 @pytest.mark.parametrize("patch", _patches.PATCHES, ids=lambda patch: patch.target)
 def test_a_listed_function_is_replaced_by_the_first_fuse(patch):
     optfuse.fuse(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))

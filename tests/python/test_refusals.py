@@ -241,16 +241,39 @@ def test_a_replaced_step_method():
 
 def test_distributed_tensors(tmp_path):
     import torch.distributed as dist
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, distribute_tensor
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = DeviceMesh("cpu", [0])
         weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
-        refused(torch.optim.AdamW([weight]), "DTensor")
+        refused(torch.optim.Adafactor([weight]), "DTensor", "communicate")
+        partial = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
+        refused(torch.optim.AdamW([nn.Parameter(partial)]), "DTensor", "Shard and Replicate")
+
+        class Own(DTensor):
+            pass
+
+        own = Own(torch.zeros(4), weight._spec, requires_grad=True)
+        refused(torch.optim.AdamW([own]), "tensor subclass", "Own")
+        for use_orig_params in (False, True):
+            wrapped = FullyShardedDataParallel(
+                nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+            )
+            refused(torch.optim.AdamW(wrapped.parameters()), "FSDP1", "fully_shard")
     finally:
         dist.destroy_process_group()
+
+
+def test_parameters_and_engines_of_deepspeed():
+    weight = nn.Parameter(torch.zeros(4))
+    weight.ds_id = 0  # which ZeRO's third stage gives each
+    refused(torch.optim.AdamW([weight]), "DeepSpeed", "fully_shard")
+    engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(optfuse.Error, match="DeepSpeed.*fully_shard"):
+        optfuse.fuse(engine())
 
 
 def test_disabled_by_the_environment():

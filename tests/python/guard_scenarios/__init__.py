@@ -12,7 +12,15 @@ prints one line of JSON: {name: [on, off]}, with "kept", "broken: ..." or
 """
 
 # Each module adds its scenarios.
-from guard_scenarios import backward, clipping, data_parallel, layouts, own_step, pending  # noqa: F401
+from guard_scenarios import (  # noqa: F401
+    backward,
+    clipping,
+    data_parallel,
+    dtensors,
+    layouts,
+    own_step,
+    pending,
+)
 from guard_scenarios.player import play
 from guard_scenarios.registry import SCENARIOS
 

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// lent.h: DTensor parameters. A slot has the local tensor of one, whose .grad is lent while
+// the library looks: the local tensor of the DTensor's gradient.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "plan.h"
+
+namespace optfuse {
+
+// .grad of these slots' parameters, one tensor for each; none: they have none.
+void lend_gradients(Plan &plan, const std::vector<size_t> &slots,
+                    const std::vector<at::Tensor> &grads);
+// None of these slots has a gradient any more, unless it is a consumed one.
+void take_gradients_back(Plan &plan, const std::vector<size_t> &slots);
+// Backward mode: these gradients are complete, one for each slot. siblings: other tensors that
+// are known to use their memory; some may be the same. Updates that can run have run afterwards.
+void complete_gradients(Plan &plan, const std::vector<size_t> &slots,
+                        const std::vector<at::Tensor> &grads,
+                        const std::vector<at::Tensor> &siblings);
+// Tensors beside the slot's parameter that are known to use its memory.
+void set_aliases(Slot &slot, const std::vector<at::Tensor> &candidates);
+// A DTensor reads as a consumed gradient from here on.
+void consume_wrapper(const at::Tensor &wrapper);
+
+} // namespace optfuse

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Guards of DTensor parameters."""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from common import adamw, assert_same, loss_of, net
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+import optfuse
+from guard_scenarios.registry import guards, must_raise
+
+
+def begin():
+    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def held_weights(wrap, keep):
+    """A hook keeps the gradient, which is changed between backward() and step()."""
+    torch.manual_seed(0)
+    model = fully_shard(net())
+    held = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: held.append(keep(p.grad)))
+    optimizer = wrap(adamw(model.parameters()))
+    loss_of(model, 0).backward()
+    for grad in held:
+        grad.mul_(-1.0)
+    optimizer.step()
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def compare_held(keep):
+    begin()
+    stock = held_weights(lambda optimizer: optimizer, keep)
+    ours = held_weights(lambda optimizer: optfuse.fuse(optimizer, mode="backward"), keep)
+    assert_same("weights", ours, stock)
+
+
+@guards("held", "discarded")
+def a_gradient_that_a_hook_has_kept_is_left_to_step():
+    compare_held(lambda grad: grad)
+
+
+@guards("sibling", "discarded")
+def a_gradient_whose_memory_a_hook_has_kept_is_left_to_step():
+    compare_held(lambda grad: grad._local_tensor.view(-1))
+
+
+@guards("wrapper_version")
+def a_graph_that_is_kept_notices_the_update():
+    begin()
+    mesh = init_device_mesh("cpu", (1,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = optfuse.fuse(adamw([param]))
+    loss = (param * param).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    must_raise(loss.backward, "a second backward over weights that have changed")
