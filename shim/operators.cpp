@@ -181,10 +181,14 @@ std::vector<size_t> numbers_of(const Plan &plan, const std::vector<int64_t> &slo
 }
 
 // Of the local parameters of DTensors: see autograd/lent.h.
-void lend(int64_t address, const std::vector<int64_t> &slots,
-          const std::vector<at::Tensor> &grads) {
+void lend(int64_t address, const std::vector<int64_t> &slots, const std::vector<at::Tensor> &grads,
+          const std::vector<at::Tensor> &wrappers) {
     refuse_fake_tensors("gradients are told");
-    lend_gradients(plan_at(address), numbers_of(plan_at(address), slots), grads);
+    Plan &plan = plan_at(address);
+    const std::vector<size_t> numbers = numbers_of(plan, slots);
+    lend_gradients(plan, numbers, grads);
+    if (plan.mode == OF_FORWARD)
+        know_gradients(plan, numbers, grads, wrappers);
 }
 
 // Whatever gradient these have, a consumed one too, the user has thrown away.
@@ -207,6 +211,10 @@ void complete(int64_t address, const std::vector<int64_t> &slots,
 
 void know_aliases(int64_t address, int64_t index, const std::vector<at::Tensor> &candidates) {
     set_aliases(slot_at(plan_at(address), index), candidates);
+}
+
+void know_wrappers(int64_t address, int64_t index, const std::vector<at::Tensor> &wrappers) {
+    set_wrappers(slot_at(plan_at(address), index), wrappers);
 }
 
 at::Tensor consumed_like(const at::Tensor &local) { return make_consumed(local); }
@@ -317,7 +325,8 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::take_parts_of);
     m.def("give_parts(Tensor[] params, Tensor bucket, int[] offsets) -> ()", optfuse::give_parts);
     m.def("reduced(int plan, int[] slots) -> ()", optfuse::reduced);
-    m.def("lend(int plan, int[] slots, Tensor[] grads) -> ()", optfuse::lend);
+    m.def("lend(int plan, int[] slots, Tensor[] grads, Tensor[] wrappers) -> ()", optfuse::lend);
+    m.def("know_wrappers(int plan, int slot, Tensor[] wrappers) -> ()", optfuse::know_wrappers);
     m.def("discard(int plan, int[] slots) -> ()", optfuse::discard);
     m.def("take_back(int plan, int[] slots) -> ()", optfuse::take_back);
     m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings) -> ()",

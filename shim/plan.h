@@ -59,6 +59,10 @@ struct Slot {
     // memory, and whether lent.cpp knows all users of its gradient's, which is complete now.
     std::vector<at::Tensor> aliases;
     bool gradient_is_known = false;
+    // The DTensors of the parameter and its state, which the loader keeps alive, and, during
+    // step(), that of the gradient.
+    std::vector<c10::TensorImpl *> wrappers;
+    c10::TensorImpl *gradient_wrapper = nullptr;
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };

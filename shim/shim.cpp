@@ -234,6 +234,10 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     bool all = true;
     for (optfuse::Slot *slot : plan->slots) {
         all &= clean(slot->param);
+        for (c10::TensorImpl *wrapper : slot->wrappers)
+            all &= clean(wrapper);
+        for (const at::Tensor &alias : slot->aliases)
+            all &= clean(alias.unsafeGetTensorImpl());
         if (slot->param->grad().defined())
             all &= clean(slot->param->grad().unsafeGetTensorImpl());
         for (const at::Tensor &state : slot->state)

@@ -126,6 +126,7 @@ class Sharded:
         self.fresh: list[int] = []  # slots whose gradient is complete
         for slot in self._params:
             self._tell_aliases(slot)
+            self.tell_state(slot, [])
 
     def _tell_aliases(self, slot: int) -> None:
         """Who else uses the memory of this parameter, as far as it is FSDP2."""
@@ -133,6 +134,12 @@ class Sharded:
         known = [] if unit is None else _fsdp.aliases_of(unit, self._locals[slot])
         self._aliases[slot] = known
         torch.ops.optfuse.know_aliases(self.plan, slot, known)
+
+    def tell_state(self, slot: int, state: list[Any]) -> None:
+        """Which DTensors stand for the local tensors of a slot. The link keeps them alive."""
+        wrappers = [self._params[slot], *filter(is_dtensor, state)]
+        with torch._C._DisableTorchDispatch():
+            torch.ops.optfuse.know_wrappers(self.plan, slot, wrappers)
 
     def are_replaced(self) -> bool:
         """Whether a parameter has got another local tensor: FSDP2 pads it at the first forward
@@ -151,7 +158,7 @@ class Sharded:
 
     def lend(self) -> None:
         """The library sees the gradients. Raises, with nothing lent, for one that it can't use."""
-        slots, grads, gone = [], [], []
+        slots, grads, wrappers, gone = [], [], [], []
         for slot, param in self._params.items():
             grad = param.grad
             if grad is None:
@@ -159,10 +166,12 @@ class Sharded:
             elif not _is_consumed(grad):
                 slots.append(slot)
                 grads.append(_local_gradient(self._labels[slot], param, grad))
+                wrappers.append(grad)
         self._lent = slots
         if gone:
             torch.ops.optfuse.discard(self.plan, gone)
-        torch.ops.optfuse.lend(self.plan, slots, grads)
+        with torch._C._DisableTorchDispatch():  # of the wrappers it takes the addresses only
+            torch.ops.optfuse.lend(self.plan, slots, grads, wrappers)
 
     def take_back(self, stepped: bool) -> None:
         torch.ops.optfuse.take_back(self.plan, self._lent)

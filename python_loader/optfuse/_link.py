@@ -153,11 +153,12 @@ class Link:
         self._sync_hyper(groups)
         eager = set(map(id, self.options.eager))
         locals_ = list(map(local_of, params))
+        late = self.mode == BACKWARD  # a gradient has become a consumed one by then
         torch.ops.optfuse.set_slots(
             self.plan,
             locals_,
             self._group_of,
-            [int(id(p) in eager or is_dtensor(p)) for p in params],
+            [int(id(p) in eager or (late and is_dtensor(p))) for p in params],
             [int(id(p) in updated) for p in params],
             places,
             tried_on_cpu,
@@ -273,6 +274,8 @@ class Link:
             self._flush(drain=False)
         torch.ops.optfuse.set_state(self.plan, slot, self._local_state(slot, tensors), step, fresh)
         self._slot_states[slot] = (*tensors, step)
+        if self.sharded is not None and is_dtensor(self._params[slot]):
+            self.sharded.tell_state(slot, list(tensors))
         return flushed or replaces
 
     def _local_state(self, slot: int, tensors: _State) -> list[Tensor | None]:

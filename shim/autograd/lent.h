@@ -14,6 +14,13 @@ namespace optfuse {
 // .grad of these slots' parameters, one tensor for each; none: they have none.
 void lend_gradients(Plan &plan, const std::vector<size_t> &slots,
                     const std::vector<at::Tensor> &grads);
+// And in forward mode, where others that are lent may use the same memory. wrappers: the
+// DTensors that they are of, which live until take_gradients_back().
+void know_gradients(Plan &plan, const std::vector<size_t> &slots,
+                    const std::vector<at::Tensor> &grads,
+                    const std::vector<at::Tensor> &wrappers);
+// The DTensors of a slot's parameter and state, which the caller keeps alive.
+void set_wrappers(Slot &slot, const std::vector<at::Tensor> &wrappers);
 // None of these slots has a gradient any more, unless it is a consumed one.
 void take_gradients_back(Plan &plan, const std::vector<size_t> &slots);
 // Backward mode: these gradients are complete, one for each slot. siblings: other tensors that

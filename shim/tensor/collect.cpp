@@ -106,6 +106,10 @@ bool is_in_bucket(c10::TensorImpl *p, const at::Tensor &grad) {
 const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
                           const at::Tensor &grad) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (refs->slot->gradient_is_known && same_strides(p, g) && !is_lazy(g)) {
+        refs->held_grad = grad;
+        return data_of(g);
+    }
     if (same_strides(p, g) && !is_lazy(g)) {
         in->grad_key = storage_of(g);
         take_part(refs, in, g);
@@ -191,7 +195,8 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     dense = dense && (!unscales || (same_strides(p, g) && !is_lazy(g)));
     in->param = data_of(p);
     take_part(refs, in, p);
-    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), 1 + slot->aliases.size()));
+    const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
+    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
     if (in->exclusive || refs->consumes)
         refs->param = reference_to(p);
     if (refs->consumes)

@@ -19,6 +19,7 @@
 #include "python/gil.h"
 #include "tensor/first_use.h"
 #include "tensor/memory.h"
+#include "tensor/stand_for.h"
 
 namespace optfuse {
 namespace {
@@ -27,7 +28,9 @@ thread_local bool steps_here = false;
 
 of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
     const WithoutGil wait;
-    return use_memory(impl, stranger);
+    const of_accessed accessed = use_memory(impl, stranger);
+    const c10::StorageImpl *key = accessed == OF_NOTHING_PENDING ? stands_for(impl) : nullptr;
+    return key == nullptr ? accessed : of_access(key, stranger);
 }
 
 // An interrupt that came while an optimizer's own step() ran stays one.

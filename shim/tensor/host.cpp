@@ -85,12 +85,38 @@ void commit(void *, of_inputs *in) {
         copy.copy_(tensor);
 }
 
+// Of the storage of a part: the parameter's comes first.
+bool is_private_part(const References *refs, size_t i) {
+    return is_private(refs->storages[i].get(), i == 0 ? 1 + refs->slot->aliases.size() : 1);
+}
+
+// What is used in the place of a local tensor, or beside it, launches the update, too.
+void mark_stands(References *refs) {
+    const Slot *slot = refs->slot;
+    if (slot->wrappers.empty() || !OF_GUARD(wrapper))
+        return;
+    for (const at::Tensor &alias : slot->aliases)
+        mark(alias.unsafeGetTensorImpl());
+    const auto add = [refs](c10::TensorImpl *impl) {
+        refs->stands.push_back(impl);
+        mark(impl);
+    };
+    for (c10::TensorImpl *wrapper : slot->wrappers)
+        add(wrapper);
+    if (slot->gradient_wrapper != nullptr)
+        add(slot->gradient_wrapper);
+    if (refs->held_grad.defined())
+        add(refs->held_grad.unsafeGetTensorImpl());
+    stand_for(refs->storages[0].get(), refs->stands);
+}
+
 bool defer(void *, void *opaque) {
     References *refs = references_of(opaque);
     if (OF_GUARD(privacy))
         for (size_t i = 0; i < refs->n; i++)
-            if (!is_private(refs->storages[i].get(), 1) && refs->tensors[i] != refs->in_bucket)
+            if (!is_private_part(refs, i) && refs->tensors[i] != refs->in_bucket)
                 return false;
+    mark_stands(refs);
     for (size_t i = 0; i < refs->n; i++) {
         if (OF_GUARD(key))
             mark(refs->tensors[i]);
@@ -150,6 +176,7 @@ void release(void *, void *opaque) {
             refs->stand_ins[i].first.copy_(refs->stand_ins[i].second);
     }
     const SteadyStreams not_here(false); // what dies may have finalizers
+    stand_no_more(refs->storages[0].get(), refs->stands);
     refs->~References();
 }
 

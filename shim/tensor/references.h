@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "optfuse.h"
+#include "tensor/stand_for.h"
 
 namespace optfuse {
 
@@ -41,9 +42,10 @@ struct References {
     // Rules without kernels: the gradient, which may have left .grad before the
     // update runs; whether gradients were on; and whether the thread had modes that
     // the update must run under, as in stock.
-    at::Tensor held_grad;
+    at::Tensor held_grad; // also one whose memory other updates use, of a DTensor
     bool grad_mode = true;
     bool as_is = false;
+    Stands stands; // a deferred update of a DTensor's: what stands for it
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
     of_stream ready = {};   // and if not

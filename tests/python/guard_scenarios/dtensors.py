@@ -61,3 +61,46 @@ def a_graph_that_is_kept_notices_the_update():
     loss.backward(retain_graph=True)
     optimizer.step()
     must_raise(loss.backward, "a second backward over weights that have changed")
+
+
+@guards("wrapper", "seal")
+def an_operator_on_a_dtensor_sees_the_update():
+    begin()
+    mesh = init_device_mesh("cpu", (1,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = optfuse.fuse(adamw([param]))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    if optfuse.summary(optimizer).pending == 0:
+        raise RuntimeError("no update is pending: the scenario would prove nothing")
+    assert (param * 1).to_local().max() < 1, "a multiplication read the old weight"
+
+
+class Buffers:
+    """A reduction into memory that is used again and again."""
+
+    def __init__(self):
+        self.of = {}
+
+    def allocate(self, size, *, dtype, device):
+        return self.of.setdefault(len(self.of), torch.empty(*size, dtype=dtype, device=device))
+
+
+def weights_after_a_buffer_is_used_again(wrap):
+    torch.manual_seed(0)
+    model = fully_shard(net())
+    buffers = Buffers()
+    model.set_custom_reduce_scatter(buffers)
+    optimizer = wrap(adamw(model.parameters()))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    for buffer in buffers.of.values():
+        buffer.fill_(7.0)
+    return [p.full_tensor() for p in model.parameters()]
+
+
+@guards("base")
+def a_reduction_into_a_buffer_is_not_read_later():
+    begin()
+    stock = weights_after_a_buffer_is_used_again(lambda optimizer: optimizer)
+    assert_same("weights", weights_after_a_buffer_is_used_again(optfuse.fuse), stock)

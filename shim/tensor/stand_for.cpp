@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// stand_for.cpp: a table beside the core's own (plugin/registry.c), whose keys are memory.
+#include "tensor/stand_for.h"
+
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+
+namespace optfuse {
+namespace {
+
+// Leaked: tensors may be used after destructors have run.
+struct Table {
+    std::mutex lock; // guards the entries; their number is also read without it
+    std::unordered_map<const c10::TensorImpl *, const c10::StorageImpl *> entries;
+    std::atomic<size_t> n{0};
+};
+
+Table &table() {
+    static auto *only = new Table;
+    return *only;
+}
+
+} // namespace
+
+void stand_for(const c10::StorageImpl *key, const Stands &tensors) {
+    Table &all = table();
+    const std::lock_guard<std::mutex> guard(all.lock);
+    for (const c10::TensorImpl *tensor : tensors)
+        all.entries[tensor] = key;
+    all.n.store(all.entries.size(), std::memory_order_release);
+}
+
+void stand_no_more(const c10::StorageImpl *key, const Stands &tensors) {
+    if (tensors.empty())
+        return;
+    Table &all = table();
+    const std::lock_guard<std::mutex> guard(all.lock);
+    for (const c10::TensorImpl *tensor : tensors) {
+        const auto found = all.entries.find(tensor);
+        if (found != all.entries.end() && found->second == key)
+            all.entries.erase(found);
+    }
+    all.n.store(all.entries.size(), std::memory_order_release);
+}
+
+const c10::StorageImpl *stands_for(const c10::TensorImpl *tensor) {
+    Table &all = table();
+    if (all.n.load(std::memory_order_acquire) == 0)
+        return nullptr;
+    const std::lock_guard<std::mutex> guard(all.lock);
+    const auto found = all.entries.find(tensor);
+    return found == all.entries.end() ? nullptr : found->second;
+}
+
+} // namespace optfuse
