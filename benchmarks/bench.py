@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import compare
+import distributed
 import kernels
 import launch
 import memory
@@ -37,6 +38,7 @@ SECTIONS = {
     "memory": memory.section,
     "launch": launch.section,
     "survey": survey.section,
+    "distributed": distributed.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
@@ -46,7 +48,8 @@ HELP = """sections:
   kernels  the update alone: every optimizer against stock and the floor
   memory   peak memory of tensors and of the whole process
   launch   instructions of the host around an update, for a CPU and for a GPU
-  survey   which optimizers of other packages fuse after register(); see --packages"""
+  survey   which optimizers of other packages fuse after register(); see --packages
+  distributed  two processes under DistributedDataParallel over a slow link; see --fsdp"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
 SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
@@ -108,6 +111,8 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, help="of PyTorch; default: as it chooses")
     add("--packages", type=Path, default="", help="where DeepSpeed or those of the survey are")
     add("--package", action="append", help="survey: only this one; may be repeated")
+    add("--gbit", type=float, default=2.5, help="distributed: Gbit/s of the link, %(default)s")
+    add("--fsdp", action="store_true", help="distributed: under fully_shard, too")
     add("--out", type=Path, default=Path(__file__).parent / "out", help="for the summaries")
     add("--raw", type=Path, metavar="FILE", help="also write every round of cells and grid there")
     chosen = parser.parse_args()

@@ -105,17 +105,20 @@ def training(cell: Cell, optimizer: str) -> BuildFn:
     def build(wrap: Wrap) -> Iteration:
         with torch.device(cell.device):
             model = MODELS[cell.model]()
-        opt = wrap(OPTIMIZERS[optimizer](model.parameters()))
-        stream = batches(cell)
-
-        def iteration() -> Tensor:
-            x, y = next(stream)
-            opt.zero_grad()
-            loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
-            loss.backward()
-            opt.step()
-            return loss
-
-        return iteration
+        return iteration(model, wrap(OPTIMIZERS[optimizer](model.parameters())), batches(cell))
 
     return build
+
+
+def iteration(
+    model: nn.Module, opt: torch.optim.Optimizer, stream: Iterator[tuple[Tensor, Tensor]]
+) -> Iteration:
+    def iterate() -> Tensor:
+        x, y = next(stream)
+        opt.zero_grad()
+        loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        opt.step()
+        return loss
+
+    return iterate
