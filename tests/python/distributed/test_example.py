@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The script in docs/using.md, started as it says there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+USING = Path(__file__).parents[3] / "docs" / "using.md"
+FUSED = "opt = optfuse.fuse(opt)  # or "
+
+
+def section():
+    return USING.read_text("utf-8").split("## A script for several processes")[1].split("\n## ")[0]
+
+
+def example():
+    (script,) = re.findall(r"```python\n(.*?)```", section(), re.DOTALL)
+    return script
+
+
+def in_backward_mode():
+    """What the comment says instead."""
+    assert FUSED in example()
+    return example().replace(FUSED, "opt = ")
+
+
+def started(script, folder, **variables):
+    """What it prints."""
+    (command,) = re.findall(r"^    (torchrun .*)$", section(), re.MULTILINE)
+    name = command.split()[-1]
+    (folder / name).write_text(script, "utf-8")
+    run = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]  # = torchrun
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(
+        run, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(r"loss \d\.\d{6}, weights -?\d+\.\d{12}\n", done.stdout), done.stdout
+    return done.stdout
+
+
+def test_it_runs_as_written_and_prints_what_stock_does(tmp_path):
+    ours = started(example(), tmp_path)
+    assert float(ours.split()[1].strip(",")) < 1.5, f"it has not learned: {ours}"
+    assert ours == started(example(), tmp_path, OPTFUSE_DISABLE="1")
+    assert ours == started(in_backward_mode(), tmp_path)
