@@ -51,6 +51,9 @@ def check_class(optimizer: Optimizer) -> None:
         reason = "it is for sparse gradients, which have no fused update"
     elif stock is torch.optim.LBFGS:
         reason = "it evaluates the loss several times a step and needs all gradients at once"
+    elif stock.__name__ == "ZeroRedundancyOptimizer":  # without an optimizer in it
+        reason = "with overlap_with_ddp=True it updates in DDP's hook, by functions of its own"
+        way_out = "Build it with overlap_with_ddp=False, and fuse its attribute 'optim'"
     elif any(issubclass(stock, cls) for cls in RULES):
         reason = "it is a subclass, whose step() may do more than the class it extends"
         way_out = _REGISTER

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scripts that train with optimizers of torch.distributed that step one inside of them, for
+common.same() on every rank."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from common import same, sgd
+from ddp_scripts import SMALL, STEPS, Net, train
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+
+
+def zero_of(wrap, views):
+    """A model and what updates it: each rank its own part of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = Net()
+    wrapped = DDP(model, bucket_cap_mb=SMALL)
+    options = {"lr": 1e-2, "weight_decay": 1e-1, "fused": True}
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=views, **options
+    )
+    wrap(zero.optim)
+    return model, wrapped, zero
+
+
+def consolidated(zero):
+    """The state of all ranks, which only one of them gets; here all do."""
+    zero.consolidate_state_dict(to=0)
+    found = [zero.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def zero(views):
+    """Half-way everything is built anew from a checkpoint; the learning rate is scheduled
+    where users see it, in the outer optimizer."""
+
+    def script(wrap):
+        model, wrapped, optimizer = zero_of(wrap, views)
+        for part in range(2):
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+            for i in range(STEPS // 2):
+                yield "loss", train(wrapped, optimizer, STEPS * part + i)
+                scheduler.step()
+            yield "parameters", dict(model.state_dict())
+            state = consolidated(optimizer)
+            yield "state", state
+            if part == 0:
+                weights = {name: w.clone() for name, w in model.state_dict().items()}
+                model, wrapped, optimizer = zero_of(wrap, views)
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+
+    # Views of a bucket are memory that others know: these updates run in step().
+    same(script, prove=not views)
+
+
+def local_sgd(fused_before):
+    """From the 11th step on ranks train apart and average their parameters now and then."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    def script(wrap):
+        model = Net().to(memory_format=torch.contiguous_format)  # as averaging makes it
+        wrapped = DDP(model, bucket_cap_mb=SMALL)
+        alone, _ = dist.new_subgroups(group_size=1)
+        state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=10)
+        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        inner = sgd(model.parameters())
+        if fused_before:
+            wrap(inner)
+        averager = PeriodicModelAverager(period=4, warmup_steps=10)
+        optimizer = PostLocalSGDOptimizer(inner, averager)
+        if not fused_before:
+            wrap(optimizer.optim)
+        for i in range(STEPS):
+            yield "loss", train(wrapped, optimizer, i)
+        yield "parameters", dict(model.state_dict())
+        yield "state", optimizer.state_dict()
+
+    same(script)
+
+
+def zero_over_ddp_is_refused():
+    """Before and after it has made the optimizer that is inside."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = Net()
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=1e-2
+    )
+    try:
+        optfuse.fuse(zero)
+    except optfuse.Error as error:
+        assert "overlap_with_ddp=False" in str(error), str(error)
+    else:
+        raise AssertionError("fuse() took an optimizer that steps in DDP's hook")
+
+
+SCENARIOS = {
+    "zero": functools.partial(zero, False),
+    "zero views": functools.partial(zero, True),
+    "zero overlapped": zero_over_ddp_is_refused,
+    "local sgd": functools.partial(local_sgd, False),
+    "local sgd, fused before": functools.partial(local_sgd, True),
+}
