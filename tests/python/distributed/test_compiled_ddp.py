@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""DistributedDataParallel under torch.compile: stock's bits from as many graphs."""
+
+import compiled_scripts
+import pytest
+
+SCRIPTS = "compiled_scripts"
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "inductor" in name else ())
+        for name in compiled_scripts.SCENARIOS
+    ],
+)
+@pytest.mark.parametrize("world", (2,))
+def test_training_is_as_in_stock(world, scenario, played):
+    assert played is None, played
