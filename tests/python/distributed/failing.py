@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs of two ranks in which rank 1 goes wrong. A forked child plays each; what stopped it is
+written down.
+
+python failing.py FOLDER RANK NAME ..."""
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from common import adamw, loss_of, net
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+
+TIMEOUT = 6.0  # seconds of the process group
+BROKEN = 3  # the step in which rank 1 goes wrong
+SMALL = 0.0002  # MiB a bucket
+
+
+class Job:
+    def __init__(self, rank, mode):
+        torch.manual_seed(0)
+        self.rank, self.mode = rank, mode
+        self.model = DDP(net(), bucket_cap_mb=SMALL)
+        self.optimizer = adamw(self.model.parameters())
+
+    def fuse(self):
+        ddp = {"ddp": self.model} if self.mode == "backward" else {}
+        optfuse.fuse(self.optimizer, mode=self.mode, **ddp)
+
+    def train(self, before_step=lambda: None, **in_backward):
+        """Rank 1 does what it is told to in the broken step."""
+        for i in range(2 * BROKEN):
+            broken = self.rank == 1 and i == BROKEN
+            self.optimizer.zero_grad()
+            loss_of(self.model, i).backward(**(in_backward if broken else {}))
+            if broken:
+                before_step()
+            self.optimizer.step()
+
+
+def refused_by_fuse(rank, mode):
+    """What fuse() is given differs between the ranks, as it may by mistake."""
+    job = Job(rank, mode)
+    if rank == 1:
+        job.optimizer.param_groups[0]["differentiable"] = True
+    job.fuse()
+    job.train()
+
+
+def raises_in_step(rank, mode):
+    def spoil():
+        if mode == "forward":
+            next(iter(job.optimizer.state.values()))["step"] = 7  # not a tensor
+        else:
+            job.optimizer.param_groups[0]["lr"] = 7.0  # after the updates
+
+    job = Job(rank, mode)
+    job.fuse()
+    job.train(before_step=spoil)
+
+
+def raises_in_backward(rank, mode):
+    """An update would change weights that the graph of the gradients still needs."""
+    job = Job(rank, mode)
+    job.fuse()
+    job.train(create_graph=True)
+
+
+def refused_and_stays(rank, mode):
+    """Rank 1 catches the error and does something else: rank 0 waits, but not for ever."""
+    try:
+        refused_by_fuse(rank, mode)
+    except optfuse.Error:
+        time.sleep(TIMEOUT + 6)
+        raise
+
+
+CASES = {
+    "fuse() refuses, forward": (refused_by_fuse, "forward"),
+    "step() raises, forward": (raises_in_step, "forward"),
+    "fuse() refuses, the rank stays": (refused_and_stays, "forward"),
+    "fuse() refuses, backward": (refused_by_fuse, "backward"),
+    "step() raises, backward": (raises_in_step, "backward"),
+    "backward raises, backward": (raises_in_backward, "backward"),
+}
+
+
+def play(folder, rank, name):
+    job, mode = CASES[name]
+    store = dist.FileStore(f"{folder}/store-{list(CASES).index(name)}", 2)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    began, error = time.monotonic(), None
+    try:
+        job(rank, mode)
+    except Exception as raised:
+        error = [type(raised).__module__, type(raised).__name__, str(raised)]
+    told = {"error": error, "seconds": time.monotonic() - began}
+    Path(f"{folder}/{rank}-{name}").write_text(json.dumps(told), "utf-8")
+    os._exit(error is not None)
+
+
+def main(folder, rank, names):
+    torch.set_num_threads(1)
+    for name in names:
+        if os.fork() == 0:
+            play(folder, rank, name)
+        _, status = os.wait()
+        if os.WIFSIGNALED(status):
+            told = {"error": ["", "signal", str(os.WTERMSIG(status))], "seconds": 0.0}
+            Path(f"{folder}/{rank}-{name}").write_text(json.dumps(told), "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
