@@ -113,7 +113,7 @@ const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
     if (same_strides(p, g) && !is_lazy(g)) {
         in->grad_key = storage_of(g);
         take_part(refs, in, g);
-        if (!in->in_backward && is_in_bucket(p, grad)) {
+        if (in->in_backward ? refs->slot->reduced : is_in_bucket(p, grad)) {
             refs->in_bucket = g;
             in->keys[in->n_keys - 1] = g;
         }
