@@ -172,8 +172,15 @@ static inline bool of_cuda_early(int major, of_dtype dtype) {
     return major < 10 && (major >= 8 || dtype != OF_BFLOAT16);
 }
 
-size_t of_dtype_size(of_dtype dtype); /* bytes an element */
-const char *of_dtype_name(of_dtype dtype);
+/* Bytes of an element. */
+static inline size_t of_dtype_size(of_dtype dtype) {
+    return dtype == OF_FLOAT64 ? 8 : dtype == OF_FLOAT32 ? 4 : 2;
+}
+
+static inline const char *of_dtype_name(of_dtype dtype) {
+    static const char *const names[OF_DTYPE_COUNT] = {"float32", "float64", "bfloat16", "float16"};
+    return names[dtype];
+}
 
 #ifdef __cplusplus
 }

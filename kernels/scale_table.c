@@ -5,17 +5,14 @@
 #include "norm.h"
 
 #if defined(__x86_64__)
+#define OF_X86(...) __VA_ARGS__
+#else
+#define OF_X86(...)
+#endif
 #define OF_SCALE_ISAS(X, dtype, code)                                                              \
     X(dtype, code, c, OF_ISA_C)                                                                    \
     X(dtype, code, baseline, OF_ISA_BASELINE)                                                      \
-    X(dtype, code, avx2, OF_ISA_AVX2)                                                              \
-    X(dtype, code, avx512, OF_ISA_AVX512)
-#else
-#define OF_SCALE_ISAS(X, dtype, code)                                                              \
-    X(dtype, code, c, OF_ISA_C)                                                                    \
-    X(dtype, code, baseline, OF_ISA_BASELINE)
-#endif
-
+    OF_X86(X(dtype, code, avx2, OF_ISA_AVX2) X(dtype, code, avx512, OF_ISA_AVX512))
 #define OF_SCALES(X)                                                                               \
     OF_SCALE_ISAS(X, float32, OF_FLOAT32)                                                          \
     OF_SCALE_ISAS(X, float64, OF_FLOAT64)                                                          \

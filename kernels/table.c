@@ -6,51 +6,30 @@
 
 _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CUDA rows fit");
 
+/* A row for each instruction set, X(..., avx2, OF_ISA_AVX2); and for those of a rule of
+ * op_by_op_loop.c, which have a reference only where it occurs. */
 #if defined(__x86_64__)
+#define OF_X86(...) __VA_ARGS__
+#else
+#define OF_X86(...)
+#endif
 #define OF_ISAS(X, ...)                                                                            \
     X(__VA_ARGS__, c, OF_ISA_C)                                                                    \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE)                                                      \
-    X(__VA_ARGS__, avx2, OF_ISA_AVX2)                                                              \
-    X(__VA_ARGS__, avx512, OF_ISA_AVX512)
-#else
-#define OF_ISAS(X, ...)                                                                            \
-    X(__VA_ARGS__, c, OF_ISA_C)                                                                    \
-    X(__VA_ARGS__, baseline, OF_ISA_BASELINE)
-#endif
-
-/* A rule of op_by_op_loop.c: a reference only where it occurs. */
-#if defined(__x86_64__)
-#define OF_OP_BY_OP_ISAS(X, ...)                                                                      \
+    OF_X86(X(__VA_ARGS__, avx2, OF_ISA_AVX2) X(__VA_ARGS__, avx512, OF_ISA_AVX512))
+#define OF_OP_BY_OP_ISAS(X, ...)                                                                   \
     X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
     X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)                       \
-    X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED)                                     \
-    X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED)
-#else
-#define OF_OP_BY_OP_ISAS(X, ...)                                                                      \
-    X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
-    X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
-    X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)
-#endif
+    OF_X86(X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED)                              \
+           X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED))
 
-/* The yardstick of the CUDA kernels; it runs on the CPU. */
-#define OF_CUDA_ROWS(X, rule)                                                                      \
-    X(rule, float32, OF_FLOAT32)                                                                   \
-    X(rule, float64, OF_FLOAT64)                                                                   \
-    X(rule, bfloat16, OF_BFLOAT16)                                                                 \
-    X(rule, float16, OF_FLOAT16)
-
-#define OF_DTYPES(X, rule)                                                                         \
-    OF_ISAS(X, rule, float32, OF_FLOAT32)                                                          \
-    OF_ISAS(X, rule, float64, OF_FLOAT64)                                                          \
-    OF_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                        \
-    OF_ISAS(X, rule, float16, OF_FLOAT16)
-
-#define OF_OP_BY_OP(X, rule)                                                                          \
-    OF_OP_BY_OP_ISAS(X, rule, float32, OF_FLOAT32)                                                    \
-    OF_OP_BY_OP_ISAS(X, rule, float64, OF_FLOAT64)                                                    \
-    OF_OP_BY_OP_ISAS(X, rule, bfloat16, OF_BFLOAT16)                                                  \
-    OF_OP_BY_OP_ISAS(X, rule, float16, OF_FLOAT16)
+/* X(..., float32, OF_FLOAT32) and the others. */
+#define OF_DTYPES(X, ...)                                                                          \
+    X(__VA_ARGS__, float32, OF_FLOAT32)                                                            \
+    X(__VA_ARGS__, float64, OF_FLOAT64)                                                            \
+    X(__VA_ARGS__, bfloat16, OF_BFLOAT16)                                                          \
+    X(__VA_ARGS__, float16, OF_FLOAT16)
 
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \
@@ -62,37 +41,39 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
          dtype_code, OF_CPU,                                                                       \
          isa_code,   of_##rule##_##dtype##_##isa##_plain},
 
-#define OF_DECLARE_OP_BY_OP(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                    \
+#define OF_DECLARE_OP_BY_OP(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                 \
     of_kernel_fn of_##rule##_##dtype##_##isa##_##ref;
 
-#define OF_OP_BY_OP_ROW(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                        \
+#define OF_OP_BY_OP_ROW(rule, dtype, dtype_code, isa, isa_code, ref, ref_code)                     \
     {#rule, ref_code, dtype_code, OF_CPU, isa_code, of_##rule##_##dtype##_##isa##_##ref},
 
+/* The yardsticks of the CUDA kernels; they run on the CPU. */
 #define OF_DECLARE_CUDA(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_cuda;
 
 #define OF_CUDA_ROW(rule, dtype, dtype_code)                                                       \
     {#rule, OF_REF_CUDA_FUSED, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_cuda},
 
-#define OF_DECLARE_CUDA_OP_BY_OP(rule, dtype, dtype_code) of_kernel_fn of_##rule##_##dtype##_c_op_by_op;
+#define OF_DECLARE_CUDA_OP_BY_OP(rule, dtype, dtype_code)                                          \
+    of_kernel_fn of_##rule##_##dtype##_c_op_by_op;
 
-#define OF_CUDA_OP_BY_OP_ROW(rule, dtype, dtype_code)                                                 \
+#define OF_CUDA_OP_BY_OP_ROW(rule, dtype, dtype_code)                                              \
     {#rule, OF_REF_CUDA_OP_BY_OP, dtype_code, OF_CPU, OF_ISA_C, of_##rule##_##dtype##_c_op_by_op},
 
-#define OF_DECLARE_CPU_FUSED(rule) OF_DTYPES(OF_DECLARE, rule)
-#define OF_DECLARE_CPU_OP_BY_OP(rule) OF_OP_BY_OP(OF_DECLARE_OP_BY_OP, rule)
+#define OF_DECLARE_CPU_FUSED(rule) OF_DTYPES(OF_ISAS, OF_DECLARE, rule)
+#define OF_DECLARE_CPU_OP_BY_OP(rule) OF_DTYPES(OF_OP_BY_OP_ISAS, OF_DECLARE_OP_BY_OP, rule)
 #define OF_DECLARE_CPU_EXTERNAL(rule)
-#define OF_DECLARE_GPU_FUSED(rule) OF_CUDA_ROWS(OF_DECLARE_CUDA, rule)
-#define OF_DECLARE_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_DECLARE_CUDA_OP_BY_OP, rule)
+#define OF_DECLARE_GPU_FUSED(rule) OF_DTYPES(OF_DECLARE_CUDA, rule)
+#define OF_DECLARE_GPU_OP_BY_OP(rule) OF_DTYPES(OF_DECLARE_CUDA_OP_BY_OP, rule)
 #define OF_DECLARE_GPU_EXTERNAL(rule)
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
     OF_DECLARE_CPU_##cpu(rule) OF_DECLARE_GPU_##gpu(rule)
 #include "rules.def"
 
-#define OF_CPU_FUSED(rule) OF_DTYPES(OF_ROWS, rule)
-#define OF_CPU_OP_BY_OP(rule) OF_OP_BY_OP(OF_OP_BY_OP_ROW, rule)
+#define OF_CPU_FUSED(rule) OF_DTYPES(OF_ISAS, OF_ROWS, rule)
+#define OF_CPU_OP_BY_OP(rule) OF_DTYPES(OF_OP_BY_OP_ISAS, OF_OP_BY_OP_ROW, rule)
 #define OF_CPU_EXTERNAL(rule)
-#define OF_GPU_FUSED(rule) OF_CUDA_ROWS(OF_CUDA_ROW, rule)
-#define OF_GPU_OP_BY_OP(rule) OF_CUDA_ROWS(OF_CUDA_OP_BY_OP_ROW, rule)
+#define OF_GPU_FUSED(rule) OF_DTYPES(OF_CUDA_ROW, rule)
+#define OF_GPU_OP_BY_OP(rule) OF_DTYPES(OF_CUDA_OP_BY_OP_ROW, rule)
 #define OF_GPU_EXTERNAL(rule)
 
 /* clang-format off */
@@ -114,16 +95,6 @@ const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dty
             best = row;
     }
     return best;
-}
-
-size_t of_dtype_size(of_dtype dtype) {
-    static const size_t sizes[OF_DTYPE_COUNT] = {4, 8, 2, 2};
-    return sizes[dtype];
-}
-
-const char *of_dtype_name(of_dtype dtype) {
-    static const char *const names[OF_DTYPE_COUNT] = {"float32", "float64", "bfloat16", "float16"};
-    return names[dtype];
 }
 
 size_t of_tail(const of_rule *rule, of_reference reference, of_dtype dtype, size_t vector_bytes,

@@ -6,12 +6,6 @@
 #include "narrow_block.h"
 #include "non_temporal.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-#define OF_NO_ALIAS _Pragma("GCC ivdep")
-#else
-#define OF_NO_ALIAS
-#endif
-
 typedef struct of_arrays {
     of_stored *param;
     const of_stored *grad;
@@ -62,15 +56,12 @@ OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of
 
 #ifdef OF_IS_NARROW
 
-#define WIDEN OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))
-#define NARROW OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))
-
 OF_RULE_FN void multiply_block(float *block, float factor) {
     uint16_t stored[OF_BLOCK];
     for (int i = 0; i < OF_BLOCK; i++)
         block[i] *= factor;
-    NARROW(stored, block);
-    WIDEN(block, stored);
+    OF_NARROW_BLOCK(stored, block);
+    OF_WIDEN_BLOCK(block, stored);
 }
 
 /* Widens a block into floats, updates it there, narrows it. */
@@ -78,15 +69,15 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
                              const of_arrays *arrays, size_t at) {
     _Alignas(64) float param[OF_BLOCK], grad[OF_BLOCK], state[OF_N_STATE][OF_BLOCK];
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
-    WIDEN(param, arrays->param + at);
-    WIDEN(grad, arrays->grad + at);
+    OF_WIDEN_BLOCK(param, arrays->param + at);
+    OF_WIDEN_BLOCK(grad, arrays->grad + at);
     if (by.scaled) {
         multiply_block(grad, by.first);
         multiply_block(grad, by.second);
     }
     for (unsigned i = 0; i < OF_N_STATE; i++)
         if (used & (1u << i))
-            WIDEN(state[i], arrays->state[i] + at);
+            OF_WIDEN_BLOCK(state[i], arrays->state[i] + at);
     float *states[OF_N_STATE];
     for (unsigned i = 0; i < OF_N_STATE; i++)
         states[i] = state[i];
@@ -94,14 +85,14 @@ OF_RULE_FN void update_block(const of_constants *k, unsigned variant, of_form fo
     update_reals(k, variant, form, done, OF_BLOCK, param, grad, states);
     if (arrays->past_caches) {
         of_stored narrow[OF_BLOCK];
-        NARROW(narrow, param);
+        OF_NARROW_BLOCK(narrow, param);
         of_store_past_caches(arrays->param + at, narrow, sizeof narrow);
     } else {
-        NARROW(arrays->param + at, param);
+        OF_NARROW_BLOCK(arrays->param + at, param);
     }
     for (unsigned i = 0; i < OF_N_STATE; i++)
         if (used & (1u << i))
-            NARROW(arrays->state[i] + at, state[i]);
+            OF_NARROW_BLOCK(arrays->state[i] + at, state[i]);
 }
 
 /* Less than a block: updates a copy that is padded with zeros. One function

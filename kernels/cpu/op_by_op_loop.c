@@ -5,12 +5,6 @@
  * the loop works in blocks that stay in the first-level cache in between. */
 #include "op_by_op_numbers.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-#define OF_NO_ALIAS _Pragma("GCC ivdep")
-#else
-#define OF_NO_ALIAS
-#endif
-
 static const of_form body_form = {OF_FUSED, false}, tail_form = {OF_FUSED, true};
 
 static void scale(of_real *to, const of_numbers *x, const double *factors) {

@@ -37,18 +37,15 @@ static void store_past_caches(of_stored *to, const of_stored *from, size_t n) {
 
 #ifdef OF_IS_NARROW
 
-#define WIDEN OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))
-#define NARROW OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))
-
 /* What is left after whole vectors is widened with zeros behind it. */
 static void widen(of_real *to, const of_stored *from, size_t n) {
     of_stored rest[OF_BLOCK] = {0};
     size_t at = 0;
     for (; at + OF_BLOCK <= n; at += OF_BLOCK)
-        WIDEN(to + at, from + at);
+        OF_WIDEN_BLOCK(to + at, from + at);
     if (at < n) {
         memcpy(rest, from + at, (n - at) * sizeof *rest);
-        WIDEN(to + at, rest);
+        OF_WIDEN_BLOCK(to + at, rest);
     }
 }
 
@@ -56,9 +53,9 @@ static void narrow(of_stored *to, const of_real *from, size_t n) {
     of_stored rest[OF_BLOCK];
     size_t at = 0;
     for (; at + OF_BLOCK <= n; at += OF_BLOCK)
-        NARROW(to + at, from + at);
+        OF_NARROW_BLOCK(to + at, from + at);
     if (at < n) {
-        NARROW(rest, from + at);
+        OF_NARROW_BLOCK(rest, from + at);
         memcpy(to + at, rest, (n - at) * sizeof *rest);
     }
 }

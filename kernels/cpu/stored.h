@@ -24,6 +24,13 @@ enum { OF_NARROW = 1 };
 #error "define OF_DTYPE and OF_DTYPE_<NAME>"
 #endif
 
+/* Before a loop whose arrays do not overlap. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define OF_NO_ALIAS _Pragma("GCC ivdep")
+#else
+#define OF_NO_ALIAS
+#endif
+
 #define OF_PASTE2(a, b) a##_##b
 #define OF_PASTE(a, b) OF_PASTE2(a, b)
 #define OF_RULE_NAME(name) OF_PASTE(OF_RULE, name)

@@ -76,13 +76,3 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
     }
     return of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernels for the rule %s", update->rule);
 }
-
-size_t of_cuda_dtype_size(of_dtype dtype) {
-    static const size_t sizes[OF_DTYPE_COUNT] = {4, 8, 2, 2};
-    return sizes[dtype];
-}
-
-const char *of_cuda_dtype_name(of_dtype dtype) {
-    static const char *const names[OF_DTYPE_COUNT] = {"float32", "float64", "bfloat16", "float16"};
-    return names[dtype];
-}

@@ -74,7 +74,7 @@ static of_cuda_status load_kernels(const of_driver *driver, image *one, unsigned
     for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++) {
         char name[80];
         snprintf(name, sizeof name, "of_cuda_%s_%s_%u_%s", one->rule,
-                 of_cuda_dtype_name(one->dtype), used, sizes[size]);
+                 of_dtype_name(one->dtype), used, sizes[size]);
         status = get_kernel(driver, one->library, name, &one->kernels[used].size[size]);
     }
     if (status != OF_CUDA_OK)

@@ -50,7 +50,7 @@ static of_cuda_status check_numbers(const call *c, const of_cuda_entry *entry, s
 }
 
 static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, size_t index) {
-    const size_t size = of_cuda_dtype_size(c->update->dtype);
+    const size_t size = of_dtype_size(c->update->dtype);
     if (misplaced(entry->param, size) || misplaced(entry->grad, size))
         return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: parameter or gradient misplaced", index);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
@@ -64,7 +64,7 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
 static uint32_t chunk_of(const call *c) {
     const uint64_t wanted = (uint64_t)BLOCKS_EACH * (uint64_t)c->multiprocessors;
     const uint64_t least =
-        (uint64_t)OF_CUDA_THREADS * VECTOR_BYTES / of_cuda_dtype_size(c->update->dtype);
+        (uint64_t)OF_CUDA_THREADS * VECTOR_BYTES / of_dtype_size(c->update->dtype);
     const uint64_t chunk = c->elements / wanted / OF_CUDA_CHUNK_UNIT * OF_CUDA_CHUNK_UNIT;
     if (c->update->chunk)
         return c->update->chunk;

@@ -14,7 +14,4 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
 of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_cuda_update *update,
                              const of_cuda_entry *entries, size_t n_entries);
 
-size_t of_cuda_dtype_size(of_dtype dtype);
-const char *of_cuda_dtype_name(of_dtype dtype);
-
 #endif

@@ -51,14 +51,19 @@ static inline void nadam_prepare(const double *hyper, of_count *count, void *sca
     s->average_step = -lr * mu_next / (1.0 - *product * mu_next);
 }
 
-OF_RULE_FN void nadam_radicand(const nadam_scalars *s, unsigned variant, of_form form,
-                               of_element *e, of_real *root) {
+/* Of the gradient and of its square; returns the latter. */
+OF_RULE_FN of_real nadam_averages(const nadam_scalars *s, of_form form, of_element *e) {
     of_real *average = &e->state[nadam_exp_avg], *square = &e->state[nadam_exp_avg_sq];
-    (void)variant;
     *average = aten_lerp(form, *average, e->grad, s->average_weight);
     *square = aten_mul_number(*square, s->beta2);
     *square = aten_addcmul(form, *square, e->grad, e->grad, s->square_weight);
-    root[0] = aten_div_number(*square, s->correction);
+    return *square;
+}
+
+OF_RULE_FN void nadam_radicand(const nadam_scalars *s, unsigned variant, of_form form,
+                               of_element *e, of_real *root) {
+    (void)variant;
+    root[0] = aten_div_number(nadam_averages(s, form, e), s->correction);
 }
 
 OF_RULE_FN void nadam_element(const nadam_scalars *s, unsigned variant, of_form form, of_element *e,
