@@ -84,12 +84,9 @@ static of_accessed use_found(of_update *update, int kind, const void *key, bool 
 
 static of_accessed access_kind(int kind, const void *key, bool foreign) {
     of_accessed accessed = OF_NOTHING_PENDING;
-    while (of_any_pending() && accessed == OF_NOTHING_PENDING) {
-        of_update *update = of_registry_find(kind, key);
-        if (!update)
-            break;
+    of_update *update;
+    while (accessed == OF_NOTHING_PENDING && (update = of_registry_find(kind, key)))
         accessed = use_found(update, kind, key, foreign);
-    }
     return accessed;
 }
 

@@ -118,11 +118,10 @@ static void set_apart(of_list *created, of_list *exclusive, of_named *apart) {
 }
 
 static of_status check_slots(const of_plan *plan, const of_batch *batch) {
-    for (size_t i = 0; i < batch->n; i++)
-        if (batch->slots[i] >= plan->n_slots)
-            return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", batch->slots[i],
-                           plan->n_slots);
-    return OF_OK;
+    of_status status = OF_OK;
+    for (size_t i = 0; i < batch->n && status == OF_OK; i++)
+        status = of_check_slot(plan, batch->slots[i]);
+    return status;
 }
 
 /* named: those that lack state, the one that failed, or those that are left to calls of
@@ -185,8 +184,8 @@ of_status of_update_slot(of_plan *plan, size_t slot, size_t *at) {
 /* The updates made in backward belong to this step. */
 void of_confirm(of_plan *plan) {
     for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++)
-        unclaim(plan, i);
-    plan->n_passes = 0;
+        plan->slots[i].updated = false;
+    plan->n_updated = plan->n_passes = 0;
 }
 
 size_t of_plan_unconfirmed(of_plan *plan) {

@@ -27,6 +27,12 @@ of_status of_fail(of_status status, const char *format, ...) {
     return status;
 }
 
+of_status of_check_slot(const of_plan *plan, size_t slot) {
+    if (slot < plan->n_slots)
+        return OF_OK;
+    return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slot, plan->n_slots);
+}
+
 of_status of_plan_health(const of_plan *plan) {
     return *plan->failure ? of_fail(OF_REFUSED, "%s", plan->failure) : OF_OK;
 }

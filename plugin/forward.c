@@ -18,7 +18,9 @@ static of_status begin(of_plan *plan) {
 /* With layout written. What is to be released ends up in *done. */
 static of_status update_all(of_plan *plan, of_named *lacking, of_list *done) {
     of_list created = {0};
-    of_status status = of_collect_all(plan, &(of_chosen){NULL, plan->n_slots}, &created, lacking);
+    const bool none_is_left = plan->n_updated == plan->n_slots; /* by backward */
+    const of_chosen left = {NULL, none_is_left ? 0 : plan->n_slots};
+    of_status status = of_collect_all(plan, &left, &created, lacking);
     if (status != OF_OK) {
         *done = created;
         return status;

@@ -110,7 +110,7 @@ static bool run(of_plan *plan, const of_list *call, const of_list *later) {
 
 /* Those that were pending stay in the registry, in flight. */
 static void settle(of_plan *plan, of_list *call, of_list *done) {
-    void (*const settle_one)(void *, void *, bool) = call->first->kind->settle(&plan->host);
+    void (*const settle_one)(void *, void *, bool) = plan->settle[call->first->kind->index];
     of_list finished = {0};
     for (of_update *u = call->first, *next; u; u = next) {
         next = u->next;

@@ -55,10 +55,8 @@ typedef struct of_kind {
     void (*prepare)(of_plan *plan, of_update *update);
     /* on the CPU, elements [begin, end), on any thread, */
     void (*run)(const of_update *update, size_t begin, size_t end, bool past_caches);
-    /* at a use of the memory: launches it, and what goes with it, */
+    /* and at a use of the memory: launches it, and what goes with it. */
     void (*use)(of_plan *plan, of_update *update, of_list *done);
-    /* and which function of the host settles it. */
-    void (*(*settle)(const of_host *host))(void *ctx, void *references, bool was_deferred);
 } of_kind;
 
 struct of_update {
@@ -162,6 +160,7 @@ struct of_plan {
     size_t passes_a_step;
     of_isa isa;
     const of_kernel *kernels[OF_DTYPE_COUNT]; /* of the CPU; NULL: none */
+    void (*settle[OF_KINDS])(void *ctx, void *references, bool was_deferred); /* the host's */
 
     atomic_size_t users; /* references of hosts */
     atomic_size_t refs;  /* all users together hold one; a pass one; of_access() one while it
@@ -203,17 +202,52 @@ static inline bool of_stream_equal(const of_stream *a, const of_stream *b) {
     return a->device == b->device && a->id == b->id && a->capture == b->capture;
 }
 
+/* Fails for what is being freed, whose last reference has gone. */
+static inline bool of_try_retain(atomic_size_t *refs) {
+    size_t n = atomic_load_explicit(refs, memory_order_relaxed);
+    while (n)
+        if (atomic_compare_exchange_weak_explicit(refs, &n, n + 1, memory_order_acquire,
+                                                  memory_order_relaxed))
+            return true;
+    return false;
+}
+
+static inline void of_list_append(of_list *list, of_update *update) {
+    update->prev = list->last;
+    update->next = NULL;
+    if (list->last)
+        list->last->next = update;
+    else
+        list->first = update;
+    list->last = update;
+    list->count++;
+    list->bytes += update->bytes;
+}
+
+static inline void of_list_remove(of_list *list, of_update *update) {
+    if (update->prev)
+        update->prev->next = update->next;
+    else
+        list->first = update->next;
+    if (update->next)
+        update->next->prev = update->prev;
+    else
+        list->last = update->prev;
+    list->count--;
+    list->bytes -= update->bytes;
+}
+
 /* From here on files are in the order in which they may call: each those above it.
  * tests/structure computes who calls whom from the objects. */
 
 /* log.c */
 enum { OF_LOG_ERROR, OF_LOG_WARNING, OF_LOG_INFO, OF_LOG_DEBUG };
-bool of_log_wanted(int level);
 void of_log(const of_host *host, int level, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 /* error.c */
 of_status of_fail(of_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+of_status of_check_slot(const of_plan *plan, size_t slot); /* whether there is such a one */
 void of_plan_fail(of_plan *plan); /* a launch has failed: notes the message of this thread */
 /* The status of whoever launched: OF_REFUSED and the message after a failure. */
 of_status of_plan_health(const of_plan *plan);
@@ -230,8 +264,6 @@ void of_registry_take(int kind, const void *key);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(int kind, const void *key);
 bool of_registry_has_scalings(void); /* no lock */
-/* The factors of the scaling with this key, 1 where there is none; how many. */
-unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm);
 bool of_registry_has(const void *key);
 /* Whether this update is in flight, and still the last that has this key. */
 bool of_registry_is_in_flight(const void *key, const of_update *update);
@@ -242,12 +274,8 @@ bool of_registry_add_factor(const void *key, double factor);
 void of_registry_lock(void);
 void of_registry_unlock(void);
 
-/* update.c: lists and the pool */
-void of_list_append(of_list *list, of_update *update);
-void of_list_remove(of_list *list, of_update *update);
+/* update.c: the pool, and ends */
 of_update *of_pool_take(of_plan *plan); /* NULL: no memory, error is set */
-/* The same for a slot, which it checks, with layout read. */
-of_status of_pool_take_for(of_plan *plan, size_t slot, of_update **update);
 void of_pool_give(of_plan *plan, of_update *update);
 void of_inputs_clear(of_update *update); /* before collect() */
 void of_pool_free(of_plan *plan);

@@ -102,15 +102,8 @@ static void launch_bucket(of_plan *plan, of_update *first, of_list *done) {
     of_launch(plan, &bucket, OF_AT_USE, done);
 }
 
-static void (*settle_of(const of_host *host))(void *, void *, bool) {
-    return host->settle;
-}
-
-const of_kind of_update_kind = {.index = OF_UPDATES,
-                                .is_update = true,
-                                .run = of_run_kernel,
-                                .use = launch_bucket,
-                                .settle = settle_of};
+const of_kind of_update_kind = {
+    .index = OF_UPDATES, .is_update = true, .run = of_run_kernel, .use = launch_bucket};
 
 void of_discard_pending(of_plan *plan, of_list *done) {
     if (plan->pending[OF_UPDATES].first)

@@ -22,7 +22,7 @@ static int level_from_environment(void) {
     return OF_LOG_WARNING;
 }
 
-bool of_log_wanted(int level) {
+static bool is_wanted(int level) {
     static atomic_int chosen = -1;
     int known = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (known < 0) {
@@ -33,7 +33,7 @@ bool of_log_wanted(int level) {
 }
 
 void of_log(const of_host *host, int level, const char *format, ...) {
-    if (!of_log_wanted(level))
+    if (!is_wanted(level))
         return;
     char text[1024];
     va_list args;

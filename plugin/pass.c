@@ -19,16 +19,6 @@ static of_pass *find(const of_plan *plan, of_token token) {
     return pass;
 }
 
-/* Fails for a pass that is being released. */
-static bool try_retain(of_pass *pass) {
-    size_t refs = atomic_load_explicit(&pass->refs, memory_order_relaxed);
-    while (refs)
-        if (atomic_compare_exchange_weak_explicit(&pass->refs, &refs, refs + 1,
-                                                  memory_order_acquire, memory_order_relaxed))
-            return true;
-    return false;
-}
-
 static of_pass *make(of_plan *plan, of_token token) {
     of_pass *pass = plan->spare_pass;
     plan->spare_pass = NULL;
@@ -143,13 +133,12 @@ static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
  * step, where stock applies it with this one. */
 static of_status check_ready(const of_pass *pass, size_t slot) {
     const of_plan *plan = pass->plan;
-    if (slot >= plan->n_slots)
-        return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slot, plan->n_slots);
-    if (pass->only_adds && plan->slots[slot].updated && OF_GUARD(added_late))
+    const of_status status = of_check_slot(plan, slot);
+    if (status == OF_OK && pass->only_adds && plan->slots[slot].updated && OF_GUARD(added_late))
         return of_fail(OF_TWICE, "a backward pass that only adds to the gradients came after the "
                                  "one that updated this parameter; call step() first, or use "
                                  "optfuse.fuse(optimizer, mode=\"forward\")");
-    return OF_OK;
+    return status;
 }
 
 /* From here on the functions of optfuse.h. */
@@ -182,7 +171,7 @@ of_status of_pass_begin(of_plan *plan, of_token token, of_pass **out, bool *firs
         return status;
     pthread_mutex_lock(&plan->lock);
     of_pass *pass = find(plan, token);
-    if (!pass || !try_retain(pass))
+    if (!pass || !of_try_retain(&pass->refs))
         pass = make(plan, token);
     const bool begun = pass && pass->begun;
     pthread_mutex_unlock(&plan->lock);

@@ -135,7 +135,9 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     of_plan *plan = calloc(1, sizeof *plan);
     if (!plan)
         return of_fail(OF_NO_MEMORY, "out of memory for a plan");
-    memcpy(&plan->host, host, sizeof plan->host);
+    plan->host = *host;
+    plan->settle[OF_UPDATES] = host->settle;
+    plan->settle[OF_SCALINGS] = host->scaling ? host->scaling->settle : NULL;
     plan->rule = found;
     choose(plan, options);
     of_store_policy_init(&plan->store_policy);

@@ -63,21 +63,11 @@ void of_plan_unref(of_plan *plan) {
     free(plan);
 }
 
-/* Fails for a plan that is being freed. */
-static bool try_retain(of_plan *plan) {
-    size_t refs = atomic_load_explicit(&plan->refs, memory_order_relaxed);
-    while (refs)
-        if (atomic_compare_exchange_weak_explicit(&plan->refs, &refs, refs + 1,
-                                                  memory_order_relaxed, memory_order_relaxed))
-            return true;
-    return false;
-}
-
 /* The next plan after this one (NULL: the first), retained. */
 static of_plan *next_plan(const of_plan *after) {
     pthread_mutex_lock(&lock);
     of_plan *plan = after ? after->older : newest;
-    while (plan && !try_retain(plan))
+    while (plan && !of_try_retain(&plan->refs))
         plan = plan->older;
     pthread_mutex_unlock(&lock);
     return plan;

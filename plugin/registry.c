@@ -193,7 +193,7 @@ of_update *of_registry_find(int kind, const void *key) {
     return update;
 }
 
-unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm) {
+unsigned of_scale_factors(const void *key, double factors[OF_MAX_FACTORS], float *norm) {
     unsigned n = 0;
     factors[0] = factors[1] = 1.0;
     *norm = NAN;
@@ -207,6 +207,12 @@ unsigned of_registry_factors(const void *key, double factors[OF_MAX_FACTORS], fl
         *norm = at->update->norm;
     pthread_mutex_unlock(&lock);
     return n;
+}
+
+bool of_is_scaled(const void *key) {
+    double factors[OF_MAX_FACTORS];
+    float norm;
+    return of_registry_has_scalings() && of_scale_factors(key, factors, &norm) != 0;
 }
 
 bool of_registry_has(const void *key) {

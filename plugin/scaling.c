@@ -57,16 +57,11 @@ static void launch_with_others(of_plan *plan, of_update *first, of_list *done) {
     of_launch(plan, &bucket, OF_AT_USE, done);
 }
 
-static void (*settle_of(const of_host *host))(void *, void *, bool) {
-    return host->scaling->settle;
-}
-
 static const of_kind scaling_kind = {.index = OF_SCALINGS,
                                      .gpu_rule = "scaling",
                                      .prepare = prepare,
                                      .run = multiply,
-                                     .use = launch_with_others,
-                                     .settle = settle_of};
+                                     .use = launch_with_others};
 
 /* The scaling of this gradient, pending or in flight, with its plan's lock held and
  * a reference to it; or NULL. */
@@ -169,11 +164,17 @@ static bool may_defer(of_plan *plan) {
     return may;
 }
 
-static of_status scale_slot(of_plan *plan, of_update *update, double factor, float norm,
-                            of_list *done, bool *scaled) {
+static of_status scale_slot(of_plan *plan, size_t slot, double factor, float norm, of_list *done,
+                            bool *scaled) {
+    pthread_mutex_lock(&plan->lock);
+    of_update *update = of_pool_take(plan);
+    pthread_mutex_unlock(&plan->lock);
+    if (!update)
+        return OF_NO_MEMORY;
     of_inputs_clear(update);
+    update->slot = slot;
     update->kind = &scaling_kind;
-    void *tensor = plan->slots[update->slot].tensor;
+    void *tensor = plan->slots[slot].tensor;
     of_found found = plan->host.scaling->collect(plan->host.ctx, tensor, &update->in);
     *scaled = found == OF_FOUND_INPUTS;
     if (!*scaled) {
@@ -206,21 +207,10 @@ of_status of_plan_scale(of_plan *plan, size_t slot, double factor, float norm, b
     if (!plan->host.scaling)
         return of_fail(OF_INVALID, "this host has no functions for scalings of gradients");
     pthread_rwlock_rdlock(&plan->layout);
-    of_update *update = NULL;
-    of_status status = of_pool_take_for(plan, slot, &update);
-    if (update)
-        status = scale_slot(plan, update, factor, norm, &done, scaled);
+    of_status status = of_check_slot(plan, slot);
+    if (status == OF_OK)
+        status = scale_slot(plan, slot, factor, norm, &done, scaled);
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &done);
     return status;
-}
-
-unsigned of_scale_factors(const void *key, double factors[2], float *norm) {
-    return of_registry_factors(key, factors, norm);
-}
-
-bool of_is_scaled(const void *key) {
-    double factors[OF_MAX_FACTORS];
-    float norm;
-    return of_registry_has_scalings() && of_scale_factors(key, factors, &norm) != 0;
 }

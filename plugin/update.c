@@ -1,36 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* update.c: update records, from the pool they come from through the lists they are in to
- * their end. */
+/* update.c: update records, from the pool they come from to their end. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "floating.h"
 #include "internal.h"
-
-void of_list_append(of_list *list, of_update *update) {
-    update->prev = list->last;
-    update->next = NULL;
-    if (list->last)
-        list->last->next = update;
-    else
-        list->first = update;
-    list->last = update;
-    list->count++;
-    list->bytes += update->bytes;
-}
-
-void of_list_remove(of_list *list, of_update *update) {
-    if (update->prev)
-        update->prev->next = update->next;
-    else
-        list->first = update->next;
-    if (update->next)
-        update->next->prev = update->prev;
-    else
-        list->last = update->prev;
-    list->count--;
-    list->bytes -= update->bytes;
-}
 
 void of_inputs_clear(of_update *update) {
     update->in = (of_inputs){.references = update + 1};
@@ -61,18 +34,6 @@ of_update *of_pool_take(of_plan *plan) {
     }
     atomic_store_explicit(&update->holders, 1, memory_order_relaxed);
     return update;
-}
-
-of_status of_pool_take_for(of_plan *plan, size_t slot, of_update **update) {
-    if (slot >= plan->n_slots)
-        return of_fail(OF_INVALID, "there is no slot %zu: the plan has %zu", slot, plan->n_slots);
-    pthread_mutex_lock(&plan->lock);
-    *update = of_pool_take(plan);
-    pthread_mutex_unlock(&plan->lock);
-    if (!*update)
-        return OF_NO_MEMORY;
-    (*update)->slot = slot;
-    return OF_OK;
 }
 
 void of_pool_give(of_plan *plan, of_update *update) {
@@ -107,7 +68,7 @@ void of_update_drop(of_update *update) {
  * finds the key, waits for this plan's lock, and is then right to go on. A list is of one
  * kind. */
 void of_settle(of_plan *plan, of_list *list, of_list *done) {
-    void (*const settle)(void *, void *, bool) = list->first->kind->settle(&plan->host);
+    void (*const settle)(void *, void *, bool) = plan->settle[list->first->kind->index];
     for (of_update *u = list->first; u; u = u->next)
         settle(plan->host.ctx, u->in.references, u->deferred);
     of_registry_remove(list);
