@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // error.h: errors raised inside operators and backward arrive in Python as
-// optfuse.Error.
+// optfuse.Error; those of functions that the core calls become the thread's error.
 #pragma once
+
+#include <c10/util/Exception.h>
 
 #include <exception>
 #include <string>
+
+#include "optfuse.h"
 
 // Python.h's own declaration; nothing of Python is linked.
 extern "C" {
@@ -36,5 +40,19 @@ struct Error final : torch::PyTorchError {
     _object *raises;                       // borrowed
     static inline _object *type = nullptr; // optfuse.Error; set once by of_shim_init()
 };
+
+// What the work returns; or `failed`, if it throws: "<what><whose> failed: <why>" is then the
+// error of this thread.
+template <typename Result, typename Work>
+Result attempt(const char *what, const std::string &whose, Result failed, const Work &work) {
+    try {
+        return work();
+    } catch (const c10::Error &e) {
+        of_set_error("%s%s failed: %s", what, whose.c_str(), e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        of_set_error("%s%s failed: %s", what, whose.c_str(), e.what());
+    }
+    return failed;
+}
 
 } // namespace optfuse

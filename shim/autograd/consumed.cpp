@@ -96,10 +96,6 @@ void make_real_zeros(c10::TensorImpl *impl) {
     unmark(impl);
 }
 
-} // namespace
-
-namespace {
-
 at::Tensor without_shape(const c10::Device &device, at::ScalarType dtype) {
     return at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(consumed_storage(device)),

@@ -19,9 +19,8 @@ struct GradientOf {
     Slot *slot;
     const at::Tensor &grad() const { return slot->param->grad(); }
 };
-// Multiplies a gradient, when it is next read, by a 0-dim tensor whose value is
-// `number`; norm: of the result, NaN if not known. False: it can't be left pending.
-bool scale_later(const GradientOf &of, double number, float norm);
+// Multiplies a gradient, when it is next read, by a 0-dim tensor whose value is `number`. norm:
+// of the result, NaN if not known. A gradient that can't wait is multiplied at once.
 void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor);
 // All of them; on a GPU the host does not wait for the factor's value.
 void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor);

@@ -82,15 +82,8 @@ of_found find_gradient(Slot *slot, of_inputs *in) {
 
 of_found collect_gradient(void *, void *tensor, of_inputs *in) {
     Slot *slot = static_cast<Slot *>(tensor);
-    try {
-        return find_gradient(slot, in);
-    } catch (const c10::Error &e) {
-        of_set_error("clipping the gradient of %s failed: %s", slot->label.c_str(),
-                     e.what_without_backtrace());
-    } catch (const std::exception &e) {
-        of_set_error("clipping the gradient of %s failed: %s", slot->label.c_str(), e.what());
-    }
-    return OF_FOUND_ERROR;
+    return attempt("clipping the gradient of ", slot->label, OF_FOUND_ERROR,
+                   [&] { return find_gradient(slot, in); });
 }
 
 void share_factor(void *, void *to, const void *from) {
@@ -131,12 +124,7 @@ void settle_scaling(void *, void *opaque, bool was_deferred) {
         record_all(refs);
 }
 
-} // namespace
-
-const of_scaling_host scaling_host = {
-    sizeof(of_scaling_host), collect_gradient, defer_scaling, settle_scaling,
-    is_alive,                keep,             share_factor};
-
+// False: the gradient can't be left pending.
 bool scale_later(const GradientOf &of, double number, float norm) {
     bool scaled = false;
     if (of_plan_scale(of.plan->core, of.slot->index, number, norm, &scaled) != OF_OK)
@@ -145,14 +133,6 @@ bool scale_later(const GradientOf &of, double number, float norm) {
         of.grad().unsafeGetTensorImpl()->bump_version();
     return scaled;
 }
-
-// PyTorch's operator multiplies a gradient that can't be left pending.
-void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
-    if (!scale_later(of, number, norm) && of.grad().defined())
-        of.grad().mul_(factor);
-}
-
-namespace {
 
 using Alike = std::map<std::pair<c10::DeviceIndex, at::ScalarType>, std::vector<at::Tensor>>;
 
@@ -186,6 +166,15 @@ void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
 }
 
 } // namespace
+
+const of_scaling_host scaling_host = {
+    sizeof(of_scaling_host), collect_gradient, defer_scaling, settle_scaling,
+    is_alive,                keep,             share_factor};
+
+void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
+    if (!scale_later(of, number, norm) && of.grad().defined())
+        of.grad().mul_(factor);
+}
 
 void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     set_factors(of, factor);

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "compat.h"
+#include "error.h"
 #include "external/apply.h"
 #include "gpu/device.h"
 #include "gpu/place.h"
@@ -233,15 +234,8 @@ bool apply(void *, of_inputs *in, const double *hyper) {
     References *refs = static_cast<References *>(in->references);
     for (size_t i = 0; i < refs->n; i++)
         unseal(refs->storages[i].get());
-    try {
-        return update(in, hyper, refs);
-    } catch (const c10::Error &e) {
-        of_set_error("the update of %s failed: %s", refs->slot->label.c_str(),
-                     e.what_without_backtrace());
-    } catch (const std::exception &e) {
-        of_set_error("the update of %s failed: %s", refs->slot->label.c_str(), e.what());
-    }
-    return false;
+    return attempt("the update of ", refs->slot->label, false,
+                   [&] { return update(in, hyper, refs); });
 }
 
 } // namespace

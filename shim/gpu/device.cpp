@@ -15,6 +15,7 @@
 
 #include "autograd/consumed.h"
 #include "compat.h"
+#include "error.h"
 #include "gpu/device.h"
 #include "guard.h"
 #include "plan.h"
@@ -41,18 +42,6 @@ uint64_t capture_of(const c10::Stream &stream) {
     if (library != nullptr)
         library->capture(stream.native_handle(), &id);
     return id;
-}
-
-// An exception becomes the error of this thread.
-template <typename Work> bool attempt(const char *what, Work &&work) {
-    try {
-        return work();
-    } catch (const c10::Error &e) {
-        of_set_error("%s failed: %s", what, e.what_without_backtrace());
-    } catch (const std::exception &e) {
-        of_set_error("%s failed: %s", what, e.what());
-    }
-    return false;
 }
 
 bool same_capture(const of_stream &stream) {
@@ -82,7 +71,7 @@ bool succeeded(const CudaLibrary *library, of_cuda_status status) {
 
 bool count(void *, const of_stream *stream, float *const *steps, size_t n,
            const float *found_inf_at) {
-    return attempt("counting steps", [&] {
+    return attempt("counting steps", "", false, [&] {
         const CudaLibrary *library = cuda_library();
         if (library == nullptr || !same_capture(*stream))
             return false;
@@ -94,7 +83,7 @@ bool count(void *, const of_stream *stream, float *const *steps, size_t n,
 
 bool launch(void *, const of_stream *stream, of_cuda_update *update, const of_cuda_entry *entries,
             size_t n) {
-    return attempt("the launch of an update", [&] {
+    return attempt("the launch of an update", "", false, [&] {
         const CudaLibrary *library = cuda_library();
         if (library == nullptr || !same_capture(*stream))
             return false;
@@ -119,7 +108,7 @@ struct Event {
 using OnDevice = c10::DeviceGuard;
 
 bool record(void *, const of_stream *stream, void **event) {
-    return attempt("recording an event", [&] {
+    return attempt("recording an event", "", false, [&] {
         if (!same_capture(*stream))
             return false;
         const OnDevice guard(device_at(stream->device));
@@ -134,7 +123,7 @@ bool record(void *, const of_stream *stream, void **event) {
 }
 
 bool wait(void *, const of_stream *stream, void *event) {
-    return attempt("waiting for an event", [&] {
+    return attempt("waiting for an event", "", false, [&] {
         const OnDevice guard(device_at(stream->device));
         guard_impl().block(static_cast<Event *>(event)->native, stream_of(*stream));
         return true;
@@ -154,7 +143,7 @@ struct Relaxed {
 
 bool is_done(void *, void *event) {
     const Relaxed relaxed;
-    return attempt("asking for an event", [&] {
+    return attempt("asking for an event", "", false, [&] {
         const auto *made = static_cast<Event *>(event);
         const OnDevice guard(device_at(made->device));
         return guard_impl().queryEvent(made->native);
@@ -163,7 +152,7 @@ bool is_done(void *, void *event) {
 
 bool synchronize(void *, void *event) {
     const Relaxed relaxed;
-    return attempt("synchronizing with an event", [&] {
+    return attempt("synchronizing with an event", "", false, [&] {
         const auto *made = static_cast<Event *>(event);
         const OnDevice guard(device_at(made->device));
         guard_impl().synchronizeEvent(made->native);
@@ -173,7 +162,7 @@ bool synchronize(void *, void *event) {
 
 void destroy(void *, void *event) {
     auto *made = static_cast<Event *>(event);
-    attempt("destroying an event", [&] {
+    attempt("destroying an event", "", false, [&] {
         const OnDevice guard(device_at(made->device));
         guard_impl().destroyEvent(made->native, made->device);
         return true;
@@ -249,7 +238,7 @@ int64_t side_stream(int ordinal) {
 }
 
 void record_on_stream(c10::StorageImpl *storage, const of_stream &stream) {
-    attempt("recording memory on a stream", [&] {
+    attempt("recording memory on a stream", "", false, [&] {
         guard_impl().recordDataPtrOnStream(storage->_mutable_data_ptr_no_checks(),
                                            stream_of(stream));
         return true;

@@ -11,6 +11,7 @@
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
 #include "compat.h"
+#include "error.h"
 #include "external/apply.h"
 #include "gpu/device.h"
 #include "gpu/place.h"
@@ -270,15 +271,8 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
 
 of_found collect(void *ctx, void *tensor, of_inputs *in) {
     Slot *slot = static_cast<Slot *>(tensor);
-    try {
-        return look_up(static_cast<Plan *>(ctx), slot, in);
-    } catch (const c10::Error &e) {
-        of_set_error("preparing the update of %s failed: %s", slot->label.c_str(),
-                     e.what_without_backtrace());
-    } catch (const std::exception &e) {
-        of_set_error("preparing the update of %s failed: %s", slot->label.c_str(), e.what());
-    }
-    return OF_FOUND_ERROR;
+    return attempt("preparing the update of ", slot->label, OF_FOUND_ERROR,
+                   [&] { return look_up(static_cast<Plan *>(ctx), slot, in); });
 }
 
 } // namespace optfuse

@@ -26,6 +26,11 @@ namespace {
 
 thread_local bool steps_here = false;
 
+bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// Neither a thread that steps nor one of the engine's.
+bool called_by_stranger() { return !steps_here && !called_by_engine(); }
+
 of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
     const WithoutGil wait;
     const of_accessed accessed = use_memory(impl, stranger);
@@ -92,10 +97,6 @@ of_accessed use_memory(const c10::TensorImpl *impl, bool foreign, decltype(&of_a
 }
 
 void note_stepping_thread() { steps_here = true; }
-
-bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
-
-bool called_by_stranger() { return !steps_here && !called_by_engine(); }
 
 bool may_take_marks_off(const Plan *plan) {
     return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&

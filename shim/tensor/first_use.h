@@ -16,8 +16,6 @@ int register_first_use();
 // a bucket, whose key is the tensor.
 of_accessed use_memory(const c10::TensorImpl *impl, bool foreign,
                        decltype(&of_access) how = of_access);
-bool called_by_engine();
-bool called_by_stranger(); // neither a thread that steps nor one of the engine's
 void note_stepping_thread();
 
 // Whether this is a moment when marks may be taken off other tensors than the one that is used.

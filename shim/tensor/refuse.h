@@ -12,7 +12,6 @@ namespace optfuse {
 
 struct Slot;
 
-int64_t place_of(const c10::TensorImpl *p, of_dtype dtype);
 // Whether there is a kernel for it.
 bool dtype_of(const c10::TensorImpl *impl, of_dtype *out);
 // OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
