@@ -157,7 +157,7 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
         on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
         return become_fused(small, Options(), rule.on_gpus() if on_gpu else rule)
 
-    _stock_trial.make(stock, groups, _stock_trial.Tried(rule, fuse_for_trial))
+    _stock_trial.make(stock, groups, rule, fuse_for_trial)
     if not _stock_trial.verdicts(rule, stock, groups):
         _products.make(rule, groups)
     return True

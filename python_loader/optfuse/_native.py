@@ -40,63 +40,48 @@ class Counts(ctypes.Structure):
     ]
 
 
-Doubles = ctypes.POINTER(ctypes.c_double)
-Sizes = ctypes.POINTER(ctypes.c_size_t)
+_Bool, _Int, _Size, _Text = ctypes.c_bool, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
+_Plan, _Object = ctypes.c_void_p, ctypes.py_object
+_Bools, _Sizes, _Plans = map(ctypes.POINTER, (_Bool, _Size, _Plan))
+_Prototypes = dict[str, tuple[object, list[object]]]
 
-_PROTOTYPES: dict[str, tuple[object, list[object]]] = {
-    "of_error_message": (ctypes.c_char_p, []),
-    "of_any_pending": (ctypes.c_bool, []),
-    "of_flush_all": (ctypes.c_int, []),
-    "of_shim_init": (ctypes.c_int, [ctypes.c_void_p, ctypes.py_object]),
-    "of_shim_rules": (ctypes.c_char_p, []),
-    "of_shim_plan_new": (
-        ctypes.c_int,
-        [
-            ctypes.c_char_p,
-            ctypes.c_int,
-            ctypes.c_char_p,
-            ctypes.c_size_t,
-            ctypes.c_size_t,
-            ctypes.POINTER(ctypes.c_void_p),
-        ],
-    ),
-    "of_shim_plan_free": (None, [ctypes.c_void_p]),
-    "of_shim_clear": (ctypes.c_int, [ctypes.c_void_p]),
-    "of_shim_group": (
-        ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_size_t, Doubles, ctypes.c_size_t],
-    ),
-    "of_shim_step": (ctypes.c_int, [ctypes.c_void_p, Sizes, ctypes.c_size_t, Sizes]),
-    "of_shim_flush": (
-        ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_bool, ctypes.POINTER(ctypes.c_bool)],
-    ),
-    "of_shim_todo": (ctypes.c_int, [ctypes.c_void_p]),
-    "of_shim_is_updated": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]),
-    "of_shim_unconfirmed": (ctypes.c_bool, [ctypes.c_void_p]),
-    "of_shim_update_beside": (None, [ctypes.c_void_p]),
-    "of_shim_add_only": (None, [ctypes.c_void_p, ctypes.c_int]),
-    "of_shim_restart_count": (None, [ctypes.c_void_p]),
-    "of_shim_stop_deferring": (None, [ctypes.c_void_p]),
-    "of_shim_counts": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(Counts)]),
-    "of_shim_isa": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int]),
-    "of_shim_is_profiled": (ctypes.c_bool, []),
-    "of_shim_inputs_are_profiled": (ctypes.c_bool, []),
-    "of_shim_seal_consumed": (None, [ctypes.c_bool]),
+_PROTOTYPES: _Prototypes = {
+    "of_error_message": (_Text, []),
+    "of_any_pending": (_Bool, []),
+    "of_flush_all": (_Int, []),
+    "of_shim_init": (_Int, [ctypes.c_void_p, _Object]),
+    "of_shim_rules": (_Text, []),
+    "of_shim_plan_new": (_Int, [_Text, _Int, _Text, _Size, _Size, _Plans]),
+    "of_shim_plan_free": (None, [_Plan]),
+    "of_shim_clear": (_Int, [_Plan]),
+    "of_shim_group": (_Int, [_Plan, _Size, ctypes.POINTER(ctypes.c_double), _Size]),
+    "of_shim_step": (_Int, [_Plan, _Sizes, _Size, _Sizes]),
+    "of_shim_flush": (_Int, [_Plan, _Bool, _Bools]),
+    "of_shim_todo": (_Int, [_Plan]),
+    "of_shim_is_updated": (_Bool, [_Plan, _Size]),
+    "of_shim_unconfirmed": (_Bool, [_Plan]),
+    "of_shim_update_beside": (None, [_Plan]),
+    "of_shim_add_only": (None, [_Plan, _Int]),
+    "of_shim_restart_count": (None, [_Plan]),
+    "of_shim_stop_deferring": (None, [_Plan]),
+    "of_shim_counts": (_Int, [_Plan, ctypes.POINTER(Counts)]),
+    "of_shim_isa": (_Text, [_Plan, _Int]),
+    "of_shim_is_profiled": (_Bool, []),
+    "of_shim_inputs_are_profiled": (_Bool, []),
+    "of_shim_seal_consumed": (None, [_Bool]),
 }
-_WITH_GIL: dict[str, tuple[object, list[object]]] = {
-    "of_shim_drop_gradients": (None, [ctypes.c_void_p]),
-    "of_shim_same_items": (ctypes.c_bool, [ctypes.py_object] * 2),
-    "of_shim_same_groups": (ctypes.c_bool, [ctypes.py_object] * 4),
-    "of_shim_same_state": (ctypes.c_bool, [ctypes.py_object] * 4),
+_WITH_GIL: _Prototypes = {
+    "of_shim_drop_gradients": (None, [_Plan]),
+    "of_shim_same_items": (_Bool, [_Object] * 2),
+    "of_shim_same_groups": (_Bool, [_Object] * 4),
+    "of_shim_same_state": (_Bool, [_Object] * 4),
 }
 
 
-def _typed(library: ctypes.CDLL, prototypes: dict[str, tuple[object, list[object]]]) -> ctypes.CDLL:
+def _typed(library: ctypes.CDLL, prototypes: _Prototypes) -> ctypes.CDLL:
     for name, (result, arguments) in prototypes.items():
         function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
+        function.restype, function.argtypes = result, arguments
     return library
 
 

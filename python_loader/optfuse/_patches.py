@@ -13,7 +13,7 @@ import functools
 import importlib
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,6 +295,24 @@ def replace(owner: Any, name: str, function: Any, lists: Lists | None = None) ->
     if _is_of_torch(owner) and (id(owner), name) not in _listed(lists or EVERYWHERE):
         raise Error(f"optfuse: {owner.__name__}.{name} is replaced, but _patches.py has no entry")
     setattr(owner, name, function)
+
+
+def after(work: Callable[..., None], function: Any) -> Any:
+    """The function, which calls `work` with its arguments before it does anything."""
+
+    @functools.wraps(function)
+    def work_first(*args: Any, **kwargs: Any) -> Any:
+        work(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return work_first
+
+
+def call_before(owner: Any, name: str, work: Callable[..., None]) -> None:
+    """Puts `work` before a listed function, where this PyTorch has that one."""
+    function = getattr(owner, name, None)
+    if function is not None:
+        replace(owner, name, after(work, function))
 
 
 def _stock(function: Any) -> Any:

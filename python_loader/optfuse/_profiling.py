@@ -10,7 +10,6 @@ work, and consumed gradients give a null pointer."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from optfuse._native import lib
-from optfuse._patches import replace
+from optfuse._patches import call_before
 
 try:  # the monitor notes ranges itself, since 2.13
     from torch.profiler._cupti_monitor import get_monitor
@@ -78,30 +77,17 @@ def addresses_are_noted() -> bool:
     return noted
 
 
-def _call_before(owner: Any, name: str, work: Callable[[Any], None]) -> None:
-    function = getattr(owner, name, None)
-    if function is None:
-        return
-
-    @functools.wraps(function)
-    def work_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        work(self)
-        return function(self, *args, **kwargs)
-
-    replace(owner, name, work_first)
-
-
 def install(flush_all: Callable[[], None]) -> None:
     """Once per process: nothing is pending when a profiler starts that notes addresses."""
 
-    def prepare(_: Any) -> None:
+    def prepare(*_: Any, **__: Any) -> None:
         flush_all()
         _expose(True)
 
-    def prepare_if_noted(profiler: Any) -> None:
+    def prepare_if_noted(profiler: Any, *_: Any, **__: Any) -> None:
         if profiler.record_shapes or profiler.with_stack:
-            prepare(profiler)
+            prepare()
 
-    _call_before(torch.autograd.profiler.profile, "_start_trace", prepare_if_noted)
-    _call_before(torch.autograd.profiler.profile, "toggle_collection_dynamic", prepare_if_noted)
-    _call_before(torch.profiler.ExecutionTraceObserver, "start", prepare)
+    call_before(torch.autograd.profiler.profile, "_start_trace", prepare_if_noted)
+    call_before(torch.autograd.profiler.profile, "toggle_collection_dynamic", prepare_if_noted)
+    call_before(torch.profiler.ExecutionTraceObserver, "start", prepare)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optfuse._native import guard
-from optfuse._patches import replace
+from optfuse._patches import after, call_before, replace
 
 _KEY = "TESTING_ONLY_GenericWrapper"
 _METHODS = {
@@ -26,39 +26,21 @@ _METHODS = {
 }
 
 
-def _launch(tensor: Any, op: str = "access") -> None:
-    if isinstance(tensor, Tensor) and torch._C._dispatch_keys(tensor).has(_key()):
-        getattr(torch.ops.optfuse, op)(tensor)
-
-
 @functools.cache
 def _key() -> Any:
     return torch._C._parse_dispatch_key(_KEY)
 
 
-def _wrap_method(name: str, op: str) -> None:
-    method = getattr(Tensor, name)
+def _launch(op: str) -> Callable[..., None]:
+    """What to do before a function that takes a tensor first."""
 
-    @functools.wraps(method)
-    def launch_first(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if guard("raw"):
-            _launch(self, op)
-        return method(self, *args, **kwargs)
+    def launch(tensor: Any, *_: Any, **__: Any) -> None:
+        if not guard("raw") or not isinstance(tensor, Tensor):
+            return
+        if torch._C._dispatch_keys(tensor).has(_key()):
+            getattr(torch.ops.optfuse, op)(tensor)
 
-    replace(Tensor, name, launch_first)
-
-
-def _wrap_function(owner: Any, name: str, before: Callable[[], None]) -> None:
-    function = getattr(owner, name, None)
-    if function is None:
-        return
-
-    @functools.wraps(function)
-    def launch_first(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return function(*args, **kwargs)
-
-    replace(owner, name, launch_first)
+    return launch
 
 
 def _wrap_to_dlpack() -> None:
@@ -67,31 +49,25 @@ def _wrap_to_dlpack() -> None:
         function = getattr(torch._C, name, None)
         if function is None:
             continue
-        first = _launching_first(function)
+        first = after(_launch("access"), function)
         for owner in (torch._C, torch, torch.utils.dlpack):
             for alias in ("to_dlpack", name):
                 if getattr(owner, alias, None) is function:
                     replace(owner, alias, first)
 
 
-def _launching_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def launch_first(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if guard("raw"):
-            _launch(tensor)
-        return function(tensor, *args, **kwargs)
-
-    return launch_first
-
-
 def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) -> None:
     """Once per process."""
+
+    def flush(*_: Any, **__: Any) -> None:
+        flush_all()
+
     for name, op in _METHODS.items():
-        _wrap_method(name, op)
+        call_before(Tensor, name, _launch(op))
     _wrap_to_dlpack()
 
     # TorchScript's serializer reads the memory of a whole module in C++.
     for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
-        _wrap_function(torch._C.ScriptModule, name, flush_all)
-    _wrap_function(torch._C, "_freeze_module", flush_all)
+        call_before(torch._C.ScriptModule, name, flush)
+    call_before(torch._C, "_freeze_module", flush)
     replace(torch._C, "_swap_tensor_impl", swap_and_tell(torch._C._swap_tensor_impl))

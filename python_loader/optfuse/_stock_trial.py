@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,40 +95,27 @@ def verdicts(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> list[st
     return found
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What has to pass."""
-
-    rule: Rule
-    fuse: Fuse
-
-    @property
-    def name(self) -> str:  # for people
-        return self.rule.updates_by()
-
-
-def make(stock: type[Optimizer], groups: list[Group], tried: Tried) -> None:
-    """The trials of those kinds that had none yet."""
-    for kind, options in kinds(tried.rule, stock, groups):
+def make(stock: type[Optimizer], groups: list[Group], rule: Rule, fuse: Fuse) -> None:
+    """The trials of those kinds that had none yet. fuse: by the rule that has to pass."""
+    for kind, options in kinds(rule, stock, groups):
         if kind in known:
             continue
-        if tried.rule.tried and is_gpu(kind[2]):
+        if rule.tried and is_gpu(kind[2]):
             if other_ways(options):
                 continue
         else:
-            options = {**options, **tried.rule.flags(options)}
-        known[kind] = _try(kind, options, tried) if guard("tried") else ""
+            options = {**options, **rule.flags(options)}
+        known[kind] = _try(kind, options, rule, fuse) if guard("tried") else ""
 
 
-def _try(kind: Kind, options: Group, tried: Tried) -> str:
-    stock, dtype, device, _ = kind
+def _try(kind: Kind, options: Group, rule: Rule, fuse: Fuse) -> str:
     try:
         for varied in _variations(options):
-            difference = _compare(stock, varied, dtype, device, tried)
+            difference = _compare(kind, varied, rule, fuse)
             if difference:
-                return f"in a trial {tried.name} {difference}"
+                return f"in a trial {rule.updates_by()} {difference}"
     except Exception as error:  # whatever it is, the class's own step() needs none of this
-        return f"the trial of {tried.name} failed: {type(error).__name__}: {error}"
+        return f"the trial of {rule.updates_by()} failed: {type(error).__name__}: {error}"
     return ""
 
 
@@ -143,25 +129,25 @@ def _variations(options: Group) -> Iterator[Group]:
     other = {"weight_decay": 0.1, "alpha": 0.3, "rho": 0.3}
     other |= {"lambd": 3.0, "t0": 3.0, "momentum": 0.5}
     other["betas"] = (0.3, 0.6, 0.4)[: len(options.get("betas", ()))]
-    other["decoupled_weight_decay"] = not options.get("decoupled_weight_decay")
+    for name in ("decoupled_weight_decay", "no_prox"):
+        other[name] = not options.get(name)
     yield {**options, **{k: v for k, v in other.items() if k in options}}
 
 
-def _compare(
-    stock: type[Optimizer], options: Group, dtype: torch.dtype, device: torch.device, tried: Tried
-) -> str:
+def _compare(kind: Kind, options: Group, rule: Rule, fuse: Fuse) -> str:
     """What is against what is tried: the first difference from own steps, or that these
     showed nothing."""
+    stock, dtype, device, _ = kind
     random = torch.Generator("cpu").manual_seed(0)
-    shapes = tried.rule.shapes or tuple((n,) for n in SIZES)
-    special = () if tried.rule.shapes else SPECIAL  # one NaN would become all of a matrix
+    shapes = rule.shapes or tuple((n,) for n in SIZES)
+    special = () if rule.shapes else SPECIAL  # one NaN would become all of a matrix
     params = [[_placed(shape, dtype, device) for shape in shapes] for _ in range(2)]
     for theirs, ours in zip(*params, strict=True):
         numbers = _numbers(theirs, random, special)
         for param in (theirs, ours):
             param.detach().copy_(numbers)
     own, fused = (_made(stock, options, some) for some in params)
-    fused = tried.fuse(fused)
+    fused = fuse(fused)
     for step in range(STEPS):
         for theirs, ours in zip(*params, strict=True):
             theirs.grad = _numbers(theirs, random, special)

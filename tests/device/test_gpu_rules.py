@@ -168,6 +168,21 @@ def test_one_bit_of_one_element_is_enough(cls, monkeypatch, small_trials):
     assert isa(optfuse.fuse(cls(parameters(sizes=(9,)), lr=1e-2))) == OWN
 
 
+def test_a_way_that_only_other_options_take_is_tried(monkeypatch, small_trials):
+    """A script may set no_prox of a group at any step."""
+    update = optim.Adan._update
+
+    def with_another_bit(self, group, param, grad, state):
+        update(self, group, param, grad, state)
+        if group["no_prox"]:
+            param.view(torch.int32)[0] ^= 1
+
+    assert isa(optfuse.fuse(optim.Adan(parameters(sizes=(9,)), lr=1e-2))) == KERNELS
+    _stock_trial.known.clear()
+    monkeypatch.setattr(optim.Adan, "_update", with_another_bit)
+    assert isa(optfuse.fuse(optim.Adan(parameters(sizes=(9,)), lr=1e-2))) == OWN
+
+
 def test_a_trial_that_fails_leaves_the_class_its_step(monkeypatch, small_trials):
     def fail(*_):
         raise RuntimeError("no such kernel")
