@@ -8,28 +8,37 @@
 
 #include "cuda_kernels.h"
 
+/* The driver's name of each function, ours, and what it takes; all return a CUresult. */
+#define OF_DRIVER(X)                                                                               \
+    X("cuInit", init, (unsigned flags))                                                            \
+    X("cuDriverGetVersion", driver_version, (int *version))                                        \
+    X("cuGetErrorString", error_string, (CUresult error, const char **text))                       \
+    X("cuDeviceGetAttribute", device_attribute,                                                    \
+      (int *value, CUdevice_attribute attribute, CUdevice device))                                 \
+    X("cuDeviceGet", device_get, (CUdevice *device, int ordinal))                                  \
+    X("cuCtxGetCurrent", context_current, (CUcontext *context))                                    \
+    X("cuCtxSetCurrent", context_set_current, (CUcontext context))                                 \
+    X("cuCtxGetDevice", context_device, (CUdevice *device))                                        \
+    X("cuDevicePrimaryCtxRetain", context_retain, (CUcontext *context, CUdevice device))           \
+    X("cuLibraryLoadData", library_load,                                                           \
+      (CUlibrary *library, const void *code, CUjit_option *options, void **values,                 \
+       unsigned n_options, CUlibraryOption *library_options, void **library_values,                \
+       unsigned n_library_options))                                                                \
+    X("cuLibraryGetKernel", library_kernel,                                                        \
+      (CUkernel *kernel, CUlibrary library, const char *name))                                     \
+    X("cuKernelGetFunction", kernel_function, (CUfunction *function, CUkernel kernel))             \
+    X("cuLaunchKernel", launch,                                                                    \
+      (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,                     \
+       unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \
+       CUstream stream, void **parameters, void **extra))                                          \
+    X("cuStreamGetCaptureInfo_v2", capture_info,                                                   \
+      (CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph,             \
+       const CUgraphNode **dependencies, size_t *n_dependencies))                                  \
+    X("cuThreadExchangeStreamCaptureMode", exchange_capture_mode, (CUstreamCaptureMode *mode))
+
+#define OF_DRIVER_MEMBER(name, member, takes) CUresult(*member) takes;
 typedef struct of_driver {
-    CUresult (*init)(unsigned flags);
-    CUresult (*driver_version)(int *version);
-    CUresult (*error_string)(CUresult error, const char **text);
-    CUresult (*device_attribute)(int *value, CUdevice_attribute attribute, CUdevice device);
-    CUresult (*device_get)(CUdevice *device, int ordinal);
-    CUresult (*context_current)(CUcontext *context);
-    CUresult (*context_set_current)(CUcontext context);
-    CUresult (*context_device)(CUdevice *device);
-    CUresult (*context_retain)(CUcontext *context, CUdevice device);
-    CUresult (*library_load)(CUlibrary *library, const void *code, CUjit_option *options,
-                             void **values, unsigned n_options, CUlibraryOption *library_options,
-                             void **library_values, unsigned n_library_options);
-    CUresult (*library_kernel)(CUkernel *kernel, CUlibrary library, const char *name);
-    CUresult (*kernel_function)(CUfunction *function, CUkernel kernel);
-    CUresult (*launch)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                       CUstream stream, void **parameters, void **extra);
-    CUresult (*capture_info)(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id,
-                             CUgraph *graph, const CUgraphNode **dependencies,
-                             size_t *n_dependencies);
-    CUresult (*exchange_capture_mode)(CUstreamCaptureMode *mode);
+    OF_DRIVER(OF_DRIVER_MEMBER)
 } of_driver;
 
 /* Finds the driver and fills *out; on failure says why in `why`. Tests put

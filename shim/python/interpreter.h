@@ -11,36 +11,43 @@
 extern "C" {
 #endif
 
-struct _object;
+typedef struct _object of_object;
 
-/* Named after what they do; interpreter.c has Python's own names. */
+/* Python's name of each, and here a name for what it does. */
+#define OF_PYTHON(X)                                                                               \
+    X("PyGILState_Ensure", int (*take_gil)(void))                                                  \
+    X("PyGILState_Release", void (*give_gil)(int state))                                           \
+    X("PyGILState_Check", int (*holds_gil)(void))                                                  \
+    X("PyGILState_GetThisThreadState", void *(*this_thread)(void))                                 \
+    X("PyEval_SaveThread", void *(*save_thread)(void))                                             \
+    X("PyEval_RestoreThread", void (*restore_thread)(void *thread))                                \
+    X("PyObject_CallFunction", of_object *(*call)(of_object *callable, const char *format, ...))   \
+    X("PyErr_CheckSignals", int (*run_signal_handlers)(void))                                      \
+    X("Py_IncRef", void (*keep)(of_object *object))                                                \
+    X("Py_DecRef", void (*drop)(of_object *object))                                                \
+    X("PyLong_AsLong", long (*number)(of_object *object))                                          \
+    X("PyObject_Type", of_object *(*type_of)(of_object *object) /* a new reference */)             \
+    X("PyObject_Str", of_object *(*str)(of_object *object))                                        \
+    X("PyObject_GetAttrString", of_object *(*attribute)(of_object *object, const char *name))      \
+    X("PyUnicode_AsUTF8AndSize", const char *(*utf8)(of_object *text, ssize_t *length))            \
+    X("PyErr_Fetch", void (*fetch)(of_object **type, of_object **value, of_object **trace))        \
+    X("PyErr_Restore", void (*restore)(of_object *type, of_object *value, of_object *trace))       \
+    X("PyErr_NormalizeException",                                                                  \
+      void (*normalize)(of_object **type, of_object **value, of_object **trace))                   \
+    X("PyErr_Clear", void (*clear)(void))                                                          \
+    X("PyErr_GivenExceptionMatches", int (*matches)(of_object *type, of_object *other))            \
+    X("PyDict_Next",                                                                               \
+      int (*dict_next)(of_object *dict, ssize_t *position, of_object **key, of_object **value))    \
+    X("PyList_Size", ssize_t (*list_size)(of_object *list))                                        \
+    X("PyList_GetItem", of_object *(*list_item)(of_object *list, ssize_t i) /* borrowed */)        \
+    X("PyExc_Exception", of_object **exception)                                                    \
+    X("PyExc_KeyboardInterrupt", of_object **interrupt)                                            \
+    X("PyDict_Type", of_object *dict_type)                                                         \
+    X("_Py_NoneStruct", of_object *none)
+
+#define OF_PYTHON_MEMBER(name, member) member;
 typedef struct of_python {
-    int (*take_gil)(void);
-    void (*give_gil)(int state);
-    int (*holds_gil)(void);
-    void *(*this_thread)(void);
-    void *(*save_thread)(void);
-    void (*restore_thread)(void *thread);
-    struct _object *(*call)(struct _object *callable, const char *format, ...);
-    int (*run_signal_handlers)(void);
-    void (*keep)(struct _object *object);
-    void (*drop)(struct _object *object);
-    long (*number)(struct _object *object);
-    struct _object *(*type_of)(struct _object *object); /* a new reference */
-    struct _object *(*str)(struct _object *object);
-    struct _object *(*attribute)(struct _object *object, const char *name);
-    const char *(*utf8)(struct _object *text, ssize_t *length);
-    void (*fetch)(struct _object **type, struct _object **value, struct _object **trace);
-    void (*restore)(struct _object *type, struct _object *value, struct _object *trace);
-    void (*normalize)(struct _object **type, struct _object **value, struct _object **trace);
-    void (*clear)(void);
-    int (*matches)(struct _object *type, struct _object *other);
-    int (*dict_next)(struct _object *dict, ssize_t *position, struct _object **key,
-                     struct _object **value);
-    ssize_t (*list_size)(struct _object *list);
-    struct _object *(*list_item)(struct _object *list, ssize_t i); /* borrowed */
-    struct _object **exception, **interrupt;
-    struct _object *dict_type, *none;
+    OF_PYTHON(OF_PYTHON_MEMBER)
 } of_python;
 
 extern of_python of_interpreter; /* all zero before of_python_find() */
