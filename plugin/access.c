@@ -20,7 +20,7 @@ static bool note_thread(of_plan *plan, bool foreign) {
     return true;
 }
 
-/* A graph must not depend on an update that is made once and outside of it. */
+/* A CUDA graph must not depend on an update that runs once, outside of the graph. */
 static bool may_use(const of_update *update, const of_stream *user) {
     if (user->capture == update->in.stream.capture || !OF_GUARD(capture))
         return true;
@@ -30,7 +30,7 @@ static bool may_use(const of_update *update, const of_stream *user) {
     return false;
 }
 
-/* An event that is recorded in a capture can't be asked for. */
+/* CUDA can't query an event that was recorded in a capture. */
 static bool can_reap(const of_update *update, const of_stream *user) {
     return user->capture != update->in.stream.capture || user->capture == 0;
 }

@@ -26,8 +26,8 @@ static of_status claim(of_plan *plan, size_t slot) {
     return OF_OK;
 }
 
-/* On a side stream: pending at least until its launch, so that others wait for
- * it. What must not be pending goes where it is ready. */
+/* An update on a side stream is pending until its launch, so that other streams wait for it.
+ * An update that must not be pending runs on the stream where its inputs are ready. */
 static bool create_aside(of_plan *plan, of_update *update, of_list *done) {
     of_list batch = {0};
     const size_t enough = plan->bucket_bytes[update->in.device];
@@ -44,8 +44,8 @@ static bool create_aside(of_plan *plan, of_update *update, of_list *done) {
     return true;
 }
 
-/* On a device. The update that fills the bucket is launched with it and never deferred.
- * One that would fill a bucket by itself doesn't wait for the open one. */
+/* On a device. The update that fills the bucket is launched with the bucket and never deferred.
+ * An update that fills a bucket by itself doesn't wait for the open one. */
 static void create_in_bucket(of_plan *plan, of_update *update, of_list *done) {
     of_list batch = {0};
     of_list *open = &plan->pending[OF_UPDATES];
@@ -103,9 +103,9 @@ static of_status claim_all(of_plan *plan, const of_list *created, of_named *fail
     return status;
 }
 
-/* What is exclusive has to be released before the next one is committed, and in backward
- * nothing may be released with layout written: gradients die then, and with them whatever
- * hangs on them. */
+/* An exclusive update has to be released before the next update is committed, and in backward
+ * no update may be released with layout written: its gradient dies then, and with the gradient
+ * whatever hangs on it. */
 static void set_apart(of_list *created, of_list *exclusive, of_named *apart) {
     for (of_update *u = created->first, *next; u; u = next) {
         next = u->next;
@@ -124,8 +124,7 @@ static of_status check_slots(const of_plan *plan, const of_batch *batch) {
     return status;
 }
 
-/* named: those that lack state, the one that failed, or those that are left to calls of
- * their own. */
+/* *named: slots that lack state, the slot that failed, or slots that need calls of their own. */
 static of_status update_together(of_plan *plan, const of_batch *batch, of_named *named) {
     of_list created = {0};
     of_list exclusive = {0};
@@ -181,7 +180,7 @@ of_status of_update_slot(of_plan *plan, size_t slot, size_t *at) {
     return of_update_batch(plan, &(of_batch){slots, 1, 1}, at);
 }
 
-/* The updates made in backward belong to this step. */
+/* The updates that backward made belong to this step(). */
 void of_confirm(of_plan *plan) {
     for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++)
         plan->slots[i].updated = false;

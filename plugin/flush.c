@@ -4,7 +4,8 @@
  * by them when it is made. */
 #include "internal.h"
 
-/* What is pending goes first: nothing else is launched or waited for then. */
+/* Launches pending updates, then scalings. The current streams wait for the launches or, with
+ * `wait`, this thread does. */
 static of_status finish(of_plan *plan, bool scalings, bool wait) {
     of_list done = {0};
     if (scalings)
@@ -16,7 +17,7 @@ static of_status finish(of_plan *plan, bool scalings, bool wait) {
     of_status status = of_plan_health(plan);
     if (wait ? !of_queues_drain(plan) : status == OF_OK && !of_queues_join(plan))
         status = OF_REFUSED;
-    if (scalings && !wait) /* for whoever waits for the device himself */
+    if (scalings && !wait) /* a user may synchronize the device: then the updates are done */
         of_queues_fence(plan);
     pthread_mutex_unlock(&plan->lock);
     of_updates_release(plan, &done);
@@ -35,8 +36,8 @@ of_status of_plan_drain(of_plan *plan) {
     return finish(plan, true, true);
 }
 
-/* Whoever uses the parameters later is ordered after this point of the caller's
- * streams, as it would have to be after a step() that comes later still. */
+/* Later uses of the parameters are ordered after this point of the caller's streams: a user
+ * has to order them after step(), which comes later still. */
 of_status of_plan_close(of_plan *plan) {
     if (plan->mode != OF_BACKWARD)
         return OF_OK;

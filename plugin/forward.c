@@ -3,8 +3,8 @@
  * pending, for its first use (access.c). In backward fusion it updates what no pass has. */
 #include "internal.h"
 
-/* What is still pending goes first, and its references with it: they
- * would make this step's memory look shared. */
+/* Pending updates are launched first: their references would make this step's memory look
+ * shared. */
 static of_status begin(of_plan *plan) {
     of_status status = OF_GUARD(rearm) ? of_plan_launch(plan) : OF_OK;
     pthread_mutex_lock(&plan->lock);

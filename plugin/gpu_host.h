@@ -2,12 +2,11 @@
 /* gpu_host.h: what the core asks of a host whose parameters may be on a
  * device that works on its own, in streams.
  *
- * An update belongs to the stream that is current when it is created, its home
- * stream, and is launched there, however late. Other streams learn nothing of
- * that from the user's own synchronisation, which may have been done before the
- * launch. So an update that was left pending stays known after its launch, in
- * flight, until the device is known to have done it: a stream that uses its
- * memory meanwhile is made to wait for the home stream.
+ * An update belongs to the stream that is current when it is created, its home stream, and is
+ * launched there, however late. The user's own synchronisation may have come before the launch,
+ * and does not order other streams after it. So an update that was left pending stays in the
+ * registry after its launch, in flight, until the device is known to have done it: a stream
+ * that uses its memory meanwhile is made to wait for the home stream.
  */
 #ifndef OPTFUSE_GPU_HOST_H
 #define OPTFUSE_GPU_HOST_H
@@ -55,10 +54,9 @@ typedef struct of_gpu_host {
     /* Blocks the calling thread until it is. */
     bool (*synchronize)(void *ctx, void *event);
     void (*destroy)(void *ctx, void *event);
-    /* optional: at a use of the plan's memory a device was found to have done the last
-     * update of this slot. `key` is what stood for the parameter's memory, and nothing is
-     * known by it any more: what defer() has made of its accesses can go. On whatever
-     * thread. */
+    /* optional: a use of the plan's memory has found that a device has done the last update of
+     * this slot. The registry has no update of `key`, the parameter's memory, any more: the
+     * host can take back what defer() did. On any thread. */
     void (*finished)(void *ctx, void *tensor, const void *key);
 } of_gpu_host;
 

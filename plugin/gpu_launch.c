@@ -54,9 +54,9 @@ static size_t take_steps(const of_update *first, const of_list *list, float **st
     return n;
 }
 
-/* With the steps of a call those of the updates that come later: one launch a step counts
- * them all, and not one a bucket. Nobody sees the counter of a pending update before that
- * is launched. */
+/* Counts the steps of a call and those of later updates, so that one launch counts all
+ * updates of a step(), not one launch for each bucket. A pending update launches before anyone
+ * reads its counter. */
 static bool count_steps(of_plan *plan, const of_list *call, const of_list *later) {
     float *steps[CALL_ENTRIES];
     const of_update *first = call->first;

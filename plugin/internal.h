@@ -12,8 +12,8 @@
  *                  set_group and clear, read by a scaling. The one lock that is held while
  *                  the host's prefetch(), collect() and commit() run.
  *   plans list     which plans exist
- *   plan->lock     everything about updates and passes; held by a launch. Nobody holds
- *                  two, except around a fork.
+ *   plan->lock     everything about updates and passes; held by a launch. A thread holds
+ *                  at most one, except around a fork.
  *   registry lock  the tables of keys; a leaf
  *
  * clang's thread-safety annotations are not used: in C, guarded_by() cannot name a member of
@@ -51,11 +51,11 @@ typedef struct of_kind {
     int index;
     bool is_update;       /* counted, and made by the plan's rule */
     const char *gpu_rule; /* NULL: the plan's */
-    /* With plan->lock held: before a launch (NULL: nothing to do), */
+    /* What comes before a launch, with plan->lock held; or NULL. */
     void (*prepare)(of_plan *plan, of_update *update);
-    /* on the CPU, elements [begin, end), on any thread, */
+    /* Runs elements [begin, end) on the CPU, on any thread. */
     void (*run)(const of_update *update, size_t begin, size_t end, bool past_caches);
-    /* and at a use of the memory: launches it, and what goes with it. */
+    /* Its memory is used: launches the update and its neighbours, with plan->lock held. */
     void (*use)(of_plan *plan, of_update *update, of_list *done);
 } of_kind;
 

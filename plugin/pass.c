@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pass.c: backward passes. Whoever completes gradients says in which pass; here is decided
- * which passes only add to the gradients, which gradients wait for each other, and when those
- * of a pass go together.
+/* pass.c: backward passes. Whoever completes gradients says in which pass. This file decides
+ * which passes only add to the gradients, which gradients wait for each other, and when the
+ * gradients of a pass are used together.
  *
  * A small gradient on the CPU waits before its update is created, so that everything is as
  * before step() in stock until then. A pass takes its own gradients only: what another
@@ -102,10 +102,10 @@ static void remove_from(of_pass *pass, size_t slot) {
     pass->plan->slots[slot].waits_in = NULL;
 }
 
-/* Whether a gradient whose pass has updates is left to its update at once. Else it waits, or is
- * left to step(); *batch: what goes now, since it need not wait any more. What is large takes
- * those along that wait: their gradients, made beside its own, would lie in the way when the
- * next one of its size needs memory, and keep it from that which is still in the cache. */
+/* Whether this gradient's update runs now and by itself. Else the gradient waits, or is left to
+ * step(); *batch: the gradients whose updates run now, together. A large gradient takes those
+ * along that wait: their memory lies beside its own, and would keep the next large gradient
+ * from memory that is still in the cache. */
 static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
     of_plan *plan = pass->plan;
     of_slot *slot = &plan->slots[number];
@@ -129,8 +129,8 @@ static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
     return false;
 }
 
-/* Between the pass that updated a parameter and step() the gradient would be left for a later
- * step, where stock applies it with this one. */
+/* A gradient that is only added to after its parameter's update would be used by the step()
+ * after the next one; stock uses it in the next. */
 static of_status check_ready(const of_pass *pass, size_t slot) {
     const of_plan *plan = pass->plan;
     const of_status status = of_check_slot(plan, slot);
@@ -151,7 +151,7 @@ static of_status check_begin(const of_plan *plan, of_token token) {
     return OF_OK;
 }
 
-/* Every thread that finds the pass before the host has agreed asks it. */
+/* Every thread that gets the pass before the host has agreed asks the host. */
 static bool begins(of_pass *pass, bool *first) {
     of_plan *plan = pass->plan;
     if (!pass->is_marked && !plan->host.backward->begin(plan->host.ctx, pass->only_adds))
@@ -234,7 +234,7 @@ of_status of_pass_ready(of_pass *pass, size_t slot, size_t *slot_at) {
         status = of_update_slot(plan, slot, slot_at);
     else if (batch.n)
         status = run(plan, &batch, slot_at);
-    if (by_itself && over && status == OF_OK) /* no end comes that would */
+    if (by_itself && over && status == OF_OK) /* of_pass_end() has been */
         status = of_plan_close(plan);
     return status;
 }

@@ -107,7 +107,7 @@ static void choose(of_plan *plan, const of_plan_options *options) {
     plan->reference = options->reference;
     plan->isa = options->isa;
     plan->passes_a_step = options->passes;
-    /* What all threads would work on by itself has no reason to wait, unless the user says so. */
+    /* An update that is large enough for all threads waits only if the user says so. */
     plan->large = options->bucket_bytes[OF_CPU] ? INT64_MAX : OF_SERIAL_ELEMENTS;
     plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
     for (int device = OF_CPU; device <= OF_CUDA; device++)
@@ -226,7 +226,7 @@ of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, si
     return status;
 }
 
-/* Whoever has the lock only may look at slots, too. */
+/* Threads that hold plan->lock alone read slots, too. */
 static bool make_room(of_plan *plan) {
     size_t capacity = plan->slots_capacity ? plan->slots_capacity * 2 : 16;
     pthread_mutex_lock(&plan->lock);

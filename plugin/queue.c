@@ -24,7 +24,7 @@ static of_queue *queue_of(of_plan *plan, const of_stream *stream) {
     return &queues[plan->n_queues++];
 }
 
-/* Until the device has done all that is on the stream; false: it may still be at it. */
+/* Waits until the device has done all that is on the stream. False: it may still be working. */
 static bool wait_for(of_plan *plan, const of_stream *stream) {
     const of_gpu_host *gpu = plan->host.gpu;
     void *event = NULL;
@@ -35,7 +35,7 @@ static bool wait_for(of_plan *plan, const of_stream *stream) {
     return waited;
 }
 
-/* Without memory the device's work is waited for instead. */
+/* If there is no memory for the queue, waits for the device instead. */
 bool of_queue_add(of_plan *plan, of_update *update) {
     of_queue *queue = queue_of(plan, &update->in.stream);
     if (!queue) {
@@ -64,8 +64,8 @@ bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *af
            gpu->wait(plan->host.ctx, after, queue->event);
 }
 
-/* A graph can't wait for work outside of it: that ends the capture. What uses
- * such memory inside the capture is refused at its access. */
+/* A graph that waits for work outside of it ends its capture. of_access() refuses uses of such
+ * memory inside the capture. */
 static bool is_out_of_reach(const of_stream *home, const of_stream *user) {
     return user->capture != 0 && user->capture != home->capture && OF_GUARD(capture);
 }
@@ -82,7 +82,7 @@ bool of_queues_join(of_plan *plan) {
     return true;
 }
 
-/* Where a later update has the key, it is that one's. */
+/* If a later update has the key, the host's mark belongs to that update. */
 static void tell_finished(of_plan *plan, const of_update *update) {
     const void *key = update->in.keys[0];
     if (plan->host.gpu->finished && update->kind->is_update && !of_registry_has(key))
@@ -105,14 +105,14 @@ static void forget(of_plan *plan, of_queue *queue, size_t n, bool tell) {
         queue->last = NULL;
 }
 
-/* A fence that is out stays where it is, or it might never be reached. */
+/* A fence that is out is not recorded again, or the device might never reach it. */
 static void fence(of_plan *plan, of_queue *queue) {
     if (queue->count && plan->host.gpu->record(plan->host.ctx, &queue->stream, &queue->fence))
         queue->fenced = queue->count, queue->uses = 0;
 }
 
-/* To ask costs the host as much as a use does of what is in flight, and while a device has
- * much to do each weight is used several times. */
+/* To query an event costs the host as much as a use of memory in flight, and each weight is
+ * used several times while a device is busy. */
 static bool is_passed(const of_plan *plan, of_queue *queue, bool at_use) {
     enum { USES_A_LOOK = 8 };
     if (at_use && queue->uses++ % USES_A_LOOK != 0)

@@ -17,7 +17,7 @@
 
 #include "internal.h"
 
-/* A gradient that is gone is not multiplied any more. */
+/* A gradient that no longer exists is not multiplied. */
 static void prepare(of_plan *plan, of_update *scaling) {
     if (!scaling->deferred || plan->host.scaling->keep(plan->host.ctx, scaling->in.references))
         return;
@@ -31,14 +31,14 @@ static void multiply(const of_update *scaling, size_t begin, size_t end, bool pa
     scaling->scale(gradient, gradient, end - begin, scaling->factors);
 }
 
-/* Whether nothing that reads the gradient has to come before. Who was given the factor
- * may not even be registered yet. */
+/* Whether no update has to read the gradient first. An update that was given the factor may
+ * not even be registered yet. */
 static bool has_no_reader(const of_update *u) {
     return !u->reader || of_registry_is_in_flight(u->in.keys[0], u->reader);
 }
 
-/* On a device, where a launch is dear, whoever looks at one gradient has the others of
- * its stream multiplied too: as stock does at once, and likely to be looked at next. */
+/* On a device a launch is expensive. So the first look at one gradient multiplies the others of
+ * its stream, too: they are likely to be looked at next, and stock multiplies all at once. */
 static void launch_with_others(of_plan *plan, of_update *first, of_list *done) {
     of_list bucket = {0};
     if (first->in.device == OF_CPU) {
@@ -186,7 +186,7 @@ static of_status scale_slot(of_plan *plan, size_t slot, double factor, float nor
         of_list_append(done, update);
         return OF_OK;
     }
-    /* It has all factors it can take. */
+    /* The scaling that is pending has no room for the factor, or there is none. */
     if (of_multiply_at(update->in.keys[0], false) == OF_ACCESS_FAILED) {
         of_list_append(done, update);
         return OF_REFUSED;

@@ -57,7 +57,7 @@ void of_pool_free(of_plan *plan) {
     free_chain(atomic_load_explicit(&plan->returned, memory_order_acquire));
 }
 
-/* A single holder stays the only one meanwhile. */
+/* Where there is one holder, no second one can come. */
 void of_update_drop(of_update *update) {
     if (atomic_load_explicit(&update->holders, memory_order_acquire) == 1 ||
         atomic_fetch_sub_explicit(&update->holders, 1, memory_order_acq_rel) == 1)
