@@ -39,9 +39,9 @@ typedef enum of_shim_event {
     OF_SHIM_REDUCED,  /* a backward pass is about to end: wait for the gradients that are still
                          being reduced between processes, and say so of each slot */
     OF_SHIM_APPLY     /* rules without kernels: run the optimizer's own step() on this slot's
-                         parameter, whose gradient is in .grad. Under the plan's lock: those
-                         of these functions that step(), state_dict() and the like begin with
-                         refuse to run on this thread for this plan */
+                         parameter, whose gradient is in .grad. This thread has the plan's lock
+                         meanwhile: of_shim_step(), of_shim_flush() and others that need the
+                         lock refuse to run here for this plan */
 } of_shim_event;
 
 /* Once per process: registers the first-use fallback and the fork handlers.
@@ -116,8 +116,8 @@ OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);
 OF_API bool of_shim_is_profiled(void);
 /* Whether one of them looks at the tensors that functions get. */
 OF_API bool of_shim_inputs_are_profiled(void);
-/* Whether C++ code that asks for the address of a gradient that backward fusion has used gets
- * an error, as it does at first, or a null pointer. */
+/* Whether C++ code that asks for the address of a consumed gradient gets an error, which is the
+ * default, or a null pointer. */
 OF_API void of_shim_seal_consumed(bool sealed);
 
 #ifdef __cplusplus

@@ -34,7 +34,8 @@ bool is_reduced_later(c10::TensorImpl *param) {
 
 namespace {
 
-// slot: which one the core names, or OF_NO_SLOT: then Python may have raised.
+// Throws the core's error. slot: the one that the core names; or OF_NO_SLOT, and Python may
+// have raised.
 void check(const Plan *plan, size_t slot, of_status status) {
     if (status == OF_OK || is_closed(plan))
         return;
@@ -74,9 +75,9 @@ bool make_state(void *ctx, size_t slot) {
     return ask_python(static_cast<Plan *>(ctx), OF_SHIM_STATE, slot) != 0;
 }
 
-// The gradient itself, as a variable of the user's, or its memory, as the buffer that it is a
-// part of. Autograd's own references are gone when the hook is called. Sparse ones, which are
-// refused, have no memory here.
+// Whether others hold the gradient, as a variable of the user's does, or its memory, as a buffer
+// does that the gradient is a part of. Autograd's own references are gone when the hook is
+// called. Sparse gradients, which are refused, have no memory here.
 bool is_gradient_shared(const Slot *slot, const at::Tensor &grad) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (slot->gradient_is_known)
@@ -87,7 +88,7 @@ bool is_gradient_shared(const Slot *slot, const at::Tensor &grad) {
     return memory != nullptr && OF_GUARD(buffer) && !is_private(memory, 0);
 }
 
-// One backward pass. When its graph task goes, it has ended or failed.
+// One backward pass. Autograd's graph task owns it: the pass has ended or failed when it dies.
 class EndOfPass {
   public:
     EndOfPass(std::shared_ptr<Plan> of, of_pass *begun) : plan(std::move(of)), pass(begun) {
@@ -141,10 +142,9 @@ struct Release {
 
 const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure, make_state};
 
-// The parameter's memory (to another parameter, a graph that is kept, an alias of
-// the user's) or its gradient is known to others.
-// That is left to step(): then others see it change when, and parameters that overlap in
-// the order in which, stock changes it.
+// Others may see the parameter's memory (another parameter, a graph that is kept, an alias of
+// the user's) or the gradient. Such an update is left to step(), so that others see the weight
+// change when stock changes it, and parameters that overlap change in stock's order.
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
     if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
         of_set_error("the gradient of %s is changed after it is complete (DistributedDataParallel "

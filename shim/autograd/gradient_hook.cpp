@@ -41,7 +41,8 @@ Others &hooks_of(const at::Tensor &param) {
     return torch::autograd::impl::materialize_autograd_meta(param)->post_acc_grad_hooks_;
 }
 
-// By its type itself: asked of every parameter at every step, and a final class has no others.
+// Every step asks this of every parameter, so the types themselves are compared: a final class
+// has no subclasses.
 GradientHook *as_ours(const Others &hook) {
     return hook && typeid(*hook) == typeid(GradientHook) ? static_cast<GradientHook *>(hook.get())
                                                          : nullptr;
@@ -52,7 +53,7 @@ GradientHook *find(const Plan *plan, const at::Tensor &param) {
     return hook != nullptr && (plan == nullptr || hook->plan.get() == plan) ? hook : nullptr;
 }
 
-// Without the hooks of optimizers that are no more, which would pile up.
+// Drops the hooks of optimizers that no longer exist, which would pile up.
 Others living(Others hooks) {
     for (auto *hook = as_ours(hooks); hook && is_closed(hook->plan.get()); hook = as_ours(hooks))
         hooks = Others(std::move(hook->others));

@@ -34,8 +34,8 @@ bool can_read(const at::Tensor &grad) {
            g->is_contiguous() && g->numel() != 0 && g->numel() < (int64_t{1} << 31);
 }
 
-// With room for one more factor after those that are pending: *known is the norm
-// if a pass has found it already.
+// The gradient with its pending factors. *known: the norm, if an earlier pass has found it; else
+// NaN.
 of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     of_norm item = {};

@@ -33,8 +33,8 @@ bool can_scale(const at::Tensor &grad, of_dtype *dtype) {
            !g->is_inference() && g->numel() != 0;
 }
 
-// Where others see the memory, PyTorch's operator takes many gradients at once.
-// While a CUDA graph is captured, every gradient is multiplied at once.
+// Gradients whose memory others see are left to PyTorch's operator, which takes many at once;
+// so is every gradient while a CUDA graph is captured.
 bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
     Plan *plan = slot->plan;
     return is_gpu(g->device()) && !plan->rule->external && plan->mode == OF_FORWARD &&
@@ -91,7 +91,7 @@ void share_factor(void *, void *to, const void *from) {
         static_cast<const References *>(from)->scalars[FACTOR];
 }
 
-// From here to its end the gradient may be freed at any time.
+// From here on the references hold the gradient's memory weakly.
 bool defer_scaling(void *, void *opaque) {
     auto *refs = static_cast<References *>(opaque);
     c10::StorageImpl *storage = refs->storages[0].get();

@@ -75,7 +75,7 @@ class WithoutModes {
     const Modes modes = Modes::get_state();
 };
 
-// The gradient of the update in .grad, if it is no longer there.
+// Puts the update's gradient into .grad as long as it lives, if .grad is another one by now.
 class GradientInPlace {
   public:
     GradientInPlace(const at::Tensor &param, const at::Tensor &gradient)
@@ -96,7 +96,7 @@ class GradientInPlace {
     at::Tensor before;
 };
 
-// Autograd may have saved the parameter since step(), and must find the version of then.
+// Autograd may have saved the parameter since step(), and must find the version that it saved.
 class KeepVersion {
   public:
     explicit KeepVersion(const c10::TensorImpl *impl)
@@ -199,7 +199,7 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
                      References *refs) {
     for (const at::Tensor &state : slot->own)
         launch_others(state.unsafeGetTensorImpl());
-    // Other classes may put new tensors there, and do or fail inside step().
+    // Other classes may put new tensors into the state: they run, or fail, inside step().
     const bool frozen = has_frozen_state(slot);
     if (frozen && slot->plan->native != nullptr)
         return refuse_frozen(slot, "the optimizer state of ");

@@ -170,7 +170,7 @@ void destroy(void *, void *event) {
     delete made;
 }
 
-// Once for all: at its next use each would cost a look-up.
+// Takes the mark off now: else the parameter's next use would cost a look-up.
 void finished(void *ctx, void *tensor, const void *key) {
     c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
     if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && !is_consumed(param) &&

@@ -17,9 +17,9 @@ struct Polynomial {
 // The update's direction, in bfloat16 and lying: with at least as many columns as rows.
 at::Tensor iterated(at::Tensor x, const Polynomial &p, double times);
 
-// The trial: does cuBLAS multiply a matrix like x, on its GPU, as the operators do? If so,
-// from then on iterated() lets it, for such matrices and these numbers. Each kind is tried
-// once in a process. Waits for the device. The answer is that of why_operators().
+// Tries whether cuBLAS multiplies a matrix like x, on its GPU, as the operators do. If so,
+// iterated() uses cuBLAS from then on for such matrices and these numbers. Each kind is tried
+// once in a process. Waits for the device. Returns what why_operators() does.
 std::string try_products(const at::Tensor &x, const Polynomial &p);
 
 // Why the operators multiply such matrices; empty if cuBLAS does. by_rows: it is contiguous.

@@ -24,11 +24,11 @@ at::Tensor by_operators(const Product &p);
 at::Tensor by_cublas(const Product &p);
 int64_t products_by_cublas(); // so far, in this process
 
-// Why PyTorch's operators would now multiply in another way than by_cublas(), or not at
-// all, as far as its settings tell; empty if they would not.
+// Which of PyTorch's settings makes its operators multiply in another way than by_cublas();
+// empty if none does.
 std::string other_settings();
 
-// The error of this thread, which is no longer one.
+// The error of this thread, which is cleared.
 std::string taken_error();
 
 } // namespace optfuse

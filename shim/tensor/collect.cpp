@@ -157,9 +157,8 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
     return check_step(slot, p);
 }
 
-// Whether the update applies what clipping has left pending on its gradient.
-// Operators don't; and a kernel that writes the gradient, divided, must find there
-// what it reads.
+// Whether the update applies the factors that clipping has left pending on its gradient.
+// PyTorch's operators don't. Neither does a kernel that divides the gradient and writes it back.
 bool applies_factor(const Plan *plan, const c10::TensorImpl *p, const c10::TensorImpl *g) {
     if (plan->rule->external)
         return false;

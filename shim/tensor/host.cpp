@@ -21,7 +21,8 @@
 #include "tensor/roots.h"
 
 namespace optfuse {
-// An owner that frees its memory knows nothing of a launch that came late.
+// Tells the allocator that a stream uses the memory: the memory's owner does not know of a launch
+// that comes late.
 void record_all(References *refs) {
     for (size_t i = 0; i < refs->n; i++)
         if (refs->storages[i]) // else a gradient that nobody has any more
@@ -126,7 +127,7 @@ bool defer(void *, void *opaque) {
     return true;
 }
 
-// zero_grad() has let go of it, and nobody else has it.
+// Whether zero_grad() has let go of the consumed gradient, and nobody else holds it.
 bool can_reuse_consumed(const at::Tensor &consumed, const at::Tensor &param) {
     return consumed.defined() &&
            consumed.use_count() == 1 + idle_references(*consumed.unsafeGetTensorImpl()) &&

@@ -17,8 +17,8 @@ void fill_reference(of_plan_options *options);
 
 // collect.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);
-// Another optimizer's update of the same memory must be done before it is
-// judged and used. Nothing is pending behind most marks.
+// Launches another optimizer's update of the same memory, before the memory is judged and used.
+// Behind most marks no update is pending.
 void launch_others(const c10::TensorImpl *impl, decltype(&of_access) launch = of_access);
 
 // prefetch.cpp
