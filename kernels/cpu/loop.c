@@ -133,8 +133,8 @@ OF_RULE_FN void update_in_place(const of_constants *k, unsigned variant, of_form
     update_reals(k, variant, form, by, n, arrays->param, arrays->grad, arrays->state);
 }
 
-/* A compiler that vectorizes a loop has no such stores to offer: a block, which stays in
- * registers, is updated at a time. */
+/* Compilers have no such stores for a loop that they vectorize. So one block at a time is
+ * updated, which stays in registers, and then stored. */
 OF_RULE_FN void update_past_caches(const of_constants *k, unsigned variant, of_form form,
                                    of_factors by, const of_arrays *arrays, size_t n) {
     of_arrays rest = *arrays;

@@ -42,7 +42,7 @@ OF_STORE_FN void of_store_past_caches(void *to, const void *from, size_t bytes) 
 #endif
 }
 
-/* Whoever is told of them from now on sees those stores. */
+/* A thread that is told of these stores after this sees them. */
 OF_STORE_FN void of_end_stores_past_caches(void) {
 #if defined(__SSE2__)
     _mm_sfence();

@@ -20,7 +20,7 @@ OF_DEVICE_FN of_factor of_factor_of(const of_cuda_common &common) {
     return factor;
 }
 
-// As a pass over memory would have left it.
+// Rounds each product as a store to memory would.
 template <int N> OF_DEVICE_FN void of_multiply(of_pack<N> *grad, const of_factor &factor) {
     if (factor.given)
 #pragma unroll

@@ -44,8 +44,8 @@ typedef struct of_cuda_entry {
     size_t n;             /* elements; 0 is allowed */
     const float *step_at; /* number of this update, on the device; or NULL: */
     double step;          /* the number itself, >= 1. (Prepared scalars have it in them.) */
-    /* Device: of rules that keep the tensor's other numbers there (of_rule.counts_on_gpu).
-     * The update reads them, then they become those of the next; step_at says which. */
+    /* Device: numbers beside the step, of rules that have of_rule.counts_on_gpu. The update
+     * reads the numbers, then writes those of the next update, which follow from *step_at. */
     float *numbers_at[OF_MAX_COUNTERS];
 } of_cuda_entry;
 

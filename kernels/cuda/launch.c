@@ -7,7 +7,7 @@
 
 enum { SMALL, LARGE };
 
-/* For each multiprocessor at least: as many as it needs at once to keep its memory busy. */
+/* A multiprocessor needs so many blocks at once to keep its memory busy. */
 enum { BLOCKS_EACH = 4, VECTOR_BYTES = 16 };
 
 /* One call of of_cuda_launch. */
@@ -22,8 +22,8 @@ typedef struct call {
     of_cuda_large_table table; /* a small one begins with the same fields */
 } call;
 
-/* Of a launch: with the least chunk there is its blocks are still as many as one can have,
- * with room for those that are not full. */
+/* Elements of one launch. Even of the smallest chunks a grid can have enough blocks for them,
+ * and for blocks that are not full. */
 static const uint64_t MOST_ELEMENTS = (uint64_t)OF_CUDA_CHUNK_UNIT << 30;
 
 int of_cuda_abi_version(void) {
@@ -85,8 +85,8 @@ static uint64_t share_blocks(call *c) {
     return blocks;
 }
 
-/* What the kernel is launched with must not change until then: the driver
- * copies the arguments before it returns. */
+/* Launches the kernel on the table and empties the table: the driver has copied the arguments
+ * when launch() returns. */
 static of_cuda_status flush(call *c) {
     of_cuda_common *common = &c->table.common;
     if (common->entries == 0)

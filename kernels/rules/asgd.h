@@ -13,7 +13,7 @@
 #define ASGD_COUNTERS(X) X(asgd, eta) X(asgd, mu)
 OF_ENUMERATE(ASGD);
 
-/* Before that the average is the parameter. */
+/* While mu is 1 the average is a copy of the parameter. */
 enum { ASGD_WITH_AVERAGE = 1 };
 #define ASGD_ROOTS 0
 #define ASGD_VARIANTS(X) X(0) X(1)

@@ -13,8 +13,9 @@ typedef struct asgd_schedule {
     double lr, growth, alpha, t0; /* growth: lambd * lr */
 } asgd_schedule;
 
-/* pow(x, exponent) of a float32 tensor and a number, which looks for some exponents: for
- * negative ones, too, with which these kernels are not launched (_stock_trial.py). */
+/* pow(x, exponent) of a float32 tensor and a number, which has code of its own for some
+ * exponents. (Also for negative ones: these kernels are not launched with such an alpha,
+ * _stock_trial.py.) */
 OF_RULE_FN float asgd_power(float x, double exponent) {
     const float single = (float)exponent;
     if (exponent == 0.0)

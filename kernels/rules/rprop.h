@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* rprop.h: the update rule of Rprop, operator by operator as PyTorch's
- * single-tensor implementation on the CPU. The learning rate is where step sizes
- * start, no matter of an update. */
+ * single-tensor implementation on the CPU. The learning rate is the first step size;
+ * updates do not use it. */
 #ifndef OPTFUSE_RULES_RPROP_H
 #define OPTFUSE_RULES_RPROP_H
 
