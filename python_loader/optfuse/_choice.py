@@ -40,7 +40,7 @@ def why_own_step(optimizer: Optimizer) -> list[str]:
 def why_not_tried(
     rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
 ) -> list[str]:
-    """Why what has to pass a trial does not update these groups."""
+    """Why an update that has to pass a trial is not used for these groups."""
     if rule.tried and not rule.external and _any_on_gpu(groups):
         return _reasons_on_gpu(rule, stock, groups, state)
     # An external update leaves to the class's step() whatever is not as usual.
@@ -66,7 +66,7 @@ def _reasons_on_gpu(
 
 
 def _has_subclasses(group: Group) -> bool:
-    """Of which one alone makes PyTorch take its for-loop, where it may choose."""
+    """Whether PyTorch, where it may choose, takes its for-loop because of a subclass."""
     chooses = "foreach" in group and group["foreach"] is None
     return chooses and any(type(p) not in (Tensor, Parameter) for p in group["params"])
 

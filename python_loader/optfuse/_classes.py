@@ -79,15 +79,15 @@ def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     why = why_not_tried(rule, stock, [group], {})
     if why:
         raise Error(
-            "optfuse: the others of this optimizer's parameters are updated by "
-            f"{rule.updates_by()}, but those of the new group can't be, because {why[0]}; unfuse "
-            "the optimizer, and fuse it again with all groups"
+            f"optfuse: the other parameters of this optimizer are updated by {rule.updates_by()}, "
+            f"but those of the new group can't be, because {why[0]}; unfuse the optimizer, and "
+            "fuse it again with all groups"
         )
 
 
 def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) -> None:
-    """A checkpoint may bring them to the CPU, or in another dtype. PyTorch then computes
-    otherwise, and the class's own step() does that. before: loading it."""
+    """A checkpoint may bring counters to the CPU, or in another dtype. PyTorch then computes in
+    another way, as the class's own step() does. before: attributes before it was loaded."""
     state = optimizer.__dict__["state"]
     if not other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
         return
@@ -95,8 +95,8 @@ def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) 
         optimizer.__dict__.update(before)
         raise Error(
             "optfuse: load_state_dict() between backward() and step(): backward fusion has "
-            "already updated, and what was to be loaded needs the class's own step() from here "
-            "on. Nothing was loaded; load it before backward() or after step()"
+            "already updated, and this state needs the class's own step(). Nothing was loaded; "
+            "call load_state_dict() before backward() or after step()"
         )
     become_stock(optimizer)
     become_fused(optimizer, link.options)
@@ -146,8 +146,8 @@ def _methods(cls: type) -> dict[str, Any]:
 
 
 def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
-    """Finds out whether something may take the place of the class's own step(), where that
-    is not known; once for each kind of parameters. False: it is known."""
+    """Tries whether our update has the bits of the class's own step(), where that is not known;
+    once for each kind of parameters. False: it was known of all."""
     rule = RULES.get(stock)
     if rule is None or not any(_stock_trial.kinds(rule, stock, groups)):
         return False

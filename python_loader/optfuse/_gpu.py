@@ -26,7 +26,7 @@ def is_gpu(device: torch.device) -> bool:
     return bool(_STAND_IN) and device.type == torch._C._get_privateuse1_backend_name()
 
 
-#: Instead of a place, where none makes a difference; where none has been tried. Slot::tried.
+#: In the stead of a place: any place will do; none has been tried (Slot::tried).
 ANYWHERE, NOWHERE = -1, -2
 _DTYPES = {getattr(torch, name): i for i, name in enumerate(DTYPES)}
 
@@ -40,9 +40,9 @@ def _place_of(param: Tensor) -> int:
 
 
 def places_of(params: list[Tensor], known: dict[int, int], tried: set[int]) -> list[int]:
-    """The dtypes and devices for which what updates on a GPU may have passed a trial: of
-    known parameters those of then, for Module.to() exchanges what is in a parameter.
-    known, tried: by their ids."""
+    """Of each parameter the place (dtype and device) for which its update has passed a trial.
+    A known parameter keeps its place, since Module.to() may have moved it meanwhile. known,
+    tried: parameters by their ids."""
     passed = set(known.values())
     now = {id(p): _place_of(p) for p in params}
     new = {i: at if i in tried or at in passed else NOWHERE for i, at in now.items()}

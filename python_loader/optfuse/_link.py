@@ -54,10 +54,9 @@ _LATE = (
     'backward() or after step(), or use optfuse.fuse(optimizer, mode="forward")'
 )
 _FLAGS = (
-    "optfuse: foreach, capturable or fused of a parameter group is another than when the optimizer "
-    "was fused, or its lr has become a tensor or its alpha negative: its step() would now go "
-    "another way, whose bits the kernels that update on the GPU do not have. Call "
-    "optfuse.unfuse() and fuse it again"
+    "optfuse: foreach, capturable or fused of a parameter group was changed after fuse(), or its "
+    "lr has become a tensor or its alpha negative: its step() would now go another way, whose bits "
+    "the kernels on the GPU do not have. Call optfuse.unfuse() and fuse it again"
 )
 
 
@@ -433,9 +432,9 @@ class Link:
         same_groups = self.snapshot.are_same(groups)
         if not same_groups and guard("groups") and not self.snapshot.have_same_params(groups):
             raise Error(
-                "optfuse: param_groups has other parameters than at the last step(), and a "
-                "backward pass can't take that over; call zero_grad() after changing them. "
-                "Nothing was updated"
+                "optfuse: param_groups has other parameters than at the last step(), which a "
+                "backward pass can't start to update; call zero_grad() after changing "
+                "param_groups. Nothing was updated"
             )
         if not same_groups:
             self._refuse_late_change(groups)

@@ -290,7 +290,7 @@ def _is_of_torch(owner: Any) -> bool:
 
 
 def replace(owner: Any, name: str, function: Any, lists: Lists | None = None) -> None:
-    """Puts it in the place of a listed function of a class or module. It has that one as
+    """Puts a function in the place of a listed one of a class or module, which it has as its
     __wrapped__ (functools.wraps)."""
     if _is_of_torch(owner) and (id(owner), name) not in _listed(lists or EVERYWHERE):
         raise Error(f"optfuse: {owner.__name__}.{name} is replaced, but _patches.py has no entry")

@@ -48,7 +48,7 @@ ZERO_GRAD = _if_of_torch(Optimizer.zero_grad)
 
 
 def is_watched() -> bool:
-    """By PyTorch's profiler or by another observer of its functions."""
+    """Whether PyTorch's profiler or another observer of its functions is at work."""
     return _exposed or get_monitor() is not None or lib.of_shim_is_profiled()
 
 

@@ -71,15 +71,15 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
     untried = rule.tried and not rule.as_made and not rule.external
     if untried and any(is_gpu(param.device) for param in group["params"]):
         raise Error(
-            f"optfuse: parameter group {index} is on a GPU, and the others of this optimizer are "
-            "updated by kernels that have PyTorch's bits on the CPU, and have to be tried on a "
-            "GPU; unfuse it, and fuse it again with all groups"
+            f"optfuse: parameter group {index} is on a GPU, and the kernels that update the others "
+            "of this optimizer on the CPU have to be tried on a GPU; unfuse the optimizer, and "
+            "fuse it again with all groups"
         )
     if rule.as_made and not all(is_gpu(param.device) for param in group["params"]):
         raise Error(
-            f"optfuse: parameter group {index} is on the CPU, and the others of this optimizer are "
-            "updated by kernels that have its bits on a GPU only; unfuse it, and fuse it again "
-            "with all groups"
+            f"optfuse: parameter group {index} is on the CPU, and the kernels that update the "
+            "others of this optimizer have its bits on a GPU only; unfuse the optimizer, and fuse "
+            "it again with all groups"
         )
     for flag in ("differentiable",) if rule.external else ("differentiable", "capturable"):
         if group.get(flag) and (flag == "differentiable" or on_cpu):

@@ -170,7 +170,7 @@ class Rule:
             raise type(error)(self._named(group)) from None
 
     def _named(self, group: Group) -> str:
-        """The option that is no number."""
+        """Says which option is no number."""
         for key, i in self._where:
             try:
                 float(group[key] if i is None else group[key][i])

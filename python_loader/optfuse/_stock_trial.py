@@ -61,8 +61,7 @@ def _is_tried(rule: Rule, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def kinds(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> Iterator[tuple[Kind, Group]]:
-    """What makes a difference to the verdict, and the options for a trial. None of what
-    needs no trial."""
+    """The kinds of parameters that need a trial, each with the options for it."""
     for group in groups:
         options = {k: v for k, v in group.items() if k not in _LEFT_OUT}
         text = repr(sorted(options.items()))
@@ -85,7 +84,7 @@ def other_ways(group: Group) -> list[str]:
 
 
 def verdicts(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> list[str]:
-    """Of the trials that were not passed."""
+    """Why these groups did not pass their trials; empty if they did."""
     found: list[str] = []
     for kind, _ in kinds(rule, stock, groups):
         why = known.get(kind, "of no trial")
@@ -135,8 +134,8 @@ def _variations(options: Group) -> Iterator[Group]:
 
 
 def _compare(kind: Kind, options: Group, rule: Rule, fuse: Fuse) -> str:
-    """What is against what is tried: the first difference from own steps, or that these
-    showed nothing."""
+    """Trains with the class's own step() and with ours. The first difference, or why the trial
+    showed nothing; empty if there is neither."""
     stock, dtype, device, _ = kind
     random = torch.Generator("cpu").manual_seed(0)
     shapes = rule.shapes or tuple((n,) for n in SIZES)
@@ -170,7 +169,7 @@ def _compare(kind: Kind, options: Group, rule: Rule, fuse: Fuse) -> str:
 
 
 def _set_apart(optimizer: Optimizer, params: list[Tensor]) -> None:
-    """What the device computes from a step counter that is there, it computes from many."""
+    """Gives step counters on the device different values: kernels read each of them."""
     for i, param in enumerate(params):
         counter = optimizer.state[param].get("step")
         if is_on_gpu(counter):
@@ -178,7 +177,7 @@ def _set_apart(optimizer: Optimizer, params: list[Tensor]) -> None:
 
 
 def _placed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Every other one does not begin where memory does."""
+    """Zeros. Every other tensor does not begin where its memory does."""
     n = math.prod(shape)
     start = n % 2
     whole = torch.zeros(start + n, device=device, dtype=dtype)

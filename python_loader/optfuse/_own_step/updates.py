@@ -41,7 +41,8 @@ def interrupted() -> BaseException | None:
 
 
 def free_plan(plan: int) -> None:
-    """When the optimizer is gone. Its updates may take locks that this thread holds."""
+    """Frees the plan of an optimizer that is gone. Inside an update, which holds locks that this
+    needs, it is done later."""
     _late.append(plan)
     _free_late()
 
@@ -87,7 +88,8 @@ class Own:
         self.changed = True  # the library must be told of state again
 
     def begin(self, optimizer: Optimizer, before_gradients: bool) -> None:
-        """Takes over what updates from here on use. Nothing is pending now."""
+        """Takes over the options and attributes that updates use from here on. No update is
+        pending now."""
         _free_late()
         self._attributes = fresh(twin.attributes_of(optimizer), self.promise.attributes)
         alone = [twin.options_alone(group, before_gradients) for group in optimizer.param_groups]
@@ -161,7 +163,7 @@ class Own:
         return made if made is not entry else None
 
     def _refuse_changes(self, group: int, after: Settings) -> None:
-        """But those that were found in the trial."""
+        """Raises optfuse.Error for a change that the trial has not found."""
         known = self._after
         attributes = twin.own_attributes(after.attributes)
         options = twin.own_options(after.options[group])
