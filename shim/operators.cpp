@@ -311,7 +311,8 @@ void raise_error(const std::string &message) { throw Error(message); }
 } // namespace optfuse
 
 TORCH_LIBRARY(optfuse, m) {
-    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, int[] tried, int tried_on_cpu, str[] labels) -> ()",
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, "
+          "int[] tried, int tried_on_cpu, str[] labels) -> ()",
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::set_state);
@@ -339,7 +340,8 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);
     m.def("norm(Tensor x) -> Tensor", optfuse::norm_by_our_formula);
     m.def("try_products(Tensor matrix, float[] coefficients) -> str", optfuse::try_products_of);
-    m.def("why_operators(Device device, int rows, int columns, bool by_rows, float[] coefficients) -> str",
+    m.def("why_operators(Device device, int rows, int columns, bool by_rows, "
+          "float[] coefficients) -> str",
           optfuse::why_operators_for);
     m.def("products_by_cublas() -> int", optfuse::products_by_cublas);
     m.def("seal(Tensor[] tensors) -> int[]", optfuse::seal_all);

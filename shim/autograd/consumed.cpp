@@ -168,8 +168,9 @@ bool answer_consumed(const char *op, c10::TensorImpl *impl) {
                 "zero_grad() before the next backward that reaches this parameter. Backward "
                 "passes that only add to the gradients, or whose gradients for this optimizer are "
                 "thrown away (as those of a GAN's generator loss for the discriminator), belong "
-                "inside `with optfuse.accumulate(optimizer):`. Clipping, loss scaling and anything else that "
-                "needs gradients after backward work with optfuse.fuse(optimizer, mode=\"forward\").");
+                "inside `with optfuse.accumulate(optimizer):`. Clipping, loss scaling and anything "
+                "else that needs gradients after backward work with optfuse.fuse(optimizer, "
+                "mode=\"forward\").");
 }
 
 } // namespace optfuse

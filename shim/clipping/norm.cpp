@@ -55,15 +55,16 @@ void compute(std::vector<of_norm> &items) {
               [](const of_norm *a, const of_norm *b) { return a->n > b->n; });
     std::atomic<size_t> next{0};
     const unsigned floating = of_floating_now();
-    at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), static_cast<int64_t>(order.size())),
-                     1, [&](int64_t begin, int64_t end) {
-                         const unsigned outside = of_floating_now();
-                         of_floating_set(floating);
-                         for (int64_t thread = begin; thread < end; thread++)
-                             for (size_t i = next++; i < order.size(); i = next++)
-                                 norm(order[i]);
-                         of_floating_set(outside);
-                     });
+    const auto n = static_cast<int64_t>(order.size());
+    const auto work = [&](int64_t begin, int64_t end) {
+        const unsigned outside = of_floating_now();
+        of_floating_set(floating);
+        for (int64_t thread = begin; thread < end; thread++)
+            for (size_t i = next++; i < order.size(); i = next++)
+                norm(order[i]);
+        of_floating_set(outside);
+    };
+    at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), n), 1, work);
 }
 
 at::Tensor norms_of(const std::vector<float> &values) {

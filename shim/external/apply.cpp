@@ -100,7 +100,8 @@ class GradientInPlace {
 class KeepVersion {
   public:
     explicit KeepVersion(const c10::TensorImpl *impl)
-        : counter(impl->version_counter()), version(counter.enabled() ? counter.current_version() : 0) {}
+        : counter(impl->version_counter()),
+          version(counter.enabled() ? counter.current_version() : 0) {}
     ~KeepVersion() {
         if (counter.enabled())
             counter.set_version(version);

@@ -64,8 +64,8 @@ void DeviceScalars::give_factor(of_inputs *in, References *refs) {
     if (!keep.defined()) {
         const PlainMode plain;
         const c10::Device device(gpu_type(), static_cast<c10::DeviceIndex>(in->stream.device));
-        const bool wide = factor.scalar_type() == at::kDouble;
-        keep = factor.reshape({}).to(device, wide ? at::kDouble : at::kFloat, /*non_blocking=*/true);
+        const auto type = factor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+        keep = factor.reshape({}).to(device, type, /*non_blocking=*/true);
         factors.emplace_back(in->stream, keep);
     }
     in->factor_at = data_of(keep.unsafeGetTensorImpl());

@@ -176,9 +176,10 @@ of_found check_counters(const Slot *slot, const c10::TensorImpl *p) {
     for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
         const std::string which = std::string("state['") + slot->plan->rule->counters[i] + "'] of ";
         const at::Tensor &counter = slot->counters[i];
-        const bool known = counter.scalar_type() == at::kFloat || counter.scalar_type() == at::kDouble;
-        if (!counter.is_cpu() || counter.numel() != 1 || !known ||
-            counter.scalar_type() != slot->counters[0].scalar_type())
+        const at::ScalarType type = counter.scalar_type();
+        const bool is_usual = type == at::kFloat || type == at::kDouble;
+        if (!counter.is_cpu() || counter.numel() != 1 || !is_usual ||
+            type != slot->counters[0].scalar_type())
             return refuse(slot, which.c_str(), "is not a 0-dim float tensor on the CPU",
                           ", as torch.optim makes it without capturable=True");
         if (is_frozen_inference(counter.unsafeGetTensorImpl()))

@@ -75,7 +75,8 @@ template <typename Real, typename Bits> RootsOfMkl find(const char *name, c10::S
     std::vector<Real> theirs = mine;
     by_mkl(found, mine.data(), mine.size());
     by_operator(theirs.data(), theirs.size(), dtype);
-    return std::memcmp(mine.data(), theirs.data(), mine.size() * sizeof(Real)) == 0 ? found : nullptr;
+    const size_t bytes = mine.size() * sizeof(Real);
+    return std::memcmp(mine.data(), theirs.data(), bytes) == 0 ? found : nullptr;
 }
 
 } // namespace
