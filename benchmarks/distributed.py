@@ -41,7 +41,7 @@ BEHIND = 0.2  # the share of exposed communication from which on a network is th
 GOAL = 0.9  # of what can hide, all but the last bucket
 FAST = "no optimizer, no delay"
 DDP_VARIANTS = (FAST, NONE, FUSED, *OURS)
-FSDP_VARIANTS = (NONE, FOREACH, FUSED, "forward fusion")
+FSDP_VARIANTS = (NONE, FOREACH, FUSED, *OURS)
 CELLS = tuple(
     Cell(model, batch, n)
     for model, batch, n in (
