@@ -202,11 +202,18 @@ void take_back(int64_t address, const std::vector<int64_t> &slots) {
     take_gradients_back(plan_at(address), numbers_of(plan_at(address), slots));
 }
 
-void complete(int64_t address, const std::vector<int64_t> &slots,
-              const std::vector<at::Tensor> &grads, const std::vector<at::Tensor> &siblings) {
+// Those that have been updated.
+std::vector<int64_t> complete(int64_t address, const std::vector<int64_t> &slots,
+                              const std::vector<at::Tensor> &grads,
+                              const std::vector<at::Tensor> &siblings) {
     refuse_fake_tensors("gradients are complete");
     Plan &plan = plan_at(address);
     complete_gradients(plan, numbers_of(plan, slots), grads, siblings);
+    std::vector<int64_t> updated;
+    for (const int64_t slot : slots)
+        if (of_plan_is_updated(plan.core, static_cast<size_t>(slot)))
+            updated.push_back(slot);
+    return updated;
 }
 
 void know_aliases(int64_t address, int64_t index, const std::vector<at::Tensor> &candidates) {
@@ -330,7 +337,7 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("know_wrappers(int plan, int slot, Tensor[] wrappers) -> ()", optfuse::know_wrappers);
     m.def("discard(int plan, int[] slots) -> ()", optfuse::discard);
     m.def("take_back(int plan, int[] slots) -> ()", optfuse::take_back);
-    m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings) -> ()",
+    m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings) -> int[]",
           optfuse::complete);
     m.def("know_aliases(int plan, int slot, Tensor[] candidates) -> ()", optfuse::know_aliases);
     m.def("consumed_like(Tensor local) -> Tensor", optfuse::consumed_like);

@@ -77,6 +77,8 @@ def check_layout(what: str, label: str, param: Any, tensor: Any) -> None:
 
 
 def _local_gradient(label: str, param: Any, grad: Any) -> Tensor:
+    if is_dtensor(grad) and grad._spec is param._spec and type(grad._local_tensor) is Tensor:
+        return grad._local_tensor  # type: ignore[no-any-return]
     check_layout("the gradient", label, param, grad)
     local: Any = grad._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
@@ -204,11 +206,12 @@ class Sharded:
         """Slots whose gradients nobody else has, who could change them before step(); and
         their local gradients."""
         usual = _usual_references() if guard("held") else (sys.maxsize, sys.maxsize)
+        cls = _class()
         slots, grads = [], []
         for slot in noted:
             param = self._params[slot]
             grad = param.grad
-            if not is_dtensor(grad) or param._local_tensor is not self._locals[slot]:
+            if type(grad) is not cls or param._local_tensor is not self._locals[slot]:
                 continue
             whole, local = _references(grad)
             if whole <= usual[0] and local <= usual[1]:
@@ -223,10 +226,13 @@ class Sharded:
         if torch._C._current_graph_task_id() == -1:
             return  # FSDP2 was told to reduce after backward()
         slots, grads = self._completed(noted)
+        updated = None
         try:
-            torch.ops.optfuse.complete(self.plan, slots, grads, siblings())
+            updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings())
         finally:
-            self._consume([slot for slot in slots if lib.of_shim_is_updated(self.plan, slot)])
+            if updated is None:
+                updated = [slot for slot in slots if lib.of_shim_is_updated(self.plan, slot)]
+            self._consume(updated)
 
     def _consume(self, slots: list[int]) -> None:
         for slot in slots:
