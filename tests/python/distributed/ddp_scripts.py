@@ -4,11 +4,11 @@
 import contextlib
 import functools
 import inspect
-import os
 
 import torch
 import torch.distributed as dist
 from common import adamw, assert_same, everything, refused, same, sgd, weights
+from ranks import STEPS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
 
-STEPS = int(os.environ.get("OPTFUSE_TEST_STEPS", "20"))
 SMALL = 0.0002  # MiB a bucket: several buckets for a model of some hundred parameters
 SCENARIOS = {}
 

@@ -9,6 +9,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from common import Fused, Stock, adamw, assert_same, refused, run, sgd
+from ranks import STEPS
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import optfuse
 from optfuse import _fsdp
 
-STEPS = 50
 SCENARIOS = {}
 
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+STEPS = int(os.environ.get("OPTFUSE_TEST_STEPS", "20"))  # of training, in most scenarios
 GRACE = 3.0  # seconds for the other ranks once one has failed
 PATIENCE = 90.0  # for one scenario
 
