@@ -13,10 +13,28 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+# "2,3,4" is the full run; a sample is played by more than two processes anyway.
+WORLDS = tuple(map(int, os.environ.get("OPTFUSE_TEST_WORLDS", "2").split(",")))
 STEPS = int(os.environ.get("OPTFUSE_TEST_STEPS", "20"))  # of training, in most scenarios
 GRACE = 3.0  # seconds for the other ranks once one has failed
 PATIENCE = 90.0  # for one scenario
+
+
+def by(scenarios, **sample):
+    """Marks a test: played by each number of processes of WORLDS, and some scenarios, given as
+    three=[...], four=[...], by others, too."""
+    runs = [(world, name) for world in WORLDS for name in scenarios]
+    for number, names in sample.items():
+        world = {"three": 3, "four": 4}[number]
+        known = [name for name in names if name in scenarios]  # by this release of PyTorch
+        assert known, f"none of {names} is a scenario"
+        runs += [(world, name) for name in known if world not in WORLDS]
+    marks = {world: [pytest.mark.slow] if world > 2 else [] for world in (2, 3, 4)}
+    runs = [pytest.param(world, name, marks=marks[world]) for world, name in runs]
+    return pytest.mark.parametrize(("world", "scenario"), runs)
 
 
 def play(module, world, names):

@@ -8,6 +8,7 @@ import pickle
 
 import ddp_scripts
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from common import adamw, batch, net, refused
@@ -17,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import optfuse
 
 SCRIPTS = "ddp_scripts"
-MORE = tuple(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))
 
 
-@pytest.mark.parametrize("scenario", ddp_scripts.SCENARIOS)
-@pytest.mark.parametrize("world", (2, *MORE))
+@ranks.by(
+    ddp_scripts.SCENARIOS,
+    three=["option batched copy backward", "option buckets backward", "no_sync views forward"],
+)
 def test_training_is_as_in_stock(world, scenario, played):
     assert played is None, played
 

@@ -2,13 +2,11 @@
 """Checkpoints of models sharded by FSDP2 are stock's, and are loaded as in stock."""
 
 import fsdp_checkpoints
-import pytest
+import ranks
 
 SCRIPTS = "fsdp_checkpoints"
-MORE = tuple(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))
 
 
-@pytest.mark.parametrize("scenario", fsdp_checkpoints.SCENARIOS)
-@pytest.mark.parametrize("world", (2, *MORE))
+@ranks.by(fsdp_checkpoints.SCENARIOS, four=["loaded_on_fewer_processes backward"])
 def test_checkpoints_are_as_in_stock(world, scenario, played):
     assert played is None, played
