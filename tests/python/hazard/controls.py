@@ -47,6 +47,10 @@ OUT_OF_REACH = {
     "fork": "programs don't fork",
     "ddp": "programs have one process",
     "reduced": "programs have one process",
+    "bucket": "programs have one process",
+    **dict.fromkeys(
+        ("base", "held", "sibling", "wrapper", "wrapper_version"), "programs have no DTensors"
+    ),
     "compile": "compiling takes seconds; its scenario needs key, seal and raw off as well",
     "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
     "recheck": "without it the update runs in step(): later, with the same bits",
