@@ -40,7 +40,9 @@ LATENCY_MS = 0.1
 BEHIND = 0.2  # the share of exposed communication from which on a network is the bottleneck
 GOAL = 0.9  # of what can hide, all but the last bucket
 FAST = "no optimizer, no delay"
-DDP_VARIANTS = (FAST, NONE, FUSED, *OURS)
+LATE = "forward fusion, awaited at first use"
+FUSIONS = (*OURS, LATE)
+DDP_VARIANTS = (FAST, NONE, FUSED, *FUSIONS)
 FSDP_VARIANTS = (NONE, FOREACH, FUSED, *OURS)
 CELLS = tuple(
     Cell(model, batch, n)
@@ -97,6 +99,8 @@ def data_parallel(run: Run, cell: Cell, optimizer: str) -> tuple[nn.Module, torc
     opt, hook = OPTIMIZERS[optimizer](model.parameters()), (run.link, mean_over_link)
     if run.name == "backward fusion":
         return model, optfuse.fuse(opt, mode="backward", ddp=model, comm_hook=hook)
+    if run.name == LATE:
+        return model, optfuse.fuse(opt, ddp=model, await_reduction="first_use", comm_hook=hook)
     model.register_comm_hook(*hook)
     return model, VARIANTS[NONE if run.name == FAST else run.name](opt)
 
@@ -135,7 +139,7 @@ def have_bits_of_stock(runs: list[Run]) -> bool:
     """All have trained the same number of iterations."""
     trained = {run.name: [p.detach() for p in run.model.parameters()] for run in runs}
     whole = {n: [getattr(p, "_local_tensor", p) for p in all_] for n, all_ in trained.items()}
-    return all(equal_bits(whole[name], whole[FUSED]) for name in OURS if name in whole)
+    return all(equal_bits(whole[name], whole[FUSED]) for name in FUSIONS if name in whole)
 
 
 def train(link: Link | None, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +153,7 @@ def train(link: Link | None, cell: Cell, options: dict[str, Any]) -> dict[str, A
 
 def work(rank: int, folder: str, way: str, cell: Cell, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    sys.setswitchinterval(1e-4)  # the link's threads must not wait for the GIL, as no network does
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
     link = Link(Network(**options["network"])) if way == "DDP" else None
@@ -199,7 +204,7 @@ def figures(cell: Cell, way: str, network: Network, found: dict[str, Any]) -> Me
     def line(name: str) -> Line:
         own = rounds[name]
         ratio = [a / b for a, b in zip(stock, own, strict=True)]
-        recovered = share(stock, own, none) if name in OURS else None
+        recovered = share(stock, own, none) if name in FUSIONS else None
         trains = name not in (FAST, NONE)
         cost = of_medians(lambda o, n: o - n, own, none) if trains else None
         return Line(name, median_interval(own), median_interval(ratio), cost, recovered)
@@ -291,7 +296,7 @@ def section(chosen: Any) -> dict[str, Any]:
             title(described(found[-1]))
             print(table(found[-1]), flush=True)
     ddp = [one for one in found if one.way == "DDP"]
-    said = [verdict(ddp, name) for name in OURS]
+    said = [verdict(ddp, name) for name in FUSIONS]
     title("\n".join(said))
     made_with = {"processes": WORLD, "threads_of_each": 1, "network": network}
     return {**made_with, "bucket_cap_mb": BUCKET_MB, "verdict": said, "cells": found}

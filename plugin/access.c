@@ -62,14 +62,29 @@ static of_accessed use(of_plan *plan, of_update *update, of_list *done) {
 
 /* Between the look-up and the lock another thread may have launched the
  * update, and its record may serve another one by now. */
+static bool is_found(const of_update *update, int kind, const void *key) {
+    return (update->pending || update->in_flight) && has_key(update, kind, key);
+}
+
+/* False: the update's gradient will never come. Lock held, but while it waits. */
+static bool await_gradient(of_plan *plan, of_update *update, int kind, const void *key) {
+    bool arrived = true;
+    while (arrived && is_found(update, kind, key) && of_is_missing(plan, update))
+        arrived = of_await(plan, update->in.awaits);
+    return arrived;
+}
+
 static of_accessed use_found(of_update *update, int kind, const void *key, bool foreign) {
     of_plan *plan = update->plan;
     of_list done = {0};
     bool stopped = false;
     of_accessed accessed = OF_NOTHING_PENDING;
     pthread_mutex_lock(&plan->lock);
+    const bool arrived = await_gradient(plan, update, kind, key);
     const bool pending = update->pending;
-    if ((pending || update->in_flight) && has_key(update, kind, key)) {
+    if (!arrived) {
+        accessed = OF_ACCESS_FAILED;
+    } else if (is_found(update, kind, key)) {
         accessed = use(plan, update, &done);
         stopped = pending && note_thread(plan, foreign);
     }

@@ -5,9 +5,11 @@
 #include "internal.h"
 
 /* Launches pending updates, then scalings. The current streams wait for the launches or, with
- * `wait`, this thread does. */
+ * `wait`, this thread does. A gradient that will never come leaves everything pending. */
 static of_status finish(of_plan *plan, bool scalings, bool wait) {
     of_list done = {0};
+    if (of_await_pending(plan) != OF_OK)
+        return OF_REFUSED;
     if (scalings)
         of_launch_readers(plan);
     pthread_mutex_lock(&plan->lock);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* host.h: what the core asks of its host, who owns tensors and threads: one table that
  * every host fills in, and optional ones for backward fusion, GPUs (gpu_host.h), scalings
- * of gradients and updates by the host's own operators. Each table begins with its size in
- * the host's build, so that a host of another release is refused.
+ * of gradients, gradients that arrive late and updates by the host's own operators. Each table
+ * begins with its size in the host's build, so that a host of another release is refused.
  *
  * No lock that of_access() needs is held while prefetch(), collect(), commit(), release(),
  * drop(), begin() and make_state() run. The first five may cause calls of of_access() and
@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 8, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 9, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 /* What collect() found. */
 typedef enum of_found {
@@ -62,6 +62,8 @@ typedef struct of_inputs {
     const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then
                                       factors of of_plan_scale() are applied to it; or NULL */
     size_t n_keys;
+    const void *awaits; /* the gradient's values are not there yet: of_arrival_host.await() of this
+                           comes before the launch; or NULL */
     bool in_backward; /* set before collect(): created inside backward, so that the gradient
                          may go with it; else by step() */
     bool exclusive;   /* others may see the parameter's memory: launch this
@@ -103,6 +105,18 @@ typedef struct of_scaling_host {
      * scaling, points to. */
     void (*share_factor)(void *ctx, void *to, const void *from);
 } of_scaling_host;
+
+/* Optional: for gradients whose values arrive after step(), as those do that are reduced between
+ * processes. key: of_inputs.awaits. Must do without a plan, which may be freed meanwhile. */
+typedef struct of_arrival_host {
+    uint32_t struct_size; /* sizeof(of_arrival_host) of the host's build */
+    /* Whether the values are there, in the memory that of_inputs.grad points to. Does not
+     * wait; under the lock of a plan. */
+    bool (*has_arrived)(const void *key);
+    /* Waits until they are; no lock held. False after of_set_error(): they will never be. Every
+     * later call says so again, and the update is never launched. */
+    bool (*await)(const void *key);
+} of_arrival_host;
 
 /* Optional: for the rules that have no kernels. */
 typedef struct of_external_host {
@@ -167,6 +181,7 @@ typedef struct of_host {
     const of_gpu_host *gpu; /* without it collect() must give updates on the CPU only */
     const of_scaling_host *scaling;
     const of_external_host *external;
+    const of_arrival_host *arrival; /* without it no update awaits anything */
 } of_host;
 
 #ifdef __cplusplus

@@ -298,6 +298,14 @@ bool of_is_forked(void);   /* this process, since the library was loaded */
 
 /* queue.c: with plan->lock held */
 /* Puts a launched update in flight; false: no memory. */
+/* arrival.c: updates whose gradient is still on its way */
+bool of_is_missing(const of_plan *plan, of_update *update); /* is its; plan->lock held */
+/* Waits for what has this key. plan->lock is let go meanwhile: no update is what it was before.
+ * False: it will never come. */
+bool of_await(of_plan *plan, const void *key);
+/* For the gradients of all that is pending; no lock held. OF_REFUSED: one will never come. */
+of_status of_await_pending(of_plan *plan);
+
 bool of_queue_add(of_plan *plan, of_update *update);
 /* Makes `after` wait for all that is on `before` now. */
 bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after);
@@ -326,15 +334,17 @@ void of_gpu_launch(of_plan *plan, of_list *list, of_list *done);
 extern const of_kind of_update_kind;
 void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done);
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done);
-void of_launch_pending(of_plan *plan, int kind, of_list *done); /* all of a kind */
-void of_discard_pending(of_plan *plan, of_list *done); /* without running: a guard is off */
+/* All of a kind, but for updates whose gradient is missing. */
+void of_launch_pending(of_plan *plan, int kind, of_list *done);
+void of_discard_pending(of_plan *plan, of_list *done); /* without running */
 
 /* pending.c: with plan->lock held */
 typedef enum of_entered {
     OF_ENTERED,
     OF_NOT_ENTERED, /* left pending: launch it now. Launched now: it was, unregistered */
-    OF_IN_THE_WAY   /* an update of another plan has *key: nothing was done but for the
-                       batch, which is launched. The caller overtakes it and calls again */
+    OF_IN_THE_WAY   /* an update of another plan, or one whose gradient is missing, has *key:
+                       nothing was done but for the batch, which is launched. The caller
+                       overtakes it and calls again */
 } of_entered;
 /* Leaves an update pending. What is in the way is launched, and the batch before it. */
 of_entered of_enter_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done,

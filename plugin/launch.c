@@ -61,21 +61,36 @@ void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *
     of_launch(plan, &one, reason, done);
 }
 
+static of_list take_missing(of_plan *plan, of_list *list) {
+    of_list taken = {0};
+    for (of_update *u = list->first, *next; u; u = next) {
+        next = u->next;
+        if (!of_is_missing(plan, u))
+            continue;
+        of_list_remove(list, u);
+        of_list_append(&taken, u);
+    }
+    return taken;
+}
+
 void of_launch_pending(of_plan *plan, int kind, of_list *done) {
     of_list *list = &plan->pending[kind];
     for (of_update *u = list->first; u && u->kind->prepare; u = u->next)
         u->kind->prepare(plan, u);
+    of_list missing = take_missing(plan, list);
     of_launch(plan, list, OF_AT_CLOSE, done);
+    *list = missing;
 }
 
-/* On the CPU what is large enough for all threads goes alone, just before its use. */
-static bool goes_with(const of_update *first, const of_update *u) {
+/* On the CPU what is large enough for all threads goes alone, just before its use. Nobody waits
+ * for the gradient of a neighbour. */
+static bool goes_with(const of_update *first, of_update *u) {
     if (u->in.device != first->in.device)
         return false;
     if (u->in.device != OF_CPU)
-        return of_stream_equal(&u->in.stream, &first->in.stream);
+        return of_stream_equal(&u->in.stream, &first->in.stream) && !of_is_missing(u->plan, u);
     return !u->plan->rule->external && first->in.numel < OF_SERIAL_ELEMENTS &&
-           u->in.numel < OF_SERIAL_ELEMENTS;
+           u->in.numel < OF_SERIAL_ELEMENTS && !of_is_missing(u->plan, u);
 }
 
 /* Bytes. In backward mode the open bucket goes on filling without the one that is used. */

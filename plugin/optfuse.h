@@ -222,10 +222,13 @@ typedef enum of_accessed {
  * memory knowing of_is_scaled(). */
 OF_API of_accessed of_launch_at(const void *key, bool foreign);
 /* Launches the update that is pending on this memory, if there is one, and what
- * belongs into a bucket with it; then the memory's scaling, if any. foreign: the
+ * belongs into a bucket with it; then the memory's scaling, if any. Waits for the
+ * update's gradient if that is still on its way (of_arrival_host). foreign: the
  * calling thread is neither the one that called step() nor one of the host's
  * engine threads. */
 OF_API of_accessed of_access(const void *key, bool foreign);
+/* Whether an update is pending on this memory, or in flight. */
+OF_API bool of_is_pending(const void *key);
 /* Whether anything is pending or in flight in the process. Cheap; no lock. */
 OF_API bool of_any_pending(void);
 

@@ -29,7 +29,7 @@ static of_entered enter(of_plan *plan, of_update *update, size_t n, of_list *bat
         of_launch(plan, batch, OF_AT_ONCE, done);
         if (added == OF_ADD_NO_MEMORY)
             return OF_NOT_ENTERED;
-        if (!own)
+        if (!own || of_is_missing(plan, own))
             return OF_IN_THE_WAY;
         if (!overtake_own(plan, own, update, *key, done)) {
             of_plan_fail(plan);

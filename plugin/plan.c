@@ -29,7 +29,8 @@ static bool sizes_fit(const of_host *host) {
            check_table("of_backward_host", SIZE_OF(host->backward)) == OF_OK &&
            check_table("of_gpu_host", SIZE_OF(host->gpu)) == OF_OK &&
            check_table("of_scaling_host", SIZE_OF(host->scaling)) == OF_OK &&
-           check_table("of_external_host", SIZE_OF(host->external)) == OF_OK;
+           check_table("of_external_host", SIZE_OF(host->external)) == OF_OK &&
+           check_table("of_arrival_host", SIZE_OF(host->arrival)) == OF_OK;
 }
 
 /* The first with a function that is not optional and NULL; or NULL. */
@@ -48,6 +49,8 @@ static const char *table_with_a_hole(const of_host *h) {
     if (s && (!s->collect || !s->defer || !s->settle || !s->is_alive || !s->keep ||
               (g && !s->share_factor)))
         return "of_scaling_host";
+    if (h->arrival && (!h->arrival->has_arrived || !h->arrival->await))
+        return "of_arrival_host";
     return h->external && !h->external->apply ? "of_external_host" : NULL;
 }
 
@@ -152,10 +155,19 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     return OF_OK;
 }
 
+/* Updates whose gradient will never come are dropped, and the plan has failed. */
+static void drop_missing(of_plan *plan, of_list *done) {
+    if (!plan->pending[OF_UPDATES].first)
+        return;
+    of_plan_fail(plan);
+    of_discard_pending(plan, done);
+}
+
 /* Launches what is pending and drops every slot and group. False: something may still be
  * in flight. */
 static bool empty(of_plan *plan) {
     of_list done = {0};
+    of_await_pending(plan);
     of_launch_readers(plan);
     pthread_rwlock_wrlock(&plan->layout);
     pthread_mutex_lock(&plan->lock);
@@ -164,6 +176,7 @@ static bool empty(of_plan *plan) {
         of_launch_pending(plan, OF_UPDATES, &done);
     else
         of_discard_pending(plan, &done);
+    drop_missing(plan, &done);
     of_launch_pending(plan, OF_SCALINGS, &done);
     const bool drained = of_queues_drain(plan);
     of_slot *slots = plan->slots;

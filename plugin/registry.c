@@ -222,6 +222,10 @@ bool of_registry_has(const void *key) {
     return has;
 }
 
+bool of_is_pending(const void *key) {
+    return of_any_pending() && of_registry_has(key);
+}
+
 bool of_registry_is_in_flight(const void *key, const of_update *update) {
     pthread_mutex_lock(&lock);
     const entry *at = find(OF_UPDATES, key);

@@ -91,8 +91,8 @@ of_status of_collect_all(of_plan *plan, const of_chosen *of, of_list *created, o
     return status;
 }
 
-/* An update of another plan, whose lock needs ours dropped, is launched. A scaling of
- * the gradient stays pending: this update has its factor. */
+/* An update of another plan, or one that has to wait for its gradient, is launched: both need our
+ * lock dropped. A scaling of the gradient stays pending: this update has its factor. */
 static bool overtake(of_plan *plan, const void *key) {
     pthread_mutex_unlock(&plan->lock);
     const of_accessed accessed = of_launch_at(key, false);
@@ -123,6 +123,23 @@ void of_add_to_batch(of_plan *plan, of_update *update, of_list *batch, of_list *
         }
 }
 
+/* An update that is not left pending needs its gradient now. The batch goes first, as no update
+ * may wait in it while the lock is dropped. False: the gradient will never come. */
+static bool fetch(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
+    bool arrived = true;
+    while (arrived && of_is_missing(plan, update)) {
+        of_launch(plan, batch, OF_AT_ONCE, done);
+        arrived = of_await(plan, update->in.awaits);
+    }
+    if (!arrived) {
+        of_list lost = {0};
+        of_plan_fail(plan);
+        of_list_append(&lost, update);
+        of_settle(plan, &lost, done);
+    }
+    return arrived;
+}
+
 /* What is not left pending is run together, in one launch at the end. */
 static void create_all(of_plan *plan, of_list *created, bool defer, of_list *exclusive,
                        of_list *done) {
@@ -133,7 +150,8 @@ static void create_all(of_plan *plan, of_list *created, bool defer, of_list *exc
         next = u->next;
         if (u->in.exclusive)
             of_list_append(exclusive, u);
-        else if (!defer || !of_leave_pending(plan, u, &batch, done))
+        else if ((!defer || !of_leave_pending(plan, u, &batch, done)) &&
+                 fetch(plan, u, &batch, done))
             of_add_to_batch(plan, u, &batch, done);
     }
     of_launch(plan, &batch, OF_AT_ONCE, done);
@@ -149,7 +167,8 @@ static void run_exclusive(of_plan *plan, const of_list *exclusive) {
         of_list done = {0};
         plan->host.commit(plan->host.ctx, &u->in);
         pthread_mutex_lock(&plan->lock);
-        of_add_to_batch(plan, u, &batch, &done);
+        if (fetch(plan, u, &batch, &done))
+            of_add_to_batch(plan, u, &batch, &done);
         of_launch(plan, &batch, OF_AT_ONCE, &done);
         pthread_mutex_unlock(&plan->lock);
         of_updates_release(plan, &done);

@@ -13,6 +13,7 @@
 #include "matrix/products.h"
 #include "plan.h"
 #include "python/gil.h"
+#include "tensor/arrival.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
@@ -163,11 +164,24 @@ void give_parts(const std::vector<at::Tensor> &params, const at::Tensor &bucket,
         give_part(params[i], bucket, offsets[i]);
 }
 
+// The gradients of these parameters, in elements of the bucket from `offsets` on, are what its
+// reduction makes of them, and are waited for when they are used; group: of the model. Returns
+// the numbers of those that can't wait. In a form that takes futures.
+void expect_gradients(const c10::OperatorHandle &, torch::jit::Stack *stack) {
+    refuse_fake_tensors("gradients are expected");
+    const int64_t group = torch::jit::pop(*stack).toInt();
+    const Reduction reduction = torch::jit::pop(*stack).toFuture();
+    const std::vector<int64_t> offsets = torch::jit::pop(*stack).toIntVector();
+    const at::Tensor buffer = torch::jit::pop(*stack).toTensor();
+    const std::vector<at::Tensor> params = torch::jit::pop(*stack).toTensorVector();
+    torch::jit::push(*stack, expect({params, buffer, offsets, reduction, group}));
+}
+
 void reduced(int64_t address, const std::vector<int64_t> &slots) {
     const std::shared_ptr<Plan> plan = plan_at(address).self;
+    const at::Tensor param = reference_to(slot_at(*plan, slots.front()).param);
     const WithoutGil wait;
-    for (const int64_t slot : slots)
-        gradient_is_reduced(plan, &slot_at(*plan, slot));
+    gradients_are_complete(plan, {slots.begin(), slots.end()}, param);
 }
 
 std::vector<size_t> numbers_of(const Plan &plan, const std::vector<int64_t> &slots) {
@@ -205,10 +219,10 @@ void take_back(int64_t address, const std::vector<int64_t> &slots) {
 // Those that have been updated.
 std::vector<int64_t> complete(int64_t address, const std::vector<int64_t> &slots,
                               const std::vector<at::Tensor> &grads,
-                              const std::vector<at::Tensor> &siblings) {
+                              const std::vector<at::Tensor> &siblings, bool only_kept) {
     refuse_fake_tensors("gradients are complete");
     Plan &plan = plan_at(address);
-    complete_gradients(plan, numbers_of(plan, slots), grads, siblings);
+    complete_gradients(plan, numbers_of(plan, slots), grads, siblings, only_kept);
     std::vector<int64_t> updated;
     for (const int64_t slot : slots)
         if (of_plan_is_updated(plan.core, static_cast<size_t>(slot)))
@@ -226,12 +240,26 @@ void know_wrappers(int64_t address, int64_t index, const std::vector<at::Tensor>
 
 at::Tensor consumed_like(const at::Tensor &local) { return make_consumed(local); }
 
+c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
+    c10::List<bool> consumed;
+    for (const at::Tensor &gradient : gradients)
+        consumed.push_back(is_consumed(gradient.unsafeGetTensorImpl()));
+    return consumed;
+}
+
+void await_gradient(const at::Tensor &grad) {
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (grad.defined() && g->has_storage() && !await_arrival(storage_of(g)))
+        throw Error(std::string("optfuse: ") + of_error_message());
+}
+
 std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
                                      const std::vector<int64_t> &slots) {
     refuse_fake_tensors("gradients are clipped or unscaled");
     std::vector<GradientOf> of;
     for (size_t i = 0; i < slots.size(); i++) {
         of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
+        await_gradient(of.back().grad());
         // An optimizer's own code may write to the gradient; our kernels never do.
         if (of.back().plan->rule->external && of.back().grad().defined())
             launch_others(of.back().grad().unsafeGetTensorImpl(), of_launch_at);
@@ -333,15 +361,20 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::take_parts_of);
     m.def("give_parts(Tensor[] params, Tensor bucket, int[] offsets) -> ()", optfuse::give_parts);
     m.def("reduced(int plan, int[] slots) -> ()", optfuse::reduced);
+    m.def("expect(Tensor[] params, Tensor bucket, int[] offsets, Future(Any) reduction, "
+          "int group) -> int[]",
+          torch::CppFunction::makeFromBoxedFunction<&optfuse::expect_gradients>());
     m.def("lend(int plan, int[] slots, Tensor[] grads, Tensor[] wrappers) -> ()", optfuse::lend);
     m.def("know_wrappers(int plan, int slot, Tensor[] wrappers) -> ()", optfuse::know_wrappers);
     m.def("discard(int plan, int[] slots) -> ()", optfuse::discard);
     m.def("take_back(int plan, int[] slots) -> ()", optfuse::take_back);
-    m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings) -> int[]",
+    m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings, bool only_kept) "
+          "-> int[]",
           optfuse::complete);
     m.def("know_aliases(int plan, int slot, Tensor[] candidates) -> ()", optfuse::know_aliases);
     m.def("consumed_like(Tensor local) -> Tensor", optfuse::consumed_like);
-    m.def("consume_wrapper(Tensor wrapper) -> ()", optfuse::consume_wrapper);
+    m.def("are_consumed(Tensor[] gradients) -> bool[]", optfuse::are_consumed);
+    m.def("consume_wrapper(Tensor wrapper, Tensor local) -> ()", optfuse::consume_wrapper);
     m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);
     m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
     m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);

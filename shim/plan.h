@@ -51,7 +51,7 @@ struct Slot {
     int64_t tried = ANYWHERE;
     bool first = false; // rules without a counter: the next update is the first
     // Backward mode: the gradient that autograd completes is reduced between processes before
-    // it is that of the update, which gradient_is_reduced() says.
+    // it is that of the update.
     bool reduced = false;
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     at::Tensor consumed; // backward mode: what .grad becomes

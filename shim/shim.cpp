@@ -18,6 +18,7 @@
 #include "python/callback.h"
 #include "python/gil.h"
 #include "python/interpreter.h"
+#include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
@@ -41,8 +42,10 @@ bool clean(c10::TensorImpl *impl) {
     return true;
 }
 
+// A child has none of the threads that complete a reduction.
 void prepare_fork() {
     const optfuse::WithoutGil wait;
+    optfuse::await_arrivals(optfuse::ALL_GROUPS);
     of_fork_prepare();
 }
 
@@ -228,6 +231,8 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     *cleaned = false;
     if (refuses(handle))
         return OF_REFUSED;
+    if (!optfuse::await_arrivals(optfuse::ALL_GROUPS))
+        return OF_REFUSED;
     const of_status status = drain ? of_plan_drain(plan->core) : of_plan_flush(plan->core);
     if (status != OF_OK || !optfuse::may_take_marks_off(plan))
         return status;
@@ -250,6 +255,14 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     }
     *cleaned = all;
     return OF_OK;
+}
+
+int of_shim_await(int64_t group) {
+    try {
+        return optfuse::await_arrivals(group) ? OF_OK : OF_REFUSED;
+    } catch (const std::exception &e) {
+        return failed(e);
+    }
 }
 
 // The gradients die together at the end. A finalizer may then call the optimizer.

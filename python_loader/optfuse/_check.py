@@ -258,6 +258,32 @@ def _data_parallel(value: Any) -> DistributedDataParallel:
     return value  # type: ignore[no-any-return]
 
 
+def _model(value: Any) -> nn.Module:
+    need(isinstance(value, nn.Module))
+    return value  # type: ignore[no-any-return]
+
+
+def _names(value: Any) -> list[str]:
+    need(isinstance(value, Iterable) and not isinstance(value, str | bytes), "pass a list")
+    listed = list(value)
+    need(all(isinstance(name, str) for name in listed))
+    return listed
+
+
+def _schedule(value: Any) -> str | list[str]:
+    if isinstance(value, str):
+        need(value in ("stock", "last", "reverse_first", "budget", "auto"))
+        return value
+    return _names(value)
+
+
+def _network(value: Any) -> tuple[float, float]:
+    need(isinstance(value, tuple | list) and len(value) == 2)
+    latency, per_byte = map(number("", 0.0).take, value)
+    need(math.isfinite(latency) and math.isfinite(per_byte))
+    return latency, per_byte
+
+
 def _comm_hook(value: Any) -> tuple[Any, Any]:
     need(isinstance(value, tuple | list) and len(value) == 2, "the state may be None")
     state, hook = value

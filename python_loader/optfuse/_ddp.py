@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Backward mode under DistributedDataParallel.
+"""Backward mode under DistributedDataParallel; _await.py has what forward mode does there.
 
 DDP copies gradients into buckets and reduces a bucket between processes as soon as it is
 full. A communication hook of ours starts that reduction, by the user's own hook if there is
@@ -27,21 +27,22 @@ from optfuse._native import Error
 from optfuse._patches import replace
 
 CommHook = tuple[Any, Callable[..., Any]]
-_FORWARD = '; use optfuse.fuse(optimizer, mode="forward"), which needs no ddp='
 
 
 @dataclass(frozen=True)
 class _Bucket:
     buffer: Tensor  # of the gradients, one after the other
-    params: list[Tensor]
-    offsets: list[int]  # of each, in elements, and of the end
     reduction: Any  # a future
     ours: list[tuple[Link, list[int]]]  # optimizers that update with it, and their slots
-    others: list[int]  # those of params that nobody updates with it
+    others: list[Tensor]  # parameters that nobody updates with it
+    offsets: list[int]  # of the others' gradients, in elements
 
 
 class Reduction:
     """The communication hook of one model, for all optimizers that were fused with it."""
+
+    taken_by = "backward mode"  # as errors say
+    way_out = '; use optfuse.fuse(optimizer, mode="forward"), which needs no ddp='
 
     def __init__(self, model: DistributedDataParallel | None, comm_hook: CommHook | None) -> None:
         self._model = weakref.ref(model) if model is not None else None
@@ -54,7 +55,7 @@ class Reduction:
     def __reduce__(self) -> Any:
         """The model lists its hooks, and is copied and saved without the reducer that calls
         them."""
-        return Reduction, (None, None)
+        return type(self), (None, None)
 
     def model(self) -> DistributedDataParallel:
         model = self._model and self._model()
@@ -75,7 +76,7 @@ class Reduction:
         if task == -1:  # join() lets a process without batches take part, with zeros
             return self._reduce(model, bucket)
         params = bucket.parameters()
-        _check_bucket(params)
+        self._check_bucket(params)
         reduction = self._reduce(model, bucket)
         if task != self._task:
             self._waiting.clear()  # of a pass that failed
@@ -85,29 +86,31 @@ class Reduction:
         return reduction
 
     def _share_out(self, buffer: Tensor, params: list[Tensor], reduction: Any) -> _Bucket:
-        offsets = [0, *itertools.accumulate(map(Tensor.numel, params))]
+        offsets = list(itertools.accumulate(map(Tensor.numel, params), initial=0))
         views = self.model().gradient_as_bucket_view
-        bucket = _Bucket(buffer, params, offsets, reduction, [], [])
-        others = set() if views else set(range(len(params)))
+        left = {} if views else dict(zip(range(len(params)), offsets, strict=False))
+        ours = []
         for link in self._links:
-            found = [
-                (slot, i) for i, p in enumerate(params) if (slot := link.slot_of(p)) is not None
-            ]
-            slots, at = [slot for slot, _ in found], [offsets[i] for _, i in found]
-            if slots and (views or torch.ops.optfuse.take_parts(link.plan, slots, buffer, at)):
-                bucket.ours.append((link, slots))
-                others.difference_update(i for _, i in found)
-        bucket.others.extend(others)
-        return bucket
+            slots = {i: s for i, p in enumerate(params) if (s := link.slot_of(p)) is not None}
+            numbers, at = list(slots.values()), [offsets[i] for i in slots]
+            if slots and (views or torch.ops.optfuse.take_parts(link.plan, numbers, buffer, at)):
+                ours.append((link, numbers))
+                left = {i: at for i, at in left.items() if i not in slots}
+        return _Bucket(buffer, reduction, ours, [params[i] for i in left], list(left.values()))
 
     def _reduce(self, model: DistributedDataParallel, bucket: Any) -> Any:
         if self.comm_hook is not None:
             state, hook = self.comm_hook
             return hook(state, bucket)
+        return self._mean(model, bucket).then(_value)
+
+    def _mean(self, model: DistributedDataParallel, bucket: Any) -> Any:
+        """What DDP does without a hook."""
         if model._join_config.enable and not model._divide_by_initial_world_size:
             raise Error(
                 "optfuse: join(divide_by_initial_world_size=False) divides gradients by a number "
-                "that only DDP's own reduction knows, and backward mode takes its place" + _FORWARD
+                f"that only DDP's own reduction knows, and {self.taken_by} takes its place"
+                + self.way_out
             )
         # As DDP rounds it.
         world = model.process_group.size()
@@ -115,7 +118,27 @@ class Reduction:
             bucket.buffer().div_(world)
         else:
             bucket.buffer().mul_(1.0 / world)
-        return model.reducer._run_allreduce_hook(bucket).then(_value)
+        return model.reducer._run_allreduce_hook(bucket)
+
+    def _check_bucket(self, params: list[Tensor]) -> None:
+        """Before anything is communicated."""
+        for param in params:
+            if param.grad is None:
+                raise Error(
+                    f"optfuse: a parameter of shape {tuple(param.shape)} got no gradient in this "
+                    f"backward pass on this process, and {self.taken_by} can't know whether it "
+                    f"did on another one{self.way_out}"
+                )
+
+    @staticmethod
+    def why_not_hook(hook: Callable[..., Any]) -> str | None:
+        """Why this communication hook can't be the user's."""
+        return None
+
+    @staticmethod
+    def why_not_model(model: DistributedDataParallel) -> str | None:
+        """Likewise, beyond what holds for every model."""
+        return None
 
     def finish(self) -> None:
         """Waits for the reductions of this pass, and has each bucket's updates made while the
@@ -128,9 +151,8 @@ class Reduction:
                 return  # DDP waits for it, too, and raises the error as without us
             if reduced.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(reduced.view_as(bucket.buffer))
-            others = [bucket.params[i] for i in bucket.others]
-            offsets = [bucket.offsets[i] for i in bucket.others]
-            torch.ops.optfuse.give_parts(others, bucket.buffer, offsets)  # as DDP does alone
+            # As DDP does alone.
+            torch.ops.optfuse.give_parts(bucket.others, bucket.buffer, bucket.offsets)
             for link, slots in bucket.ours:
                 torch.ops.optfuse.reduced(link.plan, slots)
 
@@ -148,17 +170,6 @@ def _reduced(model: DistributedDataParallel) -> list[Tensor]:
     """The parameters whose gradients the model reduces."""
     named = model.module.named_parameters()
     return [p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore]
-
-
-def _check_bucket(params: list[Tensor]) -> None:
-    """Before anything is communicated."""
-    for param in params:
-        if param.grad is None:
-            raise Error(
-                f"optfuse: a parameter of shape {tuple(param.shape)} got no gradient in this "
-                "backward pass on this process, and backward mode can't know whether it did on "
-                "another one" + _FORWARD
-            )
 
 
 _reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
@@ -189,17 +200,18 @@ def check_model(
     optimizer: Optimizer,
     comm_hook: CommHook | None,
     accumulate: int,
+    kind: type[Reduction] = Reduction,
 ) -> None:
-    """Raises optfuse.Error, with nothing changed, if backward mode can't work with it."""
-    reason = _why_not(model)
-    if accumulate != 1 and model.static_graph:
+    """Raises optfuse.Error, with nothing changed, if what was asked for can't work with it."""
+    reason = _why_not(model) or kind.why_not_model(model)
+    if accumulate != 1 and model.static_graph and kind is Reduction:
         reason = (
             "with static_graph=True the first pass reduces after its end, and accumulate= would "
             "count it twice; mark passes by optfuse.accumulate(), or use model.no_sync()"
         )
     if reason is not None:
         raise Error(
-            f"optfuse: backward mode can't update behind this DDP model: {reason}{_FORWARD}"
+            f"optfuse: {kind.taken_by} can't update behind this DDP model: {reason}{kind.way_out}"
         )
     managed = set(map(id, _reduced(model)))
     if not any(id(param) in managed for param in parameters_of(optimizer)):
@@ -210,6 +222,13 @@ def check_model(
     known = _reductions.get(model)
     if known is None and model._comm_hooks:
         raise Error(_REGISTERED)
+    if known is not None and type(known) is not kind:
+        raise Error(
+            f"optfuse: another optimizer was fused with this DDP model for {known.taken_by}, and "
+            "PyTorch can't replace the model's communication hook; fuse all optimizers of a model "
+            "in the same way, or make the model anew"
+        )
+    _check_hook(kind, comm_hook)
     if known is not None and comm_hook is not None:
         raise Error(
             "optfuse: fuse() got comm_hook=, but another optimizer was fused with this model "
@@ -225,12 +244,22 @@ _REGISTERED = (
 )
 
 
-def reduction_of(model: DistributedDataParallel, comm_hook: CommHook | None) -> Reduction:
+def _check_hook(kind: type[Reduction], comm_hook: CommHook | None) -> None:
+    reason = kind.why_not_hook(comm_hook[1]) if comm_hook is not None else None
+    if reason is not None:
+        raise Error(
+            f"optfuse: {kind.taken_by} can't take this communication hook: {reason}{kind.way_out}"
+        )
+
+
+def reduction_of(
+    model: DistributedDataParallel, comm_hook: CommHook | None, kind: type[Reduction] = Reduction
+) -> Reduction:
     """That of this model; at the first call it becomes the model's communication hook, for as
     long as the model lives: PyTorch has no way to take one away."""
     if model in _reductions:
         return _reductions[model]
-    reduction = Reduction(model, comm_hook)
+    reduction = kind(model, comm_hook)
     register = DistributedDataParallel.register_comm_hook.__wrapped__  # type: ignore[attr-defined]
     try:
         register(model, reduction, _start)
@@ -251,6 +280,7 @@ def _register(
         stock(self, state, hook)
         return
     self._check_comm_hook(hook)
+    _check_hook(type(reduction), (state, hook))
     if reduction.comm_hook is not None:
         raise RuntimeError("register_comm_hook can only be called once.")
     reduction.comm_hook = (state, hook)
@@ -261,10 +291,15 @@ def _register_builtin(
 ) -> None:
     if self in _reductions:
         raise Error(
-            f"optfuse: {comm_hook_type} is a hook without a Python function, which backward mode "
-            "can't call; register that of torch.distributed.algorithms.ddp_comm_hooks"
+            f"optfuse: {comm_hook_type} is a hook without a Python function, which "
+            f"{_reductions[self].taken_by} can't call; register that of "
+            "torch.distributed.algorithms.ddp_comm_hooks"
         )
     stock(self, comm_hook_type)
+
+
+def known_reduction(model: DistributedDataParallel) -> Reduction | None:
+    return _reductions.get(model)
 
 
 def install() -> None:

@@ -160,14 +160,14 @@ class Sharded:
 
     def lend(self) -> None:
         """The library sees the gradients. Raises, with nothing lent, for one that it can't use."""
-        slots, grads, wrappers, gone = [], [], [], []
-        for slot, param in self._params.items():
-            grad = param.grad
-            if grad is None:
-                gone.append(slot)
-            elif not _is_consumed(grad):
+        slots, grads, wrappers = [], [], []
+        found = {slot: param.grad for slot, param in self._params.items()}
+        gone = [slot for slot, grad in found.items() if grad is None]
+        consumed = _consumed_among(found)
+        for slot, grad in found.items():
+            if grad is not None and slot not in consumed:
                 slots.append(slot)
-                grads.append(_local_gradient(self._labels[slot], param, grad))
+                grads.append(_local_gradient(self._labels[slot], self._params[slot], grad))
                 wrappers.append(grad)
         self._lent = slots
         if gone:
@@ -208,6 +208,10 @@ class Sharded:
         usual = _usual_references() if guard("held") else (sys.maxsize, sys.maxsize)
         cls = _class()
         slots, grads = [], []
+        kept = {slot: self._consumed[slot] for slot in noted if slot in self._consumed}
+        for slot in kept.keys() - _consumed_among(kept):
+            del self._consumed[slot], kept[slot]  # zeroed in place, and added to since
+        del kept
         for slot in noted:
             param = self._params[slot]
             grad = param.grad
@@ -219,16 +223,17 @@ class Sharded:
                 grads.append(_local_gradient(self._labels[slot], param, grad))
         return slots, grads
 
-    def complete(self, siblings: _fsdp.Siblings) -> None:
+    def complete(self, siblings: _fsdp.Siblings, only_kept: bool) -> None:
         """The gradients of self.fresh are complete: their updates run where nobody else knows
-        them, and the others are left to step(). siblings: what uses the same memory."""
+        them, and the others are left to step(). siblings: what uses the same memory. only_kept:
+        nobody writes to what they are views of."""
         noted, self.fresh = self.fresh, []
         if torch._C._current_graph_task_id() == -1:
             return  # FSDP2 was told to reduce after backward()
         slots, grads = self._completed(noted)
         updated = None
         try:
-            updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings())
+            updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings(), only_kept)
         finally:
             if updated is None:
                 updated = [slot for slot in slots if lib.of_shim_is_updated(self.plan, slot)]
@@ -242,26 +247,23 @@ class Sharded:
             param.grad = self._consumed[slot]
         torch.autograd.graph.increment_version([self._params[slot] for slot in slots])
 
-    def make_real_zeros(self) -> None:
-        """zero_grad(set_to_none=False) after a step."""
-        for param in self._params.values():
-            if param.grad is not None and _is_consumed(param.grad):
-                param.grad = torch.zeros_like(param, requires_grad=False)
-
 
 def _consumed(param: Any, local: Tensor) -> Any:
     """A DTensor that reads as a consumed gradient."""
-    wrapper: Any = _class()(
-        torch.ops.optfuse.consumed_like(local), param._spec, requires_grad=False
-    )
+    consumed = torch.ops.optfuse.consumed_like(local)
+    wrapper: Any = _class()(consumed, param._spec, requires_grad=False)
     with torch._C._DisableTorchDispatch():
-        torch.ops.optfuse.consume_wrapper(wrapper)
+        torch.ops.optfuse.consume_wrapper(wrapper, consumed)
     wrapper._optfuse_consumed = True
     return wrapper
 
 
-def _is_consumed(grad: Any) -> bool:
-    return hasattr(grad, "_optfuse_consumed")
+def _consumed_among(grads: dict[int, Any]) -> set[int]:
+    """Those that are consumed, and have not been zeroed in place since."""
+    made = {slot: grad for slot, grad in grads.items() if hasattr(grad, "_optfuse_consumed")}
+    with torch._C._DisableTorchDispatch():
+        consumed = torch.ops.optfuse.are_consumed(list(made.values())) if made else []
+    return {slot for slot, is_consumed in zip(made, consumed, strict=True) if is_consumed}
 
 
 Hook = Callable[[Tensor], None]
@@ -281,6 +283,6 @@ def _complete(sharded: weakref.ref[Sharded], slot: int) -> Hook:
         known = sharded()
         if known is not None:
             known.fresh.append(slot)
-            known.complete(list)
+            known.complete(list, False)
 
     return complete

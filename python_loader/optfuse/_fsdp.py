@@ -15,8 +15,9 @@ from torch import Tensor
 from optfuse._patches import DISTRIBUTED, find, replace, warn_of_changes
 from optfuse._scaled import is_part_of_a_node
 
-_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
-
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_COLLECTIVES = f"{_FSDP}._fsdp_collectives"
 
 Siblings = Callable[[], list[Tensor]]
 
@@ -26,7 +27,7 @@ class Listener(Protocol):
 
     fresh: list[int]
 
-    def complete(self, siblings: Siblings) -> None: ...
+    def complete(self, siblings: Siblings, only_kept: bool) -> None: ...
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -64,6 +65,13 @@ def has_alias(unit: Any, known: list[Tensor]) -> bool:
     return bool(known) and unit._sharded_param_data is known[0]
 
 
+def _reduces_alone(group: Any) -> bool:
+    """Whether nobody but FSDP2 gets to see the output of a reduction: no collective of the
+    user's allocates it, and no hook of the user's is called with it."""
+    by_fsdp = type(group._reduce_scatter_comm).__module__ == _COLLECTIVES
+    return by_fsdp and group._all_reduce_hook is None
+
+
 def _tell(group: Any) -> None:
     def siblings() -> list[Tensor]:
         grads = (unit.sharded_param.grad for unit in group.fsdp_params)
@@ -71,7 +79,7 @@ def _tell(group: Any) -> None:
 
     for listener in list(_listeners):
         if listener.fresh:
-            listener.complete(siblings)
+            listener.complete(siblings, _reduces_alone(group))
 
 
 def _reduced(post_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,8 +94,9 @@ def _reduced(post_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listen(listener: Listener) -> None:
-    """Its complete() is called when the gradients of a group have been reduced, with
-    a function that gives what shares their memory, if its hooks have noted one of them."""
+    """Its complete() is called when the gradients of a group have been reduced, if its hooks
+    have noted one of them: with a function that gives what shares their memory, and whether
+    whoever else may have that memory only keeps it."""
     global _listening
     _listeners.add(listener)
     if _listening:

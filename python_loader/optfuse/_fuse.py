@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from optfuse import _process
+from optfuse._await import AwaitedLater
 from optfuse._check import (
     COMM_HOOK,
     DATA_PARALLEL,
@@ -26,7 +27,7 @@ from optfuse._check import (
 )
 from optfuse._choice import rule_of
 from optfuse._classes import become_fused, become_stock, try_with_stock
-from optfuse._ddp import check_model, reduction_of
+from optfuse._ddp import Reduction, check_model, reduction_of
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
@@ -51,6 +52,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
     bucket_bytes=whole("a whole number of bytes, or 0 for the default", least=0),
     ddp=optional(DATA_PARALLEL),
     comm_hook=optional(COMM_HOOK),
+    await_reduction=one_of("backward", "first_use"),
 )
 def fuse(
     optimizer: OptimizerT,
@@ -64,6 +66,7 @@ def fuse(
     bucket_bytes: int = 0,
     ddp: DistributedDataParallel | None = None,
     comm_hook: tuple[Any, Callable[..., Any]] | None = None,
+    await_reduction: str = "backward",
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -108,10 +111,16 @@ def fuse(
         update runs as soon as the reduction of its bucket is done, while later ones still are
         on their way. DDP's buckets keep their memory, and the gradients need none beside them.
         Parameters that the model does not reduce are updated as without it. Several
-        optimizers may name the same model. Forward mode needs none.
+        optimizers may name the same model. Forward mode needs none but for await_reduction.
     comm_hook: with ddp, the communication hook for this model, as (state, hook); hook(state,
         bucket) gives a future, as DistributedDataParallel.register_comm_hook() says. That
         function may be called after fuse(), too. None: the mean, as DDP makes it.
+    await_reduction: in forward mode, when this process waits for the gradients that the model
+        given as ddp reduces. "backward": at the end of backward(), as DistributedDataParallel
+        does. "first_use": when a gradient or its parameter is first used, usually in the next
+        forward pass, so that backward() and step() return while gradients are on the network.
+        Parameters on the CPU only. A communication hook must start all that it communicates
+        before it returns.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -130,15 +139,22 @@ def fuse(
             "optfuse: max_grad_norm needs all gradients at once, and backward mode updates "
             'before they are there; use optfuse.fuse(optimizer, mode="forward")'
         )
-    if comm_hook is not None and (ddp is None or mode != "backward"):
+    late = await_reduction == "first_use"
+    if late and (ddp is None or mode != "forward"):
         raise Error(
-            'optfuse: comm_hook goes with mode="backward" and ddp=model; in forward mode call '
-            "model.register_comm_hook()"
+            'optfuse: await_reduction="first_use" goes with mode="forward" and ddp=model, the '
+            "DistributedDataParallel model whose reductions are to be awaited"
+        )
+    if comm_hook is not None and (ddp is None or (mode != "backward" and not late)):
+        raise Error(
+            'optfuse: comm_hook goes with ddp=model and mode="backward" or '
+            'await_reduction="first_use"; otherwise call model.register_comm_hook()'
         )
     check_optimizer(optimizer, strict)
     check_step(optimizer)
-    if ddp is not None and mode == "backward":
-        check_model(ddp, optimizer, comm_hook, accumulate)
+    kind = AwaitedLater if late else Reduction if mode == "backward" else None
+    if ddp is not None and kind is not None:
+        check_model(ddp, optimizer, comm_hook, accumulate, kind)
     chosen = check_eager(eager, optimizer)
     _process.start()
     if try_with_stock(type(optimizer), optimizer.param_groups):
@@ -153,7 +169,7 @@ def fuse(
             "fused=True there (docs/numerics.md names the releases and chips where they are "
             "equal). Pass strict=False, or keep the optimizer as it is"
         )
-    reduction = reduction_of(ddp, comm_hook) if ddp is not None and mode == "backward" else None
+    reduction = reduction_of(ddp, comm_hook, kind) if ddp is not None and kind else None
     options = Options(
         _MODES[mode],
         tuple(chosen),

@@ -43,6 +43,7 @@ from optfuse._options import LINK, Options
 from optfuse._own_step import updates
 from optfuse._own_step.register import check_promise
 from optfuse._rules import OWN, Rule
+from optfuse._scalars import DeviceScalars
 from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot, params_of
 from optfuse._stock_trial import flags_of, unknown_dtypes
 
@@ -93,8 +94,7 @@ class Link:
         self.marked = False  # tensors may carry the pending mark
         self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
-        self._device_scalars = False  # the library has some
-        self._rates: list[tuple[int, int]] = []  # learning rates on a GPU
+        self._scalars = DeviceScalars(self.plan)
         self._params: list[Tensor] = []
         self._locals: list[Tensor] = []  # what the library sees of them
         self.sharded: Sharded | None = None  # the DTensors among them
@@ -164,7 +164,7 @@ class Link:
             labels,
         )
         reduction = self.options.reduction
-        if reduction is not None:
+        if reduction is not None and late:
             reduced = [i for i, p in enumerate(params) if reduction.takes(p)]
             torch.ops.optfuse.set_reduced(self.plan, reduced)
         self._params, self._locals = params, locals_
@@ -332,22 +332,6 @@ class Link:
             own.changed = False
         self._sync_inputs(optimizer, False)
 
-    def _sync_device_scalars(self, optimizer: Optimizer, same_groups: bool) -> None:
-        """Learning rates that are tensors on a GPU, and what GradScaler hands
-        over: copied there, now, for updates that run later."""
-        if self.own is not None:
-            return
-        attributes = optimizer.__dict__
-        scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
-        if same_groups and scale is None and inf is None and not self._device_scalars:
-            return  # groups that can be found the same have no tensors in them
-        rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
-        self._rates = _identities(optimizer.param_groups)
-        some = scale is not None or inf is not None or any(r is not None for r in rates)
-        if some or self._device_scalars:
-            torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
-            self._device_scalars = some
-
     def _refuse_late_change(self, groups: Groups) -> None:
         """Between backward() and step(), where stock would still obey it."""
         if self.mode != BACKWARD or not lib.of_shim_unconfirmed(self.plan) or not guard("late"):
@@ -357,8 +341,7 @@ class Link:
             if changed is not None:
                 raise Error(_LATE.format(changed))
             return
-        rates = zip(_identities(groups), self._rates, strict=False)
-        same_rates = [now == before for now, before in rates]
+        same_rates = self._scalars.have_same_rates(groups)
         for i, (group, known) in enumerate(zip(groups, self._hyper, strict=False)):
             if self.rule.hyper(group) != known or not all(same_rates[i : i + 1]):
                 raise Error(_LATE.format(i))
@@ -396,7 +379,8 @@ class Link:
             self._begin_own(self.own, optimizer)
         elif todo & UPDATE:
             self._sync_inputs(optimizer, same_groups)  # else the next backward does it
-        self._sync_device_scalars(optimizer, same_groups)
+        if self.own is None:
+            self._scalars.tell(optimizer, same_groups)
         if todo & ATTACH:
             self.attach()
         self.marked = True
@@ -442,7 +426,7 @@ class Link:
             self._begin_own(self.own, optimizer)
         else:
             self._sync_inputs(optimizer, same_groups)
-        self._sync_device_scalars(optimizer, same_groups)
+            self._scalars.tell(optimizer, same_groups)
         self.marked = True
 
     def await_reduction(self) -> None:
@@ -491,12 +475,6 @@ def raise_failure(own: updates.Own | None) -> None:
     if isinstance(cause, KeyboardInterrupt | SystemExit):
         raise cause
     raise Error(f"optfuse: {message()}") from cause
-
-
-def _identities(groups: Groups) -> list[tuple[int, int]]:
-    """What tells whether a learning rate on a GPU was changed, without a look at it."""
-    rates = [group["lr"] for group in groups]
-    return [(id(rate), rate._version) if is_on_gpu(rate) else (0, 0) for rate in rates]
 
 
 def _countable(step: Any, param: Tensor) -> bool:

@@ -111,6 +111,12 @@ PATCHES = (
         ("self", "state", "hook"),
     ),
     Patch(
+        "torch.nn.parallel.DistributedDataParallel._post_forward",
+        "from here on DDP may write into its buckets: wait for what is still on its way from them",
+        ("self", "output"),
+        asked_by="torch.nn.parallel.DistributedDataParallel.forward",
+    ),
+    Patch(
         "torch.nn.parallel.DistributedDataParallel._register_builtin_comm_hook",
         "likewise, for hooks that have no Python function: refuse them",
         ("self", "comm_hook_type"),
@@ -203,6 +209,18 @@ DISTRIBUTED = Lists(
             "FSDP2 calls the hooks of a parameter itself",
             f"{_FSDP}._fsdp_collectives.foreach_reduce",
             ("_post_accumulate_grad_hooks",),
+        ),
+        *(
+            (
+                "nothing, but asks who else gets a reduced gradient,",
+                "whoever writes to it before step() is obeyed",
+                f"{_FSDP}._fully_shard.FSDPModule.{function}",
+                (attribute,),
+            )
+            for function, attribute in (
+                ("set_custom_reduce_scatter", "_reduce_scatter_comm"),
+                ("set_all_reduce_hook", "_all_reduce_hook"),
+            )
         ),
     ),
 )

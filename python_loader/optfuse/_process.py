@@ -13,7 +13,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _compiled, _ddp, _fold, _gpu, _patches, _profiling, _raw, _scaled
+from optfuse import _await, _compiled, _ddp, _fold, _gpu, _patches, _profiling, _raw, _scaled
 from optfuse._dtensor import local_of
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD, EVENT_REDUCED, guard
@@ -30,8 +30,11 @@ def _each_marked(work: Callable[[Link], None]) -> None:
 
 
 def flush_all() -> None:
-    """Launches everything pending in the process."""
+    """Launches everything pending in the process, after the gradients that are on their way have
+    come."""
     _each_marked(Link.flush)
+    if not updates.running():
+        _await.await_all()
 
 
 def drain_all() -> None:
@@ -116,4 +119,5 @@ def start() -> None:
     _scaled.install()
     _fold.install()
     _ddp.install()
+    _await.install()
     _started = True

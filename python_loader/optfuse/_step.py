@@ -79,8 +79,6 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     if link.mode == BACKWARD:
         link.sync_params(self)
         lib.of_shim_restart_count(link.plan)
-    if link.sharded is not None and not set_to_none:
-        link.sharded.make_real_zeros()
     if _may_zero_here(link, set_to_none) and (
         link.mode == BACKWARD or link.snapshot.have_same_params(self.param_groups)
     ):

@@ -102,11 +102,10 @@ class EndOfPass {
     EndOfPass(const EndOfPass &) = delete;
     EndOfPass &operator=(const EndOfPass &) = delete;
     void run() {
-        if (plan->reduces && !is_closed(plan.get()) &&
-            ask_python(plan.get(), OF_SHIM_REDUCED, 0) == 0)
-            check(plan.get(), OF_NO_SLOT, OF_REFUSED);
         size_t at = OF_NO_SLOT;
-        const of_status status = of_pass_end(pass, &at);
+        const bool waited = !plan->reduces || is_closed(plan.get()) ||
+                            ask_python(plan.get(), OF_SHIM_REDUCED, 0) != 0;
+        const of_status status = waited ? of_pass_end(pass, &at) : OF_REFUSED;
         if (plan->reduces)
             leave_buckets(plan.get());
         check(plan.get(), at, status);
@@ -192,12 +191,6 @@ void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const 
         slot < plan->slots.size() && plan->slots[slot]->reduced && OF_GUARD(reduced);
     if (pass && !later)
         say_ready(plan.get(), pass.get(), slot);
-}
-
-void gradient_is_reduced(const std::shared_ptr<Plan> &plan, Slot *slot) {
-    const Pass pass = pass_under_way(plan, slot->index, reference_to(slot->param));
-    if (pass)
-        say_ready(plan.get(), pass.get(), slot->index);
 }
 
 namespace {

@@ -21,8 +21,6 @@ void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const 
 // Whether something is called after autograd has completed the gradient of this parameter, as
 // DistributedDataParallel is.
 bool is_reduced_later(c10::TensorImpl *param);
-// So is that of a slot whose gradients are reduced between processes (Slot::reduced).
-void gradient_is_reduced(const std::shared_ptr<Plan> &plan, Slot *slot);
 // .grad of these slots becomes a part of a flat buffer, in which they are reduced: until its
 // update, or the end of the pass. offsets: in elements. False: this pass only adds to the
 // gradients, and nothing was done.
@@ -30,8 +28,9 @@ bool take_parts(const std::shared_ptr<Plan> &plan, const std::vector<Slot *> &sl
                 const at::Tensor &bucket, const std::vector<int64_t> &offsets);
 // Copies such a part to .grad of a parameter.
 void give_part(const at::Tensor &param, const at::Tensor &bucket, int64_t offset);
-// Those of several are, which the caller leaves alone until then: none waits afterwards. With
-// no slots the pass has begun, and counts. param: one of the plan's.
+// The gradients of several slots are complete, after their reduction between processes if
+// Slot::reduced. The caller leaves them alone until then: none waits afterwards. With no slots
+// the pass has begun, and counts. param: one of the plan's.
 void gradients_are_complete(const std::shared_ptr<Plan> &plan, const std::vector<size_t> &slots,
                             const at::Tensor &param);
 // collect()'s part inside backward: OF_FOUND_INPUTS, or what it returns.

@@ -16,6 +16,7 @@
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
+#include "tensor/memory.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
@@ -23,6 +24,18 @@ namespace {
 
 // A consumed gradient is known by its storage's deleter.
 void nothing_to_free(void *) {}
+
+// What a DTensor that reads as one has in the place of its storage.
+struct Wrapped {
+    at::Tensor local;    // its local tensor, which is consumed, too
+    c10::Storage before; // its own
+};
+
+void free_wrapped(void *wrapped) { delete static_cast<Wrapped *>(wrapped); }
+
+c10::DataPtr &memory_of(const c10::TensorImpl *impl) {
+    return storage_of(impl)->_mutable_data_ptr_no_checks();
+}
 
 // The consumed gradients of a device share an empty storage, which is sealed: an access past the
 // dispatcher raises. While a profiler notes the addresses of tensors, it may have theirs.
@@ -56,6 +69,8 @@ bool is_zeroing(const char *op) {
 bool reads_no_numbers(const char *op) {
     return std::strcmp(op, "aten::detach_") == 0 || std::strcmp(op, "aten::requires_grad_") == 0 ||
            std::strcmp(op, "optfuse::launch") == 0 ||
+           std::strcmp(op, "optfuse::consume_wrapper") == 0 ||
+           std::strcmp(op, "optfuse::are_consumed") == 0 ||
            std::strcmp(op, "optfuse::complete") == 0; // knows which are
 }
 
@@ -82,8 +97,7 @@ std::string shape_of(const c10::TensorImpl *impl) {
     return "(" + shape + (impl->dim() == 1 ? ",)" : ")");
 }
 
-// zero_grad(set_to_none=False): the gradient becomes a real tensor again.
-void make_real_zeros(c10::TensorImpl *impl) {
+void make_zeros(c10::TensorImpl *impl) {
     const auto sizes = impl->sizes().vec();
     const auto strides = impl->strides().vec();
     PlainMode plain;
@@ -93,6 +107,20 @@ void make_real_zeros(c10::TensorImpl *impl) {
             .zero_();
     impl->set_storage_keep_dtype(zeros.storage());
     impl->set_sizes_and_strides(zeros.sizes(), zeros.strides());
+    unmark(impl);
+}
+
+// zero_grad(set_to_none=False): the gradient becomes a real tensor again.
+void make_real_zeros(c10::TensorImpl *impl) {
+    if (memory_of(impl).get_deleter() != free_wrapped) {
+        make_zeros(impl);
+        return;
+    }
+    const auto *wrapped = static_cast<Wrapped *>(memory_of(impl).get_context());
+    if (is_consumed(wrapped->local.unsafeGetTensorImpl()))
+        make_zeros(wrapped->local.unsafeGetTensorImpl());
+    const c10::Storage before = wrapped->before;
+    impl->set_storage_keep_dtype(before);
     unmark(impl);
 }
 
@@ -145,20 +173,29 @@ void seal_consumed(bool sealed) {
 }
 
 bool is_consumed(const c10::TensorImpl *impl) {
-    return impl->has_storage() && impl->unsafe_storage()
-                                          .unsafeGetStorageImpl()
-                                          ->_mutable_data_ptr_no_checks()
-                                          .get_deleter() == nothing_to_free;
+    if (!impl->has_storage())
+        return false;
+    const c10::DeleterFnPtr deleter = memory_of(impl).get_deleter();
+    return deleter == nothing_to_free || deleter == free_wrapped;
+}
+
+void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local) {
+    c10::TensorImpl *impl = wrapper.unsafeGetTensorImpl();
+    auto *wrapped = new Wrapped{local, impl->unsafe_storage()};
+    impl->set_storage_keep_dtype(
+        c10::Storage(c10::Storage::use_byte_size_t(), 0,
+                     c10::DataPtr(nullptr, wrapped, free_wrapped, wrapper.device())));
+    mark(impl);
 }
 
 bool answer_consumed(const char *op, c10::TensorImpl *impl) {
-    if (is_zeroing(op) && !impl->key_set().has(c10::DispatchKey::Python)) {
+    if (is_zeroing(op)) {
         make_real_zeros(impl);
         return false;
     }
     if (reads_no_numbers(op) || moves(op))
         return false;
-    if (converts(op))
+    if (converts(op) && !impl->key_set().has(c10::DispatchKey::Python))
         return true;
     const bool raw = std::strcmp(op, "optfuse::access") == 0;
     throw Error(std::string("optfuse: ") +

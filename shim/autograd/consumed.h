@@ -11,6 +11,8 @@ at::Tensor make_consumed(const at::Tensor &param);
 // Whether C++ code that asks for the address of one gets an error, or a null pointer.
 void seal_consumed(bool sealed);
 bool is_consumed(const c10::TensorImpl *impl);
+// A DTensor reads as a consumed gradient from here on. local: its local tensor, which is one.
+void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local);
 // Answers an operator that received a consumed gradient: real zeros for zero_(), an error for
 // what reads numbers. True: convert_consumed() gives its result.
 bool answer_consumed(const char *op, c10::TensorImpl *impl);

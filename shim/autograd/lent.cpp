@@ -54,12 +54,12 @@ bool is_buffer(const Impls &bases) {
 }
 
 // Whether nobody else knows this memory.
-bool is_known(c10::StorageImpl *memory, bool may_be_buffer, const std::vector<at::Tensor> &grads,
+bool is_known(c10::StorageImpl *memory, bool only_kept, const std::vector<at::Tensor> &grads,
               const std::vector<at::Tensor> &siblings) {
     Users users;
     add_users(memory, grads, &users);
     add_users(memory, siblings, &users);
-    if (!may_be_buffer && is_buffer(users.bases))
+    if (!only_kept && is_buffer(users.bases))
         return false;
     users.tensors.insert(users.tensors.end(), users.bases.begin(), users.bases.end());
     std::sort(users.tensors.begin(), users.tensors.end());
@@ -69,7 +69,7 @@ bool is_known(c10::StorageImpl *memory, bool may_be_buffer, const std::vector<at
 }
 
 // Most gradients of a call share one memory.
-std::vector<size_t> known_slots(const std::vector<size_t> &slots, bool may_be_buffer,
+std::vector<size_t> known_slots(const std::vector<size_t> &slots, bool only_kept,
                                 const std::vector<at::Tensor> &grads,
                                 const std::vector<at::Tensor> &siblings) {
     std::vector<size_t> found;
@@ -80,7 +80,7 @@ std::vector<size_t> known_slots(const std::vector<size_t> &slots, bool may_be_bu
         if (!g->has_storage())
             continue;
         if (storage_of(g) != last)
-            last_is_known = is_known(last = storage_of(g), may_be_buffer, grads, siblings);
+            last_is_known = is_known(last = storage_of(g), only_kept, grads, siblings);
         if (last_is_known)
             found.push_back(slots[i]);
     }
@@ -133,13 +133,12 @@ void take_gradients_back(Plan &plan, const std::vector<size_t> &slots) {
             forget_gradient(plan.slots[slot]);
 }
 
-// All are looked at before one is updated: updates hold their gradients' memory, too. FSDP2
-// itself may still have a collective's output, which it only keeps.
+// All are looked at before one is updated: updates hold their gradients' memory, too.
 void complete_gradients(Plan &plan, const std::vector<size_t> &slots,
                         const std::vector<at::Tensor> &grads,
-                        const std::vector<at::Tensor> &siblings) {
+                        const std::vector<at::Tensor> &siblings, bool only_kept) {
     const std::shared_ptr<Plan> keep = plan.self;
-    const std::vector<size_t> ready = known_slots(slots, true, grads, siblings);
+    const std::vector<size_t> ready = known_slots(slots, only_kept, grads, siblings);
     const Lent lent(plan, slots);
     lend_gradients(plan, slots, grads);
     for (const size_t slot : ready)
@@ -158,13 +157,6 @@ void set_aliases(Slot &slot, const std::vector<at::Tensor> &candidates) {
         known.push_back(impl);
         slot.aliases.push_back(tensor);
     }
-}
-
-void consume_wrapper(const at::Tensor &wrapper) {
-    const at::Tensor consumed = make_consumed(wrapper);
-    c10::TensorImpl *impl = wrapper.unsafeGetTensorImpl();
-    impl->set_storage_keep_dtype(consumed.storage());
-    mark(impl);
 }
 
 } // namespace optfuse

@@ -24,13 +24,12 @@ void set_wrappers(Slot &slot, const std::vector<at::Tensor> &wrappers);
 // None of these slots has a gradient any more, unless it is a consumed one.
 void take_gradients_back(Plan &plan, const std::vector<size_t> &slots);
 // Backward mode: these gradients are complete, one for each slot. siblings: other tensors that
-// are known to use their memory; some may be the same. Updates that can run have run afterwards.
+// are known to use their memory; some may be the same. only_kept: whoever has the tensors that
+// they are views of never writes to these. Updates that can run have run afterwards.
 void complete_gradients(Plan &plan, const std::vector<size_t> &slots,
                         const std::vector<at::Tensor> &grads,
-                        const std::vector<at::Tensor> &siblings);
+                        const std::vector<at::Tensor> &siblings, bool only_kept);
 // Tensors beside the slot's parameter that are known to use its memory.
 void set_aliases(Slot &slot, const std::vector<at::Tensor> &candidates);
-// A DTensor reads as a consumed gradient from here on.
-void consume_wrapper(const at::Tensor &wrapper);
 
 } // namespace optfuse

@@ -17,6 +17,7 @@
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
+#include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
@@ -98,28 +99,40 @@ namespace {
 // tensors.
 bool is_in_bucket(c10::TensorImpl *p, const at::Tensor &grad) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    if (c10::raw::intrusive_ptr::use_count(storage_of(g)) <= 3) // it, ours, and an idle one
+    if (c10::raw::intrusive_ptr::use_count(storage_of(g)) <= 2) // it, and an idle one
         return false;
     return grad.use_count() >= 2 + python_references(*g) && is_reduced_later(p);
+}
+
+bool is_shared_and_known(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad,
+                         bool in_backward) {
+    return slot->gradient_is_known || (in_backward ? slot->reduced : is_in_bucket(p, grad));
+}
+
+// For what reads the gradient here and now.
+void await_now(const at::Tensor &grad) {
+    if (!await_arrival(storage_of(grad.unsafeGetTensorImpl())))
+        throw std::runtime_error(of_error_message());
 }
 
 // The gradient with the parameter's strides; a copy if it has others.
 const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
                           const at::Tensor &grad) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    if (refs->slot->gradient_is_known && same_strides(p, g) && !is_lazy(g)) {
-        refs->held_grad = grad;
-        return data_of(g);
-    }
     if (same_strides(p, g) && !is_lazy(g)) {
-        in->grad_key = storage_of(g);
-        take_part(refs, in, g);
-        if (in->in_backward ? refs->slot->reduced : is_in_bucket(p, grad)) {
-            refs->in_bucket = g;
-            in->keys[in->n_keys - 1] = g;
+        if (in->in_backward)
+            await_now(grad);
+        else if (is_on_its_way(storage_of(g)))
+            in->awaits = storage_of(g);
+        if (is_shared_and_known(refs->slot, p, grad, in->in_backward)) {
+            refs->shared_grad = grad;
+        } else {
+            in->grad_key = storage_of(g);
+            take_part(refs, in, g);
         }
         return data_of(g);
     }
+    await_now(grad);
     PlainMode plain;
     refs->copy = at::empty_strided(p->sizes(), p->strides(), grad.options());
     refs->copy.copy_(grad);
@@ -215,8 +228,10 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
         take_part(refs, in, counter);
         in->numbers_at[i] = static_cast<float *>(data_of(counter));
     }
-    if (!dense)
+    if (!dense) {
+        await_now(grad);
         use_stand_ins(slot, grad, in, refs);
+    }
     return OF_FOUND_INPUTS;
 }
 

@@ -17,6 +17,7 @@
 #include "plan.h"
 #include "python/callback.h"
 #include "python/gil.h"
+#include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/memory.h"
 #include "tensor/stand_for.h"
@@ -33,9 +34,7 @@ bool called_by_stranger() { return !steps_here && !called_by_engine(); }
 
 of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
     const WithoutGil wait;
-    const of_accessed accessed = use_memory(impl, stranger);
-    const c10::StorageImpl *key = accessed == OF_NOTHING_PENDING ? stands_for(impl) : nullptr;
-    return key == nullptr ? accessed : of_access(key, stranger);
+    return use_memory(impl, stranger);
 }
 
 // An interrupt that came while an optimizer's own step() ran stays one.
@@ -91,9 +90,11 @@ void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
 } // namespace
 
 of_accessed use_memory(const c10::TensorImpl *impl, bool foreign, decltype(&of_access) how) {
+    if (how == of_access && !await_arrival(storage_of(impl)))
+        return OF_ACCESS_FAILED;
     const of_accessed accessed = how(storage_of(impl), foreign);
-    const bool more = accessed == OF_NOTHING_PENDING && of_any_pending() && OF_GUARD(bucket);
-    return more ? how(impl, foreign) : accessed;
+    const c10::StorageImpl *key = accessed == OF_NOTHING_PENDING ? stands_for(impl) : nullptr;
+    return key == nullptr ? accessed : how(key, foreign);
 }
 
 void note_stepping_thread() { steps_here = true; }

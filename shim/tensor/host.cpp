@@ -13,6 +13,7 @@
 #include "gpu/device.h"
 #include "guard.h"
 #include "plan.h"
+#include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
@@ -27,6 +28,8 @@ void record_all(References *refs) {
     for (size_t i = 0; i < refs->n; i++)
         if (refs->storages[i]) // else a gradient that nobody has any more
             record_on_stream(refs->storages[i].get(), refs->stream);
+    if (refs->shared_grad.defined())
+        record_on_stream(storage_of(refs->shared_grad.unsafeGetTensorImpl()), refs->stream);
     if (refs->copy.defined())
         record_on_stream(storage_of(refs->copy.unsafeGetTensorImpl()), refs->stream);
     for (const at::Tensor &scalar : refs->scalars)
@@ -91,37 +94,39 @@ bool is_private_part(const References *refs, size_t i) {
     return is_private(refs->storages[i].get(), i == 0 ? 1 + refs->slot->aliases.size() : 1);
 }
 
-// What is used in the place of a local tensor, or beside it, launches the update, too.
+// What is used in the place of a local tensor, or beside it, launches the update, too; and so
+// does a gradient that is no part of it.
 void mark_stands(References *refs) {
     const Slot *slot = refs->slot;
-    if (slot->wrappers.empty() || !OF_GUARD(wrapper))
-        return;
-    for (const at::Tensor &alias : slot->aliases)
-        mark(alias.unsafeGetTensorImpl());
     const auto add = [refs](c10::TensorImpl *impl) {
         refs->stands.push_back(impl);
         mark(impl);
     };
-    for (c10::TensorImpl *wrapper : slot->wrappers)
-        add(wrapper);
-    if (slot->gradient_wrapper != nullptr)
-        add(slot->gradient_wrapper);
-    if (refs->held_grad.defined())
-        add(refs->held_grad.unsafeGetTensorImpl());
-    stand_for(refs->storages[0].get(), refs->stands);
+    if (refs->shared_grad.defined() && OF_GUARD(bucket))
+        add(refs->shared_grad.unsafeGetTensorImpl());
+    if (!slot->wrappers.empty() && OF_GUARD(wrapper)) {
+        for (const at::Tensor &alias : slot->aliases)
+            mark(alias.unsafeGetTensorImpl());
+        for (c10::TensorImpl *wrapper : slot->wrappers)
+            add(wrapper);
+        if (slot->gradient_wrapper != nullptr)
+            add(slot->gradient_wrapper);
+    }
+    if (!refs->stands.empty())
+        stand_for(refs->storages[0].get(), refs->stands);
 }
 
 bool defer(void *, void *opaque) {
     References *refs = references_of(opaque);
     if (OF_GUARD(privacy))
         for (size_t i = 0; i < refs->n; i++)
-            if (!is_private_part(refs, i) && refs->tensors[i] != refs->in_bucket)
+            if (!is_private_part(refs, i))
                 return false;
     mark_stands(refs);
     for (size_t i = 0; i < refs->n; i++) {
         if (OF_GUARD(key))
             mark(refs->tensors[i]);
-        if (OF_GUARD(seal) && refs->tensors[i] != refs->in_bucket)
+        if (OF_GUARD(seal))
             seal(refs->storages[i].get());
     }
     return true;
@@ -217,6 +222,7 @@ of_host make_host(Plan *plan) {
     host.gpu = &gpu_host;
     host.scaling = &scaling_host;
     host.external = &external_host;
+    host.arrival = &arrival_host;
     return host;
 }
 

@@ -29,9 +29,9 @@ struct References {
     // A deferred scaling: the gradient's memory, which may be freed meanwhile.
     c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::TensorImpl *grad = nullptr; // the gradient to be replaced
-    // A gradient in a bucket of DistributedDataParallel, which is left pending although its
-    // storage has other tensors in it: its key is the tensor itself.
-    const c10::TensorImpl *in_bucket = nullptr;
+    // A gradient whose memory other tensors use, who are known to come by the mark on this very
+    // tensor before they change it: it is no part of the update, but stands for it.
+    at::Tensor shared_grad;
     at::Tensor param;                // if it consumes or is alone
     at::Tensor copy;                 // a gradient in the parameter's strides
     at::Tensor old_grad, old_consumed;  // replaced by settle(), dropped by release()
@@ -42,10 +42,10 @@ struct References {
     // Rules without kernels: the gradient, which may have left .grad before the
     // update runs; whether gradients were on; and whether the thread had modes that
     // the update must run under, as in stock.
-    at::Tensor held_grad; // also one whose memory other updates use, of a DTensor
+    at::Tensor held_grad;
     bool grad_mode = true;
     bool as_is = false;
-    Stands stands; // a deferred update of a DTensor's: what stands for it
+    Stands stands; // a deferred update's
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
     of_stream ready = {};   // and if not

@@ -45,6 +45,7 @@ typedef struct fake_tensor {
     float *step_at;            /* the same, on the device; or NULL */
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */
     fake_buffer *used_on_look; /* collect() uses this buffer */
+    const void *awaits;        /* its gradient is on its way; or NULL */
     void (*on_collect)(void *arg);
     void (*on_release)(void *arg);
     void *arg;

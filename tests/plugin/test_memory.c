@@ -283,3 +283,4 @@ int main(void) {
     suite_add_tcase(suite, all);
     return run(suite);
 }
+    tcase_add_test(all, plans_of_weight_gradients_report_it);

@@ -35,7 +35,7 @@ START_TEST(host_of_another_abi_is_refused) {
     of_host wrong = host->table;
     wrong.abi_version = OF_ABI_VERSION + 1;
     ck_assert_int_eq(create(&wrong, "adam", NULL), OF_INVALID);
-    check_message("ABI version 9, this library has 8");
+    check_message("ABI version 10, this library has 9");
     ck_assert_uint_eq(of_abi_version(), OF_ABI_VERSION);
     wrong = host->table;
     wrong.struct_size -= 8;

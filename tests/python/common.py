@@ -139,7 +139,11 @@ def run(script, wrap):
 
 def same(script, mode="forward", prove=True, **options):
     """Runs the script with stock and with fused optimizers; every yield agrees."""
-    stock = run(script, Stock())
+    same_as(run(script, Stock()), script, mode, prove, **options)
+
+
+def same_as(stock, script, mode, prove=True, **options):
+    """The same, with what run() has seen with stock."""
     wrap = Fused(mode, **options)
     ours = run(script, wrap)
     assert stock, "the script yielded nothing"

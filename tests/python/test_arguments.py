@@ -92,6 +92,7 @@ WRONG = {
         "ddp": (3, "model", net(), [net()]),
         "comm_hook": (3, "hook", print, (print,), (None, None), (None, 3), (1, 2, print)),
     },
+        "await_reduction": (None, "now", "First_use", "", 0, True, ["first_use"], b"backward"),
     "unfuse": {"optimizer": (None, *NOT_FUSED)},
     "flush": {"optimizer": NOT_FUSED},
     "summary": {"optimizer": (None, *NOT_FUSED)},

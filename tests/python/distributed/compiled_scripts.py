@@ -2,11 +2,13 @@
 """Scripts that train under DistributedDataParallel and torch.compile, for common.same() on every
 rank. What dynamo counts is compared, too: graphs, compiled frames, breaks."""
 
+import contextlib
 import functools
 
 import torch
 import torch.distributed as dist
-from common import Stock, adamw, everything, run, same
+from await_scripts import later
+from common import Stock, adamw, everything, run, same_as
 from ddp_scripts import SMALL, Net, ddp_of, train
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -26,14 +28,29 @@ def ddp_of_compiled(model, backend):
     return wrapped, wrapped
 
 
-def compiled(mode, way, backend):
-    def script(wrap):
+@contextlib.contextmanager
+def small_buckets():
+    """Smaller ones than dynamo takes otherwise."""
+    before, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 100
+    try:
+        yield
+    finally:
+        dist._DEFAULT_FIRST_BUCKET_BYTES = before
+
+
+def compiled(way, backend):
+    """In both modes. Compiling takes long: stock is run once for both."""
+
+    def script(wrap, late=False):
         torch.compiler.reset()
         counters.clear()
-        dist._DEFAULT_FIRST_BUCKET_BYTES = 100  # dynamo takes no smaller ones
         model = Net()
         wrapped, called = way(model, backend)
-        optimizer = wrap(adamw(model.parameters()), **ddp_of(wrap, wrapped))
+        optimizer = adamw(model.parameters())
+        if late:
+            later(wrap, wrapped, optimizer)
+        else:
+            wrap(optimizer, **ddp_of(wrap, wrapped))
         for i in range(STEPS):
             yield "loss", train(called, optimizer, i)
         counts = {name: dict(counters[name]) for name in COUNTED}
@@ -41,13 +58,16 @@ def compiled(mode, way, backend):
         yield "counts", counts
         yield from everything(model, optimizer)
 
-    run(script, Stock())  # dynamo looks once at what it will leave alone
-    same(script, mode)
+    with small_buckets():
+        run(script, Stock())  # dynamo looks once at what it will leave alone
+        stock = run(script, Stock())
+        for mode in ("forward", "backward"):
+            same_as(stock, script, mode)
+        same_as(stock, functools.partial(script, late=True), "forward")
 
 
 SCENARIOS = {
-    f"{way.__name__} {backend} {mode}": functools.partial(compiled, mode, way, backend)
+    f"{way.__name__} {backend}": functools.partial(compiled, way, backend)
     for backend in ("aot_eager", "inductor")
     for way in (compiled_ddp, ddp_of_compiled)
-    for mode in ("forward", "backward")
 }

@@ -8,19 +8,19 @@ def outcomes():
     return {}
 
 
+def scenario_of(item, world):
+    """What the test is about, if so many processes play it."""
+    params = getattr(item, "callspec", None) and item.callspec.params
+    if params and params.get("world") == world and "scenario" in params:
+        return f"{item.module.SCRIPTS}:{params['scenario']}"
+    return None
+
+
 @pytest.fixture
-def played(request, outcomes, world, scenario):
+def played(request, outcomes, world):
     """None, or why the scenario failed. The test's module names the module of its scenarios:
-    SCRIPTS; all of them that were selected are played at once."""
-    scripts = request.module.SCRIPTS
-
-    def selected(item):
-        params = getattr(item, "callspec", None) and item.callspec.params
-        wanted = params and params.get("world") == world and "scenario" in params
-        return wanted and getattr(item.module, "SCRIPTS", None) == scripts
-
-    if (scripts, world) not in outcomes:
-        items = filter(selected, request.session.items)
-        names = dict.fromkeys(item.callspec.params["scenario"] for item in items)
-        outcomes[scripts, world] = ranks.play(scripts, world, names)
-    return outcomes[scripts, world][scenario]
+    SCRIPTS; all scenarios that were selected are played at once."""
+    if world not in outcomes:
+        names = (scenario_of(item, world) for item in request.session.items)
+        outcomes[world] = ranks.play(world, dict.fromkeys(filter(None, names)))
+    return outcomes[world][scenario_of(request.node, world)]

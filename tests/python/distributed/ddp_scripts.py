@@ -8,7 +8,7 @@ import inspect
 import torch
 import torch.distributed as dist
 from common import adamw, assert_same, everything, refused, same, sgd, weights
-from ranks import STEPS
+from ranks import LONG, STEPS, scenario_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -20,17 +20,7 @@ SMALL = 0.0002  # MiB a bucket: several buckets for a model of some hundred para
 SCENARIOS = {}
 
 
-def scenario(*modes, **cases):
-    """Adds the function once for each mode and case; called as function(mode, **case)."""
-
-    def add(function):
-        for mode in modes:
-            for case, options in (cases or {"": {}}).items():
-                name = " ".join(filter(None, (function.__name__, case, mode)))
-                SCENARIOS[name] = functools.partial(function, mode, **options)
-        return function
-
-    return add
+scenario = functools.partial(scenario_of, SCENARIOS)
 
 
 class Net(nn.Module):
@@ -69,6 +59,12 @@ def train(model, optimizer, i, **options):
     return loss
 
 
+def training(wrapped, optimizer, steps=STEPS):
+    for i in range(steps):
+        yield "loss", train(wrapped, optimizer, i)
+    yield from everything(wrapped.module, optimizer)
+
+
 def knows(option):
     return option in inspect.signature(DDP.__init__).parameters
 
@@ -100,9 +96,7 @@ def option(mode, options):
         model = Net()
         wrapped = DDP(model, **options)
         optimizer = wrap(adamw(model.parameters()), **ddp_of(wrap, wrapped))
-        for i in range(STEPS):
-            yield "loss", train(wrapped, optimizer, i)
-        yield from everything(model, optimizer)
+        yield from training(wrapped, optimizer)
 
     same(script, mode)
 
@@ -113,9 +107,7 @@ def fused_before_wrapping(mode):
         model = Net()
         optimizer = wrap(sgd(model.parameters()))
         wrapped = DDP(model, bucket_cap_mb=SMALL)
-        for i in range(STEPS):
-            yield "loss", train(wrapped, optimizer, i)
-        yield from everything(model, optimizer)
+        yield from training(wrapped, optimizer)
 
     same(script, mode)
 
@@ -219,9 +211,7 @@ def hook(mode, make):
         else:
             wrapped.register_comm_hook(state, hook)
         optimizer = wrap(adamw(model.parameters()), **options)
-        for i in range(STEPS):
-            yield "loss", train(wrapped, optimizer, i)
-        yield from everything(model, optimizer)
+        yield from training(wrapped, optimizer, LONG if make is local_sgd else STEPS)
 
     same(script, mode)
 
@@ -317,9 +307,7 @@ def a_hook_that_is_registered_after_fuse(mode):
         wrapped = DDP(model, bucket_cap_mb=SMALL)
         optimizer = wrap(adamw(model.parameters()), **ddp_of(wrap, wrapped))
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        for i in range(STEPS):
-            yield "loss", train(wrapped, optimizer, i)
-        yield from everything(model, optimizer)
+        yield from training(wrapped, optimizer)
 
     same(script, mode)
 
@@ -354,7 +342,7 @@ def unfused_again(mode):
         model = Net()
         wrapped = DDP(model, bucket_cap_mb=SMALL)
         optimizer = wrap(adamw(model.parameters()), **ddp_of(wrap, wrapped))
-        for i in range(STEPS):
+        for i in range(LONG):
             if i == 5 and wrap.fused:
                 optfuse.unfuse(optimizer)
             if i == 10:

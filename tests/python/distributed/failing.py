@@ -5,6 +5,7 @@ written down.
 python failing.py FOLDER RANK NAME ..."""
 
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from common import adamw, loss_of, net
+from common import adamw, loss_of, net, refused
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
@@ -35,8 +36,12 @@ class Job:
         self.optimizer = adamw(self.model.parameters())
 
     def fuse(self):
-        ddp = {"ddp": self.model} if self.mode == "backward" else {}
-        optfuse.fuse(self.optimizer, mode=self.mode, **ddp)
+        how = {
+            "forward": {},
+            "backward": {"mode": "backward", "ddp": self.model},
+            "first_use": {"await_reduction": "first_use", "ddp": self.model},
+        }
+        optfuse.fuse(self.optimizer, **how[self.mode])
 
     def train(self, before_step=lambda: None, **in_backward):
         """Rank 1 does what it is told to in the broken step."""
@@ -60,7 +65,7 @@ def refused_by_fuse(rank, mode):
 
 def raises_in_step(rank, mode):
     def spoil():
-        if mode == "forward":
+        if mode != "backward":
             next(iter(job.optimizer.state.values()))["step"] = 7  # not a tensor
         else:
             job.optimizer.param_groups[0]["lr"] = 7.0  # after the updates
@@ -82,8 +87,44 @@ def refused_and_stays(rank, mode):
     try:
         refused_by_fuse(rank, mode)
     except optfuse.Error:
+        if rank == 0:
+            raise
         time.sleep(TIMEOUT + 6)
         raise
+
+
+def loses_its_partner(rank, mode):
+    """Whatever rank 0 uses then says so, again and again."""
+    job = Job(rank, mode)
+    job.fuse()
+    try:
+        if rank == 1:
+            job.model.module[0].weight.register_hook(fail_at(BROKEN))
+        job.train()
+    except RuntimeError as error:
+        if rank == 0:
+            lost = "reduction of gradients between processes has failed"
+            assert lost in str(error), f"rank 0 got {error}"
+            for use in (
+                job.optimizer.step,
+                job.model.module[0].weight.sum,
+                lambda: job.model.module[0].weight.grad.sum(),
+                job.model.state_dict()["0.weight"].sum,
+                optfuse.flush,
+            ) * 2:
+                refused(use, way_out="Load them from a checkpoint")
+        raise
+
+
+def fail_at(last):
+    """A hook of a gradient: the first weight's is the last of a pass."""
+    passes = itertools.count()
+
+    def hook(_):
+        if next(passes) == last:
+            raise optfuse.Error("optfuse: this process gives up")
+
+    return hook
 
 
 CASES = {
@@ -93,6 +134,10 @@ CASES = {
     "fuse() refuses, backward": (refused_by_fuse, "backward"),
     "step() raises, backward": (raises_in_step, "backward"),
     "backward raises, backward": (raises_in_backward, "backward"),
+    "fuse() refuses, first_use": (refused_by_fuse, "first_use"),
+    "step() raises, first_use": (raises_in_step, "first_use"),
+    "backward raises, first_use": (loses_its_partner, "first_use"),
+    "fuse() refuses, the rank stays, first_use": (refused_and_stays, "first_use"),
 }
 
 

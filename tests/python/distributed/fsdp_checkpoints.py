@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints of models sharded by FSDP2: scripts for fsdp_scripts.same() on every rank."""
+"""Checkpoints of models sharded by FSDP2: scripts for common.same() on every rank."""
 
 import functools
 import shutil
@@ -7,8 +7,9 @@ import tempfile
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import adamw
-from fsdp_scripts import Net, everything, local, same, scenario_of, shard, train
+from common import adamw, same
+from fsdp_models import Net, everything, local, shard, train
+from ranks import scenario_of
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -2,9 +2,10 @@
 """Scenarios that several processes play together, over gloo on this machine.
 
 A module of scenarios has SCENARIOS: functions by name that every rank calls, and that raise
-on a rank where something is wrong. The processes are started once for all scenarios that
-were selected, since importing torch takes longer than most of them."""
+on a rank where something is wrong. So many processes are started once for all scenarios that
+were selected, of all modules, since importing torch takes longer than most of them."""
 
+import functools
 import json
 import os
 import subprocess
@@ -18,9 +19,24 @@ import pytest
 HERE = Path(__file__).parent
 # "2,3,4" is the full run; a sample is played by more than two processes anyway.
 WORLDS = tuple(map(int, os.environ.get("OPTFUSE_TEST_WORLDS", "2").split(",")))
-STEPS = int(os.environ.get("OPTFUSE_TEST_STEPS", "20"))  # of training, in most scenarios
+STEPS = int(os.environ.get("OPTFUSE_TEST_STEPS", "12"))  # of training, in most scenarios
+LONG = max(STEPS, 20)  # where something begins at the 10th step only
 GRACE = 3.0  # seconds for the other ranks once one has failed
 PATIENCE = 90.0  # for one scenario
+
+
+def scenario_of(scenarios, *modes, **cases):
+    """Adds the function to a module's scenarios, once for each mode and case; called as
+    function(mode, **case)."""
+
+    def add(function):
+        for mode in modes:
+            for case, options in (cases or {"": {}}).items():
+                name = " ".join(filter(None, (function.__name__, case, mode)))
+                scenarios[name] = functools.partial(function, mode, **options)
+        return function
+
+    return add
 
 
 def by(scenarios, **sample):
@@ -37,17 +53,17 @@ def by(scenarios, **sample):
     return pytest.mark.parametrize(("world", "scenario"), runs)
 
 
-def play(module, world, names):
-    """What came of each scenario: None, or what the ranks said."""
+def play(world, names):
+    """What came of each scenario, which is named MODULE:NAME: None, or what the ranks said."""
     outcomes = {}
     while left := [name for name in names if name not in outcomes]:
-        outcomes |= _play_up_to_a_failure(module, world, left)
+        outcomes |= _play_up_to_a_failure(world, left)
     return outcomes
 
 
-def _play_up_to_a_failure(module, world, names):
+def _play_up_to_a_failure(world, names):
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(folder, rank, world, module, names) for rank in range(world)]
+        ranks = [_start(folder, rank, world, names) for rank in range(world)]
         _wait(folder, ranks)
         told = [_read(folder, rank) for rank in range(world)]
         outcomes = {}
@@ -65,8 +81,8 @@ def _play_up_to_a_failure(module, world, names):
         return outcomes
 
 
-def _start(folder, rank, world, module, names):
-    command = [sys.executable, str(HERE / "worker.py"), folder, str(rank), str(world), module]
+def _start(folder, rank, world, names):
+    command = [sys.executable, str(HERE / "worker.py"), folder, str(rank), str(world)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(f"{folder}/output-{rank}", "w", encoding="utf-8") as output:
         return subprocess.Popen(

@@ -41,8 +41,9 @@ def test_the_other_rank_gets_an_error_of_torch_distributed(told, case):
     assert broken["error"][0].startswith("optfuse"), f"rank 1 got {broken['error']}"
     assert well["error"], "rank 0 trained to the end, alone"
     module, name, text = well["error"]
-    assert not module.startswith("optfuse"), f"rank 0 got {well['error']}"
-    words = ("Timed out", "timed out") if stays else ("onnection", "gloo", "Gloo")
+    passed_on = "reduction of gradients between processes has failed" in text
+    assert not module.startswith("optfuse") or passed_on, f"rank 0 got {well['error']}"
+    words = ("Timed out", "timed out", "timeout") if stays else ("onnection", "gloo", "Gloo")
     assert any(word in text for word in words), f"rank 0 got {name}: {text}"
     assert well["seconds"] < failing.TIMEOUT + SLACK, f"rank 0 waited {well['seconds']:.1f} s"
 

@@ -3,12 +3,12 @@
 sharded and some replicated, and no FSDP2 is there."""
 
 import functools
-import itertools
 
 import torch
 import torch.distributed as dist
-from common import adamw, refused
-from fsdp_scripts import STEPS, Net, everything, looks_between_steps, same, scenario_of
+from common import adamw, refused, same
+from fsdp_models import Net, everything, looks_between_steps
+from ranks import STEPS, scenario_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
@@ -102,8 +102,8 @@ def looked_at_between_steps(mode):
         for i in range(2 * 15):
             train(model, [optimizer], i)
             wrap.pending()
-            looks = looks_between_steps(shown, optimizer, True)
-            yield next(itertools.islice(looks, i % 15, None))
+            name, look = looks_between_steps(shown, optimizer, True)[i % 15]
+            yield name, look()
         yield from everything(model, optimizer)
 
     same(script, mode)

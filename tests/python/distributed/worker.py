@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank: plays scenarios of a module one after the other, and writes what came of each.
+"""One rank: plays scenarios one after the other, and writes what came of each.
 
-python worker.py FOLDER RANK WORLD MODULE NAME ..."""
+python worker.py FOLDER RANK WORLD MODULE:NAME ..."""
 
 import datetime
 import gc
@@ -21,16 +21,20 @@ import torch.distributed as dist
 TIMEOUT = datetime.timedelta(seconds=30)
 
 
-def main(folder, rank, world, module, names):
+def scenario_of(name):
+    module, _, scenario = name.partition(":")
+    return importlib.import_module(module).SCENARIOS[scenario]
+
+
+def main(folder, rank, world, names):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    scenarios = importlib.import_module(module).SCENARIOS
     with open(f"{folder}/outcomes-{rank}", "w", encoding="utf-8") as out:
         for name in names:
             error = None
             try:
-                scenarios[name]()
+                scenario_of(name)()
                 gc.collect()
                 dist.barrier()
             except BaseException:
@@ -42,5 +46,5 @@ def main(folder, rank, world, module, names):
 
 
 if __name__ == "__main__":
-    folder, rank, world, module, *names = sys.argv[1:]
-    main(folder, int(rank), int(world), module, names)
+    folder, rank, world, *names = sys.argv[1:]
+    main(folder, int(rank), int(world), names)

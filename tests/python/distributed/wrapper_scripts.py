@@ -7,7 +7,8 @@ import functools
 import torch
 import torch.distributed as dist
 from common import same, sgd
-from ddp_scripts import SMALL, STEPS, Net, train
+from ddp_scripts import SMALL, Net, train
+from ranks import LONG, STEPS
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -78,7 +79,7 @@ def local_sgd(fused_before):
         optimizer = PostLocalSGDOptimizer(inner, averager)
         if not fused_before:
             wrap(optimizer.optim)
-        for i in range(STEPS):
+        for i in range(LONG):
             yield "loss", train(wrapped, optimizer, i)
         yield "parameters", dict(model.state_dict())
         yield "state", optimizer.state_dict()

@@ -3,10 +3,11 @@
 
 import contextlib
 import tempfile
+import threading
 
 import torch
 import torch.distributed as dist
-from common import adamw, assert_same, batch, net, train, weights
+from common import adamw, assert_same, batch, loss_of, net, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -56,6 +57,55 @@ def an_update_waits_for_the_reduction_of_its_gradient():
                 wrapped.register_comm_hook(None, doubled)
             for i in range(3):
                 train(wrapped, optimizer, i)
+            trained.append(weights(model))
+    assert_same("weights", *trained)
+
+
+def doubled_later(_, bucket):
+    """After the end of backward, as where the network is slow."""
+    future, buffer = torch.futures.Future(), bucket.buffer()
+    threading.Timer(0.1, lambda: future.set_result(buffer.mul_(2))).start()
+    return future
+
+
+@guards("await")
+def an_update_waits_for_the_gradient_that_is_on_its_way():
+    trained = []
+    with one_process():
+        for is_fused in (True, False):
+            torch.manual_seed(0)
+            model = net()
+            wrapped = DDP(model)
+            optimizer = adamw(model.parameters())
+            if is_fused:
+                late = {"ddp": wrapped, "await_reduction": "first_use"}
+                optfuse.fuse(optimizer, comm_hook=(None, doubled_later), **late)
+            else:
+                wrapped.register_comm_hook(None, doubled_later)
+            for i in range(3):
+                train(wrapped, optimizer, i)
+            trained.append(weights(model))
+    assert_same("weights", *trained)
+
+
+@guards("reuse")
+def a_bucket_is_not_used_again_while_it_is_on_its_way():
+    """The gradients of every other pass are thrown away, and nobody looks at them."""
+    trained = []
+    with one_process():
+        for is_fused in (True, False):
+            torch.manual_seed(0)
+            model = net()
+            wrapped = DDP(model)
+            optimizer = adamw(model.parameters())
+            if is_fused:
+                late = {"ddp": wrapped, "await_reduction": "first_use"}
+                optfuse.fuse(optimizer, comm_hook=(None, doubled_later), **late)
+            else:
+                wrapped.register_comm_hook(None, doubled_later)
+            for i in range(3):
+                loss_of(wrapped, i).backward()
+                train(wrapped, optimizer, 10 + i)
             trained.append(weights(model))
     assert_same("weights", *trained)
 

@@ -48,6 +48,8 @@ OUT_OF_REACH = {
     "ddp": "programs have one process",
     "reduced": "programs have one process",
     "bucket": "programs have one process",
+    "await": "programs have one process",
+    "reuse": "programs have one process",
     **dict.fromkeys(
         ("base", "held", "sibling", "wrapper", "wrapper_version"), "programs have no DTensors"
     ),

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scalars of an optimizer that are on a GPU: learning rates that are tensors, and what GradScaler
+hands over. They are copied there when updates are created, for updates that run later."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from optfuse._gpu import is_on_gpu
+from optfuse._snapshot import Groups
+
+
+class DeviceScalars:
+    """Of one plan: what the library has of them."""
+
+    def __init__(self, plan: int) -> None:
+        self.plan = plan
+        self._some = False  # the library has some
+        self._rates: list[tuple[int, int]] = []  # of the groups
+
+    def tell(self, optimizer: Optimizer, same_groups: bool) -> None:
+        """same_groups: they were found as they had been."""
+        attributes = optimizer.__dict__
+        scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
+        if same_groups and scale is None and inf is None and not self._some:
+            return  # groups that can be found the same have no tensors in them
+        rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
+        self._rates = _identities(optimizer.param_groups)
+        some = scale is not None or inf is not None or any(r is not None for r in rates)
+        if some or self._some:
+            torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
+            self._some = some
+
+    def have_same_rates(self, groups: Groups) -> list[bool]:
+        """Of each group that was told."""
+        rates = zip(_identities(groups), self._rates, strict=False)
+        return [now == before for now, before in rates]
+
+
+def _identities(groups: Groups) -> list[tuple[int, int]]:
+    """What tells whether a learning rate on a GPU was changed, without a look at it."""
+    rates = [group["lr"] for group in groups]
+    return [(id(rate), rate._version) if is_on_gpu(rate) else (0, 0) for rate in rates]

@@ -1,0 +1,702 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scripts that train under DistributedDataParallel with await_reduction="first_use", over a
+network that is slower than backward(), for common.same() on every rank."""
+
+import contextlib
+import copy
+import functools
+import io
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from common import adamw, assert_same, everything, refused, same, sgd, snapshot, weights
+from ddp_scripts import HOOKS, OPTIONS, SMALL, Net, loss_of, power_sgd, train
+from ranks import STEPS, scenario_of
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+
+DELAY = 0.004  # seconds that a message takes beyond gloo
+SCENARIOS = {}
+
+
+scenario = functools.partial(scenario_of, SCENARIOS, "forward")
+
+
+class Network:
+    """Messages take DELAY one after the other, in a communication hook."""
+
+    def __init__(self, delay=DELAY):
+        self.delay = delay
+        self.last = None  # the future of the last message
+        self.wire = ThreadPoolExecutor(1)
+
+    def carry(self, work, buffer, arrived):
+        try:
+            work.wait()
+        except Exception as error:
+            arrived.set_exception(error)
+            return
+        time.sleep(self.delay)
+        arrived.set_result(buffer)
+
+    def mean(self, buffer):
+        buffer.mul_(1.0 / dist.get_world_size())
+        self.last = Future()
+        work = dist.all_reduce(buffer, async_op=True)
+        self.wire.submit(self.carry, work, buffer, self.last)
+        return self.last
+
+    def is_busy(self):
+        return not self.last.done()
+
+
+def over(network, bucket):
+    return network.mean(bucket.buffer())
+
+
+def slow(wrap, model, make=adamw, delay=DELAY, **options):
+    """DDP, its optimizer and the network between the processes."""
+    wrapped = DDP(model, **options)
+    network = Network(delay)
+    return wrapped, later(wrap, wrapped, make(model.parameters()), (network, over)), network
+
+
+def later(wrap, wrapped, optimizer, hook=None):
+    """Fused, or stock's with the same communication hook."""
+    if wrap.fused:
+        how = {"ddp": wrapped, "await_reduction": "first_use"}
+        known = wrapped._comm_hooks  # by another optimizer of this model
+        return wrap(optimizer, **how, **({"comm_hook": hook} if hook and not known else {}))
+    if hook and not wrapped._comm_hooks:
+        wrapped.register_comm_hook(*hook)
+    return optimizer
+
+
+def training(wrapped, optimizer, network=None, wrap=None):
+    for i in range(STEPS):
+        loss = train(wrapped, optimizer, i)
+        if network and wrap.fused and i > 2:
+            assert network.is_busy(), "step() has waited: the test would prove nothing"
+        yield "loss", loss
+    yield from everything(wrapped.module, optimizer)
+
+
+@scenario(
+    **{
+        f"{name} {make.__name__}": {**option, "make": make}
+        for name, option in OPTIONS.items()
+        for make in (adamw, sgd)
+    }
+)
+def option(mode, options, make):
+    def script(wrap):
+        model = Net()
+        wrapped = DDP(model, **options)
+        yield from training(wrapped, later(wrap, wrapped, make(model.parameters())))
+
+    same(script, mode)
+
+
+SLOW = {
+    "copies": {"broadcast_buffers": False, "bucket_cap_mb": SMALL},
+    "views": {"broadcast_buffers": False, "bucket_cap_mb": SMALL, "gradient_as_bucket_view": True},
+}
+SLOW["static"] = {**SLOW["copies"], "static_graph": True}
+SLOW = {name: {"options": options} for name, options in SLOW.items()}
+
+
+@scenario(**SLOW)
+def backward_and_step_do_not_wait(mode, options):
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, network = slow(wrap, model, **options)
+        yield from training(wrapped, optimizer, network, wrap)
+
+    same(script, mode)
+
+
+@scenario(
+    **{h: made for h, made in HOOKS.items() if made["make"] is not power_sgd},
+)
+def hook(mode, make):
+    def script(wrap):
+        model = Net()
+        wrapped = DDP(model, bucket_cap_mb=SMALL)
+        torch.manual_seed(1)
+        yield from training(wrapped, later(wrap, wrapped, adamw(model.parameters()), make(model)))
+
+    same(script, mode)
+
+
+@scenario(**SLOW)
+def no_sync(mode, options):
+    """Three passes a step, of which the last one reduces."""
+
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, **options)
+        if options.get("static_graph"):
+            train(wrapped, optimizer, 0)
+        for i in range(STEPS // 3):
+            optimizer.zero_grad()
+            for part in range(3):
+                with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
+                    loss_of(wrapped, 3 * i + part).backward()
+            optimizer.step()
+            if i % 4 == 0:
+                yield "parameters", dict(model.state_dict())
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario(**SLOW)
+def accumulation_without_no_sync(mode, options):
+    """Every pass reduces, and adds to gradients that are on their way."""
+
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, **options)
+        for i in range(STEPS // 2):
+            optimizer.zero_grad(i % 2 == 0)
+            loss_of(wrapped, 2 * i).backward()
+            loss_of(wrapped, 2 * i + 1).backward()
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario(**SLOW)
+def several_optimizers(mode, options):
+    """Two of one model, one of them stock's; parameters that DDP ignores; frozen ones."""
+
+    def script(wrap):
+        model = Net()
+        model.alone = nn.Parameter(torch.ones(3))
+        model.conv.bias.requires_grad_(False)
+        DDP._set_params_and_buffers_to_ignore_for_model(model, ["alone"])
+        wrapped = DDP(model, **options)
+        hook = Network(), over
+        optimizers = [
+            later(wrap, wrapped, adamw([*model.head.parameters(), model.alone]), hook),
+            later(wrap, wrapped, sgd([*model.hidden.parameters(), model.conv.weight]), hook),
+            torch.optim.SGD([*model.spare.parameters(), *model.norm.parameters()], lr=1e-2),
+        ]
+        for i in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = loss_of(wrapped, i) + (model.alone * (dist.get_rank() + i)).sum()
+            loss.backward()
+            if i % 3 == 0:
+                yield "gradients", [p.grad for p in model.parameters() if p.requires_grad]
+            for optimizer in optimizers:
+                optimizer.step()
+            yield "loss", loss
+        yield "parameters", dict(model.state_dict())
+        yield "states", [optimizer.state_dict() for optimizer in optimizers]
+
+    same(script, mode)
+
+
+@scenario()
+def gradients_that_no_optimizer_of_ours_has_are_there_after_backward(mode):
+    """Nobody else would wait for them: their memory is read past every operator."""
+
+    def script(wrap):
+        model = Net()
+        wrapped = DDP(model, bucket_cap_mb=SMALL, broadcast_buffers=False)
+        own = [p for name, p in model.named_parameters() if "head" in name]
+        optimizer = later(wrap, wrapped, adamw(own), (Network(), over))
+        for i in range(5):
+            optimizer.zero_grad()
+            model.zero_grad()
+            others = [p for p in model.parameters() if all(p is not q for q in own)]
+            loss_of(wrapped, i).backward()
+            keys = [torch._C._dispatch_keys(p.grad).raw_repr() for p in others]
+            assert len(set(keys)) == 1, "the gradient of another one is marked"
+            yield "others", [p.grad for p in others]
+            optimizer.step()
+        yield "parameters", dict(model.state_dict())
+
+    same(script, mode)
+
+
+# What a script may do between backward() and step(). Each yields what it has seen.
+
+
+def gradients(model, optimizer):
+    yield "gradients", [p.grad for p in model.parameters()]
+
+
+def norms(model, optimizer):
+    for p in model.parameters():
+        yield "norm", p.grad.norm()
+    yield "norms", torch._foreach_norm([p.grad for p in model.parameters()])
+
+
+def one_number(model, optimizer):
+    yield "number", model.head.weight.grad[0, 0].item()
+
+
+def clipping(model, optimizer):
+    yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+
+
+def our_clipping(model, optimizer):
+    ours = "Adam" in type(optimizer).__name__ and hasattr(optimizer, "_optfuse_link")
+    clip = optfuse.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
+    yield "norm", clip(model.parameters(), 0.1, foreach=False)
+
+
+def clipping_values(model, optimizer):
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    yield "done", True
+
+
+def writing(model, optimizer):
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    model.head.bias.grad.copy_(torch.ones(3))
+    yield "done", True
+
+
+def another_gradient(model, optimizer):
+    model.head.weight.grad = model.head.weight.grad * 2
+    model.hidden.bias.grad = None
+    yield "done", True
+
+
+def data_of_a_gradient(model, optimizer):
+    yield "data", [p.grad.data for p in model.parameters()]
+
+
+def raw_memory(model, optimizer):
+    yield "arrays", [torch.from_numpy(p.grad.numpy().copy()) for p in model.parameters()]
+    yield "storage", bytes(model.head.weight.grad.untyped_storage())[:8] != b""
+
+
+def flushed(model, optimizer):
+    if hasattr(optimizer, "_optfuse_link"):
+        optfuse.flush()
+    yield "gradients", [p.grad for p in model.parameters()]
+
+
+def a_checkpoint(model, optimizer):
+    file = io.BytesIO()
+    torch.save([{"model": model.state_dict()}, [p.grad for p in model.parameters()]], file)
+    file.seek(0)
+    yield "loaded", torch.load(file)[1]
+
+
+def a_copy(model, optimizer):
+    yield "copy", [p.grad for p in copy.deepcopy(model).parameters()]
+
+
+def a_thread(model, optimizer):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(model.head.weight.grad.clone()))
+    thread.start()
+    thread.join()
+    yield "seen", seen
+
+
+def a_fork(model, optimizer):
+    if os.fork() == 0:
+        os._exit(int(any(not p.grad.isfinite().all() for p in model.parameters())))
+    _, status = os.wait()
+    yield "status", status
+
+
+def zeros(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    yield "gradients", [p.grad for p in model.parameters()]
+
+
+def zeros_before(model, optimizer):
+    optimizer.zero_grad()
+    yield "gradients", [p.grad is None for p in model.parameters()]
+
+
+def sums_over_ranks(model, optimizer):
+    """A collective of the script's own."""
+    total = torch.stack([p.grad.sum() for p in model.parameters()])
+    dist.all_reduce(total)
+    yield "sum", total
+
+
+def nothing(model, optimizer):
+    yield "nothing", True
+
+
+LOOKS = (
+    gradients, norms, one_number, clipping, our_clipping, clipping_values, writing,
+    another_gradient, data_of_a_gradient, raw_memory, flushed, a_checkpoint, a_copy, a_thread,
+    a_fork, zeros, zeros_before, sums_over_ranks, nothing,
+)  # fmt: skip
+
+
+@scenario(
+    **{
+        f"{look.__name__} {way}": {"look": look, **SLOW[way]}
+        for look in LOOKS
+        for way in ("copies", "views")
+    }
+)
+def look_before_step(mode, look, options):
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, network = slow(wrap, model, **options)
+        for i in range(8):
+            optimizer.zero_grad()
+            loss_of(wrapped, i).backward()
+            if wrap.fused and i > 2:
+                assert network.is_busy(), "backward() has waited: the test would prove nothing"
+            yield from look(model, optimizer)
+            if i != 5:  # a step that is skipped
+                optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, mode, prove=look not in (a_thread, zeros_before))  # these leave nothing to defer
+
+
+# And after step().
+
+
+def parameters(model, optimizer):
+    yield "parameters", list(model.parameters())
+
+
+def one_parameter(model, optimizer):
+    yield "number", model.conv.weight[0, 0, 0, 0].item()
+
+
+def state(model, optimizer):
+    yield "state", optimizer.state_dict()
+
+
+def an_evaluation(model, optimizer):
+    model.eval()
+    with torch.no_grad():
+        yield "loss", loss_of(model, 100)
+    model.train()
+
+
+def overwritten(model, optimizer):
+    with torch.no_grad():
+        model.head.weight.copy_(torch.ones(3, 16))
+        model.hidden.weight.mul_(0.5)
+    yield "done", True
+
+
+def loaded(model, optimizer):
+    model.load_state_dict(snapshot(dict(model.state_dict())))
+    optimizer.load_state_dict(optimizer.state_dict())
+    yield "done", True
+
+
+def compared_across_ranks(model, optimizer):
+    for p in model.parameters():
+        others = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, p.detach())
+        for other in others:
+            assert_same("a parameter of another rank", other, p.detach())
+    yield "done", True
+
+
+def a_second_step(model, optimizer):
+    optimizer.step()
+    yield "done", True
+
+
+def a_new_group(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-3})
+    yield "done", True
+
+
+AFTER = (
+    parameters, one_parameter, state, an_evaluation, overwritten, loaded, compared_across_ranks,
+    a_second_step, a_new_group, gradients, norms, writing, our_clipping, zeros, flushed, a_copy,
+    a_fork, raw_memory,
+)  # fmt: skip
+
+
+@scenario(
+    **{
+        f"{look.__name__} {way}": {"look": look, **SLOW[way]}
+        for look in AFTER
+        for way in ("copies", "views")
+    }
+)
+def look_after_step(mode, look, options):
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, network = slow(wrap, model, **options)
+        for i in range(8):
+            optimizer.zero_grad()
+            loss_of(wrapped, i).backward()
+            optimizer.step()
+            if wrap.fused and i > 2:
+                assert network.is_busy(), "step() has waited: the test would prove nothing"
+            yield from look(model, optimizer)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def a_gradient_that_is_kept(mode):
+    """Beyond zero_grad(), and read when its bucket has been used again."""
+
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, **SLOW["copies"]["options"])
+        for i in range(6):
+            optimizer.zero_grad()
+            loss_of(wrapped, i).backward()
+            kept = [p.grad for p in model.parameters()]
+            optimizer.zero_grad()
+            loss_of(wrapped, i + 10).backward()
+            optimizer.step()
+            yield "kept", kept
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def a_view_that_is_kept(mode):
+    """Of a bucket, which is read past its marks."""
+
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, **SLOW["views"]["options"])
+        views = []
+        for i in range(8):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(wrapped, i).backward()
+            yield "views", views
+            views = [p.grad[:1] for p in model.parameters()]
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def weights_that_a_pass_does_not_use(mode):
+    """Their updates wait on, and the next pass must not write to their bucket meanwhile."""
+
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+            self.uses_weight = True
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(x) if self.uses_weight else x + self.b.bias + self.b.weight[0]
+
+    def script(wrap):
+        model = Halves()
+        wrapped, optimizer, _ = slow(wrap, model, make=sgd)
+        for i in range(6):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * i + dist.get_rank())
+            wrapped(torch.randn(4, 6, generator=generator)).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.a(torch.ones(1, 6))
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def unfused_again(mode):
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, **SLOW["copies"]["options"])
+        for i in range(STEPS):
+            if i == 5 and wrap.fused:
+                optfuse.unfuse(optimizer)
+            if i == 10:
+                later(wrap, wrapped, optimizer)
+            yield "loss", train(wrapped, optimizer, i)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def a_hook_that_is_registered_after_fuse(mode):
+    def script(wrap):
+        model = Net()
+        wrapped = DDP(model, bucket_cap_mb=SMALL, broadcast_buffers=False)
+        optimizer = later(wrap, wrapped, adamw(model.parameters()))
+        wrapped.register_comm_hook(Network(), over)
+        yield from training(wrapped, optimizer)
+
+    same(script, mode)
+
+
+@scenario(clip={"options": {"max_grad_norm": 0.1}}, eager={"options": {"eager": True}})
+def other_options(mode, options):
+    """step() needs the gradients, all of them or one."""
+
+    def script(wrap):
+        model = Net()
+        wrapped = DDP(model, bucket_cap_mb=SMALL, broadcast_buffers=False)
+        optimizer, hook = adamw(model.parameters()), (Network(), over)
+        clips = "max_grad_norm" in options
+        if wrap.fused:
+            more = options if clips else {"eager": [model.head.weight, model.conv.weight]}
+            wrap(optimizer, ddp=wrapped, await_reduction="first_use", comm_hook=hook, **more)
+        else:
+            wrapped.register_comm_hook(*hook)
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(wrapped, i).backward()
+            if clips and not wrap.fused:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def loss_scaling(mode):
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, **SLOW["copies"]["options"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(wrapped, i)
+            if i == 7:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario(
+    adafactor={"make": lambda p: torch.optim.Adafactor(p, lr=1e-2)},
+    rmsprop={"make": lambda p: torch.optim.RMSprop(p, lr=1e-3)},
+)
+def other_optimizers(mode, make):
+    """Some of them have no kernels, and wait in step()."""
+
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, make=make, **SLOW["copies"]["options"])
+        yield from training(wrapped, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def join(mode):
+    """Ranks with fewer batches than others."""
+
+    def script(wrap):
+        model = Net()
+        model.norm = nn.Identity()  # join() can't keep buffers of ranks that have ended
+        wrapped = DDP(model, bucket_cap_mb=SMALL)
+        optimizer = later(wrap, wrapped, adamw(model.parameters()))
+        for _ in range(2):
+            with wrapped.join():
+                for i in range(5 + 3 * dist.get_rank()):
+                    train(wrapped, optimizer, i)
+            yield "parameters", dict(model.state_dict())
+        yield "state", optimizer.state_dict()
+
+    same(script, mode)
+
+
+@scenario()
+def a_join_that_divides_by_what_only_ddp_knows(mode):
+    model = Net()
+    model.norm = nn.Identity()
+    wrapped = DDP(model)
+    optimizer = optfuse.fuse(adamw(model.parameters()), ddp=wrapped, await_reduction="first_use")
+    before = weights(model)
+    with wrapped.join(divide_by_initial_world_size=False):
+        refused(
+            lambda: train(wrapped, optimizer, 0),
+            "divide_by_initial_world_size=False",
+            way_out="without await_reduction=",
+        )
+    assert_same("weights after the refusal", weights(model), before)
+
+
+@scenario()
+def optimizers_and_models_that_die(mode):
+    """With gradients on their way."""
+    for _ in range(3):
+        model = Net()
+        network = Network(0.05)
+        wrapped = DDP(model, broadcast_buffers=False)
+        optimizer = optfuse.fuse(
+            adamw(model.parameters()),
+            ddp=wrapped,
+            await_reduction="first_use",
+            comm_hook=(network, over),
+        )
+        train(wrapped, optimizer, 0)
+        assert network.is_busy()
+        before = torch.stack([p.detach().sum() for p in model.parameters()])
+        del optimizer
+        after = torch.stack([p.detach().sum() for p in model.parameters()])
+        assert_same("weights", after, before)
+        train(wrapped, torch.optim.SGD(model.parameters(), lr=1e-2), 1)
+
+
+@scenario()
+def a_profiler_that_notes_shapes(mode):
+    def script(wrap):
+        model = Net()
+        wrapped, optimizer, _ = slow(wrap, model, **SLOW["copies"]["options"])
+        for i in range(6):
+            with (
+                torch.profiler.profile(record_shapes=True)
+                if i in (2, 4)
+                else (contextlib.nullcontext())
+            ):
+                train(wrapped, optimizer, i)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario()
+def memory_goes_with_zero_grad(mode):
+    """What is on its way does not keep a gradient alive."""
+    model = Net()
+    network = Network(0.05)
+    wrapped = DDP(model, broadcast_buffers=False)
+    optimizer = optfuse.fuse(
+        adamw(model.parameters()),
+        ddp=wrapped,
+        await_reduction="first_use",
+        comm_hook=(network, over),
+    )
+    import weakref
+
+    for i in range(3):
+        loss_of(wrapped, i).backward()
+        assert network.is_busy()
+        gone = [weakref.ref(p.grad) for p in model.parameters()]
+        optimizer.zero_grad()
+        assert all(ref() is None for ref in gone)

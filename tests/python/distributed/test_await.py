@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""await_reduction="first_use": reductions are awaited in the next forward pass, with stock's
+bits, or fuse() refuses before anything has changed."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import await_scripts
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from common import adamw, batch, net, refused
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+
+SCRIPTS = "await_scripts"
+LATE = {"await_reduction": "first_use"}
+
+
+@ranks.by(
+    await_scripts.SCENARIOS,
+    three=["option buckets adamw forward", "option buckets views sgd forward",
+           "backward_and_step_do_not_wait copies forward"],
+)  # fmt: skip
+def test_training_is_as_in_stock(world, scenario, played):
+    assert played is None, played
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def refuses(model, *words, way_out="without await_reduction=", parameters=None, **options):
+    optimizer = adamw((parameters or model).parameters())
+    refused(lambda: optfuse.fuse(optimizer, ddp=model, **LATE, **options), *words, way_out=way_out)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_unused_parameters_are_refused(gloo):
+    refuses(DDP(net(), find_unused_parameters=True), "find_unused_parameters=True")
+
+
+def test_delayed_reductions_are_refused(gloo):
+    model = net()
+    delayed = [("0.weight", model[0].weight)]
+    wrapped = DDP(
+        model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=model[4].weight
+    )
+    refuses(wrapped, "delay_all_reduce_named_params")
+
+
+def test_mixed_precision_is_refused(gloo):
+    wrapped = DDP(net())
+    wrapped.mixed_precision = object()  # which DDP itself makes where a GPU is
+    refuses(wrapped, "mixed_precision")
+
+
+def test_the_reducer_of_compiled_code_is_refused(gloo):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        refuses(DDP(net()), "python_reducer")
+
+
+def chained(model):
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
+    return state, powerSGD_hook
+
+
+def wrapped_chained(model):
+    return chained(model)[0], default_hooks.fp16_compress_wrapper(powerSGD_hook)
+
+
+@pytest.mark.parametrize("make", (chained, wrapped_chained))
+def test_hooks_that_communicate_twice_are_refused(gloo, make):
+    wrapped = DDP(net())
+    refuses(wrapped, "powerSGD_hook", "in another order", comm_hook=make(wrapped))
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), ddp=wrapped, **LATE)
+    with pytest.raises(optfuse.Error, match="powerSGD_hook"):
+        wrapped.register_comm_hook(*make(wrapped))
+    wrapped(batch(0)[0]).sum().backward()
+    optimizer.step()
+
+
+def test_a_hook_that_was_registered_before_is_refused(gloo):
+    wrapped = DDP(net())
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    refuses(wrapped, "has a communication hook already", way_out="comm_hook=(state, hook)")
+
+
+@pytest.mark.parametrize("first", (LATE, {"mode": "backward"}))
+def test_two_ways_for_one_model_are_refused(gloo, first):
+    wrapped = DDP(net())
+    optimizer = optfuse.fuse(adamw(wrapped.module[0].parameters()), ddp=wrapped, **first)
+    other = adamw(wrapped.module[2].parameters())
+    second = {"mode": "backward"} if first is LATE else LATE
+    with pytest.raises(optfuse.Error, match="in the same way"):
+        optfuse.fuse(other, ddp=wrapped, **second)
+    assert type(other) is torch.optim.AdamW and optfuse.summary(optimizer).created == 0
+
+
+@pytest.mark.parametrize("options", ({}, {"mode": "backward"}))
+def test_it_goes_with_forward_mode_and_a_model(gloo, options):
+    ddp = {"ddp": DDP(net())} if options else {}
+    with pytest.raises(optfuse.Error, match="ddp=model"):
+        optfuse.fuse(adamw(net().parameters()), **LATE, **options, **ddp)
+
+
+def test_models_of_others_are_refused(gloo):
+    refuses(
+        DDP(net()), "none of the optimizer's parameters", way_out="pass the model", parameters=net()
+    )
+
+
+def said_at_the_end(folder, *arguments):
+    """What rank 0 of a job said."""
+    folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("ending.py")), str(folder)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=60)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    return said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ((), ("destroy",)))
+def test_a_job_may_end_while_gradients_are_on_their_way(ends, tmp_path):
+    stock = said_at_the_end(tmp_path / "stock", "stock", *ends)
+    assert stock and said_at_the_end(tmp_path / "ours", "first_use", *ends) == stock
