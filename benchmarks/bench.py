@@ -22,6 +22,7 @@ import distributed
 import kernels
 import launch
 import memory
+import reorder
 import survey
 import torch
 from cells import MODELS, OPTIMIZERS
@@ -39,6 +40,7 @@ SECTIONS = {
     "launch": launch.section,
     "survey": survey.section,
     "distributed": distributed.section,
+    "reorder": reorder.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
@@ -49,7 +51,8 @@ HELP = """sections:
   memory   peak memory of tensors and of the whole process
   launch   instructions of the host around an update, for a CPU and for a GPU
   survey   which optimizers of other packages fuse after register(); see --packages
-  distributed  two processes under DistributedDataParallel over a slow link; see --fsdp"""
+  distributed  two processes under DistributedDataParallel over a slow link; see --fsdp
+  reorder  the same, with weight gradients in another order"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
 SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
@@ -139,7 +142,9 @@ def describe(chosen: argparse.Namespace) -> None:
 
 def file_of(chosen: argparse.Namespace, section: str) -> Path:
     """Named for what the figures depend on, but for the machine."""
-    words = [section] if section in ("survey", "kernels") else [section, chosen.optimizer]
+    words = (
+        [section] if section in ("survey", "kernels", "reorder") else [section, chosen.optimizer]
+    )
     words += ["cuda"] if chosen.device == "cuda" else []
     words += ["1-thread"] if torch.get_num_threads() == 1 and section != "survey" else []
     words += [model.lower() for model in chosen.model or ()]

@@ -122,6 +122,26 @@ def ResNet50(classes: int = 1000) -> ResNet:
     return ResNet(bottleneck, 4, (3, 4, 6, 3), classes)
 
 
+class VGG(nn.Module):
+    """VGG-11 with batch norm and half its channels, for images of 64 x 64; most parameters are
+    in the first layer of its head."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        inputs, parts = 3, list[nn.Module]()
+        for widths in ((32,), (64,), (128, 128), (256, 256), (256, 256)):
+            for width in widths:
+                parts += [conv(inputs, width, 3), nn.ReLU()]
+                inputs = width
+            parts.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*parts)
+        hidden = (nn.Linear(inputs * 4, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU())
+        self.head = nn.Sequential(*hidden, nn.Linear(2048, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).flatten(1))
+
+
 class MLP(nn.Module):
     """Hidden layers, Linear(width) and ReLU, between a stem and a head."""
 

@@ -252,6 +252,8 @@ void of_plan_fail(of_plan *plan); /* a launch has failed: notes the message of t
 /* The status of whoever launched: OF_REFUSED and the message after a failure. */
 of_status of_plan_health(const of_plan *plan);
 
+/* reorder.c, reorder_simulate.c: see reorder.h; they know nothing of plans */
+
 /* registry.c: memory identity -> update, or scaling */
 typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;
 /* Enters the first n keys, all or none. On a conflict *key is taken by another
@@ -296,8 +298,6 @@ void of_plans_unlock(void);
 void of_plans_adopt(void); /* in a forked child, with all of them locked */
 bool of_is_forked(void);   /* this process, since the library was loaded */
 
-/* queue.c: with plan->lock held */
-/* Puts a launched update in flight; false: no memory. */
 /* arrival.c: updates whose gradient is still on its way */
 bool of_is_missing(const of_plan *plan, of_update *update); /* is its; plan->lock held */
 /* Waits for what has this key. plan->lock is let go meanwhile: no update is what it was before.
@@ -306,6 +306,8 @@ bool of_await(of_plan *plan, const void *key);
 /* For the gradients of all that is pending; no lock held. OF_REFUSED: one will never come. */
 of_status of_await_pending(of_plan *plan);
 
+/* queue.c: with plan->lock held */
+/* Puts a launched update in flight; false: no memory. */
 bool of_queue_add(of_plan *plan, of_update *update);
 /* Makes `after` wait for all that is on `before` now. */
 bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after);

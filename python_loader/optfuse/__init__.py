@@ -13,11 +13,13 @@ from optfuse._fuse import flush, fuse, unfuse
 from optfuse._native import Error
 from optfuse._own_step.register import register
 from optfuse._passes import accumulate
+from optfuse._reorder import Reordering, reorder
 from optfuse._summary import Summary, summary
 
 __version__ = "0.1.0"
 __all__ = [
     "Error",
+    "Reordering",
     "Summary",
     "ab",
     "accumulate",
@@ -26,6 +28,7 @@ __all__ = [
     "fuse",
     "optim",
     "register",
+    "reorder",
     "summary",
     "unfuse",
 ]

@@ -298,6 +298,13 @@ OPTIMIZER = Kind("an instance of a subclass of torch.optim.Optimizer", _optimize
 FUSED = Kind("an optimizer that optfuse.fuse() returned", _take_fused)
 OPTIMIZER_CLASS = Kind("a subclass of torch.optim.Optimizer", _class)
 DATA_PARALLEL = Kind("a torch.nn.parallel.DistributedDataParallel model", _data_parallel)
+MODEL = Kind("a torch.nn.Module", _model)
+LAYER_NAMES = Kind("a list, or another iterable, of names of modules", _names)
+SCHEDULE = Kind(
+    '"stock", "last", "reverse_first", "budget", "auto" or a list of names of modules', _schedule
+)
+NETWORK = Kind("a pair (seconds a message, seconds a byte)", _network)
+MEMORY = whole("a number of bytes", 0)
 COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
 PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)

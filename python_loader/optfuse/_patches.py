@@ -266,6 +266,27 @@ NATIVE = (
         _BUILD,
     ),
     *(
+        Native(
+            name,
+            "layers/tap.cpp",
+            "a composite operator, with kernels of ours at autograd's keys while layers are known",
+            "the first step() after reorder(), if no layer was seen",
+        )
+        for name in ("linear", "conv2d")
+    ),
+    Native(
+        "ToCopyBackward0",
+        "layers/tap.cpp",
+        "autocast hands over a copy of a weight: its node leads to the weight",
+        "the first step() after reorder(), if no layer was seen",
+    ),
+    Native(
+        "set_sequence_nr",
+        "layers/tasks.cpp",
+        "autograd's engine runs what is ready by this number: a dW that waits gets a low one",
+        "tests/python/test_reorder.py, which reads the order from a trace",
+    ),
+    *(
         Native(name, "tensor/roots.cpp", why, "its first use, which compares or does without")
         for name, why in (
             ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),

@@ -8,6 +8,7 @@
 
 #include "fake_device.h"
 #include "fixture.h"
+#include "reorder.h"
 
 static int until_failure = -1; /* allocations that still succeed; -1: all */
 static bool failed;
@@ -267,6 +268,38 @@ START_TEST(repeated_steps_allocate_nothing) {
 }
 END_TEST
 
+/* Each allocation of a function fails in turn, until none does. */
+#define FAILS_IN_TURN(call)                                                                        \
+    do {                                                                                           \
+        of_status status = OF_NO_MEMORY;                                                           \
+        int n = 0;                                                                                 \
+        for (; status != OF_OK; n++) {                                                             \
+            WITH_FAILURE(n, status, call);                                                         \
+            ck_assert_int_eq(status, failed ? OF_NO_MEMORY : OF_OK);                               \
+            ck_assert(!failed || strstr(of_error_message(), "out of memory for "));                \
+            ck_assert(n_live == 0);                                                                \
+        }                                                                                          \
+        ck_assert_int_gt(n, 1);                                                                    \
+    } while (0)
+
+START_TEST(plans_of_weight_gradients_report_it) {
+    static const of_layer_work layers[] = {{.input_bytes = 1, .weight_bytes = 1},
+                                           {.weight_gradient = 1, .weight_bytes = 1}};
+    static const uint32_t places[] = {1, 0};
+    const of_network network = {.latency = 1};
+    of_reorder_times times;
+    uint64_t bytes;
+    size_t k;
+    n_live = 0;
+    tracking = true;
+    FAILS_IN_TURN(of_reorder_is_valid(places, 2) ? OF_OK : OF_NO_MEMORY);
+    FAILS_IN_TURN(of_reorder_peak_bytes(layers, 2, places, &bytes));
+    FAILS_IN_TURN(of_reorder_simulate(layers, 2, places, &network, true, &times));
+    FAILS_IN_TURN(of_reorder_best_k(layers, 2, &network, true, 9, &k, &times));
+    tracking = false;
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create("out of memory");
     TCase *all = tcase_create("out of memory");
@@ -278,9 +311,9 @@ int main(void) {
     tcase_add_test(all, gradient_reports_it);
     tcase_add_test(all, a_gradient_that_finds_no_room_does_not_wait);
     tcase_add_test(all, launch_without_room_for_its_stream_waits_for_the_device);
+    tcase_add_test(all, plans_of_weight_gradients_report_it);
     tcase_add_test(all, plan_gives_all_its_memory_back);
     tcase_add_test(all, repeated_steps_allocate_nothing);
     suite_add_tcase(suite, all);
     return run(suite);
 }
-    tcase_add_test(all, plans_of_weight_gradients_report_it);

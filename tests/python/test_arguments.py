@@ -72,6 +72,7 @@ RIGHT = {
     "summary": lambda world: {"optimizer": world.fused},
     "accumulate": lambda world: {},
     "clip_grad_norm_": lambda world: {"parameters": world.fused, "max_norm": 1.0},
+    "reorder": lambda world: {"model": world.other, "schedule": "stock"},
     "register": lambda world: {"cls": torch.optim.AdamW},
     "ab": lambda world: {"build_fn": build, "rounds": 1, "iterations": 1, "warmup": 0},
 }
@@ -91,8 +92,8 @@ WRONG = {
         "bucket_bytes": (*NO_COUNT, -1, 1.5, 2**70),
         "ddp": (3, "model", net(), [net()]),
         "comm_hook": (3, "hook", print, (print,), (None, None), (None, 3), (1, 2, print)),
-    },
         "await_reduction": (None, "now", "First_use", "", 0, True, ["first_use"], b"backward"),
+    },
     "unfuse": {"optimizer": (None, *NOT_FUSED)},
     "flush": {"optimizer": NOT_FUSED},
     "summary": {"optimizer": (None, *NOT_FUSED)},
@@ -111,6 +112,15 @@ WRONG = {
     "register": {
         "cls": (instance, None, 3, "AdamW", nn.Linear, torch.optim.Optimizer),
         "per_parameter": NO_FLAG,
+    },
+    "reorder": {
+        "model": (None, 3, "model", instance, nn.Linear, lambda w: [w.other]),
+        "schedule": (None, 3, "Last", "sideways", b"last", [3], [["0"]]),
+        "k": (*NO_COUNT[1:], -1),
+        "memory": (*NO_COUNT[1:], -1),
+        "network": (3, "fast", (1.0,), (1.0, 2.0, 3.0), (1.0, -1.0), (math.inf, 1.0), (None, 1.0)),
+        "await_reduction": (3, True, "backward", ["first_use"]),
+        "skip": (None, 3, "0", b"0", [0], [None]),
     },
     "ab": {
         "build_fn": (None, 3, "build", net(), instance, lambda w: lambda: None),

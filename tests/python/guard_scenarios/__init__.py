@@ -20,6 +20,7 @@ from guard_scenarios import (  # noqa: F401
     layouts,
     own_step,
     pending,
+    reordering,
 )
 from guard_scenarios.player import play
 from guard_scenarios.registry import SCENARIOS

@@ -54,6 +54,9 @@ OUT_OF_REACH = {
         ("base", "held", "sibling", "wrapper", "wrapper_version"), "programs have no DTensors"
     ),
     "compile": "compiling takes seconds; its scenario needs key, seal and raw off as well",
+    **dict.fromkeys(
+        ("order", "hand_on", "task_version", "budget"), "programs run backward in stock's order"
+    ),
     "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
     "recheck": "without it the update runs in step(): later, with the same bits",
     "norm": "it matters on CPUs only where PyTorch's operator has other roundings",

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The layers of a model whose weight gradients can be tasks of their own: those whose weights
+get to aten::linear and aten::conv2d."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
+
+from optfuse._native import Error
+
+_IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str  # of the module, with the weight's if it has several
+    module: weakref.ref[nn.Module]
+    attribute: str  # of the module
+    weight: Tensor
+    fixed: str  # why its dW never waits; "": it may
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            for attribute in _IN_PROJECTIONS:
+                yield f"{name}.{attribute}".lstrip("."), module, attribute
+        elif isinstance(module, nn.Linear) or (
+            isinstance(module, nn.Conv2d) and not isinstance(module.padding, str)
+        ):
+            yield name, module, "weight"
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """How many places of modules each parameter has."""
+    places = (p for m in model.modules() for p in m._parameters.values() if p is not None)
+    return Counter(map(id, places))
+
+
+def _why_fixed(weight: Tensor, bias: Tensor | None, uses: Counter[int], layers: int) -> str:
+    """Stock adds the gradients of a parameter up in the order in which they come."""
+    if uses[id(weight)] > layers:
+        return "its weight is used by another kind of layer, too"
+    if bias is not None and uses[id(bias)] > 1:
+        return "its bias is used by another layer, too"
+    return ""
+
+
+def layers_of(model: nn.Module, skip: frozenset[str]) -> list[Layer]:
+    """In the order of the model's modules; one for each weight. Raises optfuse.Error for a
+    model that FSDP2 or tensor parallelism shards, or has no parameters yet."""
+    found: list[Layer] = []
+    known, uses = set(), _uses(model)
+    candidates = [c for c in _candidates(model) if c[0] not in skip]
+    ways = Counter(id(getattr(m, a)) for _, m, a in candidates)
+    for name, module, attribute in candidates:
+        weight = module._parameters.get(attribute)
+        if weight is None or id(weight) in known or not weight.requires_grad:
+            continue  # made by a parametrization, known, or frozen
+        if isinstance(weight, UninitializedTensorMixin):
+            raise Error(f"optfuse: layer {name!r} has no weight yet; run the model once first")
+        if isinstance(weight, DTensor):
+            raise Error(
+                f"optfuse: the weight of layer {name!r} is a DTensor, and fully_shard and tensor "
+                "parallelism compute with other tensors; reorder() works on one process and "
+                "under DistributedDataParallel"
+            )
+        known.add(id(weight))
+        bias = module._parameters.get("bias" if attribute == "weight" else "in_proj_bias")
+        fixed = _why_fixed(weight, bias, uses, ways[id(weight)])
+        found.append(Layer(name, weakref.ref(module), attribute, weight, fixed))
+    return found

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// tap.cpp: aten::linear and aten::conv2d of known weights. Both are composite, so that nobody
+// has kernels of theirs for autograd; ours are there as long as a layer is known.
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/conv2d_native.h>
+#include <ATen/ops/linear_native.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "error.h"
+#include "layers/layer.h"
+#include "layers/tasks.h"
+
+namespace optfuse {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+using Sizes = c10::SymIntArrayRef;
+
+// By weight, which the loader keeps alive.
+struct Registry {
+    std::shared_mutex lock;
+    std::unordered_map<const c10::TensorImpl *, std::shared_ptr<Layer>> layers;
+    std::vector<std::unique_ptr<torch::Library>> kernels; // while there are layers
+};
+
+Registry &registry() {
+    static auto *one = new Registry; // never destroyed: graphs may outlive statics
+    return *one;
+}
+
+bool has_forward_gradient(const at::Tensor &t) {
+    return t.defined() && t._fw_grad(0).defined();
+}
+
+// An update inside backward may change a parameter that a dW still has to read.
+bool is_updated_in_backward(const at::Tensor &x) {
+    const at::Tensor root = x.is_view() ? at::Tensor(x._base()) : x;
+    return root.requires_grad() && root.is_leaf() &&
+           torch::autograd::impl::post_acc_grad_hooks(root) != nullptr;
+}
+
+bool is_plain(const at::Tensor &t) {
+    return !t.defined() || (t.layout() == c10::kStrided && !at::isTensorSubclassLike(t) &&
+                            !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides());
+}
+
+// The layer whose tasks are to stand behind y = f(x), or nullptr: stock's node does. The
+// elements of y are those of an output of these sizes.
+std::shared_ptr<Layer> tapped(const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias) {
+    if (!at::GradMode::is_enabled() || !w.requires_grad() || is_updated_in_backward(x))
+        return nullptr;
+    for (const at::Tensor &t : {x, w, bias})
+        if (!is_plain(t) || has_forward_gradient(t))
+            return nullptr;
+    return layer_of(w);
+}
+
+bool begin_use(const Layer &layer, const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias,
+               int64_t outputs) {
+    of_layer_use use = {};
+    use.input_bytes = x.nbytes();
+    use.output_bytes = static_cast<uint64_t>(outputs) * x.element_size();
+    use.weight_bytes = w.nbytes() + (bias.defined() ? bias.nbytes() : 0);
+    use.has_input_gradient = x.requires_grad();
+    use.frees_gradient = w.is_leaf() && (w.grad().defined() || is_updated_in_backward(w));
+    use.recomputed = torch::autograd::get_current_graph_task_id() != -1;
+    return layer.user.use(layer.user.ctx, layer.number, &use);
+}
+
+// x and y of two dimensions.
+at::Tensor linear_2d(const std::shared_ptr<Layer> &layer, const at::Tensor &x, const at::Tensor &w,
+                     const at::Tensor &bias) {
+    const at::Tensor y = layer->timed(OF_TASK_FORWARD, [&] {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return bias.defined() ? at::addmm(bias, x, w.t()) : at::mm(x, w.t());
+    });
+    make_tasks(layer, y, x, w, bias, nullptr);
+    return y;
+}
+
+// As at::linear reshapes; reshape() and view() record themselves.
+at::Tensor linear_nd(const std::shared_ptr<Layer> &layer, const at::Tensor &x, const at::Tensor &w,
+                     const at::Tensor &bias) {
+    if (x.dim() == 2)
+        return linear_2d(layer, x, w, bias);
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = w.size(0);
+    const at::Tensor rows = x.reshape({-1, x.size(-1)});
+    if (bias.defined() && x.is_contiguous())
+        return linear_2d(layer, rows, w, bias).view(sizes);
+    at::Tensor y = at::_unsafe_view(linear_2d(layer, rows, w, at::Tensor()), sizes);
+    return bias.defined() ? y.add_(bias) : y;
+}
+
+// PyTorch then flattens what is not contiguous, too.
+bool always_flattens() {
+    static const bool is_set = std::getenv("TORCH_LINEAR_FLATTEN_3D") != nullptr;
+    return is_set;
+}
+
+at::Tensor linear(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b) {
+    const at::Tensor bias = b.value_or(at::Tensor());
+    const bool fits = x.dim() >= 2 && w.dim() == 2 && x.size(-1) == w.size(1) && x.numel() != 0 &&
+                      (!bias.defined() || bias.dim() == 1) && !always_flattens();
+    const auto layer = fits ? tapped(x, w, bias) : nullptr;
+    if (!layer || !begin_use(*layer, x, w, bias, x.numel() / x.size(-1) * w.size(0)))
+        return at::native::linear(x, w, b);
+    return linear_nd(layer, x, w, bias);
+}
+
+// One number stands for both dimensions.
+std::vector<int64_t> pair_of(Sizes sizes) {
+    std::vector<int64_t> found;
+    for (const c10::SymInt &size : sizes)
+        found.push_back(size.expect_int());
+    if (found.size() == 1)
+        found.push_back(found[0]);
+    return found;
+}
+
+int64_t outputs_of(const at::Tensor &x, const at::Tensor &w, const ConvOptions &options) {
+    int64_t n = x.size(0) * w.size(0);
+    for (size_t i = 0; i < 2; i++) {
+        const auto dim = static_cast<int64_t>(i) + 2;
+        const int64_t covered = options.dilation[i] * (w.size(dim) - 1) + 1;
+        n *= (x.size(dim) + 2 * options.padding[i] - covered) / options.stride[i] + 1;
+    }
+    return n;
+}
+
+at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b, Sizes stride,
+                  Sizes padding, Sizes dilation, c10::SymInt groups) {
+    const at::Tensor bias = b.value_or(at::Tensor());
+    const bool fits = x.dim() == 4 && w.dim() == 4 && !x.is_complex() && x.numel() != 0;
+    const auto layer = fits ? tapped(x, w, bias) : nullptr;
+    const auto stock = [&] {
+        return at::native::conv2d_symint(x, w, b, stride, padding, dilation, groups);
+    };
+    if (!layer)
+        return stock();
+    const ConvOptions options{pair_of(stride), pair_of(padding), pair_of(dilation),
+                              groups.expect_int()};
+    if (!begin_use(*layer, x, w, bias, outputs_of(x, w, options)))
+        return stock();
+    const at::Tensor y = layer->timed(OF_TASK_FORWARD, [&] {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return stock();
+    });
+    make_tasks(layer, y, x, w, bias, &options);
+    return y;
+}
+
+const torch::autograd::Node *cast_of(const at::Tensor &w) {
+    const auto *fn = torch::autograd::impl::grad_fn_unsafe(w);
+    return dynamic_cast<const torch::autograd::generated::ToCopyBackward0 *>(fn);
+}
+
+// Autocast hands over a copy in a lower precision.
+const c10::TensorImpl *leaf_of(const at::Tensor &w) {
+    const torch::autograd::Node *cast = w.is_leaf() ? nullptr : cast_of(w);
+    if (cast == nullptr)
+        return w.unsafeGetTensorImpl();
+    const auto *end =
+        dynamic_cast<const torch::autograd::AccumulateGrad *>(cast->next_edge(0).function.get());
+    return end == nullptr ? nullptr : end->variable.unsafeGetTensorImpl();
+}
+
+void put_kernels(Registry &known) {
+    for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+        auto library =
+            std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+        library->impl("linear", linear);
+        library->impl("conv2d", conv2d);
+        known.kernels.push_back(std::move(library));
+    }
+}
+
+} // namespace
+
+std::shared_ptr<Layer> layer_of(const at::Tensor &weight) {
+    Registry &known = registry();
+    const std::shared_lock<std::shared_mutex> lock(known.lock);
+    const auto found = known.layers.find(leaf_of(weight));
+    return found == known.layers.end() ? nullptr : found->second;
+}
+
+void know_layers(const of_layer_user &user, const std::vector<at::Tensor> &weights,
+                 const std::vector<std::string> &names) {
+    Registry &known = registry();
+    const std::unique_lock<std::shared_mutex> lock(known.lock);
+    for (size_t i = 0; i < weights.size(); i++)
+        if (known.layers.count(weights[i].unsafeGetTensorImpl()) != 0)
+            throw Error("optfuse: the weight of layer '" + names[i] +
+                        "' is reordered already; call remove() of that Reordering first");
+    for (size_t i = 0; i < weights.size(); i++)
+        known.layers.emplace(weights[i].unsafeGetTensorImpl(),
+                             std::make_shared<Layer>(i, names[i], user));
+    if (known.kernels.empty() && !known.layers.empty())
+        put_kernels(known);
+}
+
+void forget_layers(const void *ctx) {
+    Registry &known = registry();
+    std::vector<std::shared_ptr<Layer>> gone; // dropped without the lock
+    const std::unique_lock<std::shared_mutex> lock(known.lock);
+    for (auto it = known.layers.begin(); it != known.layers.end();) {
+        const bool is_theirs = it->second->user.ctx == ctx;
+        if (is_theirs)
+            gone.push_back(it->second);
+        it = is_theirs ? known.layers.erase(it) : std::next(it);
+    }
+    if (known.layers.empty())
+        known.kernels.clear();
+}
+
+} // namespace optfuse

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// tasks.cpp: grad_fn of y is InputTask, which computes dX. It has edges to where x came from
+// and to WeightTask, to which it hands dY. So dW, and the update behind it, never come before
+// dX. The engine runs what is ready by sequence number, the highest first; a WeightTask that
+// waits gets a number below those of all other nodes.
+#include "layers/tasks.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "compat.h"
+#include "error.h"
+#include "guard.h"
+
+namespace optfuse {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using Lock = std::lock_guard<std::mutex>;
+
+// A tensor that was there when dX ran and must be the same when dW does.
+struct Kept {
+    at::Tensor tensor;
+    const void *impl = nullptr;
+    int64_t version = 0;
+
+    void note(const at::Tensor &t) {
+        impl = t.unsafeGetTensorImpl();
+        version = t._version();
+    }
+    bool has_changed(const at::Tensor &t) const {
+        return OF_GUARD(task_version) && t.unsafeGetTensorImpl() == impl && t._version() != version;
+    }
+};
+
+[[noreturn]] void refuse_compiled_autograd() {
+    throw Error("optfuse: reorder() does not work under compiled autograd; call "
+                "Reordering.remove() first");
+}
+
+// Releases differ in how nodes are counted.
+template <class T>
+using NodeOf = std::conditional_t<std::is_base_of_v<c10::intrusive_ptr_target, Node>,
+                                  c10::intrusive_ptr<T>, std::shared_ptr<T>>;
+
+// What both have.
+struct Task : Node {
+    explicit Task(std::shared_ptr<Layer> of) : layer(std::move(of)) {}
+    std::shared_ptr<Layer> layer;
+    std::optional<ConvOptions> conv;
+    std::vector<int64_t> bias_sizes; // of a convolution that has one
+
+    [[noreturn]] void changed(const char *what) const {
+        throw Error("optfuse: " + std::string(what) + " of layer '" + layer->name +
+                    "' was changed in place after its dX was computed and before its dW, which "
+                    "waits (optfuse.reorder); change a copy, or skip the layer with skip=[\"" +
+                    layer->name + "\"]");
+    }
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>
+    convolution_backward(const at::Tensor &dy, const at::Tensor &x, const at::Tensor &w,
+                         std::array<bool, 3> mask) const {
+        const at::OptionalIntArrayRef sizes =
+            bias_sizes.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(bias_sizes);
+        static constexpr int64_t no_padding[] = {0, 0};
+        return at::convolution_backward(dy, x, w, sizes, conv->stride, conv->padding,
+                                        conv->dilation, false, no_padding, conv->groups, mask);
+    }
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override {
+        refuse_compiled_autograd();
+    }
+    variable_list apply_with_saved(const variable_list &,
+                                   torch::dynamo::autograd::SwapSavedVariables &) override {
+        refuse_compiled_autograd();
+    }
+};
+
+struct WeightTask final : Task {
+    SavedVariable x;      // of a Linear
+    bool by_rows = false; // the weight lies so, and then stock's gradient does
+    Kept dy, kept_x;
+    at::Tensor kept_w;    // of a convolution, as kept_x.tensor
+    uint64_t at_once = 0; // its own number
+    bool waits = false;
+    using Task::Task;
+
+    std::string name() const override { return "optfuse dW of " + layer->name; }
+    ~WeightTask() override {
+        run();
+        layer->user.forget(layer->user.ctx, layer->number);
+    }
+    // It waits no more.
+    void run() {
+        if (std::exchange(waits, false))
+            layer->user.done(layer->user.ctx, layer->number);
+        kept_x.tensor.reset();
+        kept_w.reset();
+    }
+    // The engine takes this node up after dX has returned, so the number may be chosen now.
+    void wait_for_turn(uint64_t bytes) {
+        uint64_t turn = 0;
+        if (!at::GradMode::is_enabled()) // else a graph is made, in stock's order
+            turn = layer->user.wait(layer->user.ctx, layer->number, bytes);
+        waits = turn != 0;
+        set_sequence_nr(waits ? turn : at_once);
+    }
+    variable_list apply(variable_list &&grads) override {
+        const Lock lock(mutex_);
+        variable_list out(num_outputs());
+        const at::Tensor &g = grads[0];
+        if (g.defined()) {
+            if (dy.has_changed(g))
+                changed("the gradient of the output");
+            layer->timed(OF_TASK_WEIGHT_GRADIENT, [&] { compute(g, out); });
+        }
+        run();
+        return out;
+    }
+    void compute(const at::Tensor &g, variable_list &out) {
+        const bool weight = task_should_compute_output(0);
+        const bool bias = num_outputs() > 1 && task_should_compute_output(1);
+        if (conv) {
+            if (kept_x.has_changed(kept_x.tensor))
+                changed("the input");
+            const auto found =
+                convolution_backward(g, kept_x.tensor, kept_w, {false, weight, bias});
+            if (weight)
+                out[0] = std::get<1>(found);
+            if (bias)
+                out[1] = std::get<2>(found);
+            return;
+        }
+        if (weight) {
+            const at::Tensor input = x.unpack();
+            out[0] = by_rows ? g.t().mm(input.conj()) : input.t().conj().mm(g).t();
+        }
+        if (bias)
+            out[1] = g; // the engine adds up its rows, as it does for stock's node
+    }
+    void release_variables() override {
+        const Lock lock(mutex_);
+        x.reset_data();
+        run();
+    }
+};
+
+struct InputTask final : Task {
+    SavedVariable x, w;      // x: of a convolution
+    bool by_columns = false; // x lies so
+    uint64_t input_bytes = 0;
+    NodeOf<WeightTask> weight;
+    using Task::Task;
+
+    std::string name() const override { return "optfuse dX of " + layer->name; }
+    variable_list apply(variable_list &&grads) override {
+        const Lock lock(mutex_);
+        variable_list out(2);
+        const at::Tensor &g = grads[0];
+        if (!g.defined())
+            return out;
+        layer->timed(OF_TASK_INPUT_GRADIENT, [&] { compute(g, out); });
+        if (task_should_compute_output(1) && OF_GUARD(hand_on)) {
+            out[1] = g;
+            weight->dy.note(g);
+            weight->wait_for_turn(g.nbytes() + input_bytes);
+        }
+        return out;
+    }
+    void compute(const at::Tensor &g, variable_list &out) {
+        const bool input = task_should_compute_output(0), later = task_should_compute_output(1);
+        if (conv) {
+            const at::Tensor saved_x = x.unpack(), saved_w = w.unpack();
+            if (input)
+                out[0] =
+                    std::get<0>(convolution_backward(g, saved_x, saved_w, {true, false, false}));
+            if (later) {
+                weight->kept_x.note(saved_x);
+                weight->kept_x.tensor = saved_x;
+                weight->kept_w = saved_w;
+            }
+        } else if (input) {
+            const at::Tensor saved_w = w.unpack();
+            out[0] = by_columns ? saved_w.t().conj().mm(g.t()).t() : g.mm(saved_w.conj());
+        }
+    }
+    void release_variables() override {
+        const Lock lock(mutex_);
+        x.reset_data();
+        w.reset_data();
+    }
+};
+
+Edge edge_of(const at::Tensor &t) {
+    return t.defined() && t.requires_grad() ? torch::autograd::impl::gradient_edge(t) : Edge();
+}
+
+// Numbers of this thread's nodes are above those of tasks that wait.
+void leave_room_for_waiting() {
+    while (at::sequence_number::peek() < OF_PRIORITIES)
+        at::sequence_number::get_and_increment();
+}
+
+// As stock's formulas ask.
+bool is_by_rows(const at::Tensor &t) {
+    return t.stride(1) == 1 && t.stride(0) == t.size(1);
+}
+
+template <class T> NodeOf<T> new_node(const std::shared_ptr<Layer> &layer) {
+    if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>)
+        return c10::make_intrusive<T>(layer);
+    else
+        return std::shared_ptr<T>(new T(layer), [](auto *node) { deleteNode(node); });
+}
+
+} // namespace
+
+void make_tasks(const std::shared_ptr<Layer> &layer, const at::Tensor &y, const at::Tensor &x,
+                const at::Tensor &w, const at::Tensor &bias, const ConvOptions *conv) {
+    leave_room_for_waiting();
+    const NodeOf<WeightTask> weight = new_node<WeightTask>(layer);
+    const NodeOf<InputTask> input = new_node<InputTask>(layer);
+    if (conv) {
+        weight->conv = input->conv = *conv;
+        if (bias.defined())
+            weight->bias_sizes = input->bias_sizes = bias.sizes().vec();
+    }
+    edge_list to_weight{edge_of(w)};
+    if (bias.defined())
+        to_weight.push_back(edge_of(bias));
+    weight->set_next_edges(std::move(to_weight));
+    weight->add_input_metadata(y);
+    weight->at_once = weight->sequence_nr();
+    input->set_next_edges({edge_of(x), Edge(weight, 0)});
+    input->weight = weight;
+    input->input_bytes = x.nbytes();
+    if (conv) {
+        input->x = SavedVariable(x, false);
+        input->w = SavedVariable(w, false);
+    } else {
+        weight->x = SavedVariable(x, false);
+        weight->by_rows = is_by_rows(w);
+        if (x.requires_grad())
+            input->w = SavedVariable(w, false);
+        input->by_columns = is_by_rows(x.t());
+    }
+    torch::autograd::set_history(y, input);
+}
+
+} // namespace optfuse

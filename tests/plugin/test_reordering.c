@@ -1,0 +1,194 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Layers in training under a schedule: forward passes, plans, and who waits how long. */
+#include "fixture.h"
+#include "reordering.h"
+
+enum { N = 5, X = 100, Y = 40 };
+
+typedef struct of_training {
+    of_reordering *reordering;
+    of_layer_user user;
+} of_training;
+
+static of_training begin(of_reorder_choice choice, const bool *fixed) {
+    of_training t;
+    ck_assert_int_eq(of_reordering_create(&choice, fixed, N, &t.reordering), OF_OK);
+    t.user = of_reordering_user(t.reordering);
+    return t;
+}
+
+static bool used(const of_training *t, size_t layer, bool recomputed) {
+    const of_layer_use sizes = {.input_bytes = X,
+                                .output_bytes = Y,
+                                .weight_bytes = 8,
+                                .has_input_gradient = layer != 0,
+                                .recomputed = recomputed};
+    return t->user.use(t->user.ctx, layer, &sizes);
+}
+
+static void whole_forward(const of_training *t) {
+    for (size_t i = 0; i < N; i++)
+        ck_assert(used(t, i, false));
+}
+
+static uint64_t dx_has_run(const of_training *t, size_t layer) {
+    return t->user.wait(t->user.ctx, layer, X + Y);
+}
+
+static void dw_has_run(const of_training *t, size_t layer) {
+    t->user.done(t->user.ctx, layer);
+    t->user.forget(t->user.ctx, layer);
+}
+
+/* The priorities of a whole backward pass, all of whose dW have run. */
+static void whole_backward(const of_training *t, uint64_t *priorities) {
+    for (size_t i = N; i-- > 0;)
+        priorities[i] = dx_has_run(t, i);
+    for (size_t i = 0; i < N; i++)
+        if (priorities[i] != 0)
+            dw_has_run(t, i);
+        else
+            t->user.forget(t->user.ctx, i);
+}
+
+static uint64_t held(const of_training *t, bool most) {
+    uint64_t found[2];
+    of_reordering_held(t->reordering, &found[0], &found[1]);
+    return found[most];
+}
+
+START_TEST(priorities_follow_the_turns) {
+    of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_REVERSE_FIRST, .k = 3}, NULL);
+    uint64_t p[N];
+    for (int i = 0; i < 3; i++) {
+        whole_forward(&t);
+        whole_backward(&t, p);
+        ck_assert(OF_PRIORITIES > p[0] && p[0] > p[1] && p[1] > p[2] && p[2] > 0);
+        ck_assert(p[3] == 0 && p[4] == 0);
+        ck_assert_uint_eq(held(&t, false), 0);
+    }
+    ck_assert_uint_eq(held(&t, true), 3 * (X + Y));
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+START_TEST(a_later_use_of_a_layer_comes_first) {
+    of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, NULL);
+    whole_forward(&t);
+    ck_assert(used(&t, 2, false));
+    ck_assert(used(&t, 2, false));
+    const uint64_t last = dx_has_run(&t, 4), third = dx_has_run(&t, 2), second = dx_has_run(&t, 2);
+    const uint64_t first = dx_has_run(&t, 2), before = dx_has_run(&t, 1);
+    ck_assert(last > third && third > second && second > first && first > before);
+    ck_assert_uint_eq(held(&t, false), 5 * (X + Y));
+    dw_has_run(&t, 2);
+    dw_has_run(&t, 2);
+    ck_assert_uint_eq(held(&t, false), 5 * (X + Y)); /* of a layer, all or nothing */
+    dw_has_run(&t, 2);
+    ck_assert_uint_eq(held(&t, false), 2 * (X + Y));
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+START_TEST(more_uses_than_priorities_are_left_alone) {
+    of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, NULL);
+    size_t n = 0;
+    while (used(&t, 0, false))
+        n++;
+    ck_assert_uint_eq(n, (OF_PRIORITIES - 1) / N);
+    uint64_t before = OF_PRIORITIES;
+    for (size_t i = 0; i < n; i++) {
+        const uint64_t p = dx_has_run(&t, 0);
+        ck_assert_msg(0 < p && p < before, "use %zu: %zu after %zu", i, (size_t)p, (size_t)before);
+        before = p;
+    }
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+START_TEST(layers_that_are_fixed_or_recomputed_never_wait) {
+    const bool fixed[N] = {[1] = true};
+    of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, fixed);
+    for (size_t i = 0; i < N; i++)
+        if (i != 3)
+            ck_assert(used(&t, i, false));
+    ck_assert(dx_has_run(&t, 4) != 0);
+    ck_assert(used(&t, 3, true)); /* a checkpoint, in the middle of backward */
+    ck_assert_uint_eq(dx_has_run(&t, 3), 0);
+    ck_assert(dx_has_run(&t, 2) != 0);
+    ck_assert_uint_eq(dx_has_run(&t, 1), 0);
+    of_reordered rows[N];
+    size_t n;
+    uint64_t extra;
+    ck_assert_int_eq(of_reordering_plan(t.reordering, rows, N, &n, &extra), OF_OK);
+    ck_assert_uint_eq(n, N);
+    ck_assert(rows[4].layer == 3 && rows[4].recomputed && rows[4].place == OF_REORDER_AT_ONCE);
+    ck_assert(rows[1].fixed && rows[1].place == OF_REORDER_AT_ONCE);
+    ck_assert(rows[3].layer == 4 && rows[3].place == 0 && rows[2].place == 1);
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+START_TEST(the_budget_counts_what_other_passes_keep) {
+    of_training t = begin(
+        (of_reorder_choice){.schedule = OF_REORDER_BUDGET, .budget_bytes = 2 * (X + Y)}, NULL);
+    whole_forward(&t);
+    ck_assert(dx_has_run(&t, 4) != 0 && dx_has_run(&t, 3) != 0);
+    ck_assert_uint_eq(dx_has_run(&t, 2), 0);
+    uint64_t p[N];
+    whole_forward(&t); /* the first pass has failed, and its graph is still there */
+    whole_backward(&t, p);
+    for (size_t i = 0; i < 3; i++)
+        ck_assert_uint_eq(p[i], 0);
+    ck_assert_uint_eq(held(&t, true), 2 * (X + Y));
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+START_TEST(the_order_is_that_of_the_last_forward_pass) {
+    of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_REVERSE_FIRST, .k = 1}, NULL);
+    uint64_t p[N];
+    whole_forward(&t);
+    whole_backward(&t, p);
+    ck_assert(p[0] != 0 && p[3] == 0);
+    ck_assert(used(&t, 3, false) && used(&t, 0, false));
+    ck_assert(dx_has_run(&t, 0) == 0 && dx_has_run(&t, 3) != 0);
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+START_TEST(nothing_waits_after_the_end) {
+    of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, NULL);
+    whole_forward(&t);
+    ck_assert(dx_has_run(&t, 4) != 0);
+    of_reordering_stop(t.reordering);
+    ck_assert_uint_eq(dx_has_run(&t, 3), 0);
+    ck_assert(!used(&t, 0, false));
+    dw_has_run(&t, 4);
+    ck_assert_uint_eq(held(&t, false), 0);
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+START_TEST(too_many_layers_are_refused) {
+    of_reordering *none;
+    const of_reorder_choice choice = {.schedule = OF_REORDER_LAST};
+    ck_assert_int_eq(of_reordering_create(&choice, NULL, OF_PRIORITIES, &none), OF_INVALID);
+    ck_assert_ptr_null(none);
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("reordering");
+    TCase *tests = tcase_create("reordering");
+    tcase_add_test(tests, priorities_follow_the_turns);
+    tcase_add_test(tests, a_later_use_of_a_layer_comes_first);
+    tcase_add_test(tests, more_uses_than_priorities_are_left_alone);
+    tcase_add_test(tests, layers_that_are_fixed_or_recomputed_never_wait);
+    tcase_add_test(tests, the_budget_counts_what_other_passes_keep);
+    tcase_add_test(tests, the_order_is_that_of_the_last_forward_pass);
+    tcase_add_test(tests, nothing_waits_after_the_end);
+    tcase_add_test(tests, too_many_layers_are_refused);
+    suite_add_tcase(suite, tests);
+    return run(suite);
+}

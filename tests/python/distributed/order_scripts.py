@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scenarios of reorder() under DistributedDataParallel: every rank calls these functions."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from common import adamw, same
+from ddp_scripts import SMALL, Net, ddp_of, training
+from ranks import STEPS, scenario_of
+from reorder_scripts import mlp, order_of_backward, x_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+
+SCENARIOS = {}
+scenario = functools.partial(scenario_of, SCENARIOS)
+CHOICES = {
+    "last": {"schedule": "last"},
+    "reverse_first": {"schedule": "reverse_first", "k": 2},
+    "budget": {"schedule": "budget", "memory": 1 << 10},
+    "unused parameters": {"schedule": "last", "find_unused_parameters": True},
+    "views": {"schedule": "reverse_first", "k": 2, "gradient_as_bucket_view": True},
+}
+
+
+@scenario("forward", "backward", **{name: {"choice": choice} for name, choice in CHOICES.items()})
+def trained(mode, choice):
+    options = {name: v for name, v in choice.items() if name not in ("schedule", "k", "memory")}
+    arguments = {name: v for name, v in choice.items() if name not in options}
+    if mode == "backward" and "find_unused_parameters" in options:
+        return  # refused by fuse()
+
+    def script(wrap):
+        wrapped = DDP(Net(), bucket_cap_mb=SMALL, **options)
+        if wrap.fused:
+            optfuse.reorder(wrapped, **arguments)
+        optimizer = wrap(adamw(wrapped.parameters()), **ddp_of(wrap, wrapped))
+        yield from training(wrapped, optimizer)
+
+    same(script, mode)
+
+
+class Wide(nn.Module):
+    """The first layer has the largest message, those behind it the most to compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(1024, 256)
+        self.rest = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x):
+        return self.rest(self.first(x).view(-1, 1, 64).expand(-1, 256, 64))
+
+
+@scenario("forward")
+def all_ranks_take_the_k_of_the_first(mode):
+    rank = dist.get_rank()
+    found = []
+
+    def script(wrap):
+        wrapped = DDP(Wide(), bucket_cap_mb=SMALL)
+        if wrap.fused:
+            # Only the first rank's figures say that k matters.
+            network = (1e-4, 1e-8) if rank == 0 else (0.0, 0.0)
+            found.append(optfuse.reorder(wrapped, "auto", network=network))
+        optimizer = wrap(adamw(wrapped.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            x = x_of(dist.get_world_size() * i + rank, 8, 1024)
+            loss = wrapped(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+        if found:
+            found[0].kept = wrapped
+
+    same(script, mode)
+    (reordering,) = found
+    choice = reordering.plan.choice
+    chosen = [None] * dist.get_world_size()
+    dist.all_gather_object(chosen, choice)
+    assert all(c == chosen[0] for c in chosen), f"{chosen}"
+    assert choice["schedule"] == "reverse_first" and reordering.times.exposed >= 0.0
+    if rank == 0:
+        assert choice["k"] == reordering.times.k > 0, f"{choice}, {reordering.times}"
+    else:
+        assert reordering.times.k == 0, f"without a network {reordering.times}"
+    order = order_of_backward(reordering.kept.module, x_of(0, 8, 1024))
+    held = order[-choice["k"] :]
+    assert held[0] == "dW of module.first" and all(task.startswith("dW of") for task in held), (
+        f"{order}"
+    )
+
+
+@scenario("forward")
+def messages_are_measured(mode):
+    def script(wrap):
+        wrapped = DDP(mlp(), bucket_cap_mb=SMALL)
+        if wrap.fused:
+            reordering = optfuse.reorder(wrapped, "auto")
+        optimizer = wrap(torch.optim.SGD(wrapped.parameters(), lr=0.1, fused=True))
+        for i in range(8):
+            optimizer.zero_grad()
+            wrapped(x_of(i)).square().mean().backward()
+            optimizer.step()
+        if wrap.fused:
+            assert reordering.times is not None and reordering.times.iteration > 0
+        yield "weights", dict(wrapped.module.state_dict())
+
+    same(script, mode)

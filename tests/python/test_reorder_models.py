@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmark's models on its data with another order of backward: after 50 steps every loss,
+weight and state has stock's bits, in both modes of fusion and without it."""
+
+import pytest
+from reorder_scripts import MODES, same_reordered
+from test_models import (  # noqa: F401
+    OPTIMIZERS,
+    deterministic,
+    gpt,
+    mlp,
+    mobilenet,
+    parts,
+    resnet,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+STEPS = 50
+CHOICES = ("last", "reverse_first", "budget")
+
+
+def choice_of(name, model):
+    layers = sum(isinstance(m, nn.Linear | nn.Conv2d) for m in model.modules())
+    more = {"last": {}, "reverse_first": {"k": layers // 2}, "budget": {"memory": 1 << 18}}
+    return {"schedule": name, **more[name]}
+
+
+def training(build, kind, parts):  # noqa: F811
+    def script(wrap, arrange):
+        model, batches = build(*parts)
+        model.train()
+        arrange(model)
+        optimizer = wrap(OPTIMIZERS[kind](model.parameters()))
+        for _ in range(STEPS):
+            x, y = next(batches)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+        yield "weights", dict(model.state_dict())
+        yield "state", optimizer.state_dict()["state"]
+
+    return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("build", (mlp, gpt, resnet, mobilenet))
+def test_50_steps_have_the_bits_of_stock(build, kind, choice, mode, parts):  # noqa: F811
+    model, _ = build(*parts)
+    same_reordered(training(build, kind, parts), choice_of(choice, model), mode)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models that train with another order of backward have stock's bits: losses, gradients,
+weights and state."""
+
+import pytest
+import torch
+from common import adamw, everything, refused, sgd
+from reorder_scripts import CHOICES, MODES, mlp, same_reordered, x_of
+from test_architectures import CALLS, square_of_output
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import optfuse
+
+STEPS = 6
+
+
+def training(build, loss, make=adamw, steps=STEPS):
+    def script(wrap, arrange):
+        model = build()
+        arrange(model)
+        optimizer = wrap(make(p for p in model.parameters() if p.requires_grad))
+        for i in range(steps):
+            optimizer.zero_grad()
+            value = loss(model, i)
+            value.backward()
+            optimizer.step()
+            yield "loss", value
+        yield from everything(model, optimizer)
+
+    return script
+
+
+def usual(model, i):
+    return model(x_of(i)).square().mean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("make", (sgd, adamw))
+def test_an_mlp(choice, mode, make):
+    same_reordered(training(mlp, usual, make, steps=50), CHOICES[choice], mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_by_name(mode):
+    same_reordered(training(mlp, usual), {"schedule": ["0", "6"]}, mode)
+
+
+class Tied(nn.Module):
+    """The weight of one layer is used three times, that of another is an embedding's, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner = nn.Embedding(9, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        hidden = self.words(x)
+        for _ in range(3):
+            hidden = torch.tanh(self.inner(hidden))
+        return self.head(hidden + self.words(x.flip(0)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("choice", ("last", "reverse_first", "budget"))
+def test_tied_weights(choice, mode):
+    def loss(model, i):
+        words = torch.randint(9, (4, 5), generator=torch.Generator().manual_seed(i))
+        return nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+
+    same_reordered(training(Tied, loss), CHOICES[choice], mode)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (
+            nn.MultiheadAttention(8, 2, batch_first=True, **options)
+            for options in ({}, {"kdim": 6, "vdim": 4})
+        )
+
+    def forward(self, x):
+        x = x + self.first(x, x, x, need_weights=False)[0]
+        return self.second(x, x[..., :6], x[..., :4], need_weights=False)[0]
+
+
+class Residual(nn.Module):
+    """dY goes to a layer and past it, and an activation is computed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.cell = nn.LSTM(8, 8)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu_(self.up(x)))
+        return x + self.cell(x)[0]
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 3, stride=2, groups=8),
+            nn.Conv2d(8, 4, 1, padding="same"),
+            nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        )
+        self.head = nn.Linear(4 * 9, 3)
+
+    def forward(self, x):
+        return self.head(self.parts(x).flatten(1))
+
+
+def of_images(model, i):
+    return model(torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(i))).square().sum()
+
+
+MODELS = {
+    "attention": (Attention, square_of_output(2, 5, 8)),
+    "residual": (Residual, square_of_output(3, 5, 8)),
+    "convolutions": (Convolutions, of_images),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True),
+        square_of_output(2, 5, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("choice", ("last", "reverse_first"))
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model, choice, mode):
+    same_reordered(training(*MODELS[model]), CHOICES[choice], mode)
+
+
+@pytest.mark.parametrize("mode", (None, "forward"))
+@pytest.mark.parametrize("call", CALLS)
+def test_ways_to_call_and_to_differentiate(call, mode):
+    def build():
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    script = training(build, CALLS[call])
+    if call in ("vmap", "forward-mode AD"):
+        refused(lambda: same_reordered(script, CHOICES["last"], mode), way_out="call remove()")
+    else:
+        same_reordered(script, CHOICES["last"], mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reentrant_checkpoint_is_computed_in_stocks_order(mode):
+    def loss(model, i):
+        x = checkpoint(model[:4], x_of(i).requires_grad_(), use_reentrant=True)
+        return model[4:](x).square().mean()
+
+    same_reordered(training(mlp, loss), CHOICES["last"], mode)
+    model = mlp()
+    with optfuse.reorder(model, "last") as reordering:
+        loss(model, 0).backward()
+        turns = {row.layer: (row.turn, row.note) for row in reordering.plan.rows}
+    assert turns["8"] == (0, "")
+    assert turns["0"] == (None, "recomputed in backward (reentrant checkpoint)")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_accumulation_and_clipping(choice):
+    def script(wrap, arrange):
+        model = mlp()
+        arrange(model)
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad(set_to_none=i % 2 == 0)
+            for part in range(3):
+                usual(model, 3 * i + part).backward()
+            yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same_reordered(script, CHOICES[choice], "forward")
+
+
+def test_anomaly_mode_names_the_layer():
+    model = mlp()
+    with (
+        optfuse.reorder(model, "last"),
+        pytest.warns(UserWarning, match="optfuse dX of 8"),
+        torch.autograd.detect_anomaly(check_nan=True),
+        pytest.raises(RuntimeError, match="optfuse dX of 8"),
+    ):
+        with torch.no_grad():
+            model[8].weight.fill_(float("nan"))
+        model(x_of(0)).nan_to_num().square().sum().backward()
+
+
+def test_grad_scaler():
+    def script(wrap, arrange):
+        model = mlp()
+        arrange(model)
+        optimizer = wrap(adamw(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x_of(i)).float().square().mean()
+            scaler.scale(loss * float("inf") if i == 3 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            yield "scale", scaler.get_scale()
+        yield from everything(model, optimizer)
+
+    same_reordered(script, CHOICES["last"], "forward")
+
+
+def test_hooks_see_the_gradients_of_stock():
+    def script(wrap, arrange):
+        model = mlp()
+        arrange(model)
+        optimizer = wrap(sgd(model.parameters()))
+        seen = []
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g, name=name: seen.append((name, g.clone())) or g * 2)
+        model[2].register_full_backward_hook(lambda m, gx, gy: seen.append(("module", gx, gy)))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            usual(model, i).backward()
+            optimizer.step()
+        yield "seen", sorted(((str(s[0]), *s[1:]) for s in seen), key=lambda s: s[0])
+        yield from everything(model, optimizer)
+
+    same_reordered(script, CHOICES["last"])
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
+    def script(wrap, arrange):
+        model = mlp()
+        arrange(model)
+        loss = usual(model, 0)
+        loss.backward(retain_graph=True)
+        yield "once", [p.grad for p in model.parameters()]
+        loss.backward()
+        yield "twice", [p.grad for p in model.parameters()]
+        inputs = [model[2].weight, model[4].bias]
+        yield "some", torch.autograd.grad(usual(model, 1), inputs)
+
+    same_reordered(script, CHOICES["last"])
