@@ -12,7 +12,7 @@ from pathlib import Path
 
 import guard_scenarios
 import pytest
-from common import HERE, python_ok
+from common import HERE, python
 
 from optfuse._native import lib
 
@@ -49,14 +49,16 @@ def test_the_release_build_has_no_switch():
     in the variable changes nothing."""
     content = Path(lib._name).read_bytes()
     assert b"OPTFUSE_TEST_GUARDS_OFF" not in content and b"of_guard_enabled" not in content
-    out = python_ok(
+    done = python(
         "import json, warnings, guard_scenarios as g\n"
         "warnings.simplefilter('ignore')\n"
         "alone = [n for n, (_, others) in g.SCENARIOS.items() if not others]\n"
         "played = g.play([(n, tuple(g.SCENARIOS)) for n in alone])\n"
         "print(json.dumps({n: outcome for (n, _), outcome in played.items()}))\n"
     )
-    for name, outcome in json.loads(out).items():
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    # stderr may have what torch's profiler says of itself, which a scenario uses.
+    for name, outcome in json.loads(done.stdout).items():
         assert outcome == "kept", f"{name}: {outcome}"
 
 
