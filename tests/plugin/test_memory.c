@@ -8,6 +8,7 @@
 
 #include "fake_device.h"
 #include "fixture.h"
+#include "kfac_plan.h"
 #include "reorder.h"
 
 static int until_failure = -1; /* allocations that still succeed; -1: all */
@@ -300,6 +301,49 @@ START_TEST(plans_of_weight_gradients_report_it) {
 }
 END_TEST
 
+static const double ready_at[] = {0, 1};
+static const uint64_t message_bytes[] = {1, 1};
+static const uint32_t factor_sizes[] = {2, 3};
+static const of_link factor_link = {.latency = 1};
+
+START_TEST(plans_of_factors_report_it) {
+    const of_inversion cost = {.cubic_coefficient = 1};
+    uint32_t group[2];
+    int32_t owner[2];
+    double load[2], seconds;
+    size_t n_groups;
+    n_live = 0;
+    tracking = true;
+    FAILS_IN_TURN(of_fuse_messages(OF_FUSION_PLANNED, ready_at, message_bytes, 2, &factor_link, 0,
+                                   0, group, &n_groups));
+    FAILS_IN_TURN(of_place_inverses(OF_PLACEMENT_BALANCED, factor_sizes, 2, 2, 0, owner, load));
+    FAILS_IN_TURN(of_simulate_inverses(&cost, factor_sizes, owner, 2, 2, &seconds));
+    tracking = false;
+}
+END_TEST
+
+START_TEST(plans_of_factors_that_fail_write_nothing) {
+    uint32_t group[] = {71, 72};
+    int32_t owner[] = {73, 74};
+    double load[] = {75, 76};
+    size_t n_groups = 77;
+    of_status status;
+    for (of_fusion how = OF_FUSION_EACH; how <= OF_FUSION_PLANNED; how++) {
+        WITH_FAILURE(how == OF_FUSION_PLANNED, status,
+                     of_fuse_messages(how, ready_at, message_bytes, 2, &factor_link, 1, 0, group,
+                                      &n_groups));
+        ck_assert_int_eq(status, OF_NO_MEMORY);
+    }
+    for (int n = 0; n < 2; n++) {
+        WITH_FAILURE(n, status,
+                     of_place_inverses(OF_PLACEMENT_BALANCED, factor_sizes, 2, 2, 0, owner, load));
+        ck_assert_int_eq(status, OF_NO_MEMORY);
+    }
+    ck_assert(group[0] == 71 && group[1] == 72 && n_groups == 77);
+    ck_assert(owner[0] == 73 && owner[1] == 74 && load[0] == 75 && load[1] == 76);
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create("out of memory");
     TCase *all = tcase_create("out of memory");
@@ -312,6 +356,8 @@ int main(void) {
     tcase_add_test(all, a_gradient_that_finds_no_room_does_not_wait);
     tcase_add_test(all, launch_without_room_for_its_stream_waits_for_the_device);
     tcase_add_test(all, plans_of_weight_gradients_report_it);
+    tcase_add_test(all, plans_of_factors_report_it);
+    tcase_add_test(all, plans_of_factors_that_fail_write_nothing);
     tcase_add_test(all, plan_gives_all_its_memory_back);
     tcase_add_test(all, repeated_steps_allocate_nothing);
     suite_add_tcase(suite, all);

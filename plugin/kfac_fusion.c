@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* kfac_fusion.c: which messages are fused, and when the last of them is through. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "internal.h"
+#include "kfac_link.h"
+
+/* Messages that were checked: no sum of their bytes or seconds overflows. */
+typedef struct messages {
+    const double *ready;
+    const uint64_t *bytes;
+    size_t n;
+    of_link link;
+} messages;
+
+static double seconds_of(const messages *m, uint64_t bytes) {
+    return of_seconds_over(&m->link, bytes);
+}
+
+/* Each message alone, after the last one is ready, is the latest that any grouping finishes. */
+static of_status check_sums(const messages *m) {
+    uint64_t bytes = 0;
+    double ready = 0;
+    for (size_t i = 0; i < m->n; i++) {
+        if (!of_is_time(m->ready[i]))
+            return of_fail(OF_INVALID,
+                           "message %zu is ready at %g s: give a time that is not negative, "
+                           "counted from a moment before all messages",
+                           i, m->ready[i]);
+        if (m->bytes[i] > UINT64_MAX - bytes)
+            return of_fail(OF_INVALID, "the bytes of %zu messages do not fit 64 bits: check them",
+                           m->n);
+        bytes += m->bytes[i];
+        ready = of_later(ready, m->ready[i]);
+    }
+    const double last =
+        ready + (double)m->n * m->link.latency + (double)bytes * m->link.seconds_per_byte;
+    if (!of_is_time(last))
+        return of_fail(OF_INVALID, "the seconds of %zu messages are out of range: check the link",
+                       m->n);
+    return OF_OK;
+}
+
+static of_status check(messages *m, const double *ready, const uint64_t *bytes, size_t n,
+                       const of_link *link, const void *group, const void *out) {
+    if (!out || (n && (!ready || !bytes || !group)))
+        return of_fail(OF_INVALID,
+                       "messages need ready times, bytes, groups and a place for the result");
+    if (n > UINT32_MAX)
+        return of_fail(OF_INVALID, "%zu messages are more than there are groups: at most %u", n,
+                       (unsigned)UINT32_MAX);
+    const of_status status = of_check_link(link);
+    if (status != OF_OK)
+        return status;
+    *m = (messages){.ready = ready, .bytes = bytes, .n = n, .link = *link};
+    return check_sums(m);
+}
+
+/* The groups that are made here: a message of `last` is the last one of its group. */
+static void close_by_threshold(const messages *m, uint64_t threshold, bool *last) {
+    uint64_t open = 0;
+    for (size_t i = 0; i < m->n; i++) {
+        open += m->bytes[i];
+        last[i] = open >= threshold;
+        if (last[i])
+            open = 0;
+    }
+}
+
+static void close_by_papers_rule(const messages *m, bool *last) {
+    uint64_t open = 0;
+    double link_is_free = 0, ready = 0;
+    for (size_t i = 0; i + 1 < m->n; i++) {
+        open += m->bytes[i];
+        ready = of_later(ready, m->ready[i]);
+        const double start = of_later(link_is_free, ready), next = m->ready[i + 1];
+        last[i] = next >= start && next - start >= m->link.latency;
+        if (last[i]) {
+            link_is_free = start + seconds_of(m, open);
+            open = 0;
+            ready = 0;
+        }
+    }
+}
+
+/* finish[j]: the least of the first j messages. An earlier finish of those before a group never
+ * makes the group later, so the best of a prefix is made of the best of a shorter one. */
+static void find_least_finish(const messages *m, double *finish) {
+    finish[0] = 0;
+    for (size_t j = 1; j <= m->n; j++) {
+        uint64_t bytes = 0;
+        double ready = 0;
+        finish[j] = INFINITY;
+        for (size_t i = j; i-- > 0;) {
+            bytes += m->bytes[i];
+            ready = of_later(ready, m->ready[i]);
+            const double through = of_later(ready, finish[i]) + seconds_of(m, bytes);
+            if (through < finish[j])
+                finish[j] = through;
+        }
+    }
+}
+
+/* The fewest groups that are through by `limit`, which some grouping is. From the last message
+ * on, each group takes all the messages it can and still be ready in time to be through when the
+ * group after it must start.
+ *
+ * No smaller group can save one: say that the messages before it are through in k groups when it
+ * must start. Without those that the larger group takes, the same k groups or fewer are through
+ * earlier by at least the seconds of the bytes taken, which is how much earlier the larger group
+ * must start. */
+static void close_as_late_as_possible(const messages *m, double limit, bool *last) {
+    uint64_t bytes = 0;
+    double ready = 0;
+    for (size_t i = m->n; i-- > 0;) {
+        bytes += m->bytes[i];
+        ready = of_later(ready, m->ready[i]);
+        if (i + 1 < m->n && ready > limit - seconds_of(m, bytes)) {
+            last[i] = true;
+            limit -= seconds_of(m, bytes - m->bytes[i]);
+            bytes = m->bytes[i];
+            ready = m->ready[i];
+        }
+    }
+}
+
+static of_status close_by_plan(const messages *m, double deadline, bool *last) {
+    static const double tolerance = 1e-9; /* far above the rounding errors of the sums */
+    double *finish = calloc(m->n + 1, sizeof *finish);
+    if (!finish)
+        return of_fail(OF_NO_MEMORY, "out of memory for a plan of %zu messages", m->n);
+    find_least_finish(m, finish);
+    close_as_late_as_possible(m, of_later(deadline, finish[m->n] * (1 + tolerance)), last);
+    free(finish);
+    return OF_OK;
+}
+
+static of_status close_groups(of_fusion how, const messages *m, uint64_t threshold, double deadline,
+                              bool *last) {
+    switch (how) {
+    case OF_FUSION_EACH:
+        close_by_threshold(m, 0, last);
+        break;
+    case OF_FUSION_ALL:
+        break;
+    case OF_FUSION_THRESHOLD:
+        close_by_threshold(m, threshold, last);
+        break;
+    case OF_FUSION_PAPER:
+        close_by_papers_rule(m, last);
+        break;
+    case OF_FUSION_PLANNED:
+        return close_by_plan(m, deadline, last);
+    }
+    return OF_OK;
+}
+
+static size_t number_groups(const bool *last, size_t n, uint32_t *group) {
+    uint32_t number = 0;
+    for (size_t i = 0; i < n; i++) {
+        group[i] = number;
+        number += last[i] && i + 1 < n;
+    }
+    return n ? (size_t)number + 1 : 0;
+}
+
+of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes, size_t n,
+                           const of_link *link, uint64_t threshold_bytes, double deadline,
+                           uint32_t *group, size_t *n_groups) {
+    messages m;
+    of_status status = check(&m, ready, bytes, n, link, group, n_groups);
+    if (status != OF_OK)
+        return status;
+    if ((unsigned)how > OF_FUSION_PLANNED)
+        return of_fail(OF_INVALID, "there is no fusion %d of messages", (int)how);
+    if (!of_is_time(deadline))
+        return of_fail(OF_INVALID,
+                       "a deadline of %g s: give a time that is not negative, or 0 for none",
+                       deadline);
+    bool *last = calloc(n + 1, sizeof *last);
+    if (!last)
+        return of_fail(OF_NO_MEMORY, "out of memory for the groups of %zu messages", n);
+    status = close_groups(how, &m, threshold_bytes, deadline, last);
+    if (status == OF_OK)
+        *n_groups = number_groups(last, n, group);
+    free(last);
+    return status;
+}
+
+static of_status check_groups(const uint32_t *group, size_t n) {
+    uint32_t open = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (group[i] != open && (i == 0 || group[i] != open + 1))
+            return of_fail(OF_INVALID,
+                           "message %zu is in group %u: the first must be in group 0, any other in "
+                           "that of the message before it or in the next. Take groups from "
+                           "of_fuse_messages()",
+                           i, (unsigned)group[i]);
+        open = group[i];
+    }
+    return OF_OK;
+}
+
+of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
+                          size_t n, const of_link *link, double *finish) {
+    messages m;
+    of_status status = check(&m, ready, bytes, n, link, group, finish);
+    if (status == OF_OK)
+        status = check_groups(group, n);
+    if (status != OF_OK)
+        return status;
+    double now = 0;
+    for (size_t i = 0; i < n;) {
+        const uint32_t number = group[i];
+        uint64_t together = 0;
+        for (; i < n && group[i] == number; i++) {
+            together += bytes[i];
+            now = of_later(now, ready[i]);
+        }
+        now += seconds_of(&m, together);
+    }
+    *finish = now;
+    return OF_OK;
+}

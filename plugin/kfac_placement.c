@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* kfac_placement.c: which process inverts which factor, and when all have all inverses. */
+#include <stdlib.h>
+
+#include "internal.h"
+#include "kfac_link.h"
+
+typedef struct factor {
+    uint32_t size;
+    size_t index;
+} factor;
+
+static double cube(uint32_t size) {
+    return (double)size * (double)size * (double)size;
+}
+
+static int by_index(const factor *x, const factor *y) {
+    return (x->index > y->index) - (x->index < y->index);
+}
+
+static int smaller_first(const void *a, const void *b) {
+    const factor *x = a, *y = b;
+    return x->size != y->size ? (x->size > y->size) - (x->size < y->size) : by_index(x, y);
+}
+
+static int larger_first(const void *a, const void *b) {
+    const factor *x = a, *y = b;
+    return x->size != y->size ? (x->size < y->size) - (x->size > y->size) : by_index(x, y);
+}
+
+/* In this order; the caller frees it. NULL if there is no memory. */
+static factor *ordered(const uint32_t *sizes, size_t n,
+                       int (*compare)(const void *, const void *)) {
+    factor *factors = calloc(n + 1, sizeof *factors);
+    if (!factors)
+        return NULL;
+    for (size_t i = 0; i < n; i++)
+        factors[i] = (factor){.size = sizes[i], .index = i};
+    if (compare)
+        qsort(factors, n, sizeof *factors, compare);
+    return factors;
+}
+
+static size_t least_loaded(const double *load, size_t processes) {
+    size_t least = 0;
+    for (size_t p = 1; p < processes; p++)
+        if (load[p] < load[least])
+            least = p;
+    return least;
+}
+
+static void place(of_placement how, const factor *factors, size_t n, size_t processes,
+                  uint32_t everywhere_below, int32_t *owner, double *load) {
+    double everywhere = 0;
+    size_t turn = 0;
+    for (size_t i = 0; i < n; i++) {
+        const factor *f = &factors[i];
+        if (how == OF_PLACEMENT_EVERYWHERE || f->size < everywhere_below) {
+            owner[f->index] = OF_EVERY_PROCESS;
+            everywhere += cube(f->size);
+            continue;
+        }
+        const size_t process =
+            how == OF_PLACEMENT_BALANCED ? least_loaded(load, processes) : turn++ % processes;
+        owner[f->index] = (int32_t)process;
+        load[process] += cube(f->size);
+    }
+    for (size_t p = 0; p < processes; p++)
+        load[p] += everywhere;
+}
+
+static of_status check_counts(size_t n, size_t processes) {
+    if (processes < 1 || processes > INT32_MAX)
+        return of_fail(OF_INVALID, "inverses can't be placed on %zu processes: give 1 to %d",
+                       processes, INT32_MAX);
+    if (n > UINT32_MAX)
+        return of_fail(OF_INVALID, "%zu factors are more than can be placed: at most %u", n,
+                       (unsigned)UINT32_MAX);
+    return OF_OK;
+}
+
+of_status of_place_inverses(of_placement how, const uint32_t *sizes, size_t n, size_t processes,
+                            uint32_t everywhere_below, int32_t *owner, double *load) {
+    if (n && (!sizes || !owner))
+        return of_fail(OF_INVALID, "inverses need the sizes of factors and an array for owners");
+    if ((unsigned)how > OF_PLACEMENT_EVERYWHERE)
+        return of_fail(OF_INVALID, "there is no placement %d of inverses", (int)how);
+    const of_status status = check_counts(n, processes);
+    if (status != OF_OK)
+        return status;
+    factor *factors = ordered(sizes, n, how == OF_PLACEMENT_BALANCED ? larger_first : NULL);
+    double *loads = calloc(processes, sizeof *loads);
+    const bool room = factors && loads;
+    if (room)
+        place(how, factors, n, processes, everywhere_below, owner, loads);
+    for (size_t p = 0; room && load && p < processes; p++)
+        load[p] = loads[p];
+    free(factors);
+    free(loads);
+    return room ? OF_OK : of_fail(OF_NO_MEMORY, "out of memory for the inverses of %zu factors", n);
+}
+
+static uint64_t bytes_of(const of_inversion *cost, uint32_t size) {
+    return (uint64_t)size * ((uint64_t)size + 1) / 2 * cost->element_bytes;
+}
+
+/* now: of each process, zeros. Each goes on alone, and a broadcast waits for none that comes
+ * after it, so one pass in the common order sees everything in time. */
+static double simulate(const of_inversion *cost, const factor *factors, const int32_t *owner,
+                       size_t n, size_t processes, double *now) {
+    double everywhere = 0, all = 0;
+    for (size_t i = 0; i < n; i++) {
+        const factor *f = &factors[i];
+        const double took = cost->cubic_coefficient * cube(f->size);
+        if (owner[f->index] == OF_EVERY_PROCESS) {
+            everywhere += took;
+            continue;
+        }
+        const size_t process = (size_t)owner[f->index];
+        now[process] += took;
+        if (processes > 1)
+            all =
+                of_later(now[process], all) + of_seconds_over(&cost->link, bytes_of(cost, f->size));
+    }
+    for (size_t p = 0; p < processes; p++)
+        all = of_later(all, now[p] + everywhere);
+    return all;
+}
+
+static of_status check_cost(const of_inversion *cost) {
+    if (!of_is_time(cost->cubic_coefficient))
+        return of_fail(OF_INVALID,
+                       "an inverse of a factor of size d takes %g * d^3 s: that may be neither "
+                       "negative nor infinite",
+                       cost->cubic_coefficient);
+    return of_check_link(&cost->link);
+}
+
+static of_status check_factors(const of_inversion *cost, const uint32_t *sizes,
+                               const int32_t *owner, size_t n, size_t processes) {
+    for (size_t i = 0; i < n; i++) {
+        if (owner[i] < OF_EVERY_PROCESS || (owner[i] >= 0 && (size_t)owner[i] >= processes))
+            return of_fail(OF_INVALID,
+                           "factor %zu is inverted by process %d of %zu: give a process from 0, or "
+                           "OF_EVERY_PROCESS",
+                           i, (int)owner[i], processes);
+        const uint64_t elements = (uint64_t)sizes[i] * ((uint64_t)sizes[i] + 1) / 2;
+        if (elements && cost->element_bytes > UINT64_MAX / elements)
+            return of_fail(OF_INVALID,
+                           "the inverse of factor %zu, %u x %u with %llu bytes an element, does "
+                           "not fit 64 bits",
+                           i, (unsigned)sizes[i], (unsigned)sizes[i],
+                           (unsigned long long)cost->element_bytes);
+    }
+    return OF_OK;
+}
+
+static of_status check(const of_inversion *cost, const uint32_t *sizes, const int32_t *owner,
+                       size_t n, size_t processes, const double *seconds) {
+    if (!cost || !seconds || (n && (!sizes || !owner)))
+        return of_fail(OF_INVALID, "a simulation of inverses needs costs, sizes, owners and an "
+                                   "output");
+    of_status status = check_counts(n, processes);
+    if (status == OF_OK)
+        status = check_cost(cost);
+    return status == OF_OK ? check_factors(cost, sizes, owner, n, processes) : status;
+}
+
+of_status of_simulate_inverses(const of_inversion *cost, const uint32_t *sizes,
+                               const int32_t *owner, size_t n, size_t processes, double *seconds) {
+    const of_status status = check(cost, sizes, owner, n, processes, seconds);
+    if (status != OF_OK)
+        return status;
+    factor *factors = ordered(sizes, n, cost->descending ? larger_first : smaller_first);
+    double *now = calloc(processes, sizeof *now);
+    const bool room = factors && now;
+    const double all = room ? simulate(cost, factors, owner, n, processes, now) : 0;
+    free(factors);
+    free(now);
+    if (!room)
+        return of_fail(OF_NO_MEMORY, "out of memory for a simulation of %zu inverses", n);
+    if (!of_is_time(all))
+        return of_fail(OF_INVALID, "the seconds of %zu inverses are out of range: check the costs",
+                       n);
+    *seconds = all;
+    return OF_OK;
+}

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* kfac_plan.h: plans of a distributed K-FAC (SPD-KFAC, arXiv 2107.06533): which factors are
+ * reduced in one message, and which process inverts which of them.
+ *
+ * Factors are summed over processes while the forward and the backward pass run, so each is
+ * ready at a time of its own. Every message has a latency, so neighbours are *fused* into groups
+ * of one message each; a group can't be sent before its last member is ready.
+ *
+ * The functions keep nothing, and any thread may call them. Their errors are those of
+ * optfuse.h: on anything but OF_OK of_error_message() says what to do, and no output has been
+ * written. Arrays of n elements may be NULL for n = 0. */
+#ifndef OPTFUSE_KFAC_PLAN_H
+#define OPTFUSE_KFAC_PLAN_H
+
+#include "optfuse.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What carries messages, one after the other: each takes latency + bytes * seconds_per_byte.
+ * Neither is negative or infinite. */
+typedef struct of_link {
+    double latency; /* seconds a message */
+    double seconds_per_byte;
+} of_link;
+
+/* The link that fits n measured messages best: the least sum of squared errors in seconds, among
+ * links whose two numbers are not negative. OF_INVALID: all messages have the same size, so that
+ * the two can't be told apart, or a time is negative or not finite. */
+OF_API of_status of_fit_link(const uint64_t *bytes, const double *seconds, size_t n, of_link *out);
+
+typedef enum of_fusion {
+    OF_FUSION_EACH,      /* a message for each factor */
+    OF_FUSION_ALL,       /* one message */
+    OF_FUSION_THRESHOLD, /* a group is closed by the factor with which it reaches the bytes */
+    OF_FUSION_PAPER,     /* the paper's rule: the next factor joins the open group if it is ready
+                            before the group could start (the link free, all members ready), or
+                            less than a latency after that. Not optimal. The others neither know
+                            nor need ready times */
+    OF_FUSION_PLANNED    /* the fewest groups that finish no later than the deadline or, if that
+                            can't be kept, than any grouping can */
+} of_fusion;
+
+/* Groups n messages. They are sent in their order: message i is ready at ready[i] seconds (from
+ * any moment before all of them; the times need not ascend) and has bytes[i].
+ *
+ * group: the number of each message's group, from 0, ascending; *n_groups: how many.
+ * threshold_bytes: of THRESHOLD; with 0 each message is a group. deadline: of PLANNED, the
+ * seconds before which nobody waits for the messages; 0 if the sooner the better.
+ *
+ * PLANNED is exact. Its finish is no later than max(deadline, the least possible finish), to a
+ * relative 1e-9 of the latter, and no grouping with fewer groups is. Among equals the last group
+ * is as large as it can be, then the one before it, and so on. It takes O(n^2) time and O(n)
+ * memory.
+ * OF_INVALID: an unknown fusion, a time that is negative or not finite, or sums of bytes or
+ * seconds that are out of range. OF_NO_MEMORY. */
+OF_API of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes,
+                                  size_t n, const of_link *link, uint64_t threshold_bytes,
+                                  double deadline, uint32_t *group, size_t *n_groups);
+
+/* When the last group is through, 0 for n = 0: a group starts when all its members are ready and
+ * the group before it is through. OF_INVALID also: the groups are not contiguous and numbered
+ * from 0 in ascending order. */
+OF_API of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
+                                 size_t n, const of_link *link, double *finish);
+
+typedef enum of_placement {
+    OF_PLACEMENT_BALANCED,    /* the largest factor first, each on the least loaded process */
+    OF_PLACEMENT_ROUND_ROBIN, /* in their order, each on the next process */
+    OF_PLACEMENT_EVERYWHERE   /* every process inverts all */
+} of_placement;
+
+/* An inverse that every process computes for itself, so that nobody has to send it. */
+#define OF_EVERY_PROCESS (-1)
+
+/* Places the inverses of n factors; factor i is sizes[i] x sizes[i]. One smaller than
+ * everywhere_below is inverted by every process; it takes no turn of ROUND_ROBIN.
+ *
+ * owner: of each factor, a process from 0 or OF_EVERY_PROCESS. load: of each process, the sum of
+ * size^3 of all that it inverts; or NULL. Of equal sizes the one with the lower index comes
+ * first, and of equally loaded processes the one with the lower number.
+ * OF_INVALID: an unknown placement, no process or more than an int32_t counts, or more factors
+ * than a uint32_t counts.
+ * OF_NO_MEMORY. */
+OF_API of_status of_place_inverses(of_placement how, const uint32_t *sizes, size_t n,
+                                   size_t processes, uint32_t everywhere_below, int32_t *owner,
+                                   double *load);
+
+/* What inverses and their broadcasts cost. */
+typedef struct of_inversion {
+    double cubic_coefficient; /* a factor of size d is inverted in this * d^3 seconds */
+    uint64_t element_bytes;   /* an inverse is sent as d(d+1)/2 elements of so many bytes */
+    of_link link;             /* of all broadcasts */
+    bool descending;          /* the largest first, for comparison; else the smallest */
+} of_inversion;
+
+/* The seconds until every process has every inverse. Each process inverts its own in ascending
+ * order of size (or descending; of equal sizes the lower index first), and then those of
+ * OF_EVERY_PROCESS, which nobody waits for. The broadcasts share a link and run beside that, in
+ * the same order over all processes: each waits for its inverse and for the broadcast before it.
+ * With one process nothing is sent.
+ * OF_INVALID: an owner that is no process, or costs that are negative or out of range.
+ * OF_NO_MEMORY. */
+OF_API of_status of_simulate_inverses(const of_inversion *cost, const uint32_t *sizes,
+                                      const int32_t *owner, size_t n, size_t processes,
+                                      double *seconds);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,413 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Which messages are fused, when the last of them is through, and the link they go over. */
+#include "kfac_plan.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "fixture.h"
+#include "random_work.h"
+
+enum { MANY = 4000, MOST = 10 };
+
+typedef struct work {
+    double ready[MOST];
+    uint64_t bytes[MOST];
+    size_t n;
+    of_link link;
+} work;
+
+/* Small whole numbers, so that all sums are exact and no two finishes differ by less than 1. */
+static work random_messages(void) {
+    work w = {
+        .n = 1 + random_below(MOST),
+        .link = {.latency = (double)random_below(12), .seconds_per_byte = (double)random_below(3)}};
+    const bool ascending = random_below(2);
+    double now = 0;
+    for (size_t i = 0; i < w.n; i++) {
+        now = (ascending ? now : 0) + (double)random_below(ascending ? 12 : 60);
+        w.ready[i] = now;
+        w.bytes[i] = random_below(9);
+    }
+    return w;
+}
+
+/* The definition: bit i of `closed` says that a group ends with message i. */
+static double finish_by_definition(const work *w, unsigned closed) {
+    double through = 0;
+    for (size_t first = 0, end; first < w->n; first = end) {
+        double start = through, bytes = 0;
+        for (end = first; end < w->n; end++) {
+            start = fmax(start, w->ready[end]);
+            bytes += (double)w->bytes[end];
+            if (closed >> end & 1u) {
+                end++;
+                break;
+            }
+        }
+        through = start + w->link.latency + bytes * w->link.seconds_per_byte;
+    }
+    return through;
+}
+
+static size_t count_bits(unsigned bits) {
+    size_t n = 0;
+    for (; bits; bits &= bits - 1)
+        n++;
+    return n;
+}
+
+/* Over all groupings: the least finish, and the fewest groups that are through by its limit. */
+static double least_finish(const work *w) {
+    double least = INFINITY;
+    for (unsigned closed = 0; closed < 1u << (w->n - 1); closed++)
+        least = fmin(least, finish_by_definition(w, closed));
+    return least;
+}
+
+static size_t fewest_groups(const work *w, double limit) {
+    size_t fewest = SIZE_MAX;
+    for (unsigned closed = 0; closed < 1u << (w->n - 1); closed++) {
+        const size_t groups = count_bits(closed) + 1;
+        if (groups < fewest && finish_by_definition(w, closed) <= limit)
+            fewest = groups;
+    }
+    return fewest;
+}
+
+typedef struct fused {
+    uint32_t group[MOST + 1];
+    size_t n_groups;
+    double finish;
+} fused;
+
+static fused fuse(const work *w, of_fusion how, uint64_t threshold, double deadline) {
+    fused f = {.n_groups = 77};
+    f.group[w->n] = 78;
+    ck_assert_int_eq(of_fuse_messages(how, w->ready, w->bytes, w->n, &w->link, threshold, deadline,
+                                      f.group, &f.n_groups),
+                     OF_OK);
+    ck_assert_uint_eq(f.group[w->n], 78);
+    ck_assert_uint_eq(f.n_groups, (size_t)f.group[w->n - 1] + 1);
+    ck_assert_int_eq(of_fused_finish(w->ready, w->bytes, f.group, w->n, &w->link, &f.finish),
+                     OF_OK);
+    return f;
+}
+
+static void check_groups(const work *w, of_fusion how, uint64_t threshold, double deadline,
+                         const uint32_t *expected) {
+    const fused f = fuse(w, how, threshold, deadline);
+    for (size_t i = 0; i < w->n; i++)
+        ck_assert_msg(f.group[i] == expected[i], "fusion %d, message %zu: %u instead of %u",
+                      (int)how, i, f.group[i], expected[i]);
+}
+
+START_TEST(each_fusion_has_the_groups_of_its_definition) {
+    static const work w = {.ready = {0, 1, 2, 9, 10},
+                           .bytes = {4, 1, 5, 2, 3},
+                           .n = 5,
+                           .link = {.latency = 3, .seconds_per_byte = 1}};
+    check_groups(&w, OF_FUSION_EACH, 99, 0, (uint32_t[]){0, 1, 2, 3, 4});
+    check_groups(&w, OF_FUSION_ALL, 0, 0, (uint32_t[]){0, 0, 0, 0, 0});
+    check_groups(&w, OF_FUSION_THRESHOLD, 0, 0, (uint32_t[]){0, 1, 2, 3, 4});
+    check_groups(&w, OF_FUSION_THRESHOLD, 5, 0, (uint32_t[]){0, 0, 1, 2, 2});
+    check_groups(&w, OF_FUSION_THRESHOLD, 6, 0, (uint32_t[]){0, 0, 0, 1, 1});
+    check_groups(&w, OF_FUSION_THRESHOLD, UINT64_MAX, 0, (uint32_t[]){0, 0, 0, 0, 0});
+    /* 1 waits 1 s, 2 another: both less than 3. 3 comes 7 s after the group could start at 2; the
+     * group is through at 15, when 4 is ready. */
+    check_groups(&w, OF_FUSION_PAPER, 0, 0, (uint32_t[]){0, 0, 0, 1, 1});
+    /* A wait as long as the latency is too long, unless the link is busy until then. */
+    const work waits = {.ready = {0, 3, 6}, .bytes = {1, 1, 1}, .n = 3, .link = w.link};
+    check_groups(&waits, OF_FUSION_PAPER, 0, 0, (uint32_t[]){0, 1, 1});
+    /* The paper's: from 2 to 15 and on to 23. The plan has the same finish, with 2 in the second
+     * group: it could start at 9, and does at 10. */
+    ck_assert_double_eq(fuse(&w, OF_FUSION_PAPER, 0, 0).finish, 23);
+    check_groups(&w, OF_FUSION_PLANNED, 0, 0, (uint32_t[]){0, 0, 1, 1, 1});
+    ck_assert_double_eq(fuse(&w, OF_FUSION_PLANNED, 0, 0).finish, 23);
+    check_groups(&w, OF_FUSION_PLANNED, 0, 24, (uint32_t[]){0, 1, 1, 1, 1});
+    check_groups(&w, OF_FUSION_PLANNED, 0, 27.5, (uint32_t[]){0, 1, 1, 1, 1});
+    check_groups(&w, OF_FUSION_PLANNED, 0, 28, (uint32_t[]){0, 0, 0, 0, 0});
+    /* By the paper's rule one short wait follows the other: from 6 to 13. */
+    const work chain = {.ready = {0, 2, 4, 6}, .bytes = {1, 1, 1, 1}, .n = 4, .link = w.link};
+    check_groups(&chain, OF_FUSION_PAPER, 0, 0, (uint32_t[]){0, 0, 0, 0});
+    ck_assert_double_eq(fuse(&chain, OF_FUSION_PAPER, 0, 0).finish, 13);
+    check_groups(&chain, OF_FUSION_PLANNED, 0, 0, (uint32_t[]){0, 1, 1, 1});
+    ck_assert_double_eq(fuse(&chain, OF_FUSION_PLANNED, 0, 0).finish, 12);
+}
+END_TEST
+
+START_TEST(a_finish_is_that_of_the_definition) {
+    for (int round = 0; round < MANY; round++) {
+        const work w = random_messages();
+        const unsigned closed = (unsigned)random_below(1u << (w.n - 1));
+        uint32_t group[MOST] = {0};
+        for (size_t i = 1; i < w.n; i++)
+            group[i] = group[i - 1] + (closed >> (i - 1) & 1u);
+        double finish = -1;
+        ck_assert_int_eq(of_fused_finish(w.ready, w.bytes, group, w.n, &w.link, &finish), OF_OK);
+        ck_assert_double_eq(finish, finish_by_definition(&w, closed));
+    }
+}
+END_TEST
+
+START_TEST(a_plan_has_the_least_finish_of_all_groupings_in_the_fewest_groups) {
+    int fewer = 0;
+    for (int round = 0; round < MANY; round++) {
+        const work w = random_messages();
+        const double least = least_finish(&w);
+        const fused f = fuse(&w, OF_FUSION_PLANNED, 0, 0);
+        ck_assert_msg(f.finish == least, "round %d: %g instead of %g", round, f.finish, least);
+        ck_assert_uint_eq(f.n_groups, fewest_groups(&w, least));
+        /* A deadline that can't be kept, or is met by several groupings. */
+        const double deadline = floor(least * (0.5 + (double)random_below(200) / 100));
+        const fused late = fuse(&w, OF_FUSION_PLANNED, 0, deadline);
+        const double limit = fmax(deadline, least);
+        ck_assert_msg(late.finish <= limit, "round %d: %g after %g", round, late.finish, limit);
+        ck_assert_uint_eq(late.n_groups, fewest_groups(&w, limit));
+        fewer += late.n_groups < f.n_groups;
+    }
+    ck_assert_int_ge(fewer, MANY / 20);
+}
+END_TEST
+
+static double random_fraction(void) {
+    return (double)random_below(1u << 30) / (1u << 30);
+}
+
+START_TEST(a_plan_of_any_numbers_is_as_good_to_the_tolerance) {
+    for (int round = 0; round < MANY; round++) {
+        work w = random_messages();
+        w.link = (of_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
+        for (size_t i = 0; i < w.n; i++) {
+            w.ready[i] = (i ? w.ready[i - 1] : 0) + 1e-2 * random_fraction();
+            w.bytes[i] = random_below(40 << 20);
+        }
+        const double least = least_finish(&w);
+        const fused f = fuse(&w, OF_FUSION_PLANNED, 0, 0);
+        ck_assert_msg(f.finish <= least * (1 + 1.01e-9), "round %d: %.17g instead of %.17g", round,
+                      f.finish, least);
+        ck_assert_uint_le(f.n_groups, fewest_groups(&w, least * (1 + 1e-12)));
+    }
+}
+END_TEST
+
+START_TEST(no_other_fusion_beats_a_plan) {
+    int worse[OF_FUSION_PLANNED] = {0};
+    for (int round = 0; round < MANY; round++) {
+        const work w = random_messages();
+        const double planned = fuse(&w, OF_FUSION_PLANNED, 0, 0).finish;
+        for (of_fusion how = OF_FUSION_EACH; how < OF_FUSION_PLANNED; how++) {
+            const double finish = fuse(&w, how, random_below(30), 0).finish;
+            ck_assert_msg(finish >= planned, "fusion %d: %g before %g", (int)how, finish, planned);
+            worse[how] += finish > planned;
+        }
+    }
+    for (int how = 0; how < OF_FUSION_PLANNED; how++)
+        ck_assert_msg(worse[how] >= MANY / 20, "fusion %d is worse in %d cases", how, worse[how]);
+}
+END_TEST
+
+START_TEST(no_message_is_a_plan_of_no_group) {
+    const of_link link = {.latency = 1};
+    for (int how = 0; how <= OF_FUSION_PLANNED; how++) {
+        size_t n_groups = 7;
+        ck_assert_int_eq(
+            of_fuse_messages((of_fusion)how, NULL, NULL, 0, &link, 1, 1, NULL, &n_groups), OF_OK);
+        ck_assert_uint_eq(n_groups, 0);
+    }
+    double finish = 7;
+    ck_assert_int_eq(of_fused_finish(NULL, NULL, NULL, 0, &link, &finish), OF_OK);
+    ck_assert_double_eq(finish, 0);
+}
+END_TEST
+
+static double squared_error(const uint64_t *bytes, const double *seconds, size_t n, of_link link) {
+    double sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        const double error = link.latency + link.seconds_per_byte * (double)bytes[i] - seconds[i];
+        sum += error * error;
+    }
+    return sum;
+}
+
+START_TEST(a_link_is_found_by_the_messages_that_went_over_it) {
+    static const uint64_t bytes[] = {4, 4096, 1 << 20, 64 << 20, 1 << 30};
+    double seconds[5];
+    for (size_t i = 0; i < 5; i++)
+        seconds[i] = 9.29e-4 + 3.58375e-10 * (double)bytes[i];
+    of_link link;
+    ck_assert_int_eq(of_fit_link(bytes, seconds, 5, &link), OF_OK);
+    ck_assert_double_eq_tol(link.latency, 9.29e-4, 1e-15);
+    ck_assert_double_eq_tol(link.seconds_per_byte, 3.58375e-10, 1e-22);
+}
+END_TEST
+
+START_TEST(no_link_that_is_allowed_fits_better) {
+    int at_border[2] = {0};
+    for (int round = 0; round < MANY; round++) {
+        uint64_t bytes[6];
+        double seconds[6];
+        const size_t n = 2 + random_below(5);
+        for (size_t i = 0; i < n; i++) {
+            bytes[i] = i + random_below(8);
+            seconds[i] = (double)random_below(6) * (random_below(2) ? (double)bytes[i] : 1);
+        }
+        of_link best;
+        if (bytes[0] == bytes[1]) /* of two at least two sizes */
+            bytes[1]++;
+        ck_assert_int_eq(of_fit_link(bytes, seconds, n, &best), OF_OK);
+        const double least = squared_error(bytes, seconds, n, best);
+        at_border[0] += best.latency == 0;
+        at_border[1] += best.seconds_per_byte == 0;
+        for (int step = 0; step < 9; step++) {
+            const of_link other = {.latency = fmax(0, best.latency + 1e-3 * (step % 3 - 1)),
+                                   .seconds_per_byte =
+                                       fmax(0, best.seconds_per_byte + 1e-3 * (step / 3 % 3 - 1))};
+            ck_assert_double_ge(squared_error(bytes, seconds, n, other), least - 1e-9);
+        }
+    }
+    ck_assert(at_border[0] >= MANY / 50 && at_border[1] >= MANY / 50);
+}
+END_TEST
+
+START_TEST(a_link_of_bad_measurements_is_refused) {
+    of_link out = {.latency = 71, .seconds_per_byte = 72};
+    const uint64_t bytes[] = {5, 5, 6};
+    double seconds[] = {1, 2, 3};
+    ck_assert_int_eq(of_fit_link(bytes, seconds, 2, &out), OF_INVALID);
+    ck_assert_ptr_nonnull(strstr(of_error_message(), "2 messages of one size"));
+    ck_assert_int_eq(of_fit_link(bytes, seconds, 1, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_link(NULL, NULL, 0, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_link(NULL, seconds, 3, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_link(bytes, NULL, 3, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_link(bytes, seconds, 3, NULL), OF_INVALID);
+    static const double bad[] = {-1, NAN, INFINITY, -INFINITY};
+    for (size_t i = 0; i < 4; i++) {
+        seconds[2] = bad[i];
+        ck_assert_int_eq(of_fit_link(bytes, seconds, 3, &out), OF_INVALID);
+        ck_assert_ptr_nonnull(strstr(of_error_message(), "message 2 took"));
+    }
+    seconds[0] = seconds[1] = seconds[2] = 1e308;
+    ck_assert_int_eq(of_fit_link(bytes, seconds, 3, &out), OF_INVALID);
+    ck_assert_ptr_nonnull(strstr(of_error_message(), "out of range"));
+    ck_assert(out.latency == 71 && out.seconds_per_byte == 72);
+}
+END_TEST
+
+/* Two messages that are fine, until a test spoils one thing. */
+typedef struct call {
+    of_fusion how;
+    double ready[2];
+    uint64_t bytes[2];
+    size_t n;
+    of_link link;
+    double deadline;
+} call;
+
+static const call fine = {.how = OF_FUSION_PLANNED, .ready = {0, 1}, .bytes = {1, 1}, .n = 2};
+
+/* Must be refused with these words, and write nothing. */
+static void refused(const call *c, const char *message) {
+    uint32_t group[] = {71, 72};
+    size_t n_groups = 73;
+    ck_assert_int_eq(of_fuse_messages(c->how, c->ready, c->bytes, c->n, &c->link, 0, c->deadline,
+                                      group, &n_groups),
+                     OF_INVALID);
+    ck_assert_msg(strstr(of_error_message(), message), "%s", of_error_message());
+    ck_assert(group[0] == 71 && group[1] == 72 && n_groups == 73);
+}
+
+START_TEST(bad_messages_are_refused_and_change_nothing) {
+    static const double bad[] = {-1e-300, NAN, INFINITY};
+    call c;
+    for (size_t i = 0; i < 3; i++) {
+        c = fine;
+        c.ready[1] = bad[i];
+        refused(&c, "message 1 is ready at");
+        c = fine;
+        c.link.latency = bad[i];
+        refused(&c, "neither may be negative or infinite");
+        c = fine;
+        c.link.seconds_per_byte = bad[i];
+        refused(&c, "neither may be negative or infinite");
+        c = fine;
+        c.deadline = bad[i];
+        refused(&c, "a deadline of");
+    }
+    c = fine;
+    c.bytes[0] = UINT64_MAX;
+    refused(&c, "do not fit 64 bits");
+    c = fine;
+    c.link.latency = 1e308;
+    refused(&c, "out of range");
+    c = fine;
+    c.link.seconds_per_byte = 1e308;
+    refused(&c, "out of range");
+    c = fine;
+    c.how = (of_fusion)5;
+    refused(&c, "no fusion 5");
+    c.how = (of_fusion)-1;
+    refused(&c, "no fusion -1");
+    c = fine;
+    c.n = SIZE_MAX;
+    refused(&c, "more than there are groups");
+}
+END_TEST
+
+START_TEST(missing_arrays_are_refused) {
+    const double *ready = fine.ready;
+    const uint64_t *bytes = fine.bytes;
+    uint32_t group[] = {0, 0};
+    size_t count;
+    double finish;
+    const of_fusion how = OF_FUSION_EACH;
+    ck_assert_int_eq(of_fuse_messages(how, NULL, bytes, 2, &fine.link, 0, 0, group, &count),
+                     OF_INVALID);
+    ck_assert_int_eq(of_fuse_messages(how, ready, NULL, 2, &fine.link, 0, 0, group, &count),
+                     OF_INVALID);
+    ck_assert_int_eq(of_fuse_messages(how, ready, bytes, 2, NULL, 0, 0, group, &count), OF_INVALID);
+    ck_assert_int_eq(of_fuse_messages(how, ready, bytes, 2, &fine.link, 0, 0, NULL, &count),
+                     OF_INVALID);
+    ck_assert_int_eq(of_fuse_messages(how, ready, bytes, 2, &fine.link, 0, 0, group, NULL),
+                     OF_INVALID);
+    ck_assert_int_eq(of_fused_finish(NULL, bytes, group, 2, &fine.link, &finish), OF_INVALID);
+    ck_assert_int_eq(of_fused_finish(ready, NULL, group, 2, &fine.link, &finish), OF_INVALID);
+    ck_assert_int_eq(of_fused_finish(ready, bytes, NULL, 2, &fine.link, &finish), OF_INVALID);
+    ck_assert_int_eq(of_fused_finish(ready, bytes, group, 2, NULL, &finish), OF_INVALID);
+    ck_assert_int_eq(of_fused_finish(ready, bytes, group, 2, &fine.link, NULL), OF_INVALID);
+}
+END_TEST
+
+START_TEST(groups_that_are_none_have_no_finish) {
+    static const double ready[3] = {0};
+    static const uint64_t bytes[3] = {1, 1, 1};
+    static const uint32_t bad[][3] = {
+        {1, 1, 1}, {0, 2, 2}, {0, 1, 0}, {UINT32_MAX, 0, 0}, {0, 0, UINT32_MAX}};
+    double finish = 71;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        ck_assert_int_eq(of_fused_finish(ready, bytes, bad[i], 3, &fine.link, &finish), OF_INVALID);
+        ck_assert_ptr_nonnull(strstr(of_error_message(), "Take groups from of_fuse_messages()"));
+    }
+    ck_assert_double_eq(finish, 71);
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("K-FAC plan");
+    TCase *tests = tcase_create("K-FAC plan");
+    tcase_set_timeout(tests, 60);
+    tcase_add_test(tests, each_fusion_has_the_groups_of_its_definition);
+    tcase_add_test(tests, a_finish_is_that_of_the_definition);
+    tcase_add_test(tests, a_plan_has_the_least_finish_of_all_groupings_in_the_fewest_groups);
+    tcase_add_test(tests, a_plan_of_any_numbers_is_as_good_to_the_tolerance);
+    tcase_add_test(tests, no_other_fusion_beats_a_plan);
+    tcase_add_test(tests, no_message_is_a_plan_of_no_group);
+    tcase_add_test(tests, a_link_is_found_by_the_messages_that_went_over_it);
+    tcase_add_test(tests, no_link_that_is_allowed_fits_better);
+    tcase_add_test(tests, a_link_of_bad_measurements_is_refused);
+    tcase_add_test(tests, bad_messages_are_refused_and_change_nothing);
+    tcase_add_test(tests, missing_arrays_are_refused);
+    tcase_add_test(tests, groups_that_are_none_have_no_finish);
+    suite_add_tcase(suite, tests);
+    return run(suite);
+}
