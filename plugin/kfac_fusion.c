@@ -168,7 +168,7 @@ static size_t number_groups(const bool *last, size_t n, uint32_t *group) {
 of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes, size_t n,
                            const of_link *link, uint64_t threshold_bytes, double deadline,
                            uint32_t *group, size_t *n_groups) {
-    messages m;
+    messages m = {0};
     of_status status = check(&m, ready, bytes, n, link, group, n_groups);
     if (status != OF_OK)
         return status;
@@ -204,7 +204,7 @@ static of_status check_groups(const uint32_t *group, size_t n) {
 
 of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
                           size_t n, const of_link *link, double *finish) {
-    messages m;
+    messages m = {0};
     of_status status = check(&m, ready, bytes, n, link, group, finish);
     if (status == OF_OK)
         status = check_groups(group, n);
