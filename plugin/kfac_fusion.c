@@ -74,8 +74,8 @@ static void close_by_papers_rule(const messages *m, bool *last) {
     for (size_t i = 0; i + 1 < m->n; i++) {
         open += m->bytes[i];
         ready = of_later(ready, m->ready[i]);
-        const double start = of_later(link_is_free, ready), next = m->ready[i + 1];
-        last[i] = next >= start && next - start >= m->link.latency;
+        const double start = of_later(link_is_free, ready);
+        last[i] = m->ready[i + 1] - start >= m->link.latency;
         if (last[i]) {
             link_is_free = start + seconds_of(m, open);
             open = 0;

@@ -36,8 +36,7 @@ typedef enum of_fusion {
     OF_FUSION_THRESHOLD, /* a group is closed by the factor with which it reaches the bytes */
     OF_FUSION_PAPER,     /* the paper's rule: the next factor joins the open group if it is ready
                             before the group could start (the link free, all members ready), or
-                            less than a latency after that. Not optimal. The others neither know
-                            nor need ready times */
+                            less than a latency after that. Not optimal */
     OF_FUSION_PLANNED    /* the fewest groups that finish no later than the deadline or, if that
                             can't be kept, than any grouping can */
 } of_fusion;

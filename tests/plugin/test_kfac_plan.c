@@ -257,6 +257,7 @@ START_TEST(no_link_that_is_allowed_fits_better) {
             bytes[1]++;
         ck_assert_int_eq(of_fit_link(bytes, seconds, n, &best), OF_OK);
         const double least = squared_error(bytes, seconds, n, best);
+        ck_assert(best.latency >= 0 && best.seconds_per_byte >= 0);
         at_border[0] += best.latency == 0;
         at_border[1] += best.seconds_per_byte == 0;
         for (int step = 0; step < 9; step++) {
