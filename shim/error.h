@@ -41,6 +41,12 @@ struct Error final : torch::PyTorchError {
     static inline _object *type = nullptr; // optfuse.Error; set once by of_shim_init()
 };
 
+// Raises the core's error of this thread.
+inline void check(of_status status) {
+    if (status != OF_OK)
+        throw Error(std::string("optfuse: ") + of_error_message());
+}
+
 // What the work returns; or `failed`, if it throws: "<what><whose> failed: <why>" is then the
 // error of this thread.
 template <typename Result, typename Work>

@@ -10,6 +10,7 @@ from optfuse import optim
 from optfuse._ab.ab import ab
 from optfuse._clip import clip_grad_norm_
 from optfuse._fuse import flush, fuse, unfuse
+from optfuse._kfac.kfac import KFAC, KFACSummary, kfac
 from optfuse._native import Error
 from optfuse._own_step.register import register
 from optfuse._passes import accumulate
@@ -18,7 +19,9 @@ from optfuse._summary import Summary, summary
 
 __version__ = "0.1.0"
 __all__ = [
+    "KFAC",
     "Error",
+    "KFACSummary",
     "Reordering",
     "Summary",
     "ab",
@@ -26,6 +29,7 @@ __all__ = [
     "clip_grad_norm_",
     "flush",
     "fuse",
+    "kfac",
     "optim",
     "register",
     "reorder",

@@ -28,6 +28,7 @@ from optfuse._check import (
 from optfuse._choice import rule_of
 from optfuse._classes import become_fused, become_stock, try_with_stock
 from optfuse._ddp import Reduction, check_model, reduction_of
+from optfuse._kfac.amp import kfac_of
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
@@ -152,6 +153,11 @@ def fuse(
         )
     check_optimizer(optimizer, strict)
     check_step(optimizer)
+    if mode == "backward" and kfac_of(optimizer) is not None:
+        raise Error(
+            "optfuse: kfac() preconditions the gradients of this optimizer before step(), and in "
+            'backward mode they are used up by then; use mode="forward"'
+        )
     kind = AwaitedLater if late else Reduction if mode == "backward" else None
     if ddp is not None and kind is not None:
         check_model(ddp, optimizer, comm_hook, accumulate, kind)

@@ -25,6 +25,7 @@ class Layer:
     attribute: str  # of the module
     weight: Tensor
     fixed: str  # why its dW never waits; "": it may
+    is_shared: bool  # its weight, with another kind of layer
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -44,21 +45,39 @@ def _uses(model: nn.Module) -> Counter[int]:
     return Counter(map(id, places))
 
 
-def _why_fixed(weight: Tensor, bias: Tensor | None, uses: Counter[int], layers: int) -> str:
+def _why_fixed(is_shared: bool, bias: Tensor | None, uses: Counter[int]) -> str:
     """Stock adds the gradients of a parameter up in the order in which they come."""
-    if uses[id(weight)] > layers:
+    if is_shared:
         return "its weight is used by another kind of layer, too"
     if bias is not None and uses[id(bias)] > 1:
         return "its bias is used by another layer, too"
     return ""
 
 
-def layers_of(model: nn.Module, skip: frozenset[str]) -> list[Layer]:
-    """In the order of the model's modules; one for each weight. Raises optfuse.Error for a
-    model that FSDP2 or tensor parallelism shards, or has no parameters yet."""
+def is_in(name: str, skip: frozenset[str]) -> bool:
+    """Whether a layer is one of these, or in a module that is."""
+    return any(name == other or name.startswith(f"{other}.") for other in skip)
+
+
+def check_skip(model: nn.Module, skip: frozenset[str], by: str) -> None:
+    """Raises optfuse.Error for what skips nothing."""
+    layers = [name for name, _, _ in _candidates(model)]
+    own = [name for name, module in model.named_modules() if module._parameters]
+    for other in skip:
+        if not any(is_in(name, frozenset([other])) for name in (*layers, *own)):
+            raise Error(
+                f"optfuse: {by} got {other!r} in skip=, which is no module with parameters; the "
+                f"layers are {', '.join(layers)}"
+            )
+
+
+def layers_of(model: nn.Module, skip: frozenset[str], by: str) -> list[Layer]:
+    """In the order of the model's modules; one for each weight. Raises optfuse.Error, in the name
+    of the function `by`, for a model that FSDP2 or tensor parallelism shards, or has no
+    parameters yet."""
     found: list[Layer] = []
     known, uses = set(), _uses(model)
-    candidates = [c for c in _candidates(model) if c[0] not in skip]
+    candidates = [c for c in _candidates(model) if not is_in(c[0], skip)]
     ways = Counter(id(getattr(m, a)) for _, m, a in candidates)
     for name, module, attribute in candidates:
         weight = module._parameters.get(attribute)
@@ -69,11 +88,12 @@ def layers_of(model: nn.Module, skip: frozenset[str]) -> list[Layer]:
         if isinstance(weight, DTensor):
             raise Error(
                 f"optfuse: the weight of layer {name!r} is a DTensor, and fully_shard and tensor "
-                "parallelism compute with other tensors; reorder() works on one process and "
+                f"parallelism compute with other tensors; {by} works on one process and "
                 "under DistributedDataParallel"
             )
         known.add(id(weight))
         bias = module._parameters.get("bias" if attribute == "weight" else "in_proj_bias")
-        fixed = _why_fixed(weight, bias, uses, ways[id(weight)])
-        found.append(Layer(name, weakref.ref(module), attribute, weight, fixed))
+        is_shared = uses[id(weight)] > ways[id(weight)]
+        fixed = _why_fixed(is_shared, bias, uses)
+        found.append(Layer(name, weakref.ref(module), attribute, weight, fixed, is_shared))
     return found

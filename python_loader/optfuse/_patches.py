@@ -106,6 +106,17 @@ PATCHES = (
         asked_by="torch.amp.GradScaler.unscale_",
     ),
     Patch(
+        "torch.amp.GradScaler.unscale_",
+        "K-FAC has seen gradients with this scale, and has to know it",
+        ("self", "optimizer"),
+        asked_by="torch.amp.GradScaler.step",
+    ),
+    Patch(
+        "torch.amp.GradScaler.step",
+        "K-FAC drops what it has seen if the optimizer's step is left out",
+        ("self", "optimizer"),
+    ),
+    Patch(
         "torch.nn.parallel.DistributedDataParallel.register_comm_hook",
         "a model has one communication hook, which is ours: call the user's from there",
         ("self", "state", "hook"),

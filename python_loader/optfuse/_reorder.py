@@ -324,7 +324,7 @@ def reorder(
     the layers; and in backward if a gradient is changed in place while its dW waits.
     """
     _process.start()
-    layers = layers_of(model, frozenset(skip))
+    layers = layers_of(model, frozenset(skip), "reorder()")
     if not layers:
         raise Error("optfuse: reorder() found no Linear or Conv2d layer with a weight to train")
     given = {"k": k, "memory": memory, "network": network, "await_reduction": await_reduction}

@@ -53,6 +53,56 @@ struct Layer {
     };
 };
 
+// A convolution's options, each of two dimensions.
+struct ConvOptions {
+    std::vector<int64_t> stride, padding, dilation;
+    int64_t groups = 1;
+};
+
+// Who looks at the inputs of layers and the gradients of their outputs. Any thread calls.
+class LayerWatcher {
+  public:
+    virtual ~LayerWatcher() = default;
+    // Which collection a use that begins now belongs to; 0: it is of no interest.
+    virtual uint64_t collection() const = 0;
+    // conv: null for a Linear, whose x and g have two dimensions; else x and g are batches of
+    // images, and kernel the weight's last two sizes. Both come once for each use that backward
+    // comes through: x in forward, or, if that was recomputed, right before g. An undefined g
+    // stands for zeros.
+    virtual void input(size_t layer, uint64_t collection, const at::Tensor &x,
+                       const ConvOptions *conv, at::IntArrayRef kernel) = 0;
+    virtual void output_gradient(size_t layer, uint64_t collection, const at::Tensor &g,
+                                 const ConvOptions *conv) = 0;
+};
+
+struct Watched {
+    size_t number;
+    std::string name; // of the module
+    std::shared_ptr<LayerWatcher> by;
+};
+
+// What is known of a weight; either may be null.
+struct Known {
+    std::shared_ptr<Layer> layer;     // when its tasks run
+    std::shared_ptr<Watched> watched; // who looks at them
+
+    explicit operator bool() const { return layer || watched; }
+};
+
+// One use of a layer in a forward pass that is recorded.
+struct LayerUse {
+    Known known; // with those that take an interest in this use
+    uint64_t collection = 0;
+    bool recomputed = false; // inside backward: its own backward may never come
+
+    const std::string &name() const {
+        return known.layer ? known.layer->name : known.watched->name;
+    }
+    template <class Work> auto timed(of_layer_task task, const Work &work) const {
+        return known.layer ? known.layer->timed(task, work) : work();
+    }
+};
+
 // From here on the uses of these weights, by aten::linear and aten::conv2d, are the user's: the
 // weights' places in the list are the numbers of their layers. The caller keeps the weights
 // alive until forget_layers(). Throws Error, with nothing changed, if one is known already.
@@ -61,8 +111,9 @@ void know_layers(const of_layer_user &user, const std::vector<at::Tensor> &weigh
 // Those of the user with this ctx. Graphs that exist keep what they need.
 void forget_layers(const void *ctx);
 
-// The layer that this weight, or the tensor that autocast made of it, belongs to, if a use of
-// it is to be recorded now; or nullptr.
-std::shared_ptr<Layer> layer_of(const at::Tensor &weight);
+// The same for a watcher, which the loader keeps no longer than the weights.
+void watch_layers(const std::shared_ptr<LayerWatcher> &watcher,
+                  const std::vector<at::Tensor> &weights, const std::vector<std::string> &names);
+void unwatch_layers(const LayerWatcher *watcher);
 
 } // namespace optfuse

@@ -14,11 +14,6 @@ of_reordering *at_address(int64_t address) {
     return reinterpret_cast<of_reordering *>(address);
 }
 
-void check(of_status status) {
-    if (status != OF_OK)
-        throw Error(std::string("optfuse: ") + of_error_message());
-}
-
 std::unique_ptr<bool[]> flags(const std::vector<int64_t> &numbers, size_t n) {
     auto found = std::make_unique<bool[]>(n + 1);
     for (const int64_t number : numbers)

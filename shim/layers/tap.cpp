@@ -34,7 +34,7 @@ using Sizes = c10::SymIntArrayRef;
 // By weight, which the loader keeps alive.
 struct Registry {
     std::shared_mutex lock;
-    std::unordered_map<const c10::TensorImpl *, std::shared_ptr<Layer>> layers;
+    std::unordered_map<const c10::TensorImpl *, Known> layers;
     std::vector<std::unique_ptr<torch::Library>> kernels; // while there are layers
 };
 
@@ -59,19 +59,21 @@ bool is_plain(const at::Tensor &t) {
                             !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides());
 }
 
-// The layer whose tasks are to stand behind y = f(x), or nullptr: stock's node does. The
-// elements of y are those of an output of these sizes.
-std::shared_ptr<Layer> tapped(const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias) {
+Known known_by(const at::Tensor &weight);
+
+// The layer whose tasks are to stand behind y = f(x), if it is known; else stock's node does.
+Known tapped(const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias) {
     if (!at::GradMode::is_enabled() || !w.requires_grad() || is_updated_in_backward(x))
-        return nullptr;
+        return {};
     for (const at::Tensor &t : {x, w, bias})
         if (!is_plain(t) || has_forward_gradient(t))
-            return nullptr;
-    return layer_of(w);
+            return {};
+    return known_by(w);
 }
 
-bool begin_use(const Layer &layer, const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias,
-               int64_t outputs) {
+// Asks those who know the layer; none may be left. y has so many elements.
+LayerUse begin_use(Known known, const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias,
+                   int64_t outputs) {
     of_layer_use use = {};
     use.input_bytes = x.nbytes();
     use.output_bytes = static_cast<uint64_t>(outputs) * x.element_size();
@@ -79,31 +81,41 @@ bool begin_use(const Layer &layer, const at::Tensor &x, const at::Tensor &w, con
     use.has_input_gradient = x.requires_grad();
     use.frees_gradient = w.is_leaf() && (w.grad().defined() || is_updated_in_backward(w));
     use.recomputed = torch::autograd::get_current_graph_task_id() != -1;
-    return layer.user.use(layer.user.ctx, layer.number, &use);
+    const uint64_t collection = known.watched ? known.watched->by->collection() : 0;
+    if (collection == 0)
+        known.watched.reset();
+    const Layer *layer = known.layer.get();
+    if (layer != nullptr && !layer->user.use(layer->user.ctx, layer->number, &use))
+        known.layer.reset();
+    return {std::move(known), collection, use.recomputed};
 }
 
 // x and y of two dimensions.
-at::Tensor linear_2d(const std::shared_ptr<Layer> &layer, const at::Tensor &x, const at::Tensor &w,
+at::Tensor linear_2d(const LayerUse &use, const at::Tensor &x, const at::Tensor &w,
                      const at::Tensor &bias) {
-    const at::Tensor y = layer->timed(OF_TASK_FORWARD, [&] {
+    const at::Tensor y = use.timed(OF_TASK_FORWARD, [&] {
         const at::AutoDispatchBelowADInplaceOrView below;
         return bias.defined() ? at::addmm(bias, x, w.t()) : at::mm(x, w.t());
     });
-    make_tasks(layer, y, x, w, bias, nullptr);
+    make_tasks(use, y, x, w, bias, nullptr);
     return y;
 }
 
 // As at::linear reshapes; reshape() and view() record themselves.
-at::Tensor linear_nd(const std::shared_ptr<Layer> &layer, const at::Tensor &x, const at::Tensor &w,
+at::Tensor linear_nd(const LayerUse &use, const at::Tensor &x, const at::Tensor &w,
                      const at::Tensor &bias) {
     if (x.dim() == 2)
-        return linear_2d(layer, x, w, bias);
+        return linear_2d(use, x, w, bias);
+    if (x.dim() == 1) {
+        at::Tensor y = linear_2d(use, x.unsqueeze(0), w, at::Tensor()).squeeze_(0);
+        return bias.defined() ? y.add_(bias) : y;
+    }
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = w.size(0);
     const at::Tensor rows = x.reshape({-1, x.size(-1)});
     if (bias.defined() && x.is_contiguous())
-        return linear_2d(layer, rows, w, bias).view(sizes);
-    at::Tensor y = at::_unsafe_view(linear_2d(layer, rows, w, at::Tensor()), sizes);
+        return linear_2d(use, rows, w, bias).view(sizes);
+    at::Tensor y = at::_unsafe_view(linear_2d(use, rows, w, at::Tensor()), sizes);
     return bias.defined() ? y.add_(bias) : y;
 }
 
@@ -115,12 +127,13 @@ bool always_flattens() {
 
 at::Tensor linear(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b) {
     const at::Tensor bias = b.value_or(at::Tensor());
-    const bool fits = x.dim() >= 2 && w.dim() == 2 && x.size(-1) == w.size(1) && x.numel() != 0 &&
+    const bool fits = x.dim() >= 1 && w.dim() == 2 && x.size(-1) == w.size(1) && x.numel() != 0 &&
                       (!bias.defined() || bias.dim() == 1) && !always_flattens();
-    const auto layer = fits ? tapped(x, w, bias) : nullptr;
-    if (!layer || !begin_use(*layer, x, w, bias, x.numel() / x.size(-1) * w.size(0)))
+    const Known known = fits ? tapped(x, w, bias) : Known();
+    if (!known)
         return at::native::linear(x, w, b);
-    return linear_nd(layer, x, w, bias);
+    const LayerUse use = begin_use(known, x, w, bias, x.numel() / x.size(-1) * w.size(0));
+    return use.known ? linear_nd(use, x, w, bias) : at::native::linear(x, w, b);
 }
 
 // One number stands for both dimensions.
@@ -145,23 +158,26 @@ int64_t outputs_of(const at::Tensor &x, const at::Tensor &w, const ConvOptions &
 
 at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b, Sizes stride,
                   Sizes padding, Sizes dilation, c10::SymInt groups) {
+    if (x.dim() == 3) // one image, as at::conv2d takes it
+        return conv2d(x.unsqueeze(0), w, b, stride, padding, dilation, groups).squeeze(0);
     const at::Tensor bias = b.value_or(at::Tensor());
     const bool fits = x.dim() == 4 && w.dim() == 4 && !x.is_complex() && x.numel() != 0;
-    const auto layer = fits ? tapped(x, w, bias) : nullptr;
+    const Known known = fits ? tapped(x, w, bias) : Known();
     const auto stock = [&] {
         return at::native::conv2d_symint(x, w, b, stride, padding, dilation, groups);
     };
-    if (!layer)
+    if (!known)
         return stock();
     const ConvOptions options{pair_of(stride), pair_of(padding), pair_of(dilation),
                               groups.expect_int()};
-    if (!begin_use(*layer, x, w, bias, outputs_of(x, w, options)))
+    const LayerUse use = begin_use(known, x, w, bias, outputs_of(x, w, options));
+    if (!use.known)
         return stock();
-    const at::Tensor y = layer->timed(OF_TASK_FORWARD, [&] {
+    const at::Tensor y = use.timed(OF_TASK_FORWARD, [&] {
         const at::AutoDispatchBelowADInplaceOrView below;
         return stock();
     });
-    make_tasks(layer, y, x, w, bias, &options);
+    make_tasks(use, y, x, w, bias, &options);
     return y;
 }
 
@@ -190,42 +206,73 @@ void put_kernels(Registry &known) {
     }
 }
 
-} // namespace
-
-std::shared_ptr<Layer> layer_of(const at::Tensor &weight) {
+Known known_by(const at::Tensor &weight) {
     Registry &known = registry();
     const std::shared_lock<std::shared_mutex> lock(known.lock);
     const auto found = known.layers.find(leaf_of(weight));
-    return found == known.layers.end() ? nullptr : found->second;
+    return found == known.layers.end() ? Known() : found->second;
 }
 
-void know_layers(const of_layer_user &user, const std::vector<at::Tensor> &weights,
-                 const std::vector<std::string> &names) {
-    Registry &known = registry();
-    const std::unique_lock<std::shared_mutex> lock(known.lock);
+// Under the lock.
+template <class T>
+void add(Registry &known, const std::vector<at::Tensor> &weights, std::shared_ptr<T> Known::*user,
+         const std::vector<std::shared_ptr<T>> &layers, const char *what) {
+    for (size_t i = 0; i < weights.size(); i++) {
+        const auto found = known.layers.find(weights[i].unsafeGetTensorImpl());
+        if (found != known.layers.end() && found->second.*user)
+            throw Error("optfuse: the weight of layer '" + layers[i]->name + "' " + what);
+    }
     for (size_t i = 0; i < weights.size(); i++)
-        if (known.layers.count(weights[i].unsafeGetTensorImpl()) != 0)
-            throw Error("optfuse: the weight of layer '" + names[i] +
-                        "' is reordered already; call remove() of that Reordering first");
-    for (size_t i = 0; i < weights.size(); i++)
-        known.layers.emplace(weights[i].unsafeGetTensorImpl(),
-                             std::make_shared<Layer>(i, names[i], user));
+        known.layers[weights[i].unsafeGetTensorImpl()].*user = layers[i];
     if (known.kernels.empty() && !known.layers.empty())
         put_kernels(known);
 }
 
-void forget_layers(const void *ctx) {
+template <class T, class IsTheirs>
+void drop(std::shared_ptr<T> Known::*user, const IsTheirs &is_theirs) {
     Registry &known = registry();
-    std::vector<std::shared_ptr<Layer>> gone; // dropped without the lock
+    std::vector<std::shared_ptr<T>> gone; // destroyed without the lock
     const std::unique_lock<std::shared_mutex> lock(known.lock);
     for (auto it = known.layers.begin(); it != known.layers.end();) {
-        const bool is_theirs = it->second->user.ctx == ctx;
-        if (is_theirs)
-            gone.push_back(it->second);
-        it = is_theirs ? known.layers.erase(it) : std::next(it);
+        std::shared_ptr<T> &layer = it->second.*user;
+        if (layer && is_theirs(*layer))
+            gone.push_back(std::move(layer));
+        it = it->second ? std::next(it) : known.layers.erase(it);
     }
     if (known.layers.empty())
         known.kernels.clear();
+}
+
+} // namespace
+
+void know_layers(const of_layer_user &user, const std::vector<at::Tensor> &weights,
+                 const std::vector<std::string> &names) {
+    std::vector<std::shared_ptr<Layer>> layers;
+    for (size_t i = 0; i < weights.size(); i++)
+        layers.push_back(std::make_shared<Layer>(i, names[i], user));
+    Registry &known = registry();
+    const std::unique_lock<std::shared_mutex> lock(known.lock);
+    add(known, weights, &Known::layer, layers,
+        "is reordered already; call remove() of that Reordering first");
+}
+
+void forget_layers(const void *ctx) {
+    drop(&Known::layer, [ctx](const Layer &layer) { return layer.user.ctx == ctx; });
+}
+
+void watch_layers(const std::shared_ptr<LayerWatcher> &watcher,
+                  const std::vector<at::Tensor> &weights, const std::vector<std::string> &names) {
+    std::vector<std::shared_ptr<Watched>> layers;
+    for (size_t i = 0; i < weights.size(); i++)
+        layers.push_back(std::make_shared<Watched>(Watched{i, names[i], watcher}));
+    Registry &known = registry();
+    const std::unique_lock<std::shared_mutex> lock(known.lock);
+    add(known, weights, &Known::watched, layers,
+        "is another KFAC's already; call remove() of that one first");
+}
+
+void unwatch_layers(const LayerWatcher *watcher) {
+    drop(&Known::watched, [watcher](const Watched &layer) { return layer.by.get() == watcher; });
 }
 
 } // namespace optfuse

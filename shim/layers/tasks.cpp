@@ -53,16 +53,16 @@ using NodeOf = std::conditional_t<std::is_base_of_v<c10::intrusive_ptr_target, N
 
 // What both have.
 struct Task : Node {
-    explicit Task(std::shared_ptr<Layer> of) : layer(std::move(of)) {}
-    std::shared_ptr<Layer> layer;
+    explicit Task(LayerUse of) : use(std::move(of)) {}
+    LayerUse use;
     std::optional<ConvOptions> conv;
     std::vector<int64_t> bias_sizes; // of a convolution that has one
 
     [[noreturn]] void changed(const char *what) const {
-        throw Error("optfuse: " + std::string(what) + " of layer '" + layer->name +
+        throw Error("optfuse: " + std::string(what) + " of layer '" + use.name() +
                     "' was changed in place after its dX was computed and before its dW, which "
                     "waits (optfuse.reorder); change a copy, or skip the layer with skip=[\"" +
-                    layer->name + "\"]");
+                    use.name() + "\"]");
     }
     std::tuple<at::Tensor, at::Tensor, at::Tensor>
     convolution_backward(const at::Tensor &dy, const at::Tensor &x, const at::Tensor &w,
@@ -91,22 +91,25 @@ struct WeightTask final : Task {
     bool waits = false;
     using Task::Task;
 
-    std::string name() const override { return "optfuse dW of " + layer->name; }
+    std::string name() const override { return "optfuse dW of " + use.name(); }
     ~WeightTask() override {
         run();
-        layer->user.forget(layer->user.ctx, layer->number);
+        if (const Layer *layer = use.known.layer.get())
+            layer->user.forget(layer->user.ctx, layer->number);
     }
     // It waits no more.
     void run() {
         if (std::exchange(waits, false))
-            layer->user.done(layer->user.ctx, layer->number);
+            use.known.layer->user.done(use.known.layer->user.ctx, use.known.layer->number);
         kept_x.tensor.reset();
         kept_w.reset();
     }
     // The engine takes this node up after dX has returned, so the number may be chosen now.
     void wait_for_turn(uint64_t bytes) {
         uint64_t turn = 0;
-        if (!at::GradMode::is_enabled()) // else a graph is made, in stock's order
+        const Layer *layer = use.known.layer.get();
+        if (layer != nullptr &&
+            !at::GradMode::is_enabled()) // else a graph is made, in stock's order
             turn = layer->user.wait(layer->user.ctx, layer->number, bytes);
         waits = turn != 0;
         set_sequence_nr(waits ? turn : at_once);
@@ -118,7 +121,7 @@ struct WeightTask final : Task {
         if (g.defined()) {
             if (dy.has_changed(g))
                 changed("the gradient of the output");
-            layer->timed(OF_TASK_WEIGHT_GRADIENT, [&] { compute(g, out); });
+            use.timed(OF_TASK_WEIGHT_GRADIENT, [&] { compute(g, out); });
         }
         run();
         return out;
@@ -155,23 +158,34 @@ struct InputTask final : Task {
     SavedVariable x, w;      // x: of a convolution
     bool by_columns = false; // x lies so
     uint64_t input_bytes = 0;
+    std::vector<int64_t> kernel; // of a convolution
     NodeOf<WeightTask> weight;
     using Task::Task;
 
-    std::string name() const override { return "optfuse dX of " + layer->name; }
+    std::string name() const override { return "optfuse dX of " + use.name(); }
     variable_list apply(variable_list &&grads) override {
         const Lock lock(mutex_);
         variable_list out(2);
         const at::Tensor &g = grads[0];
+        if (use.known.watched)
+            show(g);
         if (!g.defined())
             return out;
-        layer->timed(OF_TASK_INPUT_GRADIENT, [&] { compute(g, out); });
+        use.timed(OF_TASK_INPUT_GRADIENT, [&] { compute(g, out); });
         if (task_should_compute_output(1) && OF_GUARD(hand_on)) {
             out[1] = g;
             weight->dy.note(g);
             weight->wait_for_turn(g.nbytes() + input_bytes);
         }
         return out;
+    }
+    void show(const at::Tensor &g) {
+        const Watched &watched = *use.known.watched;
+        const ConvOptions *options = conv ? &*conv : nullptr;
+        if (std::exchange(use.recomputed, false))
+            watched.by->input(watched.number, use.collection,
+                              conv ? x.unpack() : weight->x.unpack(), options, kernel);
+        watched.by->output_gradient(watched.number, use.collection, g, options);
     }
     void compute(const at::Tensor &g, variable_list &out) {
         const bool input = task_should_compute_output(0), later = task_should_compute_output(1);
@@ -212,20 +226,21 @@ bool is_by_rows(const at::Tensor &t) {
     return t.stride(1) == 1 && t.stride(0) == t.size(1);
 }
 
-template <class T> NodeOf<T> new_node(const std::shared_ptr<Layer> &layer) {
+template <class T> NodeOf<T> new_node(const LayerUse &use) {
     if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>)
-        return c10::make_intrusive<T>(layer);
+        return c10::make_intrusive<T>(use);
     else
-        return std::shared_ptr<T>(new T(layer), [](auto *node) { deleteNode(node); });
+        return std::shared_ptr<T>(new T(use), [](auto *node) { deleteNode(node); });
 }
 
 } // namespace
 
-void make_tasks(const std::shared_ptr<Layer> &layer, const at::Tensor &y, const at::Tensor &x,
-                const at::Tensor &w, const at::Tensor &bias, const ConvOptions *conv) {
-    leave_room_for_waiting();
-    const NodeOf<WeightTask> weight = new_node<WeightTask>(layer);
-    const NodeOf<InputTask> input = new_node<InputTask>(layer);
+void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, const at::Tensor &w,
+                const at::Tensor &bias, const ConvOptions *conv) {
+    if (use.known.layer)
+        leave_room_for_waiting();
+    const NodeOf<WeightTask> weight = new_node<WeightTask>(use);
+    const NodeOf<InputTask> input = new_node<InputTask>(use);
     if (conv) {
         weight->conv = input->conv = *conv;
         if (bias.defined())
@@ -243,6 +258,7 @@ void make_tasks(const std::shared_ptr<Layer> &layer, const at::Tensor &y, const 
     if (conv) {
         input->x = SavedVariable(x, false);
         input->w = SavedVariable(w, false);
+        input->kernel = w.sizes().slice(2).vec();
     } else {
         weight->x = SavedVariable(x, false);
         weight->by_rows = is_by_rows(w);
@@ -251,6 +267,9 @@ void make_tasks(const std::shared_ptr<Layer> &layer, const at::Tensor &y, const 
         input->by_columns = is_by_rows(x.t());
     }
     torch::autograd::set_history(y, input);
+    const Watched *watched = use.known.watched.get();
+    if (watched != nullptr && !use.recomputed)
+        watched->by->input(watched->number, use.collection, x, conv, input->kernel);
 }
 
 } // namespace optfuse

@@ -15,15 +15,9 @@
 
 namespace optfuse {
 
-// A convolution's options, each of two dimensions; those of a Linear are not used.
-struct ConvOptions {
-    std::vector<int64_t> stride, padding, dilation;
-    int64_t groups = 1;
-};
-
 // Makes the two nodes behind y, which was computed below autograd, with the bits of stock's
 // one. bias may be undefined. conv: null for a Linear, where x and w have two dimensions.
-void make_tasks(const std::shared_ptr<Layer> &layer, const at::Tensor &y, const at::Tensor &x,
-                const at::Tensor &w, const at::Tensor &bias, const ConvOptions *conv);
+void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, const at::Tensor &w,
+                const at::Tensor &bias, const ConvOptions *conv);
 
 } // namespace optfuse

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""kfac(): K-FAC preconditioning, whose communication and inverses hide (SPD-KFAC)."""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""GradScaler and K-FAC: output gradients are seen scaled, and a skipped step commits nothing."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from optfuse._patches import replace
+
+if TYPE_CHECKING:
+    from optfuse._kfac.kfac import KFAC
+
+_known: weakref.WeakKeyDictionary[Optimizer, weakref.ref[KFAC]] = weakref.WeakKeyDictionary()
+
+
+def know(optimizer: Optimizer, kfac: KFAC) -> None:
+    _known[optimizer] = weakref.ref(kfac)
+
+
+def forget(optimizer: Optimizer) -> None:
+    _known.pop(optimizer, None)
+
+
+def kfac_of(optimizer: Any) -> KFAC | None:
+    """That preconditions its gradients."""
+    found = _known.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return found() if found else None
+
+
+@functools.cache
+def install() -> None:
+    """Once per process."""
+    stock_unscale = torch.amp.GradScaler.unscale_
+    stock_step = torch.amp.GradScaler.step
+
+    @functools.wraps(stock_unscale)
+    def unscale(self: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        stock_unscale(self, optimizer)
+        kfac = kfac_of(optimizer)
+        if kfac is not None and self.is_enabled():
+            kfac._scale = self.get_scale()
+
+    @functools.wraps(stock_step)
+    def step(self: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        kfac = kfac_of(optimizer)
+        before = kfac._step if kfac else 0
+        returned = stock_step(self, optimizer, *args, **kwargs)
+        if kfac is not None and kfac._step == before:
+            kfac.discard()
+        return returned
+
+    replace(torch.amp.GradScaler, "unscale_", unscale)
+    replace(torch.amp.GradScaler, "step", step)

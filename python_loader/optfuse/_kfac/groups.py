@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Process groups for factors: of their own, so that messages never wait behind those of
+gradients, nor two models' behind each other's."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+#: By their ranks, those that nobody uses. A group that is made of the same processes again after
+#: one was destroyed would have its name, and find the addresses of the old one.
+_spare: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except Exception:  # all of them were destroyed
+        return False
+    return True
+
+
+def own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Another one of the same processes, which all call it; None: there is one process."""
+    if group is None or group.size() == 1:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    spare = [found for found in _spare.pop(ranks, []) if _is_alive(found)]
+    if spare:
+        found = spare.pop()
+        _spare[ranks] = spare
+        return found
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def give_back(group: dist.ProcessGroup) -> None:
+    """All its processes call it."""
+    if _is_alive(group):
+        _spare.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)

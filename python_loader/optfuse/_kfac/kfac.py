@@ -1,0 +1,607 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""K-FAC (arXiv 1503.05671) with the communication of SPD-KFAC (arXiv 2107.06533)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from optfuse import _process
+from optfuse._auto import measured_network
+from optfuse._check import argument, checked, parameters_of
+from optfuse._kfac import amp, groups, messages
+from optfuse._kfac.arguments import OPTIONS, POSITIVE, STEPS
+from optfuse._kfac.inverses import Factor, invert, owners
+from optfuse._kfac.layers import FACTORS, Preconditioned, sorted_layers
+from optfuse._layers import check_skip
+from optfuse._link import link_of
+from optfuse._native import BACKWARD, Error
+from optfuse._options import is_fused
+
+#: Collections before messages are planned. The first is slower than those that follow.
+_WARM_UP = 2
+_THRESHOLD = 25 << 20  # bytes of a message of "threshold", as of DistributedDataParallel's buckets
+_AMP = "_step_supports_amp_scaling"
+_ENTRIES = {"step", "collections", "layers", "order", "group"}  # of a state
+
+Scheduled = float | int | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class KFACSummary:
+    """str() is a table of the layers."""
+
+    preconditioned: dict[str, tuple[int, int]]  # d of A and of G
+    others: dict[str, str]  # why not
+    factor_bytes: int  # running factors and their sums
+    inverse_bytes: int
+    steps: int
+    messages: int  # of factors, in the last collection
+
+    def __str__(self) -> str:
+        rows = [(name, f"A {a} x {a}, G {g} x {g}") for name, (a, g) in self.preconditioned.items()]
+        rows += [(name, f"left to the optimizer: {why}") for name, why in self.others.items()]
+        width = max((len(name) for name, _ in rows), default=0)
+        lines = [f"{name:{width}}  {what}" for name, what in rows]
+        return "\n".join(
+            [
+                *lines,
+                f"{len(self.preconditioned)} layers preconditioned; "
+                f"{self.factor_bytes:,} bytes of factors, {self.inverse_bytes:,} of inverses; "
+                f"{self.steps} steps, {self.messages} messages with factors in the last collection",
+            ]
+        )
+
+
+class KFAC:
+    """What kfac() returns: preconditions the gradients before each step() of its optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        group: dist.ProcessGroup | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._options = options
+        self._optimizer = weakref.ref(optimizer)
+        self._layers, self._others = sorted_layers(model, frozenset(options["skip"]))
+        _check_layers(self._layers, optimizer)
+        like = _like(self._layers)
+        self._sizes = [d for layer in self._layers for d in layer.sizes]
+        self._running = [_packed_identity(d, like) for d in self._sizes]
+        self._inverses: list[Tensor] | None = None
+        self._step = self._collections = self._messages = 0
+        self._scale = 1.0
+        self._arrangement = messages.first(len(self._layers))
+        self._group = groups.own(group)
+        self._processes = self._group.size() if self._group else 1
+        self.rows = options["rows"]
+        self._owners = owners(options["placement"], self._sizes, self._processes)
+        self._collects = self._is_on("factors_every", 0)
+        self._handle = self._start(like)
+        self._finalizer = weakref.finalize(
+            self, torch.ops.optfuse.stop_collecting, self._handle, False
+        )
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._saved_amp = optimizer.__dict__.get(_AMP)
+        # GradScaler then unscales the gradients before step(), and skips it.
+        optimizer.__dict__[_AMP] = False
+        amp.know(optimizer, self)
+        self._begin()
+
+    # What users call
+
+    @property
+    def rows(self) -> list[float] | None:
+        """Samples in the batch of each process, from the next collection on; None: all alike."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: Sequence[float] | None) -> None:
+        if rows is not None and len(rows) != self._processes:
+            raise Error(
+                f"optfuse: KFAC.rows has {len(rows)} numbers, and there are {self._processes} "
+                "processes; give the samples of each"
+            )
+        self._rows = None if rows is None else [float(n) for n in rows]
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Copies of the running factors of a layer, A (inputs, and 1 for a bias) and G (outputs),
+        as whole matrices. Raises optfuse.Error for an unknown name."""
+        self._check_there()
+        names = [layer.name for layer in self._layers]
+        if name not in names:
+            raise Error(
+                f"optfuse: {name!r} is no layer that is preconditioned; these are: "
+                + ", ".join(names)
+            )
+        slot = 2 * names.index(name)
+        a, g = (
+            torch.ops.optfuse.unpack_factor(self._running[n], self._sizes[n], 0.0)
+            for n in (slot, slot + 1)
+        )
+        return a, g
+
+    def summary(self) -> KFACSummary:
+        inverses = self._inverses or []
+        return KFACSummary(
+            {layer.name: layer.sizes for layer in self._layers},
+            dict(self._others),
+            2 * sum(t.nbytes for t in self._running),
+            sum(t.nbytes for t in inverses),
+            self._step,
+            self._messages,
+        )
+
+    def discard(self) -> None:
+        """Drops what the layers have contributed since the last step(), as after a batch that is
+        given up. All processes call it."""
+        self._check_there()
+        self._end()
+        self._begin()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Running factors and inverses, packed (upper triangles by rows); the step; and how
+        messages are arranged, which decides how sums are rounded. Copies."""
+        self._check_there()
+        packed = [t.clone() for t in self._running]
+        inverses = [torch.ops.optfuse.pack_factor(t) for t in self._inverses or []]
+        layers = {}
+        for n, layer in enumerate(self._layers):
+            of_layer: dict[str, Any] = {"sizes": list(layer.sizes)}
+            for at, factor in enumerate(FACTORS):
+                of_layer[factor] = packed[2 * n + at]
+                if inverses:
+                    of_layer[f"{factor}_inverse"] = inverses[2 * n + at]
+            layers[layer.name] = of_layer
+        return {
+            "step": self._step,
+            "collections": self._collections,
+            "layers": layers,
+            "order": list(self._arrangement.order),
+            "group": list(self._arrangement.group),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also from another number of processes. Raises optfuse.Error if it is of other layers,
+        with nothing changed; drops what was contributed since the last step(). All processes call
+        it."""
+        self._check_there()
+        if not isinstance(state_dict, dict) or not set(state_dict) >= _ENTRIES:
+            raise Error(
+                "optfuse: this is no state of KFAC; give what KFAC.state_dict() returned, which "
+                f"has {', '.join(sorted(_ENTRIES))}"
+            )
+        layers = state_dict["layers"]
+        theirs = {name: tuple(of_layer["sizes"]) for name, of_layer in layers.items()}
+        ours = {layer.name: layer.sizes for layer in self._layers}
+        differing = sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n))
+        if differing:
+            raise Error(
+                f"optfuse: this state of KFAC is of another model: layer {differing[0]!r} has "
+                f"factors of {theirs.get(differing[0])} in it, and of {ours.get(differing[0])} here"
+            )
+        self._end()
+        states = [layers[layer.name] for layer in self._layers]
+        packed = [state[factor] for state in states for factor in FACTORS]
+        for running, loaded in zip(self._running, packed, strict=True):
+            running.copy_(loaded)
+        self._inverses = None
+        if all("A_inverse" in state for state in states):
+            inverses = [state[f"{factor}_inverse"] for state in states for factor in FACTORS]
+            self._inverses = [
+                torch.ops.optfuse.unpack_factor(packed.to(running), d, 0.0)
+                for packed, running, d in zip(inverses, self._running, self._sizes, strict=True)
+            ]
+        self._step, self._collections = state_dict["step"], state_dict["collections"]
+        self._collects = self._is_on("factors_every", self._step)
+        self._arrange(messages.Arrangement(state_dict["order"], state_dict["group"]))
+        self._begin()
+
+    def remove(self) -> None:
+        """From here on the gradients are the optimizer's alone. All processes call it; twice does
+        nothing."""
+        if not self._finalizer.detach():
+            return
+        self._hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            amp.forget(optimizer)
+            optimizer.__dict__.pop(_AMP, None)
+            if self._saved_amp is not None:
+                optimizer.__dict__[_AMP] = self._saved_amp
+        torch.ops.optfuse.stop_collecting(self._handle, True)
+        if self._group is not None:
+            groups.give_back(self._group)
+
+    def _check_there(self) -> None:
+        if not self._finalizer.alive:
+            raise Error("optfuse: this KFAC has been removed; call optfuse.kfac() for another one")
+
+    # A step
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise Error(
+                "optfuse: step(closure) computes gradients inside step(), where kfac() can't "
+                "precondition them; call backward() first, then step()"
+            )
+        _refuse_backward_mode(optimizer)
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise Error(
+                "optfuse: GradScaler has left the gradients scaled for this optimizer, and kfac() "
+                "needs them unscaled; call optfuse.fuse() first, then kfac()"
+            )
+        self._check_weights()
+        inverts = self._inverses is None or self._is_on("inverses_every", self._step)
+        damping = float(self._scheduled("damping", self._step)) if inverts else 0.0
+        collects = self._is_on("factors_every", self._step + 1)
+        with torch.no_grad():
+            skipped = self._commit() if self._collects else set()
+            if inverts:
+                self._invert(damping)
+            self._precondition(optimizer, skipped)
+        self._step += 1
+        self._scale = 1.0
+        self._collects = collects
+        self._begin()
+
+    def _scheduled(self, name: str, step: int) -> Any:
+        value = self._options[name]
+        if not callable(value):
+            return value
+        kind = POSITIVE if name == "damping" else STEPS
+        return argument("kfac", f"{name}({step})", value(step), kind)
+
+    def _is_on(self, name: str, step: int) -> bool:
+        return bool(step % self._scheduled(name, step) == 0)
+
+    def _check_weights(self) -> None:
+        for layer in self._layers:
+            module = layer.module()
+            if module and module._parameters.get(layer.attribute) is not layer.weight:
+                raise Error(
+                    f"optfuse: layer {layer.name!r} has got another weight since kfac(); call "
+                    "remove() on the KFAC, then kfac() again"
+                )
+
+    # Factors
+
+    def _start(self, like: Tensor) -> int:
+        handle: int = torch.ops.optfuse.collect_factors(
+            [layer.weight for layer in self._layers],
+            [layer.name for layer in self._layers],
+            [layer.bias is not None for layer in self._layers],
+            like,
+            self._group.group_name if self._group else "",
+        )
+        order = self._arrangement
+        torch.ops.optfuse.arrange_factors(handle, order.order, order.group)
+        return handle
+
+    def _begin(self) -> None:
+        """Before the passes of a step, of which the factors may be to be collected."""
+        if not self._collects:
+            return
+        weight = 1.0
+        if self._rows is not None:
+            mine = self._rows[self._group.rank() if self._group else 0]
+            weight = mine * self._processes / sum(self._rows)
+        torch.ops.optfuse.begin_factors(self._handle, weight)
+
+    def _end(self) -> Tensor:
+        """Ends a collection, if one runs. Of each slot: uses, rows, when it was complete,
+        whether a part came late."""
+        told: Tensor = torch.ops.optfuse.end_factors(self._handle)
+        torch.ops.optfuse.wait_for_factors(self._handle)
+        return told
+
+    def _commit(self) -> set[int]:
+        """Merges the collection into the running factors. Returns the layers that have none."""
+        told = self._end()
+        rows, late, missing = self._exchange(told)
+        if late and self._group is not None:
+            dist.all_reduce(torch.ops.optfuse.late_factors(self._handle), group=self._group)
+        elif late:
+            torch.ops.optfuse.late_factors(self._handle)
+        self._check_finite(late)
+        decay = self._options["decay"]
+        for n in range(len(self._layers)):
+            if n in missing:
+                continue
+            to_g = rows[n] / (self._processes * self._scale) ** 2
+            for slot, by in ((2 * n, 1 / rows[n]), (2 * n + 1, to_g)):
+                torch.ops.optfuse.merge_factor(
+                    self._handle, slot, self._running[slot], decay, (1 - decay) * by, late
+                )
+        self._collections += 1
+        self._messages = torch.ops.optfuse.sent_factors(self._handle)
+        if self._collections == _WARM_UP and self._group is not None:
+            self._plan_messages(told[:, 2].tolist())
+        return missing
+
+    def _exchange(self, told: Tensor) -> tuple[list[float], bool, set[int]]:
+        """The rows of each layer on all processes; whether anything came late; the layers without
+        a contribution. What one process finds wrong, all raise."""
+        uses, rows, late = told[:, 0].view(-1, 2), told[::2, 1], told[:, 3].any()
+        mine = torch.stack(
+            [
+                rows,
+                (uses[:, 0] == 0).double(),
+                (uses[:, 0] != uses[:, 1]).double(),
+                late.expand_as(rows).double(),
+            ]
+        ).to(self._running[0].device)
+        said = [mine]
+        if self._group is not None:
+            said = [torch.empty_like(mine) for _ in range(self._processes)]
+            dist.all_gather(said, mine, group=self._group)
+        # Of each process and layer.
+        all_rows, none, torn, any_late = torch.stack(said, 1).cpu()
+        missing = set(none.any(0).nonzero().flatten().tolist())
+        self._check_uses(uses, missing, torn.any(0))
+        self._check_rows(all_rows, missing)
+        return all_rows.sum(0).tolist(), bool(any_late.any()), missing
+
+    def _check_rows(self, rows: Tensor, missing: set[int]) -> None:
+        """Of each process and layer."""
+        seen = [n for n in range(len(self._layers)) if n not in missing]
+        unequal = [n for n in seen if (rows[:, n] != rows[0, n]).any().item()]
+        if self._rows is None:
+            differing, way = unequal[:1], "give kfac(rows=[...]) or set KFAC.rows"
+        else:
+            # A layer may have as many rows on each process all the same.
+            given = torch.tensor(self._rows, dtype=torch.float64)
+            told = given * rows.sum(0)[:, None] == rows.T * given.sum()
+            is_equal = bool((given == given[0]).all())
+            asked = unequal if unequal or is_equal else seen
+            differing, way = [n for n in asked if not told[n].all()][:1], "correct rows="
+        for n in differing:
+            raise Error(
+                f"optfuse: the rows of layer {self._layers[n].name!r} on the processes are "
+                f"{rows[:, n].int().tolist()}, and not in the ratio of their batches, "
+                f"{self._rows or 'which are taken for equal'}; {way} to the samples of each "
+                "process before the forward pass. Nothing has changed"
+            )
+
+    def _check_uses(self, uses: Tensor, missing: set[int], differ: Tensor) -> None:
+        if missing and self._options["missing"] == "error":
+            names = ", ".join(repr(self._layers[n].name) for n in sorted(missing))
+            raise Error(
+                f"optfuse: no use of layer {names} was seen since the last step(), on one process "
+                "at least. Leave it to the optimizer with kfac(skip=[...]), or this step's "
+                'gradient as it is with missing="skip". Code of torch.compile or torch.export, '
+                "and MultiheadAttention with different queries and keys, compute layers in ways "
+                "that can't be seen. Nothing has changed"
+            )
+        torn = [n for n in differ.nonzero().flatten().tolist() if n not in missing]
+        if torn:
+            forward, backward = (int(times) for times in uses[torn[0]])
+            raise Error(
+                f"optfuse: layer {self._layers[torn[0]].name!r} was used {forward} times in "
+                f"forward passes since the last step(), and {backward} times in backward passes "
+                "(on this process), so its factors would be of different batches. Evaluate under "
+                "torch.no_grad(); give a batch up with KFAC.discard(); call backward() once for "
+                "each forward pass; or skip the layer with kfac(skip=[...]). Nothing has changed"
+            )
+
+    def _check_finite(self, late: bool) -> None:
+        sums = torch.ops.optfuse.sums_of_factors(self._handle)
+        finite = sums.isfinite().all()
+        if late:
+            finite = finite & torch.ops.optfuse.late_factors(self._handle).isfinite().all()
+        if not finite.item():
+            raise Error(
+                "optfuse: the inputs of a layer, or the gradients of its outputs, have infinities "
+                "or NaN, and the weights' gradients with them. The factors and the weights are as "
+                "they were; leave out this step()"
+            )
+
+    def _plan_messages(self, complete: list[float]) -> None:
+        group = self._group
+        assert group is not None
+        link = self._options["network"]
+        if link is None and self._options["fusion"] in ("paper", "planned"):
+            link = measured_network(group)
+        arrangement = messages.arrange(
+            self._options["fusion"],
+            _THRESHOLD,
+            self._layers,
+            self._running[0].element_size(),
+            complete,
+            link or (0.0, 0.0),
+        )
+        self._arrange(messages.agreed(arrangement, group))
+
+    def _arrange(self, arrangement: messages.Arrangement) -> None:
+        torch.ops.optfuse.arrange_factors(self._handle, arrangement.order, arrangement.group)
+        self._arrangement = arrangement
+
+    # Gradients
+
+    def _invert(self, damping: float) -> None:
+        factors = []
+        for n, layer in enumerate(self._layers):
+            dampings = (damping, damping)
+            if self._options["split"] == "pi":
+                dampings = self._factored(n, damping)
+            for at, factor in enumerate(FACTORS):
+                slot = 2 * n + at
+                name = f"{factor} of layer {layer.name!r}"
+                factors.append(Factor(name, self._running[slot], self._sizes[slot], dampings[at]))
+        self._inverses = invert(factors, self._owners, self._group)
+
+    def _factored(self, n: int, damping: float) -> tuple[float, float]:
+        """Of A and of G (arXiv 1503.05671, section 6.3)."""
+        a, g = (
+            torch.ops.optfuse.unpack_factor(self._running[slot], self._sizes[slot], 0.0)
+            .diagonal()
+            .mean()
+            .item()
+            for slot in (2 * n, 2 * n + 1)
+        )
+        pi = (a / g) ** 0.5 if a > 0 and g > 0 else 1.0
+        return float(pi * damping**0.5), float(damping**0.5 / pi)
+
+    def _precondition(self, optimizer: Optimizer, skipped: set[int]) -> None:
+        rates = {id(p): float(g["lr"]) for g in optimizer.param_groups for p in g["params"]}
+        assert self._inverses is not None
+        found: list[tuple[Tensor, Tensor]] = []  # gradients, and what they are to be
+        product = torch.zeros((), dtype=torch.float64, device=self._running[0].device)
+        for n, layer in enumerate(self._layers):
+            parameters = layer.parameters()
+            if n in skipped or any(p.grad is None for p in parameters):
+                continue
+            matrix = _matrix(layer, self._running[0].dtype)
+            better = self._inverses[2 * n + 1] @ matrix @ self._inverses[2 * n]
+            for p, old, new in zip(
+                parameters, _columns(layer, matrix), _columns(layer, better), strict=True
+            ):
+                assert p.grad is not None
+                product += rates[id(p)] ** 2 * (old * new).sum()
+                found.append((p.grad, new))
+        clip = self._options["kl_clip"]
+        nu = 1.0 if clip is None else (clip / product.abs()).sqrt().clamp_max(1.0)
+        for gradient, new in found:
+            gradient.copy_((new * nu).view_as(gradient))
+
+
+def _matrix(layer: Preconditioned, dtype: torch.dtype) -> Tensor:
+    """The layer's gradient, (outputs, inputs), with that of a bias as the last column."""
+    assert layer.weight.grad is not None
+    matrix = layer.weight.grad.reshape(layer.outputs, layer.inputs).to(dtype)
+    if layer.bias is None:
+        return matrix
+    assert layer.bias.grad is not None
+    return torch.cat([matrix, layer.bias.grad.to(dtype)[:, None]], 1)
+
+
+def _columns(layer: Preconditioned, matrix: Tensor) -> list[Tensor]:
+    """Of the weight, and of the bias."""
+    weight = matrix[:, : layer.inputs]
+    return [weight] if layer.bias is None else [weight, matrix[:, layer.inputs]]
+
+
+def _packed_identity(d: int, like: Tensor) -> Tensor:
+    identity = torch.eye(d, dtype=like.dtype, device=like.device)
+    packed: Tensor = torch.ops.optfuse.pack_factor(identity)
+    return packed
+
+
+def _like(layers: Sequence[Preconditioned]) -> Tensor:
+    wide = any(layer.weight.dtype == torch.float64 for layer in layers)
+    dtype = torch.float64 if wide else torch.float32
+    return torch.empty(0, dtype=dtype, device=layers[0].weight.device)
+
+
+def _refuse_backward_mode(optimizer: Optimizer) -> None:
+    if is_fused(optimizer) and link_of(optimizer).mode == BACKWARD:
+        raise Error(
+            "optfuse: kfac() preconditions gradients before step(), and in backward mode they are "
+            'used up by then; use optfuse.fuse(optimizer, mode="forward")'
+        )
+
+
+def _check_layers(layers: Sequence[Preconditioned], optimizer: Optimizer) -> None:
+    if not layers:
+        raise Error("optfuse: kfac() found no Linear or Conv2d layer with a weight to train")
+    known = set(map(id, parameters_of(optimizer)))
+    foreign = [la.name for la in layers if any(id(p) not in known for p in la.parameters())]
+    if foreign:
+        raise Error(
+            f"optfuse: this optimizer has not the parameters of layer {foreign[0]!r}; pass the "
+            "one that has, or leave the layer out with skip=[...]"
+        )
+    devices = sorted({str(layer.weight.device) for layer in layers})
+    if len(devices) > 1:
+        raise Error(f"optfuse: kfac() needs all layers on one device; these are on {devices}")
+
+
+@checked(**OPTIONS)
+def kfac(
+    model: nn.Module,
+    optimizer: Optimizer,
+    damping: Scheduled = 1e-3,
+    decay: float = 0.95,
+    kl_clip: float | None = 1e-3,
+    factors_every: Scheduled = 10,
+    inverses_every: Scheduled = 100,
+    process_group: dist.ProcessGroup | None = None,
+    fusion: str = "planned",
+    placement: str = "balanced",
+    skip: Sequence[str] = (),
+    split: str | None = None,
+    missing: str = "error",
+    rows: Sequence[float] | None = None,
+    network: tuple[float, float] | None = None,
+) -> KFAC:
+    """Preconditions the gradients of a model's layers with K-FAC before each optimizer.step().
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        kfac = optfuse.kfac(model, optimizer)      # the training loop stays as it is
+
+    A layer has two factors. With g the gradient of the mean loss over the joint batch by the
+    layer's output: A = X'X / N and G = N sum g g' of a Linear with N rows, A = P'P / B and
+    G = (B / S) sum g g' of a Conv2d with B images, patches P and S positions; a bias is one more
+    column, of ones, of X or P. The running factor is decay F + (1 - decay) F_new, from the
+    identity. Gradients dW become G^-1 dW A^-1 min(1, sqrt(kl_clip / |lr^2 sum v g|)); then the
+    optimizer makes its own step. (Martens and Grosse, arXiv 1503.05671; Grosse and Martens, arXiv
+    1602.01407; the distributed part: Shi et al., arXiv 2107.06533.)
+
+    model: a module, or its DistributedDataParallel wrapper. Linear, Conv2d (groups=1) and the
+        projections of MultiheadAttention are preconditioned; `KFAC.summary()` says why others are
+        not. Parameters of float32, float64 or 16 bits; factors are float32, or float64 if any
+        weight is.
+    optimizer: any torch.optim optimizer of these parameters, stock or fused in forward mode.
+    damping: added to the diagonal of both factors when they are inverted. split="pi": pi
+        sqrt(damping) to A and sqrt(damping) / pi to G, pi^2 the ratio of their mean diagonals.
+    kl_clip: None leaves the preconditioned gradients as long as they are.
+    factors_every, inverses_every: steps between collections of factors, and between inverses. They
+        and damping may be functions of the step, which counts from 0.
+    process_group: the processes over whose batches factors are summed, in a group of their own
+        that is made here; by default those of DistributedDataParallel. A process's gradient
+        counts divided by their number.
+    fusion: which factors go in one message: "each", "all", "threshold" (25 MiB), "paper" (the
+        rule of arXiv 2107.06533), "planned" (the grouping that ends soonest, by the times of the
+        second collection). network: seconds a message and seconds a byte, or None: measured.
+    placement: who inverts: "balanced" (by the cube of the size; below 1,024 rows all do),
+        "round_robin" or "everywhere".
+    skip: names of modules that are left to the optimizer.
+    missing: "error", or "skip": a layer without a use since the last step keeps its gradient.
+    rows: how many samples each process has, if not all have as many, with a loss that is the mean
+        over its own.
+
+    Returns a KFAC. Raises optfuse.Error for sharded parameters (DTensors) and backward mode; and
+    in step() for what would make factors wrong, before anything has changed.
+    """
+    _process.start()
+    amp.install()
+    _refuse_backward_mode(optimizer)
+    if isinstance(model, DistributedDataParallel):
+        process_group = process_group or model.process_group
+        model = model.module
+    check_skip(model, frozenset(skip), "kfac()")
+    options = {
+        "damping": damping,
+        "decay": decay,
+        "kl_clip": kl_clip,
+        "factors_every": factors_every,
+        "inverses_every": inverses_every,
+        "fusion": fusion,
+        "placement": placement,
+        "skip": skip,
+        "split": split,
+        "missing": missing,
+        "rows": rows,
+        "network": network,
+    }
+    return KFAC(model, optimizer, process_group, options)
