@@ -60,6 +60,7 @@ class Reference:
         self.t = 0
         self.layers = {}  # by the weight's id: tied modules are one layer
         self.names = {}
+        self.clips = []  # nu of each step
         places = [p for m in model.modules() for p in m._parameters.values() if p is not None]
         uses = Counter(map(id, places))
         for name, module in model.named_modules():
@@ -171,6 +172,7 @@ class Reference:
             found.append((layer, v, inputs))
         clips = self.kl_clip is not None and total != 0.0
         nu = min(1.0, (self.kl_clip / abs(total)) ** 0.5) if clips else 1.0
+        self.clips.append(nu)
         for layer, v, inputs in found:
             layer.weight.grad.copy_((nu * v[:, :inputs]).view_as(layer.weight))
             if layer.bias is not None:
