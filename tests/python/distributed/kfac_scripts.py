@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scenarios of optfuse.kfac() under DistributedDataParallel: every rank calls these functions.
+
+Each rank trains on its own batches; beside that it trains a copy on all of them, with the
+reference of one process. Float64: factors and parameters are the reference's within 1e-9, and
+all ranks have the same bits."""
+
+import contextlib
+import copy
+import functools
+import io
+
+import torch
+import torch.distributed as dist
+from common import Fused, Stock, differing, refused, snapshot
+from ddp_scripts import SMALL
+from kfac_cases import SELDOM, Ours, Second, adamw, assert_close, rows, sgd
+from ranks import STEPS, scenario_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
+
+SCENARIOS = {}
+scenario = functools.partial(scenario_of, SCENARIOS)
+MODES = ("stock", "forward")
+LAYERS = ("conv", "hidden", "twin.0", "twin.1", "head")
+
+
+class Net(nn.Module):
+    """No layer normalizes over a batch. The twins have factors of the same shapes, so that one
+    could be taken for the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.hidden = nn.Linear(4 * 9, 8)
+        self.twin = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3, bias=False)
+
+    def forward(self, x, order=(0, 1), uses=1, halves=False, head=True):
+        y = torch.relu_(self.conv(x))
+        y = torch.tanh(self.hidden(y.flatten(1)))
+        found = {}
+        for i in order:
+            twin = self.twin[i]
+            z = torch.cat([twin(part) for part in y.chunk(2)]) if halves else twin(y)
+            for _ in range(uses - 1):
+                z = twin(torch.tanh(z))
+            found[i] = torch.tanh(z) * (1 + i)
+        y = found[0] + found[1]
+        return self.head(y) if head else y
+
+
+def share_of(i, rank, n=6):
+    """A rank's i-th batch."""
+    return rows(100 * i + rank, n, 2, 3, 3)
+
+
+def loss_of(model, x, **how):
+    y = model(x, **how)
+    return (y.sin() * (1 + y)).square().mean()
+
+
+class Pair:
+    """The model under DistributedDataParallel with ours, and its copy with the reference."""
+
+    def __init__(self, mode, make=sgd, ddp=None, build=Net, **options):
+        torch.manual_seed(0)
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self.alone = build().double()
+        self.model = DDP(copy.deepcopy(self.alone), bucket_cap_mb=SMALL, **(ddp or {}))
+        self.wrap = Fused("forward") if mode == "forward" else Stock()
+        self.optimizer = self.wrap(make(self.model.module.parameters()))
+        self.ours = Ours(self.model, self.optimizer, **options)
+        here = ("process_group", "fusion", "placement", "rows", "network")
+        options = {name: value for name, value in options.items() if name not in here}
+        self.other = make(self.alone.parameters())
+        self.reference = Second(self.alone, self.other, **options)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+        self.other.zero_grad()
+
+    def step(self, i, n=6, how=lambda rank: {}):
+        """One iteration. how(rank): what that rank's forward pass is given."""
+        self.zero_grad()
+        loss_of(self.model, share_of(i, self.rank, n), **how(self.rank)).backward()
+        self.ours.step()
+        for rank in range(self.world):
+            (loss_of(self.alone, share_of(i, rank, n), **how(rank)) / self.world).backward()
+        self.reference.step()
+
+    def check(self, layers=LAYERS):
+        model = self.model.module
+        for name in layers:
+            assert_close(name, self.ours.factors(name), self.reference.factors(name))
+        assert_close(
+            "parameters", dict(model.named_parameters()), dict(self.alone.named_parameters())
+        )
+        factors = {name: self.ours.factors(name) for name in layers}
+        same_on_all_ranks({"parameters": list(model.parameters()), "factors": factors})
+        if self.wrap.fused:
+            self.wrap.prove()
+
+
+def tensors_of(value):
+    if isinstance(value, torch.Tensor):
+        yield value.detach().clone()
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(item)
+
+
+def same_on_all_ranks(value):
+    for i, mine in enumerate(tensors_of(value)):
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine.contiguous())
+        for rank, other in enumerate(found):
+            assert not differing(other, found[0]).any(), f"tensor {i}: rank {rank} differs from 0"
+
+
+# The same training, whatever is chosen
+
+FUSIONS = ("each", "all", "threshold", "paper", "planned")
+PLACEMENTS = ("balanced", "round_robin", "everywhere")
+CHOICES = {
+    f"{fusion} {placement}": {"options": {"fusion": fusion, "placement": placement}}
+    for fusion in FUSIONS
+    for placement in PLACEMENTS
+}
+for name, network in {"slow": (5e-3, 1.4e-9), "fast": (1e-9, 1e-6)}.items():
+    for fusion in ("paper", "planned"):
+        CHOICES[f"{fusion} {name} network"] = {"options": {"fusion": fusion, "network": network}}
+
+
+@scenario("stock", **CHOICES)
+def chosen(mode, options):
+    pair = Pair(mode, **SELDOM, **options)
+    for i in range(STEPS):
+        pair.step(i)
+    pair.check()
+
+
+OPTIONS = {
+    "defaults": {},
+    "sgd": {**SELDOM},
+    "adamw": {**SELDOM, "make": adamw},
+    "pi": {**SELDOM, "split": "pi"},
+    "no clip": {**SELDOM, "kl_clip": None},
+    "skip": {**SELDOM, "skip": ("twin.0",)},
+    "by step": {
+        **SELDOM,
+        "damping": lambda t: 0.1 / (1 + t),
+        "factors_every": lambda t: 1 + t // 6,
+    },
+    "views": {**SELDOM, "ddp": {"gradient_as_bucket_view": True}},
+    "static": {**SELDOM, "ddp": {"static_graph": True}},
+    "unused": {**SELDOM, "ddp": {"find_unused_parameters": True}},
+}
+
+
+@scenario(*MODES, **{name: {"options": options} for name, options in OPTIONS.items()})
+def trained(mode, options):
+    pair = Pair(mode, **options)
+    for i in range(STEPS):
+        pair.step(i)
+    left = options.get("skip", ())
+    if options.get("ddp", {}).get("gradient_as_bucket_view"):
+        pair.wrap.prove = lambda: None  # such gradients are not deferred
+    pair.check([name for name in LAYERS if name not in left])
+
+
+@scenario("stock")
+def a_group_of_its_own(mode):
+    """The one that is given, and not the default one, is used."""
+    group = dist.new_group()
+    pair = Pair(mode, ddp={"process_group": group}, **SELDOM)
+    given = Pair(mode, process_group=group, **SELDOM)
+    for i in range(STEPS):
+        pair.step(i)
+        given.step(i)
+    pair.check()
+    given.check()
+
+
+@scenario("stock")
+def every_rank_on_its_own(mode):
+    """A model without DistributedDataParallel, with a group of one process for each rank."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    models = [Net().double(), Net().double()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [sgd(model.parameters()) for model in models]
+    ours = Ours(models[0], optimizers[0], process_group=groups[rank], **SELDOM)
+    reference = Second(models[1], optimizers[1], **SELDOM)
+    for i in range(STEPS + rank):  # not even as many steps
+        for model, optimizer, one in zip(models, optimizers, (ours, reference), strict=True):
+            optimizer.zero_grad()
+            loss_of(model, share_of(i, rank, 4 + rank)).backward()
+            one.step()
+    for name in LAYERS:
+        assert_close(name, ours.factors(name), reference.factors(name))
+    assert_close("parameters", list(models[0].parameters()), list(models[1].parameters()))
+
+
+# Accumulation
+
+
+@scenario(*MODES, views={"views": True}, copies={"views": False})
+def no_sync(mode, views):
+    """Three passes a step, of which the last one reduces the gradients."""
+    pair = Pair(mode, ddp={"gradient_as_bucket_view": views}, **SELDOM)
+    if views:
+        pair.wrap.prove = lambda: None  # such gradients are not deferred
+    for i in range(STEPS):
+        pair.zero_grad()
+        for part in range(3):
+            with pair.model.no_sync() if part < 2 else contextlib.nullcontext():
+                (loss_of(pair.model, share_of(3 * i + part, pair.rank)) / 3).backward()
+        pair.ours.step()
+        for part in range(3):
+            for rank in range(pair.world):
+                x = share_of(3 * i + part, rank)
+                (loss_of(pair.alone, x) / (3 * pair.world)).backward()
+        pair.reference.step()
+    pair.check()
+
+
+@scenario("stock")
+def micro_batches_of_unequal_sizes(mode):
+    """The sizes differ between the passes, their sums do not differ between the ranks."""
+    pair = Pair(mode, **SELDOM)
+    sizes = [[5, 1], [2, 4], [3, 3], [1, 5]]
+    for i in range(STEPS):
+        pair.zero_grad()
+        for part, n in enumerate(sizes[pair.rank]):
+            with pair.model.no_sync() if part == 0 else contextlib.nullcontext():
+                x = share_of(2 * i + part, pair.rank, n)
+                (loss_of(pair.model, x) * (n / 6)).backward()
+        pair.ours.step()
+        for rank in range(pair.world):
+            for part, n in enumerate(sizes[rank]):
+                x = share_of(2 * i + part, rank, n)
+                (loss_of(pair.alone, x) * (n / 6 / pair.world)).backward()
+        pair.reference.step()
+    pair.check()
+
+
+# Unequal batches
+
+
+@scenario(*MODES)
+def rows_say_how_unequal_batches_are(mode):
+    """Factors are those of the joint batch. The gradient is DistributedDataParallel's: the mean
+    of the means."""
+    sizes = [5, 9, 2, 7][: dist.get_world_size()]
+    pair = Pair(mode, rows=sizes, **SELDOM)
+    total = sum(sizes)
+    for i in range(STEPS):
+        pair.zero_grad()
+        loss_of(pair.model, share_of(i, pair.rank, sizes[pair.rank])).backward()
+        pair.ours.step()
+        shares = [share_of(i, rank, n) for rank, n in enumerate(sizes)]
+        for x in shares:
+            (loss_of(pair.alone, x) / pair.world).backward()
+        gradients = [p.grad.clone() for p in pair.alone.parameters()]
+        pair.reference.discard()
+        pair.other.zero_grad()
+        for x in shares:
+            (loss_of(pair.alone, x) * (len(x) / total)).backward()
+        for p, gradient in zip(pair.alone.parameters(), gradients, strict=True):
+            p.grad.copy_(gradient)
+        pair.reference.step()
+    pair.check()
+
+
+@scenario("stock")
+def equal_rows_change_nothing(mode):
+    pair = Pair(mode, rows=[6] * dist.get_world_size(), **SELDOM)
+    for i in range(STEPS):
+        pair.step(i)
+    pair.check()
+
+
+@scenario(*MODES, first={"when": 0}, later={"when": 4})
+def unequal_batches_are_refused(mode, when):
+    """On every rank, before anything has changed; and training can go on."""
+    pair = Pair(mode, **SELDOM)
+    for i in range(when):
+        pair.step(i)
+    pair.zero_grad()
+    weights = snapshot(dict(pair.model.module.state_dict()))
+    n = 5 if pair.rank == pair.world - 1 else 6
+    loss_of(pair.model, share_of(when, pair.rank, n)).backward()
+    refused(pair.ours.step, way_out="rows=")
+    for name, p in pair.model.module.state_dict().items():
+        assert torch.equal(p, weights[name]), f"{name} was updated"
+    pair.ours.discard()
+    for i in range(when, STEPS):
+        pair.step(i)
+    pair.check()
+
+
+@scenario("stock")
+def rows_that_are_wrong_are_refused(mode):
+    """On every rank, though only one of them has other rows than it said."""
+    world = dist.get_world_size()
+    pair = Pair(mode, rows=[6] * (world - 1) + [5], **SELDOM)
+    loss_of(pair.model, share_of(0, pair.rank)).backward()
+    refused(pair.ours.step, way_out="rows")
+    refused(lambda: Pair(mode, rows=[6] * (world + 1)), way_out="rows")
+
+
+# The order in which contributions come
+
+
+@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
+def ranks_that_use_layers_in_another_order(mode, fusion):
+    """Messages that were launched in the order of arrival would add up factors of different
+    layers, which have the same size."""
+    pair = Pair(mode, fusion=fusion, **SELDOM)
+    for i in range(STEPS):
+        pair.step(i, how=lambda rank: {"order": (1, 0) if rank == 0 else (0, 1)})
+    pair.check()
+
+
+@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
+def an_order_that_changes_later(mode, fusion):
+    """The plan is of the first factor step."""
+    pair = Pair(mode, fusion=fusion, **SELDOM)
+    for i in range(STEPS):
+        pair.step(i, how=lambda rank, i=i: {"order": (1, 0) if i > 3 and rank > 0 else (0, 1)})
+    pair.check()
+
+
+@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
+def late_contributions_on_one_rank(mode, fusion):
+    """Of as many rows in two parts: what came first may be on its way already."""
+    pair = Pair(mode, fusion=fusion, **SELDOM)
+    for i in range(STEPS):
+        pair.step(i, how=lambda rank, i=i: {"halves": i > 1 and rank == 0})
+    pair.check()
+
+
+@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
+def late_contributions_on_all_ranks(mode, fusion):
+    pair = Pair(mode, fusion=fusion, **SELDOM)
+    for i in range(STEPS):
+        pair.step(i, how=lambda rank, i=i: {"uses": 1 + (i > 1) + (i > 5)})
+    pair.check()
+
+
+@scenario(*MODES)
+def contributions_that_no_longer_come(mode):
+    """The first factor step has three uses of a layer, later ones have one."""
+    pair = Pair(mode, **SELDOM)
+    for i in range(STEPS):
+        pair.step(i, how=lambda rank, i=i: {"uses": 3 if i < 2 else 1})
+    pair.check()
+
+
+@scenario("stock")
+def passes_of_one_rank_alone(mode):
+    """One rank looks at something between two steps: evaluates, or discards a pass."""
+    pair = Pair(mode, **SELDOM)
+    for i in range(STEPS):
+        if i % dist.get_world_size() == pair.rank:
+            with torch.no_grad():
+                loss_of(pair.model.module, share_of(100 + i, pair.rank, 11))
+        if i % 3 == 1:
+            with pair.model.no_sync():
+                loss_of(pair.model, share_of(200 + i, pair.rank, 3)).backward()
+            pair.ours.discard()
+        pair.step(i)
+    pair.check()
+
+
+@scenario(*MODES)
+def beside_reorder(mode):
+    torch.manual_seed(0)
+    pair = Pair(mode, **SELDOM)
+    with optfuse.reorder(pair.model, "last"):
+        for i in range(STEPS):
+            pair.step(i)
+    pair.check()
+
+
+# GradScaler
+
+
+@scenario(*MODES)
+def a_skipped_step_on_all_ranks(mode):
+    """One rank's loss is infinite, then every rank's gradients are."""
+    pair = Pair(mode, **SELDOM)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    for i in range(STEPS):
+        bad = i in (0, 3, 4)
+        pair.zero_grad()
+        loss = loss_of(pair.model, share_of(i, pair.rank))
+        broken = bad and pair.rank == pair.world - 1
+        scaler.scale(loss * float("inf") if broken else loss).backward()
+        before = scaler.get_scale()
+        scaler.step(pair.optimizer)
+        scaler.update()
+        assert (scaler.get_scale() < before) == bad
+        if not bad:
+            for rank in range(pair.world):
+                (loss_of(pair.alone, share_of(i, rank)) / pair.world).backward()
+            pair.reference.step()
+    pair.check()
+
+
+# Resuming
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@scenario(*MODES, **{placement: {"placement": placement} for placement in PLACEMENTS})
+def resumed_by_as_many_processes(mode, placement):
+    """Bit-equal to training on, from a step whose inverses are older than the factors."""
+    options = {"factors_every": 2, "inverses_every": 5, "decay": 0.5, "placement": placement}
+    options["fusion"] = "planned"
+    first = Pair(mode, adamw, **options)
+    for i in range(7):
+        first.step(i)
+    parts = (first.model.module, first.optimizer, first.ours.kfac)
+    state = through_a_file([part.state_dict() for part in parts])
+    for i in range(7, STEPS):
+        first.step(i)
+    second = Pair(mode, adamw, **options)
+    for part, found in zip(
+        (second.model.module, second.optimizer, second.ours.kfac), state, strict=True
+    ):
+        part.load_state_dict(found)
+    for i in range(7, STEPS):
+        second.zero_grad()
+        loss_of(second.model, share_of(i, second.rank)).backward()
+        second.ours.step()
+    for p, q in zip(second.model.parameters(), first.model.parameters(), strict=True):
+        assert not differing(p, q).any()
+    for name in LAYERS:
+        for a, b in zip(second.ours.factors(name), first.ours.factors(name), strict=True):
+            assert not differing(a, b).any(), name
+    first.check()
+
+
+def alone(pair, options, groups):
+    """A model of one process with ours, whose group has no other rank."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = pair.wrap(sgd(model.parameters()))
+    return model, optimizer, Ours(model, optimizer, process_group=groups[pair.rank], **options)
+
+
+@scenario(*MODES, to_many={"grows": True}, to_one={"grows": False})
+def resumed_by_another_number_of_processes(mode, grows):
+    """Five steps by one process on the joint batch, and the rest by all, or the other way."""
+    options = {"factors_every": 2, "inverses_every": 3, "decay": 0.5}
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    pair = Pair(mode, **options)
+    single = alone(pair, options, groups)
+    many = (pair.model.module, pair.optimizer, pair.ours)
+
+    def one_step(i):
+        model, optimizer, ours = single
+        optimizer.zero_grad()
+        x = torch.cat([share_of(i, rank) for rank in range(pair.world)])
+        loss_of(model, x).backward()
+        ours.step()
+
+    def many_step(i):
+        pair.optimizer.zero_grad()
+        loss_of(pair.model, share_of(i, pair.rank)).backward()
+        pair.ours.step()
+
+    before, after = (one_step, many_step) if grows else (many_step, one_step)
+    source, target = (single, many) if grows else (many, single)
+    for i in range(5):
+        before(i)
+    state = through_a_file(
+        [*(part.state_dict() for part in source[:2]), source[2].kfac.state_dict()]
+    )
+    for part, found in zip((*target[:2], target[2].kfac), state, strict=True):
+        part.load_state_dict(found)
+    for i in range(5, STEPS):
+        after(i)
+    for i in range(STEPS):
+        pair.other.zero_grad()
+        x = torch.cat([share_of(i, rank) for rank in range(pair.world)])
+        loss_of(pair.alone, x).backward()
+        pair.reference.step()
+    model, _, ours = target
+    for name in LAYERS:
+        assert_close(name, ours.factors(name), pair.reference.factors(name))
+    assert_close("parameters", list(model.parameters()), list(pair.alone.parameters()))
+    same_on_all_ranks(list(model.parameters()))
+
+
+# What is refused, and the end
+
+
+@scenario("stock")
+def sharded_models_are_refused(mode):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = Net().double()
+    fully_shard(model)
+    refused(lambda: optfuse.kfac(model, sgd(model.parameters())), way_out="DTensor")
+    model, mesh = Net().double(), init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"hidden": ColwiseParallel()})
+    refused(lambda: optfuse.kfac(model, sgd(model.parameters())), "'hidden'", way_out="DTensor")
+
+
+@scenario("stock")
+def a_layer_that_is_missing_everywhere(mode):
+    """Every rank says so, and none waits for the others."""
+    pair = Pair(mode, ddp={"find_unused_parameters": True}, **{**SELDOM, "factors_every": 1})
+    loss_of(pair.model, share_of(0, pair.rank), head=False).backward()
+    refused(pair.ours.step, "'head'", way_out='missing="skip"')
+
+
+@scenario(*MODES)
+def removed_in_the_middle(mode):
+    """From then on all ranks train as without K-FAC, and a new one may begin."""
+    pair = Pair(mode, **SELDOM)
+    for i in range(3):
+        pair.step(i)
+    pair.ours.kfac.remove()
+    for i in range(3, 6):
+        pair.zero_grad()
+        loss_of(pair.model, share_of(i, pair.rank)).backward()
+        pair.optimizer.step()
+        for rank in range(pair.world):
+            (loss_of(pair.alone, share_of(i, rank)) / pair.world).backward()
+        pair.other.step()
+        pair.reference.discard()
+    pair.ours = Ours(pair.model, pair.optimizer, **SELDOM)
+    pair.reference = Second(pair.alone, pair.other, **SELDOM)
+    for i in range(6, STEPS):
+        pair.step(i)
+    pair.check()

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""optfuse.kfac() on several processes is K-FAC of one process on the joint batch, whatever the
+fusion, the placement and the order in which contributions come."""
+
+import kfac_scripts
+import ranks
+
+SCRIPTS = "kfac_scripts"
+SAMPLE = [
+    "chosen planned balanced stock",
+    "chosen each round_robin stock",
+    "trained adamw forward",
+    "no_sync copies forward",
+    "rows_say_how_unequal_batches_are stock",
+    "unequal_batches_are_refused later forward",
+    "ranks_that_use_layers_in_another_order planned stock",
+    "late_contributions_on_one_rank paper stock",
+    "resumed_by_another_number_of_processes to_many stock",
+]
+
+
+@ranks.by(kfac_scripts.SCENARIOS, three=SAMPLE, four=SAMPLE)
+def test_it_is_k_fac_on_the_joint_batch(world, scenario, played):
+    assert played is None, played
