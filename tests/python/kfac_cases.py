@@ -107,11 +107,18 @@ def seen(model, arranged, *names):
 
 
 def generator_of(i):
-    return torch.Generator().manual_seed(1000 + i)
+    return torch.Generator("cpu").manual_seed(1000 + i)
 
 
 def rows(i, *shape):
-    return torch.randn(*shape, generator=generator_of(i), dtype=torch.float64)
+    """Made on the CPU, for whatever device is the default."""
+    how = {"generator": generator_of(i), "dtype": torch.float64, "device": "cpu"}
+    return torch.randn(*shape, **how).to(torch.get_default_device())
+
+
+def labels(i, below, *shape):
+    found = torch.randint(below, shape, generator=generator_of(i), device="cpu")
+    return found.to(torch.get_default_device())
 
 
 def mlp(width=8, layers=3):
@@ -138,8 +145,7 @@ def conv_net():
 
 
 def conv_loss(model, i, n=6):
-    y = torch.randint(3, (n,), generator=generator_of(i))
-    return nn.functional.cross_entropy(model(rows(i, n, 2, 6, 6)), y)
+    return nn.functional.cross_entropy(model(rows(i, n, 2, 6, 6)), labels(i, 3, n))
 
 
 def gpt():
@@ -152,7 +158,7 @@ def gpt():
 
 
 def gpt_loss(model, i, n=4):
-    words = torch.randint(7, (n, 6), generator=generator_of(i))
+    words = labels(i, 7, n, 6)
     logits = model(words[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
 

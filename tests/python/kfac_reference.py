@@ -143,7 +143,7 @@ class Reference:
         if id(weight) not in self.layers:
             bias = bias if bias is not None and bias.requires_grad else None
             inputs = weight[0].numel() + (bias is not None)
-            eyes = (torch.eye(n, dtype=torch.float64) for n in (inputs, len(weight)))
+            eyes = (identity(n, weight) for n in (inputs, len(weight)))
             self.layers[id(weight)] = Layer(name, weight, bias, *eyes)
         self.names[name] = self.layers[id(weight)]
         return self.layers[id(weight)]
@@ -189,7 +189,11 @@ def damped(a, g, damping, split):
     if split == "pi":
         pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
         of_a, of_g = pi * damping**0.5, damping**0.5 / pi
-    return a + of_a * torch.eye(len(a)).to(a), g + of_g * torch.eye(len(g)).to(g)
+    return a + of_a * identity(len(a), a), g + of_g * identity(len(g), g)
+
+
+def identity(n, like):
+    return torch.eye(n, dtype=torch.float64, device=like.device)
 
 
 def tapped(layer, module, x, y):
