@@ -69,7 +69,7 @@ of_status of_factors_create(const size_t *elements, size_t n, const of_factors_h
     if (f == NULL || !allocate(f, n) || pthread_mutex_init(&f->lock, NULL) != 0) {
         if (f != NULL)
             free_all(f);
-        of_set_error("no memory for %zu factors", n);
+        of_set_error("out of memory for %zu factors", n);
         return OF_NO_MEMORY;
     }
     memcpy(&f->host, host, host->struct_size < sizeof f->host ? host->struct_size : sizeof f->host);
@@ -91,16 +91,14 @@ void of_factors_destroy(of_factors *f) {
     free_all(f);
 }
 
-static bool has_each_once(const uint32_t *order, size_t n) {
-    bool *seen = calloc(n, sizeof *seen);
-    bool valid = seen != NULL;
-    for (size_t at = 0; valid && at < n; at++) {
-        valid = order[at] < n && !seen[order[at]];
-        if (valid)
-            seen[order[at]] = true;
+/* seen: n zeros. */
+static bool has_each_once(const uint32_t *order, size_t n, bool *seen) {
+    for (size_t at = 0; at < n; at++) {
+        if (order[at] >= n || seen[order[at]])
+            return false;
+        seen[order[at]] = true;
     }
-    free(seen);
-    return valid;
+    return true;
 }
 
 static bool are_groups(const uint32_t *group, size_t n) {
@@ -113,7 +111,13 @@ static bool are_groups(const uint32_t *group, size_t n) {
 }
 
 of_status of_factors_arrange(of_factors *f, const uint32_t *order, const uint32_t *group) {
-    const bool valid = has_each_once(order, f->n) && are_groups(group, f->n);
+    bool *seen = calloc(f->n, sizeof *seen);
+    if (seen == NULL) {
+        of_set_error("out of memory for %zu factors", f->n);
+        return OF_NO_MEMORY;
+    }
+    const bool valid = has_each_once(order, f->n, seen) && are_groups(group, f->n);
+    free(seen);
     if (!valid || of_factors_collection(f) != 0) {
         of_set_error(valid ? "factors can't be arranged while they are collected"
                            : "an arrangement of %zu factors has each of them once, in groups that "

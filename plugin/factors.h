@@ -49,7 +49,8 @@ of_status of_factors_create(const size_t *elements, size_t n, const of_factors_h
 void of_factors_destroy(of_factors *factors);
 
 /* order: each slot once; group: of the first, second, ... in that order, numbers that begin with
- * 0 and grow by at most 1. Both n, copied. OF_INVALID: they are not so, or a collection runs. */
+ * 0 and grow by at most 1. Both n, copied. OF_INVALID: they are not so, or a collection runs.
+ * OF_NO_MEMORY. */
 of_status of_factors_arrange(of_factors *factors, const uint32_t *order, const uint32_t *group);
 
 /* Begins a collection, without contributions: the host has cleared its buffers, and none runs.

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "factors.h"
 #include "fake_device.h"
 #include "fixture.h"
 #include "kfac_plan.h"
@@ -322,6 +323,26 @@ START_TEST(plans_of_factors_report_it) {
 }
 END_TEST
 
+static of_status make_factors(void) {
+    static const size_t elements[] = {1, 3};
+    static const uint32_t places[] = {0, 1};
+    const of_factors_host none = {.struct_size = sizeof none};
+    of_factors *made = NULL;
+    of_status status = of_factors_create(elements, 2, &none, &made);
+    if (status == OF_OK)
+        status = of_factors_arrange(made, places, places);
+    of_factors_destroy(made);
+    return status;
+}
+
+START_TEST(factors_report_it) {
+    n_live = 0;
+    tracking = true;
+    FAILS_IN_TURN(make_factors());
+    tracking = false;
+}
+END_TEST
+
 START_TEST(plans_of_factors_that_fail_write_nothing) {
     uint32_t group[] = {71, 72};
     int32_t owner[] = {73, 74};
@@ -357,6 +378,7 @@ int main(void) {
     tcase_add_test(all, launch_without_room_for_its_stream_waits_for_the_device);
     tcase_add_test(all, plans_of_weight_gradients_report_it);
     tcase_add_test(all, plans_of_factors_report_it);
+    tcase_add_test(all, factors_report_it);
     tcase_add_test(all, plans_of_factors_that_fail_write_nothing);
     tcase_add_test(all, plan_gives_all_its_memory_back);
     tcase_add_test(all, repeated_steps_allocate_nothing);
