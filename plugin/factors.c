@@ -7,8 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "guard.h"
-
 typedef struct of_slot_state {
     of_factor_slot now;
     size_t elements;
@@ -185,7 +183,7 @@ static bool send(of_factors *f, bool all) {
 }
 
 static of_status add(of_factors *f, of_slot_state *slot, size_t place, const void *contribution) {
-    const bool late = OF_GUARD(late) && place < f->next;
+    const bool late = place < f->next;
     if (!f->host.add(f->host.ctx, contribution, slot->now.offset, late)) {
         of_set_error("a contribution to a factor was not added");
         return OF_REFUSED;

@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from optfuse._patches import replace
 
-if TYPE_CHECKING:
-    from optfuse._kfac.kfac import KFAC
 
-_known: weakref.WeakKeyDictionary[Optimizer, weakref.ref[KFAC]] = weakref.WeakKeyDictionary()
+class Scaled(Protocol):
+    """Preconditions gradients of which it has seen those of a scaled loss."""
+
+    scale: float  # of the loss, since the last step()
+    steps: int
+
+    def discard(self) -> None: ...
 
 
-def know(optimizer: Optimizer, kfac: KFAC) -> None:
+_known: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Scaled]] = weakref.WeakKeyDictionary()
+
+
+def know(optimizer: Optimizer, kfac: Scaled) -> None:
     _known[optimizer] = weakref.ref(kfac)
 
 
@@ -26,7 +33,7 @@ def forget(optimizer: Optimizer) -> None:
     _known.pop(optimizer, None)
 
 
-def kfac_of(optimizer: Any) -> KFAC | None:
+def kfac_of(optimizer: Any) -> Scaled | None:
     """That preconditions its gradients."""
     found = _known.get(optimizer) if isinstance(optimizer, Optimizer) else None
     return found() if found else None
@@ -43,14 +50,14 @@ def install() -> None:
         stock_unscale(self, optimizer)
         kfac = kfac_of(optimizer)
         if kfac is not None and self.is_enabled():
-            kfac._scale = self.get_scale()
+            kfac.scale = self.get_scale()
 
     @functools.wraps(stock_step)
     def step(self: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         kfac = kfac_of(optimizer)
-        before = kfac._step if kfac else 0
+        before = kfac.steps if kfac else 0
         returned = stock_step(self, optimizer, *args, **kwargs)
-        if kfac is not None and kfac._step == before:
+        if kfac is not None and kfac.steps == before:
             kfac.discard()
         return returned
 

@@ -79,8 +79,8 @@ class KFAC:
         self._sizes = [d for layer in self._layers for d in layer.sizes]
         self._running = [_packed_identity(d, like) for d in self._sizes]
         self._inverses: list[Tensor] | None = None
-        self._step = self._collections = self._messages = 0
-        self._scale = 1.0
+        self.steps = self._collections = self._messages = 0
+        self.scale = 1.0
         self._arrangement = messages.first(len(self._layers))
         self._group = groups.own(group)
         self._processes = self._group.size() if self._group else 1
@@ -138,7 +138,7 @@ class KFAC:
             dict(self._others),
             2 * sum(t.nbytes for t in self._running),
             sum(t.nbytes for t in inverses),
-            self._step,
+            self.steps,
             self._messages,
         )
 
@@ -164,7 +164,7 @@ class KFAC:
                     of_layer[f"{factor}_inverse"] = inverses[2 * n + at]
             layers[layer.name] = of_layer
         return {
-            "step": self._step,
+            "step": self.steps,
             "collections": self._collections,
             "layers": layers,
             "order": list(self._arrangement.order),
@@ -202,8 +202,8 @@ class KFAC:
                 torch.ops.optfuse.unpack_factor(packed.to(running), d, 0.0)
                 for packed, running, d in zip(inverses, self._running, self._sizes, strict=True)
             ]
-        self._step, self._collections = state_dict["step"], state_dict["collections"]
-        self._collects = self._is_on("factors_every", self._step)
+        self.steps, self._collections = state_dict["step"], state_dict["collections"]
+        self._collects = self._is_on("factors_every", self.steps)
         self._arrange(messages.Arrangement(state_dict["order"], state_dict["group"]))
         self._begin()
 
@@ -242,16 +242,16 @@ class KFAC:
                 "needs them unscaled; call optfuse.fuse() first, then kfac()"
             )
         self._check_weights()
-        inverts = self._inverses is None or self._is_on("inverses_every", self._step)
-        damping = float(self._scheduled("damping", self._step)) if inverts else 0.0
-        collects = self._is_on("factors_every", self._step + 1)
+        inverts = self._inverses is None or self._is_on("inverses_every", self.steps)
+        damping = float(self._scheduled("damping", self.steps)) if inverts else 0.0
+        collects = self._is_on("factors_every", self.steps + 1)
         with torch.no_grad():
             skipped = self._commit() if self._collects else set()
             if inverts:
                 self._invert(damping)
             self._precondition(optimizer, skipped)
-        self._step += 1
-        self._scale = 1.0
+        self.steps += 1
+        self.scale = 1.0
         self._collects = collects
         self._begin()
 
@@ -318,7 +318,7 @@ class KFAC:
         for n in range(len(self._layers)):
             if n in missing:
                 continue
-            to_g = rows[n] / (self._processes * self._scale) ** 2
+            to_g = rows[n] / (self._processes * self.scale) ** 2
             for slot, by in ((2 * n, 1 / rows[n]), (2 * n + 1, to_g)):
                 torch.ops.optfuse.merge_factor(
                     self._handle, slot, self._running[slot], decay, (1 - decay) * by, late

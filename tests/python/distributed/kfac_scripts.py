@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
+from optfuse._kfac import messages
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
@@ -324,6 +325,23 @@ def ranks_that_use_layers_in_another_order(mode, fusion):
     for i in range(STEPS):
         pair.step(i, how=lambda rank: {"order": (1, 0) if rank == 0 else (0, 1)})
     pair.check()
+
+
+@scenario("stock")
+def a_mutant_that_sends_in_the_order_of_arrival(mode):
+    """The test above would find it."""
+    pair = Pair(mode, fusion="each", **SELDOM)
+    pair.step(0)
+    kfac = pair.ours.kfac
+    order = list(kfac._arrangement.order)
+    if pair.rank == 0:
+        twins = [order.index(2 * LAYERS.index(name) + 1) for name in ("twin.0", "twin.1")]
+        order[twins[0]], order[twins[1]] = order[twins[1]], order[twins[0]]
+    kfac._arrange(messages.Arrangement(order, kfac._arrangement.group))
+    for i in range(1, 4):
+        pair.step(i)
+    found, wanted = (k.factors("twin.0")[1] for k in (pair.ours, pair.reference))
+    assert (found - wanted).abs().max() > 1e-6, "factors of two layers were added up unnoticed"
 
 
 @scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
