@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from optfuse._check import parameters_of
 from optfuse._clip import Gradients
+from optfuse._kfac.amp import note_scale
 from optfuse._link import link_of
 from optfuse._native import FORWARD
 from optfuse._options import is_fused
@@ -47,6 +48,7 @@ def install() -> None:
     def unscale_grads(
         self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        note_scale(self, optimizer)
         if _folds(optimizer, inv_scale, found_inf) and _unscale(optimizer, inv_scale, found_inf):
             return {found_inf.device: found_inf}
         return stock(self, optimizer, inv_scale, found_inf, allow_fp16)

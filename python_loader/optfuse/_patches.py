@@ -101,15 +101,10 @@ PATCHES = (
     ),
     Patch(
         "torch.amp.GradScaler._unscale_grads_",
-        "the division by the scale is left to the update, which reads the gradients anyway",
+        "the division by the scale is left to the update, which reads the gradients anyway; and "
+        "K-FAC has to know the scale",
         ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
         asked_by="torch.amp.GradScaler.unscale_",
-    ),
-    Patch(
-        "torch.amp.GradScaler.unscale_",
-        "K-FAC has seen gradients with this scale, and has to know it",
-        ("self", "optimizer"),
-        asked_by="torch.amp.GradScaler.step",
     ),
     Patch(
         "torch.amp.GradScaler.step",

@@ -27,7 +27,7 @@ from optfuse._check import (
     optional,
     whole,
 )
-from optfuse._layers import Layer, layers_of
+from optfuse._layers import Layer, check_skip, layers_of
 from optfuse._native import Error
 
 #: of_reorder_schedule of plugin/reorder.h, in its order.
@@ -314,7 +314,7 @@ def reorder(
         of MultiheadAttention are reordered wherever they are, other layers stay as they are.
     network: "auto": seconds a message and seconds a byte, instead of a measurement.
     await_reduction: "auto": as fuse() has it.
-    skip: names of modules that stay as they are.
+    skip: names of modules that stay as they are, with all that is in them.
 
     Returns a Reordering: .plan is a table, .extra_bytes the memory it costs, .remove() ends it;
     it is a context manager, too.
@@ -324,6 +324,7 @@ def reorder(
     the layers; and in backward if a gradient is changed in place while its dW waits.
     """
     _process.start()
+    check_skip(model, frozenset(skip), "reorder()")
     layers = layers_of(model, frozenset(skip), "reorder()")
     if not layers:
         raise Error("optfuse: reorder() found no Linear or Conv2d layer with a weight to train")

@@ -106,14 +106,15 @@ at::Tensor linear_nd(const LayerUse &use, const at::Tensor &x, const at::Tensor 
                      const at::Tensor &bias) {
     if (x.dim() == 2)
         return linear_2d(use, x, w, bias);
-    if (x.dim() == 1) {
+    const bool flattens = bias.defined() && x.is_contiguous();
+    if (x.dim() == 1 && !flattens) {
         at::Tensor y = linear_2d(use, x.unsqueeze(0), w, at::Tensor()).squeeze_(0);
         return bias.defined() ? y.add_(bias) : y;
     }
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = w.size(0);
     const at::Tensor rows = x.reshape({-1, x.size(-1)});
-    if (bias.defined() && x.is_contiguous())
+    if (flattens)
         return linear_2d(use, rows, w, bias).view(sizes);
     at::Tensor y = at::_unsafe_view(linear_2d(use, rows, w, at::Tensor()), sizes);
     return bias.defined() ? y.add_(bias) : y;

@@ -29,7 +29,7 @@ def of(**choices):
 
 LINEAR = of(
     kind=["linear"],
-    dims=[2, 3, 4],
+    dims=[1, 2, 3, 4],
     x=["contiguous", "transposed", "sliced", "expanded"],
     weight=["rows", "columns", "sliced"],
     dy=["contiguous", "transposed", "expanded"],
@@ -57,6 +57,8 @@ CASES = LINEAR + CONV
 def laid_out(how, *shape, dtype, generator):
     """Random numbers of this shape that lie so."""
     shape = list(shape)
+    if how == "transposed" and len(shape) == 1:
+        return torch.randn(2 * shape[0], generator=generator).to(dtype)[::2]
     if how == "transposed" or how == "columns":
         shape[-1], shape[-2] = shape[-2], shape[-1]
     elif how == "sliced":
@@ -84,8 +86,8 @@ def linear_of(case, generator):
     weight = laid_out(case["weight"], outputs, inputs, **how)
     layer.weight = nn.Parameter(weight)
     lead = (2, 3, 4)[: case["dims"] - 1]
-    x = expanded(laid_out(case["x"], *lead, inputs, **how), case["x"], lead[0])
-    dy = expanded(laid_out(case["dy"], *lead, outputs, **how), case["dy"], lead[0])
+    x = expanded(laid_out(case["x"], *lead, inputs, **how), case["x"], (*lead, inputs)[0])
+    dy = expanded(laid_out(case["dy"], *lead, outputs, **how), case["dy"], (*lead, outputs)[0])
     return layer, x, dy
 
 
@@ -134,7 +136,7 @@ def play(case, choice=None):
     reordering = optfuse.reorder(model, **choice) if choice else None
     y = model(Handed.apply(leaf) if case["needs_dx"] else leaf)
     y.backward(dy)
-    rows = reordering.plan.rows if reordering and case.get("batched", True) else ()
+    rows = reordering.plan.rows if reordering else ()
     if reordering:
         reordering.remove()
     found = {"y": y.detach(), "dx": leaf.grad}
@@ -146,7 +148,7 @@ def difference(case, name):
     """What differs from stock under this schedule; an empty string: nothing."""
     stock, _ = play(case)
     ours, rows = play(case, SCHEDULES[name])
-    if case.get("batched", True) and (not rows or (rows[0].turn is None) != (name == "stock")):
+    if not rows or (rows[0].turn is None) != (name == "stock"):
         return f"the schedule was not obeyed: {rows}"
     for what, b in stock.items():
         a = ours[what]

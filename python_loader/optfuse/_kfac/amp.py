@@ -39,27 +39,24 @@ def kfac_of(optimizer: Any) -> Scaled | None:
     return found() if found else None
 
 
-@functools.cache
+def note_scale(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Its gradients are about to be divided by the scale."""
+    kfac = kfac_of(optimizer)
+    if kfac is not None:
+        kfac.scale = scaler.get_scale()
+
+
 def install() -> None:
     """Once per process."""
-    stock_unscale = torch.amp.GradScaler.unscale_
-    stock_step = torch.amp.GradScaler.step
+    stock = torch.amp.GradScaler.step
 
-    @functools.wraps(stock_unscale)
-    def unscale(self: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        stock_unscale(self, optimizer)
-        kfac = kfac_of(optimizer)
-        if kfac is not None and self.is_enabled():
-            kfac.scale = self.get_scale()
-
-    @functools.wraps(stock_step)
+    @functools.wraps(stock)
     def step(self: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         kfac = kfac_of(optimizer)
         before = kfac.steps if kfac else 0
-        returned = stock_step(self, optimizer, *args, **kwargs)
+        returned = stock(self, optimizer, *args, **kwargs)
         if kfac is not None and kfac.steps == before:
             kfac.discard()
         return returned
 
-    replace(torch.amp.GradScaler, "unscale_", unscale)
     replace(torch.amp.GradScaler, "step", step)

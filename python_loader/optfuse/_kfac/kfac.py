@@ -575,7 +575,7 @@ def kfac(
         second collection). network: seconds a message and seconds a byte, or None: measured.
     placement: who inverts: "balanced" (by the cube of the size; below 1,024 rows all do),
         "round_robin" or "everywhere".
-    skip: names of modules that are left to the optimizer.
+    skip: names of modules that are left to the optimizer, with all that is in them.
     missing: "error", or "skip": a layer without a use since the last step keeps its gradient.
     rows: how many samples each process has, if not all have as many, with a loss that is the mean
         over its own.
@@ -584,7 +584,6 @@ def kfac(
     in step() for what would make factors wrong, before anything has changed.
     """
     _process.start()
-    amp.install()
     _refuse_backward_mode(optimizer)
     if isinstance(model, DistributedDataParallel):
         process_group = process_group or model.process_group
