@@ -22,6 +22,7 @@
 #include <unordered_map>
 
 #include "error.h"
+#include "gpu/device.h"
 #include "layers/layer.h"
 #include "layers/tasks.h"
 
@@ -198,7 +199,9 @@ const c10::TensorImpl *leaf_of(const at::Tensor &w) {
 }
 
 void put_kernels(Registry &known) {
-    for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+    const auto gpu = gpu_type() == c10::DeviceType::CUDA ? c10::DispatchKey::AutogradCUDA
+                                                         : c10::DispatchKey::AutogradPrivateUse1;
+    for (const auto key : {c10::DispatchKey::AutogradCPU, gpu}) {
         auto library =
             std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
         library->impl("linear", linear);
