@@ -15,20 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from optfuse import _process
-from optfuse._auto import measured_network
 from optfuse._check import argument, checked, parameters_of
-from optfuse._kfac import amp, groups, messages
+from optfuse._kfac import amp, messages
 from optfuse._kfac.arguments import OPTIONS, POSITIVE, STEPS
-from optfuse._kfac.inverses import Factor, invert, owners
+from optfuse._kfac.factors import Factors
+from optfuse._kfac.gradients import precondition
+from optfuse._kfac.inverses import Factor, factored, invert, owners
 from optfuse._kfac.layers import FACTORS, Preconditioned, sorted_layers
 from optfuse._layers import check_skip
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, Error
 from optfuse._options import is_fused
 
-#: Collections before messages are planned. The first is slower than those that follow.
-_WARM_UP = 2
-_THRESHOLD = 25 << 20  # bytes of a message of "threshold", as of DistributedDataParallel's buckets
 _AMP = "_step_supports_amp_scaling"
 _ENTRIES = {"step", "collections", "layers", "order", "group"}  # of a state
 
@@ -75,22 +73,12 @@ class KFAC:
         self._optimizer = weakref.ref(optimizer)
         self._layers, self._others = sorted_layers(model, frozenset(options["skip"]))
         _check_layers(self._layers, optimizer)
-        like = _like(self._layers)
-        self._sizes = [d for layer in self._layers for d in layer.sizes]
-        self._running = [_packed_identity(d, like) for d in self._sizes]
-        self._inverses: list[Tensor] | None = None
-        self.steps = self._collections = self._messages = 0
-        self.scale = 1.0
-        self._arrangement = messages.first(len(self._layers))
-        self._group = groups.own(group)
-        self._processes = self._group.size() if self._group else 1
+        self._factors = Factors(self._layers, group, options["fusion"], options["network"])
         self.rows = options["rows"]
-        self._owners = owners(options["placement"], self._sizes, self._processes)
+        self._owners = owners(options["placement"], self._factors.sizes, self._factors.processes)
+        self._inverses: list[Tensor] | None = None
+        self.steps = 0
         self._collects = self._is_on("factors_every", 0)
-        self._handle = self._start(like)
-        self._finalizer = weakref.finalize(
-            self, torch.ops.optfuse.stop_collecting, self._handle, False
-        )
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._saved_amp = optimizer.__dict__.get(_AMP)
         # GradScaler then unscales the gradients before step(), and skips it.
@@ -98,21 +86,31 @@ class KFAC:
         amp.know(optimizer, self)
         self._begin()
 
+    @property
+    def scale(self) -> float:
+        """Of the loss, of which gradients have been seen since the last step()."""
+        return self._factors.scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self._factors.scale = scale
+
     # What users call
 
     @property
     def rows(self) -> list[float] | None:
         """Samples in the batch of each process, from the next collection on; None: all alike."""
-        return self._rows
+        return self._factors.rows
 
     @rows.setter
     def rows(self, rows: Sequence[float] | None) -> None:
-        if rows is not None and len(rows) != self._processes:
+        processes = self._factors.processes
+        if rows is not None and len(rows) != processes:
             raise Error(
-                f"optfuse: KFAC.rows has {len(rows)} numbers, and there are {self._processes} "
+                f"optfuse: KFAC.rows has {len(rows)} numbers, and there are {processes} "
                 "processes; give the samples of each"
             )
-        self._rows = None if rows is None else [float(n) for n in rows]
+        self._factors.rows = None if rows is None else [float(n) for n in rows]
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Copies of the running factors of a layer, A (inputs, and 1 for a bias) and G (outputs),
@@ -125,35 +123,31 @@ class KFAC:
                 + ", ".join(names)
             )
         slot = 2 * names.index(name)
-        a, g = (
-            torch.ops.optfuse.unpack_factor(self._running[n], self._sizes[n], 0.0)
-            for n in (slot, slot + 1)
-        )
-        return a, g
+        return self._factors.unpacked(slot), self._factors.unpacked(slot + 1)
 
     def summary(self) -> KFACSummary:
         inverses = self._inverses or []
         return KFACSummary(
             {layer.name: layer.sizes for layer in self._layers},
             dict(self._others),
-            2 * sum(t.nbytes for t in self._running),
+            2 * sum(t.nbytes for t in self._factors.running),
             sum(t.nbytes for t in inverses),
             self.steps,
-            self._messages,
+            self._factors.messages,
         )
 
     def discard(self) -> None:
         """Drops what the layers have contributed since the last step(), as after a batch that is
         given up. All processes call it."""
         self._check_there()
-        self._end()
+        self._factors.end()
         self._begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Running factors and inverses, packed (upper triangles by rows); the step; and how
         messages are arranged, which decides how sums are rounded. Copies."""
         self._check_there()
-        packed = [t.clone() for t in self._running]
+        packed = [t.clone() for t in self._factors.running]
         inverses = [torch.ops.optfuse.pack_factor(t) for t in self._inverses or []]
         layers = {}
         for n, layer in enumerate(self._layers):
@@ -165,10 +159,10 @@ class KFAC:
             layers[layer.name] = of_layer
         return {
             "step": self.steps,
-            "collections": self._collections,
+            "collections": self._factors.collections,
             "layers": layers,
-            "order": list(self._arrangement.order),
-            "group": list(self._arrangement.group),
+            "order": list(self._factors.arrangement.order),
+            "group": list(self._factors.arrangement.group),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,27 +184,29 @@ class KFAC:
                 f"optfuse: this state of KFAC is of another model: layer {differing[0]!r} has "
                 f"factors of {theirs.get(differing[0])} in it, and of {ours.get(differing[0])} here"
             )
-        self._end()
+        self._factors.end()
         states = [layers[layer.name] for layer in self._layers]
         packed = [state[factor] for state in states for factor in FACTORS]
-        for running, loaded in zip(self._running, packed, strict=True):
+        for running, loaded in zip(self._factors.running, packed, strict=True):
             running.copy_(loaded)
         self._inverses = None
         if all("A_inverse" in state for state in states):
             inverses = [state[f"{factor}_inverse"] for state in states for factor in FACTORS]
             self._inverses = [
                 torch.ops.optfuse.unpack_factor(packed.to(running), d, 0.0)
-                for packed, running, d in zip(inverses, self._running, self._sizes, strict=True)
+                for packed, running, d in zip(
+                    inverses, self._factors.running, self._factors.sizes, strict=True
+                )
             ]
-        self.steps, self._collections = state_dict["step"], state_dict["collections"]
+        self.steps, self._factors.collections = state_dict["step"], state_dict["collections"]
         self._collects = self._is_on("factors_every", self.steps)
-        self._arrange(messages.Arrangement(state_dict["order"], state_dict["group"]))
+        self._factors.arrange(messages.Arrangement(state_dict["order"], state_dict["group"]))
         self._begin()
 
     def remove(self) -> None:
         """From here on the gradients are the optimizer's alone. All processes call it; twice does
         nothing."""
-        if not self._finalizer.detach():
+        if not self._factors.is_alive:
             return
         self._hook.remove()
         optimizer = self._optimizer()
@@ -219,12 +215,10 @@ class KFAC:
             optimizer.__dict__.pop(_AMP, None)
             if self._saved_amp is not None:
                 optimizer.__dict__[_AMP] = self._saved_amp
-        torch.ops.optfuse.stop_collecting(self._handle, True)
-        if self._group is not None:
-            groups.give_back(self._group)
+        self._factors.stop()
 
     def _check_there(self) -> None:
-        if not self._finalizer.alive:
+        if not self._factors.is_alive:
             raise Error("optfuse: this KFAC has been removed; call optfuse.kfac() for another one")
 
     # A step
@@ -246,12 +240,13 @@ class KFAC:
         damping = float(self._scheduled("damping", self.steps)) if inverts else 0.0
         collects = self._is_on("factors_every", self.steps + 1)
         with torch.no_grad():
-            skipped = self._commit() if self._collects else set()
+            missing = self._commit() if self._collects else set()
             if inverts:
                 self._invert(damping)
-            self._precondition(optimizer, skipped)
+            assert self._inverses is not None
+            precondition(self._layers, self._inverses, optimizer, self._options["kl_clip"], missing)
         self.steps += 1
-        self.scale = 1.0
+        self._factors.scale = 1.0
         self._collects = collects
         self._begin()
 
@@ -274,233 +269,28 @@ class KFAC:
                     "remove() on the KFAC, then kfac() again"
                 )
 
-    # Factors
-
-    def _start(self, like: Tensor) -> int:
-        handle: int = torch.ops.optfuse.collect_factors(
-            [layer.weight for layer in self._layers],
-            [layer.name for layer in self._layers],
-            [layer.bias is not None for layer in self._layers],
-            like,
-            self._group.group_name if self._group else "",
-        )
-        order = self._arrangement
-        torch.ops.optfuse.arrange_factors(handle, order.order, order.group)
-        return handle
-
     def _begin(self) -> None:
-        """Before the passes of a step, of which the factors may be to be collected."""
-        if not self._collects:
-            return
-        weight = 1.0
-        if self._rows is not None:
-            mine = self._rows[self._group.rank() if self._group else 0]
-            weight = mine * self._processes / sum(self._rows)
-        torch.ops.optfuse.begin_factors(self._handle, weight)
-
-    def _end(self) -> Tensor:
-        """Ends a collection, if one runs. Of each slot: uses, rows, when it was complete,
-        whether a part came late."""
-        told: Tensor = torch.ops.optfuse.end_factors(self._handle)
-        torch.ops.optfuse.wait_for_factors(self._handle)
-        return told
+        if self._collects:
+            self._factors.begin()
 
     def _commit(self) -> set[int]:
-        """Merges the collection into the running factors. Returns the layers that have none."""
-        told = self._end()
-        rows, late, missing = self._exchange(told)
-        if late and self._group is not None:
-            dist.all_reduce(torch.ops.optfuse.late_factors(self._handle), group=self._group)
-        elif late:
-            torch.ops.optfuse.late_factors(self._handle)
-        self._check_finite(late)
-        decay = self._options["decay"]
-        for n in range(len(self._layers)):
-            if n in missing:
-                continue
-            to_g = rows[n] / (self._processes * self.scale) ** 2
-            for slot, by in ((2 * n, 1 / rows[n]), (2 * n + 1, to_g)):
-                torch.ops.optfuse.merge_factor(
-                    self._handle, slot, self._running[slot], decay, (1 - decay) * by, late
-                )
-        self._collections += 1
-        self._messages = torch.ops.optfuse.sent_factors(self._handle)
-        if self._collections == _WARM_UP and self._group is not None:
-            self._plan_messages(told[:, 2].tolist())
-        return missing
-
-    def _exchange(self, told: Tensor) -> tuple[list[float], bool, set[int]]:
-        """The rows of each layer on all processes; whether anything came late; the layers without
-        a contribution. What one process finds wrong, all raise."""
-        uses, rows, late = told[:, 0].view(-1, 2), told[::2, 1], told[:, 3].any()
-        mine = torch.stack(
-            [
-                rows,
-                (uses[:, 0] == 0).double(),
-                (uses[:, 0] != uses[:, 1]).double(),
-                late.expand_as(rows).double(),
-            ]
-        ).to(self._running[0].device)
-        said = [mine]
-        if self._group is not None:
-            said = [torch.empty_like(mine) for _ in range(self._processes)]
-            dist.all_gather(said, mine, group=self._group)
-        # Of each process and layer.
-        all_rows, none, torn, any_late = torch.stack(said, 1).cpu()
-        missing = set(none.any(0).nonzero().flatten().tolist())
-        self._check_uses(uses, missing, torn.any(0))
-        self._check_rows(all_rows, missing)
-        return all_rows.sum(0).tolist(), bool(any_late.any()), missing
-
-    def _check_rows(self, rows: Tensor, missing: set[int]) -> None:
-        """Of each process and layer."""
-        seen = [n for n in range(len(self._layers)) if n not in missing]
-        unequal = [n for n in seen if (rows[:, n] != rows[0, n]).any().item()]
-        if self._rows is None:
-            differing, way = unequal[:1], "give kfac(rows=[...]) or set KFAC.rows"
-        else:
-            # A layer may have as many rows on each process all the same.
-            given = torch.tensor(self._rows, dtype=torch.float64)
-            told = given * rows.sum(0)[:, None] == rows.T * given.sum()
-            is_equal = bool((given == given[0]).all())
-            asked = unequal if unequal or is_equal else seen
-            differing, way = [n for n in asked if not told[n].all()][:1], "correct rows="
-        for n in differing:
-            raise Error(
-                f"optfuse: the rows of layer {self._layers[n].name!r} on the processes are "
-                f"{rows[:, n].int().tolist()}, and not in the ratio of their batches, "
-                f"{self._rows or 'which are taken for equal'}; {way} to the samples of each "
-                "process before the forward pass. Nothing has changed"
-            )
-
-    def _check_uses(self, uses: Tensor, missing: set[int], differ: Tensor) -> None:
-        if missing and self._options["missing"] == "error":
-            names = ", ".join(repr(self._layers[n].name) for n in sorted(missing))
-            raise Error(
-                f"optfuse: no use of layer {names} was seen since the last step(), on one process "
-                "at least. Leave it to the optimizer with kfac(skip=[...]), or this step's "
-                'gradient as it is with missing="skip". Code of torch.compile or torch.export, '
-                "and MultiheadAttention with different queries and keys, compute layers in ways "
-                "that can't be seen. Nothing has changed"
-            )
-        torn = [n for n in differ.nonzero().flatten().tolist() if n not in missing]
-        if torn:
-            forward, backward = (int(times) for times in uses[torn[0]])
-            raise Error(
-                f"optfuse: layer {self._layers[torn[0]].name!r} was used {forward} times in "
-                f"forward passes since the last step(), and {backward} times in backward passes "
-                "(on this process), so its factors would be of different batches. Evaluate under "
-                "torch.no_grad(); give a batch up with KFAC.discard(); call backward() once for "
-                "each forward pass; or skip the layer with kfac(skip=[...]). Nothing has changed"
-            )
-
-    def _check_finite(self, late: bool) -> None:
-        sums = torch.ops.optfuse.sums_of_factors(self._handle)
-        finite = sums.isfinite().all()
-        if late:
-            finite = finite & torch.ops.optfuse.late_factors(self._handle).isfinite().all()
-        if not finite.item():
-            raise Error(
-                "optfuse: the inputs of a layer, or the gradients of its outputs, have infinities "
-                "or NaN, and the weights' gradients with them. The factors and the weights are as "
-                "they were; leave out this step()"
-            )
-
-    def _plan_messages(self, complete: list[float]) -> None:
-        group = self._group
-        assert group is not None
-        link = self._options["network"]
-        if link is None and self._options["fusion"] in ("paper", "planned"):
-            link = measured_network(group)
-        arrangement = messages.arrange(
-            self._options["fusion"],
-            _THRESHOLD,
-            self._layers,
-            self._running[0].element_size(),
-            complete,
-            link or (0.0, 0.0),
-        )
-        self._arrange(messages.agreed(arrangement, group))
-
-    def _arrange(self, arrangement: messages.Arrangement) -> None:
-        torch.ops.optfuse.arrange_factors(self._handle, arrangement.order, arrangement.group)
-        self._arrangement = arrangement
-
-    # Gradients
+        try:
+            return self._factors.commit(self._options["decay"], self._options["missing"] == "skip")
+        except Error:
+            self._begin()  # what comes now may be right
+            raise
 
     def _invert(self, damping: float) -> None:
+        of = self._factors
         factors = []
         for n, layer in enumerate(self._layers):
             dampings = (damping, damping)
             if self._options["split"] == "pi":
-                dampings = self._factored(n, damping)
-            for at, factor in enumerate(FACTORS):
-                slot = 2 * n + at
+                dampings = factored(of.unpacked(2 * n), of.unpacked(2 * n + 1), damping)
+            for slot, factor, added in zip((2 * n, 2 * n + 1), FACTORS, dampings, strict=True):
                 name = f"{factor} of layer {layer.name!r}"
-                factors.append(Factor(name, self._running[slot], self._sizes[slot], dampings[at]))
-        self._inverses = invert(factors, self._owners, self._group)
-
-    def _factored(self, n: int, damping: float) -> tuple[float, float]:
-        """Of A and of G (arXiv 1503.05671, section 6.3)."""
-        a, g = (
-            torch.ops.optfuse.unpack_factor(self._running[slot], self._sizes[slot], 0.0)
-            .diagonal()
-            .mean()
-            .item()
-            for slot in (2 * n, 2 * n + 1)
-        )
-        pi = (a / g) ** 0.5 if a > 0 and g > 0 else 1.0
-        return float(pi * damping**0.5), float(damping**0.5 / pi)
-
-    def _precondition(self, optimizer: Optimizer, skipped: set[int]) -> None:
-        rates = {id(p): float(g["lr"]) for g in optimizer.param_groups for p in g["params"]}
-        assert self._inverses is not None
-        found: list[tuple[Tensor, Tensor]] = []  # gradients, and what they are to be
-        product = torch.zeros((), dtype=torch.float64, device=self._running[0].device)
-        for n, layer in enumerate(self._layers):
-            parameters = layer.parameters()
-            if n in skipped or any(p.grad is None for p in parameters):
-                continue
-            matrix = _matrix(layer, self._running[0].dtype)
-            better = self._inverses[2 * n + 1] @ matrix @ self._inverses[2 * n]
-            for p, old, new in zip(
-                parameters, _columns(layer, matrix), _columns(layer, better), strict=True
-            ):
-                assert p.grad is not None
-                product += rates[id(p)] ** 2 * (old * new).sum()
-                found.append((p.grad, new))
-        clip = self._options["kl_clip"]
-        nu = 1.0 if clip is None else (clip / product.abs()).sqrt().clamp_max(1.0)
-        for gradient, new in found:
-            gradient.copy_((new * nu).view_as(gradient))
-
-
-def _matrix(layer: Preconditioned, dtype: torch.dtype) -> Tensor:
-    """The layer's gradient, (outputs, inputs), with that of a bias as the last column."""
-    assert layer.weight.grad is not None
-    matrix = layer.weight.grad.reshape(layer.outputs, layer.inputs).to(dtype)
-    if layer.bias is None:
-        return matrix
-    assert layer.bias.grad is not None
-    return torch.cat([matrix, layer.bias.grad.to(dtype)[:, None]], 1)
-
-
-def _columns(layer: Preconditioned, matrix: Tensor) -> list[Tensor]:
-    """Of the weight, and of the bias."""
-    weight = matrix[:, : layer.inputs]
-    return [weight] if layer.bias is None else [weight, matrix[:, layer.inputs]]
-
-
-def _packed_identity(d: int, like: Tensor) -> Tensor:
-    identity = torch.eye(d, dtype=like.dtype, device=like.device)
-    packed: Tensor = torch.ops.optfuse.pack_factor(identity)
-    return packed
-
-
-def _like(layers: Sequence[Preconditioned]) -> Tensor:
-    wide = any(layer.weight.dtype == torch.float64 for layer in layers)
-    dtype = torch.float64 if wide else torch.float32
-    return torch.empty(0, dtype=dtype, device=layers[0].weight.device)
+                factors.append(Factor(name, of.running[slot], of.sizes[slot], added))
+        self._inverses = invert(factors, self._owners, of.group)
 
 
 def _refuse_backward_mode(optimizer: Optimizer) -> None:

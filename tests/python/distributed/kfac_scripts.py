@@ -327,17 +327,26 @@ def ranks_that_use_layers_in_another_order(mode, fusion):
     pair.check()
 
 
+@scenario("stock", each={"fusion": "each", "messages": 10}, all={"fusion": "all", "messages": 1})
+def as_many_messages_as_the_fusion_says(mode, fusion, messages):
+    """From the third collection on, once they are planned."""
+    pair = Pair(mode, fusion=fusion, **SELDOM)
+    for i in range(6):
+        pair.step(i)
+    assert pair.ours.kfac.summary().messages == messages, pair.ours.kfac.summary()
+
+
 @scenario("stock")
 def a_mutant_that_sends_in_the_order_of_arrival(mode):
     """The test above would find it."""
     pair = Pair(mode, fusion="each", **SELDOM)
     pair.step(0)
     kfac = pair.ours.kfac
-    order = list(kfac._arrangement.order)
+    order = list(kfac._factors.arrangement.order)
     if pair.rank == 0:
         twins = [order.index(2 * LAYERS.index(name) + 1) for name in ("twin.0", "twin.1")]
         order[twins[0]], order[twins[1]] = order[twins[1]], order[twins[0]]
-    kfac._arrange(messages.Arrangement(order, kfac._arrangement.group))
+    kfac._factors.arrange(messages.Arrangement(order, kfac._factors.arrangement.group))
     for i in range(1, 4):
         pair.step(i)
     found, wanted = (k.factors("twin.0")[1] for k in (pair.ours, pair.reference))
