@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import compare
+import convergence
 import distributed
 import kernels
+import kfac
 import launch
 import memory
 import reorder
@@ -41,9 +43,12 @@ SECTIONS = {
     "survey": survey.section,
     "distributed": distributed.section,
     "reorder": reorder.section,
+    "kfac": kfac.section,
+    "convergence": convergence.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
+OF_ANY_OPTIMIZER = ("survey", "kernels", "reorder", "kfac", "convergence")
 HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
   grid     five models, three batches each, and the floor: an update's bytes alone
@@ -52,7 +57,9 @@ HELP = """sections:
   launch   instructions of the host around an update, for a CPU and for a GPU
   survey   which optimizers of other packages fuse after register(); see --packages
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp
-  reorder  the same, with weight gradients in another order"""
+  reorder  the same, with weight gradients in another order
+  kfac     K-FAC: its messages behind a slow link, the paper's schemes, what steps cost
+  convergence  steps to a fixed loss: SGD, AdamW, Muon, and K-FAC"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
 SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
@@ -142,9 +149,7 @@ def describe(chosen: argparse.Namespace) -> None:
 
 def file_of(chosen: argparse.Namespace, section: str) -> Path:
     """Named for what the figures depend on, but for the machine."""
-    words = (
-        [section] if section in ("survey", "kernels", "reorder") else [section, chosen.optimizer]
-    )
+    words = [section] if section in OF_ANY_OPTIMIZER else [section, chosen.optimizer]
     words += ["cuda"] if chosen.device == "cuda" else []
     words += ["1-thread"] if torch.get_num_threads() == 1 and section != "survey" else []
     words += [model.lower() for model in chosen.model or ()]

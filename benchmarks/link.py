@@ -7,10 +7,13 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Link:
         self.is_slow = True  # else messages that are sent from now on take no longer than gloo
         self.buckets: list[int] = []  # bytes of the messages of the last complete pass
         self._pass: list[int] = []
+        self.log: list[tuple[float, float]] = []  # of each message, when it was sent and arrived
         self._free = 0.0  # when the last message has arrived; of the wire's thread
         self._wire = ThreadPoolExecutor(1)
         self._receiver = ThreadPoolExecutor(1)
@@ -41,10 +45,14 @@ class Link:
     def mean(self, buffer: Tensor) -> Future[Tensor]:
         """Completes with the buffer when the mean of all ranks is in it."""
         buffer.mul_(1.0 / dist.get_world_size())  # what DDP does without a hook
-        now, work = time.perf_counter(), dist.all_reduce(buffer, async_op=True)
-        arrived: Future[Tensor] = Future()
-        seconds = self.network.seconds(buffer.nbytes) if self.is_slow else 0.0
-        self._wire.submit(self._carry, work, buffer, now, seconds, arrived)
+        return self.carry(dist.all_reduce(buffer, async_op=True), buffer, buffer.nbytes)
+
+    def carry(self, work: dist.Work, result: Result, size: int) -> Future[Result]:
+        """Completes with the result when this work, which has begun, and its time on the link
+        are over."""
+        arrived: Future[Result] = Future()
+        seconds = self.network.seconds(size) if self.is_slow else 0.0
+        self._wire.submit(self._carry, work, result, time.perf_counter(), seconds, arrived)
         return arrived
 
     def note(self, size: int, is_last: bool) -> None:
@@ -57,7 +65,7 @@ class Link:
         self._receiver.shutdown()
 
     def _carry(
-        self, work: dist.Work, buffer: Tensor, sent: float, seconds: float, arrived: Future[Tensor]
+        self, work: dist.Work, result: Result, sent: float, seconds: float, arrived: Future[Result]
     ) -> None:
         due = max(sent, self._free) + seconds
         try:
@@ -67,8 +75,9 @@ class Link:
             return
         now = time.perf_counter()
         self._free = max(due, now)
+        self.log.append((sent, self._free))
         time.sleep(self._free - now)
-        self._receiver.submit(arrived.set_result, buffer)
+        self._receiver.submit(arrived.set_result, result)
 
 
 # register_comm_hook() refuses annotations that are text, as here they all are.
