@@ -43,6 +43,8 @@ FEWEST, MOST = 4, 60  # rounds
 NEVER = 1 << 40
 EVERYWHERE = {"inverses_every": NEVER, "placement": "everywhere"}
 EXPOSURE = {name: {"fusion": name, **EVERYWHERE} for name in FUSIONS}
+GIVEN = "planned, link given"  # else kfac() measures the link
+EXPOSURE[GIVEN] = EXPOSURE["planned"]
 SCHEMES = {
     "D-KFAC": {"fusion": "all", "placement": "everywhere", "inverses_every": 1},
     "MPD-KFAC": {"fusion": "all", "placement": "round_robin", "inverses_every": 1},
@@ -150,7 +152,12 @@ def measure(runs: dict[str, Run], seconds: float, most: int) -> dict[str, Any]:
 
 def train(job: str, options: dict[str, Any]) -> dict[str, Any]:
     gloo()
-    runs = {name: Run(how, options["wide"]) for name, how in JOBS[job].items()}
+    network = Network(**options["network"])
+    given = {"network": (network.latency_ms / 1e3, network.ms_per_mb / 1e9)}
+    runs = {
+        name: Run({**how, **(given if name == GIVEN else {})}, options["wide"])
+        for name, how in JOBS[job].items()
+    }
     found = measure(runs, options["seconds"], options["rounds"])
     states = {name: run.kfac.state_dict() for name, run in runs.items()}
     sizes = [d for both in next(iter(runs.values())).kfac.summary().preconditioned.values()
