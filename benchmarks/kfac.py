@@ -133,7 +133,7 @@ def measure(runs: dict[str, Run], seconds: float, most: int) -> dict[str, Any]:
     for run in runs.values():
         for _ in range(WARM_UP):
             run.iterate(True)
-    while rounds < FEWEST or (spent < seconds and rounds < most):
+    while rounds < min(FEWEST, most) or (spent < seconds and rounds < most):
         for name in shuffled.sample(list(runs), len(runs)):
             done = runs[name].turn()
             pairs[name] += done
@@ -183,7 +183,7 @@ def work(rank: int, folder: str, job: str, options: dict[str, Any]) -> None:
         print(json.dumps(found), flush=True)
     for group in SlowGroup.made:
         group.link.close()
-    os._exit(0)  # process groups of Python do not survive the end of the interpreter
+    dist.destroy_process_group()
 
 
 # Both ranks together
@@ -198,7 +198,7 @@ class Line:
     ms: Interval
     no_delay_ms: Interval  # the same variant
     exposed_ms: Interval  # the median of the differences of pairs
-    waited_ms: Interval  # for messages in step(), as the link saw it
+    waited_ms: Interval  # from the beginning of step() to the factors' last message, then for rows
     simulated_ms: float | None  # to be waited for
 
 
