@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """K-FAC of ResNet-50 on 64 processes, simulated with the planners of optfuse.kfac(), beside the
-paper's measured stages (SPD-KFAC, arXiv 2107.06533: 64 GPUs 2080 Ti, 32 images each).
+measured stages of the authors (SPD-KFAC, arXiv 2107.06533: 64 GPUs 2080 Ti, 32 images each), whose
+sums are the seconds of an iteration that the paper gives.
 
-Taken from the paper, and so no prediction: seconds of passes, of the exposed part of gradients, of
-computing factors and of all inverses on one process; the link a + b m. Computing is spread over
+Taken from the authors, and so no prediction: seconds of passes, of the exposed part of gradients,
+of computing factors and of all inverses on one process; the link a + b m. Computing is spread over
 layers by its operations, an inverse takes c d^3. Broadcasts use the same link as all-reduces."""
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PAPERS_LINK = Network(0.929, 1.4335e-9 / BYTES * 1e9)
 FUSIONS = ("each", "all", "threshold", "paper", "planned")
 THRESHOLD = 25 << 20  # of optfuse.kfac()
 EVERYWHERE_BELOW = 1024
-#: Seconds of ResNet-50's stages, with the sums that the paper's table 3 has.
+#: Seconds of ResNet-50's stages.
 PASSES, GRADIENTS, FACTORS, INVERSES = 0.132, 0.0648, 0.2115, 0.2742
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from optfuse._native import Error
 
 WARM_UP, TIMED = 2, 4  # steps
-_SIZES = (1 << 10, 1 << 22)  # bytes of the messages that are timed
-_ROUNDS = 5
+_SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)  # bytes of the messages that are timed
+_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -44,27 +43,30 @@ def buckets_of(model: nn.Module) -> tuple[int, int]:
     return int(cap), min(first, int(cap))
 
 
-def _seconds(group: dist.ProcessGroup, size: int) -> float:
-    message = torch.zeros(size // 4)
-    rounds = []
-    for _ in range(_ROUNDS):
-        dist.barrier(group)
-        began = time.perf_counter()
-        dist.all_reduce(message, group=group)
-        rounds.append(time.perf_counter() - began)
-    return median(rounds)
+def _seconds(group: dist.ProcessGroup, message: torch.Tensor) -> float:
+    dist.barrier(group)
+    began = time.perf_counter()
+    dist.all_reduce(message, group=group)
+    message[:1].cpu()  # waits for a GPU
+    return time.perf_counter() - began
 
 
-def measured_network(group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """Seconds a message, and a byte: a + b m through two sizes. All processes call it."""
+def measured_network(
+    group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> tuple[float, float]:
+    """Seconds a message, and a byte: the link a + b m that fits the shortest times of messages of
+    several sizes from this device best. All processes call it."""
     if group is None:
         raise Error(
             'optfuse: reorder() with schedule="auto" measures messages between processes, and '
             "there is one; give network=(seconds a message, seconds a byte)"
         )
-    small, large = (_seconds(group, size) for size in _SIZES)
-    per_byte = max(large - small, 0.0) / (_SIZES[1] - _SIZES[0])
-    return max(small - per_byte * _SIZES[0], 0.0), per_byte
+    messages = [torch.zeros(size // 4, device=device) for size in _SIZES]
+    # In turn, and the shortest of each: what comes from outside only adds.
+    rounds = [[_seconds(group, message) for message in messages] for _ in range(_ROUNDS)]
+    shortest = [min(times) for times in zip(*rounds, strict=True)]
+    latency, per_byte = torch.ops.optfuse.fit_link(list(_SIZES), shortest)
+    return latency, per_byte
 
 
 def best_k(

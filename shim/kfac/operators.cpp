@@ -108,6 +108,15 @@ at::Tensor pack_factor(const at::Tensor &matrix) {
     return packed;
 }
 
+// Latency, and seconds a byte, of the link that fits these messages best.
+std::tuple<double, double> fit_link(const std::vector<int64_t> &bytes,
+                                    const std::vector<double> &seconds) {
+    const std::vector<uint64_t> sizes(bytes.begin(), bytes.end());
+    of_link link = {};
+    check(of_fit_link(sizes.data(), seconds.data(), sizes.size(), &link));
+    return {link.latency, link.seconds_per_byte};
+}
+
 // The number of the group of each message. how: of_fusion.
 std::vector<int64_t> fuse_messages(int64_t how, const std::vector<double> &ready,
                                    const std::vector<int64_t> &bytes, double latency,
@@ -180,6 +189,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
           optfuse::merge_factor);
     m.def("unpack_factor(Tensor packed, int d, float damping) -> Tensor", optfuse::unpack_factor);
     m.def("pack_factor(Tensor matrix) -> Tensor", optfuse::pack_factor);
+    m.def("fit_link(int[] bytes, float[] seconds) -> (float, float)", optfuse::fit_link);
     m.def("fuse_messages(int how, float[] ready, int[] bytes, float latency, "
           "float seconds_per_byte, int threshold) -> int[]",
           optfuse::fuse_messages);

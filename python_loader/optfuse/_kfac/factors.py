@@ -186,9 +186,9 @@ class Factors:
             )
 
     def _plan_messages(self, group: dist.ProcessGroup, complete: list[float]) -> None:
-        link = self._network
+        link, device = self._network, self.running[0].device
         if link is None and self._fusion in ("paper", "planned"):
-            link = measured_network(group)
+            link = measured_network(group, device)
         arrangement = messages.arrange(
             self._fusion,
             _THRESHOLD,
@@ -197,7 +197,7 @@ class Factors:
             complete,
             link or (0.0, 0.0),
         )
-        self.arrange(messages.agreed(arrangement, group))
+        self.arrange(messages.agreed(arrangement, group, device))
 
     def arrange(self, arrangement: messages.Arrangement) -> None:
         """Between collections."""

@@ -29,7 +29,8 @@ def own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         found = spare.pop()
         _spare[ranks] = spare
         return found
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    backend = dist.get_backend_config(group)
+    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
 
 
 def give_back(group: dist.ProcessGroup) -> None:

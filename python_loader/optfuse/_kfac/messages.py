@@ -50,8 +50,8 @@ def arrange(
     return Arrangement(order, group)
 
 
-def agreed(arrangement: Arrangement, group: dist.ProcessGroup) -> Arrangement:
-    """That of the first process. All processes of the group call it."""
-    said = torch.tensor([arrangement.order, arrangement.group])
+def agreed(arrangement: Arrangement, group: dist.ProcessGroup, device: torch.device) -> Arrangement:
+    """That of the first process. All processes of the group call it; messages are on the device."""
+    said = torch.tensor([arrangement.order, arrangement.group], device=device)
     dist.broadcast(said, dist.get_global_rank(group, 0), group)
     return Arrangement(*said.tolist())
