@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from optfuse._check import parameters_of
 from optfuse._clip import Gradients
-from optfuse._kfac.amp import note_scale
 from optfuse._link import link_of
 from optfuse._native import FORWARD
 from optfuse._options import is_fused
 from optfuse._patches import replace
+from optfuse._preconditioned import note_scale
 
 
 def _folds(optimizer: Optimizer, *tensors: Tensor) -> bool:

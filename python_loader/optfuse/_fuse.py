@@ -28,10 +28,10 @@ from optfuse._check import (
 from optfuse._choice import rule_of
 from optfuse._classes import become_fused, become_stock, try_with_stock
 from optfuse._ddp import Reduction, check_model, reduction_of
-from optfuse._kfac.amp import kfac_of
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
+from optfuse._preconditioned import kfac_of
 from optfuse._refuse import check_eager, check_optimizer
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step

@@ -13,9 +13,19 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _await, _compiled, _ddp, _fold, _gpu, _patches, _profiling, _raw, _scaled
+from optfuse import (
+    _await,
+    _compiled,
+    _ddp,
+    _fold,
+    _gpu,
+    _patches,
+    _preconditioned,
+    _profiling,
+    _raw,
+    _scaled,
+)
 from optfuse._dtensor import local_of
-from optfuse._kfac import amp
 from optfuse._link import Link, links
 from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD, EVENT_REDUCED, guard
 from optfuse._native import start as start_library
@@ -121,5 +131,5 @@ def start() -> None:
     _fold.install()
     _ddp.install()
     _await.install()
-    amp.install()
+    _preconditioned.install()
     _started = True

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from optfuse import _process
+from optfuse import _preconditioned, _process
 from optfuse._check import argument, checked, parameters_of
-from optfuse._kfac import amp, messages
+from optfuse._kfac import messages
 from optfuse._kfac.arguments import OPTIONS, POSITIVE, STEPS
 from optfuse._kfac.factors import Factors
 from optfuse._kfac.gradients import precondition
@@ -83,7 +83,7 @@ class KFAC:
         self._saved_amp = optimizer.__dict__.get(_AMP)
         # GradScaler then unscales the gradients before step(), and skips it.
         optimizer.__dict__[_AMP] = False
-        amp.know(optimizer, self)
+        _preconditioned.know(optimizer, self)
         self._begin()
 
     @property
@@ -211,7 +211,7 @@ class KFAC:
         self._hook.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
-            amp.forget(optimizer)
+            _preconditioned.forget(optimizer)
             optimizer.__dict__.pop(_AMP, None)
             if self._saved_amp is not None:
                 optimizer.__dict__[_AMP] = self._saved_amp

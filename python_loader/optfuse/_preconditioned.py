@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GradScaler and K-FAC: output gradients are seen scaled, and a skipped step commits nothing."""
+"""Optimizers whose gradients K-FAC preconditions, and GradScaler: gradients of outputs are seen
+scaled, and a skipped step commits nothing."""
 
 from __future__ import annotations
 
