@@ -115,7 +115,7 @@ def sequence(call: str | None) -> list[tuple[Maker, float]]:
     """Parts, and the seconds that are kept for each by those before it."""
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
     full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0)]
-    deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0)]
+    deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (layers, 60.0)]
     short = [*quick, *full[1:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -209,6 +209,15 @@ def bits(plan: Plan) -> Part:
 def transparency(plan: Plan) -> Part:
     limit = 110.0 if plan.quick else 180.0
     return scenarios(plan, "transparency", "transparency", TRANSPARENCY_PROCESSES, limit)
+
+
+def layers(plan: Plan) -> Part:
+    """Those tests of layers that the played GPU passes, too; see tests/run."""
+    names = ("kfac", "kfac_training", "reorder")
+    files = [str(plan.root / "tests" / "python" / f"test_{name}.py") for name in names]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    where = {"OPTFUSE_TEST_ON": "cuda"} if plan.on_gpu else {}
+    return Part("K-FAC and another order of backward", [Command(pytest, where)], 150.0, CHECKS)
 
 
 def controls(plan: Plan) -> Part:

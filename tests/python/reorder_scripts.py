@@ -55,8 +55,14 @@ def mlp(width=8, layers=4):
     return nn.Sequential(*inner, nn.Linear(width, 3))
 
 
+def random(i, *shape):
+    """On the default device; the one that the tests play has no random numbers."""
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
 def x_of(i, n=5, width=8):
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(i))
+    return random(i, n, width)
 
 
 def order_of_backward(model, x, loss=lambda y: y.square().mean()):

@@ -116,7 +116,7 @@ def test_the_budget_is_never_exceeded():
     for memory in (0, 300, 1000, 4000):
         with optfuse.reorder(model, "budget", memory=memory) as reordering:
             for i in range(10):
-                n = int(torch.randint(1, 9, (), generator=generator))
+                n = int(torch.randint(1, 9, (), generator=generator, device="cpu"))
                 model(x_of(i, n)).sum().backward()
             assert reordering.held_bytes[1] <= memory
             assert reordering.held_bytes[0] == 0
