@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from optfuse._native import lib
 from optfuse._patches import call_before
@@ -52,8 +53,25 @@ def is_watched() -> bool:
     return _exposed or get_monitor() is not None or lib.of_shim_is_profiled()
 
 
+#: Global hooks of ours that are done. PyTorch can't lose one while it calls them.
+_retired: list[RemovableHandle] = []
+
+
+def retire(hook: RemovableHandle) -> None:
+    """From inside of the hook: it is removed before the next step() of an optimizer of ours."""
+    _retired.append(hook)
+
+
+def remove_retired() -> None:
+    """Outside of any step()."""
+    while _retired:
+        _retired.pop().remove()
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether its step() calls any, before it updates or afterwards."""
+    if _retired:
+        remove_retired()
     return bool(
         _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks

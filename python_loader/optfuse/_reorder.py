@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from optfuse import _auto, _process
 from optfuse._auto import Times
@@ -29,6 +29,7 @@ from optfuse._check import (
 )
 from optfuse._layers import Layer, check_skip, layers_of
 from optfuse._native import Error
+from optfuse._profiling import remove_retired, retire
 
 #: of_reorder_schedule of plugin/reorder.h, in its order.
 SCHEDULES = ("stock", "last", "reverse_first", "budget", "chosen")
@@ -202,15 +203,21 @@ class Reordering:
 _watching: set[Reordering] = set()
 
 
-@functools.cache
+#: The hook that calls them, while there are some.
+_hook: list[RemovableHandle] = []
+
+
 def _watch_steps() -> None:
-    """Once: PyTorch can't lose a hook while it calls them."""
-    register_optimizer_step_pre_hook(_before_step)
+    remove_retired()
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for reordering in tuple(_watching):
         reordering.before_step()
+    if not _watching and _hook:
+        retire(_hook.pop())
 
 
 def _start(layers: list[Layer], choice: dict[str, Any]) -> int:

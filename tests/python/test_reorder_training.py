@@ -8,6 +8,7 @@ from common import adamw, everything, refused, sgd
 from reorder_scripts import CHOICES, MODES, mlp, random, same_reordered, x_of
 from test_architectures import CALLS, square_of_output
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
@@ -247,3 +248,19 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
         yield "some", torch.autograd.grad(usual(model, 1), inputs)
 
     same_reordered(script, CHOICES["last"])
+
+
+@pytest.mark.parametrize("choice", ({"schedule": "last"}, {"schedule": "auto", "network": (0, 0)}))
+def test_no_hook_of_all_optimizers_stays(choice):
+    """With one, each step() of an optimizer of ours would take PyTorch's longer way."""
+    model = mlp()
+    optimizer = optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):  # a second one is watched, too
+        with optfuse.reorder(model, **choice) as reordering:
+            assert len(_global_optimizer_pre_hooks) == 1
+            for i in range(10):
+                optimizer.zero_grad()
+                model(x_of(i)).sum().backward()
+                optimizer.step()
+            assert not _global_optimizer_pre_hooks
+            assert reordering.plan.choice["schedule"] != "auto"
