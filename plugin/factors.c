@@ -53,13 +53,17 @@ static void put_in_place(of_factors *f) {
     }
 }
 
+static bool have_elements(const size_t *elements, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (elements[i] == 0)
+            return false;
+    return true;
+}
+
 of_status of_factors_create(const size_t *elements, size_t n, const of_factors_host *host,
                             of_factors **out) {
     *out = NULL;
-    for (size_t i = 0; i < n; i++)
-        if (elements[i] == 0)
-            n = 0;
-    if (n == 0 || n > UINT32_MAX) {
+    if (n == 0 || n > UINT32_MAX || !have_elements(elements, n)) {
         of_set_error("factors need slots, each with elements");
         return OF_INVALID;
     }

@@ -7,7 +7,7 @@
  * a group is one message. Messages start in their order, whoever is ready first: so every process
  * calls the same collectives in the same order. A group starts as soon as each of its slots has
  * been used as often as in the collection before; what comes for it later goes into a second
- * buffer, which is sent at the end (arXiv 2107.06533, sections IV-A and IV-B).
+ * buffer, which is sent at the end (arXiv 2107.06533).
  *
  * Any thread may contribute. One at a time does, and launches. */
 #ifndef OPTFUSE_FACTORS_H

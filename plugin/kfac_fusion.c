@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "internal.h"
-#include "kfac_link.h"
+#include "kfac_plan.h"
 
 /* Messages that were checked: no sum of their bytes or seconds overflows. */
 typedef struct messages {

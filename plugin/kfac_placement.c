@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "internal.h"
-#include "kfac_link.h"
+#include "kfac_plan.h"
 
 typedef struct factor {
     uint32_t size;

@@ -12,23 +12,12 @@
 #ifndef OPTFUSE_KFAC_PLAN_H
 #define OPTFUSE_KFAC_PLAN_H
 
+#include "link.h"
 #include "optfuse.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* What carries messages, one after the other: each takes latency + bytes * seconds_per_byte.
- * Neither is negative or infinite. */
-typedef struct of_link {
-    double latency; /* seconds a message */
-    double seconds_per_byte;
-} of_link;
-
-/* The link that fits n measured messages best: the least sum of squared errors in seconds, among
- * links whose two numbers are not negative. OF_INVALID: all messages have the same size, so that
- * the two can't be told apart, or a time is negative or not finite. */
-OF_API of_status of_fit_link(const uint64_t *bytes, const double *seconds, size_t n, of_link *out);
 
 typedef enum of_fusion {
     OF_FUSION_EACH,      /* a message for each factor */

@@ -17,6 +17,7 @@
 #ifndef OPTFUSE_REORDER_H
 #define OPTFUSE_REORDER_H
 
+#include "link.h"
 #include "optfuse.h"
 
 #ifdef __cplusplus
@@ -89,8 +90,7 @@ OF_API uint64_t of_reorder_extra_bytes(const of_layer_work *layers, size_t n,
  * whole layers in the order in which gradients are complete, and closed by the layer with which
  * they reach their cap, or by the end of the backward pass. */
 typedef struct of_network {
-    double latency; /* seconds a message */
-    double seconds_per_byte;
+    of_link link;
     uint64_t bucket_bytes;       /* 0: a message for each layer */
     uint64_t first_bucket_bytes; /* the cap of the first bucket */
 } of_network;
@@ -105,14 +105,13 @@ typedef struct of_reorder_times {
 
 /* Simulates data parallel training of processes that are equally fast. Compute does one task at
  * a time: dX and dW from the last layer to the first, the held dW in their turns, updates, then
- * the next forward pass. So does the network: a bucket is one message, of latency + bytes *
- * seconds_per_byte, which starts when the bucket is closed and the message before it is through.
- * Compute takes up the buckets in their order: it waits for the message, then runs the updates of
- * the bucket. All of them before the forward pass, as DistributedDataParallel waits in backward;
- * with await_first_use each layer of the forward pass takes up as many as it needs. A layer
- * without weight_bytes is in no bucket and waits for none.
- * OF_INVALID: the places are not valid, a time is negative or not finite, or a layer has an update
- * and no weight_bytes. OF_NO_MEMORY. */
+ * the next forward pass. So does the network: a bucket is one message over the link, which starts
+ * when the bucket is closed and the message before it is through. Compute takes up the buckets in
+ * their order: it waits for the message, then runs the updates of the bucket. All of them before
+ * the forward pass, as DistributedDataParallel waits in backward; with await_first_use each layer
+ * of the forward pass takes up as many as it needs. A layer without weight_bytes is in no bucket
+ * and waits for none. OF_INVALID: the places are not valid, a time is negative or not finite, or a
+ * layer has an update and no weight_bytes. OF_NO_MEMORY. */
 OF_API of_status of_reorder_simulate(const of_layer_work *layers, size_t n, const uint32_t *places,
                                      const of_network *network, bool await_first_use,
                                      of_reorder_times *out);

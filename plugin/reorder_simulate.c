@@ -5,7 +5,6 @@
  * Every layer of a forward pass waits for its bucket, so when the next backward pass begins, the
  * network has nothing left to do. So each iteration is like the first, and one is simulated,
  * from the beginning of its backward pass to the end of the next forward pass. */
-#include <float.h>
 #include <stdlib.h>
 
 #include "internal.h"
@@ -36,14 +35,10 @@ static void compute(simulation *s, double seconds) {
     s->times.compute += seconds;
 }
 
-static double later(double a, double b) {
-    return a > b ? a : b;
-}
-
 static void send_bucket(simulation *s) {
     const double network_is_free = s->n_closed ? s->buckets[s->n_closed - 1].through : 0;
-    const double took = s->network->latency + (double)s->open_bytes * s->network->seconds_per_byte;
-    s->buckets[s->n_closed++].through = later(s->now, network_is_free) + took;
+    const double took = of_seconds_over(&s->network->link, s->open_bytes);
+    s->buckets[s->n_closed++].through = of_later(s->now, network_is_free) + took;
     s->times.communication += took;
     s->open_bytes = 0;
 }
@@ -99,15 +94,11 @@ static void forward(simulation *s, bool await_first_use) {
     s->times.iteration = s->now;
 }
 
-static bool is_time(double seconds) {
-    return seconds >= 0 && seconds <= DBL_MAX;
-}
-
 static of_status check_layers(const of_layer_work *layers, size_t n) {
     for (size_t i = 0; i < n; i++) {
         const of_layer_work *l = &layers[i];
-        if (!is_time(l->forward) || !is_time(l->input_gradient) || !is_time(l->weight_gradient) ||
-            !is_time(l->update))
+        if (!of_is_time(l->forward) || !of_is_time(l->input_gradient) ||
+            !of_is_time(l->weight_gradient) || !of_is_time(l->update))
             return of_fail(OF_INVALID,
                            "layer %zu has times of %g, %g, %g and %g s (forward, input gradient, "
                            "weight gradient, update): none may be negative or infinite",
@@ -121,22 +112,13 @@ static of_status check_layers(const of_layer_work *layers, size_t n) {
     return OF_OK;
 }
 
-static of_status check_network(const of_network *network) {
-    if (is_time(network->latency) && is_time(network->seconds_per_byte))
-        return OF_OK;
-    return of_fail(OF_INVALID,
-                   "a network of %g s a message and %g s a byte: neither may be negative or "
-                   "infinite",
-                   network->latency, network->seconds_per_byte);
-}
-
 static of_status check(const of_layer_work *layers, size_t n, const of_network *network,
                        const void *out) {
     if (!network || !out || (n && !layers))
         return of_fail(OF_INVALID, "a simulation needs layers, a network and an output");
     if (n >= OF_REORDER_AT_ONCE)
         return of_fail(OF_INVALID, "%zu layers are more than there are turns", n);
-    const of_status status = check_network(network);
+    const of_status status = of_check_link(&network->link);
     return status == OF_OK ? check_layers(layers, n) : status;
 }
 

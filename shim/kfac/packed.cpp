@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 
 #include "error.h"
-#include "packing.h"
 
 namespace optfuse {
 namespace {

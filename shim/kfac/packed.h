@@ -5,10 +5,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "packing.h"
+
 namespace optfuse {
 
 inline int64_t packed_size(int64_t d) {
-    return d * (d + 1) / 2;
+    return static_cast<int64_t>(of_packed_elements(static_cast<size_t>(d)));
 }
 
 // packed += scale * matrix. packed: contiguous, of packed_size(d) elements; matrix (d, d),

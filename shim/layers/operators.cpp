@@ -93,8 +93,7 @@ std::tuple<int64_t, double, double, double> best_k(int64_t reordering, double la
                                                    int64_t first_bucket_bytes, bool await_first_use,
                                                    int64_t extra) {
     of_network network = {};
-    network.latency = latency;
-    network.seconds_per_byte = seconds_per_byte;
+    network.link = {latency, seconds_per_byte};
     network.bucket_bytes = static_cast<uint64_t>(bucket_bytes);
     network.first_bucket_bytes = static_cast<uint64_t>(first_bucket_bytes);
     size_t k = 0;

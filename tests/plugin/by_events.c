@@ -122,8 +122,8 @@ static bool begin_sending(world *w) {
     for (size_t m = 0; m < w->n_messages && !w->sending; m++) {
         if (!w->messages[m].closed || w->messages[m].arrived)
             continue;
-        const double took =
-            w->network->latency + (double)w->messages[m].bytes * w->network->seconds_per_byte;
+        const double took = w->network->link.latency +
+                            (double)w->messages[m].bytes * w->network->link.seconds_per_byte;
         w->sending = true;
         w->sends = m;
         w->sending_ends = w->clock + took;

@@ -44,8 +44,8 @@ static inline size_t random_layers(of_layer_work *layers) {
 
 static inline of_network random_network(void) {
     return (of_network){
-        .latency = (double)random_below(10),
-        .seconds_per_byte = (double)random_below(3),
+        .link.latency = (double)random_below(10),
+        .link.seconds_per_byte = (double)random_below(3),
         .bucket_bytes = random_below(120),
         .first_bucket_bytes = random_below(40),
     };

@@ -288,7 +288,7 @@ START_TEST(plans_of_weight_gradients_report_it) {
     static const of_layer_work layers[] = {{.input_bytes = 1, .weight_bytes = 1},
                                            {.weight_gradient = 1, .weight_bytes = 1}};
     static const uint32_t places[] = {1, 0};
-    const of_network network = {.latency = 1};
+    const of_network network = {.link = {.latency = 1}};
     of_reorder_times times;
     uint64_t bytes;
     size_t k;

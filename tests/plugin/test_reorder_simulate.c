@@ -32,7 +32,7 @@ static const of_layer_work three[] = {
      .weight_bytes = 1,
      .has_input_gradient = true},
 };
-static const of_network two_seconds_a_byte = {.seconds_per_byte = 2};
+static const of_network two_seconds_a_byte = {.link.seconds_per_byte = 2};
 
 START_TEST(an_iteration_is_that_counted_by_hand) {
     /* dX 2, dW 2, dX 1, dW 1, dW 0: complete at 2, 4, 5; messages through at 4, 6, 8. */
@@ -78,7 +78,7 @@ static double messages(const double *mib, size_t n) {
     of_layer_work layers[MOST_LAYERS] = {{0}};
     uint32_t places[MOST_LAYERS];
     const of_network network = {
-        .latency = 1, .bucket_bytes = 25 << 20, .first_bucket_bytes = 1 << 20};
+        .link.latency = 1, .bucket_bytes = 25 << 20, .first_bucket_bytes = 1 << 20};
     for (size_t i = 0; i < n; i++) {
         layers[n - 1 - i].weight_bytes = (uint64_t)(mib[i] * (1 << 20));
         places[i] = NOW;
@@ -119,7 +119,7 @@ static const of_layer_work wide_first[] = {
      .weight_bytes = 1,
      .has_input_gradient = true},
 };
-static const of_network second_a_byte = {.seconds_per_byte = 1};
+static const of_network second_a_byte = {.link.seconds_per_byte = 1};
 
 START_TEST(the_best_k_of_a_wide_first_layer_gains_what_was_computed_by_hand) {
     of_reorder_times best;
@@ -168,7 +168,7 @@ END_TEST
 static size_t best_k_that_gains(double seconds) {
     const of_layer_work layers[] = {{.weight_bytes = 1000000000},
                                     {.weight_bytes = 1, .weight_gradient = seconds}};
-    const of_network network = {.seconds_per_byte = 1e-9};
+    const of_network network = {.link.seconds_per_byte = 1e-9};
     of_reorder_times best;
     size_t k = 99;
     ck_assert_int_eq(of_reorder_best_k(layers, 2, &network, false, 0, &k, &best), OF_OK);
@@ -256,8 +256,8 @@ static void make_uneven(of_layer_work *layers, size_t n, of_network *network) {
         layers[i].weight_gradient *= 0.7;
         layers[i].update *= 0.011;
     }
-    network->latency *= 1e-3;
-    network->seconds_per_byte *= 0.013;
+    network->link.latency *= 1e-3;
+    network->link.seconds_per_byte *= 0.013;
 }
 
 START_TEST(what_must_hold_for_any_input_does) {
@@ -281,10 +281,10 @@ START_TEST(what_must_hold_for_any_input_does) {
         ck_assert_double_eq_tol(all.compute, used.compute, rounding);
         ck_assert_double_eq(times_of(layers, n, places, none, false).exposed, 0);
         slower = network;
-        slower.latency += 0.5;
+        slower.link.latency += 0.5;
         ck_assert_double_ge(times_of(layers, n, places, slower, true).iteration, used.iteration);
         slower = network;
-        slower.seconds_per_byte *= 1.5;
+        slower.link.seconds_per_byte *= 1.5;
         ck_assert_double_ge(times_of(layers, n, places, slower, false).iteration, all.iteration);
         overlapped += used.iteration < all.iteration - 0.01;
     }
@@ -333,8 +333,8 @@ START_TEST(bad_times_are_refused_and_change_nothing) {
             refused(layers, 2, &second_a_byte, "layer 1 has times of ");
             *fields[f] = 0;
         }
-        refused(layers, 2, &(of_network){.latency = bad[i]}, "s a message");
-        refused(layers, 2, &(of_network){.seconds_per_byte = bad[i]}, "s a byte");
+        refused(layers, 2, &(of_network){.link.latency = bad[i]}, "s a message");
+        refused(layers, 2, &(of_network){.link.seconds_per_byte = bad[i]}, "s a byte");
     }
     of_layer_work none[2] = {{.update = 1}};
     refused(none, 2, &second_a_byte, "layer 0 has an update of 1 s and no weight_bytes");
@@ -365,7 +365,7 @@ END_TEST
 START_TEST(bytes_of_any_size_have_a_time) {
     const of_layer_work huge[] = {{.weight_bytes = UINT64_MAX}, {.weight_bytes = UINT64_MAX}};
     const of_network network = {
-        .seconds_per_byte = 1, .bucket_bytes = UINT64_MAX, .first_bucket_bytes = UINT64_MAX};
+        .link.seconds_per_byte = 1, .bucket_bytes = UINT64_MAX, .first_bucket_bytes = UINT64_MAX};
     const uint32_t stock[] = {NOW, NOW};
     ck_assert_double_eq(times_of(huge, 2, stock, network, false).iteration, 0x1p65);
     const of_layer_work sum[] = {{.weight_bytes = UINT64_MAX}, {.weight_bytes = 5}};

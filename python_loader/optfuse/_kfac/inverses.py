@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Inverses of factors, each computed by one process and sent to the others while the next one is
-computed, or by all (arXiv 2107.06533, section IV-C)."""
+computed, or by all (arXiv 2107.06533)."""
 
 from __future__ import annotations
 

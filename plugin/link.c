@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kfac_link.c: the link that measured messages went over. */
-#include "kfac_link.h"
+/* link.c: the link that measured messages went over. */
+#include "link.h"
 
 #include "internal.h"
 
