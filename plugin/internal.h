@@ -252,7 +252,7 @@ void of_plan_fail(of_plan *plan); /* a launch has failed: notes the message of t
 /* The status of whoever launched: OF_REFUSED and the message after a failure. */
 of_status of_plan_health(const of_plan *plan);
 
-/* reorder.c, reorder_simulate.c, kfac_fusion.c, kfac_placement.c, link.c, factors.c: see their
+/* link.c, reorder.c, reorder_simulate.c, kfac_fusion.c, kfac_placement.c, factors.c: see their
  * headers; they know nothing of plans */
 
 /* registry.c: memory identity -> update, or scaling */
