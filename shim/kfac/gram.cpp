@@ -55,13 +55,8 @@ at::Tensor gram_of_patches(const at::Tensor &images, const ConvOptions &conv,
                            at::IntArrayRef kernel, bool ones, at::ScalarType type) {
     const int64_t d = images.size(1) * kernel[0] * kernel[1], n = images.size(0);
     const auto bytes = static_cast<int64_t>(c10::elementSize(type));
-    int64_t positions = 1;
-    for (size_t i = 0; i < 2; i++) {
-        const int64_t covered = conv.dilation[i] * (kernel[i] - 1) + 1;
-        const int64_t size = images.size(static_cast<int64_t>(i) + 2) + 2 * conv.padding[i];
-        positions *= (size - covered) / conv.stride[i] + 1;
-    }
-    const int64_t at_once = std::max<int64_t>(1, patch_bytes / (bytes * d * positions));
+    const int64_t at_once =
+        std::max<int64_t>(1, patch_bytes / (bytes * d * conv.positions(images.sizes(), kernel)));
     Gram gram(d, ones, images.options().dtype(type));
     for (int64_t at = 0; at < n; at += at_once) {
         const at::Tensor part = images.narrow(0, at, std::min(at_once, n - at)).to(type);

@@ -57,6 +57,16 @@ struct Layer {
 struct ConvOptions {
     std::vector<int64_t> stride, padding, dilation;
     int64_t groups = 1;
+
+    // Of an output, of images of four dimensions and a kernel of two.
+    int64_t positions(at::IntArrayRef images, at::IntArrayRef kernel) const {
+        int64_t n = 1;
+        for (size_t i = 0; i < 2; i++) {
+            const int64_t covered = dilation[i] * (kernel[i] - 1) + 1;
+            n *= (images[i + 2] + 2 * padding[i] - covered) / stride[i] + 1;
+        }
+        return n;
+    }
 };
 
 // Who looks at the inputs of layers and the gradients of their outputs. Any thread calls.

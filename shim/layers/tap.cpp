@@ -148,16 +148,6 @@ std::vector<int64_t> pair_of(Sizes sizes) {
     return found;
 }
 
-int64_t outputs_of(const at::Tensor &x, const at::Tensor &w, const ConvOptions &options) {
-    int64_t n = x.size(0) * w.size(0);
-    for (size_t i = 0; i < 2; i++) {
-        const auto dim = static_cast<int64_t>(i) + 2;
-        const int64_t covered = options.dilation[i] * (w.size(dim) - 1) + 1;
-        n *= (x.size(dim) + 2 * options.padding[i] - covered) / options.stride[i] + 1;
-    }
-    return n;
-}
-
 at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b, Sizes stride,
                   Sizes padding, Sizes dilation, c10::SymInt groups) {
     if (x.dim() == 3) // one image, as at::conv2d takes it
@@ -172,7 +162,9 @@ at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b
         return stock();
     const ConvOptions options{pair_of(stride), pair_of(padding), pair_of(dilation),
                               groups.expect_int()};
-    const LayerUse use = begin_use(known, x, w, bias, outputs_of(x, w, options));
+    const int64_t outputs =
+        x.size(0) * w.size(0) * options.positions(x.sizes(), w.sizes().slice(2));
+    const LayerUse use = begin_use(known, x, w, bias, outputs);
     if (!use.known)
         return stock();
     const at::Tensor y = use.timed(OF_TASK_FORWARD, [&] {
