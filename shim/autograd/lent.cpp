@@ -6,6 +6,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
+#include "guard.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
 
