@@ -14,6 +14,7 @@
 #include "plan.h"
 #include "python/gil.h"
 #include "tensor/arrival.h"
+#include "tensor/exchange.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
@@ -21,7 +22,9 @@
 namespace optfuse {
 namespace {
 
-Plan &plan_at(int64_t address) { return *reinterpret_cast<Plan *>(address); }
+Plan &plan_at(int64_t address) {
+    return *reinterpret_cast<Plan *>(address);
+}
 
 Slot &slot_at(Plan &plan, int64_t index) {
     if (index < 0 || static_cast<size_t>(index) >= plan.slots.size())
@@ -238,7 +241,9 @@ void know_wrappers(int64_t address, int64_t index, const std::vector<at::Tensor>
     set_wrappers(slot_at(plan_at(address), index), wrappers);
 }
 
-at::Tensor consumed_like(const at::Tensor &local) { return make_consumed(local); }
+at::Tensor consumed_like(const at::Tensor &local) {
+    return make_consumed(local);
+}
 
 c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
     c10::List<bool> consumed;
@@ -289,8 +294,7 @@ std::optional<at::Tensor> norms_of_gradients(const std::vector<int64_t> &plans,
 }
 
 std::optional<bool> unscale_gradients(const std::vector<int64_t> &plans,
-                                      const std::vector<int64_t> &slots,
-                                      const at::Tensor &factor) {
+                                      const std::vector<int64_t> &slots, const at::Tensor &factor) {
     const std::vector<GradientOf> of = gradients_of(plans, slots);
     sweep(of);
     return unscale(of, factor);
@@ -340,7 +344,9 @@ void access(const at::Tensor &) {}
 void launch(const at::Tensor &) {}
 
 // For the loader's check that errors arrive as optfuse.Error.
-void raise_error(const std::string &message) { throw Error(message); }
+void raise_error(const std::string &message) {
+    throw Error(message);
+}
 
 } // namespace
 } // namespace optfuse
@@ -386,6 +392,7 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("products_by_cublas() -> int", optfuse::products_by_cublas);
     m.def("seal(Tensor[] tensors) -> int[]", optfuse::seal_all);
     m.def("unseal(Tensor[] tensors) -> ()", optfuse::unseal_all);
+    m.def("exchange(Tensor(a!)[] a, Tensor(b!)[] b, int[] in_place) -> ()", optfuse::exchange);
     m.def("access(Tensor tensor) -> ()", optfuse::access);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);

@@ -9,6 +9,7 @@ Everything else in the training loop stays as it is."""
 from optfuse import optim
 from optfuse._ab.ab import ab
 from optfuse._clip import clip_grad_norm_
+from optfuse._delay import drain
 from optfuse._fuse import flush, fuse, unfuse
 from optfuse._kfac.kfac import KFAC, KFACSummary, kfac
 from optfuse._native import Error
@@ -27,6 +28,7 @@ __all__ = [
     "ab",
     "accumulate",
     "clip_grad_norm_",
+    "drain",
     "flush",
     "fuse",
     "kfac",

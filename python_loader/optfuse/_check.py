@@ -284,6 +284,13 @@ def _network(value: Any) -> tuple[float, float]:
     return latency, per_byte
 
 
+def _delay(value: Any) -> dict[Any, int]:
+    need(isinstance(value, Mapping))
+    need(all(isinstance(key, Tensor | nn.Module) for key in value))
+    steps = whole("", 0)
+    return {key: steps.take(delay) for key, delay in value.items()}
+
+
 def _comm_hook(value: Any) -> tuple[Any, Any]:
     need(isinstance(value, tuple | list) and len(value) == 2, "the state may be None")
     state, hook = value
@@ -305,6 +312,7 @@ SCHEDULE = Kind(
 )
 NETWORK = Kind("a pair (seconds a message, seconds a byte)", _network)
 MEMORY = whole("a number of bytes", 0)
+DELAY = Kind("a mapping of parameters or modules to numbers of steps, at least 0", _delay)
 COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
 PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from optfuse import _products, _step, _stock_trial
+from optfuse import _delay, _products, _step, _stock_trial
 from optfuse._check import parameters_of
 from optfuse._choice import other_counters, why_not_tried
 from optfuse._gpu import is_gpu
@@ -50,14 +50,35 @@ class _Fused:
             optimizer.param_groups.pop()
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        optimizer: Any = self
+        link = link_of(optimizer)
+        found: dict[str, Any] = link.stock.state_dict(optimizer)
+        if link.delayed is not None:
+            found[_delay.KEY] = link.delayed.state(optimizer)
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        optimizer: Any = self
         before = {name: self.__dict__[name] for name in ("state", "param_groups")}
-        link = link_of(self)  # type: ignore[arg-type]
-        link.stock.load_state_dict(self, state_dict)  # type: ignore[arg-type]
+        link = link_of(optimizer)
+        late = state_dict.get(_delay.KEY) if link.delayed is not None else None
+        if link.delayed is not None:
+            link.delayed.check(optimizer, late)
+        link.stock.load_state_dict(optimizer, state_dict)
         if link.rule.as_made and link.rule.counts_on_gpu:
-            _look_at_counters(self, link, before)  # type: ignore[arg-type]
+            _look_at_counters(optimizer, link, before)
+        delayed = link_of(optimizer).delayed
+        if delayed is not None:
+            delayed.load(late)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if link_of(self).delayed is not None:  # type: ignore[arg-type]
+            raise Error(
+                "optfuse: an optimizer with delayed parameters can't be pickled, since the queue "
+                "of their versions would be lost; save its state_dict(), or call "
+                "optfuse.unfuse(optimizer) first"
+            )
         stock = link_of(self).stock  # type: ignore[arg-type]
         return copyreg._reconstructor, (stock, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
@@ -67,8 +88,13 @@ class _Fused:
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
+        delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
-        return become_fused(twin, replace(link.options, eager=eager, reduction=None))
+        options = replace(link.options, eager=eager, reduction=None, delays=delays)
+        become_fused(twin, options)
+        if link.delayed is not None:
+            link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
+        return twin
 
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
@@ -167,6 +193,8 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule | None = No
     """rule: another than its own, for a trial of it."""
     stock = type(optimizer)
     link = Link(optimizer, options, rule)
+    if options.delays:
+        link.delayed = _delay.Delayed(link, optimizer, options)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = fused_class(stock, link.rule.external)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -15,6 +15,7 @@ from optfuse._await import AwaitedLater
 from optfuse._check import (
     COMM_HOOK,
     DATA_PARALLEL,
+    DELAY,
     EAGER,
     FLAG,
     FUSED,
@@ -28,6 +29,7 @@ from optfuse._check import (
 from optfuse._choice import rule_of
 from optfuse._classes import become_fused, become_stock, try_with_stock
 from optfuse._ddp import Reduction, check_model, reduction_of
+from optfuse._delay import delays_of
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
@@ -54,6 +56,8 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
     ddp=optional(DATA_PARALLEL),
     comm_hook=optional(COMM_HOOK),
     await_reduction=one_of("backward", "first_use"),
+    delay=optional(DELAY),
+    weights=one_of("stash", "latest", "average"),
 )
 def fuse(
     optimizer: OptimizerT,
@@ -68,6 +72,8 @@ def fuse(
     ddp: DistributedDataParallel | None = None,
     comm_hook: tuple[Any, Callable[..., Any]] | None = None,
     await_reduction: str = "backward",
+    delay: Mapping[Tensor | nn.Module, int] | None = None,
+    weights: str = "stash",
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -122,6 +128,16 @@ def fuse(
         forward pass, so that backward() and step() return while gradients are on the network.
         Parameters on the CPU only. A communication hook must start all that it communicates
         before it returns.
+    delay: in forward mode, by how many steps the updates of a parameter arrive late, or those of
+        all parameters of a module: D by parameter or module, 0 where nothing is said. The forward
+        pass of batch b then sees the updates of all batches before b - D, as in a pipeline. It
+        changes what is computed (docs/layerpipe.md). Until drain() a parameter is an older
+        version of itself; D newer ones, of its size each, are kept beside it, and in
+        state_dict().
+    weights: with delay, which version of their weights nn.Linear and nn.Conv2d compute the
+        gradients of their inputs with. "stash": the one that the forward pass saw. "latest": the
+        newest. "average": what the newest and a moving average of its changes say of the one
+        that the forward pass saw.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -130,6 +146,7 @@ def fuse(
     """
     if is_disabled():
         _refuse_to_lose(max_grad_norm)
+        _refuse_to_be_early(delay)
         return optimizer
     if is_fused(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
@@ -151,8 +168,16 @@ def fuse(
             'optfuse: comm_hook goes with ddp=model and mode="backward" or '
             'await_reduction="first_use"; otherwise call model.register_comm_hook()'
         )
+    if delay is not None and mode == "backward":
+        raise Error(
+            "optfuse: delay= keeps updates for later, and backward mode updates inside "
+            'backward(); use optfuse.fuse(optimizer, mode="forward", delay=...)'
+        )
+    if weights != "stash" and delay is None:
+        raise Error(f'optfuse: weights="{weights}" goes with delay=')
     check_optimizer(optimizer, strict)
     check_step(optimizer)
+    delays = delays_of(delay or {}, optimizer)
     if mode == "backward" and kfac_of(optimizer) is not None:
         raise Error(
             "optfuse: kfac() preconditions the gradients of this optimizer before step(), and in "
@@ -185,6 +210,8 @@ def fuse(
         fold,
         bucket_bytes,
         reduction,
+        delays,
+        weights,
     )
     become_fused(optimizer, options)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
@@ -200,10 +227,18 @@ def _refuse_to_lose(max_grad_norm: float | None) -> None:
         )
 
 
+def _refuse_to_be_early(delay: Mapping[Any, int] | None) -> None:
+    if delay and any(delay.values()):
+        raise Error(
+            "optfuse: OPTFUSE_DISABLE leaves this optimizer as it is, so nothing would delay its "
+            "updates; leave delay= out, or unset OPTFUSE_DISABLE"
+        )
+
+
 @checked(optimizer=FUSED)
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
-    """Launches what is pending and makes the optimizer the stock one again,
-    with its state. Raises optfuse.Error if it is not fused."""
+    """Launches what is pending, also what fuse(delay=...) holds back, and makes the optimizer
+    the stock one again, with its state. Raises optfuse.Error if it is not fused."""
     if is_fused(optimizer):  # else OPTFUSE_DISABLE=1
         become_stock(optimizer)
     return optimizer

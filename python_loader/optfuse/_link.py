@@ -12,10 +12,10 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,27 @@ from optfuse._rules import OWN, Rule
 from optfuse._scalars import DeviceScalars
 from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot, params_of
 from optfuse._stock_trial import flags_of, unknown_dtypes
+
+
+class Delayed(Protocol):
+    """Parameters whose updates arrive late."""
+
+    def step(self, optimizer: Optimizer, link: Link) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]: ...
+
+    def check(self, optimizer: Optimizer, state: Mapping[str, Any] | None) -> None: ...
+
+    def load(self, state: Mapping[str, Any] | None) -> None: ...
+
+    def nbytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
@@ -94,6 +115,7 @@ class Link:
         self.marked = False  # tensors may carry the pending mark
         self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
+        self.delayed: Delayed | None = None  # parameters whose updates arrive late
         self._scalars = DeviceScalars(self.plan)
         self._params: list[Tensor] = []
         self._locals: list[Tensor] = []  # what the library sees of them
@@ -119,6 +141,8 @@ class Link:
         """Launches what is pending and gives the parameters back."""
         self._refuse_in_backward("unfuse()")
         self.flush()
+        if self.delayed is not None:
+            self.delayed.close()
         if self.mode == BACKWARD:
             self._detach()
         links.pop(self.plan, None)

@@ -46,3 +46,5 @@ class Options:
     fold: bool = True  # clipping and unscaling by GradScaler into the update
     bucket_bytes: int = 0  # 0: the library's own
     reduction: Reduction | None = None  # of a DistributedDataParallel model
+    delays: tuple[tuple[Tensor, int], ...] = ()  # of parameters whose updates arrive late
+    weights: str = "stash"  # what dX sees of those

@@ -28,7 +28,10 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     link = link_of(self)
     if link.max_grad_norm is not None:
         clip(parameters_of(self), link.max_grad_norm)
-    link.step(self)
+    if link.delayed is None:
+        link.step(self)
+    else:
+        link.delayed.step(self, link)
     return loss
 
 

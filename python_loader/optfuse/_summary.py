@@ -35,6 +35,8 @@ class Summary:
     products_because: tuple[str, ...]  # why operators multiply there, where cuBLAS might
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
+    delayed: int  # parameters whose updates arrive late, as asked
+    delay_bytes: int  # of all versions of them that wait when the queues are full
     created: int
     at_use: int  # launched by the first use of their memory
     at_close: int  # launched with a bucket, by flush() or by the next step()
@@ -78,6 +80,11 @@ class Summary:
         ]
         if self.eager:
             lines.append(f"  note: {self.eager} parameters are eager, as asked")
+        if self.delayed:
+            lines.append(
+                f"  note: updates of {self.delayed} parameters arrive late, as asked; newer "
+                f"versions that wait take up to {self.delay_bytes:,} bytes"
+            )
         if self.threads_seen:
             lines.append(
                 "  note: another thread used a pending parameter; updates run at once since then"
@@ -126,6 +133,8 @@ def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
         products_because=(),
         isa={},
         eager=0,
+        delayed=0,
+        delay_bytes=0,
         compiled=False,
         **_numbers(Counts()),
     )
@@ -164,6 +173,8 @@ def summary(optimizer: Optimizer) -> Summary:
             if name in dtypes
         },
         eager=len(link.options.eager),
+        delayed=len(link.delayed or ()),
+        delay_bytes=link.delayed.nbytes() if link.delayed else 0,
         compiled=link.compiled,
         **_numbers(counts),
     )

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -91,12 +92,34 @@ struct Watched {
     std::shared_ptr<LayerWatcher> by;
 };
 
-// What is known of a weight; either may be null.
-struct Known {
-    std::shared_ptr<Layer> layer;     // when its tasks run
-    std::shared_ptr<Watched> watched; // who looks at them
+// What dX is computed with in place of the weight that the forward pass saw. Any thread calls.
+class InputWeight {
+  public:
+    InputWeight(int64_t by, std::string called) : owner(by), name(std::move(called)) {}
+    // Of the weight's sizes; undefined: the one that the forward pass saw.
+    void set(at::Tensor weight) {
+        const std::lock_guard<std::mutex> lock(lock_);
+        weight_ = std::move(weight);
+    }
+    at::Tensor get() const {
+        const std::lock_guard<std::mutex> lock(lock_);
+        return weight_;
+    }
+    const int64_t owner;
+    const std::string name; // of the parameter
 
-    explicit operator bool() const { return layer || watched; }
+  private:
+    mutable std::mutex lock_;
+    at::Tensor weight_;
+};
+
+// What is known of a weight; each may be null.
+struct Known {
+    std::shared_ptr<Layer> layer;              // when its tasks run
+    std::shared_ptr<Watched> watched;          // who looks at them
+    std::shared_ptr<InputWeight> input_weight; // what dX reads
+
+    explicit operator bool() const { return layer || watched || input_weight; }
 };
 
 // One use of a layer in a forward pass that is recorded.
@@ -106,7 +129,9 @@ struct LayerUse {
     bool recomputed = false; // inside backward: its own backward may never come
 
     const std::string &name() const {
-        return known.layer ? known.layer->name : known.watched->name;
+        return known.layer     ? known.layer->name
+               : known.watched ? known.watched->name
+                               : known.input_weight->name;
     }
     template <class Work> auto timed(of_layer_task task, const Work &work) const {
         return known.layer ? known.layer->timed(task, work) : work();
@@ -125,5 +150,14 @@ void forget_layers(const void *ctx);
 void watch_layers(const std::shared_ptr<LayerWatcher> &watcher,
                   const std::vector<at::Tensor> &weights, const std::vector<std::string> &names);
 void unwatch_layers(const LayerWatcher *watcher);
+
+// From here on dX of these layers reads instead[i], or, where that is undefined, the weight that
+// the forward pass saw. Called again for the same weights it changes what later dX read. The
+// owner, a number of the caller's, keeps the weights alive until forget_input_weights(). Throws
+// Error, with nothing changed, if one is another owner's.
+void set_input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
+                       const std::vector<at::Tensor> &instead,
+                       const std::vector<std::string> &names);
+void forget_input_weights(int64_t owner);
 
 } // namespace optfuse

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// operators.cpp: the operators through which Python reorders layers. `reordering` is the
-// address of an of_reordering, of which reorder() gives the caller a reference.
+// operators.cpp: the operators through which Python reorders layers, and has dX read other
+// weights. `reordering` is the address of an of_reordering, of which reorder() gives the caller
+// a reference.
 #include <torch/library.h>
 
 #include "error.h"
@@ -110,6 +111,16 @@ void choose_k(int64_t reordering, int64_t k) {
     of_reordering_choose(at_address(reordering), &choice);
 }
 
+// One entry a weight in each list; None: the one that the forward pass saw.
+void input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
+                   const std::vector<std::optional<at::Tensor>> &instead,
+                   const std::vector<std::string> &names) {
+    std::vector<at::Tensor> tensors;
+    for (const auto &tensor : instead)
+        tensors.push_back(tensor.value_or(at::Tensor()));
+    set_input_weights(owner, weights, tensors, names);
+}
+
 } // namespace
 } // namespace optfuse
 
@@ -125,4 +136,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
           optfuse::best_k);
     m.def("choose_k(int reordering, int k) -> ()", optfuse::choose_k);
     m.def("held_by_reordering(int reordering) -> int[]", optfuse::held_by_reordering);
+    m.def("set_input_weights(int owner, Tensor[] weights, Tensor?[] instead, str[] names) -> ()",
+          optfuse::input_weights);
+    m.def("forget_input_weights(int owner) -> ()", optfuse::forget_input_weights);
 }

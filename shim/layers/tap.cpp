@@ -271,4 +271,30 @@ void unwatch_layers(const LayerWatcher *watcher) {
     drop(&Known::watched, [watcher](const Watched &layer) { return layer.by.get() == watcher; });
 }
 
+void set_input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
+                       const std::vector<at::Tensor> &instead,
+                       const std::vector<std::string> &names) {
+    Registry &known = registry();
+    const std::unique_lock<std::shared_mutex> lock(known.lock);
+    for (size_t i = 0; i < weights.size(); i++) {
+        const auto found = known.layers.find(weights[i].unsafeGetTensorImpl());
+        if (found != known.layers.end() && found->second.input_weight &&
+            found->second.input_weight->owner != owner)
+            throw Error("optfuse: " + names[i] + " is delayed by another optimizer already");
+    }
+    for (size_t i = 0; i < weights.size(); i++) {
+        auto &weight = known.layers[weights[i].unsafeGetTensorImpl()].input_weight;
+        if (!weight)
+            weight = std::make_shared<InputWeight>(owner, names[i]);
+        weight->set(instead[i]);
+    }
+    if (known.kernels.empty() && !known.layers.empty())
+        put_kernels(known);
+}
+
+void forget_input_weights(int64_t owner) {
+    drop(&Known::input_weight,
+         [owner](const InputWeight &weight) { return weight.owner == owner; });
+}
+
 } // namespace optfuse

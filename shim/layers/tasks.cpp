@@ -187,10 +187,22 @@ struct InputTask final : Task {
                               conv ? x.unpack() : weight->x.unpack(), options, kernel);
         watched.by->output_gradient(watched.number, use.collection, g, options);
     }
+    // The one that the forward pass saw, or what is set in its place.
+    at::Tensor weight_for(const at::Tensor &g) const {
+        const InputWeight *other = use.known.input_weight.get();
+        const at::Tensor instead = other == nullptr ? at::Tensor() : other->get();
+        if (!instead.defined())
+            return w.unpack();
+        if (at::GradMode::is_enabled())
+            throw Error("optfuse: backward(create_graph=True) through " + use.name() +
+                        ", whose dX is computed with other weights than its forward pass used "
+                        "(optfuse.fuse with weights=), has no meaning; use weights=\"stash\"");
+        return instead.to(g.scalar_type()); // autocast had given the weight this type
+    }
     void compute(const at::Tensor &g, variable_list &out) {
         const bool input = task_should_compute_output(0), later = task_should_compute_output(1);
         if (conv) {
-            const at::Tensor saved_x = x.unpack(), saved_w = w.unpack();
+            const at::Tensor saved_x = x.unpack(), saved_w = weight_for(g);
             if (input)
                 out[0] =
                     std::get<0>(convolution_backward(g, saved_x, saved_w, {true, false, false}));
@@ -200,7 +212,7 @@ struct InputTask final : Task {
                 weight->kept_w = saved_w;
             }
         } else if (input) {
-            const at::Tensor saved_w = w.unpack();
+            const at::Tensor saved_w = weight_for(g);
             out[0] = by_columns ? saved_w.t().conj().mm(g.t()).t() : g.mm(saved_w.conj());
         }
     }
