@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from optfuse._check import FUSED, checked, parameters_of
 from optfuse._dtensor import is_dtensor
 from optfuse._link import Link, link_of
-from optfuse._native import Error
+from optfuse._native import Error, guard
 from optfuse._options import Options, is_fused
 from optfuse._pipeline.average import Average
 
@@ -133,8 +133,11 @@ class Delayed:
         self._exchange(made)
         try:
             link.step(optimizer)
-        finally:
+        except BaseException:
             self._exchange(made)
+            self._note()
+            raise
+        self._exchange(made)
         for late, version in zip(self._late, made, strict=True):
             if late.average is not None:
                 late.average.add(late.newest(), version)
@@ -173,7 +176,7 @@ class Delayed:
 
     def _refuse_writes(self) -> None:
         for late in self._late:
-            if late.seen is not None and late.param._version != late.seen:
+            if late.seen not in (None, late.param._version) and guard("late_write"):
                 raise Error(
                     f"optfuse: {late.label} was changed outside of step(), but newer versions of "
                     "it wait in the queue of its delay and would take its place. Call "

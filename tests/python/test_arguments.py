@@ -69,6 +69,7 @@ RIGHT = {
     "fuse": lambda world: {"optimizer": world.stock},
     "unfuse": lambda world: {"optimizer": world.fused},
     "flush": lambda world: {"optimizer": world.fused},
+    "drain": lambda world: {"optimizer": world.fused},
     "summary": lambda world: {"optimizer": world.fused},
     "accumulate": lambda world: {},
     "clip_grad_norm_": lambda world: {"parameters": world.fused, "max_norm": 1.0},
@@ -94,9 +95,15 @@ WRONG = {
         "ddp": (3, "model", net(), [net()]),
         "comm_hook": (3, "hook", print, (print,), (None, None), (None, 3), (1, 2, print)),
         "await_reduction": (None, "now", "First_use", "", 0, True, ["first_use"], b"backward"),
+        "delay": (
+            3, "0", [1], {0: 1}, {"0.weight": 1}, lambda w: {w.other: -1},
+            lambda w: {w.other: 1.5}, lambda w: {w.other: True}, lambda w: {w.other: None},
+        ),
+        "weights": (None, "newest", "Stash", 3, ["stash"]),
     },
     "unfuse": {"optimizer": (None, *NOT_FUSED)},
     "flush": {"optimizer": NOT_FUSED},
+    "drain": {"optimizer": (None, *NOT_FUSED)},
     "summary": {"optimizer": (None, *NOT_FUSED)},
     "accumulate": {"optimizers": (torch.optim.AdamW, net(), None, 3, lambda w: [w.stock])},
     "clip_grad_norm_": {

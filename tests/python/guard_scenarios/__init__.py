@@ -16,6 +16,7 @@ from guard_scenarios import (  # noqa: F401
     backward,
     clipping,
     data_parallel,
+    delays,
     dtensors,
     layouts,
     own_step,
