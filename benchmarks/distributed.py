@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import gc
 import inspect
-import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -29,13 +24,13 @@ from link import Link, Network, mean_over_link
 from models import Block, Residual
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import WORLD, given, join, leave, pair
 from variants import FOREACH
 
 import optfuse
 from optfuse._ab.result import Interval, equal_bits, median_interval
 from optfuse._ab.variants import VARIANTS, Iteration
 
-WORLD = 2
 LATENCY_MS = 0.1
 BEHIND = 0.2  # the share of exposed communication from which on a network is the bottleneck
 GOAL = 0.9  # of what can hide, all but the last bucket
@@ -63,7 +58,6 @@ SHARDED = {"MLP": nn.Linear, "ResNet-18": Residual, "GPT": Block}  # beside the 
 NEWER = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 SYNC_BUFFERS = "forward_sync_buffers" if NEWER else "broadcast_buffers"
 FEWEST, MOST = 2, 200  # rounds
-TIMEOUT = timedelta(seconds=60)  # for what the other rank sends
 
 
 # One rank
@@ -151,19 +145,15 @@ def train(link: Link | None, cell: Cell, options: dict[str, Any]) -> dict[str, A
     return {**found, "parameters": parameters, "buckets": link.buckets if link else []}
 
 
-def work(rank: int, folder: str, way: str, cell: Cell, options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, folder: str, way: str, cell: dict[str, Any], options: dict[str, Any]) -> None:
     sys.setswitchinterval(1e-4)  # the link's threads must not wait for the GIL, as no network does
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    join(rank, folder)
     link = Link(Network(**options["network"])) if way == "DDP" else None
-    found = train(link, cell, options)
-    if rank == 0:
-        print(json.dumps(found))
+    found = train(link, Cell(**cell), options)
     dist.barrier()
     if link:
         link.close()
-    dist.destroy_process_group()
+    leave(rank, found)
 
 
 # Both ranks together
@@ -256,28 +246,6 @@ def verdict(found: list[Measured], name: str) -> str:
     return f"{text} (median of {len(parts)} cells, the least {min(parts):.2f}; goal {GOAL})"
 
 
-def pair(cell: Cell, way: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What two processes find out."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as folder:
-        spec = json.dumps([folder, way, asdict(cell), options])
-        started = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), spec],
-                env=environment,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
-        said = started[0].communicate()[0]
-        failed = [rank for rank, process in enumerate(started) if process.wait() != 0]
-    if failed:
-        raise RuntimeError(f"{way}, {cell}: rank {failed[0]} failed; what it said is above")
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
-
-
 def chosen_cells(chosen: Any) -> list[Cell]:
     cells = (SMOKE,) if chosen.smoke else QUICK_CELLS if chosen.quick else CELLS
     return [cell for cell in cells if cell.model in (chosen.model or MODELS)]
@@ -292,7 +260,8 @@ def section(chosen: Any) -> dict[str, Any]:
     for way in ways:
         for cell in in_time(chosen_cells(chosen), chosen):
             progress(f"{way}, {cell}")
-            found.append(figures(cell, way, network, pair(cell, way, options)))
+            both = pair(__file__, f"{way}, {cell}", way, asdict(cell), options)
+            found.append(figures(cell, way, network, both))
             title(described(found[-1]))
             print(table(found[-1]), flush=True)
     ddp = [one for one in found if one.way == "DDP"]
@@ -303,5 +272,4 @@ def section(chosen: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    folder, way, cell, options = json.loads(sys.argv[2])
-    work(int(sys.argv[1]), folder, way, Cell(**cell), options)
+    work(*given())

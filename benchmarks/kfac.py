@@ -6,12 +6,7 @@ processes of one thread each (this file, run with a rank); all variants interlea
 from __future__ import annotations
 
 import gc
-import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -24,13 +19,13 @@ import slow_group
 import torch
 import torch.distributed as dist
 from data import digit_batches
-from distributed import TIMEOUT, WORLD
 from figures import columns, progress, title
 from kfac_shapes import FUSIONS, PAPERS_LINK, packed
 from link import Network
 from slow_group import SlowGroup
 from torch import nn
 from torch.nn.functional import cross_entropy
+from two_processes import WORLD, given, join, leave, pair
 
 import optfuse
 from optfuse._ab.result import Interval, median_interval
@@ -172,18 +167,13 @@ def train(job: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(rank: int, folder: str, job: str, options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     slow_group.register()
     SlowGroup.network = Network(**options["network"])
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    how = {"store": store, "rank": rank, "world_size": WORLD, "timeout": TIMEOUT}
-    dist.init_process_group(slow_group.NAME, **how)
+    join(rank, folder, slow_group.NAME)
     found = train(job, options)
-    if rank == 0:
-        print(json.dumps(found), flush=True)
     for group in SlowGroup.made:
         group.link.close()
-    dist.destroy_process_group()
+    leave(rank, found)
 
 
 # Both ranks together
@@ -273,35 +263,13 @@ def described(one: Measured) -> str:
     )
 
 
-def pair(job: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What two processes find out."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as folder:
-        spec = json.dumps([folder, job, options])
-        started = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), spec],
-                env=environment,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
-        said = started[0].communicate()[0]
-        failed = [rank for rank, process in enumerate(started) if process.wait() != 0]
-    if failed:
-        raise RuntimeError(f"{job}: rank {failed[0]} failed; what it said is above")
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
-
-
 def section(chosen: Any) -> dict[str, Any]:
     options = {"seconds": chosen.seconds, "rounds": chosen.rounds or MOST, "wide": WIDE}
     found: list[Measured] = []
     for job in JOBS:
         for network in NETWORKS[:1] if chosen.smoke else NETWORKS:
             progress(f"{job}, {network}")
-            both = pair(job, {**options, "network": asdict(network)})
+            both = pair(__file__, job, job, {**options, "network": asdict(network)})
             found.append(figures(job, network, both))
             title(described(found[-1]))
             print(table(found[-1]), flush=True)
@@ -313,5 +281,4 @@ def section(chosen: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    folder, job, options = json.loads(sys.argv[2])
-    work(int(sys.argv[1]), folder, job, options)
+    work(*given())

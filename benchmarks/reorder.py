@@ -6,12 +6,7 @@ each (this file, run with a rank); all variants interleaved."""
 from __future__ import annotations
 
 import gc
-import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,12 +18,13 @@ import torch
 import torch.distributed as dist
 from cells import LENGTH, iteration
 from data import digit_batches, text, text_batches
-from distributed import BUCKET_MB, LATENCY_MS, SYNC_BUFFERS, TIMEOUT, WORLD
+from distributed import BUCKET_MB, LATENCY_MS, SYNC_BUFFERS
 from figures import columns, of_medians, progress, title
 from link import Link, Network, mean_over_link
 from models import GPT, MLP, VGG, ResNet18
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import WORLD, given, join, leave, pair
 
 import optfuse
 from optfuse._ab.result import Interval, equal_bits, median_interval
@@ -149,16 +145,12 @@ def train(name: str, link: Link, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(rank: int, folder: str, name: str, options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    join(rank, folder)
     link = Link(Network(**options["network"]))
     found = train(name, link, options)
-    if rank == 0:
-        print(json.dumps(found))
     dist.barrier()
     link.close()
-    dist.destroy_process_group()
+    leave(rank, found)
 
 
 # Both ranks together
@@ -232,28 +224,6 @@ def described(one: Measured) -> str:
     return said if one.equal_bits else f"{said}; BITS DIFFER"
 
 
-def pair(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What two processes find out."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as folder:
-        spec = json.dumps([folder, name, options])
-        started = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), spec],
-                env=environment,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
-        said = started[0].communicate()[0]
-        failed = [rank for rank, process in enumerate(started) if process.wait() != 0]
-    if failed:
-        raise RuntimeError(f"{name}: rank {failed[0]} failed; what it said is above")
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
-
-
 def section(chosen: Any) -> dict[str, Any]:
     network = Network(LATENCY_MS, ms_per_mb=8 / chosen.gbit)
     options = {"seconds": chosen.seconds, "rounds": chosen.rounds or MOST}
@@ -262,12 +232,11 @@ def section(chosen: Any) -> dict[str, Any]:
     names = list(MODELS)[:1] if chosen.smoke else list(MODELS)
     for name in names:
         progress(name)
-        found.append(figures(name, network, pair(name, options)))
+        found.append(figures(name, network, pair(__file__, name, name, options)))
         title(described(found[-1]))
         print(table(found[-1]), flush=True)
     return {"processes": WORLD, "network": network, "bucket_cap_mb": BUCKET_MB, "models": found}
 
 
 if __name__ == "__main__":
-    folder, name, options = json.loads(sys.argv[2])
-    work(int(sys.argv[1]), folder, name, options)
+    work(*given())

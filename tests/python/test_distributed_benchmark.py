@@ -3,6 +3,7 @@
 asleep, and what is computed from times finds what was planted in them."""
 
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,14 @@ def test_without_a_delay_messages_take_only_what_gloo_does(link):
 
 @pytest.mark.slow
 def test_two_processes_train_with_stock_s_bits_behind_the_link(benchmarks):
-    from distributed import DDP_VARIANTS, SMOKE, figures, pair
+    import distributed
+    from distributed import DDP_VARIANTS, SMOKE, figures
     from link import Network
+    from two_processes import pair
 
     network = {"latency_ms": 0.1, "ms_per_mb": 1.0}
     options = {"optimizer": "adamw", "seconds": 0.0, "rounds": 2, "network": network}
-    found = pair(SMOKE, "DDP", options)
+    found = pair(distributed.__file__, "DDP", "DDP", asdict(SMOKE), options)
     assert found["equal_bits"] and len(found["buckets"]) >= 8
     assert sum(found["buckets"]) == 4 * found["parameters"]
     one = figures(SMOKE, "DDP", Network(**network), found)
@@ -121,8 +124,6 @@ def test_the_verdict_leaves_out_what_can_not_hide_and_cells_that_do_not_wait(ben
 
 
 def test_bits_that_differ_are_said(benchmarks):
-    from dataclasses import replace
-
     from distributed import described
 
     one = planted({"backward fusion": 42.0, "forward fusion": 48.0})
