@@ -8,13 +8,17 @@ value is copied at the moment it is yielded, so a script decides when a weight
 is looked at, and leaves updates pending until then.
 """
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import forked_python
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import optfuse
@@ -230,6 +234,20 @@ def copied(value):
 
 
 # Other processes
+
+
+@contextlib.contextmanager
+def one_process():
+    """A process group over gloo that has this process only."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            gc.collect()  # models that know the group must not outlive it
+            dist.destroy_process_group()
 
 
 def python(code, timeout=120, fresh=False, **env):

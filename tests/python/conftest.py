@@ -34,6 +34,15 @@ def one_thread():
 
 
 @pytest.fixture
+def gloo():
+    """A process group of the tests' process alone."""
+    from common import one_process  # which imports optfuse: after on_device.use()
+
+    with one_process():
+        yield
+
+
+@pytest.fixture
 def several_threads(one_thread):
     torch.set_num_threads(3)
     yield

@@ -2,9 +2,6 @@
 """Backward mode: what needs a gradient after its update is refused in so many
 words, never answered with a wrong number."""
 
-import gc
-import os
-
 import pytest
 import torch
 from common import (
@@ -206,18 +203,6 @@ def test_sparse_gradients_are_refused_before_any_update():
         embed(torch.tensor([1, 2])).sum().backward()
     assert optfuse.summary(optimizer).created == 0
     assert_same("weights after the refusal", weights(embed), before)
-
-
-@pytest.fixture
-def gloo(tmp_path):
-    import torch.distributed as dist
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    gc.collect()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("when", ("before fuse", "after fuse"))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = 4
@@ -22,17 +21,13 @@ def benchmarks():
 
 
 @pytest.fixture
-def link(benchmarks, tmp_path, monkeypatch):
+def link(benchmarks, gloo):
     """Of a process group of this process alone, so that reducing takes no time."""
     from link import Link, Network
 
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     link = Link(Network(latency_ms=20.0, ms_per_mb=100.0))  # 40 ms for what is sent here
     yield link
     link.close()
-    dist.destroy_process_group()
 
 
 def message():

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What optfuse.kfac() refuses, by name, and that nothing has changed then."""
 
-import gc
-import os
-
 import pytest
 import torch
 from common import assert_same, refused, snapshot
@@ -257,18 +254,6 @@ def test_training_goes_on_after_a_refusal():
 
 
 # What is sharded
-
-
-@pytest.fixture
-def gloo(tmp_path):
-    import torch.distributed as dist
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def test_fully_sharded_models_are_refused(gloo):

@@ -239,32 +239,26 @@ def test_a_replaced_step_method():
     refused(optimizer, "step")
 
 
-def test_distributed_tensors(tmp_path):
-    import torch.distributed as dist
+def test_distributed_tensors(gloo):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, distribute_tensor
 
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
-        refused(torch.optim.Adafactor([weight]), "DTensor", "communicate")
-        partial = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
-        refused(torch.optim.AdamW([nn.Parameter(partial)]), "DTensor", "Shard and Replicate")
+    mesh = DeviceMesh("cpu", [0])
+    weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
+    refused(torch.optim.Adafactor([weight]), "DTensor", "communicate")
+    partial = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
+    refused(torch.optim.AdamW([nn.Parameter(partial)]), "DTensor", "Shard and Replicate")
 
-        class Own(DTensor):
-            pass
+    class Own(DTensor):
+        pass
 
-        own = Own(torch.zeros(4), weight._spec, requires_grad=True)
-        refused(torch.optim.AdamW([own]), "tensor subclass", "Own")
-        for use_orig_params in (False, True):
-            wrapped = FullyShardedDataParallel(
-                nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params
-            )
-            refused(torch.optim.AdamW(wrapped.parameters()), "FSDP1", "fully_shard")
-    finally:
-        dist.destroy_process_group()
+    own = Own(torch.zeros(4), weight._spec, requires_grad=True)
+    refused(torch.optim.AdamW([own]), "tensor subclass", "Own")
+    for use_orig_params in (False, True):
+        wrapped = FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        refused(torch.optim.AdamW(wrapped.parameters()), "FSDP1", "fully_shard")
 
 
 def test_parameters_and_engines_of_deepspeed():

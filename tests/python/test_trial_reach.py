@@ -80,11 +80,7 @@ def post_local_sgd(params):
 
 
 @pytest.mark.parametrize("make", [zero_redundancy, post_local_sgd])
-def test_wrappers_of_torch_are_told_which_optimizer_to_fuse(make, tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-
+def test_wrappers_of_torch_are_told_which_optimizer_to_fuse(gloo, make):
     def script(wrap):
         model = net()
         optimizer = make(list(model.parameters()))
@@ -95,10 +91,7 @@ def test_wrappers_of_torch_are_told_which_optimizer_to_fuse(make, tmp_path):
             train(model, optimizer, i)
         yield "parameters", dict(model.state_dict())
 
-    try:
-        same(script)
-    finally:
-        torch.distributed.destroy_process_group()
+    same(script)
 
 
 class Slots:

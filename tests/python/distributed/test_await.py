@@ -2,8 +2,6 @@
 """await_reduction="first_use": reductions are awaited in the next forward pass, with stock's
 bits, or fuse() refuses before anything has changed."""
 
-import gc
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,6 @@ import await_scripts
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from common import adamw, batch, net, refused
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -31,16 +28,6 @@ LATE = {"await_reduction": "first_use"}
 )  # fmt: skip
 def test_training_is_as_in_stock(world, scenario, played):
     assert played is None, played
-
-
-@pytest.fixture(scope="module")
-def gloo(tmp_path_factory):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def refuses(model, *words, way_out="without await_reduction=", parameters=None, **options):

@@ -2,8 +2,6 @@
 """DistributedDataParallel: every option of it, in both modes, has stock's bits, or backward
 mode refuses it before anything has changed."""
 
-import gc
-import os
 import pickle
 
 import ddp_scripts
@@ -26,16 +24,6 @@ SCRIPTS = "ddp_scripts"
 )
 def test_training_is_as_in_stock(world, scenario, played):
     assert played is None, played
-
-
-@pytest.fixture(scope="module")
-def gloo(tmp_path_factory):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def refuses(model, *words, way_out='mode="forward"', parameters=None, **options):

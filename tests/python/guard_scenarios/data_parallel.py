@@ -1,26 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Guards of training under DistributedDataParallel, here of one process."""
 
-import contextlib
-import tempfile
 import threading
 
 import torch
-import torch.distributed as dist
-from common import adamw, assert_same, batch, loss_of, net, train, weights
+from common import adamw, assert_same, batch, loss_of, net, one_process, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
 from guard_scenarios.registry import Pair, guards, must_raise
-
-
-@contextlib.contextmanager
-def one_process():
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        yield
 
 
 @guards("ddp")

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Guards of DTensor parameters."""
 
-import tempfile
-
 import torch
-import torch.distributed as dist
-from common import adamw, assert_same, loss_of, net
+from common import adamw, assert_same, loss_of, net, one_process
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import optfuse
 from guard_scenarios.registry import guards, must_raise
-
-
-def begin():
-    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def held_weights(wrap, keep):
@@ -35,10 +27,10 @@ def held_weights(wrap, keep):
 
 
 def compare_held(keep):
-    begin()
-    stock = held_weights(lambda optimizer: optimizer, keep)
-    ours = held_weights(lambda optimizer: optfuse.fuse(optimizer, mode="backward"), keep)
-    assert_same("weights", ours, stock)
+    with one_process():
+        stock = held_weights(lambda optimizer: optimizer, keep)
+        ours = held_weights(lambda optimizer: optfuse.fuse(optimizer, mode="backward"), keep)
+        assert_same("weights", ours, stock)
 
 
 @guards("held", "discarded")
@@ -53,27 +45,27 @@ def a_gradient_whose_memory_a_hook_has_kept_is_left_to_step():
 
 @guards("wrapper_version")
 def a_graph_that_is_kept_notices_the_update():
-    begin()
-    mesh = init_device_mesh("cpu", (1,))
-    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    optimizer = optfuse.fuse(adamw([param]))
-    loss = (param * param).sum()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    must_raise(loss.backward, "a second backward over weights that have changed")
+    with one_process():
+        mesh = init_device_mesh("cpu", (1,))
+        param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        optimizer = optfuse.fuse(adamw([param]))
+        loss = (param * param).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        must_raise(loss.backward, "a second backward over weights that have changed")
 
 
 @guards("wrapper", "seal")
 def an_operator_on_a_dtensor_sees_the_update():
-    begin()
-    mesh = init_device_mesh("cpu", (1,))
-    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    optimizer = optfuse.fuse(adamw([param]))
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    if optfuse.summary(optimizer).pending == 0:
-        raise RuntimeError("no update is pending: the scenario would prove nothing")
-    assert (param * 1).to_local().max() < 1, "a multiplication read the old weight"
+    with one_process():
+        mesh = init_device_mesh("cpu", (1,))
+        param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        optimizer = optfuse.fuse(adamw([param]))
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        if optfuse.summary(optimizer).pending == 0:
+            raise RuntimeError("no update is pending: the scenario would prove nothing")
+        assert (param * 1).to_local().max() < 1, "a multiplication read the old weight"
 
 
 class Buffers:
@@ -101,6 +93,6 @@ def weights_after_a_buffer_is_used_again(wrap):
 
 @guards("base")
 def a_reduction_into_a_buffer_is_not_read_later():
-    begin()
-    stock = weights_after_a_buffer_is_used_again(lambda optimizer: optimizer)
-    assert_same("weights", weights_after_a_buffer_is_used_again(optfuse.fuse), stock)
+    with one_process():
+        stock = weights_after_a_buffer_is_used_again(lambda optimizer: optimizer)
+        assert_same("weights", weights_after_a_buffer_is_used_again(optfuse.fuse), stock)
