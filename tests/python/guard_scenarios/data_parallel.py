@@ -21,6 +21,25 @@ def a_data_parallel_model_is_refused():
         pair.assert_same()  # it was refused before an update
 
 
+def compare(hook, iterate, **options):
+    """Three iterations with this communication hook, fused with these options and stock's."""
+    trained = []
+    with one_process():
+        for is_fused in (True, False):
+            torch.manual_seed(0)
+            model = net()
+            wrapped = DDP(model)
+            optimizer = adamw(model.parameters())
+            if is_fused:
+                optfuse.fuse(optimizer, ddp=wrapped, comm_hook=(None, hook), **options)
+            else:
+                wrapped.register_comm_hook(None, hook)
+            for i in range(3):
+                iterate(wrapped, optimizer, i)
+            trained.append(weights(model))
+    assert_same("weights", *trained)
+
+
 def doubled(_, bucket):
     """A communication hook."""
     future = torch.futures.Future()
@@ -30,24 +49,8 @@ def doubled(_, bucket):
 
 @guards("reduced", "consumed", "discarded", "twice")
 def an_update_waits_for_the_reduction_of_its_gradient():
-    trained = []
-    with one_process():
-        for is_fused in (True, False):
-            torch.manual_seed(0)
-            model = net()
-            wrapped = DDP(model)
-            optimizer = adamw(model.parameters())
-            if is_fused:
-                hook = (None, doubled)
-                # Small gradients would wait for each other, and so for the reduction.
-                options = {"ddp": wrapped, "comm_hook": hook, "bucket_bytes": 1}
-                optfuse.fuse(optimizer, mode="backward", **options)
-            else:
-                wrapped.register_comm_hook(None, doubled)
-            for i in range(3):
-                train(wrapped, optimizer, i)
-            trained.append(weights(model))
-    assert_same("weights", *trained)
+    # Small gradients would wait for each other, and so for the reduction.
+    compare(doubled, train, mode="backward", bucket_bytes=1)
 
 
 def doubled_later(_, bucket):
@@ -59,44 +62,18 @@ def doubled_later(_, bucket):
 
 @guards("await")
 def an_update_waits_for_the_gradient_that_is_on_its_way():
-    trained = []
-    with one_process():
-        for is_fused in (True, False):
-            torch.manual_seed(0)
-            model = net()
-            wrapped = DDP(model)
-            optimizer = adamw(model.parameters())
-            if is_fused:
-                late = {"ddp": wrapped, "await_reduction": "first_use"}
-                optfuse.fuse(optimizer, comm_hook=(None, doubled_later), **late)
-            else:
-                wrapped.register_comm_hook(None, doubled_later)
-            for i in range(3):
-                train(wrapped, optimizer, i)
-            trained.append(weights(model))
-    assert_same("weights", *trained)
+    compare(doubled_later, train, await_reduction="first_use")
 
 
 @guards("reuse")
 def a_bucket_is_not_used_again_while_it_is_on_its_way():
     """The gradients of every other pass are thrown away, and nobody looks at them."""
-    trained = []
-    with one_process():
-        for is_fused in (True, False):
-            torch.manual_seed(0)
-            model = net()
-            wrapped = DDP(model)
-            optimizer = adamw(model.parameters())
-            if is_fused:
-                late = {"ddp": wrapped, "await_reduction": "first_use"}
-                optfuse.fuse(optimizer, comm_hook=(None, doubled_later), **late)
-            else:
-                wrapped.register_comm_hook(None, doubled_later)
-            for i in range(3):
-                loss_of(wrapped, i).backward()
-                train(wrapped, optimizer, 10 + i)
-            trained.append(weights(model))
-    assert_same("weights", *trained)
+
+    def iterate(wrapped, optimizer, i):
+        loss_of(wrapped, i).backward()
+        train(wrapped, optimizer, 10 + i)
+
+    compare(doubled_later, iterate, await_reduction="first_use")
 
 
 class Skips(nn.Module):
