@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from optfuse import _auto, _process
+from optfuse import _auto, _network, _process
 from optfuse._auto import Times
 from optfuse._check import (
     LAYER_NAMES,
@@ -191,10 +191,11 @@ class Reordering:
         if model is None:
             return
         group = _auto.group_of(model)
-        network = self._choice["network"] or _auto.measured_network(group)
+        device = self._layers[0].weight.device
+        network = self._choice["network"] or _auto.network_of(group, device)
         awaits = self._choice["await_reduction"] is not None
         self.times = _auto.best_k(handle, model, network, awaits, self._choice["memory"])
-        k = _auto.agreed(self.times.k, group)
+        k = _network.agreed(self.times.k, group, device)
         torch.ops.optfuse.choose_k(handle, k)
         self._choice = {"schedule": "reverse_first", "k": k}
 

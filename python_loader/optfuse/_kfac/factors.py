@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optfuse._auto import measured_network
+from optfuse import _network
 from optfuse._kfac import groups, messages
 from optfuse._kfac.layers import Preconditioned
 from optfuse._native import Error
@@ -188,7 +188,7 @@ class Factors:
     def _plan_messages(self, group: dist.ProcessGroup, complete: list[float]) -> None:
         link, device = self._network, self.running[0].device
         if link is None and self._fusion in ("paper", "planned"):
-            link = measured_network(group, device)
+            link = _network.measured(group, device)
         arrangement = messages.arrange(
             self._fusion,
             _THRESHOLD,
@@ -197,7 +197,7 @@ class Factors:
             complete,
             link or (0.0, 0.0),
         )
-        self.arrange(messages.agreed(arrangement, group, device))
+        self.arrange(_network.agreed(arrangement, group, device))
 
     def arrange(self, arrangement: messages.Arrangement) -> None:
         """Between collections."""

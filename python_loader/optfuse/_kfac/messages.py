@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from optfuse._kfac.layers import Preconditioned
 
@@ -48,10 +47,3 @@ def arrange(
     size = [itemsize * sizes[slot] * (sizes[slot] + 1) // 2 for slot in order]
     group = torch.ops.optfuse.fuse_messages(FUSIONS.index(fusion), ready, size, *link, threshold)
     return Arrangement(order, group)
-
-
-def agreed(arrangement: Arrangement, group: dist.ProcessGroup, device: torch.device) -> Arrangement:
-    """That of the first process. All processes of the group call it; messages are on the device."""
-    said = torch.tensor([arrangement.order, arrangement.group], device=device)
-    dist.broadcast(said, dist.get_global_rank(group, 0), group)
-    return Arrangement(*said.tolist())

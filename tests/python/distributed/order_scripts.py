@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
+from optfuse import _network
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
@@ -110,3 +111,22 @@ def messages_are_measured(mode):
         yield "weights", dict(wrapped.module.state_dict())
 
     same(script, mode)
+
+
+@scenario("forward")
+def what_the_first_rank_decides_holds_for_all(mode):
+    """Also of a group in which its number is another one, and if plans have different lengths."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    alone = dist.new_group([world - 1])
+    plan = {"order": list(range(3 + rank)), "seconds": 0.1 + rank}
+    device = torch.device("cpu")
+    assert _network.agreed(plan, dist.group.WORLD, device) == {"order": [0, 1, 2], "seconds": 0.1}
+    if rank == world - 1:
+        assert _network.agreed(plan, alone, device) == plan
+    assert _network.agreed(plan, None, device) is plan
+
+
+@scenario("forward")
+def a_measured_link_has_times_that_are_possible(mode):
+    for seconds in _network.measured(dist.group.WORLD, torch.device("cpu")):
+        assert 0.0 <= seconds < 0.1, f"{seconds} s"

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What plans of communication need of the processes of a group: how long messages between them
+take, and a decision that all of them share."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Decision = TypeVar("Decision")
+
+_SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)  # bytes of the messages that are timed
+_ROUNDS = 8
+
+
+def measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Seconds a message, and a byte: the link a + b m that fits the shortest times of all-reduces
+    of several sizes m, in bytes, best. All processes of the group call it; messages are on the
+    device."""
+    messages = [torch.zeros(size // 4, device=device) for size in _SIZES]
+    # In turn, and the shortest of each: what comes from outside only adds.
+    rounds = [[_seconds(group, message) for message in messages] for _ in range(_ROUNDS)]
+    shortest = [min(times) for times in zip(*rounds, strict=True)]
+    latency, per_byte = torch.ops.optfuse.fit_link(list(_SIZES), shortest)
+    return latency, per_byte
+
+
+def _seconds(group: dist.ProcessGroup, message: torch.Tensor) -> float:
+    dist.barrier(group)
+    began = time.perf_counter()
+    dist.all_reduce(message, group=group)
+    message[:1].cpu()  # waits for a GPU
+    return time.perf_counter() - began
+
+
+def agreed(decision: Decision, group: dist.ProcessGroup | None, device: torch.device) -> Decision:
+    """That of the group's first process, whatever the others have found: anything that can be
+    pickled. All processes of the group call it, None is one alone; messages are on the device."""
+    if group is None:
+        return decision
+    said = [decision]
+    dist.broadcast_object_list(said, group=group, group_src=0, device=device)
+    return said[0]
