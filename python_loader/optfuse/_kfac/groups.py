@@ -30,7 +30,10 @@ def own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         _spare[ranks] = spare
         return found
     backend = dist.get_backend_config(group)
-    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    # What local synchronization calls a group depends on how many its processes know, and they
+    # wait for ever if that differs. Where all processes are here, its name is counted.
+    of_all = len(ranks) == dist.get_world_size()
+    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=not of_all)
 
 
 def give_back(group: dist.ProcessGroup) -> None:

@@ -206,6 +206,17 @@ def every_rank_on_its_own(mode):
     assert_close("parameters", list(models[0].parameters()), list(models[1].parameters()))
 
 
+@scenario("stock")
+def ranks_that_know_different_numbers_of_groups(mode):
+    """kfac() makes one of its own, which all of them must call by one name."""
+    of_the_last = dist.new_group([dist.get_world_size() - 1])
+    pair = Pair(mode, **SELDOM)
+    for i in range(STEPS):
+        pair.step(i)
+    pair.check()
+    del of_the_last
+
+
 # Accumulation
 
 
