@@ -139,7 +139,7 @@ WRONG = {
         "factors_every": (*NO_COUNT, 0, -1, 1.5),
         "inverses_every": (*NO_COUNT, 0, -1, 1.5),
         "process_group": (3, "world", [0, 1]),
-        "fusion": (None, "some", "Planned", 3, ["all"]),
+        "fusion": (*NO_COUNT, "some", "Planned", 0, -1, ["all"]),
         "placement": (None, "here", "Balanced", 3),
         "skip": (None, 3, "0", b"0", [0], [None]),
         "split": ("half", 3, True),

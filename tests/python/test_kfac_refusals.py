@@ -64,7 +64,7 @@ WRONG = {
     "kl_clip": (-1.0, 0.0, "much"),
     "factors_every": (0, -1, 1.5, "often"),
     "inverses_every": (0, -1, 1.5, "often"),
-    "fusion": ("none", None, -1),
+    "fusion": ("none", None, 0, -1, True, 1e6),
     "placement": ("random", None, 1),
     "split": ("half", 1),
     "missing": ("ignore", None),

@@ -58,6 +58,14 @@ def _rows(value: Any) -> list[float]:
     return found
 
 
+def _fusion() -> Kind:
+    name, size = one_of(*FUSIONS), whole("a number of bytes, at least 1", 1)
+    return Kind(
+        f"{name.expected} or {size.expected}",
+        lambda value: name.take(value) if isinstance(value, str) else size.take(value),
+    )
+
+
 POSITIVE = _within("a number above 0", lambda n: n > 0)
 STEPS = whole("a number of steps, at least 1", 1)
 
@@ -70,7 +78,7 @@ OPTIONS = {
     "factors_every": _or_function(STEPS),
     "inverses_every": _or_function(STEPS),
     "process_group": optional(Kind("a process group", _group)),
-    "fusion": one_of(*FUSIONS),
+    "fusion": _fusion(),
     "placement": one_of(*PLACEMENTS),
     "skip": LAYER_NAMES,
     "split": optional(one_of("pi")),

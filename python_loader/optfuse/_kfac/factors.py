@@ -18,7 +18,7 @@ from optfuse._native import Error
 
 #: Collections before messages are planned. The first is slower than those that follow.
 _WARM_UP = 2
-_THRESHOLD = 25 << 20  # bytes of a message of "threshold", as of DistributedDataParallel's buckets
+_THRESHOLD = 25 << 20  # bytes of a message, as of DistributedDataParallel's buckets
 
 
 class Factors:
@@ -28,7 +28,7 @@ class Factors:
         self,
         layers: Sequence[Preconditioned],
         group: dist.ProcessGroup | None,
-        fusion: str,
+        fusion: str | int,
         network: tuple[float, float] | None,
     ) -> None:
         self.layers = layers
@@ -189,9 +189,12 @@ class Factors:
         link, device = self._network, self.running[0].device
         if link is None and self._fusion in ("paper", "planned"):
             link = _network.measured(group, device)
+        fusion, threshold = self._fusion, _THRESHOLD
+        if isinstance(fusion, int):
+            fusion, threshold = "threshold", fusion
         arrangement = messages.arrange(
-            self._fusion,
-            _THRESHOLD,
+            fusion,
+            threshold,
             self.layers,
             self.running[0].element_size(),
             complete,

@@ -326,7 +326,7 @@ def kfac(
     factors_every: Scheduled = 10,
     inverses_every: Scheduled = 100,
     process_group: dist.ProcessGroup | None = None,
-    fusion: str = "planned",
+    fusion: str | int = "planned",
     placement: str = "balanced",
     skip: Sequence[str] = (),
     split: str | None = None,
@@ -360,9 +360,10 @@ def kfac(
     process_group: the processes over whose batches factors are summed, in a group of their own
         that is made here; by default those of DistributedDataParallel. A process's gradient
         counts divided by their number.
-    fusion: which factors go in one message: "each", "all", "threshold" (25 MiB), "paper" (the
-        rule of arXiv 2107.06533), "planned" (the grouping that ends soonest, by the times of the
-        second collection). network: seconds a message and seconds a byte, or None: measured.
+    fusion: which factors go in one message: "each", "all", "threshold" (those that follow each
+        other until it has 25 MiB), a number (until it has as many bytes), "paper" (the rule of
+        arXiv 2107.06533), "planned" (the grouping that ends soonest, by the times of the second
+        collection). network: seconds a message and seconds a byte, or None: measured.
     placement: who inverts: "balanced" (by the cube of the size; below 1,024 rows all do),
         "round_robin" or "everywhere".
     skip: names of modules that are left to the optimizer, with all that is in them.

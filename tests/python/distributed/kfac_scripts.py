@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from common import Fused, Stock, differing, refused, snapshot
 from ddp_scripts import SMALL
-from kfac_cases import SELDOM, Ours, Second, adamw, assert_close, rows, sgd
+from kfac_cases import OFTEN, SELDOM, Ours, Second, adamw, assert_close, rows, sgd
 from ranks import STEPS, scenario_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -345,6 +345,26 @@ def as_many_messages_as_the_fusion_says(mode, fusion, messages):
     for i in range(6):
         pair.step(i)
     assert pair.ours.kfac.summary().messages == messages, pair.ours.kfac.summary()
+
+
+BYTES = {"1 byte": (1, 10), "1,000 bytes": (1000, 4), "20,000 bytes": (20_000, 1)}
+
+
+@scenario("stock", **{name: {"fusion": n, "messages": m} for name, (n, m) in BYTES.items()})
+def messages_of_so_many_bytes(mode, fusion, messages):
+    """As A has 8,152 bytes (1,520, 5,624, 360, 360 and 288 in turn) and G 992. A state keeps it."""
+    first = Pair(mode, fusion=fusion, **OFTEN)
+    for i in range(STEPS):
+        first.step(i)
+    first.check()
+    state = first.ours.kfac.state_dict()
+    assert first.ours.kfac.summary().messages == messages == state["group"][-1] + 1, state
+    second = Pair(mode, fusion=fusion, **OFTEN)
+    second.ours.kfac.load_state_dict(through_a_file(state))
+    loss_of(second.model, share_of(STEPS, second.rank)).backward()
+    second.ours.step()
+    assert second.ours.kfac.summary().messages == messages, second.ours.kfac.summary()
+    assert second.ours.kfac.state_dict()["group"] == state["group"]
 
 
 @scenario("stock")
