@@ -28,6 +28,10 @@ def scenario_of(name):
 
 def main(folder, rank, world, names):
     torch.set_num_threads(1)
+    for name in names:
+        scenario_of(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays; collecting after each scenario needn't look at it
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     with open(f"{folder}/outcomes-{rank}", "w", encoding="utf-8") as out:
