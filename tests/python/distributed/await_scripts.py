@@ -3,89 +3,23 @@
 network that is slower than backward(), for common.same() on every rank."""
 
 import contextlib
-import copy
 import functools
-import io
-import os
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+import weakref
 
 import torch
 import torch.distributed as dist
-from common import adamw, assert_same, everything, refused, same, sgd, snapshot, weights
+from await_looks import AFTER, LOOKS, a_thread, zeros_before
+from await_network import SLOW, Network, later, over, slow, training
+from common import adamw, assert_same, everything, refused, same, sgd, weights
 from ddp_scripts import HOOKS, OPTIONS, SMALL, Net, loss_of, power_sgd, train
 from ranks import STEPS, scenario_of
 from torch import nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
 
-DELAY = 0.004  # seconds that a message takes beyond gloo
 SCENARIOS = {}
-
-
 scenario = functools.partial(scenario_of, SCENARIOS, "forward")
-
-
-class Network:
-    """Messages take DELAY one after the other, in a communication hook."""
-
-    def __init__(self, delay=DELAY):
-        self.delay = delay
-        self.last = None  # the future of the last message
-        self.wire = ThreadPoolExecutor(1)
-
-    def carry(self, work, buffer, arrived):
-        try:
-            work.wait()
-        except Exception as error:
-            arrived.set_exception(error)
-            return
-        time.sleep(self.delay)
-        arrived.set_result(buffer)
-
-    def mean(self, buffer):
-        buffer.mul_(1.0 / dist.get_world_size())
-        self.last = Future()
-        work = dist.all_reduce(buffer, async_op=True)
-        self.wire.submit(self.carry, work, buffer, self.last)
-        return self.last
-
-    def is_busy(self):
-        return not self.last.done()
-
-
-def over(network, bucket):
-    return network.mean(bucket.buffer())
-
-
-def slow(wrap, model, make=adamw, delay=DELAY, **options):
-    """DDP, its optimizer and the network between the processes."""
-    wrapped = DDP(model, **options)
-    network = Network(delay)
-    return wrapped, later(wrap, wrapped, make(model.parameters()), (network, over)), network
-
-
-def later(wrap, wrapped, optimizer, hook=None):
-    """Fused, or stock's with the same communication hook."""
-    if wrap.fused:
-        how = {"ddp": wrapped, "await_reduction": "first_use"}
-        known = wrapped._comm_hooks  # by another optimizer of this model
-        return wrap(optimizer, **how, **({"comm_hook": hook} if hook and not known else {}))
-    if hook and not wrapped._comm_hooks:
-        wrapped.register_comm_hook(*hook)
-    return optimizer
-
-
-def training(wrapped, optimizer, network=None, wrap=None):
-    for i in range(STEPS):
-        loss = train(wrapped, optimizer, i)
-        if network and wrap.fused and i > 2:
-            assert network.is_busy(), "step() has waited: the test would prove nothing"
-        yield "loss", loss
-    yield from everything(wrapped.module, optimizer)
 
 
 @scenario(
@@ -102,14 +36,6 @@ def option(mode, options, make):
         yield from training(wrapped, later(wrap, wrapped, make(model.parameters())))
 
     same(script, mode)
-
-
-SLOW = {
-    "copies": {"broadcast_buffers": False, "bucket_cap_mb": SMALL},
-    "views": {"broadcast_buffers": False, "bucket_cap_mb": SMALL, "gradient_as_bucket_view": True},
-}
-SLOW["static"] = {**SLOW["copies"], "static_graph": True}
-SLOW = {name: {"options": options} for name, options in SLOW.items()}
 
 
 @scenario(**SLOW)
@@ -229,120 +155,6 @@ def gradients_that_no_optimizer_of_ours_has_are_there_after_backward(mode):
     same(script, mode)
 
 
-# What a script may do between backward() and step(). Each yields what it has seen.
-
-
-def gradients(model, optimizer):
-    yield "gradients", [p.grad for p in model.parameters()]
-
-
-def norms(model, optimizer):
-    for p in model.parameters():
-        yield "norm", p.grad.norm()
-    yield "norms", torch._foreach_norm([p.grad for p in model.parameters()])
-
-
-def one_number(model, optimizer):
-    yield "number", model.head.weight.grad[0, 0].item()
-
-
-def clipping(model, optimizer):
-    yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
-
-
-def our_clipping(model, optimizer):
-    ours = "Adam" in type(optimizer).__name__ and hasattr(optimizer, "_optfuse_link")
-    clip = optfuse.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
-    yield "norm", clip(model.parameters(), 0.1, foreach=False)
-
-
-def clipping_values(model, optimizer):
-    nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    yield "done", True
-
-
-def writing(model, optimizer):
-    for p in model.parameters():
-        p.grad.mul_(0.5)
-    model.head.bias.grad.copy_(torch.ones(3))
-    yield "done", True
-
-
-def another_gradient(model, optimizer):
-    model.head.weight.grad = model.head.weight.grad * 2
-    model.hidden.bias.grad = None
-    yield "done", True
-
-
-def data_of_a_gradient(model, optimizer):
-    yield "data", [p.grad.data for p in model.parameters()]
-
-
-def raw_memory(model, optimizer):
-    yield "arrays", [torch.from_numpy(p.grad.numpy().copy()) for p in model.parameters()]
-    yield "storage", bytes(model.head.weight.grad.untyped_storage())[:8] != b""
-
-
-def flushed(model, optimizer):
-    if hasattr(optimizer, "_optfuse_link"):
-        optfuse.flush()
-    yield "gradients", [p.grad for p in model.parameters()]
-
-
-def a_checkpoint(model, optimizer):
-    file = io.BytesIO()
-    torch.save([{"model": model.state_dict()}, [p.grad for p in model.parameters()]], file)
-    file.seek(0)
-    yield "loaded", torch.load(file)[1]
-
-
-def a_copy(model, optimizer):
-    yield "copy", [p.grad for p in copy.deepcopy(model).parameters()]
-
-
-def a_thread(model, optimizer):
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(model.head.weight.grad.clone()))
-    thread.start()
-    thread.join()
-    yield "seen", seen
-
-
-def a_fork(model, optimizer):
-    if os.fork() == 0:
-        os._exit(int(any(not p.grad.isfinite().all() for p in model.parameters())))
-    _, status = os.wait()
-    yield "status", status
-
-
-def zeros(model, optimizer):
-    optimizer.zero_grad(set_to_none=False)
-    yield "gradients", [p.grad for p in model.parameters()]
-
-
-def zeros_before(model, optimizer):
-    optimizer.zero_grad()
-    yield "gradients", [p.grad is None for p in model.parameters()]
-
-
-def sums_over_ranks(model, optimizer):
-    """A collective of the script's own."""
-    total = torch.stack([p.grad.sum() for p in model.parameters()])
-    dist.all_reduce(total)
-    yield "sum", total
-
-
-def nothing(model, optimizer):
-    yield "nothing", True
-
-
-LOOKS = (
-    gradients, norms, one_number, clipping, our_clipping, clipping_values, writing,
-    another_gradient, data_of_a_gradient, raw_memory, flushed, a_checkpoint, a_copy, a_thread,
-    a_fork, zeros, zeros_before, sums_over_ranks, nothing,
-)  # fmt: skip
-
-
 @scenario(
     **{
         f"{look.__name__} {way}": {"look": look, **SLOW[way]}
@@ -365,67 +177,6 @@ def look_before_step(mode, look, options):
         yield from everything(model, optimizer)
 
     same(script, mode, prove=look not in (a_thread, zeros_before))  # these leave nothing to defer
-
-
-# And after step().
-
-
-def parameters(model, optimizer):
-    yield "parameters", list(model.parameters())
-
-
-def one_parameter(model, optimizer):
-    yield "number", model.conv.weight[0, 0, 0, 0].item()
-
-
-def state(model, optimizer):
-    yield "state", optimizer.state_dict()
-
-
-def an_evaluation(model, optimizer):
-    model.eval()
-    with torch.no_grad():
-        yield "loss", loss_of(model, 100)
-    model.train()
-
-
-def overwritten(model, optimizer):
-    with torch.no_grad():
-        model.head.weight.copy_(torch.ones(3, 16))
-        model.hidden.weight.mul_(0.5)
-    yield "done", True
-
-
-def loaded(model, optimizer):
-    model.load_state_dict(snapshot(dict(model.state_dict())))
-    optimizer.load_state_dict(optimizer.state_dict())
-    yield "done", True
-
-
-def compared_across_ranks(model, optimizer):
-    for p in model.parameters():
-        others = [torch.empty_like(p) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, p.detach())
-        for other in others:
-            assert_same("a parameter of another rank", other, p.detach())
-    yield "done", True
-
-
-def a_second_step(model, optimizer):
-    optimizer.step()
-    yield "done", True
-
-
-def a_new_group(model, optimizer):
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-3})
-    yield "done", True
-
-
-AFTER = (
-    parameters, one_parameter, state, an_evaluation, overwritten, loaded, compared_across_ranks,
-    a_second_step, a_new_group, gradients, norms, writing, our_clipping, zeros, flushed, a_copy,
-    a_fork, raw_memory,
-)  # fmt: skip
 
 
 @scenario(
@@ -692,8 +443,6 @@ def memory_goes_with_zero_grad(mode):
         await_reduction="first_use",
         comm_hook=(network, over),
     )
-    import weakref
-
     for i in range(3):
         loss_of(wrapped, i).backward()
         assert network.is_busy()

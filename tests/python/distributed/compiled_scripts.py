@@ -7,7 +7,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from await_scripts import later
+from await_network import later
 from common import Stock, adamw, everything, run, same_as
 from ddp_scripts import SMALL, Net, ddp_of, train
 from torch._dynamo.utils import counters
