@@ -1,129 +1,33 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Scenarios of optfuse.kfac() under DistributedDataParallel: every rank calls these functions.
-
-Each rank trains on its own batches; beside that it trains a copy on all of them, with the
-reference of one process. Float64: factors and parameters are the reference's within 1e-9, and
-all ranks have the same bits."""
+"""Scenarios of optfuse.kfac() under DistributedDataParallel: every rank calls these functions."""
 
 import contextlib
-import copy
 import functools
-import io
 
 import torch
 import torch.distributed as dist
-from common import Fused, Stock, differing, refused, snapshot
-from ddp_scripts import SMALL
-from kfac_cases import OFTEN, SELDOM, Ours, Second, adamw, assert_close, rows, sgd
+from common import differing, refused, snapshot
+from kfac_cases import SELDOM, Ours, Second, adamw, assert_close, sgd
+from kfac_pair import (
+    FUSIONS,
+    LAYERS,
+    MODES,
+    Net,
+    Pair,
+    loss_of,
+    same_on_all_ranks,
+    share_of,
+    through_a_file,
+)
 from ranks import STEPS, scenario_of
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
-from optfuse._kfac import messages
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
-MODES = ("stock", "forward")
-LAYERS = ("conv", "hidden", "twin.0", "twin.1", "head")
-
-
-class Net(nn.Module):
-    """No layer normalizes over a batch. The twins have factors of the same shapes, so that one
-    could be taken for the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.hidden = nn.Linear(4 * 9, 8)
-        self.twin = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 3, bias=False)
-
-    def forward(self, x, order=(0, 1), uses=1, halves=False, head=True):
-        y = torch.relu_(self.conv(x))
-        y = torch.tanh(self.hidden(y.flatten(1)))
-        found = {}
-        for i in order:
-            twin = self.twin[i]
-            z = torch.cat([twin(part) for part in y.chunk(2)]) if halves else twin(y)
-            for _ in range(uses - 1):
-                z = twin(torch.tanh(z))
-            found[i] = torch.tanh(z) * (1 + i)
-        y = found[0] + found[1]
-        return self.head(y) if head else y
-
-
-def share_of(i, rank, n=6):
-    """A rank's i-th batch."""
-    return rows(100 * i + rank, n, 2, 3, 3)
-
-
-def loss_of(model, x, **how):
-    y = model(x, **how)
-    return (y.sin() * (1 + y)).square().mean()
-
-
-class Pair:
-    """The model under DistributedDataParallel with ours, and its copy with the reference."""
-
-    def __init__(self, mode, make=sgd, ddp=None, build=Net, **options):
-        torch.manual_seed(0)
-        self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self.alone = build().double()
-        self.model = DDP(copy.deepcopy(self.alone), bucket_cap_mb=SMALL, **(ddp or {}))
-        self.wrap = Fused("forward") if mode == "forward" else Stock()
-        self.optimizer = self.wrap(make(self.model.module.parameters()))
-        self.ours = Ours(self.model, self.optimizer, **options)
-        here = ("process_group", "fusion", "placement", "rows", "network")
-        options = {name: value for name, value in options.items() if name not in here}
-        self.other = make(self.alone.parameters())
-        self.reference = Second(self.alone, self.other, **options)
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-        self.other.zero_grad()
-
-    def step(self, i, n=6, how=lambda rank: {}):
-        """One iteration. how(rank): what that rank's forward pass is given."""
-        self.zero_grad()
-        loss_of(self.model, share_of(i, self.rank, n), **how(self.rank)).backward()
-        self.ours.step()
-        for rank in range(self.world):
-            (loss_of(self.alone, share_of(i, rank, n), **how(rank)) / self.world).backward()
-        self.reference.step()
-
-    def check(self, layers=LAYERS):
-        model = self.model.module
-        for name in layers:
-            assert_close(name, self.ours.factors(name), self.reference.factors(name))
-        assert_close(
-            "parameters", dict(model.named_parameters()), dict(self.alone.named_parameters())
-        )
-        factors = {name: self.ours.factors(name) for name in layers}
-        same_on_all_ranks({"parameters": list(model.parameters()), "factors": factors})
-        if self.wrap.fused:
-            self.wrap.prove()
-
-
-def tensors_of(value):
-    if isinstance(value, torch.Tensor):
-        yield value.detach().clone()
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(item)
-
-
-def same_on_all_ranks(value):
-    for i, mine in enumerate(tensors_of(value)):
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine.contiguous())
-        for rank, other in enumerate(found):
-            assert not differing(other, found[0]).any(), f"tensor {i}: rank {rank} differs from 0"
-
 
 # The same training, whatever is chosen
 
-FUSIONS = ("each", "all", "threshold", "paper", "planned")
 PLACEMENTS = ("balanced", "round_robin", "everywhere")
 CHOICES = {
     f"{fusion} {placement}": {"options": {"fusion": fusion, "placement": placement}}
@@ -325,98 +229,7 @@ def rows_that_are_wrong_are_refused(mode):
     refused(lambda: Pair(mode, rows=[6] * (world + 1)), way_out="rows")
 
 
-# The order in which contributions come
-
-
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def ranks_that_use_layers_in_another_order(mode, fusion):
-    """Messages that were launched in the order of arrival would add up factors of different
-    layers, which have the same size."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank: {"order": (1, 0) if rank == 0 else (0, 1)})
-    pair.check()
-
-
-@scenario("stock", each={"fusion": "each", "messages": 10}, all={"fusion": "all", "messages": 1})
-def as_many_messages_as_the_fusion_says(mode, fusion, messages):
-    """From the third collection on, once they are planned."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(6):
-        pair.step(i)
-    assert pair.ours.kfac.summary().messages == messages, pair.ours.kfac.summary()
-
-
-BYTES = {"1 byte": (1, 10), "1,000 bytes": (1000, 4), "20,000 bytes": (20_000, 1)}
-
-
-@scenario("stock", **{name: {"fusion": n, "messages": m} for name, (n, m) in BYTES.items()})
-def messages_of_so_many_bytes(mode, fusion, messages):
-    """As A has 8,152 bytes (1,520, 5,624, 360, 360 and 288 in turn) and G 992. A state keeps it."""
-    first = Pair(mode, fusion=fusion, **OFTEN)
-    for i in range(STEPS):
-        first.step(i)
-    first.check()
-    state = first.ours.kfac.state_dict()
-    assert first.ours.kfac.summary().messages == messages == state["group"][-1] + 1, state
-    second = Pair(mode, fusion=fusion, **OFTEN)
-    second.ours.kfac.load_state_dict(through_a_file(state))
-    loss_of(second.model, share_of(STEPS, second.rank)).backward()
-    second.ours.step()
-    assert second.ours.kfac.summary().messages == messages, second.ours.kfac.summary()
-    assert second.ours.kfac.state_dict()["group"] == state["group"]
-
-
-@scenario("stock")
-def a_mutant_that_sends_in_the_order_of_arrival(mode):
-    """The test above would find it."""
-    pair = Pair(mode, fusion="each", **SELDOM)
-    pair.step(0)
-    kfac = pair.ours.kfac
-    order = list(kfac._factors.arrangement.order)
-    if pair.rank == 0:
-        twins = [order.index(2 * LAYERS.index(name) + 1) for name in ("twin.0", "twin.1")]
-        order[twins[0]], order[twins[1]] = order[twins[1]], order[twins[0]]
-    kfac._factors.arrange(messages.Arrangement(order, kfac._factors.arrangement.group))
-    for i in range(1, 4):
-        pair.step(i)
-    found, wanted = (k.factors("twin.0")[1] for k in (pair.ours, pair.reference))
-    assert (found - wanted).abs().max() > 1e-6, "factors of two layers were added up unnoticed"
-
-
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def an_order_that_changes_later(mode, fusion):
-    """The plan is of the first factor step."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"order": (1, 0) if i > 3 and rank > 0 else (0, 1)})
-    pair.check()
-
-
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def late_contributions_on_one_rank(mode, fusion):
-    """Of as many rows in two parts: what came first may be on its way already."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"halves": i > 1 and rank == 0})
-    pair.check()
-
-
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def late_contributions_on_all_ranks(mode, fusion):
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"uses": 1 + (i > 1) + (i > 5)})
-    pair.check()
-
-
-@scenario(*MODES)
-def contributions_that_no_longer_come(mode):
-    """The first factor step has three uses of a layer, later ones have one."""
-    pair = Pair(mode, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"uses": 3 if i < 2 else 1})
-    pair.check()
+# Beside what else happens
 
 
 @scenario("stock")
@@ -471,13 +284,6 @@ def a_skipped_step_on_all_ranks(mode):
 
 
 # Resuming
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @scenario(*MODES, **{placement: {"placement": placement} for placement in PLACEMENTS})

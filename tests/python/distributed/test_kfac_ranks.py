@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """optfuse.kfac() on several processes is K-FAC of one process on the joint batch, whatever the
-fusion, the placement and the order in which contributions come."""
+fusion and the placement."""
 
 import kfac_scripts
 import ranks
@@ -13,8 +13,6 @@ SAMPLE = [
     "no_sync copies forward",
     "rows_say_how_unequal_batches_are stock",
     "unequal_batches_are_refused later forward",
-    "ranks_that_use_layers_in_another_order planned stock",
-    "late_contributions_on_one_rank paper stock",
     "resumed_by_another_number_of_processes to_many stock",
 ]
 
