@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a section measures between two processes of one thread each. The section starts its own
-file once for each rank, with pair(); there the file joins the other rank and leaves again."""
+"""What a section measures between two processes of one thread each. The section starts a
+file of its own once for each rank, with pair(), which joins the other rank and leaves again."""
 
 from __future__ import annotations
 
