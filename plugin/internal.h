@@ -252,8 +252,9 @@ void of_plan_fail(of_plan *plan); /* a launch has failed: notes the message of t
 /* The status of whoever launched: OF_REFUSED and the message after a failure. */
 of_status of_plan_health(const of_plan *plan);
 
-/* link.c, reorder.c, reorder_simulate.c, kfac_fusion.c, kfac_placement.c, factors.c: see their
- * headers; they know nothing of plans */
+/* link.c, reorder.c, reorder_simulate.c, kfac_fusion.c, kfac_placement.c, factors.c,
+ * pipeline_tasks.c, pipeline_cut.c, pipeline_placement.c, pipeline_slots.c, pipeline_schedule.c,
+ * pipeline_simulate.c, pipeline_verify.c: see their headers; they know nothing of plans */
 
 /* registry.c: memory identity -> update, or scaling */
 typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;

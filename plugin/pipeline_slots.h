@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* pipeline_slots.h: how far apart the tasks of a batch are. Of pipelines that have been checked. */
+#ifndef OPTFUSE_PIPELINE_SLOTS_H
+#define OPTFUSE_PIPELINE_SLOTS_H
+
+#include "pipeline_tasks.h"
+
+/* Of batch 0, the slot of each kind of task of each layer: slots[layer * OF_TASK_KINDS + kind], 0
+ * for kinds that it does not have, but those of a dW and U also where there are no weights.
+ * slots: zeros. Returns the last of them. */
+int32_t of_find_slots(const of_pipeline *p, int32_t *slots);
+
+/* D of a layer that is on a stage of whole layers. A process has D + 1 batches between their
+ * F and their gradients. */
+uint32_t of_stage_delay(const of_pipeline *p, size_t layer);
+
+#endif

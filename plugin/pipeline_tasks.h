@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* pipeline_tasks.h: which tasks a layer has, where they run and what they take. Of pipelines that
+ * have been checked. */
+#ifndef OPTFUSE_PIPELINE_TASKS_H
+#define OPTFUSE_PIPELINE_TASKS_H
+
+#include "pipeline.h"
+
+/* Of the layers alone, and the counts; places are not read. */
+of_status of_check_pipeline_layers(const of_pipeline *p);
+bool of_places_whole_layers(of_strategy strategy);
+/* The first layer with weights; n if there is none. Layers above it have dX. */
+size_t of_first_trained(const of_pipeline *p);
+bool of_has_task(const of_pipeline *p, size_t first_trained, int kind, size_t layer);
+int32_t of_process_of(const of_pipeline_place *place, int kind, size_t batch);
+/* Of its dX, the share of the first part; 1 if it is whole. */
+double of_first_share(const of_pipeline_layer *layer, const of_pipeline_place *place);
+double of_task_seconds(const of_pipeline_layer *layer, const of_pipeline_place *place, int kind);
+/* OF_INVALID: none, or more than an int32_t counts, or than memory can be asked for. */
+of_status of_check_batches(const of_pipeline *p, size_t batches);
+
+#endif

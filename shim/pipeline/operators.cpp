@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// operators.cpp: the operators through which Python plans layer pipelines (plugin/pipeline.h).
+// Lists are flat: of each layer 4 costs (forward, dX, dW, update, in seconds) and 5 sizes (bytes
+// in, out, of weights; channels; 1 if movable), of each place its 6 numbers, of each task its
+// kind, layer, batch and process.
+#include <torch/library.h>
+
+#include "error.h"
+#include "pipeline.h"
+
+namespace optfuse {
+namespace {
+
+using Numbers = std::vector<int64_t>;
+using Seconds = std::vector<double>;
+
+constexpr size_t COSTS = 4, SIZES = 5, PLACE = 6, TASK = 4;
+
+template <typename T> size_t rows_of(const std::vector<T> &flat, size_t width) {
+    if (flat.size() % width != 0)
+        throw Error("optfuse: a list of a pipeline has " + std::to_string(flat.size()) +
+                    " numbers, which is no multiple of " + std::to_string(width));
+    return flat.size() / width;
+}
+
+// What a call works on. `settings`: strategy, processes, micro-batches.
+struct Pipeline {
+    std::vector<of_pipeline_layer> layers;
+    std::vector<of_pipeline_place> places;
+    of_pipeline view = {};
+
+    Pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes) {
+        const size_t n = rows_of(costs, COSTS);
+        if (settings.size() != 3 || rows_of(sizes, SIZES) != n)
+            throw Error("optfuse: the lists of a pipeline's layers differ in length");
+        for (size_t i = 0; i < n; i++)
+            layers.push_back(layer(&costs[COSTS * i], &sizes[SIZES * i]));
+        view.strategy = static_cast<of_strategy>(settings[0]);
+        view.processes = static_cast<size_t>(settings[1]);
+        view.micro_batches = static_cast<size_t>(settings[2]);
+        view.layers = layers.data();
+        view.n = n;
+        places.resize(n);
+    }
+
+    Pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
+             const Numbers &flat)
+        : Pipeline(settings, costs, sizes) {
+        if (rows_of(flat, PLACE) != view.n)
+            throw Error("optfuse: a pipeline needs one place for each layer");
+        for (size_t i = 0; i < view.n; i++)
+            places[i] = place(&flat[PLACE * i]);
+        view.places = places.data();
+        check(of_pipeline_check(&view));
+    }
+
+    static of_pipeline_layer layer(const double *cost, const int64_t *size) {
+        of_pipeline_layer made = {};
+        made.forward = cost[0];
+        made.input_gradient = cost[1];
+        made.weight_gradient = cost[2];
+        made.update = cost[3];
+        made.in_bytes = static_cast<uint64_t>(size[0]);
+        made.out_bytes = static_cast<uint64_t>(size[1]);
+        made.weight_bytes = static_cast<uint64_t>(size[2]);
+        made.channels = static_cast<uint32_t>(size[3]);
+        made.movable = size[4] != 0;
+        return made;
+    }
+
+    static of_pipeline_place place(const int64_t *number) {
+        of_pipeline_place made = {};
+        made.forward = static_cast<int32_t>(number[0]);
+        made.weight_gradient = static_cast<int32_t>(number[1]);
+        made.input_gradient = static_cast<int32_t>(number[2]);
+        made.second_input_gradient = static_cast<int32_t>(number[3]);
+        made.split = static_cast<uint32_t>(number[4]);
+        made.replicas = static_cast<int32_t>(number[5]);
+        return made;
+    }
+};
+
+of_link link_of(const Seconds &network) {
+    if (network.size() != 2)
+        throw Error("optfuse: a network is two numbers, the seconds a message and a byte");
+    return {network[0], network[1]};
+}
+
+std::vector<of_pipeline_task> tasks_of(const Numbers &flat) {
+    std::vector<of_pipeline_task> tasks(rows_of(flat, TASK));
+    for (size_t k = 0; k < tasks.size(); k++) {
+        const int64_t *number = &flat[TASK * k];
+        tasks[k] = {static_cast<int32_t>(number[0]),
+                    static_cast<int32_t>(number[1]),
+                    static_cast<int32_t>(number[2]),
+                    static_cast<int32_t>(number[3]),
+                    0,
+                    0};
+    }
+    return tasks;
+}
+
+// Places, and the seconds a batch of the process that has most to do.
+std::tuple<Numbers, double> place_pipeline(const Numbers &settings, const Seconds &costs,
+                                           const Numbers &sizes, const Seconds &network) {
+    Pipeline p(settings, costs, sizes);
+    const of_link link = link_of(network);
+    double largest = 0;
+    check(of_pipeline_place_layers(&p.view, &link, p.places.data(), &largest));
+    Numbers flat;
+    for (const of_pipeline_place &place : p.places)
+        flat.insert(flat.end(), {place.forward, place.weight_gradient, place.input_gradient,
+                                 place.second_input_gradient, static_cast<int64_t>(place.split),
+                                 place.replicas});
+    return {flat, largest};
+}
+
+Numbers delays_of_pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
+                           const Numbers &places) {
+    const Pipeline p(settings, costs, sizes, places);
+    std::vector<uint32_t> delays(p.view.n);
+    check(of_pipeline_delays(&p.view, delays.data()));
+    return {delays.begin(), delays.end()};
+}
+
+Numbers schedule_pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
+                          const Numbers &places, int64_t batches) {
+    const Pipeline p(settings, costs, sizes, places);
+    const size_t most = batches < 1 || batches > INT32_MAX ? 0 : static_cast<size_t>(batches);
+    std::vector<of_pipeline_task> tasks(of_pipeline_count(&p.view, most));
+    check(of_pipeline_schedule(&p.view, static_cast<size_t>(batches), tasks.data()));
+    Numbers flat;
+    for (const of_pipeline_task &task : tasks)
+        flat.insert(flat.end(), {task.kind, task.layer, task.batch, task.process});
+    return flat;
+}
+
+// Start and end of each task; makespan, period, busy, messages and bytes (of_pipeline_report);
+// violations that the verifier has found.
+std::tuple<Seconds, Seconds, int64_t> simulate_pipeline(const Numbers &settings,
+                                                        const Seconds &costs, const Numbers &sizes,
+                                                        const Numbers &places, int64_t batches,
+                                                        const Numbers &flat,
+                                                        const Seconds &network) {
+    const Pipeline p(settings, costs, sizes, places);
+    const of_link link = link_of(network);
+    const auto n = static_cast<size_t>(batches);
+    std::vector<of_pipeline_task> tasks = tasks_of(flat);
+    std::vector<uint32_t> delays(p.view.n);
+    of_pipeline_report report = {};
+    size_t violations = 0;
+    check(of_pipeline_delays(&p.view, delays.data()));
+    check(of_pipeline_simulate(&p.view, &link, n, tasks.data(), tasks.size(), &report));
+    check(of_pipeline_verify(&p.view, &link, delays.data(), n, tasks.data(), tasks.size(),
+                             &violations));
+    Seconds times;
+    for (const of_pipeline_task &task : tasks)
+        times.insert(times.end(), {task.start, task.end});
+    return {times,
+            {report.makespan, report.period, report.busy, report.messages, report.bytes},
+            static_cast<int64_t>(violations)};
+}
+
+} // namespace
+} // namespace optfuse
+
+TORCH_LIBRARY_FRAGMENT(optfuse, m) {
+    m.def("place_pipeline(int[] settings, float[] costs, int[] sizes, float[] network) -> "
+          "(int[], float)",
+          optfuse::place_pipeline);
+    m.def("delays_of_pipeline(int[] settings, float[] costs, int[] sizes, int[] places) -> int[]",
+          optfuse::delays_of_pipeline);
+    m.def("schedule_pipeline(int[] settings, float[] costs, int[] sizes, int[] places, "
+          "int batches) -> int[]",
+          optfuse::schedule_pipeline);
+    m.def("simulate_pipeline(int[] settings, float[] costs, int[] sizes, int[] places, "
+          "int batches, int[] tasks, float[] network) -> (float[], float[], int)",
+          optfuse::simulate_pipeline);
+}
