@@ -176,19 +176,30 @@ static double end_of(const simulation *s, int kind, size_t layer, size_t batch) 
     return found == NO_TASK ? -1 : s->tasks[found].end;
 }
 
-/* The most seconds a batch that a task took from the first third of the groups to the second. */
-static double period_of(const simulation *s) {
-    const size_t group = s->p->micro_batches, groups = s->batches / group / 3;
-    double longest = 0;
+/* The most seconds a batch that a task of this layer took from the first third of its groups to
+ * the second; below 0: it has too few groups. */
+static double period_of_layer(const simulation *s, size_t layer) {
+    const size_t group = of_pipeline_group(s->p, layer), groups = s->batches / group / 3;
     if (!groups)
-        return 0;
+        return -1;
     const size_t from = groups * group - 1, to = 2 * groups * group - 1;
-    for (size_t i = 0; i < s->p->n; i++)
-        for (int kind = 0; kind < OF_TASK_KINDS; kind++) {
-            const double first = end_of(s, kind, i, from), last = end_of(s, kind, i, to);
-            if (first >= 0 && last >= 0)
-                longest = of_later(longest, (last - first) / (double)(to - from));
-        }
+    double longest = 0;
+    for (int kind = 0; kind < OF_TASK_KINDS; kind++) {
+        const double first = end_of(s, kind, layer, from), last = end_of(s, kind, layer, to);
+        if (first >= 0 && last >= 0)
+            longest = of_later(longest, (last - first) / (double)(to - from));
+    }
+    return longest;
+}
+
+static double period_of(const simulation *s) {
+    double longest = 0;
+    for (size_t i = 0; i < s->p->n; i++) {
+        const double period = period_of_layer(s, i);
+        if (period < 0)
+            return 0;
+        longest = of_later(longest, period);
+    }
     return longest;
 }
 
