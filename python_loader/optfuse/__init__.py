@@ -6,7 +6,7 @@
 
 Everything else in the training loop stays as it is."""
 
-from optfuse import optim
+from optfuse import optim, pipeline
 from optfuse._ab.ab import ab
 from optfuse._clip import clip_grad_norm_
 from optfuse._delay import drain
@@ -33,6 +33,7 @@ __all__ = [
     "fuse",
     "kfac",
     "optim",
+    "pipeline",
     "register",
     "reorder",
     "summary",
