@@ -144,8 +144,9 @@ typedef struct of_pipeline_report {
 } of_pipeline_report;
 
 /* Writes start and end of every task: each begins when its process is free and what it needs is
- * there. Messages don't wait for each other and cost no process anything. What several tasks of
- * one process need of another is sent once.
+ * there. Messages don't wait for each other and cost no process anything, but for the all-reduce of
+ * replicas, with which they are busy before the update. What several tasks of one process need of
+ * another is sent once.
  * OF_INVALID: see of_pipeline_check(); a task that is unknown, doubled, on another process than
  * its place, or one that can never start. OF_NO_MEMORY. */
 OF_API of_status of_pipeline_simulate(const of_pipeline *p, const of_link *link, size_t batches,

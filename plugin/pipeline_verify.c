@@ -58,6 +58,13 @@ static bool is_in_place(const verification *v, const of_pipeline_task *task) {
            of_process_of(&v->p->places[task->layer], task->kind, (size_t)task->batch);
 }
 
+/* What a process is busy with before an update of replicas. */
+static double all_reduce_seconds(const verification *v, size_t layer) {
+    const double r = v->p->places[layer].replicas;
+    const double part = (double)v->p->layers[layer].weight_bytes / r;
+    return 2 * (r - 1) * (v->link->latency + part * v->link->seconds_per_byte);
+}
+
 /* Enters those that the rest can rely on. */
 static void verify_task(verification *v, const of_pipeline_task *task) {
     const bool good = is_one_of(v, task) && is_in_place(v, task) && takes_its_time(v, task);
@@ -68,7 +75,9 @@ static void verify_task(verification *v, const of_pipeline_task *task) {
         place_of(v, task->kind, (size_t)task->layer, (size_t)task->batch);
     require(v, !*place);
     *place = task;
-    require(v, is_at_least(task->start, v->ended[task->process]));
+    const bool is_reduced = task->kind == OF_TASK_UPDATE && v->p->places[task->layer].replicas > 1;
+    const double reduces = is_reduced ? all_reduce_seconds(v, (size_t)task->layer) : 0;
+    require(v, is_at_least(task->start, v->ended[task->process] + reduces));
     v->ended[task->process] = of_later(v->ended[task->process], task->end);
 }
 
@@ -134,12 +143,6 @@ static void verify_passes(verification *v, size_t layer, size_t batch) {
 }
 
 /* Updates, and what a forward sees of them. */
-
-static double all_reduce_seconds(const verification *v, size_t layer) {
-    const double r = v->p->places[layer].replicas;
-    const double part = (double)v->p->layers[layer].weight_bytes / r;
-    return 2 * (r - 1) * (v->link->latency + part * v->link->seconds_per_byte);
-}
 
 /* The update of this batch's group on the process of this batch; NULL: there is none. */
 static const of_pipeline_task *update_of_group(const verification *v, size_t layer, size_t group,

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* random_pipeline.h: pipelines for the tests of pipeline.h, from a fixed seed. */
+#ifndef RANDOM_PIPELINE_H
+#define RANDOM_PIPELINE_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "fixture.h"
+#include "pipeline.h"
+#include "random_work.h"
+
+enum { MOST_STAGES = 6, MOST_BATCHES = 14 };
+
+/* A pipeline whose parts live in the struct; see own(). */
+typedef struct drawn {
+    of_pipeline p;
+    of_link link;
+    size_t batches;
+    of_pipeline_layer layers[MOST_LAYERS];
+    of_pipeline_place places[MOST_LAYERS];
+    uint32_t delays[MOST_LAYERS];
+    of_pipeline_task *tasks;
+    size_t n;
+    of_pipeline_report report;
+} drawn;
+
+static inline void own(drawn *d) {
+    d->p.layers = d->layers;
+    d->p.places = d->places;
+}
+
+/* least: of seconds; 0 lets tasks take no time. */
+static inline of_pipeline_layer random_pipeline_layer(uint64_t least) {
+    of_pipeline_layer layer = {
+        .forward = (double)(least + random_below(20)),
+        .input_gradient = (double)(least + random_below(20)),
+        .weight_gradient = (double)(least + random_below(20)),
+        .update = (double)(least + random_below(5)),
+        .in_bytes = random_below(30),
+        .out_bytes = random_below(30),
+        .weight_bytes = random_below(4) ? 1 + random_below(50) : 0,
+    };
+    layer.movable = layer.weight_bytes && random_below(3);
+    layer.channels = layer.movable ? (uint32_t)(1 + random_below(200)) : 0;
+    return layer;
+}
+
+static inline int32_t random_process(const drawn *d) {
+    return (int32_t)random_below(d->p.processes);
+}
+
+/* Any that a checked pipeline in slots can have, good or bad. */
+static inline of_pipeline_place random_place(const drawn *d, size_t i, bool has_input_gradient) {
+    const int32_t on = random_process(d);
+    of_pipeline_place place = {on, on, on, OF_NO_PROCESS, 0, 1};
+    if (!d->layers[i].movable)
+        return place;
+    place.weight_gradient = random_process(d);
+    if (!has_input_gradient)
+        return place;
+    place.input_gradient = random_process(d);
+    const uint32_t parts = (d->layers[i].channels - 1) / OF_SPLIT_MULTIPLE;
+    if (d->p.strategy == OF_PIPELINE_LAYERPIPE && parts && d->p.processes > 1 && random_below(2)) {
+        place.split = (uint32_t)(1 + random_below(parts)) * OF_SPLIT_MULTIPLE;
+        place.second_input_gradient =
+            (int32_t)((size_t)(place.input_gradient + 1) % d->p.processes);
+    }
+    return place;
+}
+
+/* The planner's places, or of slots any. */
+static inline void place_randomly(drawn *d) {
+    ck_assert_int_eq(of_pipeline_place_layers(&d->p, &d->link, d->places, NULL), OF_OK);
+    if (d->p.strategy < OF_PIPELINE_INTRA || random_below(2))
+        return;
+    bool trained = false;
+    for (size_t i = 0; i < d->p.n; i++) {
+        d->places[i] = random_place(d, i, trained);
+        trained = trained || d->layers[i].weight_bytes;
+    }
+}
+
+static inline void schedule(drawn *d) {
+    d->n = of_pipeline_count(&d->p, d->batches);
+    d->tasks = calloc(d->n + 2, sizeof *d->tasks); /* a mutant may have two more */
+    ck_assert_ptr_nonnull(d->tasks);
+    ck_assert_int_eq(of_pipeline_delays(&d->p, d->delays), OF_OK);
+    ck_assert_int_eq(of_pipeline_schedule(&d->p, d->batches, d->tasks), OF_OK);
+}
+
+static inline void simulate(drawn *d) {
+    ck_assert_msg(of_pipeline_simulate(&d->p, &d->link, d->batches, d->tasks, d->n, &d->report) ==
+                      OF_OK,
+                  "%s", of_error_message());
+}
+
+static inline size_t violations(const drawn *d) {
+    size_t found = SIZE_MAX;
+    ck_assert_int_eq(
+        of_pipeline_verify(&d->p, &d->link, d->delays, d->batches, d->tasks, d->n, &found), OF_OK);
+    return found;
+}
+
+/* Simulated; the caller frees d->tasks. */
+static inline void draw(drawn *d, uint64_t least_seconds) {
+    memset(d, 0, sizeof *d);
+    own(d);
+    d->p.n = 1 + random_below(MOST_LAYERS);
+    d->p.strategy = (of_strategy)random_below(OF_PIPELINE_LAYERPIPE + 1);
+    d->p.processes = 1 + random_below(MOST_STAGES);
+    d->p.micro_batches = d->p.strategy == OF_PIPELINE_GPIPE ? 1 + random_below(5) : 1;
+    d->batches = 1 + random_below(MOST_BATCHES);
+    d->link.latency = (double)random_below(6);
+    d->link.seconds_per_byte = (double)random_below(3) / 4;
+    for (size_t i = 0; i < d->p.n; i++)
+        d->layers[i] = random_pipeline_layer(least_seconds);
+    place_randomly(d);
+    schedule(d);
+    simulate(d);
+}
+
+#endif

@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Simulated pipelines: no random plan violates what it needs, and small ones take what is counted
+ * by hand. */
+#include <math.h>
+
+#include "random_pipeline.h"
+
+enum { PLANS = 4000 };
+
+START_TEST(no_random_plan_violates_anything) {
+    size_t of_strategies[OF_PIPELINE_LAYERPIPE + 1] = {0}, tasks = 0;
+    for (int k = 0; k < PLANS; k++) {
+        drawn d;
+        draw(&d, 0);
+        of_strategies[d.p.strategy]++;
+        tasks += d.n;
+        ck_assert_msg(violations(&d) == 0, "plan %d, strategy %d: %zu violations", k,
+                      (int)d.p.strategy, violations(&d));
+        free(d.tasks);
+    }
+    for (int s = 0; s <= OF_PIPELINE_LAYERPIPE; s++)
+        ck_assert_uint_gt(of_strategies[s], PLANS / 10);
+    ck_assert_uint_gt(tasks, 100 * PLANS);
+}
+END_TEST
+
+/* Two layers on processes 0 and 1, three batches. */
+static void two_stages(drawn *d, of_strategy strategy) {
+    memset(d, 0, sizeof *d);
+    own(d);
+    d->p = (of_pipeline){strategy, 3, 1, d->layers, d->places, 2};
+    d->batches = 3;
+    d->link = (of_link){1, 0.25};
+    d->layers[0] = (of_pipeline_layer){2, 9, 3, 1, 8, 4, 12, 64, true};
+    d->layers[1] = (of_pipeline_layer){4, 6, 5, 1, 4, 8, 16, 64, true};
+    d->places[0] = (of_pipeline_place){0, 0, 0, OF_NO_PROCESS, 0, 1};
+    d->places[1] = (of_pipeline_place){1, 1, 1, OF_NO_PROCESS, 0, 1};
+}
+
+static void check_time(const drawn *d, of_task_kind kind, int32_t layer, int32_t batch,
+                       double start, double end) {
+    for (size_t k = 0; k < d->n; k++) {
+        const of_pipeline_task *t = &d->tasks[k];
+        if (t->kind != (int32_t)kind || t->layer != layer || t->batch != batch)
+            continue;
+        ck_assert_msg(t->start == start && t->end == end,
+                      "kind %d, layer %d, batch %d: %g to %g instead of %g to %g", t->kind, layer,
+                      batch, t->start, t->end, start, end);
+        return;
+    }
+    ck_abort_msg("there is no task of kind %d, layer %d, batch %d", (int)kind, layer, batch);
+}
+
+START_TEST(stages_take_what_is_counted_by_hand) {
+    drawn d;
+    two_stages(&d, OF_PIPELINE_1F1B);
+    schedule(&d);
+    simulate(&d);
+    check_time(&d, OF_TASK_FORWARD, 0, 0, 0, 2);
+    check_time(&d, OF_TASK_FORWARD, 1, 0, 4, 8); /* a message of 4 bytes takes 2 */
+    check_time(&d, OF_TASK_INPUT_GRADIENT, 1, 0, 8, 14);
+    check_time(&d, OF_TASK_WEIGHT_GRADIENT, 1, 0, 14, 19);
+    check_time(&d, OF_TASK_UPDATE, 1, 0, 19, 20);
+    check_time(&d, OF_TASK_FORWARD, 0, 1, 2, 4); /* D = 1 */
+    check_time(&d, OF_TASK_WEIGHT_GRADIENT, 0, 0, 16, 19);
+    check_time(&d, OF_TASK_UPDATE, 0, 0, 19, 20);
+    check_time(&d, OF_TASK_FORWARD, 0, 2, 20, 22);
+    check_time(&d, OF_TASK_INPUT_GRADIENT, 1, 2, 40, 46);
+    check_time(&d, OF_TASK_UPDATE, 0, 2, 51, 52);
+    check_time(&d, OF_TASK_UPDATE, 1, 2, 51, 52);
+    ck_assert_double_eq(d.report.makespan, 52);
+    ck_assert_double_eq(d.report.period, 16);
+    ck_assert_double_eq_tol(d.report.busy, (3 * 6 + 3 * 16) / (52. * 3), 1e-12);
+    ck_assert_double_eq(d.report.messages, 2);
+    ck_assert_double_eq(d.report.bytes, 8);
+    free(d.tasks);
+}
+END_TEST
+
+START_TEST(split_gradients_take_what_is_counted_by_hand) {
+    drawn d;
+    two_stages(&d, OF_PIPELINE_LAYERPIPE);
+    d.batches = 1;
+    d.places[1] = (of_pipeline_place){1, 2, 1, 2, 48, 1};
+    schedule(&d);
+    simulate(&d);
+    check_time(&d, OF_TASK_FORWARD, 1, 0, 4, 8);
+    check_time(&d, OF_TASK_INPUT_GRADIENT, 1, 0, 8, 12.5); /* 48 of 64 channels */
+    /* A quarter of 16 bytes of weights and 8 of dY take 4. */
+    check_time(&d, OF_TASK_SECOND_INPUT_GRADIENT, 1, 0, 12, 13.5);
+    check_time(&d, OF_TASK_WEIGHT_GRADIENT, 1, 0, 13.5, 18.5); /* 4 bytes of x and 8 of dY: at 12 */
+    check_time(&d, OF_TASK_UPDATE, 1, 0, 23.5, 24.5);          /* 16 bytes */
+    check_time(&d, OF_TASK_WEIGHT_GRADIENT, 0, 0, 14.75, 17.75); /* 1 byte of the second part */
+    ck_assert_double_eq(d.report.messages, 6);
+    ck_assert_double_eq(d.report.bytes, 4 + 12 + 12 + 16 + 3 + 1);
+    free(d.tasks);
+}
+END_TEST
+
+START_TEST(what_a_process_needs_twice_is_sent_once) {
+    drawn d;
+    two_stages(&d, OF_PIPELINE_LAYERPIPE);
+    d.p.n = 3;
+    d.batches = 1;
+    d.layers[2] = d.layers[1];
+    d.places[1] = (of_pipeline_place){1, 2, 2, OF_NO_PROCESS, 0, 1};
+    d.places[2] = (of_pipeline_place){1, 1, 1, OF_NO_PROCESS, 0, 1};
+    schedule(&d);
+    simulate(&d);
+    /* y of layer 0; x, weights and one dY for process 2; dW back, and dX for layer 0. */
+    ck_assert_double_eq(d.report.messages, 6);
+    ck_assert_double_eq(d.report.bytes, 4 + 4 + 16 + 8 + 16 + 4);
+    free(d.tasks);
+}
+END_TEST
+
+START_TEST(groups_take_what_is_counted_by_hand) {
+    drawn d;
+    two_stages(&d, OF_PIPELINE_GPIPE);
+    d.p.micro_batches = 3;
+    schedule(&d);
+    simulate(&d);
+    check_time(&d, OF_TASK_FORWARD, 1, 2, 12, 16);
+    check_time(&d, OF_TASK_WEIGHT_GRADIENT, 1, 2, 44, 49);
+    check_time(&d, OF_TASK_UPDATE, 1, 2, 49, 50);
+    check_time(&d, OF_TASK_UPDATE, 0, 2, 49, 50); /* X1.2 ends at 44, 2 for dX, 3 for dW */
+    free(d.tasks);
+    two_stages(&d, OF_PIPELINE_REPLICATED);
+    d.places[0].replicas = 2;
+    d.places[1] = (of_pipeline_place){2, 2, 2, OF_NO_PROCESS, 0, 1};
+    d.batches = 2;
+    schedule(&d);
+    simulate(&d);
+    check_time(&d, OF_TASK_FORWARD, 0, 0, 0, 2);
+    check_time(&d, OF_TASK_FORWARD, 0, 1, 0, 2);
+    check_time(&d, OF_TASK_FORWARD, 1, 1, 20, 24);
+    check_time(&d, OF_TASK_WEIGHT_GRADIENT, 0, 1, 32, 35);
+    check_time(&d, OF_TASK_UPDATE, 0, 1, 40, 41); /* two messages of 6 bytes */
+    check_time(&d, OF_TASK_UPDATE, 0, 0, 40, 41); /* waits for the other */
+    free(d.tasks);
+}
+END_TEST
+
+START_TEST(the_period_is_the_load_of_the_slowest_where_messages_cost_nothing) {
+    for (int k = 0; k < 300; k++) {
+        drawn d;
+        double largest;
+        draw(&d, 1);
+        free(d.tasks);
+        d.link = (of_link){0, 0};
+        d.batches = 90;
+        d.p.strategy = (of_strategy)(OF_PIPELINE_1F1B + random_below(4));
+        d.p.micro_batches = 1;
+        ck_assert_int_eq(of_pipeline_place_layers(&d.p, &d.link, d.places, &largest), OF_OK);
+        schedule(&d);
+        simulate(&d);
+        if (d.p.strategy != OF_PIPELINE_REPLICATED) /* replicas wait for each other */
+            ck_assert_double_eq_tol(d.report.period, largest, 1e-9 * largest);
+        else
+            ck_assert_double_ge(d.report.period, largest * (1 - 1e-9));
+        free(d.tasks);
+    }
+}
+END_TEST
+
+START_TEST(schedules_that_cannot_run_are_refused_and_not_written) {
+    drawn d;
+    two_stages(&d, OF_PIPELINE_1F1B);
+    schedule(&d);
+    simulate(&d);
+    const of_pipeline_task first = d.tasks[0];
+    of_pipeline_task *tasks = d.tasks, saved;
+#define REFUSED(change, why)                                                                       \
+    do {                                                                                           \
+        of_pipeline_report report = {.makespan = 77};                                              \
+        saved = tasks[1];                                                                          \
+        change;                                                                                    \
+        ck_assert_int_eq(of_pipeline_simulate(&d.p, &d.link, d.batches, d.tasks, d.n, &report),    \
+                         OF_INVALID);                                                              \
+        ck_assert_msg(strstr(of_error_message(), why) != NULL, "%s", of_error_message());          \
+        ck_assert(report.makespan == 77 && memcmp(tasks, &first, sizeof first) == 0);              \
+        tasks[1] = saved;                                                                          \
+    } while (0)
+    REFUSED(tasks[1].kind = 5, "task 1 of a schedule (kind 5");
+    REFUSED(tasks[1].kind = -1, "unknown");
+    REFUSED(tasks[1].kind = OF_TASK_SECOND_INPUT_GRADIENT, "unknown");
+    REFUSED(tasks[1].layer = 2, "unknown");
+    REFUSED(tasks[1].layer = -1, "unknown");
+    REFUSED(tasks[1].batch = 3, "unknown");
+    REFUSED(tasks[1].batch = INT32_MIN, "unknown");
+    REFUSED(tasks[1].process = 1, "misplaced");
+    REFUSED(tasks[1] = tasks[0], "doubled");
+    saved = tasks[0];
+    tasks[0] = tasks[2]; /* dW before its F */
+    tasks[2] = saved;
+    of_pipeline_report report;
+    ck_assert_int_eq(of_pipeline_simulate(&d.p, &d.link, 3, tasks, d.n, &report), OF_INVALID);
+    ck_assert_ptr_nonnull(strstr(of_error_message(), "waits forever before the weight gradient of "
+                                                     "layer 0, batch 0"));
+    ck_assert_int_eq(of_pipeline_simulate(&d.p, NULL, 3, tasks, d.n, &report), OF_INVALID);
+    ck_assert_int_eq(of_pipeline_simulate(&d.p, &d.link, 0, tasks, d.n, &report), OF_INVALID);
+    ck_assert_int_eq(of_pipeline_simulate(&d.p, &d.link, 3, NULL, d.n, &report), OF_INVALID);
+    ck_assert_int_eq(of_pipeline_simulate(&d.p, &d.link, 3, tasks, d.n, NULL), OF_INVALID);
+    ck_assert_int_eq(of_pipeline_simulate(NULL, &d.link, 3, tasks, d.n, &report), OF_INVALID);
+    free(d.tasks);
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("simulated pipelines");
+    TCase *tests = tcase_create("simulated pipelines");
+    tcase_add_test(tests, no_random_plan_violates_anything);
+    tcase_add_test(tests, stages_take_what_is_counted_by_hand);
+    tcase_add_test(tests, split_gradients_take_what_is_counted_by_hand);
+    tcase_add_test(tests, what_a_process_needs_twice_is_sent_once);
+    tcase_add_test(tests, groups_take_what_is_counted_by_hand);
+    tcase_add_test(tests, the_period_is_the_load_of_the_slowest_where_messages_cost_nothing);
+    tcase_add_test(tests, schedules_that_cannot_run_are_refused_and_not_written);
+    suite_add_tcase(suite, tests);
+    return run(suite);
+}
