@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optfuse._auto import measured_network
+from optfuse._network import measured_network
 from optfuse._check import NETWORK, Kind, Unfit, checked, need, number, one_of, optional, whole
 from optfuse._native import Error
 from optfuse._pipeline.costs import ANALYTIC, MEASURED, Seconds, layers_of
