@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optfuse._network import measured_network
 from optfuse._check import NETWORK, Kind, Unfit, checked, need, number, one_of, optional, whole
 from optfuse._native import Error
+from optfuse._network import agreed, measured
 from optfuse._pipeline.costs import ANALYTIC, MEASURED, Seconds, layers_of
 from optfuse._pipeline.plan import STRATEGIES, Plan, placed
 
@@ -93,7 +94,7 @@ def plan(
         layers = layers_of(model, example, costs)
         return placed(layers, strategy, processes, network, micro_batches, _element_bytes(model))
 
-    return _agreed(make) if many else make()
+    return _agreed(make, example.device) if many else make()
 
 
 def _element_bytes(model: nn.Module) -> int:
@@ -106,20 +107,19 @@ def _measured_network(many: bool, example: Tensor) -> tuple[float, float]:
             "optfuse: plan() measures messages between processes, and there is one; give "
             "network=(seconds a message, seconds a byte), (0, 0) for messages that cost nothing"
         )
-    return measured_network(dist.group.WORLD, example.device)
+    return measured(dist.group.WORLD, example.device)
 
 
-def _agreed(make: Callable[[], Plan]) -> Plan:
+def _agreed(make: Callable[[], Plan], device: torch.device) -> Plan:
     """That of the first process. If it fails there all raise: the others wait for a word."""
-    told: list[Any] = [None, None]
+    made: tuple[Any, str | None] = (None, None)
     raised: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [make().state(), None]
+            made = (make().state(), None)
         except Exception as error:
-            told, raised = [None, str(error)], error
-    dist.broadcast_object_list(told, src=0)
-    state, text = told
+            made, raised = (None, str(error)), error
+    state, text = agreed(made, dist.group.WORLD, device)
     if raised is not None:
         raise raised
     if text is not None:
