@@ -17,8 +17,21 @@ static bool dropped(drawn *d, size_t k) {
     return true;
 }
 
+static void move_to(of_pipeline_task *task, double start) {
+    task->end = start + (task->end - task->start);
+    task->start = start;
+}
+
+/* When all is over, so that nothing is in the way. */
 static bool doubled(drawn *d, size_t k) {
-    d->tasks[d->n++] = d->tasks[k];
+    d->tasks[d->n] = d->tasks[k];
+    move_to(&d->tasks[d->n++], d->report.makespan + 1);
+    return true;
+}
+
+static bool unknown_beside_the_others(drawn *d, size_t k) {
+    doubled(d, k);
+    d->tasks[d->n - 1].batch = (int32_t)d->batches;
     return true;
 }
 
@@ -61,11 +74,6 @@ static bool at_no_time(drawn *d, size_t k) {
     if (random_below(2))
         d->tasks[k].end = d->tasks[k].start;
     return true;
-}
-
-static void move_to(of_pipeline_task *task, double start) {
-    task->end = start + (task->end - task->start);
-    task->start = start;
 }
 
 /* The next one of the same process; d->n: there is none. */
@@ -184,6 +192,19 @@ static bool updated_in_another_order(drawn *d, size_t k) {
     return true;
 }
 
+/* At the end of a run no forward would see the difference. */
+static bool updated_after_the_next(drawn *d, size_t k) {
+    size_t next = k + 1;
+    while (next < d->n &&
+           (d->tasks[next].kind != OF_TASK_UPDATE || d->tasks[next].layer != d->tasks[k].layer ||
+            d->tasks[next].process != d->tasks[k].process))
+        next++;
+    if (d->tasks[k].kind != OF_TASK_UPDATE || next == d->n)
+        return false;
+    reinsert(d, k, next);
+    return runs(d);
+}
+
 static bool with_another_delay(drawn *d, size_t k) {
     const size_t layer = (size_t)d->tasks[k].layer;
     const size_t groups = (d->batches - 1) / of_pipeline_group(&d->p, layer);
@@ -203,6 +224,7 @@ static const struct {
 } mutants[] = {
     {"dropped", dropped},
     {"doubled", doubled},
+    {"unknown, beside the others", unknown_beside_the_others},
     {"on another process", on_another_process},
     {"of another kind", of_another_kind},
     {"of another layer", of_another_layer},
@@ -216,6 +238,7 @@ static const struct {
     {"updated late", updated_late},
     {"updated early", updated_early},
     {"updated in another order", updated_in_another_order},
+    {"updated after the next", updated_after_the_next},
     {"with another delay", with_another_delay},
 };
 
