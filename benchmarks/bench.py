@@ -24,6 +24,7 @@ import kernels
 import kfac
 import launch
 import memory
+import pipeline_plan
 import reorder
 import survey
 import torch
@@ -45,10 +46,11 @@ SECTIONS = {
     "reorder": reorder.section,
     "kfac": kfac.section,
     "convergence": convergence.section,
+    "pipeline-plan": pipeline_plan.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
-OF_ANY_OPTIMIZER = ("survey", "kernels", "reorder", "kfac", "convergence")
+OF_ANY_OPTIMIZER = ("survey", "kernels", "reorder", "kfac", "convergence", "pipeline-plan")
 HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
   grid     five models, three batches each, and the floor: an update's bytes alone
@@ -59,7 +61,8 @@ HELP = """sections:
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp
   reorder  the same, with weight gradients in another order
   kfac     K-FAC: its messages behind a slow link, the paper's schemes, what steps cost
-  convergence  steps to a fixed loss: SGD, AdamW, Muon, and K-FAC"""
+  convergence  steps to a fixed loss: SGD, AdamW, Muon, and K-FAC
+  pipeline-plan  simulated gains of layer pipelines over PipeDream, 2 to 9 processes"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
 SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
