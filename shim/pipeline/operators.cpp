@@ -3,9 +3,9 @@
 // Lists are flat: of each layer 4 costs (forward, dX, dW, update, in seconds) and 5 sizes (bytes
 // in, out, of weights; channels; 1 if movable), of each place its 6 numbers, of each task its
 // kind, layer, batch and process.
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include "error.h"
 #include "pipeline.h"
 
 namespace optfuse {
@@ -16,10 +16,15 @@ using Seconds = std::vector<double>;
 
 constexpr size_t COSTS = 4, SIZES = 5, PLACE = 6, TASK = 4;
 
+// A plan needs no fused optimizer, so that optfuse.Error may not be known here: Python makes one
+// of these (plan.py).
+void check_core(of_status status) {
+    TORCH_CHECK(status == OF_OK, "optfuse: ", of_error_message());
+}
+
 template <typename T> size_t rows_of(const std::vector<T> &flat, size_t width) {
-    if (flat.size() % width != 0)
-        throw Error("optfuse: a list of a pipeline has " + std::to_string(flat.size()) +
-                    " numbers, which is no multiple of " + std::to_string(width));
+    TORCH_CHECK(flat.size() % width == 0, "optfuse: a list of a pipeline has ", flat.size(),
+                " numbers, which is no multiple of ", width);
     return flat.size() / width;
 }
 
@@ -31,8 +36,8 @@ struct Pipeline {
 
     Pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes) {
         const size_t n = rows_of(costs, COSTS);
-        if (settings.size() != 3 || rows_of(sizes, SIZES) != n)
-            throw Error("optfuse: the lists of a pipeline's layers differ in length");
+        TORCH_CHECK(settings.size() == 3 && rows_of(sizes, SIZES) == n,
+                    "optfuse: the lists of a pipeline's layers differ in length");
         for (size_t i = 0; i < n; i++)
             layers.push_back(layer(&costs[COSTS * i], &sizes[SIZES * i]));
         view.strategy = static_cast<of_strategy>(settings[0]);
@@ -46,12 +51,12 @@ struct Pipeline {
     Pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
              const Numbers &flat)
         : Pipeline(settings, costs, sizes) {
-        if (rows_of(flat, PLACE) != view.n)
-            throw Error("optfuse: a pipeline needs one place for each layer");
+        TORCH_CHECK(rows_of(flat, PLACE) == view.n,
+                    "optfuse: a pipeline needs one place for each layer");
         for (size_t i = 0; i < view.n; i++)
             places[i] = place(&flat[PLACE * i]);
         view.places = places.data();
-        check(of_pipeline_check(&view));
+        check_core(of_pipeline_check(&view));
     }
 
     static of_pipeline_layer layer(const double *cost, const int64_t *size) {
@@ -81,8 +86,8 @@ struct Pipeline {
 };
 
 of_link link_of(const Seconds &network) {
-    if (network.size() != 2)
-        throw Error("optfuse: a network is two numbers, the seconds a message and a byte");
+    TORCH_CHECK(network.size() == 2,
+                "optfuse: a network is two numbers, the seconds a message and a byte");
     return {network[0], network[1]};
 }
 
@@ -106,7 +111,7 @@ std::tuple<Numbers, double> place_pipeline(const Numbers &settings, const Second
     Pipeline p(settings, costs, sizes);
     const of_link link = link_of(network);
     double largest = 0;
-    check(of_pipeline_place_layers(&p.view, &link, p.places.data(), &largest));
+    check_core(of_pipeline_place_layers(&p.view, &link, p.places.data(), &largest));
     Numbers flat;
     for (const of_pipeline_place &place : p.places)
         flat.insert(flat.end(), {place.forward, place.weight_gradient, place.input_gradient,
@@ -119,7 +124,7 @@ Numbers delays_of_pipeline(const Numbers &settings, const Seconds &costs, const 
                            const Numbers &places) {
     const Pipeline p(settings, costs, sizes, places);
     std::vector<uint32_t> delays(p.view.n);
-    check(of_pipeline_delays(&p.view, delays.data()));
+    check_core(of_pipeline_delays(&p.view, delays.data()));
     return {delays.begin(), delays.end()};
 }
 
@@ -128,7 +133,7 @@ Numbers schedule_pipeline(const Numbers &settings, const Seconds &costs, const N
     const Pipeline p(settings, costs, sizes, places);
     const size_t most = batches < 1 || batches > INT32_MAX ? 0 : static_cast<size_t>(batches);
     std::vector<of_pipeline_task> tasks(of_pipeline_count(&p.view, most));
-    check(of_pipeline_schedule(&p.view, static_cast<size_t>(batches), tasks.data()));
+    check_core(of_pipeline_schedule(&p.view, static_cast<size_t>(batches), tasks.data()));
     Numbers flat;
     for (const of_pipeline_task &task : tasks)
         flat.insert(flat.end(), {task.kind, task.layer, task.batch, task.process});
@@ -149,10 +154,10 @@ std::tuple<Seconds, Seconds, int64_t> simulate_pipeline(const Numbers &settings,
     std::vector<uint32_t> delays(p.view.n);
     of_pipeline_report report = {};
     size_t violations = 0;
-    check(of_pipeline_delays(&p.view, delays.data()));
-    check(of_pipeline_simulate(&p.view, &link, n, tasks.data(), tasks.size(), &report));
-    check(of_pipeline_verify(&p.view, &link, delays.data(), n, tasks.data(), tasks.size(),
-                             &violations));
+    check_core(of_pipeline_delays(&p.view, delays.data()));
+    check_core(of_pipeline_simulate(&p.view, &link, n, tasks.data(), tasks.size(), &report));
+    check_core(of_pipeline_verify(&p.view, &link, delays.data(), n, tasks.data(), tasks.size(),
+                                  &violations));
     Seconds times;
     for (const of_pipeline_task &task : tasks)
         times.insert(times.end(), {task.start, task.end});

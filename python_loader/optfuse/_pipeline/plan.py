@@ -172,6 +172,13 @@ def _ms(layer: Layer) -> tuple[str, ...]:
 # What the core is asked. Its lists are flat.
 
 
+def _asked(name: str, *args: Any) -> Any:
+    try:
+        return getattr(torch.ops.optfuse, name)(*args)
+    except RuntimeError as error:
+        raise Error(str(error)) from None
+
+
 def _rows(flat: Sequence[Any], width: int) -> list[tuple[Any, ...]]:
     return list(zip(*(flat[i::width] for i in range(width)), strict=True))
 
@@ -231,7 +238,7 @@ def _of(plan: Plan) -> tuple[list[int], list[float], list[int], list[int]]:
 
 def _scheduled(plan: Plan, batches: int) -> list[int]:
     batches = argument("Plan", "batches", batches, _BATCHES)
-    found: list[int] = torch.ops.optfuse.schedule_pipeline(*_of(plan), batches)
+    found: list[int] = _asked("schedule_pipeline", *_of(plan), batches)
     return found
 
 
@@ -240,8 +247,8 @@ def _simulated(
 ) -> tuple[list[tuple[Any, ...]], list[float], list[tuple[Any, ...]]]:
     """Tasks, the numbers of Simulated, and the tasks' times."""
     tasks = _scheduled(plan, batches)
-    times, report, violations = torch.ops.optfuse.simulate_pipeline(
-        *_of(plan), batches, tasks, plan.network
+    times, report, violations = _asked(
+        "simulate_pipeline", *_of(plan), batches, tasks, plan.network
     )
     if violations:
         raise Error(f"optfuse: the simulator has made {violations} mistakes: please report this")
@@ -262,8 +269,8 @@ def placed(
         _costs(layers),
         _sizes(layers, element_bytes),
     )
-    flat, _ = torch.ops.optfuse.place_pipeline(*of, network)
-    delays = torch.ops.optfuse.delays_of_pipeline(*of, flat)
+    flat, _ = _asked("place_pipeline", *of, network)
+    delays = _asked("delays_of_pipeline", *of, flat)
     return Plan(
         strategy,
         processes,
