@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 import gc
+from pathlib import Path
 
 import on_device
 import pytest
@@ -31,6 +32,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     gc.collect()  # what a test leaves behind must not run into the next one
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    """Lets the benchmark's modules be imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        yield
 
 
 @pytest.fixture

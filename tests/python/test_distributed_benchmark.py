@@ -4,20 +4,11 @@ asleep, and what is computed from times finds what was planted in them."""
 
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
 MESSAGES = 4
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield
 
 
 @pytest.fixture

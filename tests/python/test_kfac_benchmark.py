@@ -3,20 +3,10 @@
 take, and what is computed from times finds what was planted in them."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 import copy
 import gc
-import io
 import weakref
 
 import pytest
@@ -24,20 +23,13 @@ from kfac_cases import (
     rows,
     seen,
     sgd,
+    through_a_file,
 )
 from torch import nn
 
 import optfuse
 
 # Resuming
-
-
-def through_a_file(value):
-    """As a checkpoint has it; loading it must not need a pickle of classes."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def started(model, make, mode, **options):

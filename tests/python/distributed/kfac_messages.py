@@ -4,8 +4,8 @@ same order on every rank, whatever order contributions come in."""
 
 import functools
 
-from kfac_cases import OFTEN, SELDOM
-from kfac_pair import FUSIONS, LAYERS, MODES, Pair, loss_of, share_of, through_a_file
+from kfac_cases import OFTEN, SELDOM, through_a_file
+from kfac_pair import FUSIONS, LAYERS, MODES, Pair, loss_of, share_of
 from ranks import STEPS, scenario_of
 
 from optfuse._kfac import messages

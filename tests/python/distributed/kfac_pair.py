@@ -5,7 +5,6 @@ Each rank trains on its own batches; beside that it trains the copy on all of th
 factors and parameters are the reference's within 1e-9, and all ranks have the same bits."""
 
 import copy
-import io
 
 import torch
 import torch.distributed as dist
@@ -111,10 +110,3 @@ def same_on_all_ranks(value):
         dist.all_gather(found, mine.contiguous())
         for rank, other in enumerate(found):
             assert not differing(other, found[0]).any(), f"tensor {i}: rank {rank} differs from 0"
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)

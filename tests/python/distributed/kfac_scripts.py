@@ -7,7 +7,7 @@ import functools
 import torch
 import torch.distributed as dist
 from common import differing, refused, snapshot
-from kfac_cases import SELDOM, Ours, Second, adamw, assert_close, sgd
+from kfac_cases import SELDOM, Ours, Second, adamw, assert_close, sgd, through_a_file
 from kfac_pair import (
     FUSIONS,
     LAYERS,
@@ -17,7 +17,6 @@ from kfac_pair import (
     loss_of,
     same_on_all_ranks,
     share_of,
-    through_a_file,
 )
 from ranks import STEPS, scenario_of
 

@@ -11,8 +11,9 @@ import pytest
 import ranks
 import torch
 from common import adamw, batch, net, refused
+from ddp_scripts import power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
@@ -60,16 +61,11 @@ def test_the_reducer_of_compiled_code_is_refused(gloo):
         refuses(DDP(net()), "python_reducer")
 
 
-def chained(model):
-    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
-    return state, powerSGD_hook
-
-
 def wrapped_chained(model):
-    return chained(model)[0], default_hooks.fp16_compress_wrapper(powerSGD_hook)
+    return power_sgd(model)[0], default_hooks.fp16_compress_wrapper(powerSGD_hook)
 
 
-@pytest.mark.parametrize("make", (chained, wrapped_chained))
+@pytest.mark.parametrize("make", (power_sgd, wrapped_chained))
 def test_hooks_that_communicate_twice_are_refused(gloo, make):
     wrapped = DDP(net())
     refuses(wrapped, "powerSGD_hook", "in another order", comm_hook=make(wrapped))
