@@ -19,6 +19,7 @@ from typing import Any
 
 import compare
 import convergence
+import delay
 import distributed
 import kernels
 import kfac
@@ -46,11 +47,12 @@ SECTIONS = {
     "reorder": reorder.section,
     "kfac": kfac.section,
     "convergence": convergence.section,
+    "delay": delay.section,
     "pipeline-plan": pipeline_plan.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
-OF_ANY_OPTIMIZER = ("survey", "kernels", "reorder", "kfac", "convergence", "pipeline-plan")
+OF_ANY_OPTIMIZER = ("survey", "kernels", "reorder", "kfac", "convergence", "delay", "pipeline-plan")
 HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
   grid     five models, three batches each, and the floor: an update's bytes alone
@@ -62,6 +64,7 @@ HELP = """sections:
   reorder  the same, with weight gradients in another order
   kfac     K-FAC: its messages behind a slow link, the paper's schemes, what steps cost
   convergence  steps to a fixed loss: SGD, AdamW, Muon, and K-FAC
+  delay    accuracy with late updates, and what they cost in one process
   pipeline-plan  simulated gains of layer pipelines over PipeDream, 2 to 9 processes"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
