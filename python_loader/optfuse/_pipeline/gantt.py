@@ -16,7 +16,7 @@ COLORS = {
     "weight_gradient": "#54a24b",
     "update": "#b279a2",
 }
-_LABELLED = 1 / 40  # of the chart's width: narrower bars have no room for a number
+_LABELLED = 1 / 100  # of the chart's width: narrower bars have no room for a number
 
 
 class Bar(NamedTuple):
