@@ -23,7 +23,7 @@ from optfuse._dtensor import is_dtensor
 from optfuse._link import Link, link_of
 from optfuse._native import Error, guard
 from optfuse._options import Options, is_fused
-from optfuse._pipeline.average import Average
+from optfuse._pipeline import average
 
 #: The key of the queue in state_dict().
 KEY = "optfuse_delay"
@@ -39,7 +39,8 @@ class _Late:
     is_eager: bool
     versions: deque[Tensor] = field(default_factory=deque)  # that wait, the newest last
     seen: int | None = None  # the parameter's version counter after step(); None: not noted
-    average: Average | None = None
+    updates: int = 0  # of the average
+    average: Tensor | None = None  # of its changes, with weights="average"
 
     def newest(self) -> Tensor:
         return self.versions[-1] if self.versions else self.param.detach()
@@ -106,7 +107,7 @@ class Delayed:
         ]
         if weights == "average":
             for late in self._late:
-                late.average = Average(late.param.detach(), late.delay)
+                late.average = torch.zeros_like(late.param.detach())
         if weights != "stash":
             self._forget = weakref.finalize(
                 optimizer, torch.ops.optfuse.forget_input_weights, self._owner
@@ -140,7 +141,8 @@ class Delayed:
         self._exchange(made)
         for late, version in zip(self._late, made, strict=True):
             if late.average is not None:
-                late.average.add(late.newest(), version)
+                late.updates += 1
+                average.follow(late.average, late.newest(), version, late.updates, late.delay)
             late.versions.append(version)
         due = [late for late in self._late if len(late.versions) > late.delay]
         self._exchange([late.versions.popleft() for late in due], due)
@@ -172,7 +174,7 @@ class Delayed:
             return None
         if late.average is None:
             return late.newest()
-        return late.average.before(late.newest(), len(late.versions))
+        return average.reconstruct(late.newest(), late.average, len(late.versions))
 
     def _refuse_writes(self) -> None:
         for late in self._late:
@@ -207,7 +209,8 @@ class Delayed:
             numbers[id(late.param)]: {
                 "delay": late.delay,
                 "versions": list(late.versions),
-                "average": None if late.average is None else late.average.state(),
+                "updates": late.updates,
+                "average": late.average,
             }
             for late in self._late
         }
@@ -242,12 +245,17 @@ class Delayed:
         without delays."""
         self._empty()
         if state is None:
+            for late in self._late:
+                if late.average is not None:
+                    late.average.zero_()
+                late.updates = 0
             return
         for late, entry in zip(self._late, state["parameters"].values(), strict=True):
             for version in entry["versions"]:
                 late.versions.append(torch.empty_like(late.param).copy_(version))
             if late.average is not None:
-                late.average.load(entry["average"])
+                late.updates = entry["updates"]
+                late.average.copy_(entry["average"])
         if self._weights != "stash":
             self._tell()
 

@@ -9,8 +9,7 @@ from torch.func import functional_call
 
 class Reference:
     """A sequence of layers, each with a delay. make: an optimizer of a list of parameters.
-    weights: as in optfuse.fuse(). later: of each layer, how many updates dX is behind the newest
-    of "latest" and "average"."""
+    weights: as in optfuse.fuse()."""
 
     def __init__(self, layers, delays, make, weights="stash"):
         self.layers, self.delays, self.weights = list(layers), list(delays), weights
@@ -39,7 +38,7 @@ class Reference:
         weight = newest["weight"]
         if self.weights == "average" and self.delays[i]:
             updates = min(self.batch, self.delays[i])
-            weight = torch.add(weight, self.moving[i]["weight"], alpha=-updates)
+            weight = torch.sub(weight, self.moving[i]["weight"], alpha=updates)
         return {**seen, "weight": weight}
 
     def step(self, x, target, loss_fn, before_update=lambda params: None):
@@ -78,8 +77,9 @@ class Reference:
             before = versions[-1]
             versions.append(self._copy(i))
             for name, change in self.moving[i].items():
-                share = 1.0 / max(1, min(self.batch, self.delays[i]))
-                change.lerp_(versions[-1][name] - before[name], share)
+                window = max(1, min(self.batch, self.delays[i]))
+                beta = (window - 1) / (window + 1)
+                change.mul_(beta).add_(versions[-1][name] - before[name], alpha=1 - beta)
 
     def shown(self):
         """The weights that the next forward pass sees, in the order of model.parameters()."""

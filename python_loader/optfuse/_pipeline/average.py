@@ -1,45 +1,37 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Weights of a forward pass, rebuilt from the newest ones and a moving average of how they change,
-where keeping the old ones would take too much memory. After LayerPipe2 (arXiv 2512.08160), which
-averages gradients of SGD; the change of a weight is what any optimizer makes of them."""
+"""The forward's weights from the newest ones and a moving average of their changes: the idea of
+LayerPipe2 (arXiv 2512.08160), where a moving average takes the place of stored weights.
+
+Of a weight with delay D, W_v being the weight after v updates, and M_0 = 0:
+
+    M_v = beta M_(v-1) + (1 - beta) (W_v - W_(v-1)),    beta = (w - 1) / (w + 1), w = min(v, D)
+    W' = W_v - n M_v
+
+W' stands for W_(v-n) in the dX of a batch whose forward saw W_(v-n). beta / (1 - beta), the mean
+age of what is in the average, is (w - 1) / 2, as in a window of the last w changes. With D = 1 the
+average is the last change, and W' is W_(v-1) but for rounding. Products and sums are those of the
+code below, in the weight's dtype."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Average:
-    """Of one weight, O(1) times its size. After update t, which made the weight W(t) of W(t-1),
+def decay(updates: int, delay: int) -> float:
+    """beta for the updates-th change, the first being 1. delay: D, at least 1."""
+    window = min(updates, delay)
+    return (window - 1) / (window + 1)
 
-        A(t) = A(t-1) + (W(t) - W(t-1) - A(t-1)) / min(t, D),
 
-    the mean of the changes of the first D updates and from there on a moving average of about as
-    many, and the weight of n updates ago is taken to be W(t) - n A(t)."""
+@torch.no_grad()
+def follow(average: Tensor, before: Tensor, after: Tensor, updates: int, delay: int) -> None:
+    """Makes M_v of M_(v-1) in place, v being `updates`. before: W_(v-1); after: W_v."""
+    beta = decay(updates, delay)
+    average.mul_(beta).add_(after - before, alpha=1 - beta)
 
-    def __init__(self, weight: Tensor, delay: int) -> None:
-        """weight: gives shape, dtype and device. delay: D, at least 1."""
-        self._delay = delay
-        self._updates = 0
-        self._change = torch.zeros_like(weight)
 
-    def add(self, before: Tensor, after: Tensor) -> None:
-        """The next update made one of the other."""
-        self._updates += 1
-        self._change.lerp_(after - before, 1.0 / min(self._updates, self._delay))
-
-    def before(self, newest: Tensor, updates: int) -> Tensor:
-        """About what the weight was so many updates ago, at most D."""
-        return torch.add(newest, self._change, alpha=-updates)
-
-    def nbytes(self) -> int:
-        return self._change.nbytes
-
-    def state(self) -> dict[str, Any]:
-        return {"updates": self._updates, "change": self._change}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self._updates = state["updates"]
-        self._change.copy_(state["change"])
+@torch.no_grad()
+def reconstruct(now: Tensor, average: Tensor, changes: int) -> Tensor:
+    """W', a new tensor. changes: n, at least 1."""
+    return torch.sub(now, average, alpha=changes)
