@@ -5,6 +5,8 @@ of docs/layerpipe.md."""
 import copy
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -313,9 +315,6 @@ dist.destroy_process_group()
 
 
 def test_the_plan_of_the_first_process_is_everybodys(tmp_path):
-    import subprocess
-    import sys
-
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     ranks = [

@@ -20,6 +20,8 @@ CLOSING_CIRCLES: dict[tuple[str, str], str] = {}
 INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
     ("optfuse._library", "torch"): "the platform is looked at before torch is imported, which "
     "would not survive a subinterpreter; and a torch that is missing gets our sentence",
+    ("optfuse._pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be installed, "
+    "and takes long to import",
 }
 
 #: From the bottom to the top. None reaches one that comes later, by whatever way.
