@@ -396,6 +396,18 @@ def test_copies_and_ends(weights):
     train(model, make(model.parameters()), shape, range(2))  # dX reads the weights again
 
 
+@pytest.mark.parametrize("weights", ["stash", "latest", "average"])
+def test_in_another_order_of_backward(weights):
+    """reorder() and delay= both have tasks of their own stand behind a layer."""
+    found = []
+    for schedule in ("stock", "last"):
+        model, opt, shape = fused("conv", DELAYS["conv"], OPTIMIZERS["adamw"], weights=weights)
+        with optfuse.reorder(model, schedule):
+            train(model, opt, shape, range(STEPS))
+        found.append(values(model.parameters()))
+    check(*found)
+
+
 def test_pickling_would_lose_the_queue():
     _, opt, _ = fused("mlp", DELAYS["mlp"], OPTIMIZERS["sgd"])
     with pytest.raises(optfuse.Error, match="can't be pickled"):
