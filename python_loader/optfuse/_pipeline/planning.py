@@ -11,19 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optfuse._check import NETWORK, Kind, Unfit, checked, need, number, one_of, optional, whole
+from optfuse._check import NETWORK, Kind, checked, need, number, one_of, optional, whole
 from optfuse._native import Error
 from optfuse._network import agreed, measured
+from optfuse._pipeline.arguments import SEQUENTIAL
 from optfuse._pipeline.costs import ANALYTIC, MEASURED, Seconds, layers_of
 from optfuse._pipeline.plan import STRATEGIES, Plan, placed
 
 _MICRO_BATCHES = 4  # a process, of "gpipe", as its paper recommends
-
-
-def _sequential(value: Any) -> nn.Sequential:
-    if not isinstance(value, nn.Sequential):
-        raise Unfit("write a model as nn.Sequential(...), with blocks as entries")
-    return value
 
 
 def _tensor(value: Any) -> Tensor:
@@ -44,7 +39,7 @@ def _costs(value: Any) -> str | list[Seconds]:
 
 
 @checked(
-    model=Kind("an nn.Sequential", _sequential),
+    model=SEQUENTIAL,
     example=Kind("a tensor, the input of one batch", _tensor),
     processes=whole("a number of processes, at least 1", 1, 2**31 - 1),
     strategy=one_of(*STRATEGIES),

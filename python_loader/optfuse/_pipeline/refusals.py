@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a Pipeline refuses, before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optfuse._check import parameters_of, shown
+from optfuse._link import link_of
+from optfuse._native import BACKWARD, Error
+from optfuse._options import is_fused
+from optfuse._pipeline.flow import Flow
+from optfuse._pipeline.plan import Plan
+from optfuse._pipeline.shapes import Spec, spec_of
+from optfuse._preconditioned import kfac_of
+
+
+def check_module(plan: Plan, module: nn.Sequential) -> None:
+    if len(module) != len(plan.layers):
+        raise Error(
+            f"optfuse: this plan has {len(plan.layers)} layers and the module {len(module)}; make "
+            "a plan of this module"
+        )
+    seen: dict[int, int] = {}
+    for n, (layer, planned) in enumerate(zip(module, plan.layers, strict=True)):
+        trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+        if trained != planned.parameters:
+            raise Error(
+                f"optfuse: layer {n} ({type(layer).__name__}) has {trained:,} trained elements, in "
+                f"the plan {planned.parameters:,}; make a plan of this module"
+            )
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if seen.setdefault(id(tensor), n) != n:
+                raise Error(
+                    f"optfuse: {name!r} of layer {n} ({type(layer).__name__}) is also of layer "
+                    f"{seen[id(tensor)]}; a Pipeline can't share it between layers: make one "
+                    "entry of both, or copy it"
+                )
+
+
+def check_processes(plan: Plan, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group to use; None: there is one process."""
+    if plan.processes == 1 and group is None:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise Error(
+            f"optfuse: this plan has {plan.processes} processes, and torch.distributed is not "
+            "initialized; call torch.distributed.init_process_group() first"
+        )
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    if found.size() != plan.processes:
+        raise Error(
+            f"optfuse: this plan has {plan.processes} processes, and the process group "
+            f"{found.size()}; make a plan for as many"
+        )
+    return found
+
+
+def check_optimizer(module: nn.Sequential, layers: Iterable[int], optimizer: Optimizer) -> None:
+    """layers: those of this process."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Error("optfuse: LBFGS calls a closure in step(), which a Pipeline has none of")
+    if kfac_of(optimizer) is not None:
+        raise Error(
+            "optfuse: kfac() looks at whole backward passes, and a Pipeline runs them by layers; "
+            "call KFAC.remove() first"
+        )
+    if is_fused(optimizer):
+        link = link_of(optimizer)
+        if link.mode == BACKWARD:
+            raise Error(
+                "optfuse: a Pipeline calls step() for each layer, and backward mode updates "
+                'before it; use optfuse.fuse(optimizer, mode="forward")'
+            )
+        if link.delayed is not None:
+            raise Error(
+                "optfuse: a Pipeline delays updates by its plan; fuse this optimizer without delay="
+            )
+    known = set(map(id, parameters_of(optimizer)))
+    for n in layers:
+        for of, parameter in module[n].named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise Error(
+                    f"optfuse: parameter {of!r} of layer {n} is not in this {name}; give it "
+                    "module.parameters()"
+                )
+
+
+def check_run(
+    flow: Flow,
+    group: dist.ProcessGroup | None,
+    state: dict[str, Any],
+    inputs: Sequence[Any] | None,
+    targets: Sequence[Any] | None,
+) -> list[Spec]:
+    """Of each batch. All processes raise the same, or none. state: what must be everybody's."""
+    process = dist.get_rank(group) if group else 0
+    told = {
+        "state": state,
+        "inputs": None if inputs is None else [_spec(x) for x in inputs],
+        "targets": None if targets is None else len(targets),
+        "process": process,
+    }
+    all_told: list[Any] = [told]
+    if group is not None:
+        all_told = [None] * group.size()
+        dist.all_gather_object(all_told, told, group)
+    _check_states([one["state"] for one in all_told])
+    return _check_batches(flow, all_told)
+
+
+def _spec(x: Any) -> Any:
+    return spec_of(x) if isinstance(x, Tensor) else shown(x)
+
+
+def _check_states(states: list[dict[str, Any]]) -> None:
+    for process, state in enumerate(states):
+        for name, value in state.items():
+            if value != states[0][name]:
+                raise Error(
+                    f"optfuse: processes 0 and {process} of a Pipeline differ in {name}; make it "
+                    "with the same arguments on all, and load the checkpoints of one moment"
+                )
+
+
+def _check_batches(flow: Flow, told: list[dict[str, Any]]) -> list[Spec]:
+    first, last = _processes(flow, 0), _processes(flow, flow.n - 1)
+    for what, at, where in (("inputs", first, "first"), ("targets", last, "last")):
+        for process in at:
+            if told[process][what] is None:
+                raise Error(
+                    f"optfuse: run() got {what}=None on process {process}, which has the {where} "
+                    f"layer; pass the {what} there"
+                )
+    specs: list[Any] = told[first[0]]["inputs"]
+    for n, spec in enumerate(specs):
+        if not isinstance(spec, Spec):
+            raise Error(f"optfuse: run() got {spec} as the input of batch {n}; give a tensor each")
+    for one in told:
+        for what, given in (("inputs", one["inputs"]), ("targets", one["targets"])):
+            count = len(given) if isinstance(given, list) else given
+            if count not in (None, len(specs)):
+                raise Error(
+                    f"optfuse: run() got {len(specs)} inputs on process {first[0]}, and {count} "
+                    f"{what} on process {one['process']}; give as many of each"
+                )
+    for process in first:
+        if told[process]["inputs"] != specs:
+            raise Error(
+                f"optfuse: run() got inputs of other shapes on process {process} than on process "
+                f"{first[0]}; both have the first layer, so give them the same batches"
+            )
+    if not specs or len(specs) % flow.multiple:
+        raise Error(
+            f"optfuse: run() got {len(specs)} batches; the batches of a run are a multiple of "
+            f"{flow.multiple}, which share an update in this plan"
+        )
+    return specs
+
+
+def _processes(flow: Flow, layer: int) -> list[int]:
+    place = flow.plan.places[layer]
+    return list(range(place.forward, place.forward + place.replicas))
