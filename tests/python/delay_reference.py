@@ -7,79 +7,110 @@ from torch import nn
 from torch.func import functional_call
 
 
+def is_product(module):
+    return isinstance(module, nn.Linear | nn.Conv2d)
+
+
 class Reference:
     """A sequence of layers, each with a delay. make: an optimizer of a list of parameters.
-    weights: as in optfuse.fuse()."""
+    weights: as in optfuse.fuse(). groups: of each layer, how many batches share an update.
+    behind: of each layer, how many updates "latest" is behind the newest in dX."""
 
-    def __init__(self, layers, delays, make, weights="stash"):
+    def __init__(self, layers, delays, make, weights="stash", groups=None, behind=None):
         self.layers, self.delays, self.weights = list(layers), list(delays), weights
+        self.groups = groups or [1] * len(self.layers)
+        self.behind = behind or [0] * len(self.layers)
         self.newest = [
             {name: p.detach().clone() for name, p in layer.named_parameters()} for layer in layers
         ]
         self.versions = [[self._copy(i)] for i in range(len(self.layers))]
-        self.moving = [
-            {name: torch.zeros_like(p) for name, p in newest.items()} for newest in self.newest
-        ]
-        leaves = [p.requires_grad_() for newest in self.newest for p in newest.values()]
-        self.optimizer = make(leaves)
+        zeros = [{n: torch.zeros_like(p) for n, p in newest.items()} for newest in self.newest]
+        self.moving = [[each] for each in zeros]  # after each update
+        self.optimizers = []
+        for newest in self.newest:
+            leaves = [p.requires_grad_() for p in newest.values()]
+            self.optimizers.append(make(leaves) if leaves else None)
         self.batch = 0
 
     def _copy(self, i):
         return {name: p.detach().clone() for name, p in self.newest[i].items()}
 
+    def _seen(self, i, late):
+        return max(0, self.batch // self.groups[i] - late)
+
     def seen(self, i):
         """By the forward pass of this batch."""
-        return self.versions[i][max(0, self.batch - self.delays[i])]
+        return self.versions[i][self._seen(i, self.delays[i])]
 
     def for_input_gradient(self, i):
-        seen, newest = self.seen(i), self.versions[i][-1]
-        if self.weights == "stash" or not isinstance(self.layers[i], nn.Linear | nn.Conv2d):
+        """Weights of Linear and Conv2d by which dX of this batch is computed."""
+        seen = self.seen(i)
+        if self.weights == "stash":
             return seen
-        weight = newest["weight"]
-        if self.weights == "average" and self.delays[i]:
-            updates = min(self.batch, self.delays[i])
-            weight = torch.sub(weight, self.moving[i]["weight"], alpha=updates)
-        return {**seen, "weight": weight}
+        late = self._seen(i, self.behind[i])
+        changes = late - self._seen(i, self.delays[i])
+        products = [n for n, m in self.layers[i].named_modules() if is_product(m)]
+        found = dict(seen)
+        for prefix in products:
+            name = f"{prefix}.weight".lstrip(".")
+            found[name] = self.versions[i][late][name]
+            if self.weights == "average" and changes:
+                moving = self.moving[i][late][name]
+                found[name] = torch.sub(found[name], moving, alpha=changes)
+        return found
 
     def step(self, x, target, loss_fn, before_update=lambda params: None):
         inputs = []
-        with torch.no_grad():
-            for i, layer in enumerate(self.layers):
-                inputs.append(x)
-                x = functional_call(layer, self.seen(i), (x,))
+        for i, layer in enumerate(self.layers):
+            inputs.append(x)
+            with torch.no_grad():
+                x = functional_call(layer, self.seen(i), (x.clone(),))  # with the layer's buffers
         out = x.detach().requires_grad_()
         loss = loss_fn(out, target)
         (g,) = torch.autograd.grad(loss, out)
         for i in reversed(range(len(self.layers))):
             g = self._backward(i, inputs[i], g)
         before_update([p for newest in self.newest for p in newest.values()])
-        self.optimizer.step()
-        self._keep()
+        for i in range(len(self.layers)):
+            if (self.batch + 1) % self.groups[i] == 0:
+                self._update(i)
+        self.batch += 1
         return loss.detach()
 
+    def _again(self, i, version, x):
+        """The forward pass once more, without a trace in buffers."""
+        buffers = {name: b.clone() for name, b in self.layers[i].named_buffers()}
+        return functional_call(self.layers[i], {**version, **buffers}, (x.clone(),))
+
     def _backward(self, i, x, g):
-        """The gradients of the layer's weights, and of its input."""
+        """The gradients of the layer's weights are added up; returns that of its input."""
         seen = {name: p.detach().requires_grad_() for name, p in self.seen(i).items()}
         if seen:
-            y = functional_call(self.layers[i], seen, (x,))
+            y = self._again(i, seen, x)
             gradients = torch.autograd.grad(y, list(seen.values()), g)
             for p, gradient in zip(self.newest[i].values(), gradients, strict=True):
-                p.grad = gradient
+                p.grad = gradient if p.grad is None else p.grad + gradient
         if i == 0:
             return None
         leaf = x.detach().requires_grad_()
-        y = functional_call(self.layers[i], self.for_input_gradient(i), (leaf,))
-        return torch.autograd.grad(y, leaf, g)[0]
+        return torch.autograd.grad(self._again(i, self.for_input_gradient(i), leaf), leaf, g)[0]
 
-    def _keep(self):
-        self.batch += 1
-        for i, versions in enumerate(self.versions):
-            before = versions[-1]
-            versions.append(self._copy(i))
-            for name, change in self.moving[i].items():
-                window = max(1, min(self.batch, self.delays[i]))
-                beta = (window - 1) / (window + 1)
-                change.mul_(beta).add_(versions[-1][name] - before[name], alpha=1 - beta)
+    def _update(self, i):
+        before, moving = self.versions[i][-1], self.moving[i][-1]
+        if self.optimizers[i] is not None:
+            self.optimizers[i].step()
+        for p in self.newest[i].values():
+            p.grad = None
+        after = self._copy(i)
+        window = max(1, min(len(self.versions[i]), self.delays[i]))
+        beta = (window - 1) / (window + 1)
+        self.versions[i].append(after)
+        self.moving[i].append(
+            {
+                name: m.mul(beta).add_(after[name] - before[name], alpha=1 - beta)
+                for name, m in moving.items()
+            }
+        )
 
     def shown(self):
         """The weights that the next forward pass sees, in the order of model.parameters()."""

@@ -255,7 +255,8 @@ def test_schedules_count_when_the_update_is_made():
     model, opt, shape = fused("mlp", DELAYS["mlp"], OPTIMIZERS["adamw"])
     reference = Reference(mlp(), DELAYS["mlp"], OPTIMIZERS["adamw"])
     for i in range(STEPS):
-        opt.param_groups[0]["lr"] = reference.optimizer.param_groups[0]["lr"] = 0.01 / (1 + i)
+        for each in (opt, *filter(None, reference.optimizers)):
+            each.param_groups[0]["lr"] = 0.01 / (1 + i)
         train(model, opt, shape, [i])
         reference.step(*batch(shape, i), loss_fn)
     check(model.parameters(), reference.shown())

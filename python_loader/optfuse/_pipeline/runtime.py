@@ -298,9 +298,6 @@ class _Run:
         output = self._divided_forward(n, batch, x) if self._flow.is_divided(n) else None
         if output is None:
             output = self._whole_forward(n, batch, x)
-        weights = self._pipeline._weights.get(n)
-        if weights is not None and self._is_last_here(n, batch):
-            weights.done_forward(self._group(n, batch))
         if n == self._flow.n - 1:
             self._loss(batch, output)
         else:
@@ -310,6 +307,9 @@ class _Run:
                 self._give(key, [x])
             elif key.kind == "weights":
                 self._give_weights(key)
+        weights = self._pipeline._weights.get(n)
+        if weights is not None and self._is_last_here(n, batch):
+            weights.done_forward(self._group(n, batch))
 
     def _whole_forward(self, n: int, batch: int, x: Tensor) -> Tensor:
         weights = self._pipeline._weights.get(n)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scenarios of optfuse.pipeline.Pipeline: every rank calls these functions. What a pipeline
+computes is compared with an explicit loop over events in one process."""
+
+import copy
+import functools
+
+import torch
+import torch.distributed as dist
+from common import assert_same
+from delay_reference import Reference
+from ranks import scenario_of
+from torch import nn
+
+import optfuse
+from optfuse._pipeline.flow import behind
+from optfuse._pipeline.plan import STRATEGIES
+from optfuse.pipeline import Pipeline, plan
+
+SCENARIOS = {}
+scenario = functools.partial(scenario_of, SCENARIOS)
+
+BATCHES = 16  # a run
+FREE = (0.0, 0.0)  # network
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+loss_fn = nn.functional.cross_entropy
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(32, 64),
+        nn.Tanh(),
+        nn.Linear(64, 96, bias=False),
+        nn.LayerNorm(96),
+        nn.Linear(96, 64),
+        nn.ReLU(inplace=True),
+        nn.Linear(64, 10),
+    )
+
+
+def conv_net():
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=2, padding=1),
+        Residual(32),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+MODELS = {"mlp": (mlp, (8, 32)), "conv": (conv_net, (4, 3, 8, 8))}
+# Seconds of F, dX, dW and update, of which the middle layer has most: what is divided is it.
+COSTS = {
+    "mlp": [(2, 2, 2, 0.1), (0.1,) * 4, (3, 3, 3, 0.1), (0.1,) * 4, (1, 1, 1, 0.1), (0.1,) * 4,
+            (0.3, 0.3, 0.3, 0.1)],
+    "conv": [(2, 2, 2, 0.1), (0.1,) * 4, (4, 4, 4, 0.1), (1, 1, 1, 0.1), (0.1,) * 4,
+             (0.5, 0.5, 0.5, 0.1)],
+}  # fmt: skip
+
+
+def batches(shape, first, count):
+    found = []
+    for i in range(first, first + count):
+        generator = torch.Generator().manual_seed(1000 + i)
+        x = torch.randn(shape, generator=generator)
+        found.append((x, torch.randint(10, shape[:1], generator=generator)))
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def planned(name, strategy, processes=None):
+    build, shape = MODELS[name]
+    processes = processes or dist.get_world_size()
+    options = {"micro_batches": 4} if strategy == "gpipe" else {}
+    return plan(
+        build(), torch.zeros(shape), processes, strategy, network=FREE, costs=COSTS[name], **options
+    )
+
+
+def pipeline_of(name, made, make, **options):
+    module = MODELS[name][0]()
+    wrap = optfuse.fuse if options.pop("fused", False) else lambda optimizer: optimizer
+    optimizer = wrap(make(module.parameters()))
+    return module, Pipeline(made, module, loss_fn, optimizer, **options)
+
+
+def reference_of(name, made, make, weights="stash"):
+    late = behind(made)
+    return Reference(
+        MODELS[name][0](),
+        made.delays,
+        make,
+        weights,
+        [made.micro_batches * place.replicas for place in made.places],
+        [late.get((n, 0), 0) for n in range(len(made.layers))],
+    )
+
+
+def mine(made, module):
+    """The layers whose weights this process has, all batches considered."""
+    rank = dist.get_rank()
+    for n, place in enumerate(made.places):
+        if place.forward <= rank < place.forward + place.replicas:
+            yield n, module[n]
+
+
+def check(made, module, reference):
+    for n, layer in mine(made, module):
+        for name, parameter in layer.named_parameters():
+            assert_same(f"layer {n} {name}", parameter.detach(), reference.newest[n][name].detach())
+        if made.places[n].replicas > 1:
+            continue  # a replica's batch norm counts its own batches
+        for name, buffer in layer.named_buffers():
+            assert_same(
+                f"layer {n} {name}", buffer, dict(reference.layers[n].named_buffers())[name]
+            )
+
+
+def compare(name, made, make, runs=(BATCHES, BATCHES), **options):
+    shape = MODELS[name][1]
+    module, pipeline = pipeline_of(name, made, make, **options)
+    reference = reference_of(name, made, make, options.get("weights", "stash"))
+    first = 0
+    for count in runs:
+        xs, ys = batches(shape, first, count)
+        losses = pipeline.run(xs, ys)
+        wanted = [float(reference.step(x, y, loss_fn)) for x, y in zip(xs, ys, strict=True)]
+        assert losses == wanted, f"losses {losses}, not {wanted}"
+        check(made, module, reference)
+        first += count
+    return module, pipeline, reference
+
+
+@scenario(*STRATEGIES, **{f"{m} {o}": {"model": m, "make": o} for m in MODELS for o in OPTIMIZERS})
+def trained(strategy, model, make):
+    compare(model, planned(model, strategy), OPTIMIZERS[make])
+
+
+@scenario("latest", "average", **{m: {"model": m} for m in MODELS})
+def other_weights(weights, model):
+    compare(model, planned(model, "1f1b"), OPTIMIZERS["adamw"], weights=weights)
+    compare(model, planned(model, "intra"), OPTIMIZERS["sgd"], weights=weights)
+
+
+@scenario("1f1b", "layerpipe")
+def fused(strategy):
+    compare("mlp", planned("mlp", strategy), OPTIMIZERS["adamw"], fused=True)
+
+
+@scenario("layerpipe")
+def a_part_of_dx_is_elsewhere(strategy):
+    """What the scenarios above are to cover."""
+    if dist.get_world_size() != 2:
+        return
+    for model in MODELS:
+        made = planned(model, strategy)
+        places = made.places
+        assert any(place.split is not None for place in places), str(made)
+        assert any(place.weight_gradient != place.forward for place in places), str(made)
+        assert max(made.delays) > 1
+
+
+@scenario("1f1b", "layerpipe", "pipedream_replicated")
+def delays_are_those_of_one_process(strategy):
+    """fuse(delay=) in one process, by the same plan."""
+    made = planned("mlp", strategy)
+    if any(place.replicas > 1 for place in made.places):
+        return  # groups of batches: see Reference
+    build, shape = MODELS["mlp"]
+    make = OPTIMIZERS["adamw"]
+    alone = build()
+    opt = optfuse.fuse(make(alone.parameters()), delay=dict(zip(alone, made.delays, strict=True)))
+    xs, ys = batches(shape, 0, BATCHES)
+    for x, y in zip(xs, ys, strict=True):
+        opt.zero_grad()
+        loss_fn(alone(x), y).backward()
+        opt.step()
+    optfuse.drain(opt)
+    module, pipeline = pipeline_of("mlp", made, make)
+    pipeline.run(xs, ys)
+    for n, layer in mine(made, module):
+        for name, parameter in layer.named_parameters():
+            assert_same(f"layer {n} {name}", parameter, alone[n].get_parameter(name))
+
+
+@scenario("1f1b", "layerpipe", "pipedream_replicated", "gpipe")
+def drained(strategy):
+    """After drain() training begins anew, with all updates."""
+    make = OPTIMIZERS["sgd"]
+    made = planned("mlp", strategy)
+    module, pipeline, reference = compare("mlp", made, make)
+    pipeline.drain()
+    again = reference_of("mlp", made, make)
+    for mine, theirs in zip(again.newest, reference.newest, strict=True):
+        for name, p in mine.items():
+            p.detach().copy_(theirs[name])
+    again.versions = [[again._copy(i)] for i in range(len(again.layers))]
+    xs, ys = batches(MODELS["mlp"][1], 100, BATCHES)
+    losses = pipeline.run(xs, ys)
+    assert losses == [float(again.step(x, y, loss_fn)) for x, y in zip(xs, ys, strict=True)]
+    check(made, module, again)
+
+
+@scenario("stash", "latest", "average", **{s: {"strategy": s} for s in ("1f1b", "layerpipe")})
+def resumed(weights, strategy):
+    make = OPTIMIZERS["adamw"]
+    made = planned("conv", strategy)
+    shape = MODELS["conv"][1]
+    module, pipeline = pipeline_of("conv", made, make, weights=weights)
+    for drains in (False, True):
+        pipeline.run(*batches(shape, 0, BATCHES))
+        if drains:
+            pipeline.drain()
+        saved = copy.deepcopy(pipeline.state_dict())
+        wanted = pipeline.run(*batches(shape, 50, BATCHES))
+        other, again = pipeline_of("conv", made, make, weights=weights)
+        again.run(*batches(shape, 90, BATCHES))
+        again.load_state_dict(saved)
+        assert again.run(*batches(shape, 50, BATCHES)) == wanted
+        for n, layer in mine(made, module):
+            for key, tensor in layer.state_dict().items():
+                assert_same(f"layer {n} {key}", other[n].state_dict()[key], tensor)
+
+
+@scenario("1f1b", "layerpipe")
+def one_long_run_is_two(strategy):
+    make = OPTIMIZERS["momentum"]
+    made = planned("mlp", strategy)
+    compare("mlp", made, make, runs=(2 * BATCHES,))
+    compare("mlp", made, make, runs=(1, 2, BATCHES, 3))
