@@ -67,7 +67,7 @@ of_found find_gradient(Slot *slot, of_inputs *in) {
     refs->storages[0] = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
     in->keys[0] = storage;
     in->n_keys = refs->n = 1;
-    in->param = data_of(g);
+    in->param = written_data_of(g);
     in->numel = g->numel();
     if (g->device().is_cpu())
         return OF_FOUND_INPUTS;
@@ -167,9 +167,13 @@ void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
 
 } // namespace
 
-const of_scaling_host scaling_host = {
-    sizeof(of_scaling_host), collect_gradient, defer_scaling, settle_scaling,
-    is_alive,                keep,             share_factor};
+const of_scaling_host scaling_host = {sizeof(of_scaling_host),
+                                      collect_gradient,
+                                      defer_scaling,
+                                      settle_scaling,
+                                      is_alive,
+                                      keep,
+                                      share_factor};
 
 void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
     if (!scale_later(of, number, norm) && of.grad().defined())

@@ -214,7 +214,7 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     if (place(slot, p, in, refs) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     take_part(refs, in, p);
-    in->param = data_of(p);
+    in->param = written_data_of(p);
     in->grad = data_of(grad.unsafeGetTensorImpl());
     in->exclusive = refs->as_is || frozen || (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
                 !take_all_parts(slot, grad, in, refs);

@@ -161,7 +161,7 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
             return OF_FOUND_ERROR;
         launch_others(s);
         *dense = *dense && same_strides(p, s);
-        in->state[i] = data_of(s);
+        in->state[i] = written_data_of(s);
     }
     if (step_is_on_gpu(slot))
         launch_others(slot->step.unsafeGetTensorImpl());
@@ -206,7 +206,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     const bool unscales = slot->plan->scalars.scale_gradients();
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     dense = dense && (!unscales || (same_strides(p, g) && !is_lazy(g)));
-    in->param = data_of(p);
+    in->param = written_data_of(p);
     take_part(refs, in, p);
     const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
     in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
@@ -221,12 +221,12 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
             take_part(refs, in, slot->state[i].unsafeGetTensorImpl());
     if (in->device != OF_CPU && step_is_on_gpu(slot)) {
         take_part(refs, in, slot->step.unsafeGetTensorImpl());
-        in->step_at = static_cast<float *>(data_of(slot->step.unsafeGetTensorImpl()));
+        in->step_at = static_cast<float *>(written_data_of(slot->step.unsafeGetTensorImpl()));
     }
     for (size_t i = 0; counts_on_gpu(slot) && i < slot->plan->rule->n_counters; i++) {
         c10::TensorImpl *counter = slot->counters[i].unsafeGetTensorImpl();
         take_part(refs, in, counter);
-        in->numbers_at[i] = static_cast<float *>(data_of(counter));
+        in->numbers_at[i] = static_cast<float *>(written_data_of(counter));
     }
     if (!dense) {
         await_now(grad);
@@ -271,7 +271,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     of_found found = OF_FOUND_ERROR;
     try {
         found = plan->rule->external ? fill_in_own(slot, p, grad, in, refs)
-                                    : fill_in(slot, p, grad, used, in, refs);
+                                     : fill_in(slot, p, grad, used, in, refs);
     } catch (...) {
         refs->~References();
         throw;

@@ -53,17 +53,17 @@ void advance_step(Slot *slot) {
         return;
     }
     if (impl->dtype().toScalarType() == c10::ScalarType::Double)
-        *static_cast<double *>(data_of(impl)) += 1;
+        *static_cast<double *>(written_data_of(impl)) += 1;
     else
-        *static_cast<float *>(data_of(impl)) += 1;
+        *static_cast<float *>(written_data_of(impl)) += 1;
     impl->bump_version();
 }
 
 void write_number(const c10::TensorImpl *impl, bool single, double number) {
     if (single)
-        *static_cast<float *>(data_of(impl)) = static_cast<float>(number);
+        *static_cast<float *>(written_data_of(impl)) = static_cast<float>(number);
     else
-        *static_cast<double *>(data_of(impl)) = number;
+        *static_cast<double *>(written_data_of(impl)) = number;
 }
 
 void write_counters(const Slot *slot, const of_count &count) {
@@ -197,7 +197,9 @@ void parallel_for(void *, int64_t n, void (*fn)(void *, int64_t, int64_t), void 
     });
 }
 
-int threads(void *) { return at::get_num_threads(); }
+int threads(void *) {
+    return at::get_num_threads();
+}
 
 } // namespace
 

@@ -6,6 +6,7 @@
 
 #include "compat.h"
 #include "gpu/device.h"
+#include "guard.h"
 
 namespace optfuse {
 
@@ -26,11 +27,20 @@ inline bool is_own(const c10::DataPtr &data) {
                                   : is_gpu_deleter(data.get_deleter(), data.device());
 }
 
+// Of a tensor that is about to be written past the dispatcher. Memory that copies on write
+// (torch._lazy_clone) is copied now.
+inline void *written_data_of(const c10::TensorImpl *impl) {
+    c10::StorageImpl *storage = storage_of(impl);
+    if (!is_own(storage->_mutable_data_ptr_no_checks()) && OF_GUARD(copy_on_write))
+        storage->mutable_data();
+    return data_of(impl);
+}
+
 // Only one tensor and `held` references of ours know this storage.
 inline bool is_private(c10::StorageImpl *storage, size_t held) {
     const size_t users = c10::raw::intrusive_ptr::use_count(storage);
-    const bool exclusive = users <= 1 + held ||
-                       (users == 2 + held && idle_references(*storage) == 1);
+    const bool exclusive =
+        users <= 1 + held || (users == 2 + held && idle_references(*storage) == 1);
     return exclusive && is_own(storage->_mutable_data_ptr_no_checks());
 }
 

@@ -2,7 +2,7 @@
 """Guards of how tensors lie in memory."""
 
 import torch
-from common import assert_same, batch, loss_of, sgd, snapshot
+from common import adamw, assert_same, batch, loss_of, net, sgd, snapshot, train
 from torch import nn
 
 import optfuse
@@ -70,3 +70,15 @@ def gradients_in_a_buffer_that_is_scaled_are_scaled():
         flat.mul_(1e-3)
         optimizer.step()
     pair.assert_same()
+
+
+@guards("copy_on_write")
+def a_lazy_clone_keeps_its_values():
+    model = net()
+    opt = optfuse.fuse(adamw(model.parameters()))
+    train(model, opt, 0)
+    kept = torch._lazy_clone(model[0].weight.detach())
+    values = kept.clone()
+    train(model, opt, 1)
+    optfuse.flush(opt)
+    assert torch.equal(kept, values), "the clone has the update, too"
