@@ -20,7 +20,7 @@ from optfuse.pipeline import Pipeline, plan
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
 
-BATCHES = 16  # a run
+BATCHES = 12  # a run
 FREE = (0.0, 0.0)  # network
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, fused=True),
@@ -248,3 +248,42 @@ def one_long_run_is_two(strategy):
     made = planned("mlp", strategy)
     compare("mlp", made, make, runs=(2 * BATCHES,))
     compare("mlp", made, make, runs=(1, 2, BATCHES, 3))
+
+
+@scenario("1f1b", "layerpipe", "intra")
+def versions_take_what_is_announced(strategy):
+    make = OPTIMIZERS["adamw"]
+    made = planned("conv", strategy)
+    module, pipeline = pipeline_of("conv", made, make)
+    announced = pipeline.stash_bytes
+    assert announced == sum(
+        made.delays[n] * sum(p.nbytes for p in layer.parameters())
+        for n, layer in mine(made, module)
+    )
+    pipeline.run(*batches(MODELS["conv"][1], 0, BATCHES))
+    kept = {
+        tensor.untyped_storage()._cdata: tensor.nbytes
+        for weights in pipeline._weights.values()
+        for version in weights._held.values()
+        for tensor in version.values()
+    }
+    assert sum(kept.values()) == announced
+    pipeline.drain()
+    assert not any(weights._held for weights in pipeline._weights.values())
+    _, average = pipeline_of("conv", made, make, weights="average")
+    if max(made.delays) > 1 and announced:
+        assert average.stash_bytes < announced
+
+
+@scenario("1f1b", "layerpipe")
+def a_delay_too_long_or_too_short_is_seen(strategy):
+    """What the scenarios above would find."""
+    make = OPTIMIZERS["sgd"]
+    made = planned("mlp", strategy)
+    module, pipeline = pipeline_of("mlp", made, make)
+    xs, ys = batches(MODELS["mlp"][1], 0, BATCHES)
+    losses = pipeline.run(xs, ys)
+    for off in (1, -1):
+        reference = reference_of("mlp", made, make)
+        reference.delays[0] += off
+        assert losses != [float(reference.step(x, y, loss_fn)) for x, y in zip(xs, ys, strict=True)]
