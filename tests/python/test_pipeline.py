@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pipelines of one process, what they refuse, and processes that are lost. Those of several
-processes: tests/python/distributed/test_pipeline.py."""
+processes: tests/python/distributed/test_pipeline_ranks.py."""
 
 import os
 import signal
