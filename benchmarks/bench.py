@@ -26,6 +26,7 @@ import kfac
 import launch
 import memory
 import pipeline_plan
+import pipeline_run
 import reorder
 import survey
 import torch
@@ -49,10 +50,20 @@ SECTIONS = {
     "convergence": convergence.section,
     "delay": delay.section,
     "pipeline-plan": pipeline_plan.section,
+    "pipeline-run": pipeline_run.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
-OF_ANY_OPTIMIZER = ("survey", "kernels", "reorder", "kfac", "convergence", "delay", "pipeline-plan")
+OF_ANY_OPTIMIZER = (
+    "survey",
+    "kernels",
+    "reorder",
+    "kfac",
+    "convergence",
+    "delay",
+    "pipeline-plan",
+    "pipeline-run",
+)
 HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
   grid     five models, three batches each, and the floor: an update's bytes alone
@@ -65,7 +76,8 @@ HELP = """sections:
   kfac     K-FAC: its messages behind a slow link, the paper's schemes, what steps cost
   convergence  steps to a fixed loss: SGD, AdamW, Muon, and K-FAC
   delay    accuracy with late updates, and what they cost in one process
-  pipeline-plan  simulated gains of layer pipelines over PipeDream, 2 to 9 processes"""
+  pipeline-plan  simulated gains of layer pipelines over PipeDream, 2 to 9 processes
+  pipeline-run  seconds a batch of each strategy, on two processes"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
 SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")

@@ -22,6 +22,8 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
     "would not survive a subinterpreter; and a torch that is missing gets our sentence",
     ("optfuse._pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be installed, "
     "and takes long to import",
+    ("optfuse.pipeline", "optfuse._pipeline.runtime.Pipeline"): "it needs "
+    "torch.distributed.pipelining, which registers operators when it is imported",
 }
 
 #: From the bottom to the top. None reaches one that comes later, by whatever way.
