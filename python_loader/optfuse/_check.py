@@ -277,6 +277,10 @@ def _schedule(value: Any) -> str | list[str]:
     return _names(value)
 
 
+def _layers_or_flag(value: Any) -> bool | list[str]:
+    return value if isinstance(value, bool) else _names(value)
+
+
 def _network(value: Any) -> tuple[float, float]:
     need(isinstance(value, tuple | list) and len(value) == 2)
     latency, per_byte = map(number("", 0.0).take, value)
@@ -310,6 +314,7 @@ LAYER_NAMES = Kind("a list, or another iterable, of names of modules", _names)
 SCHEDULE = Kind(
     '"stock", "last", "reverse_first", "budget", "auto" or a list of names of modules', _schedule
 )
+LAYER_NAMES_OR_FLAG = Kind("True, False or a list of names of modules", _layers_or_flag)
 NETWORK = Kind("a pair (seconds a message, seconds a byte)", _network)
 MEMORY = whole("a number of bytes", 0)
 DELAY = Kind("a mapping of parameters or modules to numbers of steps, at least 0", _delay)

@@ -18,6 +18,7 @@ from optfuse import _auto, _network, _process
 from optfuse._auto import Times
 from optfuse._check import (
     LAYER_NAMES,
+    LAYER_NAMES_OR_FLAG,
     MEMORY,
     MODEL,
     NETWORK,
@@ -53,10 +54,12 @@ class Row:
     output_bytes: int
     weight_bytes: int
     note: str
+    on_side_stream: bool = False
 
     @property
     def place(self) -> str:
-        return "after its dX" if self.turn is None else f"turn {self.turn} after the last dX"
+        turn = "after its dX" if self.turn is None else f"turn {self.turn} after the last dX"
+        return f"{turn}, on the side stream" if self.on_side_stream else turn
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ class Reordering:
     @property
     def plan(self) -> Plan:
         """Of the last forward pass with gradients. Raises optfuse.Error before the first."""
-        return _plan_of(self._used(), self._layers, self._choice)
+        used = self._used()
+        beside = frozenset(torch.ops.optfuse.beside_in_reordering(self._handle))
+        return _plan_of(used, self._layers, self._choice, beside)
 
     @property
     def extra_bytes(self) -> int:
@@ -233,17 +238,39 @@ def _start(layers: list[Layer], choice: dict[str, Any]) -> int:
         choice.get("memory") or 0,
         [n for n, layer in enumerate(layers) if layer.name in held],
         [n for n, layer in enumerate(layers) if layer.fixed],
+        [n for n, layer in enumerate(layers) if _is_wanted_beside(layer, choice)],
     )
     return handle
 
 
-def _plan_of(found: list[int], layers: list[Layer], choice: dict[str, Any]) -> Plan:
+def _is_wanted_beside(layer: Layer, choice: dict[str, Any]) -> bool:
+    wanted = choice.get("side_stream", False)
+    return wanted if isinstance(wanted, bool) else layer.name in wanted
+
+
+def _note_of(layer: Layer, recomputed: bool, choice: dict[str, Any], beside: bool) -> str:
+    notes = ["recomputed in backward (reentrant checkpoint)" if recomputed else layer.fixed]
+    if _is_wanted_beside(layer, choice) and not beside:
+        is_on_cpu = layer.weight.device.type == "cpu"
+        notes.append(
+            "no side stream: on the CPU"
+            if is_on_cpu
+            else "no side stream: its gradient is added up on another one"
+        )
+    return "; ".join(note for note in notes if note)
+
+
+def _plan_of(
+    found: list[int], layers: list[Layer], choice: dict[str, Any], beside: frozenset[int]
+) -> Plan:
     rows = []
     for at in range(0, len(found) - 1, _COLUMNS):
         number, turn, x, y, w, _, recomputed = found[at : at + _COLUMNS]
         layer, waits = layers[number], turn >= 0
-        note = "recomputed in backward (reentrant checkpoint)" if recomputed else layer.fixed
-        rows.append(Row(layer.name, turn if waits else None, waits * (x + y), x, y, w, note))
+        note = _note_of(layer, bool(recomputed), choice, number in beside)
+        turn_of = turn if waits else None
+        row = Row(layer.name, turn_of, waits * (x + y), x, y, w, note, number in beside)
+        rows.append(row)
     seen = {row.layer for row in rows}
     unused = tuple(layer.name for layer in layers if layer.name not in seen)
     return Plan(choice, tuple(rows), unused, found[-1])
@@ -263,15 +290,22 @@ def _choice_of(
     k = given["k"]
     if k is not None and k > len(layers):
         raise Error(f"optfuse: reorder() got k={k}, but this model has {len(layers)} layers")
+    if not isinstance(schedule, str):
+        _check_names("schedule", schedule, layers)
+    return {
+        "schedule": schedule,
+        **{argument: given[argument] for argument in (*needs, *may_have)},
+    }
+
+
+def _check_names(argument: str, given: Sequence[str], layers: list[Layer]) -> None:
     names = [layer.name for layer in layers]
-    strange = [] if isinstance(schedule, str) else [n for n in schedule if n not in names]
+    strange = [name for name in given if name not in names]
     if strange:
         raise Error(
-            f"optfuse: reorder() got {strange[0]!r} in schedule=, which is no layer of this "
+            f"optfuse: reorder() got {strange[0]!r} in {argument}=, which is no layer of this "
             f"model; its layers are {', '.join(names)}"
         )
-    kept = schedule if isinstance(schedule, str) else list(schedule)
-    return {"schedule": kept, **{argument: given[argument] for argument in (*needs, *may_have)}}
 
 
 @checked(
@@ -282,6 +316,7 @@ def _choice_of(
     network=optional(NETWORK),
     await_reduction=optional(one_of("first_use")),
     skip=LAYER_NAMES,
+    side_stream=LAYER_NAMES_OR_FLAG,
 )
 def reorder(
     model: nn.Module,
@@ -291,6 +326,7 @@ def reorder(
     network: tuple[float, float] | None = None,
     await_reduction: str | None = None,
     skip: Sequence[str] = (),
+    side_stream: bool | Sequence[str] = False,
 ) -> Reordering:
     """Computes the weight gradients of a model's Linear and Conv2d layers in another order.
 
@@ -323,6 +359,11 @@ def reorder(
     network: "auto": seconds a message and seconds a byte, instead of a measurement.
     await_reduction: "auto": as fuse() has it.
     skip: names of modules that stay as they are, with all that is in them.
+    side_stream: run dW, the adding up of the gradient and in backward fusion the update on a CUDA
+        stream of their own, beside dX: those of all layers, or of the layers named. The schedule
+        says in which order, "stock" too: each dW then runs beside the dX of the layers before
+        it. Layers on the CPU stay as they are, and so does a layer whose gradient somebody has
+        tied to another stream, as DistributedDataParallel has; `.plan` says so.
 
     Returns a Reordering: .plan is a table, .extra_bytes the memory it costs, .remove() ends it;
     it is a context manager, too.
@@ -338,6 +379,10 @@ def reorder(
         raise Error("optfuse: reorder() found no Linear or Conv2d layer with a weight to train")
     given = {"k": k, "memory": memory, "network": network, "await_reduction": await_reduction}
     choice = _choice_of(schedule, given, layers)
+    if side_stream is not False:
+        if side_stream is not True:
+            _check_names("side_stream", side_stream, layers)
+        choice["side_stream"] = side_stream
     if choice["schedule"] == "auto" and any(layer.weight.device.type != "cpu" for layer in layers):
         raise Error(
             'optfuse: reorder() with schedule="auto" times layers on the CPU only; use '

@@ -61,7 +61,7 @@ class SteadyStreams {
     of_stream found = {}; // of the device last asked for
     of_stream *outer = nullptr;
 };
-// One stream from PyTorch's pool for all updates beside backward on a device.
+// One stream from PyTorch's pool for all updates and weight gradients beside backward on a device.
 int64_t side_stream(int ordinal);
 // The stream may still work on the memory when its last reference goes.
 void record_on_stream(c10::StorageImpl *storage, const of_stream &stream);

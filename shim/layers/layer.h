@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -15,8 +16,8 @@
 namespace optfuse {
 
 struct Layer {
-    Layer(size_t n, std::string called, const of_layer_user &by)
-        : number(n), name(std::move(called)), user(by) {
+    Layer(size_t n, std::string called, const of_layer_user &by, bool wants_side)
+        : number(n), name(std::move(called)), user(by), beside(wants_side) {
         user.retain(user.ctx);
     }
     ~Layer() { user.release(user.ctx); }
@@ -32,6 +33,8 @@ struct Layer {
     size_t number;
     std::string name; // of the module, as errors and profilers name it
     of_layer_user user;
+    const bool beside;                  // dW is wanted on the side stream
+    std::atomic<bool> is_beside{false}; // in the last forward pass dW got there
 
   private:
     struct Clock {
@@ -140,9 +143,13 @@ struct LayerUse {
 
 // From here on the uses of these weights, by aten::linear and aten::conv2d, are the user's: the
 // weights' places in the list are the numbers of their layers. The caller keeps the weights
-// alive until forget_layers(). Throws Error, with nothing changed, if one is known already.
+// alive until forget_layers(). beside: those whose dW is to run on the side stream (beside.h).
+// Throws Error, with nothing changed, if one is known already.
 void know_layers(const of_layer_user &user, const std::vector<at::Tensor> &weights,
-                 const std::vector<std::string> &names);
+                 const std::vector<std::string> &names, const std::vector<bool> &beside);
+// Numbers of the user's layers whose dW ran on the side stream, or will, after the last forward
+// pass.
+std::vector<size_t> layers_beside(const void *ctx);
 // Those of the user with this ctx. Graphs that exist keep what they need.
 void forget_layers(const void *ctx);
 

@@ -23,12 +23,12 @@ std::unique_ptr<bool[]> flags(const std::vector<int64_t> &numbers, size_t n) {
 }
 
 // One weight and name a layer. schedule: of_reorder_schedule. held: layers, for
-// OF_REORDER_CHOSEN; fixed: those that never wait.
+// OF_REORDER_CHOSEN; fixed: those that never wait; beside: those whose dW has a stream of its own.
 int64_t reorder(const std::vector<at::Tensor> &weights, const std::vector<std::string> &names,
                 int64_t schedule, int64_t k, int64_t budget, const std::vector<int64_t> &held,
-                const std::vector<int64_t> &fixed) {
+                const std::vector<int64_t> &fixed, const std::vector<int64_t> &beside) {
     const size_t n = weights.size();
-    const auto chosen = flags(held, n), never = flags(fixed, n);
+    const auto chosen = flags(held, n), never = flags(fixed, n), aside = flags(beside, n);
     of_reorder_choice choice = {};
     choice.schedule = static_cast<of_reorder_schedule>(schedule);
     choice.k = static_cast<size_t>(k);
@@ -37,7 +37,8 @@ int64_t reorder(const std::vector<at::Tensor> &weights, const std::vector<std::s
     of_reordering *made = nullptr;
     check(of_reordering_create(&choice, never.get(), n, &made));
     try {
-        know_layers(of_reordering_user(made), weights, names);
+        know_layers(of_reordering_user(made), weights, names,
+                    std::vector<bool>(aside.get(), aside.get() + n));
     } catch (...) {
         of_reordering_release(made);
         throw;
@@ -73,6 +74,12 @@ std::vector<int64_t> plan_of_reordering(int64_t reordering) {
     }
     found.push_back(static_cast<int64_t>(extra));
     return found;
+}
+
+// Numbers of layers whose dW ran on a stream of its own, or will, after the last forward pass.
+std::vector<int64_t> beside_in_reordering(int64_t reordering) {
+    const std::vector<size_t> found = layers_beside(at_address(reordering));
+    return {found.begin(), found.end()};
 }
 
 // Bytes that dW keep that wait: now, and the most since reorder().
@@ -126,10 +133,11 @@ void input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
 
 TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("reorder(Tensor[] weights, str[] names, int schedule, int k, int budget, int[] held, "
-          "int[] fixed) -> int",
+          "int[] fixed, int[] beside) -> int",
           optfuse::reorder);
     m.def("stop_reordering(int reordering) -> ()", optfuse::stop_reordering);
     m.def("plan_of_reordering(int reordering) -> int[]", optfuse::plan_of_reordering);
+    m.def("beside_in_reordering(int reordering) -> int[]", optfuse::beside_in_reordering);
     m.def("time_reordering(int reordering, bool on) -> ()", optfuse::time_reordering);
     m.def("best_k(int reordering, float latency, float seconds_per_byte, int bucket_bytes, "
           "int first_bucket_bytes, bool await_first_use, int extra) -> (int, float, float, float)",

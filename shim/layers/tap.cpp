@@ -242,14 +242,24 @@ void drop(std::shared_ptr<T> Known::*user, const IsTheirs &is_theirs) {
 } // namespace
 
 void know_layers(const of_layer_user &user, const std::vector<at::Tensor> &weights,
-                 const std::vector<std::string> &names) {
+                 const std::vector<std::string> &names, const std::vector<bool> &beside) {
     std::vector<std::shared_ptr<Layer>> layers;
     for (size_t i = 0; i < weights.size(); i++)
-        layers.push_back(std::make_shared<Layer>(i, names[i], user));
+        layers.push_back(std::make_shared<Layer>(i, names[i], user, beside[i]));
     Registry &known = registry();
     const std::unique_lock<std::shared_mutex> lock(known.lock);
     add(known, weights, &Known::layer, layers,
         "is reordered already; call remove() of that Reordering first");
+}
+
+std::vector<size_t> layers_beside(const void *ctx) {
+    Registry &known = registry();
+    const std::shared_lock<std::shared_mutex> lock(known.lock);
+    std::vector<size_t> found;
+    for (const auto &[weight, by] : known.layers)
+        if (by.layer && by.layer->user.ctx == ctx && by.layer->is_beside)
+            found.push_back(by.layer->number);
+    return found;
 }
 
 void forget_layers(const void *ctx) {

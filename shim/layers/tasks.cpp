@@ -2,19 +2,22 @@
 // tasks.cpp: grad_fn of y is InputTask, which computes dX. It has edges to where x came from
 // and to WeightTask, to which it hands dY. So dW, and the update behind it, never come before
 // dX. The engine runs what is ready by sequence number, the highest first; a WeightTask that
-// waits gets a number below those of all other nodes.
+// waits gets a number below those of all other nodes. On a GPU WeightTask may have a stream of
+// its own (beside.h).
 #include "layers/tasks.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "layers/beside.h"
 
 namespace optfuse {
 namespace {
@@ -89,6 +92,7 @@ struct WeightTask final : Task {
     at::Tensor kept_w;    // of a convolution, as kept_x.tensor
     uint64_t at_once = 0; // its own number
     bool waits = false;
+    std::optional<Streams> streams; // if it has one of its own
     using Task::Task;
 
     std::string name() const override { return "optfuse dW of " + use.name(); }
@@ -103,6 +107,10 @@ struct WeightTask final : Task {
             use.known.layer->user.done(use.known.layer->user.ctx, use.known.layer->number);
         kept_x.tensor.reset();
         kept_w.reset();
+    }
+    void keep(const at::Tensor &input) {
+        kept_x.note(input);
+        kept_x.tensor = input;
     }
     // The engine takes this node up after dX has returned, so the number may be chosen now.
     void wait_for_turn(uint64_t bytes) {
@@ -121,17 +129,30 @@ struct WeightTask final : Task {
         if (g.defined()) {
             if (dy.has_changed(g))
                 changed("the gradient of the output");
+            const bool beside = streams && is_on_side(*streams);
+            if (beside)
+                borrow();
             use.timed(OF_TASK_WEIGHT_GRADIENT, [&] { compute(g, out); });
+            if (beside)
+                return_at_end(next_edges(), *streams);
         }
         run();
         return out;
     }
+    // dY comes from autograd, which tells the allocator itself.
+    void borrow() const {
+        lend_to_side(kept_x.tensor, *streams);
+        lend_to_side(kept_w, *streams);
+    }
+    // Unpacking may compute a forward pass once more (checkpointing), which is the layer's
+    // stream's to do; so dX unpacks for a dW on another one.
+    at::Tensor input() const { return kept_x.tensor.defined() ? kept_x.tensor : x.unpack(); }
     void compute(const at::Tensor &g, variable_list &out) {
         const bool weight = task_should_compute_output(0);
         const bool bias = num_outputs() > 1 && task_should_compute_output(1);
+        if (kept_x.tensor.defined() && kept_x.has_changed(kept_x.tensor))
+            changed("the input");
         if (conv) {
-            if (kept_x.has_changed(kept_x.tensor))
-                changed("the input");
             const auto found =
                 convolution_backward(g, kept_x.tensor, kept_w, {false, weight, bias});
             if (weight)
@@ -141,8 +162,8 @@ struct WeightTask final : Task {
             return;
         }
         if (weight) {
-            const at::Tensor input = x.unpack();
-            out[0] = by_rows ? g.t().mm(input.conj()) : input.t().conj().mm(g).t();
+            const at::Tensor rows = input();
+            out[0] = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
         }
         if (bias)
             out[1] = g; // the engine adds up its rows, as it does for stock's node
@@ -207,14 +228,15 @@ struct InputTask final : Task {
                 out[0] =
                     std::get<0>(convolution_backward(g, saved_x, saved_w, {true, false, false}));
             if (later) {
-                weight->kept_x.note(saved_x);
-                weight->kept_x.tensor = saved_x;
+                weight->keep(saved_x);
                 weight->kept_w = saved_w;
             }
         } else if (input) {
             const at::Tensor saved_w = weight_for(g);
             out[0] = by_columns ? saved_w.t().conj().mm(g.t()).t() : g.mm(saved_w.conj());
         }
+        if (later && !conv && weight->streams && OF_GUARD(dw_unpack))
+            weight->keep(weight->x.unpack());
     }
     void release_variables() override {
         const Lock lock(mutex_);
@@ -245,6 +267,29 @@ template <class T> NodeOf<T> new_node(const LayerUse &use) {
         return std::shared_ptr<T>(new T(use), [](auto *node) { deleteNode(node); });
 }
 
+// Where dW runs, and the nodes behind it.
+void place(WeightTask *task, const at::Tensor &y, const at::Tensor &w, const at::Tensor &bias) {
+    Layer *layer = task->use.known.layer.get();
+    if (layer != nullptr && layer->beside) {
+        task->streams = streams_beside(w, bias);
+        layer->is_beside = task->streams.has_value();
+    }
+    c10::OptionalStreamGuard guard;
+    if (task->streams) {
+        guard.reset_stream(task->streams->side);
+        return_outputs(task, *task->streams);
+    }
+    edge_list edges;
+    for (const at::Tensor &t : {w, bias}) {
+        if (task->streams && t.defined())
+            bring_to_side(t);
+        if (t.defined() || edges.empty())
+            edges.push_back(edge_of(t));
+    }
+    task->set_next_edges(std::move(edges));
+    task->add_input_metadata(y);
+}
+
 } // namespace
 
 void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, const at::Tensor &w,
@@ -258,11 +303,7 @@ void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, c
         if (bias.defined())
             weight->bias_sizes = input->bias_sizes = bias.sizes().vec();
     }
-    edge_list to_weight{edge_of(w)};
-    if (bias.defined())
-        to_weight.push_back(edge_of(bias));
-    weight->set_next_edges(std::move(to_weight));
-    weight->add_input_metadata(y);
+    place(weight.get(), y, w, bias);
     weight->at_once = weight->sequence_nr();
     input->set_next_edges({edge_of(x), Edge(weight, 0)});
     input->weight = weight;

@@ -18,9 +18,16 @@ void launched(void *handle, const char *kernel, const fake_range *ranges, size_t
     launch(stream, kernel, all);
 }
 
-int64_t watcher() {
-    fake_launched *const function = launched;
-    return reinterpret_cast<int64_t>(function);
+uint64_t graph_of(void *handle) {
+    const StreamNumber stream = stream_of(handle, current_device());
+    return stream == 0 ? 0 : capture_of(stream);
+}
+
+// For fake_optfuse_watch().
+std::vector<int64_t> watcher() {
+    fake_launched *const told = launched;
+    fake_graph_of *const asked = graph_of;
+    return {reinterpret_cast<int64_t>(told), reinterpret_cast<int64_t>(asked)};
 }
 
 void set_capture_of(c10::Stream stream, int64_t id) {

@@ -104,12 +104,8 @@ static void tell(const char *kernel, const void *table, void *stream) {
     free(r);
 }
 
-VISIBLE void fake_optfuse_watch(fake_launched *launched) {
+VISIBLE void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of) {
     watcher = launched;
     host.launched = tell;
-}
-
-VISIBLE void fake_optfuse_capture(void *stream, unsigned graph) {
-    host.captured = stream;
-    host.graph = graph;
+    host.graph_of = graph_of;
 }

@@ -44,8 +44,8 @@ def load(blas: bool = True) -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module())
     if KERNELS in os.environ:
-        watcher = ctypes.c_void_p(torch.ops.fakecuda.watcher())
-        ctypes.CDLL(os.environ[KERNELS]).fake_optfuse_watch(watcher)
+        watcher = map(ctypes.c_void_p, torch.ops.fakecuda.watcher())
+        ctypes.CDLL(os.environ[KERNELS]).fake_optfuse_watch(*watcher)
     if blas:
         fake_blas()
     # A thread of the autograd engine that still lets go of a graph when Python
@@ -82,7 +82,7 @@ def clear() -> None:
 
 def capture(stream: torch.Stream, graph: int) -> None:
     """From now on a graph of this number is being captured on the stream; 0:
-    no more. Operators go on running at once."""
+    no more. A stream that waits for it meanwhile is captured, too, and has to be
+    waited for by the end: races() says if it was not. Operators go on running at
+    once."""
     torch.ops.fakecuda.set_capture(stream, graph)
-    handle = ctypes.c_void_p(stream.native_handle)
-    ctypes.CDLL(os.environ[KERNELS]).fake_optfuse_capture(handle, graph)

@@ -51,9 +51,11 @@ struct Range {
 FAKE_SHARED void launch(StreamNumber stream, const std::string &name,
                         const std::vector<Range> &ranges);
 
-// What an event remembers: all that was launched before it on its stream.
+// What an event remembers: all that was launched before it on its stream, and the graph that
+// was being captured there.
 struct Event {
     Clock clock;
+    uint64_t capture = 0;
 };
 
 void record(Event *event, StreamNumber stream);
@@ -81,7 +83,9 @@ void record_use(const void *memory, StreamNumber stream);
 size_t bytes_in_use(int device);
 int device_of_memory(const void *memory); // -1 if it is the host's
 
-// A graph is being captured on the stream; 0: none.
+// A graph is being captured on the stream; 0: no more. A stream that waits for it meanwhile is
+// captured, too. One that the first stream has not waited for in the end is reported, as CUDA
+// fails then (cudaErrorStreamCaptureUnjoined).
 void set_capture(StreamNumber stream, uint64_t id);
 uint64_t capture_of(StreamNumber stream);
 

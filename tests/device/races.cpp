@@ -84,6 +84,7 @@ void launch(StreamNumber stream, const std::string &name, const std::vector<Rang
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
     const uint64_t time = tick(w, stream);
+    w.streams[stream].worked = time;
     for (const Range &range : ranges)
         touch(w, stream, time, name, range);
     if (w.logging)

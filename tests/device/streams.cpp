@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // streams.cpp: what comes before what.
 #include <algorithm>
+#include <utility>
 
 #include "world.h"
 
@@ -88,12 +89,20 @@ void record(Event *event, StreamNumber stream) {
     const std::lock_guard<std::mutex> guard(w.lock);
     tick(w, stream);
     event->clock = w.streams.at(stream).clock;
+    event->capture = w.streams.at(stream).capture;
+}
+
+static bool is_being_captured(const World &w, uint64_t graph) {
+    return graph != 0 && std::any_of(w.streams.begin(), w.streams.end(),
+                                     [&](const Stream &s) { return s.capture == graph; });
 }
 
 void wait(StreamNumber stream, const Event &event) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
     join(&w.streams.at(stream).clock, event.clock);
+    if (is_being_captured(w, event.capture))
+        w.streams[stream].capture = event.capture;
 }
 
 void wait_for(StreamNumber stream, StreamNumber other) {
@@ -146,10 +155,25 @@ void set_prompt(bool prompt) {
     w.prompt = prompt;
 }
 
+static void end_capture(World &w, StreamNumber first) {
+    const uint64_t graph = std::exchange(w.streams.at(first).capture, 0);
+    for (StreamNumber s = 0; graph != 0 && s < w.streams.size(); s++) {
+        if (w.streams[s].capture != graph)
+            continue;
+        w.streams[s].capture = 0;
+        if (w.watching && !happened(w.streams[first].clock, s, w.streams[s].worked))
+            w.races.push_back("the capture on " + name_of(first) +
+                              " ends, which has not waited for " + name_of(s));
+    }
+}
+
 void set_capture(StreamNumber stream, uint64_t id) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
-    w.streams.at(stream).capture = id;
+    if (id == 0)
+        end_capture(w, stream);
+    else
+        w.streams.at(stream).capture = id;
 }
 
 uint64_t capture_of(StreamNumber stream) {

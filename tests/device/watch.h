@@ -22,10 +22,11 @@ typedef struct fake_range {
 /* A kernel has run on the stream (a CUstream), and read and written these. */
 typedef void fake_launched(void *stream, const char *kernel, const fake_range *ranges, size_t n);
 
-/* The library with the kernels: whom to tell; NULL: nobody. */
-void fake_optfuse_watch(fake_launched *launched);
-/* A graph is being captured on the stream; 0: none. */
-void fake_optfuse_capture(void *stream, unsigned graph);
+/* The graph that is being captured on the stream; 0: none. */
+typedef uint64_t fake_graph_of(void *stream);
+
+/* The library with the kernels: whom to tell, NULL: nobody, and whom to ask. */
+void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of);
 
 #ifdef __cplusplus
 }

@@ -36,6 +36,7 @@ struct Stream {
     int device;
     Clock clock;
     uint64_t capture = 0;
+    uint64_t worked = 0; // the clock's own component at the last launch
 };
 
 struct World {

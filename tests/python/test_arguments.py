@@ -129,6 +129,7 @@ WRONG = {
         "network": (3, "fast", (1.0,), (1.0, 2.0, 3.0), (1.0, -1.0), (math.inf, 1.0), (None, 1.0)),
         "await_reduction": (3, True, "backward", ["first_use"]),
         "skip": (None, 3, "0", b"0", [0], [None]),
+        "side_stream": (None, 3, 1, "0", b"0", [0], [None]),
     },
     "kfac": {
         "model": (None, 3, "model", instance, nn.Linear, lambda w: [w.other]),

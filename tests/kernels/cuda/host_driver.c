@@ -59,7 +59,8 @@ kernel_fn of_cuda_advance_steps, of_cuda_asgd_next;
 static const kernel_row rows[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) DTYPES_##gpu(RULE##_SETS, ROWS, rule)
 #include "rules.def"
-    DTYPES(SCALING_SETS, ROWS, scaling){"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps)},
+    DTYPES(SCALING_SETS, ROWS, scaling){"of_cuda_advance_steps", of_cuda_advance_steps,
+                                        sizeof(of_cuda_steps)},
     {"of_cuda_asgd_next", of_cuda_asgd_next, sizeof(of_cuda_numbers)}};
 
 static CUresult host_init(unsigned flags) {
@@ -185,13 +186,15 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
 static CUresult host_capture_info(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id,
                                   CUgraph *graph, const CUgraphNode **dependencies,
                                   size_t *n_dependencies) {
-    const bool captured = host.graph && (void *)stream == host.captured;
+    const cuuint64_t given = (void *)stream == host.captured ? host.graph : 0;
+    const cuuint64_t found = host.graph_of ? host.graph_of(stream) : given;
+    const bool captured = found != 0;
     if (graph || dependencies || n_dependencies)
         return CUDA_ERROR_INVALID_VALUE;
     if (!captured && host.implicit)
         return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
     *status = captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-    *id = host.graph;
+    *id = found;
     return CUDA_SUCCESS;
 }
 

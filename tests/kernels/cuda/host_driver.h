@@ -6,26 +6,28 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 typedef struct host_driver {
     int version; /* what it says it supports, 13000 for CUDA 13.0 */
     int major;   /* the chip's compute capability */
     int multiprocessors;
     bool missing;
-    bool context;    /* whether one is current */
+    bool context; /* whether one is current */
     /* optional: told of each kernel that has run, with its arguments */
     void (*launched)(const char *kernel, const void *table, void *stream);
     bool backwards;  /* the last block and thread first */
     int fail_launch; /* the number of the launch that fails, from 1; 0: none */
     size_t launches;
     char loaded[512]; /* names of the kernels that were loaded beforehand */
-    size_t blocks; /* of the last launch */
-    size_t bytes;  /* of its arguments */
+    size_t blocks;    /* of the last launch */
+    size_t bytes;     /* of its arguments */
     void *stream;
-    void *captured; /* the one stream on which a graph is being captured */
-    unsigned graph; /* its number; 0: none */
-    bool implicit;  /* asked about another stream, the driver says so */
-    int mode;       /* of capture, this driver's one thread's */
+    void *captured;                     /* the one stream on which a graph is being captured */
+    unsigned graph;                     /* its number; 0: none */
+    uint64_t (*graph_of)(void *stream); /* instead of these two; NULL: they are asked */
+    bool implicit;                      /* asked about another stream, the driver says so */
+    int mode;                           /* of capture, this driver's one thread's */
 } host_driver;
 
 extern host_driver host;
