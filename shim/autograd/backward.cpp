@@ -14,6 +14,7 @@
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "layers/beside.h"
 #include "plan.h"
 #include "python/callback.h"
 #include "python/gil.h"
@@ -44,8 +45,7 @@ void check(const Plan *plan, size_t slot, of_status status) {
         _object *type = std::exchange(raised_in_python, nullptr);
         throw type == nullptr ? Error("optfuse: " + text) : Error(text, type);
     }
-    const std::string label =
-        slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
+    const std::string label = slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
     throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
 
@@ -72,6 +72,7 @@ of_device measure(void *, void *tensor, int64_t *numel, size_t *bytes) {
 }
 
 bool make_state(void *ctx, size_t slot) {
+    const LastingMemory lasting(static_cast<Plan *>(ctx)->slots[slot]->param->device());
     return ask_python(static_cast<Plan *>(ctx), OF_SHIM_STATE, slot) != 0;
 }
 
@@ -154,9 +155,8 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
         return OF_FOUND_ERROR;
     }
     // A reduced one lies in a bucket of DistributedDataParallel, which others read no more.
-    const bool is_left =
-        OF_GUARD(postpone) && (!is_private(storage_of(p), slot->aliases.size()) ||
-                               (!slot->reduced && is_gradient_shared(slot, grad)));
+    const bool is_left = OF_GUARD(postpone) && (!is_private(storage_of(p), slot->aliases.size()) ||
+                                                (!slot->reduced && is_gradient_shared(slot, grad)));
     return is_left ? OF_FOUND_NOTHING : OF_FOUND_INPUTS;
 }
 
@@ -187,8 +187,7 @@ void say_ready(const Plan *plan, of_pass *pass, size_t slot) {
 
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
     const Pass pass = pass_under_way(plan, slot, param);
-    const bool later =
-        slot < plan->slots.size() && plan->slots[slot]->reduced && OF_GUARD(reduced);
+    const bool later = slot < plan->slots.size() && plan->slots[slot]->reduced && OF_GUARD(reduced);
     if (pass && !later)
         say_ready(plan.get(), pass.get(), slot);
 }

@@ -91,13 +91,18 @@ struct ReturnOutputs final : torch::autograd::FunctionPostHook {
     const c10::Stream stream;
 };
 
-void join(const Streams &streams) {
-    if (current_on(streams.layer.device()) == streams.layer || !OF_GUARD(dw_join))
-        return; // autograd has
-    c10::Event event(streams.side.device_type());
-    event.record(streams.side);
-    event.block(streams.layer);
+void wait_for(const c10::Stream &late, const c10::Stream &early) {
+    c10::Event event(early.device_type());
+    event.record(early);
+    event.block(late);
 }
+
+void join(const Streams &streams) {
+    if (current_on(streams.layer.device()) != streams.layer && OF_GUARD(dw_join))
+        wait_for(streams.layer, streams.side); // else autograd has
+}
+
+thread_local std::optional<Streams> last_streams; // of dW on this thread
 
 } // namespace
 
@@ -117,6 +122,10 @@ void bring_to_side(const at::Tensor &t) {
     const Edge edge = cast->next_edge(0);
     put_on_current_stream(edge.function.get(), end_of(edge)->variable);
     put_on_current_stream(cast, t);
+}
+
+void begin_on_side(const Streams &streams) {
+    last_streams = streams;
 }
 
 void lend_to_side(const at::Tensor &t, const Streams &streams) {
@@ -151,6 +160,21 @@ void return_at_end(const edge_list &parameters, const Streams &streams) {
                     record(leaf.grad(), streams.layer);
             join(streams);
         });
+}
+
+LastingMemory::LastingMemory(const c10::Device &device) {
+    if (!last_streams || last_streams->side.device() != device || !is_on_side(*last_streams) ||
+        !OF_GUARD(dw_state))
+        return;
+    streams_ = last_streams;
+    guard_.reset_stream(streams_->layer);
+}
+
+LastingMemory::~LastingMemory() {
+    if (!streams_)
+        return;
+    guard_.reset();
+    wait_for(streams_->side, streams_->layer);
 }
 
 } // namespace optfuse

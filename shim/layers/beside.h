@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <optional>
@@ -29,7 +30,8 @@ std::optional<Streams> streams_beside(const at::Tensor &w, const at::Tensor &bia
 // The nodes from here to the parameter run on the side stream; it is current.
 void bring_to_side(const at::Tensor &t);
 
-// dW on the side stream is about to read t, memory of the layer's stream.
+// dW on the side stream begins, and is about to read t, memory of the layer's stream.
+void begin_on_side(const Streams &streams);
 void lend_to_side(const at::Tensor &t, const Streams &streams);
 // Inside of dW: in this graph task gradients are added to these parameters on the side stream.
 void return_at_end(const torch::autograd::edge_list &parameters, const Streams &streams);
@@ -39,5 +41,20 @@ bool is_on_side(const Streams &streams);
 // Has what the node returns known to the allocator as the layer's stream's, too: whoever gets
 // it uses it there.
 void return_outputs(torch::autograd::Node *node, const Streams &streams);
+
+// As long as one lives on a thread whose stream is the side stream of the device, the stream of
+// the last dW's layer is current instead, and afterwards the side stream waits for it: of
+// memory that outlives backward, such as an optimizer's state, the script knows that stream only.
+class LastingMemory {
+  public:
+    explicit LastingMemory(const c10::Device &device);
+    ~LastingMemory();
+    LastingMemory(const LastingMemory &) = delete;
+    LastingMemory &operator=(const LastingMemory &) = delete;
+
+  private:
+    std::optional<Streams> streams_;
+    c10::OptionalStreamGuard guard_;
+};
 
 } // namespace optfuse

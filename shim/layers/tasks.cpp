@@ -10,7 +10,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/mm.h>
-#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -141,6 +140,7 @@ struct WeightTask final : Task {
     }
     // dY comes from autograd, which tells the allocator itself.
     void borrow() const {
+        begin_on_side(*streams);
         lend_to_side(kept_x.tensor, *streams);
         lend_to_side(kept_w, *streams);
     }

@@ -254,3 +254,26 @@ def test_an_event_is_done_when_the_host_knows_it(streams, x):
     assert not event.query()
     streams[0].synchronize()
     assert event.query()
+
+
+def test_a_stream_that_waits_for_a_capture_is_captured_and_has_to_be_waited_for(streams, x):
+    a, b = streams
+    fakecuda.capture(a, 7)
+    with a:
+        y = x + 1
+    b.wait_stream(a)
+    with b:
+        z = y * 2
+    fakecuda.capture(a, 0)
+    (race,) = fakecuda.races()
+    assert "has not waited for" in race
+    fakecuda.synchronize()
+    fakecuda.clear()
+    fakecuda.capture(a, 7)
+    b.wait_stream(a)
+    with b:
+        z.mul_(2)
+    a.wait_stream(b)
+    fakecuda.capture(a, 0)
+    assert not fakecuda.races()
+    fakecuda.synchronize()

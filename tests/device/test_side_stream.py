@@ -2,12 +2,14 @@
 """reorder(side_stream=True): weight gradients on a stream of their own. The scripts know nothing
 of that stream: what is in order in stock's backward pass is in order with it, and has its bits."""
 
+import gc
+
 import fakecuda
 import pytest
 import torch
 from common import Fused, Stock, adamw, assert_same, everything, sgd
 from fakecuda import NAME
-from legal import loss_of, net, play
+from legal import kept, loss_of, net, play
 from test_captures import captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -275,6 +277,23 @@ def inputs_dropped_after_backward(wrap, arrange):
         yield "gradients", [p.grad * 2 for p in model.parameters()]
 
 
+def state_read_and_dropped(wrap, arrange):
+    """State that backward makes is the stream's that trains."""
+    model = net()
+    arrange(model)
+    optimizer = wrap(adamw(model.parameters()))
+    for i in range(2):
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    yield "state", [v * 2 for p in model.parameters() for v in optimizer.state[p].values()]
+    kept.clear()
+    if wrap.fused:
+        wrap.optimizers.clear()
+    del optimizer
+    gc.collect()
+
+
 def computed_once_more(wrap, arrange):
     """The layer is the first in backward that asks for what checkpointing left out; it has no
     dX, but what else is computed again is for other nodes, of the layer's stream."""
@@ -309,6 +328,11 @@ def test_what_is_in_order_in_stock_is_in_order_beside_it(script, choice):
     if script is computed_once_more and choice == "reverse_first":
         choice = "last"  # it has one layer
     same(script, **CHOICES[choice])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_that_backward_makes_is_the_stream_s_that_trains(mode):
+    same(state_read_and_dropped, mode)
 
 
 def test_a_graph_kept_for_a_second_backward_pass():
@@ -379,6 +403,10 @@ def test_without_telling_it_whose_gradients_are_theirs_is(script, monkeypatch):
 
 def test_without_our_join_the_layers_stream_races(monkeypatch):
     check_guard("dw_join", backward_called_on_another_stream, monkeypatch)
+
+
+def test_without_our_care_state_belongs_to_the_side_stream(monkeypatch):
+    check_guard("dw_state", state_read_and_dropped, monkeypatch, "backward")
 
 
 def test_what_is_computed_once_more_would_race_on_the_side_stream(monkeypatch):

@@ -73,6 +73,7 @@ ELSEWHERE = {
     "dw_lend": "tests/device/test_side_stream.py",
     "dw_return": "tests/device/test_side_stream.py",
     "dw_join": "tests/device/test_side_stream.py",
+    "dw_state": "tests/device/test_side_stream.py",
     "dw_unpack": "tests/device/test_side_stream.py",
 }
 
