@@ -95,6 +95,25 @@ def whole_iterations_in_a_graph(on: On) -> None:
     whole_iterations(on)
 
 
+@scenario(devices=CUDA)
+def whole_iterations_in_a_graph_with_weight_gradients_on_a_side_stream(on: On) -> None:
+    """The side stream joins the capture, and is joined before it ends."""
+
+    def script(wrap: Any) -> Any:
+        one = Iteration(on, wrap)
+        if wrap.fused:
+            optfuse.reorder(one.model, side_stream=True)
+        one.warm_up()
+        graph = one.capture()
+        for i in range(STEPS):
+            one.load(10 + i)
+            graph.replay()
+            yield "loss", one.loss
+        yield from common.everything(one.model, one.optimizer)
+
+    on.same(script, prove=False)
+
+
 @scenario(devices=CUDA, modes=("forward",))
 def whole_iterations_with_clipping_in_a_graph(on: On) -> None:
     whole_iterations(on, LIMIT)

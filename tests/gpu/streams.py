@@ -13,6 +13,8 @@ import torch
 from harness import On, common, scenario
 from torch import Tensor, nn
 
+import optfuse
+
 STEPS = 6
 WIDE = 512
 
@@ -174,6 +176,37 @@ def forward_on_a_side_stream_and_backward_follows_it(on: On) -> None:
         done_with(on, side)
 
     on.same(script)
+
+
+def weight_gradients_beside(on: On, schedule: str) -> None:
+    def script(wrap: Any) -> Any:
+        model = wide(on)
+        if wrap.fused:
+            optfuse.reorder(model, schedule, side_stream=True)
+        optimizer = wrap(common.adamw(model.parameters()))
+        for i in range(STEPS):
+            keep_busy(on)
+            optimizer.zero_grad()
+            loss = on.loss(model, i)
+            loss.backward()
+            rubbish = [torch.full((WIDE, 6), 7.0, device=on.device) for _ in range(8)]
+            yield "rubbish", rubbish
+            optimizer.step()
+            yield "loss", loss
+        yield from common.everything(model, optimizer)
+
+    on.same(script)
+
+
+@scenario()
+def weight_gradients_on_a_side_stream(on: On) -> None:
+    """optfuse.reorder(side_stream=True): the script knows nothing of that stream."""
+    weight_gradients_beside(on, "stock")
+
+
+@scenario()
+def weight_gradients_on_a_side_stream_after_the_last_dx(on: On) -> None:
+    weight_gradients_beside(on, "last")
 
 
 @scenario(modes=("forward",))
