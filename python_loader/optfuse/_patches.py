@@ -287,6 +287,12 @@ NATIVE = (
         "the first step() after reorder(), if no layer was seen",
     ),
     Native(
+        "ToCopyBackward0",
+        "layers/beside.cpp",
+        "such a copy's node runs where dW does: on the side stream, if dW has one",
+        "tests/device/test_side_stream.py, where the plan must say that dW is there",
+    ),
+    Native(
         "set_sequence_nr",
         "layers/tasks.cpp",
         "autograd's engine runs what is ready by this number: a dW that waits gets a low one",
