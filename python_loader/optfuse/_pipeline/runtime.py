@@ -81,6 +81,7 @@ class Pipeline:
         self._device = _device(module, self._layers)
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
         self._batches = 0  # that have been run
+        self._drained = 0  # those of them before the last drain()
         self._broken: BaseException | None = None
         self._shapes: dict[Spec, list[Spec]] = {}
         self._transport: Transport | None = None
@@ -120,6 +121,7 @@ class Pipeline:
         """From now on each layer sees all updates so far, as at the beginning: the versions that
         the next forwards were to see are dropped. Their memory is freed."""
         self._check_sound()
+        self._drained = self._batches
         for weights in self._weights.values():
             weights.drain()
 
@@ -143,6 +145,7 @@ class Pipeline:
             "process": self._process,
             "weights": self.weights,
             "batches": self._batches,
+            "drained": self._drained,
             "module": {name: t.detach() for name, t in self._tensors().items()},
             "versions": {n: weights.state() for n, weights in self._weights.items()},
             "optimizer": self._optimizer.state_dict(),
@@ -173,7 +176,7 @@ class Pipeline:
                 tensor.copy_(state["module"][name])
         for n, weights in self._weights.items():
             weights.load(state["versions"][n])
-        self._batches = state["batches"]
+        self._batches, self._drained = state["batches"], state["drained"]
 
     # Inside
 
@@ -218,11 +221,9 @@ class Pipeline:
 
     def _state_of_run(self) -> dict[str, Any]:
         """What must be the same on all processes."""
-        drained = {n: weights.drained for n, weights in self._weights.items()}
-        groups = {n: self._flow.groups[n] for n in drained}
         return {
             "batches run before": self._batches,
-            "batches before drain()": max((v * groups[n] for n, v in drained.items()), default=0),
+            "batches before drain()": self._drained,
             "weights": self.weights,
             "plan": self.plan.state(),
         }

@@ -221,6 +221,21 @@ def drained(strategy):
     check(made, module, again)
 
 
+@scenario("1f1b")
+def a_process_without_weights_is_drained_too(strategy):
+    if dist.get_world_size() != 2:
+        return
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(32, 10), nn.Tanh(), nn.Tanh())
+    costs = [(1, 1, 1, 0.1), (1.5, 1.5, 0, 0), (1.5, 1.5, 0, 0)]
+    made = plan(model, torch.zeros(8, 32), 2, strategy, network=FREE, costs=costs)
+    assert made.places[1].forward == 0 and made.places[2].forward == 1
+    pipeline = Pipeline(made, model, loss_fn, OPTIMIZERS["sgd"](model.parameters()))
+    for _ in range(2):
+        assert len(pipeline.run(*batches((8, 32), 0, 4))) == 4
+        pipeline.drain()
+
+
 @scenario("stash", "latest", "average", **{s: {"strategy": s} for s in ("1f1b", "layerpipe")})
 def resumed(weights, strategy):
     make = OPTIMIZERS["adamw"]
