@@ -14,12 +14,14 @@ def is_product(module):
 class Reference:
     """A sequence of layers, each with a delay. make: an optimizer of a list of parameters.
     weights: as in optfuse.fuse(). groups: of each layer, how many batches share an update.
-    behind: of each layer, how many updates "latest" is behind the newest in dX."""
+    behind: of each layer, how many updates "latest" is behind the newest in dX. split: of layers
+    whose dX has two parts, (where the input channels are cut, how many the second is behind)."""
 
-    def __init__(self, layers, delays, make, weights="stash", groups=None, behind=None):
+    def __init__(self, layers, delays, make, weights="stash", groups=None, behind=None, split=None):
         self.layers, self.delays, self.weights = list(layers), list(delays), weights
         self.groups = groups or [1] * len(self.layers)
         self.behind = behind or [0] * len(self.layers)
+        self.split = split or {}
         self.newest = [
             {name: p.detach().clone() for name, p in layer.named_parameters()} for layer in layers
         ]
@@ -42,12 +44,12 @@ class Reference:
         """By the forward pass of this batch."""
         return self.versions[i][self._seen(i, self.delays[i])]
 
-    def for_input_gradient(self, i):
+    def for_input_gradient(self, i, behind):
         """Weights of Linear and Conv2d by which dX of this batch is computed."""
         seen = self.seen(i)
         if self.weights == "stash":
             return seen
-        late = self._seen(i, self.behind[i])
+        late = self._seen(i, behind)
         changes = late - self._seen(i, self.delays[i])
         products = [n for n, m in self.layers[i].named_modules() if is_product(m)]
         found = dict(seen)
@@ -92,8 +94,19 @@ class Reference:
                 p.grad = gradient if p.grad is None else p.grad + gradient
         if i == 0:
             return None
+        first = self._input_gradient(i, x, g, self.behind[i])
+        if i not in self.split:
+            return first
+        channels, behind = self.split[i]
+        axis = -3 if isinstance(self.layers[i], nn.Conv2d) else -1
+        second = self._input_gradient(i, x, g, behind)
+        sizes = [channels, x.shape[axis] - channels]
+        return torch.cat([first.split(sizes, axis)[0], second.split(sizes, axis)[1]], axis)
+
+    def _input_gradient(self, i, x, g, behind):
         leaf = x.detach().requires_grad_()
-        return torch.autograd.grad(self._again(i, self.for_input_gradient(i), leaf), leaf, g)[0]
+        y = self._again(i, self.for_input_gradient(i, behind), leaf)
+        return torch.autograd.grad(y, leaf, g)[0]
 
     def _update(self, i):
         before, moving = self.versions[i][-1], self.moving[i][-1]

@@ -113,6 +113,7 @@ def reference_of(name, made, make, weights="stash"):
         weights,
         [made.micro_batches * place.replicas for place in made.places],
         [late.get((n, 0), 0) for n in range(len(made.layers))],
+        {n: (p.split, late[n, 1]) for n, p in enumerate(made.places) if p.split is not None},
     )
 
 
@@ -160,6 +161,7 @@ def trained(strategy, model, make):
 def other_weights(weights, model):
     compare(model, planned(model, "1f1b"), OPTIMIZERS["adamw"], weights=weights)
     compare(model, planned(model, "intra"), OPTIMIZERS["sgd"], weights=weights)
+    compare(model, planned(model, "layerpipe"), OPTIMIZERS["momentum"], (12, 5, 12), weights=weights)
 
 
 @scenario("1f1b", "layerpipe")
