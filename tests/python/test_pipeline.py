@@ -138,6 +138,17 @@ def test_refused_at_run():
     assert len(pipeline.run(xs, ys)) == 4  # nothing was lost
 
 
+def test_autocast_is_refused():
+    model = mlp()
+    xs, ys = batches(2)
+    pipeline = Pipeline(plan_of(model), model, loss_fn, sgd(model))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(optfuse.Error, match="layer 0 .*without autocast"),
+    ):
+        pipeline.run(xs, ys)
+
+
 def test_a_loss_that_fails_is_told_again():
     model = mlp()
     xs, ys = batches(4)

@@ -94,6 +94,25 @@ def check_optimizer(module: nn.Sequential, layers: Iterable[int], optimizer: Opt
                 )
 
 
+def check_divided(flow: Flow, module: nn.Sequential) -> None:
+    """Layers whose backward tasks are computed without autograd."""
+    hooks = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    for n, layer in enumerate(module):
+        if not flow.is_divided(n):
+            continue
+        if type(layer) not in (nn.Linear, nn.Conv2d):
+            raise Error(
+                f"optfuse: layer {n} ({type(layer).__name__}) is divided by this plan, which is "
+                "of a Linear or Conv2d there; make a plan of this module"
+            )
+        if any(getattr(layer, f"_{kind}") for kind in hooks):
+            raise Error(
+                f"optfuse: layer {n} ({type(layer).__name__}) has hooks, and this plan divides it "
+                "over processes, where they would not be seen in backward; remove them, or put "
+                "the layer into an entry of its own: nn.Sequential(layer)"
+            )
+
+
 def check_run(
     flow: Flow,
     group: dist.ProcessGroup | None,

@@ -17,7 +17,13 @@ from optfuse._pipeline import tasks
 from optfuse._pipeline.arguments import KINDS
 from optfuse._pipeline.flow import PARTS, Flow, Key, behind, ordered
 from optfuse._pipeline.plan import Plan, Task
-from optfuse._pipeline.refusals import check_module, check_optimizer, check_processes, check_run
+from optfuse._pipeline.refusals import (
+    check_divided,
+    check_module,
+    check_optimizer,
+    check_processes,
+    check_run,
+)
 from optfuse._pipeline.shapes import Spec, infer, spec_of
 from optfuse._pipeline.transport import Transport, lost
 from optfuse._pipeline.versions import Weights
@@ -77,6 +83,7 @@ class Pipeline:
         late = behind(plan)  # which finds out whether the plan can end, too
         self._flow = Flow(plan, None if weights == "stash" else late)
         self._layers = [n for n in range(self._flow.n) if self._flow.is_on(n, self._process)]
+        check_divided(self._flow, module)
         check_optimizer(module, self._layers, optimizer)
         self._device = _device(module, self._layers)
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
@@ -299,6 +306,7 @@ class _Run:
         output = self._divided_forward(n, batch, x) if self._flow.is_divided(n) else None
         if output is None:
             output = self._whole_forward(n, batch, x)
+        self._check_output(n, output, self._shapes[batch][n + 1])
         if n == self._flow.n - 1:
             self._loss(batch, output)
         else:
@@ -311,6 +319,16 @@ class _Run:
         weights = self._pipeline._weights.get(n)
         if weights is not None and self._is_last_here(n, batch):
             weights.done_forward(self._group(n, batch))
+
+    def _check_output(self, n: int, output: Tensor, inferred: Spec) -> None:
+        """Who receives it relies on this."""
+        if spec_of(output) != inferred:
+            raise Error(
+                f"optfuse: layer {n} ({type(self._module[n]).__name__}) of a pipeline has made "
+                f"{tuple(output.shape)} of {output.dtype}, and on the meta device "
+                f"{tuple(inferred.shape)} of {inferred.dtype}; these must be the same, so run it "
+                "without autocast, with shapes that don't depend on values"
+            )
 
     def _whole_forward(self, n: int, batch: int, x: Tensor) -> Tensor:
         weights = self._pipeline._weights.get(n)

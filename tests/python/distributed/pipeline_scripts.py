@@ -161,7 +161,9 @@ def trained(strategy, model, make):
 def other_weights(weights, model):
     compare(model, planned(model, "1f1b"), OPTIMIZERS["adamw"], weights=weights)
     compare(model, planned(model, "intra"), OPTIMIZERS["sgd"], weights=weights)
-    compare(model, planned(model, "layerpipe"), OPTIMIZERS["momentum"], (12, 5, 12), weights=weights)
+    compare(
+        model, planned(model, "layerpipe"), OPTIMIZERS["momentum"], (12, 5, 12), weights=weights
+    )
 
 
 @scenario("1f1b", "layerpipe")
