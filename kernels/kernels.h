@@ -133,6 +133,9 @@ typedef struct of_rule {
     bool external;
     /* The reference on the CPU is PyTorch's operators, one after the other. */
     bool op_by_op;
+    /* The formula is a program (program.h) that comes with each update and says which state it
+     * uses; it is all that the scalars hold. */
+    bool runs_programs;
 } of_rule;
 
 /* The rules, ended by a row whose name is NULL; and their names and lists as text: see

@@ -10,6 +10,7 @@
     _Static_assert(sizeof(rule##_scalars) <= OF_MAX_SCALARS, "scalars of " #rule);
 #define OF_FITS_FUSED OF_FITS_KERNELS
 #define OF_FITS_OP_BY_OP OF_FITS_KERNELS
+#define OF_FITS_PROGRAM OF_FITS_KERNELS
 #define OF_FITS_EXTERNAL(rule, RULE)
 #define OF_FITS_GPU_FUSED(form)
 #define OF_FITS_GPU_OP_BY_OP(form)                                                                 \
@@ -21,6 +22,9 @@
     .prepare = rule##_prepare
 #define OF_IS_FUSED(rule) OF_KERNELS(rule)
 #define OF_IS_OP_BY_OP(rule) OF_KERNELS(rule), .op_by_op = true
+#define OF_IS_PROGRAM(rule)                                                                        \
+    .scalars_size = sizeof(rule##_scalars), .state_used = no_state_used,                           \
+    .prepare = prepare_nothing, .op_by_op = true, .runs_programs = true
 #define OF_IS_EXTERNAL(rule)                                                                       \
     .state_used = no_state_used, .prepare = prepare_nothing, .external = true
 #define OF_GPU_FUSED(form) NULL

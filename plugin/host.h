@@ -19,13 +19,14 @@
 
 #include "gpu_host.h"
 #include "kernels.h"
+#include "program.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 9, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 10, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 /* What collect() found. */
 typedef enum of_found {
@@ -57,6 +58,8 @@ typedef struct of_inputs {
                               hands it on to the updates that apply it: share_factor() */
     /* The other counters, of a rule that has them on the device: of_rule.counts_on_gpu. */
     float *numbers_at[OF_MAX_COUNTERS];
+    const of_program *program; /* of a rule that runs programs: this update's, which reads and
+                                  writes no other state than there is */
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_access();
                                       the parameter's first */
     const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then

@@ -29,7 +29,11 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
         return OF_OK;
     if (!in->param || (!in->grad && !in->exclusive)) /* commit() may make a dense copy */
         return of_fail(OF_INVALID, "the parameter or its gradient has elements but no memory");
-    return check_state(plan, in, used);
+    if (!plan->rule->runs_programs)
+        return check_state(plan, in, used);
+    if (!in->program)
+        return of_fail(OF_INVALID, "the update has no program");
+    return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);
 }
 
 static void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
@@ -59,7 +63,10 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
         memcpy(update->scalars, group->hyper, sizeof group->hyper); /* they take the options */
         return OF_OK;
     }
-    fill_scalars(plan->rule, group, update);
+    if (plan->rule->runs_programs)
+        memcpy(update->scalars, &in->program, sizeof in->program);
+    else
+        fill_scalars(plan->rule, group, update);
     if (in->device != OF_CPU)
         return OF_OK;
     update->kernel = plan->kernels[in->dtype];

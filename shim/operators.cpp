@@ -112,6 +112,15 @@ void set_state(int64_t address, int64_t index, const std::vector<std::optional<a
     slot.first = first;
 }
 
+// The program of the updates of these slots from here on, with the state in set_state()'s order.
+void set_program(int64_t address, const std::vector<int64_t> &slots,
+                 const std::vector<int64_t> &code, const std::vector<double> &numbers) {
+    Plan &plan = plan_at(address);
+    const std::shared_ptr<const Program> program = make_program(code, numbers);
+    for (const int64_t index : slots)
+        slot_at(plan, index).program = program;
+}
+
 // For the next step, or the backward pass that begins: scalars that are on a
 // GPU. lr: one for each group, None where it is a number.
 void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
@@ -265,8 +274,9 @@ std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
     for (size_t i = 0; i < slots.size(); i++) {
         of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
         await_gradient(of.back().grad());
-        // An optimizer's own code may write to the gradient; our kernels never do.
-        if (of.back().plan->rule->external && of.back().grad().defined())
+        // An optimizer's own code may write to the gradient, and so may programs; our rules don't.
+        const bool may_write = of.back().plan->rule->external || writes_gradient(of.back().slot);
+        if (may_write && of.back().grad().defined())
             launch_others(of.back().grad().unsafeGetTensorImpl(), of_launch_at);
     }
     return of;
@@ -360,6 +370,8 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
     m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
           optfuse::set_device_scalars);
+    m.def("set_program(int plan, int[] slots, int[] code, float[] numbers) -> ()",
+          optfuse::set_program);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
     m.def("set_reduced(int plan, int[] slots) -> ()", optfuse::set_reduced);

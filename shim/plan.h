@@ -16,6 +16,7 @@
 #include "gpu/scalars.h"
 #include "optfuse.h"
 #include "shim.h"
+#include "traced/program.h"
 
 namespace optfuse {
 
@@ -45,6 +46,8 @@ struct Slot {
     // parameter and the gradient, so that it can wait.
     std::vector<at::Tensor> own;
     bool can_wait = false;
+    // Rules that run programs: that of the updates from here on.
+    std::shared_ptr<const Program> program;
     // The place for which what updates there has been tried, where that is needed: on GPUs,
     // and of Plan::tried_on_cpu everywhere. Module.to() brings the parameter to another one
     // without anybody being told.
@@ -66,6 +69,10 @@ struct Slot {
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
+
+inline bool writes_gradient(const Slot *slot) {
+    return slot->program && slot->program->writes_gradient();
+}
 
 // of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
 // outlive them; `self` is the loader's share.

@@ -4,7 +4,7 @@
 #define OPTFUSE_CPU_OP_BY_OP_NUMBERS_H
 
 #include "op_by_op_instance.h"
-#include "narrow_block.h"
+#include "narrow_array.h"
 #include "non_temporal.h"
 
 /* Two roots of float64 take 8 KiB, five arrays of float 10 KiB. */
@@ -36,29 +36,6 @@ static void store_past_caches(of_stored *to, const of_stored *from, size_t n) {
 }
 
 #ifdef OF_IS_NARROW
-
-/* What is left after whole vectors is widened with zeros behind it. */
-static void widen(of_real *to, const of_stored *from, size_t n) {
-    of_stored rest[OF_BLOCK] = {0};
-    size_t at = 0;
-    for (; at + OF_BLOCK <= n; at += OF_BLOCK)
-        OF_WIDEN_BLOCK(to + at, from + at);
-    if (at < n) {
-        memcpy(rest, from + at, (n - at) * sizeof *rest);
-        OF_WIDEN_BLOCK(to + at, rest);
-    }
-}
-
-static void narrow(of_stored *to, const of_real *from, size_t n) {
-    of_stored rest[OF_BLOCK];
-    size_t at = 0;
-    for (; at + OF_BLOCK <= n; at += OF_BLOCK)
-        OF_NARROW_BLOCK(to + at, from + at);
-    if (at < n) {
-        OF_NARROW_BLOCK(rest, from + at);
-        memcpy(to + at, rest, (n - at) * sizeof *rest);
-    }
-}
 
 __attribute__((noinline)) static of_numbers load(const of_span *span, unsigned used, size_t at,
                                                  size_t n, of_room *room) {

@@ -93,16 +93,27 @@ OF_RULE_FN of_real aten_maximum(of_real a, of_real b) {
     return a != a ? a : larger;
 }
 
+OF_RULE_FN of_real aten_minimum(of_real a, of_real b) {
+    const of_real smaller = a < b ? a : b;
+    return a != a ? a : smaller;
+}
+
 /* 0 for NaN. */
 OF_RULE_FN of_real aten_sign(of_real x) {
     return (of_real)(x > (of_real)0) - (of_real)(x < (of_real)0);
 }
 
 /* NaN stays. */
+OF_RULE_FN of_real aten_at_least(of_real x, of_real least) {
+    return x < least ? least : x;
+}
+
+OF_RULE_FN of_real aten_at_most(of_real x, of_real most) {
+    return x > most ? most : x;
+}
+
 OF_RULE_FN of_real aten_clamp(of_real x, double low, double high) {
-    const of_real least = aten_round((of_real)low), most = aten_round((of_real)high);
-    const of_real above = x < least ? least : x;
-    return above > most ? most : above;
+    return aten_at_most(aten_at_least(x, aten_round((of_real)low)), aten_round((of_real)high));
 }
 
 #endif

@@ -171,9 +171,11 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
 }
 
 // Whether the update applies the factors that clipping has left pending on its gradient.
-// PyTorch's operators don't. Neither does a kernel that divides the gradient and writes it back.
-bool applies_factor(const Plan *plan, const c10::TensorImpl *p, const c10::TensorImpl *g) {
-    if (plan->rule->external)
+// PyTorch's operators don't. Neither does a kernel that writes the gradient: divided, or as a
+// program makes it.
+bool applies_factor(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+    const Plan *plan = slot->plan;
+    if (plan->rule->external || writes_gradient(slot))
         return false;
     if (!is_gpu(p->device()))
         return true;
@@ -182,13 +184,18 @@ bool applies_factor(const Plan *plan, const c10::TensorImpl *p, const c10::Tenso
            of_scaling_fits(storage_of(g), &ready);
 }
 
+// Whether the update changes the gradient.
+bool is_written_back(const Slot *slot) {
+    return slot->plan->scalars.scale_gradients() || writes_gradient(slot);
+}
+
 void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, References *refs) {
     in->param = stand_in(refs, refs->param);
     for (size_t i = 0; i < slot->plan->rule->n_state; i++)
         if (in->state[i] != nullptr)
             in->state[i] = stand_in(refs, slot->state[i]);
     in->grad = stand_in(refs, grad);
-    refs->n_written = refs->stand_ins.size() - (slot->plan->scalars.scale_gradients() ? 0 : 1);
+    refs->n_written = refs->stand_ins.size() - (is_written_back(slot) ? 0 : 1);
 }
 
 of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,
@@ -200,12 +207,13 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     refs->consumes = in->in_backward;
     in->numel = p->numel();
     in->count = count_of(slot);
+    refs->program = slot->program;
+    in->program = slot->program ? &slot->program->core : nullptr;
     if (place(slot, p, in, refs) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     // What the update writes back to the gradient must arrive there.
-    const bool unscales = slot->plan->scalars.scale_gradients();
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    dense = dense && (!unscales || (same_strides(p, g) && !is_lazy(g)));
+    dense = dense && (!is_written_back(slot) || (same_strides(p, g) && !is_lazy(g)));
     in->param = written_data_of(p);
     take_part(refs, in, p);
     const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
@@ -257,11 +265,15 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         return OF_FOUND_ERROR;
     launch_others(p);
     if (has_mark(g))
-        launch_others(g, applies_factor(plan, p, g) ? of_launch_at : of_access);
+        launch_others(g, applies_factor(slot, p, g) ? of_launch_at : of_access);
     if (slot->tried != ANYWHERE && !plan->rule->external &&
         check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
+    if (plan->rule->runs_programs && !slot->program)
+        return refuse(slot, "", "has no program to update it", ": this is an error of optfuse");
+    const unsigned used = plan->rule->runs_programs
+                              ? slot->program->state()
+                              : plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return OF_FOUND_NEEDS_STATE;
     if (!plan->rule->external && is_gpu(p->device()) &&

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 
 namespace optfuse {
 
+struct Program;
 struct Slot;
 
 enum { FACTOR = 3 }; // of References::scalars
@@ -45,6 +47,7 @@ struct References {
     at::Tensor held_grad;
     bool grad_mode = true;
     bool as_is = false;
+    std::shared_ptr<const Program> program; // of a rule that runs programs
     Stands stands; // a deferred update's
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,

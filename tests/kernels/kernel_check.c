@@ -14,8 +14,9 @@
 #include "arrays.h"
 #include "bench.h"
 #include "kernels.h"
+#include "program.h"
 
-enum { MOST_ELEMENTS = 3000 };
+enum { MOST_ELEMENTS = 3000, MOST_INSTRUCTIONS = 12 };
 
 typedef struct settings {
     uint64_t seed;
@@ -33,6 +34,8 @@ typedef struct trial {
     bool scaled;  /* the gradient is multiplied first */
     bool past_caches;
     double factors[2];
+    of_instruction code[MOST_INSTRUCTIONS]; /* of a rule that runs programs */
+    of_program program;
 } trial;
 
 static const char *reference_name(of_reference reference) {
@@ -85,6 +88,47 @@ static size_t random_length(uint64_t *random) {
     }
 }
 
+static unsigned char random_register(unsigned among, uint64_t *random) {
+    unsigned char number;
+    do
+        number = (unsigned char)(random_next(random) % OF_REGISTERS);
+    while (!(among >> number & 1u));
+    return number;
+}
+
+/* Operators of any kind over what is in memory and temporaries that were written. Programs
+ * don't write a gradient that is multiplied. */
+static void random_program(trial *t, uint64_t *random) {
+    static const double numbers[] = {-1.0, 0.0, 0.3, 0.5, 0.9, 1.0, 1e-8, 70000.0};
+    const unsigned in_memory = (1u << OF_REGISTER_TEMPORARY) - 1u;
+    unsigned written = in_memory & (unsigned)random_next(random);
+    written |= 1u << OF_REGISTER_PARAM;
+    const unsigned kept = t->scaled ? 1u << OF_REGISTER_GRAD : 0u;
+    const unsigned temporaries = ~in_memory & ((1u << OF_REGISTERS) - 1u);
+    const unsigned may_write = (written | temporaries) & ~kept;
+    t->program.n = 1 + random_next(random) % MOST_INSTRUCTIONS;
+    for (size_t i = 0; i < t->program.n; i++) {
+        of_instruction *q = &t->code[i];
+        q->operation = (unsigned char)(random_next(random) % OF_OPERATORS);
+        q->a = random_register(written, random);
+        q->b = random_register(written, random);
+        q->c = random_register(written, random);
+        q->to = random_register(may_write, random);
+        q->s = pick(random, numbers, 8);
+        q->t = pick(random, numbers, 8);
+        written |= 1u << q->to;
+    }
+}
+
+static unsigned used_by(const of_rule *rule, trial *t) {
+    if (!rule->runs_programs)
+        return rule->state_used(t->hyper);
+    t->program.code = t->code;
+    if (of_program_check(&t->program))
+        abort();
+    return (t->program.reads | t->program.writes) >> OF_REGISTER_STATE;
+}
+
 static trial random_trial(const of_rule *rule, uint64_t *random) {
     static const double steps[] = {1, 2, 3, 100, 100000};
     static const double factors[] = {1.0, 0.3, 1.0 / 65536, 0.0};
@@ -104,6 +148,8 @@ static trial random_trial(const of_rule *rule, uint64_t *random) {
     t.past_caches = random_next(random) % 2 == 0;
     t.factors[0] = pick(random, factors, 4);
     t.factors[1] = pick(random, factors, 4);
+    if (rule->runs_programs)
+        random_program(&t, random);
     return t;
 }
 
@@ -115,6 +161,9 @@ static void print_trial(const of_rule *rule, const trial *t) {
     printf("%s", t->past_caches ? " past the caches" : "");
     if (t->scaled)
         printf(" factors %g %g", t->factors[0], t->factors[1]);
+    for (size_t i = 0; rule->runs_programs && i < t->program.n; i++)
+        printf("\n    %d = %d(%d, %d, %d; %g, %g)", t->code[i].to, t->code[i].operation,
+               t->code[i].a, t->code[i].b, t->code[i].c, t->code[i].s, t->code[i].t);
     printf("\n");
 }
 
@@ -136,7 +185,11 @@ static void run(const of_kernel *row, const of_rule *rule, const trial *t, const
     if (t->library)
         span.square_roots = row->dtype == OF_FLOAT64 ? roots_of_doubles : roots_of_floats;
     of_count count = {.step = t->step, .counters = {t->counters[0], t->counters[1]}};
-    rule->prepare(t->hyper, &count, scalars);
+    const of_program *program = &t->program;
+    if (rule->runs_programs)
+        memcpy(scalars, &program, sizeof program);
+    else
+        rule->prepare(t->hyper, &count, scalars);
     row->run(&span, scalars);
 }
 
@@ -150,8 +203,8 @@ static const char *array_name(const of_rule *rule, int array) {
  * rows' arrays are placed differently. */
 static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule *rule,
                       arrays *mine, arrays *theirs, bool report, uint64_t *random) {
-    const trial t = random_trial(rule, random);
-    const unsigned used = rule->state_used(t.hyper);
+    trial t = random_trial(rule, random);
+    const unsigned used = used_by(rule, &t);
     if (t.past_caches)
         arrays_place_aligned(mine, row->dtype, t.n, used, 64, random);
     else
@@ -236,6 +289,8 @@ static int bench_rows(const settings *how, of_isa best) {
     for (const of_kernel *row = of_kernels; row->rule; row++) {
         char name[80];
         row_name(row, name, sizeof name);
+        if (of_rule_find(row->rule)->runs_programs) /* there is none to time */
+            continue;
         if (row->device == OF_CPU && row->isa <= best && (!how->only || strstr(name, how->only)))
             bench_row(row, name);
     }

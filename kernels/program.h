@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* program.h: updates that are no rule of ours: a straight line of elementwise operators over
+ * the parameter, its gradient, its state and temporaries, with this step's numbers. The rows of
+ * the rule "traced" run programs, a block of elements that stays in the first-level cache at a
+ * time; their scalars are the address of an of_program.
+ */
+#ifndef OPTFUSE_PROGRAM_H
+#define OPTFUSE_PROGRAM_H
+
+#include "kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Registers: the parameter, the gradient, the state tensors, temporaries. */
+enum {
+    OF_REGISTER_PARAM,
+    OF_REGISTER_GRAD,
+    OF_REGISTER_STATE,
+    OF_REGISTER_TEMPORARY = OF_REGISTER_STATE + OF_MAX_STATE,
+    OF_REGISTERS = 24
+};
+
+typedef enum of_operator {
+#define OF_OPERATOR(name, inputs, result) OF_OPERATOR_##name,
+#include "operators.def"
+    OF_OPERATORS
+} of_operator;
+
+/* The names of the operators, each with a space behind it. */
+extern const char of_operators_text[];
+
+/* to = operator(a, b, c; s, t). What an operator does not read may be anything. */
+typedef struct of_instruction {
+    unsigned char operation; /* of_operator */
+    unsigned char to, a, b, c;
+    double s, t;
+} of_instruction;
+
+/* Whoever makes one owns `code`, which lives and stays as it is as long as updates run it. */
+typedef struct of_program {
+    const of_instruction *code;
+    size_t n;
+    /* By of_program_check(), a bit for each register in memory: those whose values it reads,
+     * and those that it writes. */
+    unsigned reads, writes;
+} of_program;
+
+/* Joins pairs of instructions where that changes no bit; returns how many are left of n. */
+size_t of_program_fuse(of_instruction *code, size_t n);
+
+/* Fills in the rest of *program. NULL, or what is wrong with its code: an unknown operator or
+ * register, or a temporary that is read before it is written. */
+const char *of_program_check(of_program *program);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
