@@ -21,9 +21,12 @@ from optfuse._native import BACKWARD, FORWARD, Error, lib
 from optfuse._options import LINK, Options
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.updates import running
-from optfuse._refuse import check_group
+from optfuse._refuse import check_group, refuse_untraceable
 from optfuse._rules import OWN, RULES, Group, Rule
 from optfuse._scheduler import rewrap
+from optfuse._traced.rule import TracedRule
+from optfuse._traced.standin import Untraceable
+from optfuse._traced.trial import try_traced
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -45,6 +48,8 @@ class _Fused:
             _try_group(link.rule, link.stock, groups[-1])
             if link.own is not None:
                 link.own.promise = check_promise(optimizer, link.stock)
+            if link.traced is not None:
+                link.traced.promise = _try_again(optimizer, link).promise
             link.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
@@ -91,15 +96,23 @@ class _Fused:
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
-        become_fused(twin, options)
+        become_fused(twin, options, link.rule if link.traced is not None else None)
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin
 
 
+def _try_again(optimizer: Optimizer, link: Link) -> TracedRule:
+    """With a group that was added."""
+    twin = link.stock.__new__(link.stock)
+    hidden = (LINK, _AMP)
+    twin.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in hidden}
+    return try_to_trace(twin)
+
+
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     """A group is added to others that the class's own step() need not update."""
-    if rule is OWN:
+    if rule is OWN or isinstance(rule, TracedRule):
         return
     try_with_stock(stock, [group])
     why = why_not_tried(rule, stock, [group], {})
@@ -187,6 +200,17 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
     if not _stock_trial.verdicts(rule, stock, groups):
         _products.make(rule, groups)
     return True
+
+
+def try_to_trace(optimizer: Optimizer) -> TracedRule:
+    """By which an optimizer of no known class is fused. Raises optfuse.Error if it can't be."""
+    stock = type(optimizer)
+    try:
+        return try_traced(
+            optimizer, stock, lambda small, rule: become_fused(small, Options(), rule)
+        )
+    except Untraceable as error:
+        refuse_untraceable(stock, str(error))
 
 
 def become_fused(optimizer: OptimizerT, options: Options, rule: Rule | None = None) -> OptimizerT:

@@ -27,14 +27,14 @@ from optfuse._check import (
     whole,
 )
 from optfuse._choice import rule_of
-from optfuse._classes import become_fused, become_stock, try_with_stock
+from optfuse._classes import become_fused, become_stock, try_to_trace, try_with_stock
 from optfuse._ddp import Reduction, check_model, reduction_of
 from optfuse._delay import delays_of
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
 from optfuse._preconditioned import kfac_of
-from optfuse._refuse import check_eager, check_optimizer
+from optfuse._refuse import check_class, check_eager, check_optimizer, may_be_traced
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step
 from optfuse._selfcheck import gpu_bits_differ
@@ -175,7 +175,12 @@ def fuse(
         )
     if weights != "stash" and delay is None:
         raise Error(f'optfuse: weights="{weights}" goes with delay=')
-    check_optimizer(optimizer, strict)
+    check_class(optimizer)
+    traced = None
+    if may_be_traced(type(optimizer)):
+        _process.start()
+        traced = try_to_trace(optimizer)
+    check_optimizer(optimizer, strict, traced)
     check_step(optimizer)
     delays = delays_of(delay or {}, optimizer)
     if mode == "backward" and kfac_of(optimizer) is not None:
@@ -191,7 +196,7 @@ def fuse(
     if try_with_stock(type(optimizer), optimizer.param_groups):
         check_optimizer(optimizer, strict)  # by the rule that it has now
     differ: list[str] = []
-    rule = rule_of(optimizer)
+    rule = traced or rule_of(optimizer)
     if rule is RULES.get(type(optimizer)) and not rule.external:
         differ = gpu_bits_differ(optimizer, lambda small: become_fused(small, Options()))
     if strict and differ:
@@ -213,7 +218,7 @@ def fuse(
         delays,
         weights,
     )
-    become_fused(optimizer, options)
+    become_fused(optimizer, options, traced)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
     return optimizer
 

@@ -42,10 +42,14 @@ from optfuse._native import (
 from optfuse._options import LINK, Options
 from optfuse._own_step import updates
 from optfuse._own_step.register import check_promise
+from optfuse._own_step.twin import step_of
 from optfuse._rules import OWN, Rule
 from optfuse._scalars import DeviceScalars
 from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot, params_of
 from optfuse._stock_trial import flags_of, unknown_dtypes
+from optfuse._traced.rule import TracedRule
+from optfuse._traced.standin import Untraceable
+from optfuse._traced.updates import Traced
 
 
 class Delayed(Protocol):
@@ -79,6 +83,10 @@ _FLAGS = (
     "optfuse: foreach, capturable or fused of a parameter group was changed after fuse(), or its "
     "lr has become a tensor or its alpha negative: its step() would now go another way, whose bits "
     "the kernels on the GPU do not have. Call optfuse.unfuse() and fuse it again"
+)
+_UNTRACEABLE = (
+    "optfuse: this step() of {} can't be traced: {}. Nothing was updated. Use "
+    'optfuse.fuse(optimizer, mode="forward"), which leaves such steps to the class'
 )
 
 
@@ -129,6 +137,9 @@ class Link:
         if options.reduction is not None:
             options.reduction.add(self)
         self.own: updates.Own | None = None
+        self.traced: Traced | None = None
+        if isinstance(self.rule, TracedRule):
+            self.traced = Traced(self.plan, self.stock, self.rule.promise)
         try:
             if promise is not None:
                 self.own = updates.Own(self.plan, self.stock, promise, self.rule.entries)
@@ -155,6 +166,8 @@ class Link:
         it fails the next sync_params() does it again. tried: those that are new, and that
         fuse() or add_param_group() has looked at."""
         self._refuse_in_backward("a change of param_groups")
+        if self.traced is not None:
+            self.traced.abandon(optimizer, self._params)
         groups = optimizer.param_groups
         params = list(chain.from_iterable(map(params_of, groups)))
         self._group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
@@ -163,7 +176,7 @@ class Link:
             id(p) for i, p in enumerate(self._params) if lib.of_shim_is_updated(self.plan, i)
         }
         places = [_gpu.ANYWHERE] * len(params)
-        tried_on_cpu = 0 if self.rule is OWN else unknown_dtypes(self.rule)
+        tried_on_cpu = 0 if self.rule is OWN or self.traced else unknown_dtypes(self.rule)
         if self.rule.tried or tried_on_cpu:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
         self.snapshot.forget()
@@ -203,6 +216,8 @@ class Link:
         self._state_snapshot.forget()
         if self.own is not None:
             self.own.layout(groups)
+        if self.traced is not None:
+            self.traced.layout(groups)
         if self.mode == BACKWARD:
             self.attach()
 
@@ -281,7 +296,8 @@ class Link:
         for name in self.rule.counters if moved else ():
             if is_on_gpu(entry.get(name)):  # load_state_dict() moves it to its parameter
                 entry[name] = entry[name].cpu()
-        tensors: _State = tuple(map(entry.get, (*self.rule.state, *self.rule.counters)))
+        names = self.rule.state if self.traced is None else self.traced.state_names()
+        tensors: _State = tuple(map(entry.get, (*names, *self.rule.counters)))
         step = entry.get("step") if self.rule.counts_steps else None
         known = self._slot_states[slot]
         if known is not None and all(map(is_, known, (*tensors, step))):
@@ -320,7 +336,11 @@ class Link:
                 param = self._params[slot]
                 is_new = not optimizer.state.get(param)
                 try:
-                    self.rule.make_state(optimizer, self.stock, groups[self._group_of[slot]], param)
+                    if self.traced is None:
+                        group = groups[self._group_of[slot]]
+                        self.rule.make_state(optimizer, self.stock, group, param)
+                    else:
+                        self.traced.make_state(optimizer, slot, param)
                     flushed = self._set_state(slot, optimizer.state[param], True, flushed)
                 except BaseException:
                     if is_new:  # the library may not know that it is fresh
@@ -365,6 +385,11 @@ class Link:
             if changed is not None:
                 raise Error(_LATE.format(changed))
             return
+        if self.traced is not None:
+            changed = self.traced.late_change(groups)
+            if changed is not None:
+                raise Error(_LATE.format(changed))
+            return
         same_rates = self._scalars.have_same_rates(groups)
         for i, (group, known) in enumerate(zip(groups, self._hyper, strict=False)):
             if self.rule.hyper(group) != known or not all(same_rates[i : i + 1]):
@@ -401,6 +426,8 @@ class Link:
         todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
         if self.own is not None:
             self._begin_own(self.own, optimizer)
+        elif self.traced is not None and not self._begin_traced(self.traced, optimizer):
+            return
         elif todo & UPDATE:
             self._sync_inputs(optimizer, same_groups)  # else the next backward does it
         if self.own is None:
@@ -421,8 +448,11 @@ class Link:
             if status[-1] != OK:
                 raise_failure(self.own)
         finally:
-            if status and status[-1] == OK and self.own is not None:
+            done = bool(status) and status[-1] == OK
+            if done and self.own is not None:
                 self.own.advance(optimizer)
+            if self.traced is not None and self.traced.begun:
+                self._end_traced(self.traced, optimizer, done)
         if _compiled.running():
             self.flush()
 
@@ -449,9 +479,41 @@ class Link:
         if self.own is not None:
             self._begin_own(self.own, optimizer)
         else:
+            if self.traced is not None:
+                try:
+                    self.traced.begin(optimizer, self._params, whole=True)
+                except Untraceable as error:
+                    raise Error(_UNTRACEABLE.format(self.stock.__qualname__, error)) from error
             self._sync_inputs(optimizer, same_groups)
             self._scalars.tell(optimizer, same_groups)
         self.marked = True
+
+    def _begin_traced(self, traced: Traced, optimizer: Optimizer) -> bool:
+        """Makes the programs of this step. False: it can't be traced, and the class's own step()
+        has been taken."""
+        if traced.begun:  # in backward
+            return True
+        try:
+            traced.begin(optimizer, self._params, whole=False)
+        except Untraceable as error:
+            if self.mode == BACKWARD:
+                raise Error(_UNTRACEABLE.format(self.stock.__qualname__, error)) from error
+            traced.n_steps += 1
+            times = "once" if traced.n_steps == 1 else f"{traced.n_steps} times"
+            self.own_step_because = (f"{times} it could not be traced: {error}",)
+            self.flush()
+            step_of(self.stock)(optimizer)
+            return False
+        return True
+
+    def _end_traced(self, traced: Traced, optimizer: Optimizer, done: bool) -> None:
+        if done:
+            traced.advance(optimizer, self._params)
+            self._state_snapshot.remember(optimizer.__dict__["state"])
+        elif self.mode != BACKWARD:
+            self._flush(drain=False)
+            traced.abandon(optimizer, self._params)
+            self._state_snapshot.forget()
 
     def await_reduction(self) -> None:
         """At the end of a backward pass, before its last updates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,7 +33,13 @@ def _public_name(cls: type[Optimizer]) -> str:
     return f"{module.__name__}.{cls.__name__}"
 
 
+def may_be_traced(stock: type[Optimizer]) -> bool:
+    """Whether optfuse has to find out what its step() does."""
+    return not (stock in RULES or stock in INDEPENDENT or is_registered(stock))
+
+
 def check_class(optimizer: Optimizer) -> None:
+    """Raises optfuse.Error for what is known to have no updates that could be fused."""
     stock = type(optimizer)
     inner = inner_optimizer(optimizer)
     if inner is not None:
@@ -43,27 +49,32 @@ def check_class(optimizer: Optimizer) -> None:
             f"optimizer, {type(what).__name__}, as its attribute {name!r}, and steps that one. "
             f"Fuse that one: optfuse.fuse(optimizer.{name}), and use the {stock.__name__} as it is"
         )
-    if stock in RULES or stock in INDEPENDENT or is_registered(stock):
-        return
-    known = ", ".join(sorted(map(_public_name, {*RULES, *INDEPENDENT})))
-    way_out = "Use the optimizer as it is"
     if stock is torch.optim.SparseAdam:
-        reason = "it is for sparse gradients, which have no fused update"
-    elif stock is torch.optim.LBFGS:
-        reason = "it evaluates the loss several times a step and needs all gradients at once"
-    elif stock.__name__ == "ZeroRedundancyOptimizer":  # without an optimizer in it
-        reason = "with overlap_with_ddp=True it updates in DDP's hook, by functions of its own"
-        way_out = "Build it with overlap_with_ddp=False, and fuse its attribute 'optim'"
-    elif any(issubclass(stock, cls) for cls in RULES):
-        reason = "it is a subclass, whose step() may do more than the class it extends"
-        way_out = _REGISTER
-    else:
-        reason = "optfuse does not know what its step() does"
-        way_out = _REGISTER
+        refuse_class(stock, "it is for sparse gradients, which have no fused update")
+    if stock is torch.optim.LBFGS:
+        refuse_class(
+            stock, "it evaluates the loss several times a step and needs all gradients at once"
+        )
+    if stock.__name__ == "ZeroRedundancyOptimizer":  # without an optimizer in it
+        refuse_class(
+            stock,
+            "with overlap_with_ddp=True it updates in DDP's hook, by functions of its own",
+            "Build it with overlap_with_ddp=False, and fuse its attribute 'optim'",
+        )
+
+
+def refuse_class(
+    stock: type[Optimizer], why: str, way_out: str = "Use the optimizer as it is"
+) -> NoReturn:
+    known = ", ".join(sorted(map(_public_name, {*RULES, *INDEPENDENT})))
     raise Error(
-        f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: {reason}. "
-        f"Fused today: {known}. {way_out}"
+        f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: {why}. "
+        f"Fused today: {known}, and classes whose step() can be traced. {way_out}"
     )
+
+
+def refuse_untraceable(stock: type[Optimizer], why: str) -> NoReturn:
+    refuse_class(stock, f"its step() can't be traced: {why}", _REGISTER)
 
 
 def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:
@@ -169,9 +180,10 @@ def _why_foreign(param: Tensor) -> str | None:
     return None
 
 
-def check_optimizer(optimizer: Optimizer, strict: bool) -> None:
+def check_optimizer(optimizer: Optimizer, strict: bool, rule: Rule | None = None) -> None:
+    """rule: another than that of its class."""
     check_class(optimizer)
-    rule = rule_of(optimizer)
+    rule = rule or rule_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         check_group(rule, group, index, strict)
 

@@ -114,7 +114,7 @@ def _rows(text: str) -> dict[str, dict[str, Any]]:
     return rows
 
 
-_ROWS = _rows(lib.of_shim_rules().decode())
+ROWS = _rows(lib.of_shim_rules().decode())
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Rule:
 
 
 def _rule(name: str, **more: Any) -> Rule:
-    return Rule(name, **_ROWS[name], **more)
+    return Rule(name, **ROWS[name], **more)
 
 
 _ADAM = _rule("adam", fuses_dtensors=True)

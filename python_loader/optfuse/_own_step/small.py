@@ -40,15 +40,18 @@ def is_any_large(optimizer: Optimizer) -> bool:
     return any(n > SHORT for p in params for n in p.shape)
 
 
-def small_copies(optimizer: Optimizer, random: torch.Generator, large: bool) -> list[Small]:
-    """Of each kind of group some parameters that differ in kind, and at least two."""
+def small_copies(
+    optimizer: Optimizer, random: torch.Generator, large: bool, short: int = SHORT
+) -> list[Small]:
+    """Of each kind of group some parameters that differ in kind, and at least two. short: the
+    longest dimension of small copies."""
     state: dict[Any, Any] = optimizer.__dict__["state"]
     smalls = []
     for index in _chosen_groups(optimizer.param_groups):
         group = optimizer.param_groups[index]
         for i in _chosen(group["params"]):
             name = label(group, index, i)
-            smalls.append(_small(name, index, group["params"][i], state, random, large))
+            smalls.append(_small(name, index, group["params"][i], state, random, large, short))
     return smalls
 
 
@@ -85,9 +88,15 @@ def _chosen(params: list[Tensor]) -> list[int]:
 
 
 def _small(
-    name: str, group: int, param: Tensor, state: Any, random: torch.Generator, large: bool
+    name: str,
+    group: int,
+    param: Tensor,
+    state: Any,
+    random: torch.Generator,
+    large: bool,
+    short: int,
 ) -> Small:
-    longest = _longest(param) if large else SHORT
+    longest = _longest(param) if large else short
     shape = [min(longest, n) for n in param.shape]
     numbers = normal(shape, param, random) * 10 ** (-6 * _uniform(shape, param, random))
     small = numbers.requires_grad_(param.requires_grad)

@@ -97,6 +97,13 @@ def _refuse(stock: type[Optimizer], why: str) -> None:
         )
 
 
+def enter_training(optimizer: Optimizer) -> None:
+    """Of optimizers that have one mode to train in and one to evaluate."""
+    train = getattr(optimizer, "train", None)
+    if callable(train) and not inspect.signature(train).parameters:
+        train()
+
+
 class Trial:
     """step() on everything against step() on one after the other, on copies. The copies
     that are stepped at once, with their state, are what any other way to update them can be
@@ -133,10 +140,7 @@ class Trial:
         return whole
 
     def _enter_training(self) -> None:
-        """Of optimizers that have one mode to train in and one to evaluate."""
-        train = getattr(self._whole, "train", None)
-        if callable(train) and not inspect.signature(train).parameters:
-            self._must("called train() on copies", train)
+        self._must("called train() on copies", lambda: enter_training(self._whole))
 
     def _twin_of(self, small: Small) -> Small:
         param = small.param.detach().clone().requires_grad_(small.param.requires_grad)

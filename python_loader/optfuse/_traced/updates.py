@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the updates of an optimizer run whose step() is traced: programs, one for all parameters
+of a group that are alike.
+
+Parameters are alike where the class's step() would do the same to them with other data: same
+group, dtype and counters in their state; and the same shape, if it looks at that. Of such a cohort
+step() runs once, on stand-ins (guide.py). What it makes of counters, options and attributes is
+written down when the updates are certain."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse._own_step import twin
+from optfuse._own_step.settings import Copies, Promise, Settings, fresh
+from optfuse._own_step.twin import Entry, Group
+from optfuse._native import lib
+from optfuse._traced.guide import Place, Recorded, like, record
+from optfuse._traced.program import MOST_STATE
+from optfuse._traced.standin import Untraceable
+from optfuse._values import difference
+
+State = dict[Tensor, Entry]
+
+
+@dataclass
+class Cohort:
+    """Parameters that are alike."""
+
+    group: int
+    slots: list[int]
+    recorded: Recorded | None = None  # of this step
+
+
+class Traced:
+    """The programs of one plan. Knows neither the optimizer nor its parameters between two
+    calls, so that it keeps none of them alive."""
+
+    def __init__(self, plan: int, stock: type[Optimizer], promise: Promise) -> None:
+        self._plan = plan
+        self._twin = twin.Twin(stock)
+        self._stock = stock
+        self.promise = promise
+        self.names: list[str] = []  # of state tensors, in the order of the registers
+        self.guides = 0  # at the last step
+        self.operators: list[int] = []  # of each of their programs
+        self.n_steps = 0  # that could not be traced
+        self._made: dict[int, list[str]] = {}  # slot -> keys of its entry since begin()
+        self.layout([])
+
+    def layout(self, groups: list[Group]) -> None:
+        """The library was told of all parameters from the start; abandon() comes before it."""
+        self._group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
+        self._by_shape = [False] * len(groups)
+        self._cohort_of: list[Cohort | None] = [None] * len(self._group_of)
+        self._cohorts: list[Cohort] = []
+        self.begun = False
+
+    def state_names(self) -> list[str | None]:
+        """Of all registers; None: not in use."""
+        return [*self.names, *(MOST_STATE - len(self.names)) * [None]]
+
+    # ---- a step
+
+    def begin(self, optimizer: Optimizer, params: list[Tensor], whole: bool) -> None:
+        """Makes the programs of this step and tells the library. whole: gradients are still to
+        come, and every parameter that requires one may get one. Raises Untraceable, with nothing
+        changed."""
+        self.abandon(optimizer, params)
+        taking = [
+            slot
+            for slot, p in enumerate(params)
+            if (p.requires_grad if whole else p.grad is not None)
+        ]
+        self._before = twin.attributes_of(optimizer)
+        self._versions = [_versions(group) for group in optimizer.param_groups]
+        self._record_all(optimizer, params, taking)
+        for cohort in self._cohorts:
+            assert cohort.recorded is not None
+            program = cohort.recorded.program
+            torch.ops.optfuse.set_program(
+                self._plan, cohort.slots, program.code(), program.numbers()
+            )
+            for slot in cohort.slots:
+                self._cohort_of[slot] = cohort
+        self.guides = len(self._cohorts)
+        self.operators = [len(c.recorded.program.instructions) for c in self._cohorts if c.recorded]
+        self.begun = True
+
+    def _record_all(self, optimizer: Optimizer, params: list[Tensor], taking: list[int]) -> None:
+        state: State = optimizer.__dict__["state"]
+        looked = True
+        while looked:  # at most twice: then the shapes are known to matter
+            self._copies = Copies()
+            self._after = Settings({}, {})
+            self._cohorts = list(self._divide(params, state, taking))
+            looked = False
+            for cohort in self._cohorts:
+                self._record(optimizer, params[cohort.slots[0]], cohort)
+                assert cohort.recorded is not None
+                if cohort.recorded.looked_at_shape and not self._by_shape[cohort.group]:
+                    self._by_shape[cohort.group] = looked = True
+        if self.promise.changes():
+            self._step_idle_groups(optimizer)
+
+    def _divide(self, params: list[Tensor], state: State, taking: list[int]) -> Iterator[Cohort]:
+        """Cohorts, in the order of their first slots."""
+        found: dict[Any, Cohort] = {}
+        for slot in taking:
+            param, group = params[slot], self._group_of[slot]
+            shape = tuple(param.shape) if self._by_shape[group] else None
+            key = (group, param.dtype, shape, _signature(state.get(param)))
+            if key not in found:
+                found[key] = Cohort(group, [])
+            found[key].slots.append(slot)
+        yield from found.values()
+
+    def _record(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> None:
+        group = optimizer.param_groups[cohort.group]
+        options = twin.options_of(group)
+        promised = self.promise.options
+        if cohort.group in self._after.options:
+            given = fresh(options, promised)
+        else:
+            given = {**options, **self._copies.of(group, promised)}
+        if self._after.attributes:
+            attributes = fresh(self._before, self.promise.attributes)
+        else:
+            of_attributes = self._copies.of(optimizer.__dict__, self.promise.attributes)
+            attributes = {**self._before, **of_attributes}
+        entry = like(optimizer.__dict__["state"].get(param), param, self.names)
+        cohort.recorded = recorded = record(
+            self._twin,
+            dict(attributes),
+            dict(given),
+            tuple(param.shape),
+            param.dtype,
+            entry,
+            self.names,
+        )
+        for name in recorded.names[len(self.names) :]:
+            self.names.append(name)
+        self._take_settings(cohort.group, attributes, given, recorded)
+
+    def _take_settings(
+        self, group: int, attributes: dict[str, Any], options: Group, recorded: Recorded
+    ) -> None:
+        """Notes what this step makes of attributes and options, and compares it with what the
+        other cohorts say."""
+        _must_keep("attribute", attributes, recorded.attributes, self.promise.attributes)
+        _must_keep("option", options, recorded.options, self.promise.options)
+        _must_agree(
+            "attribute", self._after.attributes, recorded.attributes, self.promise.attributes
+        )
+        others = self._after.options.get(group, {})
+        _must_agree("option", others, recorded.options, self.promise.options)
+        if not self._after.attributes:
+            self._after = Settings(recorded.attributes, self._after.options)
+        self._after.options.setdefault(group, recorded.options)
+
+    def _step_idle_groups(self, optimizer: Optimizer) -> None:
+        """What this step makes of the options of groups in which no parameter has a gradient."""
+        for i, group in enumerate(optimizer.param_groups):
+            if i in self._after.options:
+                continue
+            changed = {
+                **twin.options_of(group),
+                **self._copies.of(group, self.promise.options),
+                "params": twin.without_gradient(group["params"]),
+            }
+            attributes = fresh(self._before, self.promise.attributes)
+            if not self._after.attributes:
+                of_attributes = self._copies.of(optimizer.__dict__, self.promise.attributes)
+                attributes = {**self._before, **of_attributes}
+            other = twin.Twin(self._stock)
+            after = other.step(attributes, [changed], defaultdict(dict))
+            if not self._after.attributes:
+                self._after = Settings(after, self._after.options)
+            self._after.options[i] = changed
+
+    def make_state(self, optimizer: Optimizer, slot: int, param: Tensor) -> None:
+        """The state entry that this step makes; its program fills it."""
+        cohort = self._cohort_of[slot]
+        assert cohort is not None and cohort.recorded is not None
+        entry = optimizer.state[param]
+        made = self._made.setdefault(slot, [])
+        for key, value in (cohort.recorded.entry or {}).items():
+            if key in entry:
+                continue
+            if isinstance(value, Place):
+                with torch.no_grad():
+                    entry[key] = torch.empty_like(param, memory_format=torch.preserve_format)
+            else:
+                entry[key] = copy.deepcopy(value)
+            made.append(key)
+
+    def abandon(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+        """State of updates that never came has no values."""
+        state: State = optimizer.__dict__["state"]
+        for slot, keys in self._made.items():
+            if lib.of_shim_is_updated(self._plan, slot):
+                continue
+            entry = state.get(params[slot], {})
+            for key in keys:
+                entry.pop(key, None)
+            if not entry:
+                state.pop(params[slot], None)
+        self._made.clear()
+        self.begun = False
+
+    def advance(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+        """The updates of all parameters that have a gradient are certain: counters, options and
+        attributes become what the class's step() makes of them."""
+        self._made.clear()
+        self.begun = False
+        for name in self.promise.attributes:
+            self._copies.put(optimizer.__dict__, self._after.attributes, name)
+        for name in self.promise.options:
+            for i, group in enumerate(optimizer.param_groups):
+                self._copies.put(group, self._after.options[i], name)
+        for cohort in self._cohorts:
+            _advance_entries(cohort, optimizer, params)
+
+    def late_change(self, groups: list[Group]) -> int | None:
+        """The first group whose options are no longer those of begin()."""
+        if not self.begun:
+            return None
+        for i, (group, known) in enumerate(zip(groups, self._versions, strict=False)):
+            if difference("", _versions(group), known) is not None:
+                return i
+        return None
+
+
+def _versions(group: Group) -> dict[str, Any]:
+    return {key: twin.copied(value) for key, value in twin.own_options(group).items()}
+
+
+def _advance_entries(cohort: Cohort, optimizer: Optimizer, params: list[Tensor]) -> None:
+    assert cohort.recorded is not None
+    if cohort.recorded.entry is None:
+        return
+    after = cohort.recorded.entry
+    plain = {k: v for k, v in after.items() if not isinstance(v, Place)}
+    numbers = [(k, v) for k, v in plain.items() if not isinstance(v, Tensor)]
+    tensors = [(k, v) for k, v in plain.items() if isinstance(v, Tensor)]
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    state = optimizer.state
+    for slot in cohort.slots:
+        if params[slot].grad is None:  # the pass did not reach it
+            continue
+        entry = state[params[slot]]
+        for key, value in numbers:
+            entry[key] = value if isinstance(value, _CONSTANT) else copy.deepcopy(value)
+        for key, value in tensors:
+            known = entry.get(key)
+            if isinstance(known, Tensor) and known.shape == value.shape:
+                targets.append(known)
+                sources.append(value)
+            else:
+                entry[key] = value.detach().clone()
+        for key in entry.keys() - after.keys():
+            del entry[key]
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+
+
+_CONSTANT = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _signature(entry: Entry | None) -> Any:
+    """What of a state entry may lead step() another way, but for data."""
+    if entry is None:
+        return None
+    return tuple((key, _mark(value)) for key, value in entry.items())
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.dtype, float(value)) if value.dim() == 0 else "tensor"
+    return value if isinstance(value, _CONSTANT) else repr(value)
+
+
+def _must_keep(
+    what: str, before: dict[str, Any], after: dict[str, Any], changing: frozenset[str]
+) -> None:
+    missing = object()
+    for name in {**before, **after}:
+        own = name not in changing and name not in twin.HIDDEN and name not in twin.COUNTERS
+        if (
+            own
+            and name not in twin.NOT_OPTIONS
+            and after.get(name, missing) is not before.get(name, missing)
+        ):
+            place = difference("", after.get(name), before.get(name))
+            if place is not None:
+                raise Untraceable(f"it changes the {what} {name!r}, as it did not in the trial")
+
+
+def _must_agree(
+    what: str, before: dict[str, Any], after: dict[str, Any], names: frozenset[str]
+) -> None:
+    for name in names if before else ():
+        if difference("", after.get(name), before.get(name)) is not None:
+            raise Untraceable(
+                f"it makes of the {what} {name!r} something else for other parameters"
+            )
