@@ -46,4 +46,22 @@ OF_RULE_FN of_real aten_lerp(of_form form, of_real self, of_real end, double wei
     return aten_round(of_multiply_add(form.fused, coefficient, end - self, near ? self : end));
 }
 
+/* maximum, and a limit that is a tensor: of equal numbers (zeros) the vector code gives the
+ * second one, the scalar code the first. NaN if one of them is. */
+OF_RULE_FN of_real aten_larger(of_form form, of_real a, of_real b) {
+    const of_real larger = form.tail ? (a < b ? b : a) : (a > b ? a : b);
+    return a != a ? a : b != b ? b : larger;
+}
+
+OF_RULE_FN of_real aten_smaller(of_form form, of_real a, of_real b) {
+    const of_real smaller = form.tail ? (b < a ? b : a) : (a < b ? a : b);
+    return a != a ? a : b != b ? b : smaller;
+}
+
+/* For a type of 16 bits the scalar code rounds the root, too. */
+OF_RULE_FN of_real aten_rsqrt(of_form form, of_real x) {
+    const of_real root = of_square_root(x);
+    return aten_round((of_real)1 / (form.tail ? aten_round(root) : root));
+}
+
 #endif

@@ -93,11 +93,6 @@ OF_RULE_FN of_real aten_maximum(of_real a, of_real b) {
     return a != a ? a : larger;
 }
 
-OF_RULE_FN of_real aten_minimum(of_real a, of_real b) {
-    const of_real smaller = a < b ? a : b;
-    return a != a ? a : smaller;
-}
-
 /* 0 for NaN. */
 OF_RULE_FN of_real aten_sign(of_real x) {
     return (of_real)(x > (of_real)0) - (of_real)(x < (of_real)0);

@@ -481,12 +481,16 @@ class Link:
         else:
             if self.traced is not None:
                 try:
-                    self.traced.begin(optimizer, self._params, whole=True)
+                    self._begin_programs(self.traced, optimizer, whole=True)
                 except Untraceable as error:
                     raise Error(_UNTRACEABLE.format(self.stock.__qualname__, error)) from error
             self._sync_inputs(optimizer, same_groups)
             self._scalars.tell(optimizer, same_groups)
         self.marked = True
+
+    def _begin_programs(self, traced: Traced, optimizer: Optimizer, whole: bool) -> None:
+        same_state = self._state_snapshot.is_same(optimizer.__dict__["state"])
+        traced.begin(optimizer, self._params, whole, same_state)
 
     def _begin_traced(self, traced: Traced, optimizer: Optimizer) -> bool:
         """Makes the programs of this step. False: it can't be traced, and the class's own step()
@@ -494,7 +498,7 @@ class Link:
         if traced.begun:  # in backward
             return True
         try:
-            traced.begin(optimizer, self._params, whole=False)
+            self._begin_programs(traced, optimizer, whole=False)
         except Untraceable as error:
             if self.mode == BACKWARD:
                 raise Error(_UNTRACEABLE.format(self.stock.__qualname__, error)) from error

@@ -42,15 +42,12 @@ def _is_in_place(func: Any) -> bool:
 
 def _number(x: Any, like: Standin) -> float:
     """A number, or a tensor without dimensions that never saw data."""
-    if isinstance(x, bool | int | float):
-        return float(x)
-    if isinstance(x, Standin):
-        like.tape.refuse("a tensor stands where a number is usual")
-    if isinstance(x, Tensor) and x.dim() == 0:
-        return float(x)
-    if isinstance(x, Tensor):
-        like.tape.refuse("it combines a parameter with a tensor that is none of its state")
-    like.tape.refuse(f"it combines a parameter with an object of {type(x).__name__}")
+    is_plain = isinstance(x, bool | int | float)
+    is_zero_dim = isinstance(x, Tensor) and not isinstance(x, Standin) and x.dim() == 0
+    if not is_plain and not is_zero_dim:
+        what = "a tensor" if isinstance(x, Tensor) else f"an object of {type(x).__name__}"
+        like.tape.refuse(f"it combines a parameter with {what} that is none of its state")
+    return float(x)
 
 
 def _same(first: Standin, *others: Any) -> None:
@@ -210,8 +207,9 @@ def _pow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, Standin):
         tape.refuse("it takes a number to the power of a tensor")
     name = _POWERS.get(_number(exponent, x))
-    if name is None:
-        tape.refuse(f"it takes a tensor to the power of {exponent}")
+    by_powf = x.dtype == torch.float16 and name not in ("square", "copy")
+    if name is None or by_powf:  # PyTorch takes all others in float16 by a library's pow
+        tape.refuse(f"it takes a tensor of {x.dtype} to the power of {exponent}")
     return _unary(name)(func, args, kwargs)
 
 

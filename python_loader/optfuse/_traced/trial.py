@@ -8,6 +8,7 @@ state, options and attributes must be equal by bits after each step."""
 
 from __future__ import annotations
 
+import math
 import random as python_random
 import warnings
 from collections import defaultdict
@@ -32,12 +33,15 @@ from optfuse._values import deep_copy, difference
 
 Fuse = Callable[[Optimizer, TracedRule], Optimizer]
 ODD = 7  # elements of a dimension: then some take the reference's scalar code
+# Parameters and gradients in which every other number is one of these.
+SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38, 1.0, -1.0, 65504.0)
+MIXED = (Run(("mixed",) * 3), Run(("mixed",) * 3, large=True), Run(("mixed", 1.0, "mixed")))
 
 
 def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> TracedRule:
-    """The rule by which its updates have the class's bits. fuse: fuses by a rule. Raises Untraceable,
-    and optfuse.Error where step() does not treat parameters independently or can't be tried, with
-    nothing changed."""
+    """The rule by which its updates have the class's bits. fuse: fuses by a rule. Raises
+    Untraceable, and optfuse.Error where step() does not treat parameters independently or can't be
+    tried, with nothing changed."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.device.type != "cpu":
@@ -49,7 +53,7 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     with random_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with untouched(optimizer, f"{stock.__module__}.{stock.__qualname__}"):
-            for run in RUNS:
+            for run in (*RUNS, *MIXED):
                 smalls = small_copies(optimizer, random, run.large, ODD)
                 _compare(optimizer, stock, smalls, run, random, lambda small: fuse(small, rule))
     return rule
@@ -71,12 +75,19 @@ def _compare(
     for small, made in zip(smalls, copies, strict=True):
         made.param.requires_grad_(small.param.requires_grad)
     ours = _copy_of(optimizer, stock, copies)
+    if run.steps[0] == "mixed":
+        for small, made in zip(smalls, copies, strict=True):
+            mixed = _mixed(small.param, random)
+            small.param.detach().copy_(mixed)
+            made.param.detach().copy_(mixed)
     for one in (theirs, ours):
         enter_training(one)
     fuse(ours)
     take = twin.step_of(stock)
     for step, kind in enumerate(run.steps):
         given = list(gradients(smalls, kind, step, random))
+        if kind == "mixed":
+            given = [_mixed(small.param, random) for small in smalls]
         for small, made, grad in zip(smalls, copies, given, strict=True):
             small.param.grad = None if grad is None else grad.clone()
             made.param.grad = grad
@@ -88,6 +99,15 @@ def _compare(
         _seed(step)
         _take_traced(ours, kind)
         _look_at(theirs, ours, list(zip(smalls, copies, strict=True)), step, kind)
+
+
+def _mixed(like: Tensor, random: torch.Generator) -> Tensor:
+    """Normally distributed numbers and special ones."""
+    shape = tuple(like.shape)
+    plain = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
+    which = torch.randint(2 * len(SPECIAL), shape, generator=random, device="cpu")
+    special = torch.tensor((*SPECIAL, *SPECIAL), device="cpu")[which]
+    return torch.where(which < len(SPECIAL), special, plain).to(like.dtype)
 
 
 def _take_traced(ours: Optimizer, kind: Kind) -> None:

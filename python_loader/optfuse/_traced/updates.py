@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._native import lib
 from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
-from optfuse._native import lib
 from optfuse._traced.guide import Place, Recorded, like, record
 from optfuse._traced.program import MOST_STATE
 from optfuse._traced.standin import Untraceable
@@ -38,6 +38,17 @@ class Cohort:
     group: int
     slots: list[int]
     recorded: Recorded | None = None  # of this step
+    entries: list[Entry] | None = None  # of the state, if it is known which they are
+
+
+@dataclass
+class Kept:
+    """What tells whether the cohorts of the last step are those of this one, too, if the state's
+    entries and what is in them are the same objects."""
+
+    taking: list[int]  # slots
+    counters: list[Tensor]
+    versions: list[int]
 
 
 class Traced:
@@ -62,6 +73,7 @@ class Traced:
         self._by_shape = [False] * len(groups)
         self._cohort_of: list[Cohort | None] = [None] * len(self._group_of)
         self._cohorts: list[Cohort] = []
+        self._kept: Kept | None = None
         self.begun = False
 
     def state_names(self) -> list[str | None]:
@@ -70,11 +82,15 @@ class Traced:
 
     # ---- a step
 
-    def begin(self, optimizer: Optimizer, params: list[Tensor], whole: bool) -> None:
+    def begin(
+        self, optimizer: Optimizer, params: list[Tensor], whole: bool, same_state: bool
+    ) -> None:
         """Makes the programs of this step and tells the library. whole: gradients are still to
-        come, and every parameter that requires one may get one. Raises Untraceable, with nothing
-        changed."""
-        self.abandon(optimizer, params)
+        come, and every parameter that requires one may get one. same_state: it has the objects
+        that it had when advance() returned. Raises Untraceable, with nothing changed."""
+        if self._made:
+            self.abandon(optimizer, params)
+            same_state = False
         taking = [
             slot
             for slot, p in enumerate(params)
@@ -82,7 +98,8 @@ class Traced:
         ]
         self._before = twin.attributes_of(optimizer)
         self._versions = [_versions(group) for group in optimizer.param_groups]
-        self._record_all(optimizer, params, taking)
+        self._whole = whole
+        self._record_all(optimizer, params, taking, same_state and self._is_kept(taking))
         for cohort in self._cohorts:
             assert cohort.recorded is not None
             program = cohort.recorded.program
@@ -91,18 +108,29 @@ class Traced:
             )
             for slot in cohort.slots:
                 self._cohort_of[slot] = cohort
+        self._taking = taking
         self.guides = len(self._cohorts)
         self.operators = [len(c.recorded.program.instructions) for c in self._cohorts if c.recorded]
         self.begun = True
 
-    def _record_all(self, optimizer: Optimizer, params: list[Tensor], taking: list[int]) -> None:
+    def _is_kept(self, taking: list[int]) -> bool:
+        kept = self._kept
+        if kept is None or kept.taking != taking:
+            return False
+        return [counter._version for counter in kept.counters] == kept.versions
+
+    def _record_all(
+        self, optimizer: Optimizer, params: list[Tensor], taking: list[int], same: bool
+    ) -> None:
         state: State = optimizer.__dict__["state"]
+        self._kept = None
         looked = True
         while looked:  # at most twice: then the shapes are known to matter
             self._copies = Copies()
             self._after = Settings({}, {})
-            self._cohorts = list(self._divide(params, state, taking))
-            looked = False
+            if not same:
+                self._cohorts = list(self._divide(params, state, taking))
+            looked = same = False
             for cohort in self._cohorts:
                 self._record(optimizer, params[cohort.slots[0]], cohort)
                 assert cohort.recorded is not None
@@ -226,8 +254,29 @@ class Traced:
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
                 self._copies.put(group, self._after.options[i], name)
+        counters: list[Tensor] = []
         for cohort in self._cohorts:
-            _advance_entries(cohort, optimizer, params)
+            counters += self._advance_entries(cohort, optimizer, params)
+        if all(cohort.entries is not None for cohort in self._cohorts):
+            self._kept = Kept(self._taking, counters, [counter._version for counter in counters])
+
+    def _advance_entries(
+        self, cohort: Cohort, optimizer: Optimizer, params: list[Tensor]
+    ) -> list[Tensor]:
+        """Of the parameters of a cohort that have a gradient. Returns the tensors that count."""
+        assert cohort.recorded is not None
+        after = cohort.recorded.entry
+        if after is None:
+            cohort.entries = []
+            return []
+        if cohort.entries is None:
+            taken = [p for p in map(params.__getitem__, cohort.slots) if p.grad is not None]
+            state = optimizer.state
+            cohort.entries = [state[param] for param in taken]
+        entries = cohort.entries
+        if self._whole and any(params[slot].grad is None for slot in cohort.slots):
+            cohort.entries = None  # some were not reached
+        return _advance(entries, after)
 
     def late_change(self, groups: list[Group]) -> int | None:
         """The first group whose options are no longer those of begin()."""
@@ -243,35 +292,34 @@ def _versions(group: Group) -> dict[str, Any]:
     return {key: twin.copied(value) for key, value in twin.own_options(group).items()}
 
 
-def _advance_entries(cohort: Cohort, optimizer: Optimizer, params: list[Tensor]) -> None:
-    assert cohort.recorded is not None
-    if cohort.recorded.entry is None:
-        return
-    after = cohort.recorded.entry
-    plain = {k: v for k, v in after.items() if not isinstance(v, Place)}
-    numbers = [(k, v) for k, v in plain.items() if not isinstance(v, Tensor)]
-    tensors = [(k, v) for k, v in plain.items() if isinstance(v, Tensor)]
+def _advance(entries: list[Entry], after: Entry) -> list[Tensor]:
+    """Counters in state entries become those of `after`; the tensors among them."""
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    state = optimizer.state
-    for slot in cohort.slots:
-        if params[slot].grad is None:  # the pass did not reach it
+    for key, value in after.items():
+        if isinstance(value, Place):
             continue
-        entry = state[params[slot]]
-        for key, value in numbers:
-            entry[key] = value if isinstance(value, _CONSTANT) else copy.deepcopy(value)
-        for key, value in tensors:
-            known = entry.get(key)
-            if isinstance(known, Tensor) and known.shape == value.shape:
+        if isinstance(value, Tensor):
+            for entry in entries:
+                known = entry.get(key)
+                if not isinstance(known, Tensor) or known.shape != value.shape:
+                    entry[key] = known = value.detach().clone()
                 targets.append(known)
                 sources.append(value)
-            else:
-                entry[key] = value.detach().clone()
-        for key in entry.keys() - after.keys():
-            del entry[key]
+        elif isinstance(value, _CONSTANT):
+            for entry in entries:
+                entry[key] = value
+        else:
+            for entry in entries:
+                entry[key] = copy.deepcopy(value)
+    for entry in entries:
+        if len(entry) != len(after):
+            for key in entry.keys() - after.keys():
+                del entry[key]
     if targets:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
+    return targets
 
 
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
@@ -287,7 +335,7 @@ def _signature(entry: Entry | None) -> Any:
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.dtype, float(value)) if value.dim() == 0 else "tensor"
-    return value if isinstance(value, _CONSTANT) else repr(value)
+    return type(value), value if isinstance(value, _CONSTANT) else repr(value)
 
 
 def _must_keep(
