@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Section survey: which optimizers of other packages fuse after register(), and whether they
-train as they do by themselves: every class, in both modes, a few steps of a small model, weights
+"""Section survey: which optimizers of other packages fuse, traced or after register(), and whether
+they train as they do by themselves: every class, in both modes, 50 steps of a small model, weights
 and state_dict() compared by bits after each. Each class runs in a process of its own.
 
     python -m pip install --target DIR pytorch_optimizer timm ...
@@ -25,18 +25,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import optfuse
+from optfuse._link import link_of
 from optfuse._own_step.register import INDEPENDENT
 
 PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree")
-PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch")
-STEPS = 8
+PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch", "torchao.optim", "heavyball")
+PACKAGES += ("adabelief_pytorch", "adan_pytorch", "galore_torch", "sophia", "pytorch_ranger")
+STEPS = 50
 SECONDS = 60  # for one class by itself
-EQUAL, REFUSED, DIFFERENT, UNMADE = "equal", "refused", "different", "not run by itself"
+TRACED, EQUAL, REFUSED = "traced, equal", "own step(), equal", "refused"
+DIFFERENT, UNMADE = "different", "not run by itself"
 Seen = dict[str, Any]
 
 
 class Net(nn.Module):
-    """An embedding, a convolution, a norm and a matrix."""
+    """An embedding, whose weights are those of a matrix, too, a convolution, a norm and another
+    matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +48,13 @@ class Net(nn.Module):
         self.conv = nn.Conv1d(8, 16, 3, padding=1)
         self.norm = nn.BatchNorm1d(16)
         self.out = nn.Linear(16, 4)
+        self.tied = nn.Linear(8, 20, bias=False)
+        self.tied.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.conv(self.table(x).transpose(1, 2))).relu()
-        return self.out(hidden.mean(2))
+        embedded = self.table(x)
+        hidden = self.norm(self.conv(embedded.transpose(1, 2))).relu()
+        return self.out(hidden.mean(2)) + self.tied(embedded).mean(1)[:, :4]
 
 
 def modules(name: str) -> Iterator[types.ModuleType]:
@@ -124,19 +131,38 @@ def judge(cls: type[Optimizer], send: Callable[[tuple[str, str] | None], None]) 
     if first_difference(stock, again):
         return send((UNMADE, "two runs of it differ"))
     send(None)
-    try:
-        if cls not in INDEPENDENT:
+    kind, why = compare(cls, stock)
+    if kind == REFUSED and cls not in INDEPENDENT:
+        try:
             optfuse.register(cls)
+        except optfuse.Error as error:
+            return send((REFUSED, str(error)))
+        registered, reason = compare(cls, stock)
+        kind, why = registered, why if registered == EQUAL else reason
+    return send((kind, why))
+
+
+def compare(cls: type[Optimizer], stock: Seen) -> tuple[str, str]:
+    """Both modes with the class by itself; what kind of case it is and why."""
+    traced = True
+    try:
         for mode in ("forward", "backward"):
-            fused = training(cls, lambda optimizer, mode=mode: optfuse.fuse(optimizer, mode=mode))
-            difference = first_difference(fused, stock)
+            fused: list[Optimizer] = []
+
+            def wrap(optimizer: Optimizer, mode: str = mode) -> Optimizer:
+                fused.append(optfuse.fuse(optimizer, mode=mode))  # noqa: B023
+                return fused[-1]  # noqa: B023
+
+            difference = first_difference(training(cls, wrap), stock)
             if difference is not None:
-                return send((DIFFERENT, f"{mode}: {difference}"))
+                return DIFFERENT, f"{mode}: {difference}"
+            link = link_of(fused[0])
+            traced = traced and link.traced is not None and not link.traced.untraced
     except optfuse.Error as error:
-        return send((REFUSED, str(error)))
+        return REFUSED, str(error)
     except Exception as error:
-        return send((DIFFERENT, f"{type(error).__name__}: {error}"))
-    return send((EQUAL, ""))
+        return DIFFERENT, f"{type(error).__name__}: {error}"
+    return (TRACED if traced else EQUAL), ""
 
 
 def run_apart(cls: type[Optimizer]) -> tuple[str, str]:
@@ -187,6 +213,7 @@ def section(chosen: Any) -> dict[str, Any]:
     total = sum(by_package.values(), Counter())
     print("\n".join(f"{n} {kind}" for kind, n in total.items()))
     refused = {name: short(why) for name, (kind, why) in found.items() if kind == REFUSED}
+    own = {name: short(why) for name, (kind, why) in found.items() if kind == EQUAL and why}
     return {
         "steps": STEPS,
         "classes": len(found),
@@ -194,6 +221,7 @@ def section(chosen: Any) -> dict[str, Any]:
         "by package": by_package,
         "refused because": Counter(refused.values()),
         "different": {name: why for name, (kind, why) in found.items() if kind == DIFFERENT},
-        "equal": [name for name, (kind, _) in found.items() if kind == EQUAL],
+        "traced": [name for name, (kind, _) in found.items() if kind == TRACED],
+        "own step() because": own,
         "refused": refused,
     }

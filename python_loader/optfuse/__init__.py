@@ -16,7 +16,7 @@ from optfuse._native import Error
 from optfuse._own_step.register import register
 from optfuse._passes import accumulate
 from optfuse._reorder import Reordering, reorder
-from optfuse._summary import Summary, summary
+from optfuse._summary import Summary, explain, summary
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "accumulate",
     "clip_grad_norm_",
     "drain",
+    "explain",
     "flush",
     "fuse",
     "kfac",

@@ -104,6 +104,7 @@ class _Fused:
 
 def _try_again(optimizer: Optimizer, link: Link) -> TracedRule:
     """With a group that was added."""
+    link.flush()  # the trial copies state
     twin = link.stock.__new__(link.stock)
     hidden = (LINK, _AMP)
     twin.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in hidden}

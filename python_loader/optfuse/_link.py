@@ -502,8 +502,9 @@ class Link:
         except Untraceable as error:
             if self.mode == BACKWARD:
                 raise Error(_UNTRACEABLE.format(self.stock.__qualname__, error)) from error
-            traced.n_steps += 1
-            times = "once" if traced.n_steps == 1 else f"{traced.n_steps} times"
+            traced.untraced += 1
+            traced.why_not = str(error)
+            times = "once" if traced.untraced == 1 else f"{traced.untraced} times"
             self.own_step_because = (f"{times} it could not be traced: {error}",)
             self.flush()
             step_of(self.stock)(optimizer)

@@ -74,7 +74,10 @@ def refuse_class(
 
 
 def refuse_untraceable(stock: type[Optimizer], why: str) -> NoReturn:
-    refuse_class(stock, f"its step() can't be traced: {why}", _REGISTER)
+    raise Error(
+        f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: its step() can't be traced: "
+        f"{why}. {_REGISTER}"
+    )
 
 
 def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:

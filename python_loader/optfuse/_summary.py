@@ -32,6 +32,7 @@ class Summary:
     reference_differs: tuple[int, ...]  # groups whose flags select another one
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
     own_step_because: tuple[str, ...]  # why, where something else might update
+    traced: str  # in a line, of an optimizer whose step() is traced; or ""
     products_because: tuple[str, ...]  # why operators multiply there, where cuBLAS might
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
@@ -58,6 +59,8 @@ class Summary:
             f"{self.at_close} with others, {self.at_once} at once, {self.pending} pending, "
             f"in {self.launches} launches",
         ]
+        if self.traced:
+            lines.append(f"  {self.traced}")
         if self.reference_differs:
             groups = ", ".join(map(str, self.reference_differs))
             lines.append(
@@ -130,6 +133,7 @@ def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
         reference_differs=(),
         gpu_bits_differ=(),
         own_step_because=(),
+        traced="",
         products_because=(),
         isa={},
         eager=0,
@@ -161,6 +165,7 @@ def summary(optimizer: Optimizer) -> Summary:
         reference_differs=tuple(i for i, group in enumerate(groups) if link.rule.difference(group)),
         gpu_bits_differ=link.gpu_bits_differ,
         own_step_because=link.own_step_because,
+        traced=link.traced.described() if link.traced is not None else "",
         products_because=tuple(_products.reasons(link.rule, groups)),
         isa={
             name: _external_updates(link.rule, groups, name)
@@ -178,3 +183,19 @@ def summary(optimizer: Optimizer) -> Summary:
         compiled=link.compiled,
         **_numbers(counts),
     )
+
+
+@checked(optimizer=FUSED)
+def explain(optimizer: Optimizer) -> str:
+    """What an update of the fused optimizer computes, to be read by people: of an optimizer whose
+    step() is traced the programs of its last step, one operator a line, with that step's numbers.
+    Raises optfuse.Error if the optimizer is not fused."""
+    name = type(optimizer).__name__
+    if not is_fused(optimizer):
+        return f"{name}: not fused, OPTFUSE_DISABLE is set"
+    link = link_of(optimizer)
+    if link.traced is not None:
+        return f"{name}: {link.traced.shown(link.label)}"
+    if link.rule.external:
+        return f"{name}: {link.rule.reference}, on one parameter at a time"
+    return f"{name}: the rule {link.rule.name!r}, whose formula is in kernels/rules of the source"

@@ -71,6 +71,7 @@ RIGHT = {
     "flush": lambda world: {"optimizer": world.fused},
     "drain": lambda world: {"optimizer": world.fused},
     "summary": lambda world: {"optimizer": world.fused},
+    "explain": lambda world: {"optimizer": world.fused},
     "accumulate": lambda world: {},
     "clip_grad_norm_": lambda world: {"parameters": world.fused, "max_norm": 1.0},
     "reorder": lambda world: {"model": world.other, "schedule": "stock"},
@@ -105,6 +106,7 @@ WRONG = {
     "flush": {"optimizer": NOT_FUSED},
     "drain": {"optimizer": (None, *NOT_FUSED)},
     "summary": {"optimizer": (None, *NOT_FUSED)},
+    "explain": {"optimizer": (None, *NOT_FUSED)},
     "accumulate": {"optimizers": (torch.optim.AdamW, net(), None, 3, lambda w: [w.stock])},
     "clip_grad_norm_": {
         "parameters": (

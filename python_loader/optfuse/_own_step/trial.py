@@ -91,9 +91,8 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
 def _refuse(stock: type[Optimizer], why: str) -> None:
     if guard("independent"):
         raise Error(
-            f"optfuse: can't fuse {name_of(stock)}: it was registered with "
-            f"per_parameter=True, but its step() does not treat parameters independently: "
-            f"{why}. Use the optimizer as it is"
+            f"optfuse: can't fuse {name_of(stock)}: its step() does not treat parameters "
+            f"independently: {why}. Use the optimizer as it is"
         )
 
 

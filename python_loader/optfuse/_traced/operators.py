@@ -409,6 +409,13 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if handler is None or not lists:
         tape.refuse(f"operator {func} can't be part of a program")
     one = _overload(_EACH.get(base, base), in_place)
+    first = next(x for x in lists[0] if isinstance(x, Tensor))
+    if (
+        first.dtype.itemsize == 2
+        and base in ("mul", "div")
+        and not isinstance(args[1], list | tuple)
+    ):
+        tape.refuse(f"operator {func} rounds numbers to {first.dtype} first, as others do not")
     made = []
     for i in range(len(lists[0])):
         own = [x[i] if isinstance(x, list | tuple) else x for x in args]

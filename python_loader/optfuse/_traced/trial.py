@@ -13,6 +13,7 @@ import random as python_random
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,15 +21,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import guard
+from optfuse._options import LINK
 from optfuse._own_step import twin
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.settings import SETTINGS
-from optfuse._own_step.small import RUNS, Kind, Run, Small, gradients, small_copies, with_a_rate
+from optfuse._own_step.small import RUNS, Run, Small, gradients, small_copies, with_a_rate
 from optfuse._own_step.trial import enter_training
 from optfuse._own_step.untouched import untouched
 from optfuse._random import random_as_it_was
 from optfuse._traced.rule import TracedRule, traced_rule
 from optfuse._traced.standin import Untraceable
+from optfuse._traced.updates import Traced
 from optfuse._values import deep_copy, difference
 
 Fuse = Callable[[Optimizer, TracedRule], Optimizer]
@@ -52,53 +55,74 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     random = torch.Generator().manual_seed(0)
     with random_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        trials = [(run, _Pair(optimizer, stock, run, random)) for run in (*RUNS, *MIXED)]
         with untouched(optimizer, f"{stock.__module__}.{stock.__qualname__}"):
-            for run in (*RUNS, *MIXED):
-                smalls = small_copies(optimizer, random, run.large, ODD)
-                _compare(optimizer, stock, smalls, run, random, lambda small: fuse(small, rule))
+            for run, pair in trials:
+                fuse(pair.ours, rule)
+                pair.compare(run, random)
     return rule
 
 
-def _compare(
-    optimizer: Optimizer,
-    stock: type[Optimizer],
-    smalls: list[Small],
-    run: Run,
-    random: torch.Generator,
-    fuse: Callable[[Optimizer], Optimizer],
-) -> None:
-    theirs = _copy_of(optimizer, stock, smalls)
-    copies = [
-        Small(s.name, s.group, s.param.detach().clone(), deep_copy(s.entry, "the state"))
-        for s in smalls
-    ]
-    for small, made in zip(smalls, copies, strict=True):
-        made.param.requires_grad_(small.param.requires_grad)
-    ours = _copy_of(optimizer, stock, copies)
-    if run.steps[0] == "mixed":
-        for small, made in zip(smalls, copies, strict=True):
-            mixed = _mixed(small.param, random)
-            small.param.detach().copy_(mixed)
-            made.param.detach().copy_(mixed)
-    for one in (theirs, ours):
-        enter_training(one)
-    fuse(ours)
-    take = twin.step_of(stock)
-    for step, kind in enumerate(run.steps):
-        given = list(gradients(smalls, kind, step, random))
-        if kind == "mixed":
-            given = [_mixed(small.param, random) for small in smalls]
-        for small, made, grad in zip(smalls, copies, given, strict=True):
-            small.param.grad = None if grad is None else grad.clone()
-            made.param.grad = grad
-        _seed(step)
-        try:
-            take(theirs)
-        except Exception:
-            return  # it takes no such gradients
-        _seed(step)
-        _take_traced(ours, kind)
-        _look_at(theirs, ours, list(zip(smalls, copies, strict=True)), step, kind)
+class _Pair:
+    """Two optimizers like this one, of equal small copies of its parameters."""
+
+    def __init__(
+        self, optimizer: Optimizer, stock: type[Optimizer], run: Run, random: torch.Generator
+    ) -> None:
+        self._take = twin.step_of(stock)
+        smalls = small_copies(optimizer, random, run.large, ODD)
+        if run.steps[0] == "mixed":
+            for small in smalls:
+                small.param.detach().copy_(_mixed(small.param, random))
+        copies = [replace(small, param=_copied(small.param)) for small in smalls]
+        for copied in copies:
+            copied.entry = deep_copy(copied.entry, "the state")
+        self._pairs = list(zip(smalls, copies, strict=True))
+        self.theirs = _copy_of(optimizer, stock, smalls)
+        self.ours = _copy_of(optimizer, stock, copies)
+        for one in (self.theirs, self.ours):
+            enter_training(one)
+
+    def compare(self, run: Run, random: torch.Generator) -> None:
+        """Raises Untraceable where they differ."""
+        smalls = [small for small, _ in self._pairs]
+        for step, kind in enumerate(run.steps):
+            given = list(gradients(smalls, kind, step, random))
+            if kind == "mixed":
+                given = [_mixed(small.param, random) for small in smalls]
+            for (small, copied), grad in zip(self._pairs, given, strict=True):
+                small.param.grad = None if grad is None else grad.clone()
+                copied.param.grad = grad
+            _seed(step)
+            try:
+                self._take(self.theirs)
+            except Exception:
+                return  # it takes no such gradients
+            _seed(step)
+            _take_traced(self.ours)
+            self._look_at(f"after step {step + 1} of a trial, with gradients {kind},")
+
+    def _look_at(self, what: str) -> None:
+        ours, theirs = self.ours, self.theirs
+        for small, copied in self._pairs:
+            place = (
+                difference("the parameter", copied.param.detach(), small.param.detach())
+                or difference("the gradient", copied.param.grad, small.param.grad)
+                or difference("state", _entry(ours, copied.param), _entry(theirs, small.param))
+            )
+            if place is not None and guard("traced_bits"):
+                raise Untraceable(f"{what} {place} of a small copy of {small.name} has other bits")
+        for i, groups in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
+            place = difference("", *map(twin.own_options, groups))
+            if place is not None:
+                raise Untraceable(f"{what} option {place} of group {i} differs")
+        place = difference("", *(twin.own_attributes(one.__dict__) for one in (ours, theirs)))
+        if place is not None:
+            raise Untraceable(f"{what} the optimizer's attribute {place} differs")
+
+
+def _copied(param: Tensor) -> Tensor:
+    return param.detach().clone().requires_grad_(param.requires_grad)
 
 
 def _mixed(like: Tensor, random: torch.Generator) -> Tensor:
@@ -110,13 +134,16 @@ def _mixed(like: Tensor, random: torch.Generator) -> Tensor:
     return torch.where(which < len(SPECIAL), special, plain).to(like.dtype)
 
 
-def _take_traced(ours: Optimizer, kind: Kind) -> None:
+def _take_traced(ours: Optimizer) -> None:
     try:
         ours.step()
     except Untraceable:
         raise
     except Exception as error:
         raise Untraceable(f"the trial of its program failed: {error}") from error
+    traced: Traced = ours.__dict__[LINK].traced
+    if traced.why_not:
+        raise Untraceable(traced.why_not)
 
 
 def _seed(step: int) -> None:
@@ -140,32 +167,5 @@ def _copy_of(optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small]) 
     return whole
 
 
-def _look_at(
-    theirs: Optimizer, ours: Optimizer, pairs: list[tuple[Small, Small]], step: int, kind: Kind
-) -> None:
-    what = f"after step {step + 1} of a trial, with gradients {kind},"
-    for real, made in pairs:
-        place = (
-            difference("the parameter", made.param.detach(), real.param.detach())
-            or difference("the gradient", made.param.grad, real.param.grad)
-            or difference("state", _entry(ours, made.param), _entry(theirs, real.param))
-        )
-        if place is not None and guard("traced_bits"):
-            raise Untraceable(f"{what} {place} of a small copy of {real.name} has other bits")
-    for i, (group, own) in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
-        place = difference("", twin.own_options(group), twin.own_options(own))
-        if place is not None:
-            raise Untraceable(f"{what} option {place} of group {i} differs")
-    place = difference(
-        "", twin.own_attributes(_without_link(ours)), twin.own_attributes(theirs.__dict__)
-    )
-    if place is not None:
-        raise Untraceable(f"{what} the optimizer's attribute {place} differs")
-
-
 def _entry(optimizer: Optimizer, param: Tensor) -> Any:
     return optimizer.__dict__["state"].get(param) or {}
-
-
-def _without_link(optimizer: Optimizer) -> dict[str, Any]:
-    return {k: v for k, v in optimizer.__dict__.items() if k not in twin.HIDDEN}

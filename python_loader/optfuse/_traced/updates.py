@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,8 @@ class Traced:
         self.promise = promise
         self.names: list[str] = []  # of state tensors, in the order of the registers
         self.guides = 0  # at the last step
-        self.operators: list[int] = []  # of each of their programs
-        self.n_steps = 0  # that could not be traced
+        self.untraced = 0  # steps that were the class's own
+        self.why_not = ""  # the last of them
         self._made: dict[int, list[str]] = {}  # slot -> keys of its entry since begin()
         self.layout([])
 
@@ -110,7 +110,6 @@ class Traced:
                 self._cohort_of[slot] = cohort
         self._taking = taking
         self.guides = len(self._cohorts)
-        self.operators = [len(c.recorded.program.instructions) for c in self._cohorts if c.recorded]
         self.begun = True
 
     def _is_kept(self, taking: list[int]) -> bool:
@@ -269,14 +268,36 @@ class Traced:
         if after is None:
             cohort.entries = []
             return []
-        if cohort.entries is None:
-            taken = [p for p in map(params.__getitem__, cohort.slots) if p.grad is not None]
-            state = optimizer.state
-            cohort.entries = [state[param] for param in taken]
-        entries = cohort.entries
-        if self._whole and any(params[slot].grad is None for slot in cohort.slots):
-            cohort.entries = None  # some were not reached
+        reached = cohort.slots
+        if self._whole:
+            reached = [slot for slot in cohort.slots if params[slot].grad is not None]
+        if cohort.entries is not None and len(reached) == len(cohort.slots):
+            return _advance(cohort.entries, after)
+        state = optimizer.state
+        entries = [state[params[slot]] for slot in reached]
+        cohort.entries = entries if len(reached) == len(cohort.slots) else None
         return _advance(entries, after)
+
+    def shown(self, label: Callable[[int], str]) -> str:
+        """The programs of the last step. label: names a slot's parameter."""
+        if not self._cohorts:
+            return "traced, but it has taken no step yet"
+        parts = [self.described()]
+        for cohort in self._cohorts:
+            assert cohort.recorded is not None
+            n = len(cohort.slots) - 1
+            others = f" and {n} more" if n else ""
+            parts.append(f"\n{label(cohort.slots[0])}{others}:")
+            parts.append(cohort.recorded.program.shown(self.names))
+        return "\n".join(parts)
+
+    def described(self) -> str:
+        """In a line."""
+        if not self._cohorts:
+            return "traced"
+        sizes = [len(c.recorded.program.instructions) for c in self._cohorts if c.recorded]
+        guides = f"{len(sizes)} guide{'s' if len(sizes) > 1 else ''} a step"
+        return f"traced: {max(sizes, default=0)} operators, {guides}"
 
     def late_change(self, groups: list[Group]) -> int | None:
         """The first group whose options are no longer those of begin()."""

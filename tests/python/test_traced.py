@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers whose step() is traced train as they do by themselves, bit for bit, and what can't be
+traced is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import traced_classes
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from traced_classes import TRACEABLE, UNTRACEABLE, Base
+
+import optfuse
+from optfuse._link import link_of
+from optfuse._native import BACKWARD
+from optfuse._options import is_fused
+from optfuse._values import difference
+
+Wrap = Callable[[Optimizer], Optimizer]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+MODES = ("forward", "backward")
+
+
+class Net(nn.Module):
+    """An embedding, whose weights decode, too, a convolution, a norm and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 24)
+        self.conv = nn.Conv1d(24, 70, 3, padding=1)
+        self.norm = nn.BatchNorm1d(70)
+        self.out = nn.Linear(70, 300)
+        self.back = nn.Linear(300, 20)
+        self.tied = nn.Linear(24, 20, bias=False)
+        self.tied.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.table(x)
+        hidden = self.norm(self.conv(embedded.transpose(1, 2))).relu()
+        return self.back(self.out(hidden.mean(2)).relu()) + self.tied(embedded).mean(1)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    x = torch.randint(20, (6, 5), generator=random)
+    return x, torch.randint(20, (6,), generator=random)
+
+
+def parameters(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups with other options."""
+    params = list(model.parameters())
+    return [{"params": params[:3]}, {"params": params[3:], "lr": 3e-3, "weight_decay": 0.1}]
+
+
+def seen(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """All that a user can look at; gradients where they are not consumed."""
+    state = optimizer.state_dict()
+    consumes = is_fused(optimizer) and link_of(optimizer).mode == BACKWARD
+    grads = [] if consumes else [p.grad for p in model.parameters()]
+    return copy.deepcopy({"model": model.state_dict(), "state": state, "grads": grads})
+
+
+def train(
+    cls: type[Optimizer],
+    wrap: Wrap = lambda optimizer: optimizer,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 12,
+    each: Callable[[int, nn.Module, Optimizer], Any] = lambda *_: None,
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    optimizer = wrap(cls(parameters(model)))  # type: ignore[call-arg]
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        each(step, model, optimizer)
+        optimizer.step()
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    return seen(model, optimizer)
+
+
+def fused(mode: str, into: list[Optimizer] | None = None, **options: Any) -> Wrap:
+    def wrap(optimizer: Optimizer) -> Optimizer:
+        made = optfuse.fuse(optimizer, mode=mode, **options)
+        if into is not None:
+            into.append(made)
+        return made
+
+    return wrap
+
+
+def expect_same(ours: Any, stock: Any, mode: str = "forward") -> None:
+    if mode == "backward":
+        ours, stock = ({k: v for k, v in x.items() if k != "grads"} for x in (ours, stock))
+    assert difference("", ours, stock) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", TRACEABLE)
+def test_training_has_the_bits_of_the_class(cls: type[Optimizer], mode: str) -> None:
+    made: list[Optimizer] = []
+    expect_same(train(cls, fused(mode, made)), train(cls), mode)
+    link = link_of(made[0])
+    assert link.traced is not None
+    assert not link.traced.untraced
+    counts = optfuse.summary(made[0])
+    assert counts.created == 12 * 9
+    assert counts.at_once == 0 or mode == "backward"
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("cls", TRACEABLE)
+def test_dtypes(cls: type[Optimizer], dtype: torch.dtype) -> None:
+    made: list[Optimizer] = []
+    if cls is traced_classes.Foreach and dtype.itemsize == 2:
+        with pytest.raises(optfuse.Error, match="rounds numbers"):
+            train(cls, fused("forward"), dtype)
+        return
+    expect_same(
+        train(cls, fused("forward", made), dtype, steps=5), train(cls, dtype=dtype, steps=5)
+    )
+    assert link_of(made[0]).traced is not None
+
+
+@pytest.mark.parametrize("cls", UNTRACEABLE)
+def test_what_can_not_be_traced_is_refused(cls: type[Optimizer]) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.register_parameter("large", nn.Parameter(torch.randn(150, 120)))
+    optimizer = cls(model.parameters())  # type: ignore[call-arg]
+    before = seen(model, optimizer)
+    kept = len(getattr(cls, "kept", []))
+    with pytest.raises(optfuse.Error, match=UNTRACEABLE[cls]) as found:
+        optfuse.fuse(optimizer)
+    assert "Use the optimizer as it is" in str(found.value) or "register" in str(found.value)
+    expect_same(seen(model, optimizer), before)
+    assert type(optimizer) is cls
+    del getattr(cls, "kept", [])[kept:]
+
+
+def test_an_optimizer_inside_of_another_is_named() -> None:
+    class Outer(Base):
+        def __init__(self, params: Any) -> None:
+            params = list(params)
+            super().__init__(params)
+            self.inner = torch.optim.SGD(params, lr=0.1)
+
+    with pytest.raises(optfuse.Error, match="'inner'"):
+        optfuse.fuse(Outer(Net().parameters()))
+
+
+def test_what_is_registered_runs_its_own_step() -> None:
+    class Registered(traced_classes.AdaBelief):
+        pass
+
+    optfuse.register(Registered)
+    optimizer = optfuse.fuse(Registered(Net().parameters()))
+    assert link_of(optimizer).traced is None
+    assert optfuse.summary(optimizer).isa == {"float32": "own step()"}
+
+
+def test_registering_helps_where_tracing_does_not() -> None:
+    class Clips(traced_classes.ClipsAbove):
+        pass
+
+    with pytest.raises(optfuse.Error, match="register"):
+        optfuse.fuse(Clips(Net().parameters()))
+    optfuse.register(Clips)
+    expect_same(train(Clips, fused("forward")), train(Clips))
+
+
+class LaterLooks(traced_classes.AdaBelief):
+    """From the 25th step on it looks at values, for three steps."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        super().update(p, grad, state, group)
+        if 25 <= state["step"] < 28 and grad.abs().max() > 0:
+            p.mul_(0.99)
+
+
+def test_steps_that_can_not_be_traced_are_the_classes_own() -> None:
+    made: list[Optimizer] = []
+    expect_same(train(LaterLooks, fused("forward", made), steps=40), train(LaterLooks, steps=40))
+    assert link_of(made[0]).traced.untraced == 3  # type: ignore[union-attr]
+    assert "3 times it could not be traced" in str(optfuse.summary(made[0]))
+
+
+def test_in_backward_mode_they_raise_and_change_nothing() -> None:
+    before: dict[str, Any] = {}
+
+    def each(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        before.update(seen(model, optimizer))
+
+    made: list[Optimizer] = []
+    with pytest.raises(optfuse.Error, match=r"can't be traced.*Nothing was updated.*forward"):
+        train(LaterLooks, fused("backward", made), steps=40, each=each)
+    assert made[0].state_dict()["state"][0]["step"] == 24
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_without_gradients(mode: str) -> None:
+    """Their counters stay behind, and they form cohorts of their own."""
+
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+        optimizer = wrap(traced_classes.AdaBelief(layers.parameters()))
+        for step in range(12):
+            optimizer.zero_grad()
+            x = torch.ones(3, 9)
+            for i, layer in enumerate(layers):
+                if (step + i) % (i + 1) == 0:
+                    x = layer(x)
+            x.square().mean().backward()
+            optimizer.step()
+        return copy.deepcopy([layers.state_dict(), optimizer.state_dict()])
+
+    made: list[Optimizer] = []
+    stock = training(lambda optimizer: optimizer)
+    assert difference("", training(fused(mode, made)), stock) is None
+    counted = {entry["step"] for entry in stock[1]["state"].values()}
+    assert len(counted) == 4
+    assert link_of(made[0]).traced.guides > 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_in_which_no_parameter_has_a_gradient_counts(mode: str) -> None:
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = wrap(traced_classes.GroupCounter(parameters(model)))
+        for step in range(6):
+            optimizer.zero_grad()
+            if step % 2:
+                x, y = batch(step)
+                nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return copy.deepcopy([model.state_dict(), optimizer.state_dict()]), optimizer.steps  # type: ignore[attr-defined]
+
+    assert difference("", training(fused(mode)), training(lambda optimizer: optimizer)) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", [traced_classes.AdaBelief, traced_classes.TensorCounter])
+def test_resume(cls: type[Optimizer], mode: str) -> None:
+    """From a checkpoint of a stock run, and back."""
+    saved: dict[str, Any] = {}
+
+    def save(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if step == 5 and not saved:
+            saved.update(copy.deepcopy({"m": model.state_dict(), "o": optimizer.state_dict()}))
+
+    def resume(wrap: Wrap) -> Any:
+        model = Net()
+        model.load_state_dict(saved["m"])
+        optimizer = wrap(cls(parameters(model)))  # type: ignore[call-arg]
+        optimizer.load_state_dict(copy.deepcopy(saved["o"]))
+        for step in range(5, 12):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+    train(cls, fused("forward"), each=save)
+    assert difference("", resume(fused(mode)), resume(lambda optimizer: optimizer)) is None
+
+
+@pytest.mark.parametrize("cls", [traced_classes.AdaBelief, traced_classes.WritesGradient])
+def test_clipping(cls: type[Optimizer]) -> None:
+    def clip(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    def clip_ours(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        optfuse.clip_grad_norm_(model.parameters(), 0.05)
+
+    stock = train(cls, each=clip)
+    expect_same(train(cls, fused("forward"), each=clip), stock)
+    expect_same(train(cls, fused("forward"), each=clip_ours), stock)
+    expect_same(train(cls, fused("forward", max_grad_norm=0.05)), stock)
+
+
+def test_a_gradient_that_is_looked_at_is_as_the_class_leaves_it() -> None:
+    looked: dict[bool, list[Tensor]] = {True: [], False: []}
+
+    def look(which: bool) -> Callable[[int, nn.Module, Optimizer], None]:
+        def each(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+            optimizer.step()
+            looked[which] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+        return each
+
+    cls = traced_classes.WritesGradient
+    expect_same(train(cls, fused("forward"), each=look(True)), train(cls, each=look(False)))
+    assert difference("", looked[True], looked[False]) is None
+
+
+def test_accumulation_and_schedulers() -> None:
+    def training(wrap: Wrap, mode: str) -> Any:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = wrap(traced_classes.AdaBelief(parameters(model)))
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        for step in range(8):
+            optimizer.zero_grad()
+            for i in range(2):
+                x, y = batch(2 * step + i)
+                nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+        return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+    stock = training(lambda optimizer: optimizer, "")
+    for mode in MODES:
+        options = {"accumulate": 2} if mode == "backward" else {}
+        assert difference("", training(fused(mode, **options), mode), stock) is None
+
+
+def test_groups_that_are_added() -> None:
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        first, second = nn.Linear(9, 9), nn.Linear(9, 9)
+        optimizer = wrap(traced_classes.AdaBelief(first.parameters()))
+        for step in range(8):
+            if step == 3:
+                optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.1})
+            optimizer.zero_grad()
+            second(first(torch.ones(2, 9))).square().mean().backward()
+            optimizer.step()
+        return copy.deepcopy([first.state_dict(), second.state_dict(), optimizer.state_dict()])
+
+    assert difference("", training(fused("forward")), training(lambda o: o)) is None
+
+
+def test_options_that_change_between_backward_and_step_are_refused() -> None:
+    model = Net()
+    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()), mode="backward")
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(optfuse.Error, match="changed between"):
+        optimizer.step()
+
+
+def test_copies_and_pickles() -> None:
+    model = Net()
+    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()))
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    pair = copy.deepcopy((model, optimizer))
+    stock = pickle.loads(pickle.dumps((model, optimizer)))
+    assert link_of(pair[1]).traced is not None
+    for one, other in ((model, optimizer), pair, stock):
+        other.zero_grad()
+        nn.functional.cross_entropy(one(x), y).backward()
+        other.step()
+    expect_same(seen(*pair), seen(model, optimizer))
+    expect_same(seen(*stock), seen(model, optimizer))
+
+
+def test_explain() -> None:
+    model = Net()
+    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters(), lr=0.25))
+    assert "no step yet" in optfuse.explain(optimizer)
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    text = optfuse.explain(optimizer)
+    assert "exp_avg_var" in text
+    assert "param = 0.9975 param" in text
+    assert "traced" in str(optfuse.summary(optimizer))
+    plain = optfuse.fuse(torch.optim.AdamW(Net().parameters()))
+    assert "adam" in optfuse.explain(plain)
+
+
+def test_a_failing_step_leaves_no_state_behind() -> None:
+    model = Net()
+    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()))
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x), y).backward()
+    weight = model.out.weight
+    weight.grad = weight.grad.to_sparse()  # type: ignore[union-attr]
+    with pytest.raises(optfuse.Error, match="sparse"):
+        optimizer.step()
+    assert not optimizer.state_dict()["state"]
+    weight.grad = weight.grad.to_dense()
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
+    assert torch.isfinite(optimizer.state[weight]["exp_avg"]).all()
+
+
+# ---- each operator
+
+_ONE = torch.tensor(0.3)
+OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "copy": lambda p, g: g.clone(),
+    "neg": lambda p, g: -g,
+    "abs": lambda p, g: g.abs(),
+    "sign": lambda p, g: g.sign(),
+    "sgn": lambda p, g: torch.sgn(g),
+    "square": lambda p, g: g.square(),
+    "power 2": lambda p, g: g**2,
+    "sqrt": lambda p, g: g.sqrt(),
+    "rsqrt": lambda p, g: g.rsqrt(),
+    "reciprocal": lambda p, g: g.reciprocal(),
+    "fill": lambda p, g: torch.full_like(p, 0.1),
+    "add": lambda p, g: p.add(g, alpha=0.3),
+    "sub": lambda p, g: p.sub(g, alpha=0.7),
+    "add_number": lambda p, g: g + 0.1,
+    "sub_number": lambda p, g: g - 0.1,
+    "rsub": lambda p, g: 1.1 - g,
+    "rsub alpha": lambda p, g: torch.rsub(g, 0.3, alpha=2),
+    "mul": lambda p, g: p * g,
+    "mul_number": lambda p, g: p * 0.3,
+    "div": lambda p, g: p / g,
+    "div_number": lambda p, g: p / 0.3,
+    "number_div": lambda p, g: 0.3 / g,
+    "addcmul": lambda p, g: p.addcmul(g, g, value=0.3),
+    "addcdiv": lambda p, g: p.addcdiv(g, p, value=0.3),
+    "lerp near": lambda p, g: p.lerp(g, 0.1),
+    "lerp far": lambda p, g: p.lerp(g, 0.9),
+    "lerp 1": lambda p, g: p.lerp(g, 1.0),
+    "lerp tensor": lambda p, g: p.lerp(g, torch.tensor(0.2, dtype=p.dtype)),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "clamp_min": lambda p, g: g.clamp(min=0.1),
+    "clamp_max": lambda p, g: g.clamp(max=0.1),
+    "clamp both": lambda p, g: g.clamp(-0.1, 0.2),
+    "clamp tensors": lambda p, g: g.clamp(-p.abs(), p.abs()),
+    "clamp_min tensor": lambda p, g: g.clamp_min(p),
+    "gt": lambda p, g: (p > g).to(p.dtype),
+    "lt number": lambda p, g: (g < 0.1).to(p.dtype),
+    "ge number": lambda p, g: g * (g >= 0.3),
+    "eq": lambda p, g: (p == g).to(p.dtype),
+    "ne number": lambda p, g: p * (g != 0),
+    "where": lambda p, g: torch.where(p > g, p, g),
+    "where first": lambda p, g: torch.where(p > g, 0.3, g),
+    "where second": lambda p, g: torch.where(p > g, p, 0.3),
+    "and": lambda p, g: p * ((p > 0) & (g > 0)),
+    "or": lambda p, g: p * ((p > 0) | (g > 0)),
+    "not": lambda p, g: p * (~(p > 0)),
+    "masked_fill": lambda p, g: g.masked_fill(p > 0, 0.7),
+    "isnan": lambda p, g: torch.where(torch.isnan(g), 0.0, g),
+    "mul 0-dim": lambda p, g: p * _ONE,
+    "mul 0-dim float64": lambda p, g: p.mul(_ONE.double()),
+    "add 0-dim": lambda p, g: p.add(_ONE),
+    "div 0-dim": lambda p, g: p / _ONE,
+    "0-dim div": lambda p, g: _ONE / g,
+    "mul, add": lambda p, g: p.mul(0.9).add_(g, alpha=0.1),
+    "mul, addcmul": lambda p, g: p.mul(0.9).addcmul_(g, g, value=0.1),
+    "div, add": lambda p, g: p.abs().sqrt().div_(0.3).add_(1e-8),
+}
+# PyTorch takes them in float16 by a library's pow().
+POWERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "power 3": lambda p, g: g.pow(3),
+    "power -2": lambda p, g: g.pow(-2),
+    "power 0.5": lambda p, g: g.pow(0.5),
+    "power -0.5": lambda p, g: g.pow(-0.5),
+    "power -1": lambda p, g: g.pow(-1),
+}
+
+
+class OneOperator(Base):
+    formula: Any = None
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.copy_(type(self).formula(p, grad))
+
+
+def one_operator(name: str) -> type[OneOperator]:
+    formula = staticmethod({**OPERATORS, **POWERS}[name])
+    return type("One", (OneOperator,), {"formula": formula})
+
+
+def special(n: int, dtype: torch.dtype, random: torch.Generator) -> Tensor:
+    values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3e38, 1.0, -1.0])
+    which = torch.randint(18, (n,), generator=random)
+    return torch.where(which < 9, values.repeat(2)[which], torch.randn(n, generator=random)).to(
+        dtype
+    )
+
+
+def pairs(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    for n in (1, 5, 15, 16, 37, 1003, 20_011):
+        yield special(n, dtype, random), special(n, dtype, random)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(name: str, dtype: torch.dtype) -> None:
+    cls = one_operator(name)
+    numbers = list(pairs(dtype))
+    params = [nn.Parameter(p.clone()) for p, _ in numbers]
+    optimizer = optfuse.fuse(cls(params))
+    assert link_of(optimizer).traced is not None
+    for param, (_, grad) in zip(params, numbers, strict=True):
+        param.grad = grad
+    optimizer.step()
+    for param, (p, grad) in zip(params, numbers, strict=True):
+        assert difference("", param.detach(), OPERATORS.get(name)(p, grad)) is None  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_powers(name: str) -> None:
+    for dtype in DTYPES[:3]:
+        params = [nn.Parameter(torch.randn(37, dtype=dtype))]
+        assert link_of(optfuse.fuse(one_operator(name)(params))).traced is not None
+    with pytest.raises(optfuse.Error, match="power"):
+        optfuse.fuse(one_operator(name)([nn.Parameter(torch.randn(37, dtype=torch.float16))]))
+
+
+def test_several_threads_share_a_large_parameter() -> None:
+    cls = traced_classes.AdaBelief
+    params = [nn.Parameter(torch.randn(300_001)) for _ in range(2)]
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    ours, stock = optfuse.fuse(cls(params)), cls(twins)
+    for _ in range(3):
+        for a, b in zip(params, twins, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours.step()
+        stock.step()
+    for a, b in zip(params, twins, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_warns() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optfuse.fuse(traced_classes.AdaBelief(Net().parameters()))

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers in the styles of many packages, for tests of tracing: those that can be traced, and
+those that can't."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Base(Optimizer):
+    """step() goes through groups and parameters, as it does in most classes."""
+
+    defaults: Any = {"lr": 1e-2}
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {**type(self).options(), **options})
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+        return loss
+
+    def begin(self, group: dict[str, Any]) -> None:
+        pass
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        raise NotImplementedError
+
+
+class AdaBelief(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_var"] = torch.zeros_like(p)
+        (b1, b2), average = group["betas"], state["exp_avg"]
+        state["step"] += 1
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        average.mul_(b1).add_(grad, alpha=1 - b1)
+        surprise = grad - average
+        state["exp_avg_var"].mul_(b2).addcmul_(surprise, surprise, value=1 - b2)
+        c1, c2 = 1 - b1 ** state["step"], 1 - b2 ** state["step"]
+        root = (state["exp_avg_var"].add_(group["eps"]).sqrt() / math.sqrt(c2)).add_(group["eps"])
+        p.addcdiv_(average, root, value=-group["lr"] / c1)
+
+
+class SignOfAverage(Base):
+    """As Lion."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(p)
+        (b1, b2), average = group["betas"], state["exp_avg"]
+        p.data.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(average.clone().mul_(b1).add(grad, alpha=1 - b1).sign_(), alpha=-group["lr"])
+        average.mul_(b2).add_(grad, alpha=1 - b2)
+
+
+class WritesGradient(Base):
+    """Decay is added to the gradient, in place; the average begins as its copy."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        grad.add_(p, alpha=group["weight_decay"])
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = grad.clone()
+        else:
+            state["momentum_buffer"].mul_(group["betas"][0]).add_(grad)
+        p.add_(state["momentum_buffer"], alpha=-group["lr"])
+
+
+class TensorCounter(Base):
+    """A counter that is a tensor, and a root of a maximum."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["square"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["largest"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["step"] += 1
+        state["square"].lerp_(grad.square(), 1 - group["betas"][1])
+        torch.maximum(state["largest"], state["square"], out=state["largest"])
+        rate = group["lr"] / (1 - group["betas"][0] ** state["step"])
+        p.addcdiv_(grad, state["largest"].sqrt().add_(group["eps"]), value=-float(rate))
+
+
+class Replaces(Base):
+    """New tensors in the state at each step."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        before = state.get("average", torch.zeros_like(p))
+        state["average"] = group["betas"][0] * before + (1 - group["betas"][0]) * grad
+        state["last"] = grad.clone()
+        p.sub_(state["average"].clamp(-0.5, 0.5), alpha=group["lr"])
+
+
+class Masks(Base):
+    """Choices element by element, as Rprop makes them."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["before"] = torch.zeros_like(p)
+            state["size"] = torch.full_like(p, group["lr"])
+        sign = grad.mul(state["before"]).sign()
+        factor = sign.clone()
+        factor[sign.gt(0)] = 1.2
+        factor[sign.lt(0)] = 0.5
+        factor[sign.eq(0)] = 1.0
+        state["size"].mul_(factor).clamp_(1e-6, 50)
+        kept = torch.where(sign < 0, 0.0, grad)
+        p.addcmul_(kept.sign(), state["size"], value=-1)
+        state["before"].copy_(kept)
+        p.mul_(1 - 0.01 * (p.abs() > 1).to(p.dtype))
+
+
+class GroupCounter(Base):
+    """Counts in options, with a list that is written in place, and in an attribute."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.steps = 0
+        for group in self.param_groups:
+            group["buffer"] = [None, None]
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["n"] = group.get("n", 0) + 1
+        group["buffer"][group["n"] % 2] = 1 / group["n"]
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(grad, alpha=-group["lr"] * group["buffer"][group["n"] % 2] / self.steps)
+
+
+class EveryFifth(Base):
+    """Moves slow weights at every fifth step; they are made at the first."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if "slow" not in state:
+            state["slow"] = p.clone()
+        p.add_(grad, alpha=-group["lr"])
+        if state["n"] % 5 == 0:
+            state["slow"].add_(p - state["slow"], alpha=0.5)
+            p.copy_(state["slow"])
+
+
+class ByShape(Base):
+    """Treats vectors and matrices differently, and small and large ones."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if p.dim() > 1:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(grad, alpha=-group["lr"] / (1 + p.numel() % 3))
+
+
+class Foreach(Base):
+    """Multi-tensor functions."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            grads = [p.grad for p in params]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["average"] = torch.zeros_like(p)
+            averages = [self.state[p]["average"] for p in params]
+            torch._foreach_lerp_(averages, grads, 1 - group["betas"][0])
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            roots = torch._foreach_sqrt(torch._foreach_mul(grads, grads))
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_maximum_(roots, 1e-3)
+            torch._foreach_addcdiv_(params, averages, roots, -group["lr"])
+
+
+class TrainsAndEvaluates(Base):
+    """Parameters are other ones to train with than to evaluate with."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if not group.get("training"):
+            raise RuntimeError("call train() first")
+        group["k"] = group.get("k", 0) + 1
+
+    def _set(self, training: bool) -> None:
+        for group in self.param_groups:
+            if group.get("training", False) != training and "k" in group:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.data.lerp_(self.state[p]["z"], 0.1 if training else -1 / 9)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._set(True)
+
+    def eval(self) -> None:
+        self._set(False)
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if "z" not in state:
+            state["z"] = torch.clone(p, memory_format=torch.preserve_format)
+        p.lerp_(state["z"], 1 / (group["k"] + 1)).add_(grad, alpha=-0.1 * group["lr"])
+        state["z"].sub_(grad, alpha=group["lr"])
+
+
+TRACEABLE = [
+    *(AdaBelief, SignOfAverage, WritesGradient, TensorCounter, Replaces, Masks, GroupCounter),
+    *(EveryFifth, ByShape, Foreach, TrainsAndEvaluates),
+]
+
+
+# ---- those that can't be traced: what they do, and what the error says of it
+
+
+class Queue(Base):
+    """A queue of past gradients."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        state.setdefault("past", deque(maxlen=10)).append(grad.clone())
+        p.add_(state["past"][0], alpha=-group["lr"])
+
+
+class ClipsAbove(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        norm = grad.norm()
+        if norm > 1:
+            grad = grad / norm
+        p.add_(grad, alpha=-group["lr"])
+
+
+class LooksAtValues(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if bool((grad > 100).any()):
+            return
+        p.add_(grad, alpha=-group["lr"])
+
+
+class CatchesErrors(Base):
+    """As if nothing had happened."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        largest = 1.0
+        try:
+            largest = max(1.0, grad.abs().max().item())
+        except Exception:
+            largest = 1.0
+        p.add_(grad, alpha=-group["lr"] / largest)
+
+
+class Random(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(grad + 0.01 * torch.randn_like(grad), alpha=-group["lr"])
+
+
+class RandomOfPython(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(grad, alpha=-group["lr"] * random.random())
+
+
+class ByNumpy(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(grad, alpha=-group["lr"] / (1 + float(abs(grad.numpy()).max())))
+
+
+class KeepsInAttribute(Base):
+    last: Any = None
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        self.last = grad
+        p.add_(grad, alpha=-group["lr"])
+
+
+class KeepsElsewhere(Base):
+    kept: list[Any] = []  # noqa: RUF012  that is the point
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        self.kept.append(grad * 1)
+        p.add_(grad, alpha=-group["lr"])
+
+
+class CopiesDeep(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        before = copy.deepcopy(p.data)
+        p.add_(grad, alpha=-group["lr"])
+        p.lerp_(before, 0.1)
+
+
+class OptionOfGradient(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        group["scale"] = float(grad.abs().mean())
+        p.add_(grad, alpha=-group["lr"] * group["scale"])
+
+
+class Coupled(Base):
+    """Large parameters by how many others there are."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if p.numel() > 16_384:
+            grad = grad * len(self.param_groups[0]["params"])
+        p.add_(grad, alpha=-group["lr"])
+
+
+class OtherShapes(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        state["row"] = grad.flatten()[:1].clone()
+        p.add_(grad, alpha=-group["lr"])
+
+
+class Sorts(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(torch.sort(grad, dim=-1)[0], alpha=-group["lr"])
+
+
+class FiveStates(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        for name in "abcde":
+            state[name] = grad * 1
+        p.add_(grad, alpha=-group["lr"])
+
+
+class NewGradient(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(grad, alpha=-group["lr"])
+        p.grad = grad * 2
+
+
+UNTRACEABLE = {
+    Queue: "keeps a tensor of this step",
+    ClipsAbove: "norm",
+    LooksAtValues: "any",
+    CatchesErrors: "max",
+    Random: "independently",
+    RandomOfPython: "independently",
+    ByNumpy: "numpy",
+    KeepsInAttribute: "attribute 'last'",
+    KeepsElsewhere: "keeps a tensor of this step",
+    CopiesDeep: "__deepcopy__",
+    OptionOfGradient: "option 'scale'",
+    Coupled: "independently",
+    OtherShapes: "another shape",
+    Sorts: "sort",
+    FiveStates: "more than 4 state tensors",
+    NewGradient: "gradient",
+}
