@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import optfuse._traced.operators  # noqa: F401  the handlers
+import optfuse._traced.foreach  # noqa: F401  and with it all handlers
 from optfuse._own_step.twin import Entry, Group, Twin
-from optfuse._traced.program import MOST_STATE, STATE, Program, make_program
-from optfuse._traced.standin import Standin, Tape, Untraceable
+from optfuse._traced.program import MOST_STATE, STATE, TEMPORARY, Program, make_program
+from optfuse._traced.standin import Standin, Tape, Untraceable, own_attributes
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Recorded:
 
 def like(entry: Entry | None, param: Tensor, names: list[str]) -> Entry | None:
     """A state entry for record(): with places for tensors of the parameter's shape, and copies
-    of all else."""
+    of all else. names: the state tensors that are known."""
     if entry is None:
         return None
     return {key: _copied(key, value, param, names) for key, value in entry.items()}
@@ -45,8 +46,12 @@ def like(entry: Entry | None, param: Tensor, names: list[str]) -> Entry | None:
 
 def _copied(key: Any, value: Any, param: Tensor, names: list[str]) -> Any:
     if isinstance(value, Tensor):
-        if key in names or (param.dim() > 0 and value.shape == param.shape):
-            return Place(names.index(key) if key in names else -1)
+        is_known = key in names
+        if value.shape == param.shape and (is_known or param.dim() > 0):
+            if type(value) is not Tensor or value.dtype != param.dtype:
+                what = f"{type(value).__name__} of {value.dtype}"
+                raise Untraceable(f"state[{key!r}] is a {what} beside a parameter of {param.dtype}")
+            return Place(names.index(key) if is_known else -1)
         if value.dim() > 0 or value.device.type != "cpu":
             raise Untraceable(f"state[{key!r}] has another shape or device than its parameter")
         return value.detach().clone()
@@ -60,7 +65,7 @@ def _copied(key: Any, value: Any, param: Tensor, names: list[str]) -> Any:
 def _items(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [x for item in value.values() for x in (item, *_items(item))]
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple | set | deque):
         return [x for item in value for x in (item, *_items(item))]
     return [value]
 
@@ -73,86 +78,123 @@ def record(
     dtype: torch.dtype,
     entry: Entry | None,
     names: list[str],
+    strides: tuple[int, ...] | None = None,
 ) -> Recorded:
     """entry: as like() makes it. names: the state tensors that are known, in the order of their
-    registers. What step() writes into attributes and options it does to those given. Raises
-    Untraceable if a program can't do what step() does."""
-    tape = Tape()
-    param, grad = tape.new(shape, dtype), tape.new(shape, dtype)
-    state = [tape.new(shape, dtype) for _ in range(MOST_STATE)]
-    param.requires_grad_(True)
-    param.grad = grad
-    order = list(names)
-    given = None if entry is None else _with_standins(entry, state, order)
-    try:
-        made, after, changed = step_on.step_alone(attributes, options, param, given)
-    except Untraceable:
-        raise
-    except Exception as error:
-        raise tape.why or Untraceable(
-            f"its step() raises {type(error).__name__} without data: {error}"
-        ) from error
-    if tape.why is not None:  # step() has caught it
-        raise tape.why
-    if param.grad is not grad:
-        raise Untraceable("it puts another gradient into the place of the one that there is")
-    changed.pop("params")
-    _look_at_survivors(tape, param, grad, made, state)
-    found = None if made is None else _with_places(made, tape, state, order)
-    fresh = [name in (found or {}) and name not in (entry or {}) for name in order]
-    unset = frozenset(STATE + i for i, is_fresh in enumerate(fresh) if is_fresh)
-    program = make_program(tape.lines, unset, len(order))
-    return Recorded(program, found, tuple(order), changed, after, tape.looked_at_shape)
+    registers. strides: of a parameter that is not contiguous. What step() writes into attributes
+    and options it does to those given. Raises Untraceable if a program can't do what step()
+    does."""
+    tape = Tape(shape, dtype, strides)
+    guide = _Guide(tape, names)
+    after, options, kept = guide.run(step_on, attributes, options, entry)
+    order = guide.order
+    looked = tape.looked_at_shape
+    fresh = {
+        STATE + i
+        for i, name in enumerate(order)
+        if name in (kept or {}) and name not in (entry or {})
+    }
+    del guide  # and its stand-ins
+    if any(reference() is not None for reference in tape.alive):
+        raise Untraceable("it keeps a tensor of this step somewhere else than in its state")
+    program = make_program(tape.lines, frozenset(fresh), len(order))
+    return Recorded(program, kept, tuple(order), options, after, looked)
 
 
-def _with_standins(entry: Entry, state: list[Standin], order: list[str]) -> Entry:
-    """Appends to the order what is not in it yet."""
-    given = dict(entry)
-    for key, value in entry.items():
-        if not isinstance(value, Place):
-            continue
-        if key not in order:
-            _append(order, key)
-        given[key] = state[order.index(key)]
-    return given
+class _Guide:
+    """The stand-ins that a step() is given. Their registers on the tape are those of programs."""
+
+    def __init__(self, tape: Tape, names: list[str]) -> None:
+        self._tape = tape
+        self._param, self._grad = tape.new(tape.dtype), tape.new(tape.dtype)
+        self._param.requires_grad_(True)
+        self._param.grad = self._grad
+        self._plain: set[Any] = set()  # keys of the entry at which there is no state tensor
+        self.order = list(names)  # of state tensors
+        tape.looked_at_shape = False
+
+    def run(
+        self, step_on: Twin, attributes: dict[str, Any], options: Group, entry: Entry | None
+    ) -> tuple[dict[str, Any], Group, Entry | None]:
+        """Attributes, options and entry after the step."""
+        given = None if entry is None else self._with_standins(entry)
+        self._tape.n = TEMPORARY
+        try:
+            made, after, options = step_on.step_alone(attributes, options, self._param, given)
+        except Untraceable:
+            raise
+        except Exception as error:
+            why = f"its step() raises {type(error).__name__} without data: {error}"
+            raise Untraceable(self._tape.why or why) from error
+        if self._tape.why is not None:  # step() has caught it
+            raise Untraceable(self._tape.why)
+        self._look_at_tensors(after.pop("state"))
+        del after["param_groups"], options["params"]
+        return after, options, None if made is None else self._with_places(made)
+
+    def _with_standins(self, entry: Entry) -> Entry:
+        """Appends to the order what is not in it yet."""
+        given = dict(entry)
+        for key, value in entry.items():
+            if not isinstance(value, Place):
+                self._plain.add(key)
+            else:
+                register = STATE + self._place(key)
+                given[key] = Standin(self._tape, register, self._tape.dtype)
+        return given
+
+    def _place(self, key: Any) -> int:
+        if key not in self.order:
+            if len(self.order) == MOST_STATE:
+                raise Untraceable(f"it keeps more than {MOST_STATE} state tensors for a parameter")
+            self.order.append(key)
+        return self.order.index(key)
+
+    def _look_at_tensors(self, state: dict[Any, Entry]) -> None:
+        """What step() may not change, since it would change stand-ins only."""
+        param = self._param
+        if any(owner is not param for owner in state):
+            raise Untraceable("it keeps state for what is no parameter")
+        if param.grad is not self._grad:
+            raise Untraceable("it puts another gradient into the place of the one that there is")
+        if not param.requires_grad or self._grad.requires_grad:
+            raise Untraceable("it changes requires_grad")
+        for reference in self._tape.alive:
+            alive = reference()
+            if alive is not None and own_attributes(alive):
+                raise Untraceable(
+                    f"it gives tensors attributes: {', '.join(sorted(own_attributes(alive)))}"
+                )
+
+    def _with_places(self, entry: Entry) -> Entry:
+        """The entry after the step. What was put into it is copied to the register of its
+        place."""
+        found = {}
+        taken = {self._param.register, self._grad.register}
+        for key, value in entry.items():
+            if not isinstance(value, Standin):
+                found[key] = _plain(key, value)
+                continue
+            if value.dtype != self._tape.dtype:
+                raise Untraceable(f"state[{key!r}] has another dtype than its parameter")
+            if key in self._plain:
+                raise Untraceable(f"state[{key!r}] becomes a tensor, after it was none")
+            register = STATE + self._place(key)
+            is_others = register != value.register < TEMPORARY
+            if value.register in taken or is_others:
+                raise Untraceable(f"state[{key!r}] is the tensor of another place, too")
+            taken.add(value.register)
+            if value.register != register:
+                self._tape.lines.append(("copy", register, value.register, 0, 0, 0.0, 0.0))
+            found[key] = Place(register - STATE)
+        return found
 
 
-def _append(order: list[str], key: str) -> None:
-    if len(order) == MOST_STATE:
-        raise Untraceable(f"it keeps more than {MOST_STATE} state tensors for a parameter")
-    order.append(key)
-
-
-def _look_at_survivors(
-    tape: Tape, param: Standin, grad: Standin, entry: Entry | None, state: list[Standin]
-) -> None:
-    known = {id(param), id(grad), *map(id, state), *map(id, (entry or {}).values())}
-    for reference in tape.alive:
-        alive = reference()
-        if alive is not None and id(alive) not in known:
-            raise Untraceable("it keeps a tensor of this step somewhere else than in its state")
-
-
-def _with_places(entry: Entry, tape: Tape, state: list[Standin], order: list[str]) -> Entry:
-    """The entry after the step. What was put into it is copied to the register of its place."""
-    found = {}
-    taken = {0, 1}  # registers
-    for key, value in entry.items():
-        if not isinstance(value, Standin):
-            if any(isinstance(x, Standin) for x in _items(value)):
-                raise Untraceable(f"state[{key!r}] is a {type(value).__name__} that holds tensors")
-            found[key] = value
-            continue
-        if value.dtype != state[0].dtype or Tensor.size(value) != Tensor.size(state[0]):
-            raise Untraceable(f"state[{key!r}] has another dtype or shape than its parameter")
-        if key not in order:
-            _append(order, key)
-        own = state[order.index(key)]
-        is_other = value.register != own.register and value.register < STATE + MOST_STATE
-        if value.register in taken or is_other:
-            raise Untraceable(f"state[{key!r}] is the tensor of another place, too")
-        taken.add(value.register)
-        if value.register != own.register:
-            tape.write("copy", own, value)
-        found[key] = Place(order.index(key))
-    return found
+def _plain(key: Any, value: Any) -> Any:
+    """What is no stand-in."""
+    for x in _items(value):
+        if isinstance(x, Standin):
+            raise Untraceable(f"state[{key!r}] is a {type(value).__name__} that holds tensors")
+        if isinstance(x, Tensor) and x.ndim:
+            raise Untraceable(f"state[{key!r}] is a tensor that is not made from the parameter")
+    return value

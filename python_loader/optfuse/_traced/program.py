@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from optfuse._native import lib
 from optfuse._traced.standin import Line, Untraceable
@@ -32,25 +33,45 @@ _SHOWN |= {
 }
 
 
-def inputs_of(line: Line) -> tuple[int, ...]:
+def inputs_of(line: Shape | Line) -> tuple[int, ...]:
     """The registers that it reads."""
-    name, _, a, b, c, *_ = line
+    name, _, a, b, c = line[:5]
     if name in _NO_REGISTER:
         return ()
     return (a, b, c) if name in _THREE else (a, b) if name in _TWO else (a,)
+
+
+# A line without its numbers.
+Shape = tuple[str, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A program without its numbers; the same object for the same lines on a tape."""
+
+    lines: tuple[Shape, ...]  # in the library's registers
+    of: tuple[int, ...]  # which lines of the tape they are
+
+    def code(self) -> list[int]:
+        return [x for q in self.lines for x in (_NUMBER[q[0]], *q[1:])]
 
 
 @dataclass(frozen=True)
 class Program:
     """One update, in the library's registers."""
 
-    instructions: tuple[Line, ...]
+    structure: Structure
+    pairs: tuple[tuple[float, float], ...]  # s and t of each line
+
+    @property
+    def instructions(self) -> list[Line]:
+        return [(*q, *pair) for q, pair in zip(self.structure.lines, self.pairs, strict=True)]
 
     def code(self) -> list[int]:
-        return [x for q in self.instructions for x in (_NUMBER[q[0]], *q[1:5])]
+        return self.structure.code()
 
     def numbers(self) -> list[float]:
-        return [x for q in self.instructions for x in q[5:]]
+        return [x for pair in self.pairs for x in pair]
 
     def shown(self, state: Iterable[str]) -> str:
         """One line for each instruction; state: the names of the state tensors."""
@@ -69,39 +90,48 @@ def _shown(line: Line, names: dict[int, str]) -> str:
 
 
 def make_program(lines: list[Line], made: frozenset[int], n_state: int) -> Program:
-    """lines: in registers of which the first are parameter, gradient and n_state state tensors;
-    made: those of the state that have no values before. What nobody sees is left out."""
+    """lines: in registers of which the first are those of parameter, gradient and n_state state
+    tensors, and none from there to TEMPORARY. made: those of the state that have no values
+    before. What nobody sees is left out."""
+    structure = _structure(tuple(q[:5] for q in lines), made, n_state)
+    return Program(structure, tuple(lines[i][5:] for i in structure.of))
+
+
+@cache
+def _structure(lines: tuple[Shape, ...], made: frozenset[int], n_state: int) -> Structure:
     in_memory = range(STATE + n_state)
-    kept = _needed(lines, set(in_memory))
-    unset = set(made)
+    of = _needed(lines, set(in_memory))
+    kept = [lines[i] for i in of]
+    has_values = set(in_memory) - made
     for line in kept:
-        if unset.intersection(inputs_of(line)):
-            raise Untraceable("it reads state that it has made without values")
-        unset.discard(line[1])
-    if unset:
+        if not has_values.issuperset(inputs_of(line)):
+            raise Untraceable("it reads a tensor that it has made without values")
+        has_values.add(line[1])
+    if not has_values.issuperset(made):
         raise Untraceable("it makes state without values")
-    return Program(tuple(_with_few_registers(kept, in_memory)))
+    return Structure(tuple(_with_few_registers(kept, in_memory)), tuple(of))
 
 
-def _needed(lines: list[Line], live: set[int]) -> list[Line]:
+def _needed(lines: tuple[Shape, ...], live: set[int]) -> list[int]:
     """Those whose results are read or stay. An operator writes all of its register."""
     kept = []
-    for line in reversed(lines):
-        if line[1] in live:
-            live.discard(line[1])
-            live.update(inputs_of(line))
-            kept.append(line)
+    for i in reversed(range(len(lines))):
+        if lines[i][1] in live:
+            live.discard(lines[i][1])
+            live.update(inputs_of(lines[i]))
+            kept.append(i)
     return kept[::-1]
 
 
-def _with_few_registers(lines: list[Line], in_memory: range) -> Iterable[Line]:
+def _with_few_registers(lines: list[Shape], in_memory: range) -> Iterable[Shape]:
     """Temporaries take over the registers of those that are read no more, if they can the one
     that the same operator reads first."""
     last = {r: i for i, line in enumerate(lines) for r in (line[1], *inputs_of(line))}
     place = {r: r for r in in_memory}
     free = list(range(REGISTERS - 1, TEMPORARY - 1, -1))
-    for i, (operator, to, *_, s, t) in enumerate(lines):
-        of = inputs_of(lines[i])
+    for i, line in enumerate(lines):
+        operator, to = line[:2]
+        of = inputs_of(line)
         places = [place[r] for r in of]
         for r in dict.fromkeys(reversed(of)):
             if r not in in_memory and last[r] == i and r != to:
@@ -111,4 +141,4 @@ def _with_few_registers(lines: list[Line], in_memory: range) -> Iterable[Line]:
                 raise Untraceable(f"it needs more than {REGISTERS - TEMPORARY} temporaries at once")
             place[to] = free.pop()
         a, b, c = (*places, 0, 0, 0)[:3]
-        yield operator, place[to], a, b, c, s, t
+        yield operator, place[to], a, b, c

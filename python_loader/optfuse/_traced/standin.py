@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 
 # operator, to, a, b, c: registers of the tape; s, t: numbers
 Line = tuple[str, int, int, int, int, float, float]
-# What an ATen operator becomes: it gets the operator, its arguments and its options.
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Untraceable(Exception):
@@ -22,31 +21,82 @@ class Untraceable(Exception):
 
 
 class Tape:
-    """What one run of step() did, and all that it made."""
+    """What one run of step() did, and all that it made. All stand-ins have one shape."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+    ) -> None:
+        """strides: if not contiguous."""
+        self.sizes = sizes
+        self.dtype = dtype
+        self.strides = strides
         self.lines: list[Line] = []
         self.n = 0  # registers
         self.alive: list[weakref.ref[Standin]] = []
         self.looked_at_shape = False
-        self.why: Untraceable | None = None  # the first reason, also if step() caught it
+        self.why: str | None = None  # the first reason, also if step() caught it
 
-    def new(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Standin:
+    def new(self, dtype: torch.dtype) -> Standin:
         """With a register of its own."""
         self.n += 1
-        return Standin(self, self.n - 1, shape, dtype)
+        return Standin(self, self.n - 1, dtype)
 
     def write(
-        self, operator: str, to: Standin, *of: Standin, s: float = 0.0, t: float = 0.0
+        self,
+        operator: str,
+        to: Standin,
+        a: Standin | None = None,
+        b: Standin | None = None,
+        c: Standin | None = None,
+        s: float = 0.0,
+        t: float = 0.0,
     ) -> Standin:
-        a, b, c = (*(x.register for x in of), 0, 0, 0)[:3]
-        self.lines.append((operator, to.register, a, b, c, s, t))
+        x = 0 if a is None else a.register
+        y = 0 if b is None else b.register
+        z = 0 if c is None else c.register
+        self.lines.append((operator, to.register, x, y, z, s, t))
         return to
 
     def refuse(self, why: str) -> NoReturn:
-        error = Untraceable(why)
-        self.why = self.why or error
-        raise error
+        self.why = self.why or why
+        raise Untraceable(why)
+
+    def answer(self, question: Any, *args: Any) -> Any:
+        """What a tensor of this shape says to one of the operators in QUESTIONS. Operators ask
+        for the number of dimensions, too, where step() does not."""
+        if question is not _DIM:
+            self.looked_at_shape = True
+        if question is _SIZES:
+            return list(self.sizes)
+        blank = torch.empty(self.sizes, device="meta", dtype=self.dtype)
+        if self.strides is not None:
+            blank = blank.as_strided(self.sizes, self.strides)
+        return question(blank, *args)
+
+
+_OF_PYTORCH = "_sym_"  # attributes in which it keeps the answers
+_aten = torch.ops.aten
+_DIM, _SIZES = _aten.dim.default, _aten.sym_size.default
+_QUESTIONS = {
+    *(_DIM, _SIZES, _aten.size.default, _aten.numel.default),
+    *(_aten.sym_numel.default, _aten.stride.default, _aten.sym_stride.default),
+    *(_aten.is_contiguous.default, _aten.is_contiguous.memory_format),
+    *(_aten.is_strides_like_format.default, _aten.is_non_overlapping_and_dense.default),
+}
+
+
+@dataclass(frozen=True)
+class Called:
+    """An operator of ATen, for its handler."""
+
+    name: str  # without overload and the underscore of those that are in place
+    in_place: bool  # also: into out=
+    full_name: str
+
+
+# What an operator becomes: it gets the operator, its arguments and its options.
+Handler = Callable[[Called, tuple[Any, ...], dict[str, Any]], Any]
+handlers: dict[Any, tuple[Handler, Called]] = {}
 
 
 class Standin(Tensor):
@@ -56,10 +106,16 @@ class Standin(Tensor):
     register: int
 
     @staticmethod
-    def __new__(
-        cls, tape: Tape, register: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
-    ) -> Standin:
-        made: Standin = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+    def __new__(cls, tape: Tape, register: int, dtype: torch.dtype) -> Standin:
+        # By this policy PyTorch asks __torch_dispatch__() for shape and strides.
+        made: Standin = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            tape.sizes,
+            strides=tape.strides,
+            dtype=dtype,
+            device="cpu",
+            dispatch_sizes_strides_policy="sizes",
+        )
         made.tape = tape
         made.register = register
         tape.alive.append(weakref.ref(made))
@@ -71,36 +127,30 @@ class Standin(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        handler = handlers.get(func)
-        if handler is None:
-            handler = by_namespace(func)
-            if handler is None:
-                tape_of(args, kwargs).refuse(f"operator {func} can't be part of a program")
-        return handler(func, args, kwargs or {})
+        found = handlers.get(func)
+        if found is not None:
+            return found[0](found[1], args, kwargs or {})
+        if func in _QUESTIONS:
+            return args[0].tape.answer(func, *args[1:])
+        return tape_of(args, kwargs).refuse(f"operator {func} can't be part of a program")
 
     def __setitem__(self, mask: Any, value: Any) -> None:
         if not isinstance(mask, Standin):
             self.tape.refuse("it writes to a part of a tensor")
         torch.ops.aten.masked_fill_(self, mask, value)
 
-
-handlers: dict[Any, Handler] = {}
-_families: list[tuple[str, Handler]] = []
-
-
-def family(prefix: str) -> Callable[[Handler], Handler]:
-    """A handler for all operators whose name begins so."""
-
-    def put(handler: Handler) -> Handler:
-        _families.append((prefix, handler))
-        return handler
-
-    return put
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith(_OF_PYTORCH):
+            raise AttributeError(name)
+        self.tape.refuse(
+            f"it looks for the attribute {name!r} of a tensor, which may be there for some "
+            "parameters only"
+        )
 
 
-def by_namespace(func: Any) -> Handler | None:
-    name = func._schema.name
-    return next((handler for prefix, handler in _families if name.startswith(prefix)), None)
+def own_attributes(x: Standin) -> set[str]:
+    """Names of those that step() gave it."""
+    return {k for k in vars(x).keys() - {"tape", "register"} if not k.startswith(_OF_PYTORCH)}
 
 
 def tape_of(*values: Any) -> Tape:
@@ -118,18 +168,14 @@ def tape_of(*values: Any) -> Tape:
 
 
 def _noting(name: str) -> Any:
-    """Something of the shape, whose looking at is noted."""
+    """The number of dimensions, when step() asks for it itself."""
     real: Any = getattr(Tensor, name)
 
-    def look(self: Standin, *args: Any, **kwargs: Any) -> Any:
+    def look(self: Standin) -> Any:
         self.tape.looked_at_shape = True
-        return real(self, *args, **kwargs)
+        return real(self) if callable(real) else real.__get__(self)
 
-    def look_at(self: Standin) -> Any:
-        self.tape.looked_at_shape = True
-        return real.__get__(self)
-
-    return look if callable(real) else property(look_at)
+    return look if callable(real) else property(look)
 
 
 def _refusing(name: str) -> Any:
@@ -139,14 +185,18 @@ def _refusing(name: str) -> Any:
     return refuse if callable(getattr(Tensor, name, refuse)) else property(refuse)
 
 
-for _name in ("shape", "size", "numel", "dim", "ndim", "stride", "nelement", "ndimension"):
-    setattr(Standin, _name, _noting(_name))
-for _name in ("__len__", "nbytes", "is_contiguous"):
+def _set_data(x: Standin, value: Any) -> NoReturn:
+    x.tape.refuse("it puts another tensor into .data, where it could write into the one there")
+
+
+for _name in ("dim", "ndim", "ndimension"):
     setattr(Standin, _name, _noting(_name))
 for _name in (
     *("data_ptr", "numpy", "tolist", "item", "storage", "untyped_storage", "storage_offset"),
-    *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "__bool__", "__float__"),
-    *("__int__", "__index__", "__iter__", "__getitem__", "__contains__", "_version"),
-    *("register_hook", "backward", "is_set_to", "share_memory_", "const_data_ptr"),
+    *("_typed_storage", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "__bool__"),
+    *("__float__", "__int__", "__index__", "__complex__", "__iter__", "__getitem__"),
+    *("__contains__", "__repr__", "__format__", "_version", "register_hook", "backward"),
+    *("is_set_to", "share_memory_", "const_data_ptr"),
 ):
     setattr(Standin, _name, _refusing(_name))
+Standin.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment]

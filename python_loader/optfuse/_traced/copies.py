@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ATen's operators that make, fill and copy tensors are on a tape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from optfuse._traced.operands import Args, Options, number, on, real
+from optfuse._traced.standin import Called, Standin, tape_of
+
+_NOWHERE = "it writes into a tensor that is none of the parameter's state"
+
+
+def _dtype(x: Standin, options: Options) -> torch.dtype:
+    """Of a tensor that is made like x."""
+    if torch.device(options.get("device") or "cpu").type != "cpu":
+        x.tape.refuse(f"it makes a tensor on {options['device']}")
+    if options.get("layout") not in (None, torch.strided):
+        x.tape.refuse(f"it makes a tensor of {options['layout']}")
+    return options.get("dtype") or x.dtype
+
+
+@on("clone.default", "_to_copy.default")
+def _copy(called: Called, args: Args, options: Options) -> Any:
+    x = args[0]
+    dtype = _dtype(x, options)
+    if dtype not in (x.dtype, x.tape.dtype):
+        x.tape.refuse(f"it converts {x.dtype} to {dtype}")
+    return x.tape.write("copy", x.tape.new(dtype), x)
+
+
+@on("copy")
+def _copy_into(called: Called, args: Args, options: Options) -> Any:
+    to, x = args[:2]
+    if not called.in_place or not isinstance(to, Standin):
+        tape_of(args, options).refuse(_NOWHERE)
+    real(to)
+    if not isinstance(x, Standin):
+        return to.tape.write("fill", to, s=number(x, to))
+    real(to, x)
+    return to.tape.write("copy", to, x)
+
+
+_VALUES = {"zeros": 0.0, "ones": 1.0}
+
+
+@on("zeros_like", "ones_like", "full_like", "empty_like")
+@on("new_zeros", "new_ones", "new_full", "new_empty")
+def _make(called: Called, args: Args, options: Options) -> Any:
+    x = args[0]
+    tape = tape_of(args, options)
+    if not isinstance(x, Standin) or called.in_place:
+        tape.refuse(_NOWHERE)
+    if called.name.startswith("new_") and tuple(args[1]) != tape.sizes:
+        tape.refuse("it makes a tensor of another shape than the parameter")
+    dtype = _dtype(x, options)
+    if dtype != tape.dtype:
+        tape.refuse(f"it makes a tensor of {dtype} beside a parameter of {tape.dtype}")
+    to = tape.new(dtype)
+    what = called.name.removesuffix("_like").removeprefix("new_")
+    if what == "empty":
+        return to
+    s = _VALUES[what] if what in _VALUES else number(args[-1], x)
+    return tape.write("fill", to, s=s)
+
+
+@on("zero", "fill")
+def _fill(called: Called, args: Args, options: Options) -> Any:
+    to = args[0]
+    if not called.in_place or not isinstance(to, Standin):
+        tape_of(args, options).refuse(_NOWHERE)
+    real(to)
+    return to.tape.write("fill", to, s=number(args[1], to) if len(args) > 1 else 0.0)
+
+
+@on("detach", "alias.default", "lift_fresh.default")
+@on("view.default", "_unsafe_view.default", "expand.default")
+def _alias(called: Called, args: Args, options: Options) -> Any:
+    """Another tensor of the same memory."""
+    x = args[0]
+    if len(args) > 1 and tuple(args[1]) != x.tape.sizes:
+        x.tape.refuse("it views a tensor in another shape")
+    return Standin(x.tape, x.register, x.dtype)

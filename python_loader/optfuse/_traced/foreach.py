@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ATen's operators on lists are on a tape: on the CPU they call the operator on one tensor
+after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# They come first: the handlers of the operators on one tensor.
+import optfuse._traced.copies
+import optfuse._traced.masks
+import optfuse._traced.operators  # noqa: F401
+from optfuse._traced.operands import Args, Options
+from optfuse._traced.standin import Called, Handler, handlers, tape_of
+
+_PREFIX = "_foreach_"
+# Those that don't go by the name of an operator on one tensor.
+_NAMES = {"maximum": "clamp_min", "minimum": "clamp_max"}
+
+
+def _each(handler: Handler, one: Called) -> Handler:
+    def for_each(called: Called, args: Args, options: Options) -> Any:
+        lists = [x for x in (*args, *options.values()) if isinstance(x, list | tuple)]
+        if "out" in options or not lists:
+            tape_of(args, options).refuse(f"operator {called.full_name} can't be in a program")
+        tape = tape_of(args, options)
+        if one.name in ("mul", "div") and tape.dtype.itemsize == 2 and len(lists) == 1:
+            tape.refuse(f"{called.full_name} rounds numbers to {tape.dtype} first")
+        made = [
+            handler(one, tuple(_at(i, x) for x in args), {k: _at(i, x) for k, x in options.items()})
+            for i in range(len(lists[0]))
+        ]
+        return None if called.in_place else made
+
+    return for_each
+
+
+def _at(i: int, x: Any) -> Any:
+    return x[i] if isinstance(x, list | tuple) else x
+
+
+def _find(packet_name: str) -> None:
+    name = packet_name.removeprefix(_PREFIX).rstrip("_")
+    name = _NAMES.get(name, name)
+    known = {called.name: handler for handler, called in handlers.values()}
+    if name not in known:
+        return
+    packet = getattr(torch.ops.aten, packet_name)
+    for overload in packet.overloads():
+        func = getattr(packet, overload)
+        called = Called(name, func._schema.is_mutable, str(func))
+        handlers[func] = _each(known[name], called), called
+
+
+for _name in dir(torch._C._VariableFunctions):
+    if _name.startswith(_PREFIX):
+        _find(_name)
