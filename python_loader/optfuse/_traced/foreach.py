@@ -41,19 +41,20 @@ def _at(i: int, x: Any) -> Any:
     return x[i] if isinstance(x, list | tuple) else x
 
 
-def _find(packet_name: str) -> None:
-    name = packet_name.removeprefix(_PREFIX).rstrip("_")
-    name = _NAMES.get(name, name)
-    known = {called.name: handler for handler, called in handlers.values()}
-    if name not in known:
-        return
-    packet = getattr(torch.ops.aten, packet_name)
+def _put(packet: Any, name: str, handler: Handler) -> None:
     for overload in packet.overloads():
         func = getattr(packet, overload)
         called = Called(name, func._schema.is_mutable, str(func))
-        handlers[func] = _each(known[name], called), called
+        handlers[func] = _each(handler, called), called
 
 
-for _name in dir(torch._C._VariableFunctions):
-    if _name.startswith(_PREFIX):
-        _find(_name)
+def _put_all() -> None:
+    on_one = {called.name: handler for handler, called in handlers.values()}
+    for spelled in dir(torch._C._VariableFunctions):
+        name = spelled.removeprefix(_PREFIX).rstrip("_")
+        name = _NAMES.get(name, name)
+        if spelled.startswith(_PREFIX) and name in on_one:
+            _put(getattr(torch.ops.aten, spelled), name, on_one[name])
+
+
+_put_all()

@@ -194,7 +194,8 @@ def _plain(key: Any, value: Any) -> Any:
     """What is no stand-in."""
     for x in _items(value):
         if isinstance(x, Standin):
-            raise Untraceable(f"state[{key!r}] is a {type(value).__name__} that holds tensors")
+            what = f"state[{key!r}], a {type(value).__name__}"
+            raise Untraceable(f"it keeps a tensor of this step in {what}")
         if isinstance(x, Tensor) and x.ndim:
             raise Untraceable(f"state[{key!r}] is a tensor that is not made from the parameter")
     return value
