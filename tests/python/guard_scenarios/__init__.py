@@ -22,6 +22,7 @@ from guard_scenarios import (  # noqa: F401
     own_step,
     pending,
     reordering,
+    traced,
 )
 from guard_scenarios.player import play
 from guard_scenarios.registry import SCENARIOS

@@ -67,6 +67,7 @@ OUT_OF_REACH = {
     "interrupts": "programs are not interrupted; tests/python/test_interrupts.py does that",
     "gil": "it prevents a deadlock of two threads; a program has one at a time",
     "independent": "it is about classes; programs have those of torch.optim",
+    "traced_bits": "it is about classes; programs have those of torch.optim",
     "graphs": "a graph of the tests' own replays here; programs have none",
     "buffer": "programs have no gradients in memory that they know by another name",
     "reach": "it is about registered classes; programs have those of torch.optim",
