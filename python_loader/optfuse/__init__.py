@@ -6,17 +6,20 @@
 
 Everything else in the training loop stays as it is."""
 
-from optfuse import optim, pipeline
-from optfuse._ab.ab import ab
-from optfuse._clip import clip_grad_norm_
-from optfuse._delay import drain
-from optfuse._fuse import flush, fuse, unfuse
-from optfuse._kfac.kfac import KFAC, KFACSummary, kfac
-from optfuse._native import Error
-from optfuse._own_step.register import register
-from optfuse._passes import accumulate
-from optfuse._reorder import Reordering, reorder
-from optfuse._summary import Summary, explain, summary
+from optfuse._started import as_command
+
+if not as_command():  # whose commands import what they need, and may find that it can't be loaded
+    from optfuse import optim, pipeline
+    from optfuse._ab.ab import ab
+    from optfuse._clip import clip_grad_norm_
+    from optfuse._delay import drain
+    from optfuse._fuse import flush, fuse, unfuse
+    from optfuse._kfac.kfac import KFAC, KFACSummary, kfac
+    from optfuse._native import Error
+    from optfuse._own_step.register import register
+    from optfuse._passes import accumulate
+    from optfuse._reorder import Reordering, reorder
+    from optfuse._summary import Summary, explain, summary
 
 __version__ = "0.1.0"
 __all__ = [

@@ -18,7 +18,7 @@ from optfuse._choice import other_counters, why_not_tried
 from optfuse._gpu import is_gpu
 from optfuse._link import Link, link_of
 from optfuse._native import BACKWARD, FORWARD, Error, lib
-from optfuse._options import LINK, Options
+from optfuse._options import LINK, MADE, Options, is_fused
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.updates import running
 from optfuse._refuse import check_group, refuse_untraceable
@@ -163,8 +163,12 @@ def fused_class(stock: type[Optimizer], external: bool = False) -> type[Optimize
     """The subclass that a fused optimizer of this class becomes."""
 
     def make_stock(_: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
-        """type(optimizer)(...) makes another one, which nobody has fused."""
-        return stock(*args, **kwargs)
+        """type(optimizer)(...) makes another one, which nobody has fused but for `python -m
+        optfuse run`: it is an instance of this class then, and Python calls __init__() again."""
+        made = stock(*args, **kwargs)
+        if is_fused(made):
+            made.__dict__[MADE] = True
+        return made
 
     names = {
         **_methods(_FusedOwn if external else _Fused),
@@ -239,6 +243,14 @@ def become_stock(optimizer: Optimizer) -> None:
     optimizer.__dict__.update(link.saved)
     optimizer.__class__ = link.stock
     rewrap(optimizer)
+
+
+def give_up_unasked(optimizer: Optimizer) -> None:
+    """Makes it the stock one again if `python -m optfuse run` fused it, and the script now says
+    itself what it wants."""
+    if is_fused(optimizer) and (notify := link_of(optimizer).unasked) is not None:
+        become_stock(optimizer)
+        notify()
 
 
 def _unscales(optimizer: Optimizer, mode: int) -> bool:

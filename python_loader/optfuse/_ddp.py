@@ -172,6 +172,12 @@ def _reduced(model: DistributedDataParallel) -> list[Tensor]:
     return [p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore]
 
 
+def reduces(model: DistributedDataParallel, optimizer: Optimizer) -> bool:
+    """Whether the model reduces the gradient of a parameter that the optimizer has."""
+    managed = set(map(id, _reduced(model)))
+    return any(id(param) in managed for param in parameters_of(optimizer))
+
+
 _reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
     weakref.WeakKeyDictionary()
 )
@@ -213,8 +219,7 @@ def check_model(
         raise Error(
             f"optfuse: {kind.taken_by} can't update behind this DDP model: {reason}{kind.way_out}"
         )
-    managed = set(map(id, _reduced(model)))
-    if not any(id(param) in managed for param in parameters_of(optimizer)):
+    if not reduces(model, optimizer):
         raise Error(
             "optfuse: fuse() got ddp=, but that model reduces none of the optimizer's parameters; "
             "pass the model whose parameters they are"

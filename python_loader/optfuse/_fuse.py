@@ -27,7 +27,13 @@ from optfuse._check import (
     whole,
 )
 from optfuse._choice import rule_of
-from optfuse._classes import become_fused, become_stock, try_to_trace, try_with_stock
+from optfuse._classes import (
+    become_fused,
+    become_stock,
+    give_up_unasked,
+    try_to_trace,
+    try_with_stock,
+)
 from optfuse._ddp import Reduction, check_model, reduction_of
 from optfuse._delay import delays_of
 from optfuse._link import link_of
@@ -148,6 +154,7 @@ def fuse(
         _refuse_to_lose(max_grad_norm)
         _refuse_to_be_early(delay)
         return optimizer
+    give_up_unasked(optimizer)
     if is_fused(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if side_stream and mode != "backward":

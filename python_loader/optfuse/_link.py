@@ -12,7 +12,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any, Protocol
@@ -123,6 +123,7 @@ class Link:
         self.marked = False  # tensors may carry the pending mark
         self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
+        self.unasked: Callable[[], None] | None = None  # for who fused it without the script's fuse()
         self.delayed: Delayed | None = None  # parameters whose updates arrive late
         self._scalars = DeviceScalars(self.plan)
         self._params: list[Tensor] = []

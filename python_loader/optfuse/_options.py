@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from optfuse._native import FORWARD
 
 LINK = "_optfuse_link"  # the attribute of a fused optimizer that holds its Link
+MADE = "_optfuse_made"  # and of one that has been made and fused, but Python calls __init__() again
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m optfuse doctor`: what is here, and whether it works."""

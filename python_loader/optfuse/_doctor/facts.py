@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is installed and set, found out without loading the library."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optfuse import __version__, _library
+from optfuse._doctor.finding import Finding, in_words
+from optfuse._releases import TESTED
+
+PACKAGE = Path(_library.__file__).resolve().parent
+_SETTINGS = ("OPTFUSE_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_TF32", "PYTORCH_")
+_PRELOADED = ("LD_PRELOAD", "MALLOC_CONF")
+
+
+def _torch() -> Any:
+    """None: it can't be imported, or is none."""
+    try:
+        torch = importlib.import_module("torch")
+        return torch if hasattr(torch, "__version__") else None
+    except Exception:
+        return None
+
+
+def versions() -> Iterator[Finding]:
+    yield Finding("optfuse", f"{__version__}, for torch {TESTED[0]} to {TESTED[-1]}")
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    yield Finding("Python", f"{python}, {sys.platform} {platform.machine()}, {_libc()}")
+    torch = _torch()
+    if torch is not None:
+        made_with = getattr(getattr(torch, "version", None), "cuda", None)
+        yield Finding(
+            "torch",
+            f"{torch.__version__}, {f'CUDA {made_with}' if made_with else 'without CUDA'}, "
+            f"{torch.get_num_threads() if hasattr(torch, 'get_num_threads') else '?'} threads",
+        )
+    else:
+        yield Finding("torch", "can't be imported")
+    yield Finding("processor", _processor())
+
+
+def _libc() -> str:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or "another C library than glibc"
+    except (AttributeError, ValueError, OSError):
+        return "another C library than glibc"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    count = os.process_cpu_count() if sys.version_info >= (3, 13) else os.cpu_count()
+    return f"{models[0] if models else 'unknown'}, {count} logical cores"
+
+
+def libraries() -> Iterator[Finding]:
+    """The file that would be opened; why none would is said by who loads it."""
+    torch = _torch()
+    try:
+        here = _library.Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))
+        library = _library.find(here, os.environ, PACKAGE)
+        fields = json.loads(library.with_suffix(".json").read_text(encoding="utf-8"))
+        built = ", ".join(f"{name} {value}" for name, value in sorted(fields.items()))
+        yield Finding("library", f"{library} ({built})")
+        kernels = _library.find_cuda(library, os.environ)
+        yield Finding("CUDA kernels", str(kernels or "none: it was built without nvcc"))
+    except Exception as error:
+        known = [str(path) for path in _library.descriptions(PACKAGE)]
+        reason = in_words(error) if isinstance(error, ImportError) else "torch is missing"
+        found = ", ".join(known) or f"none in {PACKAGE}"
+        yield Finding("library", f"not found, because {reason}; there is {found}")
+
+
+def environment() -> Iterator[Finding]:
+    named = sorted(k for k in os.environ if k.startswith(_SETTINGS) or k in _PRELOADED)
+    settings = ", ".join(f"{name}={os.environ[name]}" for name in named)
+    yield Finding("settings", settings or "none of its own, of OpenMP or of CUDA")
+    if os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0"):
+        yield Finding("note", "OPTFUSE_DISABLE is set: fuse() does nothing until it is unset")

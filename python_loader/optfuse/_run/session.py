@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fuses the optimizers that a script makes, and says on stderr what it has not fused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from optfuse._classes import become_stock
+from optfuse._ddp import reduces
+from optfuse._fuse import fuse
+from optfuse._link import link_of
+from optfuse._native import Error
+from optfuse._options import is_disabled, is_fused
+from optfuse._own_step.reach import inner_optimizer
+from optfuse._own_step.register import is_registered, register
+
+Models = Iterable[DistributedDataParallel]
+_BACKWARD_ONLY = "side_stream", "accumulate"
+
+
+def _line(error: Error) -> str:
+    """Its text without its beginning, as one line."""
+    return " ".join(str(error).removeprefix("optfuse: ").split())
+
+
+class Session:
+    """Of one process."""
+
+    def __init__(self, settings: dict[str, Any], models: Models) -> None:
+        """models: those that live, which grow."""
+        self._mode: str = settings["mode"]
+        self._options: dict[str, Any] = settings["options"]
+        self._register = frozenset(settings["register"])
+        self._said: int = settings["said"]  # 0: nothing, 2: more
+        self._models = models
+        self._ours: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._lines: set[str] = set()
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Counts from here on."""
+        self._fused: Counter[tuple[str, str]] = Counter()  # by mode and class
+        self._left = 0
+
+    def made(self, optimizer: Optimizer, where: str) -> None:
+        """where: file and line."""
+        inner = inner_optimizer(optimizer)
+        if is_disabled() or is_fused(optimizer) or (inner and is_fused(inner[1])):
+            return
+        self._fuse(optimizer, where)
+
+    def wrapped(self, model: DistributedDataParallel) -> None:
+        """A model was made, perhaps after the optimizer of its parameters."""
+        for optimizer, where in list(self._ours.items()):
+            unasked = is_fused(optimizer) and link_of(optimizer).unasked is not None
+            if unasked and self._mode == "backward" and reduces(model, optimizer):
+                self._fused[_kind(optimizer)] -= 1
+                become_stock(optimizer)
+                self._fuse(optimizer, where)
+
+    def report(self) -> None:
+        """At the end of the process."""
+        self._say(1, "optfuse: " + "; ".join(self._counts()))
+
+    def _counts(self) -> Iterable[str]:
+        modes = sorted({mode for (mode, _), count in self._fused.items() if count})
+        for mode in modes:
+            names = {name: n for (m, name), n in self._fused.items() if m == mode and n}
+            total = sum(names.values())
+            yield f"fused {_many(total)} ({', '.join(sorted(names))}) in {mode} mode"
+        if not modes:
+            yield "fused no optimizer"
+        if self._left:
+            yield f"left {_many(self._left)} as it was made"
+
+    def _say(self, least: int, text: str) -> None:
+        if self._said >= least:
+            with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+                print(text, file=sys.stderr, flush=True)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._lines:
+            self._lines.add(text)
+            self._say(1, text)
+
+    def _register_if_named(self, cls: type[Optimizer]) -> None:
+        if f"{cls.__module__}.{cls.__qualname__}" in self._register and not is_registered(cls):
+            register(cls)
+
+    def _fuse(self, optimizer: Optimizer, where: str) -> None:
+        name = type(optimizer).__name__
+        try:
+            self._register_if_named(type(optimizer))
+            self._fuse_or_raise(optimizer, where)
+        except Error as error:
+            self._left += 1
+            self._say_once(f"optfuse: {where}: {name} stays as it is: {_line(error)}")
+            return
+        mode, _ = kind = _kind(optimizer)
+        self._ours[optimizer] = where
+        self._fused[kind] += 1
+        link_of(optimizer).unasked = lambda: self._fused.subtract([kind])
+        self._say(2, f"optfuse: {where}: fused {name} in {mode} mode")
+
+    def _fuse_or_raise(self, optimizer: Optimizer, where: str) -> None:
+        if self._mode == "backward":
+            try:
+                fuse(optimizer, mode="backward", ddp=self._model_of(optimizer), **self._options)
+                return
+            except Error as error:
+                reason = _line(error)
+        options = {k: v for k, v in self._options.items() if k not in _BACKWARD_ONLY}
+        fuse(optimizer, **options)
+        if self._mode == "backward":
+            name = type(optimizer).__name__
+            self._say_once(f"optfuse: {where}: {name} is fused in forward mode: {reason}")
+
+    def _model_of(self, optimizer: Optimizer) -> DistributedDataParallel | None:
+        """Raises optfuse.Error if there are several."""
+        found = [model for model in self._models if reduces(model, optimizer)]
+        if len(found) > 1:
+            del found
+            gc.collect()  # one that the script has dropped may be part of a circle
+            found = [model for model in self._models if reduces(model, optimizer)]
+        if len(found) > 1:
+            raise Error(
+                f"optfuse: its parameters are reduced by {len(found)} DistributedDataParallel "
+                "models, and backward mode can follow one"
+            )
+        return found[0] if found else None
+
+
+def _kind(optimizer: Optimizer) -> tuple[str, str]:
+    link = link_of(optimizer)
+    return "backward" if link.mode else "forward", link.stock.__name__
+
+
+def _many(count: int) -> str:
+    return "1 optimizer" if count == 1 else f"{count} optimizers"

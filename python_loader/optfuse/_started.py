@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How this Python was started. It imports nothing of the package, which may not be loadable."""
+
+from __future__ import annotations
+
+import sys
+
+
+def as_command() -> bool:
+    """Whether Python is looking for the package to run it as `python -m optfuse`."""
+    arguments = getattr(sys, "argv", [])
+    if arguments[:1] != ["-m"]:  # which it is until the module is found
+        return False
+    return sys.orig_argv[-len(arguments)].endswith("optfuse")
+
+
+def interpreter_flags(arguments: list[str]) -> list[str] | None:
+    """What `python FLAGS -m optfuse ARGUMENTS` has before -m; None: it was started otherwise."""
+    own = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
+    if sys.orig_argv[1 + len(own) :] != arguments or not own:
+        return None
+    last = own.pop()
+    if last == "optfuse" and own:
+        last = own.pop()
+    elif last.endswith("moptfuse"):
+        last = last.removesuffix("optfuse")
+    if not (last.startswith("-") and last.endswith("m")) or last.startswith("--"):
+        return None
+    others = last[:-1]  # of -um
+    return own + ([others] if others != "-" else [])
