@@ -123,7 +123,7 @@ class Link:
         self.marked = False  # tensors may carry the pending mark
         self.gpu_bits_differ: tuple[str, ...] = ()
         self.compiled = False  # compiled code stopped the deferring
-        self.unasked: Callable[[], None] | None = None  # for who fused it without the script's fuse()
+        self.unasked: Callable[[], None] | None = None  # run fused it: whom to tell
         self.delayed: Delayed | None = None  # parameters whose updates arrive late
         self._scalars = DeviceScalars(self.plan)
         self._params: list[Tensor] = []

@@ -39,8 +39,7 @@ def findings() -> Iterator[Finding]:
         warnings.simplefilter("ignore")  # of what has just been said
         _process.start()
     missed = list(_missed())
-    for finding in missed:
-        yield finding
+    yield from missed
     if not missed:
         yield Finding("first use", f"seen by {', '.join(USES)}")
 
@@ -53,7 +52,7 @@ def _address(param: Tensor) -> float:
 USES: dict[str, Callable[[Tensor], Any]] = {
     "operators": lambda p: (p * 1)[0].item(),
     "NumPy": lambda p: p.detach().numpy()[0].item(),
-    "DLPack": lambda p: torch.from_dlpack(p.detach())[0].item(),
+    "DLPack": lambda p: torch.utils.dlpack.from_dlpack(p.detach())[0].item(),
     "data_ptr()": _address,
     "untyped_storage()": lambda p: _first_bytes(p.untyped_storage()),
     "torch.save()": lambda p: _saved(p)[0].item(),
@@ -91,7 +90,7 @@ def _use_pending(use: Callable[[Tensor], Any]) -> tuple[int, float]:
     0.5."""
     param = torch.nn.Parameter(torch.ones(SIZE, device="cpu", dtype=torch.float32))
     optimizer = become_fused(torch.optim.SGD([param], lr=0.5), Options())
-    (param * torch.ones(SIZE, device="cpu", dtype=torch.float32)).sum().backward()
+    param.grad = torch.ones_like(param)
     optimizer.step()
     counts = Counts()
     check(lib.of_shim_counts(link_of(optimizer).plan, ctypes.byref(counts)))

@@ -63,7 +63,7 @@ def train(case: Case, wrap: bool, **options: Any) -> tuple[list[Tensor], Optimiz
         fuse(optimizer, mode=mode)
     for _ in range(STEPS):
         for param in params:
-            (param * numbers(tuple(param.shape))).sin().sum().backward()
+            torch.autograd.backward((param * numbers(tuple(param.shape))).sin().sum())
         optimizer.step()
         optimizer.zero_grad()
     state = [entry[name] for entry in optimizer.state.values() for name in sorted(entry)]
@@ -126,11 +126,11 @@ def findings() -> Iterator[Finding]:
     os.environ.pop("OPTFUSE_DISABLE", None)
     tally, threads = _Tally(), torch.get_num_threads()
     with random_as_it_was():
-        yield Finding("instructions", _instruction_set())
-        yield from tally.findings(_SOME)
         torch.set_num_threads(1)
         try:
+            yield Finding("instructions", _instruction_set())
             yield from tally.findings(cases())
         finally:
             torch.set_num_threads(threads)
+        yield from tally.findings(_SOME)
     yield Finding("bits", str(tally))

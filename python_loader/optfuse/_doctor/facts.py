@@ -60,8 +60,7 @@ def _processor() -> str:
     except OSError:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    count = os.process_cpu_count() if sys.version_info >= (3, 13) else os.cpu_count()
-    return f"{models[0] if models else 'unknown'}, {count} logical cores"
+    return f"{models[0] if models else 'unknown'}, {os.cpu_count()} logical cores"
 
 
 def libraries() -> Iterator[Finding]:

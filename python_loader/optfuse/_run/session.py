@@ -14,11 +14,12 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from optfuse._check import parameters_of
 from optfuse._classes import become_stock
 from optfuse._ddp import reduces
 from optfuse._fuse import fuse
 from optfuse._link import link_of
-from optfuse._native import Error
+from optfuse._native import BACKWARD, Error
 from optfuse._options import is_disabled, is_fused
 from optfuse._own_step.reach import inner_optimizer
 from optfuse._own_step.register import is_registered, register
@@ -56,16 +57,28 @@ class Session:
         inner = inner_optimizer(optimizer)
         if is_disabled() or is_fused(optimizer) or (inner and is_fused(inner[1])):
             return
-        self._fuse(optimizer, where)
+        self._fuse(optimizer, where, self._mode)
 
     def wrapped(self, model: DistributedDataParallel) -> None:
         """A model was made, perhaps after the optimizer of its parameters."""
-        for optimizer, where in list(self._ours.items()):
-            unasked = is_fused(optimizer) and link_of(optimizer).unasked is not None
-            if unasked and self._mode == "backward" and reduces(model, optimizer):
-                self._fused[_kind(optimizer)] -= 1
-                become_stock(optimizer)
-                self._fuse(optimizer, where)
+        for optimizer in self._in_backward_mode():
+            if reduces(model, optimizer):
+                self._fuse_again(optimizer, self._mode)
+
+    def _in_backward_mode(self) -> list[Optimizer]:
+        """Those that the script has not taken over."""
+        return [
+            optimizer
+            for optimizer in self._ours
+            if is_fused(optimizer)
+            and link_of(optimizer).unasked is not None
+            and link_of(optimizer).mode == BACKWARD
+        ]
+
+    def _fuse_again(self, optimizer: Optimizer, mode: str) -> None:
+        self._fused[_kind(optimizer)] -= 1
+        become_stock(optimizer)
+        self._fuse(optimizer, self._ours[optimizer], mode)
 
     def report(self) -> None:
         """At the end of the process."""
@@ -96,11 +109,11 @@ class Session:
         if f"{cls.__module__}.{cls.__qualname__}" in self._register and not is_registered(cls):
             register(cls)
 
-    def _fuse(self, optimizer: Optimizer, where: str) -> None:
+    def _fuse(self, optimizer: Optimizer, where: str, mode: str) -> None:
         name = type(optimizer).__name__
         try:
             self._register_if_named(type(optimizer))
-            self._fuse_or_raise(optimizer, where)
+            reason = self._fuse_or_raise(optimizer, mode)
         except Error as error:
             self._left += 1
             self._say_once(f"optfuse: {where}: {name} stays as it is: {_line(error)}")
@@ -109,20 +122,36 @@ class Session:
         self._ours[optimizer] = where
         self._fused[kind] += 1
         link_of(optimizer).unasked = lambda: self._fused.subtract([kind])
+        if reason:
+            self._say_once(f"optfuse: {where}: {name} is fused in forward mode: {reason}")
         self._say(2, f"optfuse: {where}: fused {name} in {mode} mode")
 
-    def _fuse_or_raise(self, optimizer: Optimizer, where: str) -> None:
-        if self._mode == "backward":
+    def _fuse_or_raise(self, optimizer: Optimizer, mode: str) -> str:
+        """Why it is in forward mode although the other was asked for, or nothing."""
+        reason = ""
+        if mode == "backward":
             try:
-                fuse(optimizer, mode="backward", ddp=self._model_of(optimizer), **self._options)
-                return
+                self._fuse_in_backward(optimizer)
+                return ""
             except Error as error:
                 reason = _line(error)
         options = {k: v for k, v in self._options.items() if k not in _BACKWARD_ONLY}
         fuse(optimizer, **options)
-        if self._mode == "backward":
-            name = type(optimizer).__name__
-            self._say_once(f"optfuse: {where}: {name} is fused in forward mode: {reason}")
+        return reason
+
+    def _fuse_in_backward(self, optimizer: Optimizer) -> None:
+        """Raises optfuse.Error if that can't be done. An optimizer that has the same parameters
+        then is in forward mode, too: which of the two will update them is known in step()."""
+        params = set(map(id, parameters_of(optimizer)))
+        others = [o for o in self._in_backward_mode() if params & set(map(id, parameters_of(o)))]
+        for other in others:
+            self._fuse_again(other, "forward")
+        if others:
+            raise Error(
+                "optfuse: another optimizer has some of its parameters, and which one updates "
+                "them is known in step()"
+            )
+        fuse(optimizer, mode="backward", ddp=self._model_of(optimizer), **self._options)
 
     def _model_of(self, optimizer: Optimizer) -> DistributedDataParallel | None:
         """Raises optfuse.Error if there are several."""
@@ -141,7 +170,7 @@ class Session:
 
 def _kind(optimizer: Optimizer) -> tuple[str, str]:
     link = link_of(optimizer)
-    return "backward" if link.mode else "forward", link.stock.__name__
+    return "backward" if link.mode == BACKWARD else "forward", link.stock.__name__
 
 
 def _many(count: int) -> str:

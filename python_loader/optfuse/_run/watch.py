@@ -20,8 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 MADE = "_optfuse_made"  # of _options.py, which can't be imported here
-_FUSES_ITSELF = "optfuse._classes"  # calls the class for the script: type(optimizer)(...)
+_FOR_THE_SCRIPT = "optfuse._classes"  # calls the class where a script has type(optimizer)(...)
 Work = Callable[[types.ModuleType], None]
+
+
+def _module(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
 
 
 class Finder:
@@ -120,8 +124,9 @@ class Watch:
 
     def _made(self, optimizer: Any, frame: types.FrameType) -> None:
         """frame: of who called the class."""
-        caller = frame.f_globals.get("__name__") or ""
-        if caller.startswith("optfuse.") and caller != _FUSES_ITSELF:  # for a trial or as a base
+        if _module(frame) == _FOR_THE_SCRIPT and frame.f_back is not None:
+            frame = frame.f_back
+        elif _module(frame).startswith("optfuse."):  # for a trial, or as a base of comparison
             return
         file = os.path.basename(frame.f_code.co_filename)
         self.session().made(optimizer, f"{file}:{frame.f_lineno}")
