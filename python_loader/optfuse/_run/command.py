@@ -60,18 +60,18 @@ def add_to(commands: Any) -> None:
 
 
 def _passes(text: str) -> int:
-    return _at_least(int(text), 1)
+    return int(_at_least(1, int(text)))
 
 
 def _bytes(text: str) -> int:
-    return _at_least(int(text), 0)
+    return int(_at_least(0, int(text)))
 
 
 def _norm(text: str) -> float:
-    return _at_least(float(text), 0.0)
+    return _at_least(0, float(text))
 
 
-def _at_least(value: Any, least: Any) -> Any:
+def _at_least(least: int, value: float) -> float:
     if not value >= least:
         raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value

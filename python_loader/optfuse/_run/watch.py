@@ -93,7 +93,7 @@ class Watch:
         that says when the outermost one is done."""
         base = module.Optimizer
 
-        def __init_subclass__(cls: Any, **options: Any) -> None:
+        def __init_subclass__(cls: Any, /, **options: Any) -> None:
             super(base, cls).__init_subclass__(**options)
             if cls.__init__ not in self._watched:
                 cls.__init__ = self._watching(cls.__init__)
@@ -155,6 +155,6 @@ def start(settings: dict[str, Any]) -> None:
         "torch.optim.optimizer": watch.watch_optimizers,
         "torch.nn.parallel.distributed": watch.watch_models,
     }
-    sys.meta_path.insert(0, Finder(work))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Finder(work))
     os.register_at_fork(after_in_child=watch.start_anew)
     atexit.register(watch.report)

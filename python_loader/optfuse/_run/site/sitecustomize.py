@@ -11,7 +11,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def start():
+def start() -> None:
     """Has watch.py look for optimizers, unless this is the Python of another environment, which
     a script may start."""
     settings = json.loads(os.environ.get("OPTFUSE_RUN", "{}"))
@@ -19,13 +19,14 @@ def start():
         return
     path = os.path.join(os.path.dirname(HERE), "watch.py")
     spec = importlib.util.spec_from_file_location("optfuse._run.watch", path)
+    assert spec is not None and spec.loader is not None
     watch = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = watch
     spec.loader.exec_module(watch)
     watch.start(settings)
 
 
-def run_the_other():
+def run_the_other() -> None:
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
     this = sys.modules.pop("sitecustomize")
     try:
