@@ -16,8 +16,14 @@ PACKAGE = ROOT / "python_loader" / "optfuse"
 #: Imports that close a circle of modules: (importer, imported), and why it has to be.
 CLOSING_CIRCLES: dict[tuple[str, str], str] = {}
 
+_FINDS = "doctor has to run where torch or the library can't be loaded, and says why"
+
 #: Imports inside of functions: (importer, imported), and why they are there.
 INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
+    **{
+        ("optfuse._doctor.command", f"optfuse._doctor.{name}"): _FINDS
+        for name in ("assumptions", "bits", "gpus")
+    },
     ("optfuse._library", "torch"): "the platform is looked at before torch is imported, which "
     "would not survive a subinterpreter; and a torch that is missing gets our sentence",
     ("optfuse._pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be installed, "

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m optfuse doctor`: what it finds where all is well, and that it says what to do where
+something is not."""
+
+import getpass
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import optfuse
+from optfuse._doctor import assumptions, bits, privacy
+
+PACKAGE = Path(optfuse.__file__).parent
+
+
+def doctor(*arguments, cwd="/", **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "optfuse", "doctor", *arguments],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def problems(done):
+    """What it says is wrong; its exit status agrees."""
+    lines = done.stdout.splitlines()
+    assert lines[0] == "---- optfuse doctor ----" and "---- end ----" in lines, done.stdout
+    assert not done.stderr, done.stderr
+    found = [line for line in lines if "PROBLEM: " in line]
+    assert done.returncode == int(bool(found)), done.stdout
+    return found
+
+
+def seconds(done):
+    return float(re.search(r"^verdict: .* after ([\d.]+) s$", done.stdout, re.MULTILINE)[1])
+
+
+def test_it_finds_nothing_here():
+    done = doctor()
+    assert problems(done) == []
+    facts = dict(line.split(": ", 1) for line in done.stdout.splitlines()[1:-1])
+    assert facts["optfuse"].strip().startswith(optfuse.__version__)
+    assert torch.__version__ in facts["torch"]
+    assert facts["instructions"].strip() in ("c", "baseline", "avx2", "avx512")
+    assert "liboptfuse_torch-" in facts["library"]
+    equal, tried = re.match(r" *(\d+) of (\d+) cases", facts["bits"]).groups()
+    assert equal == tried and int(tried) > 10
+    assert all(name in facts["first use"] for name in assumptions.USES)
+
+
+def test_no_name_of_a_user_or_machine_is_printed(tmp_path):
+    """Paths are where names are; here the home directory has the library's build."""
+    build = Path(os.environ.get("OPTFUSE_LIBRARY") or next(PACKAGE.glob("liboptfuse_torch*.so")))
+    home = tmp_path / "alice"
+    home.mkdir()
+    for file in (build, build.with_suffix(".json")):
+        shutil.copy(file, home)
+    done = doctor(HOME=str(home), OPTFUSE_LIBRARY=str(home / build.name), USER="alice")
+    assert problems(done) == []
+    assert f"~/{build.name}" in done.stdout
+    assert "alice" not in done.stdout and str(tmp_path) not in done.stdout
+
+
+def test_names_in_paths_are_replaced(monkeypatch):
+    monkeypatch.setenv("HOME", "/users/alice")
+    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(socket, "gethostname", lambda: "box7")
+    shown = privacy.without_names
+    assert shown("at /users/alice/x, /users/alice: /users/alicent") == "at ~/x, ~: /users/alicent"
+    assert shown("/scratch/alice/a /net/box7/alices") == "/scratch/USER/a /net/HOST/alices"
+    assert shown("torch on box7 by alice") == "torch on box7 by alice"  # we print no such text
+
+
+def fake_torch(folder, text):
+    package = folder / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(text)
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise ImportError('libfoo.so is missing')", "can't be imported: libfoo.so is missing"),
+        (
+            "__version__ = '2.1.0'\ndef compiled_with_cxx11_abi(): return True",
+            "optfuse supports torch 2.11 to 2.15; this is torch 2.1.0: install a supported release",
+        ),
+    ],
+)
+def test_torch_that_cant_be_used(text, says, tmp_path):
+    done = doctor(PYTHONPATH=fake_torch(tmp_path, text))
+    (problem,) = problems(done)
+    assert problem.startswith("loading:") and says in problem
+
+
+def test_a_library_that_is_not_there(tmp_path):
+    done = doctor(OPTFUSE_LIBRARY=str(tmp_path / "none.so"))
+    (problem,) = problems(done)
+    assert "OPTFUSE_LIBRARY names" in problem and "which is not a file" in problem
+
+
+def test_a_package_without_a_library(tmp_path):
+    ignore = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "optfuse", ignore=ignore)
+    done = doctor(cwd=tmp_path, OPTFUSE_LIBRARY="", PYTHONPATH=str(tmp_path))
+    (problem,) = problems(done)
+    assert "has no compiled library" in problem
+    assert "pip install --no-build-isolation ." in problem
+
+
+def test_a_file_that_is_no_library(tmp_path):
+    build = Path(os.environ.get("OPTFUSE_LIBRARY") or next(PACKAGE.glob("liboptfuse_torch*.so")))
+    (tmp_path / "broken.so").write_text("broken")
+    shutil.copy(build.with_suffix(".json"), tmp_path / "broken.json")
+    (problem,) = problems(doctor(OPTFUSE_LIBRARY=str(tmp_path / "broken.so")))
+    assert problem.startswith("loading:") and "broken.so" in problem
+
+
+def test_it_works_with_optfuse_disabled():
+    done = doctor(OPTFUSE_DISABLE="1")
+    assert problems(done) == []
+    assert "OPTFUSE_DISABLE is set: fuse() does nothing" in done.stdout
+
+
+def test_the_package_has_its_names_in_every_other_process():
+    """The command's process alone is left without them."""
+    code = "import sys, optfuse; sys.argv[:] = ['-m']; print(len(optfuse.__all__), optfuse.fuse)"
+    for how in (["-c", code], ["-m", "timeit", "-n1", "-r1", "import optfuse; optfuse.fuse"]):
+        done = subprocess.run([sys.executable, *how], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
+def test_numbers_that_differ_are_a_problem():
+    """The negative control: of an optimizer with another option the bits differ."""
+    for case in bits.cases():
+        assert bits.why_not(case) is None, case
+        if case[3] is torch.float32:
+            assert "other bits than" in bits.why_not(case, lr=0.011), case
+
+
+def test_a_use_that_is_not_seen_is_a_problem(tmp_path):
+    guards = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
+    if not guards:
+        pytest.skip("OPTFUSE_GUARDS_LIBRARY is not set; tests/run sets it")
+    done = doctor(OPTFUSE_LIBRARY=guards, OPTFUSE_TEST_GUARDS_OFF="raw")
+    found = problems(done)
+    assert found and all(line.startswith("first use:") for line in found), done.stdout
+    assert any("data_ptr()" in line for line in found)
+
+
+def test_what_differs_in_torch_is_a_problem(monkeypatch):
+    lists = assumptions._patches.EVERYWHERE
+    other = assumptions._patches.Patch("torch.Tensor.there_is_none", "it is tried")
+    monkeypatch.setattr(
+        assumptions._patches,
+        "EVERYWHERE",
+        assumptions._patches.Lists((*lists.patches, other), lists.places),
+    )
+    (finding,) = [found for found in assumptions.findings() if found.is_problem]
+    assert finding.text.startswith("torch.Tensor.there_is_none is not there")
