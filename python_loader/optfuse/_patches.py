@@ -231,6 +231,22 @@ DISTRIBUTED = Lists(
     ),
 )
 
+#: What _run/watch.py replaces in a script's process, before this file can be imported.
+WATCHED = Lists(
+    (
+        Patch(
+            "torch.optim.Optimizer.__init_subclass__",
+            "each class gets an __init__() that says when an optimizer has been made: fuse it then",
+        ),
+        Patch(
+            "torch.nn.parallel.DistributedDataParallel.__init__",
+            "backward mode has to know the model that reduces an optimizer's gradients",
+            ("self", "module"),
+        ),
+    ),
+    (),
+)
+
 _BUILD = "the compiler, when the library is built for a release"
 NATIVE = (
     Native(

@@ -25,7 +25,7 @@ _KEEP = "use one of the releases above, or don't fuse"
 
 def findings() -> Iterator[Finding]:
     """The library is connected with torch here."""
-    lists = [_patches.EVERYWHERE]
+    lists = [_patches.EVERYWHERE, _patches.WATCHED]
     if torch.distributed.is_available():
         lists.append(_patches.DISTRIBUTED)
     changed = [change for each in lists for change in _patches.changes(each)]

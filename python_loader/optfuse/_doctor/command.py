@@ -31,7 +31,8 @@ def add_to(commands: Any) -> None:
 
 def _checks() -> Iterator[Finding]:
     try:
-        # They load torch and the library.
+        # The first one loads torch and the library, and says what is wrong with them.
+        from optfuse import _native  # noqa: F401, I001
         from optfuse._doctor import assumptions, bits, gpus
     except Exception as error:
         yield Finding("loading", in_words(error), is_problem=True)
