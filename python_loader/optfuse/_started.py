@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+
+_JOINED = re.compile("-[A-Za-ln-z]*moptfuse")  # with other flags before the m
 
 
 def as_command() -> bool:
@@ -11,7 +14,8 @@ def as_command() -> bool:
     arguments = getattr(sys, "argv", [])
     if arguments[:1] != ["-m"]:  # which it is until the module is found
         return False
-    return sys.orig_argv[-len(arguments)].endswith("optfuse")
+    word = sys.orig_argv[-len(arguments)]
+    return word == "optfuse" or _JOINED.fullmatch(word) is not None
 
 
 def interpreter_flags(arguments: list[str]) -> list[str] | None:
@@ -22,7 +26,7 @@ def interpreter_flags(arguments: list[str]) -> list[str] | None:
     last = own.pop()
     if last == "optfuse" and own:
         last = own.pop()
-    elif last.endswith("moptfuse"):
+    elif _JOINED.fullmatch(last):
         last = last.removesuffix("optfuse")
     if not (last.startswith("-") and last.endswith("m")) or last.startswith("--"):
         return None

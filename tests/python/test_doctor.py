@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import optfuse
+from optfuse import _started
 from optfuse._doctor import assumptions, bits, privacy
 
 PACKAGE = Path(optfuse.__file__).parent
@@ -133,12 +134,29 @@ def test_it_works_with_optfuse_disabled():
     assert "OPTFUSE_DISABLE is set: fuse() does nothing" in done.stdout
 
 
-def test_the_package_has_its_names_in_every_other_process():
-    """The command's process alone is left without them."""
-    code = "import sys, optfuse; sys.argv[:] = ['-m']; print(len(optfuse.__all__), optfuse.fuse)"
-    for how in (["-c", code], ["-m", "timeit", "-n1", "-r1", "import optfuse; optfuse.fuse"]):
-        done = subprocess.run([sys.executable, *how], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+def test_only_the_command_is_left_without_the_names_of_the_package(tmp_path, monkeypatch):
+    (tmp_path / "myoptfuse.py").write_text("import optfuse; print(optfuse.fuse)")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    run = [sys.executable, "-m", "myoptfuse"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for started, is_it in (
+        ("-m optfuse run", True),
+        ("-um optfuse", True),
+        ("-moptfuse run", True),
+        ("-mymoptfuse run", False),
+        ("-m other optfuse", False),
+        ("-X dev -m optfuse.other", False),
+    ):
+        words = started.split()
+        module = next(i for i, word in enumerate(words) if re.match("-[a-z]*m", word))
+        module += words[module].endswith("m")
+        monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+        monkeypatch.setattr(sys, "argv", ["-m", *words[module + 1 :]])
+        assert _started.as_command() is is_it, started
+        monkeypatch.setattr(sys, "argv", ["elsewhere", *words[module + 1 :]])
+        assert not _started.as_command()
 
 
 def test_numbers_that_differ_are_a_problem():

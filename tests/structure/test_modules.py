@@ -21,8 +21,8 @@ _FINDS = "doctor has to run where torch or the library can't be loaded, and says
 #: Imports inside of functions: (importer, imported), and why they are there.
 INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
     **{
-        ("optfuse._doctor.command", f"optfuse.{name}"): _FINDS
-        for name in ("_native", "_doctor.assumptions", "_doctor.bits", "_doctor.gpus")
+        ("optfuse._doctor.command", f"optfuse._doctor.{name}"): _FINDS
+        for name in ("assumptions", "bits", "gpus")
     },
     ("optfuse._library", "torch"): "the platform is looked at before torch is imported, which "
     "would not survive a subinterpreter; and a torch that is missing gets our sentence",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from optfuse import _library
 from optfuse._doctor.facts import environment, libraries, versions
 from optfuse._doctor.finding import Finding, in_words
 from optfuse._doctor.privacy import without_names
@@ -31,8 +32,7 @@ def add_to(commands: Any) -> None:
 
 def _checks() -> Iterator[Finding]:
     try:
-        # The first one loads torch and the library, and says what is wrong with them.
-        from optfuse import _native  # noqa: F401, I001
+        _library.load()  # which says what is wrong with torch or the library
         from optfuse._doctor import assumptions, bits, gpus
     except Exception as error:
         yield Finding("loading", in_words(error), is_problem=True)

@@ -98,7 +98,8 @@ class Session:
     def _say(self, least: int, text: str) -> None:
         if self._said >= least:
             with contextlib.suppress(OSError, ValueError):  # nobody listens any more
-                print(text, file=sys.stderr, flush=True)
+                sys.stderr.write(f"{text}\n")  # in one piece, beside other processes
+                sys.stderr.flush()
 
     def _say_once(self, text: str) -> None:
         if text not in self._lines:

@@ -8,6 +8,7 @@ imports session.py when the first optimizer has been made."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -79,7 +80,8 @@ class Watch:
         if self._session is not None:
             self._session.report()
         elif self._settings["process"] == os.getpid() and self._settings["said"]:
-            print("optfuse: this process made no optimizer", file=sys.stderr)
+            with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+                sys.stderr.write("optfuse: this process made no optimizer\n")
 
     def start_anew(self) -> None:
         """In a forked process."""

@@ -14,5 +14,5 @@ import __main__  # noqa: E402
 
 print(sys.argv, sys.path[0], __name__, __file__, __spec__ and __spec__.name)
 print(__main__.__dict__ is globals(), sorted(globals()), torch.get_num_threads())
-print([path for path in sys.path if "_run" in path], sys.flags, "sitecustomize" in sys.modules)
+print([path for path in sys.path if "_run" in path], sys.flags)
 print(sys.stdin.read())
