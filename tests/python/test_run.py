@@ -175,11 +175,11 @@ def test_flags_of_the_interpreter_are_kept():
     assert ours == succeeded(python(*flags[:-1], "-Bu", "flags.py", "x")).stdout
 
 
-@pytest.mark.parametrize("tool", [("cProfile",), ("trace", "--count", "--summary")])
-def test_a_tool_that_runs_scripts_may_stand_on_either_side(tool):
-    for how in (("-m", *tool, *RUN), (*RUN, "-m", *tool)):
+def test_a_tool_that_runs_scripts_may_stand_on_either_side():
+    tool = ("-m", "cProfile")
+    for how in ((*tool, *RUN), (*RUN, *tool)):
         done = succeeded(python(*how, "plain.py"))
-        assert stock("plain.py") in done.stdout
+        assert done.stdout.startswith(stock("plain.py"))
         assert "fused 1 optimizer (AdamW)" in done.stderr
 
 
