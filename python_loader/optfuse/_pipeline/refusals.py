@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from optfuse._check import parameters_of, shown
+from optfuse._check import parameters_of
 from optfuse._link import link_of
 from optfuse._native import BACKWARD, Error
 from optfuse._options import is_fused
 from optfuse._pipeline.flow import Flow
 from optfuse._pipeline.plan import Plan
-from optfuse._pipeline.shapes import Spec, spec_of
+from optfuse._pipeline.shapes import Spec
 from optfuse._preconditioned import kfac_of
 
 
@@ -113,31 +113,12 @@ def check_divided(flow: Flow, module: nn.Sequential) -> None:
             )
 
 
-def check_run(
-    flow: Flow,
-    group: dist.ProcessGroup | None,
-    state: dict[str, Any],
-    inputs: Sequence[Any] | None,
-    targets: Sequence[Any] | None,
-) -> list[Spec]:
-    """Of each batch. All processes raise the same, or none. state: what must be everybody's."""
-    process = dist.get_rank(group) if group else 0
-    told = {
-        "state": state,
-        "inputs": None if inputs is None else [_spec(x) for x in inputs],
-        "targets": None if targets is None else len(targets),
-        "process": process,
-    }
-    all_told: list[Any] = [told]
-    if group is not None:
-        all_told = [None] * group.size()
-        dist.all_gather_object(all_told, told, group)
-    _check_states([one["state"] for one in all_told])
-    return _check_batches(flow, all_told)
-
-
-def _spec(x: Any) -> Any:
-    return spec_of(x) if isinstance(x, Tensor) else shown(x)
+def check_run(flow: Flow, told: list[dict[str, Any]]) -> list[list[Spec]]:
+    """Of each batch, what goes from layer to layer. told: by each process, about its arguments of
+    run(), so that all raise the same, or none. "state": what must be everybody's; "inputs" on a
+    process of the first layer: of each batch, what infer() says or why it does not."""
+    _check_states([one["state"] for one in told])
+    return _check_batches(flow, told)
 
 
 def _check_states(states: list[dict[str, Any]]) -> None:
@@ -150,7 +131,7 @@ def _check_states(states: list[dict[str, Any]]) -> None:
                 )
 
 
-def _check_batches(flow: Flow, told: list[dict[str, Any]]) -> list[Spec]:
+def _check_batches(flow: Flow, told: list[dict[str, Any]]) -> list[list[Spec]]:
     first, last = _processes(flow, 0), _processes(flow, flow.n - 1)
     for what, at, where in (("inputs", first, "first"), ("targets", last, "last")):
         for process in at:
@@ -159,30 +140,30 @@ def _check_batches(flow: Flow, told: list[dict[str, Any]]) -> list[Spec]:
                     f"optfuse: run() got {what}=None on process {process}, which has the {where} "
                     f"layer; pass the {what} there"
                 )
-    specs: list[Any] = told[first[0]]["inputs"]
-    for n, spec in enumerate(specs):
-        if not isinstance(spec, Spec):
-            raise Error(f"optfuse: run() got {spec} as the input of batch {n}; give a tensor each")
+    shapes: list[Any] = told[first[0]]["inputs"]
+    for found in shapes:
+        if isinstance(found, str):
+            raise Error(found)
     for one in told:
         for what, given in (("inputs", one["inputs"]), ("targets", one["targets"])):
             count = len(given) if isinstance(given, list) else given
-            if count not in (None, len(specs)):
+            if count not in (None, len(shapes)):
                 raise Error(
-                    f"optfuse: run() got {len(specs)} inputs on process {first[0]}, and {count} "
+                    f"optfuse: run() got {len(shapes)} inputs on process {first[0]}, and {count} "
                     f"{what} on process {one['process']}; give as many of each"
                 )
     for process in first:
-        if told[process]["inputs"] != specs:
+        if told[process]["inputs"] != shapes:
             raise Error(
                 f"optfuse: run() got inputs of other shapes on process {process} than on process "
                 f"{first[0]}; both have the first layer, so give them the same batches"
             )
-    if not specs or len(specs) % flow.multiple:
+    if not shapes or len(shapes) % flow.multiple:
         raise Error(
-            f"optfuse: run() got {len(specs)} batches; the batches of a run are a multiple of "
+            f"optfuse: run() got {len(shapes)} batches; the batches of a run are a multiple of "
             f"{flow.multiple}, which share an update in this plan"
         )
-    return specs
+    return shapes
 
 
 def _processes(flow: Flow, layer: int) -> list[int]:

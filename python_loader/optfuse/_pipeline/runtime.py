@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optfuse._check import argument
+from optfuse._check import argument, shown
 from optfuse._native import Error
 from optfuse._pipeline import tasks
 from optfuse._pipeline.arguments import KINDS
@@ -25,7 +26,7 @@ from optfuse._pipeline.refusals import (
     check_run,
 )
 from optfuse._pipeline.shapes import Spec, infer, spec_of
-from optfuse._pipeline.transport import Transport, lost
+from optfuse._pipeline.transport import Transport
 from optfuse._pipeline.versions import Weights
 
 LossFunction = Callable[[Tensor, Any], Tensor]
@@ -111,18 +112,21 @@ class Pipeline:
         D(l) versions that the next forwards are to see: run(a) and then run(b) have the bits of
         run(a + b). The pipeline fills and empties once a call, so pass many batches at a time.
 
-        Raises optfuse.Error if a process is lost, or its arguments don't fit, on all processes."""
+        Raises optfuse.Error on all processes if the arguments don't fit, which changes nothing. A
+        process on which anything else raises, or that ends, ends the pipeline: the others get an
+        optfuse.Error that names it, at once or when they next wait for others. Then all start again
+        from a checkpoint."""
         self._check_sound()
-        inputs = None if inputs is None else list(inputs)
-        targets = None if targets is None else list(targets)
-        agreed = check_run(self._flow, self._group, self._state_of_run(), inputs, targets)
-        try:
-            return self._finish(_Run(self, agreed, inputs or [], targets or []).play())
-        except BaseException as error:
-            self._broken = error
-            if self._transport is not None:
-                self._transport.close()
-            raise
+        with self._all_or_none():
+            xs = None if inputs is None else list(inputs)
+            ys = None if targets is None else list(targets)
+            told = self._gather(self._arguments(xs, ys), "at the beginning of run()")
+        shapes = check_run(self._flow, told)  # which all refuse, or none
+        with self._all_or_none():
+            losses = _Run(self, shapes, xs or [], ys or []).play()
+            told = self._gather(losses, "at the end of run()")
+        joined = {b: loss for one in told for b, loss in one.items()}
+        return [joined[b] for b in sorted(joined)]
 
     def drain(self) -> None:
         """From now on each layer sees all updates so far, as at the beginning: the versions that
@@ -222,9 +226,35 @@ class Pipeline:
     def _check_sound(self) -> None:
         if self._broken is not None:
             raise Error(
-                f"optfuse: this Pipeline has failed ({_short(self._broken)}) in the middle of a "
-                "batch: start all processes again, from a checkpoint"
+                f"optfuse: this Pipeline has failed ({_short(self._broken)}), and may be in the "
+                "middle of a batch: make it again on all processes, and load a checkpoint of it"
             )
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """What raises in here ends the pipeline, on all processes."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            if self._transport is not None:
+                self._transport.fail(error)
+            raise
+
+    def _gather(self, told: Any, doing: str) -> list[Any]:
+        return self._transport.gather(told, doing) if self._transport else [told]
+
+    def _arguments(self, inputs: list[Any] | None, targets: list[Any] | None) -> dict[str, Any]:
+        """What check_run() looks at."""
+        told: dict[str, Any] = {
+            "process": self._process,
+            "state": self._state_of_run(),
+            "inputs": None if inputs is None else len(inputs),
+            "targets": None if targets is None else len(targets),
+        }
+        if inputs is not None and 0 in self._layers:
+            told["inputs"] = [self._shapes_of(b, x) for b, x in enumerate(inputs)]
+        return told
 
     def _state_of_run(self) -> dict[str, Any]:
         """What must be the same on all processes."""
@@ -235,21 +265,18 @@ class Pipeline:
             "plan": self.plan.state(),
         }
 
-    def _finish(self, losses: dict[int, float]) -> list[float]:
-        """All processes tell each other the losses that they know."""
-        if self._group is None:
-            return [losses[b] for b in sorted(losses)]
-        told: list[Any] = [None] * self.plan.processes
-        try:
-            dist.all_gather_object(told, losses, self._group)
-        except RuntimeError as error:
-            raise lost(self._group, None, "at the end of run()", error) from error
-        joined = {b: loss for one in told for b, loss in one.items()}
-        return [joined[b] for b in sorted(joined)]
-
-    def _shapes_of(self, first: Spec) -> list[Spec]:
+    def _shapes_of(self, batch: int, x: Any) -> list[Spec] | str:
+        """Of what goes from layer to layer, or why not."""
+        if not isinstance(x, Tensor):
+            return (
+                f"optfuse: run() got {shown(x)} as the input of batch {batch}; give a tensor each"
+            )
+        first = spec_of(x)
         if first not in self._shapes:
-            self._shapes[first] = infer(self._module, first)
+            try:
+                self._shapes[first] = infer(self._module, first)
+            except Error as error:
+                return str(error)
         return self._shapes[first]
 
 
@@ -258,13 +285,18 @@ class _Run:
     the pipeline has ever run."""
 
     def __init__(
-        self, pipeline: Pipeline, specs: list[Spec], inputs: list[Tensor], targets: list[Any]
+        self,
+        pipeline: Pipeline,
+        shapes: list[list[Spec]],
+        inputs: list[Tensor],
+        targets: list[Any],
     ) -> None:
+        """shapes: of each batch, what infer() says."""
         self._pipeline = pipeline
         self._flow, self._process = pipeline._flow, pipeline._process
         self._module, self._transport = pipeline._module, pipeline._transport
-        self._shapes = [pipeline._shapes_of(spec) for spec in specs]
-        self._batches = len(specs)
+        self._shapes = shapes
+        self._batches = len(shapes)
         self._order = ordered(pipeline._flow, self._batches)
         self._inputs, self._targets = inputs, targets
         self._values: dict[Key, tuple[list[Any], int]] = {}  # with the uses that are left

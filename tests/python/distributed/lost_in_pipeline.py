@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Pipelines of which one process goes wrong. A forked child plays each case; what stopped it is
+written down, and it lives on, with its connections, until all others have done so.
+
+python lost_in_pipeline.py FOLDER RANK NAME ..."""
+
+import datetime
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from optfuse._pipeline.transport import Transport
+from optfuse.pipeline import Pipeline, plan
+
+PATIENCE = 40.0  # seconds that a process lives on
+LATE = 4.0  # seconds: the time-out where a process does not come
+COUNT = 8  # batches
+
+
+class Case(NamedTuple):
+    world: int
+    wrong: int  # the process that goes wrong
+    where: str  # "layer", "loss", "optimizer", "inputs", "between"
+    how: str = "raises"  # "killed", "stays away"
+    strategy: str = "1f1b"
+    timeout: float = 30.0  # of the process group
+    store: str = "file"
+    off: str = ""  # the guard that is off
+
+
+def cases():
+    """By names."""
+    for world in (2, 3):
+        for wrong in range(world):
+            yield Case(world, wrong, "layer")
+            yield Case(world, wrong, "layer", "killed", strategy="layerpipe")
+        yield Case(world, world - 1, "loss")
+        yield Case(world, 0, "optimizer", strategy="layerpipe")
+        yield Case(world, 0, "inputs")
+        yield Case(world, world - 1, "between", "killed")
+    yield Case(3, 0, "between", "killed")
+    yield Case(3, 1, "between", "stays away", timeout=LATE)
+    yield Case(3, 0, "layer", "killed", store="tcp")
+    yield Case(2, 1, "loss", timeout=LATE, off="fail")
+    yield Case(3, 0, "layer", off="_first")
+
+
+def name_of(case):
+    """Such as "3 processes, 1 killed in layer"."""
+    words = f"{case.world} processes, {case.wrong} {case.how} in {case.where}"
+    special = [case.store] * (case.store != "file") + [f"without {case.off}"] * bool(case.off)
+    return ", ".join([words, *special])
+
+
+CASES = {name_of(case): case for case in cases()}
+
+
+class GivesUp:
+    """What goes wrong, in this process, at the fifth call."""
+
+    def __init__(self, case):
+        self.case, self.calls = case, 0
+
+    def __call__(self, where):
+        self.calls += where == self.case.where
+        if self.calls != 5 or dist.get_rank() != self.case.wrong:
+            return
+        self.calls += 1
+        if self.case.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("this process gives up")
+
+
+class Layer(nn.Tanh):
+    def __init__(self, check):
+        super().__init__()
+        self.check = check
+
+    def forward(self, x):
+        if not x.is_meta:
+            self.check("layer")
+        return super().forward(x)
+
+
+class Sgd(torch.optim.SGD):
+    def __init__(self, parameters, check):
+        super().__init__(parameters, lr=0.1)
+        self.check = check
+
+    def step(self, closure=None):
+        self.check("optimizer")
+        return super().step(closure)
+
+
+def loss_fn(check, y, target):
+    check("loss")
+    return nn.functional.cross_entropy(y, target)
+
+
+def pipeline_of(case, check):
+    torch.manual_seed(0)
+    pairs = 2 * case.world
+    model = nn.Sequential(*(m for _ in range(pairs) for m in (nn.Linear(16, 16), Layer(check))))
+    costs = [(1, 1, 1, 0), (0.1, 0.1, 0, 0)] * pairs
+    x = torch.zeros(4, 16)
+    made = plan(model, x, case.world, case.strategy, network=(0, 0), costs=costs)
+    loss = functools.partial(loss_fn, check)
+    return Pipeline(made, model, loss, Sgd(model.parameters(), check))
+
+
+def train(case, pipeline, check):
+    def inputs():
+        for _ in range(COUNT):
+            check("inputs")
+            yield torch.randn(4, 16)
+
+    targets = [torch.zeros(4, dtype=torch.long)] * COUNT
+    pipeline.run(inputs(), targets)
+    if case.where == "between" and dist.get_rank() == case.wrong:
+        if case.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(LATE + 1)
+        return
+    pipeline.run(inputs(), targets)
+
+
+def switch_off(guard):
+    if guard == "fail":
+        Transport.fail = lambda self, error: None
+    if guard == "_first":
+        Transport._first = lambda self, process, error: (process, str(error))
+
+
+def attempt(function):
+    """What it raised, as module, type and text."""
+    try:
+        function()
+    except Exception as error:
+        return [type(error).__module__, type(error).__name__, str(error)]
+    return None
+
+
+def store_of(folder, number, rank, case):
+    if case.store == "file":
+        return dist.FileStore(f"{folder}/store-{number}", case.world)
+    port = Path(f"{folder}/port-{number}")
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, case.world, True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+        return store
+    wait_for([port])
+    return dist.TCPStore("localhost", int(port.read_text()), case.world, False)
+
+
+def wait_for(paths):
+    ends = time.monotonic() + PATIENCE
+    while not all(path.exists() for path in paths) and time.monotonic() < ends:
+        time.sleep(0.02)
+
+
+def play(folder, rank, name):
+    case = CASES[name]
+    switch_off(case.off)
+    dist.init_process_group(
+        "gloo",
+        store=store_of(folder, list(CASES).index(name), rank, case),
+        rank=rank,
+        world_size=case.world,
+        timeout=datetime.timedelta(seconds=case.timeout),
+    )
+    check = GivesUp(case)
+    pipeline = pipeline_of(case, check)
+    began = time.monotonic()
+    told = {"error": attempt(lambda: train(case, pipeline, check))}
+    told["seconds"] = time.monotonic() - began
+    told["again"] = attempt(lambda: pipeline.run([], []))
+    told["saved"] = attempt(pipeline.state_dict)
+    write(folder, rank, name, told)
+    wait_for([place(folder, other, name) for other in range(case.world)])
+    os._exit(0)
+
+
+def place(folder, rank, name):
+    return Path(f"{folder}/{rank}-{list(CASES).index(name)}")
+
+
+def write(folder, rank, name, told):
+    path = place(folder, rank, name)
+    path.with_suffix(".new").write_text(json.dumps(told), "utf-8")
+    path.with_suffix(".new").rename(path)
+
+
+def main(folder, rank, names):
+    torch.set_num_threads(1)
+    for name in names:
+        if rank >= CASES[name].world:
+            continue
+        if os.fork() == 0:
+            play(folder, rank, name)
+        _, status = os.wait()
+        if status != 0:
+            write(folder, rank, name, {"status": os.waitstatus_to_exitcode(status)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or list(CASES))

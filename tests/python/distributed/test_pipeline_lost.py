@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A process that goes wrong in a pipeline, or is killed, is an error on all others: at once,
+although they live on with their connections, and with its number."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lost_in_pipeline
+import pytest
+from lost_in_pipeline import CASES, LATE
+
+SOON = 10.0  # seconds; the process group's time-out is 30
+SCRIPT = Path(lost_in_pipeline.__file__)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each process said in each case."""
+    folder = tmp_path_factory.mktemp("lost")
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank), *CASES]) for rank in range(3)]
+    for process in ranks:
+        assert process.wait(timeout=300) == 0
+
+    def read(rank, name):
+        return json.loads(lost_in_pipeline.place(folder, rank, name).read_text("utf-8"))
+
+    return {name: [read(r, name) for r in range(case.world)] for name, case in CASES.items()}
+
+
+def others(told, name):
+    """(process, what it said), of those that nothing was wrong with."""
+    found = [(rank, one) for rank, one in enumerate(told[name]) if rank != CASES[name].wrong]
+    assert len(found) == CASES[name].world - 1
+    return found
+
+
+ENDED = [name for name, case in CASES.items() if not case.off]
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_all_others_name_the_process(told, name):
+    case = CASES[name]
+    for rank, one in others(told, name):
+        assert one["error"], f"process {rank} trained to the end"
+        text = one["error"][2]
+        lost = f"optfuse: process {rank} of the pipeline has lost process {case.wrong} "
+        has_gone_with_it = case.store == "tcp" and "store of torch.distributed is lost" in text
+        assert text.startswith(lost) or has_gone_with_it, text
+        assert "Start all processes again, from a checkpoint" in text
+        assert case.how != "raises" or "ValueError: this process gives up" in text
+        limit = LATE + SOON if case.how == "stays away" else SOON
+        assert one["seconds"] < limit, f"process {rank} waited {one['seconds']:.1f} s"
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_the_process_itself_gets_its_own_error(told, name):
+    case = CASES[name]
+    wrong = told[name][case.wrong]
+    if case.how == "killed":
+        assert wrong == {"status": -signal.SIGKILL}
+    elif case.how == "raises":
+        assert wrong["error"] == ["builtins", "ValueError", "this process gives up"]
+    else:
+        assert "others had lost this process before" in wrong["again"][2]
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_weights_in_the_middle_of_a_batch_are_not_saved_or_trained_on(told, name):
+    for rank, one in enumerate(told[name]):
+        if "status" in one:
+            continue
+        for what in ("again", "saved"):
+            assert one[what], f"process {rank} went on: {what}"
+            assert "a checkpoint of" in one[what][2], one[what]
+
+
+def test_nobody_is_told_where_a_process_that_fails_keeps_its_connections(told):
+    """What the tests above would find."""
+    (name,) = (name for name, case in CASES.items() if case.off == "fail")
+    ((_, waited),) = others(told, name)
+    assert waited["seconds"] >= LATE and "Timed out" in waited["error"][2]
+
+
+def test_a_neighbour_is_blamed_where_nobody_says_who_was_the_first(told):
+    """What the tests above would find."""
+    (name,) = (name for name, case in CASES.items() if case.off == "_first")
+    assert "has lost process 1 " in told[name][2]["error"][2]
