@@ -3,9 +3,9 @@
 of a group that are alike.
 
 Parameters are alike where the class's step() would do the same to them with other data: same
-group, dtype and counters in their state; and the same shape, if it looks at that. Of such a cohort
-step() runs once, on stand-ins (guide.py). What it makes of counters, options and attributes is
-written down when the updates are certain."""
+group, dtype and counters in their state; and the same shape and strides, if it looks at those. Of
+such a cohort step() runs once, on stand-ins (guide.py). What it makes of counters, options and
+attributes is written down when the updates are certain."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Traced:
         found: dict[Any, Cohort] = {}
         for slot in taking:
             param, group = params[slot], self._group_of[slot]
-            shape = tuple(param.shape) if self._by_shape[group] else None
+            shape = (tuple(param.shape), param.stride()) if self._by_shape[group] else None
             key = (group, param.dtype, shape, _signature(state.get(param)))
             if key not in found:
                 found[key] = Cohort(group, [])
@@ -172,6 +172,7 @@ class Traced:
             param.dtype,
             entry,
             self.names,
+            None if param.is_contiguous() else param.stride(),
         )
         for name in recorded.names[len(self.names) :]:
             self.names.append(name)
