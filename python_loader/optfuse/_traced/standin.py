@@ -74,7 +74,8 @@ class Tape:
         return question(blank, *args)
 
 
-_OF_PYTORCH = "_sym_"  # attributes in which it keeps the answers
+# Attributes in which PyTorch keeps the answers.
+_OF_PYTORCH = "_sym_sizes_", "_sym_strides_", "_sizes_", "_strides_"
 _aten = torch.ops.aten
 _DIM, _SIZES = _aten.dim.default, _aten.sym_size.default
 _QUESTIONS = {
@@ -116,6 +117,8 @@ class Standin(Tensor):
             device="cpu",
             dispatch_sizes_strides_policy="sizes",
         )
+        # Else the untyped data_ptr() in C++ gives a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made.tape = tape
         made.register = register
         tape.alive.append(weakref.ref(made))
