@@ -16,7 +16,7 @@
 #include "gpu/scalars.h"
 #include "optfuse.h"
 #include "shim.h"
-#include "traced/program.h"
+#include "traced/programs.h"
 
 namespace optfuse {
 

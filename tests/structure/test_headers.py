@@ -23,6 +23,7 @@ MACROS = {
     "kernels/cuda/op_by_op_element.h": FORM,
     "kernels/cpu/instance.h": LOOP,
     "kernels/cpu/memory.h": INSTANCE,
+    "kernels/cpu/narrow_array.h": INSTANCE,
     "kernels/cpu/stored.h": INSTANCE,
     "kernels/cpu/op_by_op_instance.h": OP_BY_OP,
     "kernels/cpu/op_by_op_numbers.h": OP_BY_OP,

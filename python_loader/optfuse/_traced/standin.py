@@ -100,7 +100,47 @@ Handler = Callable[[Called, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, tuple[Handler, Called]] = {}
 
 
-class Standin(Tensor):
+def _noting(name: str) -> Any:
+    """The number of dimensions, when step() asks for it itself."""
+    real: Any = getattr(Tensor, name)
+
+    def look(self: Standin) -> Any:
+        self.tape.looked_at_shape = True
+        return real(self) if callable(real) else real.__get__(self)
+
+    return look if callable(real) else property(look)
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: Standin, *args: Any, **kwargs: Any) -> Any:
+        self.tape.refuse(f"it looks at values or memory of a tensor ({name})")
+
+    return refuse if callable(getattr(Tensor, name, refuse)) else property(refuse)
+
+
+def _set_data(x: Standin, value: Any) -> NoReturn:
+    x.tape.refuse("it puts another tensor into .data, where it could write into the one there")
+
+
+# What a stand-in says where PyTorch would look at what it has not.
+_ANSWERS = {
+    **{name: _noting(name) for name in ("dim", "ndim", "ndimension")},
+    **{
+        name: _refusing(name)
+        for name in (
+            *("data_ptr", "numpy", "tolist", "item", "storage", "untyped_storage"),
+            *("storage_offset", "_typed_storage", "__array__", "__dlpack__", "__deepcopy__"),
+            *("__reduce_ex__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+            *("__iter__", "__getitem__", "__contains__", "__repr__", "__format__", "_version"),
+            *("register_hook", "backward", "is_set_to", "share_memory_", "const_data_ptr"),
+        )
+    },
+    "data": property(torch._C.TensorBase.data.__get__, _set_data),
+}
+_Answers: Any = type("_Answers", (), _ANSWERS)
+
+
+class Standin(_Answers, Tensor):  # type: ignore[misc]
     """In the place of a parameter, its gradient, its state or what is computed of these."""
 
     tape: Tape
@@ -168,38 +208,3 @@ def tape_of(*values: Any) -> Tape:
         elif isinstance(value, dict):
             todo = [*value.values(), *todo]
     raise Untraceable("an operator without a stand-in")
-
-
-def _noting(name: str) -> Any:
-    """The number of dimensions, when step() asks for it itself."""
-    real: Any = getattr(Tensor, name)
-
-    def look(self: Standin) -> Any:
-        self.tape.looked_at_shape = True
-        return real(self) if callable(real) else real.__get__(self)
-
-    return look if callable(real) else property(look)
-
-
-def _refusing(name: str) -> Any:
-    def refuse(self: Standin, *args: Any, **kwargs: Any) -> Any:
-        self.tape.refuse(f"it looks at values or memory of a tensor ({name})")
-
-    return refuse if callable(getattr(Tensor, name, refuse)) else property(refuse)
-
-
-def _set_data(x: Standin, value: Any) -> NoReturn:
-    x.tape.refuse("it puts another tensor into .data, where it could write into the one there")
-
-
-for _name in ("dim", "ndim", "ndimension"):
-    setattr(Standin, _name, _noting(_name))
-for _name in (
-    *("data_ptr", "numpy", "tolist", "item", "storage", "untyped_storage", "storage_offset"),
-    *("_typed_storage", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "__bool__"),
-    *("__float__", "__int__", "__index__", "__complex__", "__iter__", "__getitem__"),
-    *("__contains__", "__repr__", "__format__", "_version", "register_hook", "backward"),
-    *("is_set_to", "share_memory_", "const_data_ptr"),
-):
-    setattr(Standin, _name, _refusing(_name))
-Standin.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment]

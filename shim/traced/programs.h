@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// program.h: the programs (kernels/program.h) of an optimizer whose step() is traced.
+// programs.h: the programs (kernels/program.h) of an optimizer whose step() is traced.
 #pragma once
 
 #include <cstdint>

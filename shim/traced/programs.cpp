@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "traced/program.h"
+#include "traced/programs.h"
 
 #include <string>
 
