@@ -168,6 +168,7 @@ class Link:
         fuse() or add_param_group() has looked at."""
         self._refuse_in_backward("a change of param_groups")
         if self.traced is not None:
+            self._refuse_unconfirmed()
             self.traced.abandon(optimizer, self._params)
         groups = optimizer.param_groups
         params = list(chain.from_iterable(map(params_of, groups)))
@@ -246,6 +247,14 @@ class Link:
             raise Error(
                 f"optfuse: {what} inside backward(), while backward fusion is updating "
                 "parameters; do it before or after"
+            )
+
+    def _refuse_unconfirmed(self) -> None:
+        if self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan):
+            raise Error(
+                "optfuse: a change of param_groups between backward() and step(): backward fusion "
+                "has already updated parameters of this optimizer, whose counters step() advances; "
+                "change param_groups before backward() or after step()"
             )
 
     def slot_of(self, param: Tensor) -> int | None:
@@ -496,7 +505,7 @@ class Link:
     def _begin_traced(self, traced: Traced, optimizer: Optimizer) -> bool:
         """Makes the programs of this step. False: it can't be traced, and the class's own step()
         has been taken."""
-        if traced.begun:  # in backward
+        if traced.begun and self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan):
             return True
         try:
             self._begin_programs(traced, optimizer, whole=False)

@@ -353,6 +353,94 @@ def test_options_that_change_between_backward_and_step_are_refused() -> None:
         optimizer.step()
 
 
+def test_passes_of_parts_before_a_step() -> None:
+    """Two losses of parts of the parameters; the counters of each advance once."""
+
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        optimizer = wrap(traced_classes.AdaBelief(layers.parameters()))
+        for step in range(6):
+            optimizer.zero_grad()
+            for layer in list(layers)[: 3 - step % 2]:
+                layer(torch.ones(2, 9)).square().mean().backward()
+            optimizer.step()
+        return copy.deepcopy([layers.state_dict(), optimizer.state_dict()])
+
+    stock = training(lambda optimizer: optimizer)
+    for mode in MODES:
+        assert difference("", training(fused(mode)), stock) is None
+
+
+def test_groups_that_change_between_backward_and_step_are_refused() -> None:
+    model, more = Net(), nn.Linear(3, 3)
+    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()), mode="backward")
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(optfuse.Error, match="between backward"):
+        optimizer.add_param_group({"params": list(more.parameters())})
+    optimizer.step()
+    assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} == {1}
+
+
+class CountsInList(Base):
+    """A counter in a list, which is written in place."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        state.setdefault("counts", [0])[0] += 1
+        p.add_(grad, alpha=-group["lr"] / state["counts"][0])
+
+
+class ByLength(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(grad, alpha=-group["lr"] * p.numel())
+
+
+@pytest.mark.parametrize("cls", [traced_classes.AdaBelief, CountsInList, ByLength])
+def test_what_changes_between_steps_is_seen(cls: type[Optimizer]) -> None:
+    """Counters of some parameters, in place or not, and their shapes."""
+
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(6)) for _ in range(4)]
+        optimizer = wrap(cls(params))  # type: ignore[call-arg]
+        for step in range(9):
+            if step == 4 and "step" in optimizer.state[params[1]]:
+                optimizer.state[params[1]]["step"] = 40
+            if step == 4 and "counts" in optimizer.state[params[1]]:
+                optimizer.state[params[1]]["counts"][0] = 40
+            if step == 4 and cls is ByLength:
+                params[1].data = torch.randn(5)
+                params[1].grad = None
+            for param in params:
+                param.grad = param.detach() + step
+            optimizer.step()
+        return copy.deepcopy([params, optimizer.state_dict()])
+
+    assert difference("", training(fused("forward")), training(lambda o: o)) is None
+
+
+def test_a_step_that_fails_before_it_begins_leaves_no_programs() -> None:
+    model = Net()
+    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()))
+    x, y = batch(0)
+    for step in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        entry = optimizer.state.get(model.out.weight)
+        if step == 1:
+            assert entry is not None
+            kept = entry["exp_avg"]
+            entry["exp_avg"] = kept[:1].clone()
+            with pytest.raises(optfuse.Error, match="shape"):
+                optimizer.step()
+            entry["exp_avg"] = kept
+            optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+    assert optimizer.state[model.out.weight]["step"] == 3
+    assert "param = 0.995 param" in optfuse.explain(optimizer)
+
+
 def test_copies_and_pickles() -> None:
     model = Net()
     optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()))

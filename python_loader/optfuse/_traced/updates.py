@@ -47,6 +47,7 @@ class Kept:
     entries and what is in them are the same objects."""
 
     taking: list[int]  # slots
+    kinds: list[Any]  # of their parameters
     counters: list[Tensor]
     versions: list[int]
 
@@ -73,6 +74,7 @@ class Traced:
         self._by_shape = [False] * len(groups)
         self._cohort_of: list[Cohort | None] = [None] * len(self._group_of)
         self._cohorts: list[Cohort] = []
+        self._done: list[Cohort] = []  # backward: of earlier passes since step()
         self._kept: Kept | None = None
         self.begun = False
 
@@ -88,18 +90,20 @@ class Traced:
         """Makes the programs of this step and tells the library. whole: gradients are still to
         come, and every parameter that requires one may get one. same_state: it has the objects
         that it had when advance() returned. Raises Untraceable, with nothing changed."""
+        updated = self._set_updated_apart() if whole and self.begun else set()
         if self._made:
             self.abandon(optimizer, params)
             same_state = False
         taking = [
             slot
             for slot, p in enumerate(params)
-            if (p.requires_grad if whole else p.grad is not None)
+            if (p.requires_grad and slot not in updated if whole else p.grad is not None)
         ]
         self._before = twin.attributes_of(optimizer)
         self._versions = [_versions(group) for group in optimizer.param_groups]
         self._whole = whole
-        self._record_all(optimizer, params, taking, same_state and self._is_kept(taking))
+        kinds = self._kinds(params, taking)
+        self._record_all(optimizer, params, taking, same_state and self._is_kept(taking, kinds))
         for cohort in self._cohorts:
             assert cohort.recorded is not None
             program = cohort.recorded.program
@@ -108,13 +112,29 @@ class Traced:
             )
             for slot in cohort.slots:
                 self._cohort_of[slot] = cohort
-        self._taking = taking
+        self._taking, self._kinds_taken = taking, self._kinds(params, taking)
         self.guides = len(self._cohorts)
         self.begun = True
 
-    def _is_kept(self, taking: list[int]) -> bool:
+    def _set_updated_apart(self) -> set[int]:
+        """Slots that earlier backward passes since step() have updated; their counters advance
+        with that step()."""
+        for cohort in self._cohorts:
+            slots = [slot for slot in cohort.slots if lib.of_shim_is_updated(self._plan, slot)]
+            if slots:
+                self._done.append(Cohort(cohort.group, slots, cohort.recorded))
+        return {slot for cohort in self._done for slot in cohort.slots}
+
+    def _kinds(self, params: list[Tensor], taking: list[int]) -> list[Any]:
+        """What of parameters makes a difference, beside data and state."""
+        if not any(self._by_shape):
+            return [params[slot].dtype for slot in taking]
+        taken = map(params.__getitem__, taking)
+        return [(p.dtype, tuple(p.shape), p.stride()) for p in taken]
+
+    def _is_kept(self, taking: list[int], kinds: list[Any]) -> bool:
         kept = self._kept
-        if kept is None or kept.taking != taking:
+        if kept is None or kept.taking != taking or kept.kinds != kinds:
             return False
         return [counter._version for counter in kept.counters] == kept.versions
 
@@ -255,10 +275,12 @@ class Traced:
             for i, group in enumerate(optimizer.param_groups):
                 self._copies.put(group, self._after.options[i], name)
         counters: list[Tensor] = []
-        for cohort in self._cohorts:
+        for cohort in (*self._done, *self._cohorts):
             counters += self._advance_entries(cohort, optimizer, params)
-        if all(cohort.entries is not None for cohort in self._cohorts):
-            self._kept = Kept(self._taking, counters, [counter._version for counter in counters])
+        if not self._done and all(map(_is_known, self._cohorts)):
+            versions = [counter._version for counter in counters]
+            self._kept = Kept(self._taking, self._kinds_taken, counters, versions)
+        self._done = []
 
     def _advance_entries(
         self, cohort: Cohort, optimizer: Optimizer, params: list[Tensor]
@@ -285,7 +307,8 @@ class Traced:
             return "traced, but it has taken no step yet"
         parts = [self.described()]
         for cohort in self._cohorts:
-            assert cohort.recorded is not None
+            if cohort.recorded is None:
+                continue
             n = len(cohort.slots) - 1
             others = f" and {n} more" if n else ""
             parts.append(f"\n{label(cohort.slots[0])}{others}:")
@@ -312,6 +335,13 @@ class Traced:
 
 def _versions(group: Group) -> dict[str, Any]:
     return {key: twin.copied(value) for key, value in twin.own_options(group).items()}
+
+
+def _is_known(cohort: Cohort) -> bool:
+    """Whether its entries are, with nothing in them that could change unseen."""
+    entry = (cohort.recorded and cohort.recorded.entry) or {}
+    known = (Place, Tensor, *_CONSTANT)
+    return cohort.entries is not None and all(isinstance(v, known) for v in entry.values())
 
 
 def _advance(entries: list[Entry], after: Entry) -> list[Tensor]:
