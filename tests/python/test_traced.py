@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 import traced_classes
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -487,6 +488,78 @@ def test_a_failing_step_leaves_no_state_behind() -> None:
     optimizer.step()
     assert optimizer.state[weight]["step"] == 1
     assert torch.isfinite(optimizer.state[weight]["exp_avg"]).all()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_distributed_data_parallel(gloo: Any, view: bool) -> None:
+    def training(wrap: Callable[[Optimizer, Any], Optimizer]) -> Any:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(50, 70), nn.Tanh(), nn.Linear(70, 30))
+        model = nn.parallel.DistributedDataParallel(layers, gradient_as_bucket_view=view)
+        optimizer = wrap(traced_classes.AdaBelief(model.parameters()), model)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.full((4, 50), float(step))).square().mean().backward()
+            optimizer.step()
+        return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+    stock = training(lambda optimizer, _: optimizer)
+    for options in ({}, {"mode": "backward"}, {"await_reduction": "first_use"}):
+        ours = training(lambda optimizer, model: optfuse.fuse(optimizer, ddp=model, **options))  # noqa: B023
+        assert difference("", ours, stock) is None
+
+
+def test_dtensors_are_refused(gloo: Any) -> None:
+    model = nn.Linear(9, 9)
+    torch.distributed.fsdp.fully_shard(model)
+    with pytest.raises(optfuse.Error, match="DTensor"):
+        optfuse.fuse(traced_classes.AdaBelief(model.parameters()))
+
+
+def test_loss_scaling() -> None:
+    """With a step that is skipped, of a class that writes gradients."""
+
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(40, 40)
+        optimizer = wrap(traced_classes.WritesGradient(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu")
+        for step in range(8):
+            optimizer.zero_grad()
+            x = torch.full((4, 40), float("inf") if step == 4 else float(step))
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        grads = [p.grad for p in model.parameters()]
+        states = [model.state_dict(), optimizer.state_dict(), scaler.state_dict()]
+        return copy.deepcopy([states, grads])
+
+    assert difference("", training(fused("forward")), training(lambda o: o)) is None
+
+
+def test_late_updates() -> None:
+    """As those of the same class with its own step()."""
+
+    class Registered(traced_classes.AdaBelief):
+        pass
+
+    optfuse.register(Registered)
+
+    def training(cls: type[Optimizer]) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        delay = {model[0]: 2, model[2]: 1}
+        optimizer = optfuse.fuse(cls(model.parameters()), delay=delay)  # type: ignore[call-arg]
+        for step in range(8):
+            optimizer.zero_grad()
+            model(torch.full((4, 5), float(step))).square().mean().backward()
+            optimizer.step()
+        optfuse.drain(optimizer)
+        return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+    assert difference("", training(traced_classes.AdaBelief), training(Registered)) is None
 
 
 # ---- each operator

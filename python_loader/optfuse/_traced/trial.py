@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._dtensor import is_dtensor
 from optfuse._native import guard
 from optfuse._options import LINK
 from optfuse._own_step import twin
@@ -47,6 +48,8 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     tried, with nothing changed."""
     for group in optimizer.param_groups:
         for param in group["params"]:
+            if is_dtensor(param):
+                raise Untraceable("it has DTensor parameters, which are not traced")
             if param.device.type != "cpu":
                 raise Untraceable(
                     f"it has parameters on {param.device}, and programs run on the CPU"
