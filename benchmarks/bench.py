@@ -30,6 +30,7 @@ import pipeline_run
 import reorder
 import survey
 import torch
+import traced
 from cells import MODELS, OPTIMIZERS
 from data import handwritten
 from figures import title
@@ -44,6 +45,7 @@ SECTIONS = {
     "memory": memory.section,
     "launch": launch.section,
     "survey": survey.section,
+    "traced": traced.section,
     "distributed": distributed.section,
     "reorder": reorder.section,
     "kfac": kfac.section,
@@ -56,6 +58,7 @@ USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kern
 SMOKE = ("cells", "memory", "kernels")
 OF_ANY_OPTIMIZER = (
     "survey",
+    "traced",
     "kernels",
     "reorder",
     "kfac",
@@ -70,7 +73,8 @@ HELP = """sections:
   kernels  the update alone: every optimizer against stock and the floor
   memory   peak memory of tensors and of the whole process
   launch   instructions of the host around an update, for a CPU and for a GPU
-  survey   which optimizers of other packages fuse after register(); see --packages
+  survey   which optimizers of other packages fuse, traced or registered; see --packages
+  traced   step() of ten classes of another package, by itself and traced; see --packages
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp
   reorder  the same, with weight gradients in another order
   kfac     K-FAC: its messages behind a slow link, the paper's schemes, what steps cost
