@@ -28,7 +28,7 @@ def test_two_options_that_change_places_do_so_in_python():
 @pytest.mark.parametrize("row", ["adam", "rprop"])
 def test_a_row_of_another_optimizer_does_not_pass_for_this_one(row, monkeypatch):
     """As a library would have it whose rows are out of place."""
-    wrong = _rules.Rule("sgd", **_rules._ROWS[row])
+    wrong = _rules.Rule("sgd", **_rules.ROWS[row])
     monkeypatch.setitem(_rules.RULES, SGD, wrong)
     with pytest.raises(ImportError, match=r"rule 'sgd' has an option '[\w.]+', which SGD"):
         _rules._check_table()
