@@ -185,6 +185,8 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith(_OF_PYTORCH):
             raise AttributeError(name)
+        if name == "__tensor_flatten__":
+            self.tape.refuse("it compiles what it computes (torch.compile)")
         self.tape.refuse(
             f"it looks for the attribute {name!r} of a tensor, which may be there for some "
             "parameters only"
