@@ -261,7 +261,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
                             "once after each backward")
                    : OF_FOUND_NOTHING;
     if (check_param(slot, p, &in->dtype) == OF_FOUND_ERROR ||
-        check_gradient(slot, p, g) == OF_FOUND_ERROR)
+        check_gradient(slot, p, g, is_written_back(slot)) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     launch_others(p);
     if (has_mark(g))

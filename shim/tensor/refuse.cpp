@@ -115,7 +115,8 @@ of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype)
                       "only: call optfuse.unfuse() and fuse() again");
 }
 
-of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
+                        bool is_written) {
     const char *which = "the gradient of ";
     if (g->layout() != c10::kStrided)
         return refuse(slot, which, "is sparse",
@@ -129,6 +130,10 @@ of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::T
         return refuse(slot, which, "has another dtype: ", std::string(g->dtype().name()));
     if (g->sizes() != p->sizes())
         return refuse(slot, which, "has another shape", "");
+    if (is_written && is_expanded(g))
+        return refuse(slot, which, "is expanded",
+                      ", so that several elements share one number, and the update writes to it: "
+                      "put its clone() there");
     return OF_FOUND_INPUTS;
 }
 

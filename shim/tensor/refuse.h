@@ -22,7 +22,8 @@ of_found refuse_frozen(const Slot *slot, const char *which);
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
 bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
-of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g);
+of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
+                        bool is_written);
 of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s);
 of_found check_step(const Slot *slot, const c10::TensorImpl *p);
 // Elements are not what memory holds: negated or zero by a flag, and resolved

@@ -16,7 +16,7 @@ import torch
 from test_traced_recorder import recorded_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from traced_classes import Base
+from traced_classes import Base, WritesGradient
 
 import optfuse
 from optfuse._link import link_of
@@ -259,6 +259,14 @@ def test_a_parameter_without_dimensions_takes_the_dtype_of_a_counter() -> None:
     recorded_of(lambda o, group, p, s: p.mul_(counter.float()), shape=())
 
 
+def test_compiled_functions() -> None:
+    @torch.compile(backend="eager")
+    def update(p: Tensor, g: Tensor) -> None:
+        p.add_(g, alpha=-0.1)
+
+    refused(lambda o, p, g, s: update(p, g), "compiles what it computes")
+
+
 def test_roots_in_float16() -> None:
     refused(lambda o, p, g, s: g.pow(0.5), "float16 to the power", dtype=torch.float16)
 
@@ -346,3 +354,16 @@ def test_copies_of_what_is_not_contiguous() -> None:
         return [p.detach().clone() for p in params]
 
     assert difference("", training(True), training(False)) is None
+
+
+def test_an_expanded_gradient_that_step_writes_is_refused() -> None:
+    param = nn.Parameter(torch.ones(9))
+    optimizer = optfuse.fuse(WritesGradient([param]))
+    param.grad = torch.full((1,), 2.0).expand(9)
+    with pytest.raises(optfuse.Error, match=r"is expanded.*the update writes to it.*nothing was"):
+        optimizer.step()
+    assert (param == 1).all()
+    assert not optimizer.state_dict()["state"]
+    param.grad = param.grad.clone()
+    optimizer.step()
+    assert (param < 1).all()
