@@ -131,7 +131,12 @@ def test_nothing_is_pending_when_a_clock_starts_or_stops(monkeypatch):
 
 
 class Unknown(torch.optim.RMSprop):
-    """Nobody has promised that it treats its parameters one by one."""
+    """It looks at values, and can't be traced."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in group["params"])
+        return super().step(closure)
 
 
 def test_an_optimizer_without_fused_is_compared_with_the_default_one():

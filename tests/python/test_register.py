@@ -196,11 +196,20 @@ def test_the_trial_takes_over_options_and_state():
 
 
 def test_unknown_classes_are_refused_and_told_of_register():
+    """Those that can't be traced."""
+
     class Unknown(Tensors):
-        pass
+        def update(self, group, p, state):
+            p.grad.mul_(0.5 if p.grad.norm() > 1 else 1.0)
+            super().update(group, p, state)
 
     class Derived(torch.optim.AdamW):
-        pass
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and p.grad.norm() > 1:
+                        p.grad.mul_(0.5)
+            return super().step(closure)
 
     for cls in (Unknown, Derived):
         optimizer = cls(net().parameters())

@@ -255,7 +255,7 @@ runpy.run_module("optfuse", run_name="__main__")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("-S", *RUN, "plain.py"), "-E, -I or -S"),
+        (("-E", *RUN, "plain.py"), "-E, -I or -S"),
         ((*RUN, "--side-stream", "plain.py"), "--side-stream goes with --mode backward"),
         ((*RUN, "--mode", "backward", "--max-grad-norm", "1", "plain.py"), "use --mode forward"),
         ((*RUN, "--mode", "sideways", "plain.py"), "invalid choice: 'sideways'"),
