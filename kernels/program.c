@@ -50,13 +50,8 @@ size_t of_program_fuse(of_instruction *code, size_t n) {
 }
 
 static bool has_known_numbers(const of_instruction *q) {
-    if (q->operation >= OF_OPERATORS || q->to >= OF_REGISTERS)
-        return false;
-    const unsigned char from[] = {q->a, q->b, q->c};
-    for (unsigned i = 0; i < inputs_of[q->operation]; i++)
-        if (from[i] >= OF_REGISTERS)
-            return false;
-    return true;
+    return q->operation < OF_OPERATORS && q->to < OF_REGISTERS && q->a < OF_REGISTERS &&
+           q->b < OF_REGISTERS && q->c < OF_REGISTERS;
 }
 
 const char *of_program_check(of_program *program) {
