@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Plans: what is refused and how it is said, ownership, the end of a plan. */
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -35,7 +36,10 @@ START_TEST(host_of_another_abi_is_refused) {
     of_host wrong = host->table;
     wrong.abi_version = OF_ABI_VERSION + 1;
     ck_assert_int_eq(create(&wrong, "adam", NULL), OF_INVALID);
-    check_message("ABI version 10, this library has 9");
+    char expected[80];
+    snprintf(expected, sizeof expected, "ABI version %d, this library has %d", OF_ABI_VERSION + 1,
+             OF_ABI_VERSION);
+    check_message(expected);
     ck_assert_uint_eq(of_abi_version(), OF_ABI_VERSION);
     wrong = host->table;
     wrong.struct_size -= 8;

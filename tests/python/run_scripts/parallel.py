@@ -15,19 +15,25 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
+def train(order, options):
+    net = Net()
+    if order == "before":
+        optimizer = adamw(net.parameters())
+    model = DistributedDataParallel(net, **dict.fromkeys(options, True))
+    if order == "after":
+        optimizer = adamw(model.parameters())
+    for step in range(5):
+        x, y = batch(step * dist.get_world_size() + dist.get_rank())
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        show(net, optimizer)
+
+
 dist.init_process_group("gloo")
-order, *options = sys.argv[1:]
-net = Net()
-if order == "before":
-    optimizer = adamw(net.parameters())
-model = DistributedDataParallel(net, **dict.fromkeys(options, True))
-if order == "after":
-    optimizer = adamw(model.parameters())
-for step in range(5):
-    x, y = batch(step * dist.get_world_size() + dist.get_rank())
-    optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
-    optimizer.step()
-if dist.get_rank() == 0:
-    show(net, optimizer)
+train(sys.argv[1], sys.argv[2:])
+# A process that leaves while the other still talks to it, or a model that outlives its group, now
+# and then ends stock's run, too, by std::terminate.
+dist.barrier()
 dist.destroy_process_group()
