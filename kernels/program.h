@@ -45,6 +45,9 @@ typedef struct of_program {
     /* By of_program_check(), a bit for each register in memory: those whose values it reads,
      * and those that it writes. */
     unsigned reads, writes;
+    /* It is more than `code`: the host runs it whole, between its own operators
+     * (of_external_host), and says which registers it reads and writes. */
+    bool by_host;
 } of_program;
 
 /* Joins pairs of instructions where that changes no bit; returns how many are left of n. */

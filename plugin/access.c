@@ -56,7 +56,8 @@ static of_accessed use(of_plan *plan, of_update *update, of_list *done) {
     if (update->in.device != OF_CPU)
         return use_on_device(plan, update, done);
     update->kind->use(plan, update, done);
-    const bool failed = plan->rule->external && of_plan_health(plan) != OF_OK;
+    const bool by_host = plan->rule->external || plan->rule->runs_programs;
+    const bool failed = by_host && of_plan_health(plan) != OF_OK;
     return failed ? OF_ACCESS_FAILED : OF_LAUNCHED;
 }
 

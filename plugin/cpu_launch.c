@@ -113,3 +113,19 @@ void of_cpu_launch(of_plan *plan, of_list *list) {
     else
         run_region(list->first, 0, chunks, false);
 }
+
+static const of_kind part_kind = {.index = OF_UPDATES, .run = of_run_kernel};
+
+of_status of_plan_run_program(of_plan *plan, const of_inputs *in) {
+    if (!plan->rule->runs_programs || !in->program || in->program->by_host || in->device != OF_CPU)
+        return of_fail(OF_INVALID, "this plan can't run this program");
+    of_update update = {.plan = plan, .kind = &part_kind, .in = *in, .floating = of_floating_now()};
+    update.kernel = plan->kernels[in->dtype];
+    update.n_chunks = (in->numel + CHUNK_ELEMENTS - 1) >> CHUNK_SHIFT;
+    memcpy(update.scalars, &in->program, sizeof in->program);
+    if (is_serial(in->numel, in->numel))
+        run_chunks(&(of_region){&update, 0, false}, 0, update.n_chunks);
+    else
+        run_region(&update, 0, update.n_chunks, false);
+    return OF_OK;
+}

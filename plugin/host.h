@@ -8,7 +8,8 @@
  * drop(), begin() and make_state() run. The first five may cause calls of of_access() and
  * of_any_pending(), and read of_plan_rule() and of_plan_hyper(), but must not call the other
  * functions of the same plan. begin() and make_state() may call everything but the functions
- * of passes. All others run under the lock of one plan and must not call back at all.
+ * of passes. All others run under the lock of one plan and must not call back, but where they
+ * say so.
  */
 #ifndef OPTFUSE_HOST_H
 #define OPTFUSE_HOST_H
@@ -26,7 +27,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 10, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 11, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 /* What collect() found. */
 typedef enum of_found {
@@ -121,11 +122,12 @@ typedef struct of_arrival_host {
     bool (*await)(const void *key);
 } of_arrival_host;
 
-/* Optional: for the rules that have no kernels. */
+/* Optional: for the rules that have no kernels, and programs of which the host runs parts. */
 typedef struct of_external_host {
     uint32_t struct_size; /* sizeof(of_external_host) of the host's build */
     /* Does the update; on a device other than the CPU on in->stream. hyper: the rule's, as
-     * they were when the update was created. False after of_set_error(): it failed. */
+     * they were when the update was created; none of a program. False after of_set_error(): it
+     * failed. The one function that may call back: of_plan_run_program(). */
     bool (*apply)(void *ctx, of_inputs *in, const double *hyper);
 } of_external_host;
 

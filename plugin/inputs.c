@@ -33,6 +33,8 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
         return check_state(plan, in, used);
     if (!in->program)
         return of_fail(OF_INVALID, "the update has no program");
+    if (in->program->by_host && !plan->host.external)
+        return of_fail(OF_INVALID, "the program needs a host that runs its own operators");
     return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);
 }
 

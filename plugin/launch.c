@@ -19,11 +19,11 @@ static void count(of_plan *plan, const of_list *list, of_reason reason) {
     }
 }
 
-static of_list take_those_on_devices(of_list *list) {
+static of_list take(of_list *list, bool is_taken(of_update *)) {
     of_list taken = {0};
     for (of_update *u = list->first, *next; u; u = next) {
         next = u->next;
-        if (u->in.device == OF_CPU)
+        if (!is_taken(u))
             continue;
         of_list_remove(list, u);
         of_list_append(&taken, u);
@@ -31,12 +31,39 @@ static of_list take_those_on_devices(of_list *list) {
     return taken;
 }
 
+static bool is_on_a_device(of_update *update) {
+    return update->in.device != OF_CPU;
+}
+
+static bool is_missing(of_update *update) {
+    return of_is_missing(update->plan, update);
+}
+
+static bool is_by_host(of_update *update) {
+    return update->plan->rule->external || (update->in.program && update->in.program->by_host);
+}
+
+static void launch_on_cpu(of_plan *plan, of_list *list, of_list *done) {
+    if (!list->first)
+        return;
+    of_cpu_launch(plan, list);
+    of_settle(plan, list, done);
+}
+
+static void launch_by_host(of_plan *plan, of_list *list, of_list *done) {
+    if (!list->first)
+        return;
+    if (!of_apply(plan, list))
+        of_plan_fail(plan);
+    of_settle(plan, list, done);
+}
+
 void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     if (!list->first)
         return;
     count(plan, list, reason);
     if (plan->host.gpu) {
-        of_list elsewhere = take_those_on_devices(list);
+        of_list elsewhere = take(list, is_on_a_device);
         if (elsewhere.first)
             of_gpu_launch(plan, &elsewhere, done);
         if (!list->first)
@@ -44,11 +71,10 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     }
     const bool is_update = list->first->kind->is_update;
     plan->counts.launches += is_update;
-    if (!plan->rule->external || !is_update)
-        of_cpu_launch(plan, list);
-    else if (!of_apply(plan, list))
-        of_plan_fail(plan);
-    of_settle(plan, list, done);
+    const bool perhaps = is_update && (plan->rule->external || plan->rule->runs_programs);
+    of_list by_host = perhaps ? take(list, is_by_host) : (of_list){0};
+    launch_on_cpu(plan, list, done);
+    launch_by_host(plan, &by_host, done);
 }
 
 void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *done) {
@@ -61,23 +87,11 @@ void of_launch_one(of_plan *plan, of_update *update, of_reason reason, of_list *
     of_launch(plan, &one, reason, done);
 }
 
-static of_list take_missing(of_plan *plan, of_list *list) {
-    of_list taken = {0};
-    for (of_update *u = list->first, *next; u; u = next) {
-        next = u->next;
-        if (!of_is_missing(plan, u))
-            continue;
-        of_list_remove(list, u);
-        of_list_append(&taken, u);
-    }
-    return taken;
-}
-
 void of_launch_pending(of_plan *plan, int kind, of_list *done) {
     of_list *list = &plan->pending[kind];
     for (of_update *u = list->first; u && u->kind->prepare; u = u->next)
         u->kind->prepare(plan, u);
-    of_list missing = take_missing(plan, list);
+    of_list missing = take(list, is_missing);
     of_launch(plan, list, OF_AT_CLOSE, done);
     *list = missing;
 }

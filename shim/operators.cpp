@@ -121,6 +121,19 @@ void set_program(int64_t address, const std::vector<int64_t> &slots,
         slot_at(plan, index).program = program;
 }
 
+// The same with calls of PyTorch's operators (make_parts()); touches, writes: make_program().
+void set_program_with_calls(int64_t address, const std::vector<int64_t> &slots, int64_t n_registers,
+                            int64_t touches, int64_t writes, const std::vector<std::string> &words,
+                            const std::vector<int64_t> &code, const std::vector<double> &numbers) {
+    Plan &plan = plan_at(address);
+    const std::shared_ptr<const Program> program =
+        make_program(make_parts(words, code, numbers, n_registers),
+                     static_cast<size_t>(n_registers), static_cast<unsigned>(touches),
+                     static_cast<unsigned>(writes));
+    for (const int64_t index : slots)
+        slot_at(plan, index).program = program;
+}
+
 // For the next step, or the backward pass that begins: scalars that are on a
 // GPU. lr: one for each group, None where it is a number.
 void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
@@ -372,6 +385,9 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::set_device_scalars);
     m.def("set_program(int plan, int[] slots, int[] code, float[] numbers) -> ()",
           optfuse::set_program);
+    m.def("set_program_with_calls(int plan, int[] slots, int n_registers, int touches, "
+          "int writes, str[] words, int[] code, float[] numbers) -> ()",
+          optfuse::set_program_with_calls);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
     m.def("set_reduced(int plan, int[] slots) -> ()", optfuse::set_reduced);

@@ -70,6 +70,8 @@ struct Slot {
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
 };
 
+inline bool has_parts(const Slot *slot) { return slot->program && slot->program->has_parts(); }
+
 inline bool writes_gradient(const Slot *slot) {
     return slot->program && slot->program->writes_gradient();
 }

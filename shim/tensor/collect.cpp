@@ -171,11 +171,11 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
 }
 
 // Whether the update applies the factors that clipping has left pending on its gradient.
-// PyTorch's operators don't. Neither does a kernel that writes the gradient: divided, or as a
-// program makes it.
+// PyTorch's operators don't, and no program that calls them. Neither does a kernel that writes the
+// gradient: divided, or as a program makes it.
 bool applies_factor(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
     const Plan *plan = slot->plan;
-    if (plan->rule->external || writes_gradient(slot))
+    if (plan->rule->external || writes_gradient(slot) || has_parts(slot))
         return false;
     if (!is_gpu(p->device()))
         return true;
@@ -213,7 +213,13 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
         return OF_FOUND_ERROR;
     // What the update writes back to the gradient must arrive there.
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    dense = dense && (!is_written_back(slot) || (same_strides(p, g) && !is_lazy(g)));
+    const bool grad_is_like_it = same_strides(p, g) && !is_lazy(g);
+    if (has_parts(slot) && !(dense && grad_is_like_it))
+        return refuse(slot, "", "can't be updated by its traced step()",
+                      ": it has holes, or its gradient or state has other strides, and the step() "
+                      "calls operators that would see that. Register the class "
+                      "(optfuse.register) or make it contiguous");
+    dense = dense && (!is_written_back(slot) || grad_is_like_it);
     in->param = written_data_of(p);
     take_part(refs, in, p);
     const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours

@@ -2,6 +2,7 @@
 #include "traced/programs.h"
 
 #include <string>
+#include <utility>
 
 #include "error.h"
 
@@ -34,6 +35,17 @@ std::shared_ptr<const Program> make_program(const std::vector<int64_t> &code,
     if (const char *wrong = of_program_check(&program->core))
         throw Error(std::string("optfuse: a program can't be run: ") + wrong);
     program->core.n = of_program_fuse(program->code.data(), n);
+    return program;
+}
+
+std::shared_ptr<const Program> make_program(std::vector<Part> parts, size_t n_registers,
+                                            unsigned touches, unsigned writes) {
+    const auto program = std::make_shared<Program>();
+    program->parts = std::move(parts);
+    program->n_registers = n_registers;
+    program->core.reads = touches;
+    program->core.writes = writes;
+    program->core.by_host = true;
     return program;
 }
 

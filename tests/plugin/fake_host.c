@@ -162,6 +162,7 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
     in->count.step = tensor->step + 1;
     in->step_at = tensor->step_at;
     in->awaits = tensor->awaits;
+    in->program = tensor->program;
 }
 
 static of_found collect(void *ctx, void *opaque, of_inputs *in) {

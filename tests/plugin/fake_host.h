@@ -46,6 +46,7 @@ typedef struct fake_tensor {
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */
     fake_buffer *used_on_look; /* collect() uses this buffer */
     const void *awaits;        /* its gradient is on its way; or NULL */
+    const of_program *program; /* of a rule that runs programs */
     void (*on_collect)(void *arg);
     void (*on_release)(void *arg);
     void *arg;

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "traced/parts.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <torch/library.h>
+
+#include "error.h"
+
+namespace optfuse {
+namespace {
+
+// What an argument is; _traced/parts.py writes the same numbers.
+enum Tag : int64_t {
+    kNone,
+    kRegister,
+    kInt,
+    kDouble,
+    kBool,
+    kList,
+    kNumber, // a tensor without dimensions: its dtype; its value is the next number
+    kString,
+    kDevice,
+    kDefault
+};
+
+// Of what make_parts() is given.
+struct Reader {
+    const std::vector<std::string> &words;
+    const std::vector<int64_t> &code;
+    const std::vector<double> &numbers;
+    const int64_t n_registers;
+    size_t next_word = 0, next = 0, next_number = 0;
+
+    bool at_end() const { return next == code.size(); }
+
+    Part part() {
+        Part made{Segment(), {}};
+        if (integer() == 0)
+            made.what = segment();
+        else
+            made.what = call();
+        made.frees = registers();
+        return made;
+    }
+
+    int64_t integer() {
+        if (next >= code.size())
+            throw Error("optfuse: a program ends too early");
+        return code[next++];
+    }
+    double number() {
+        if (next_number >= numbers.size())
+            throw Error("optfuse: a program has too few numbers");
+        return numbers[next_number++];
+    }
+    const std::string &word() {
+        if (next_word >= words.size())
+            throw Error("optfuse: a program has too few words");
+        return words[next_word++];
+    }
+    int64_t known(int64_t value) const {
+        if (value < -1 || value >= n_registers)
+            throw Error("optfuse: a program has an unknown register");
+        return value;
+    }
+    size_t from() {
+        const int64_t value = known(integer());
+        if (value < 0)
+            throw Error("optfuse: a program reads no register");
+        return static_cast<size_t>(value);
+    }
+    std::vector<int64_t> registers() {
+        std::vector<int64_t> list(static_cast<size_t>(integer()));
+        for (int64_t &value : list)
+            value = known(integer());
+        return list;
+    }
+
+    Segment segment() {
+        Segment made;
+        for (int64_t &value : made.memory)
+            value = known(integer());
+        made.makes = registers();
+        made.patches.resize(static_cast<size_t>(integer()));
+        for (Segment::Patch &patch : made.patches) {
+            patch.instruction = static_cast<size_t>(integer());
+            patch.is_second = integer() != 0;
+            patch.from = from();
+            patch.sign = static_cast<double>(integer());
+        }
+        const auto n = static_cast<size_t>(integer());
+        for (size_t i = 0; i < n; i++) {
+            of_instruction q = {};
+            for (unsigned char *field : {&q.operation, &q.to, &q.a, &q.b, &q.c})
+                *field = static_cast<unsigned char>(integer());
+            q.s = number();
+            q.t = number();
+            made.code.push_back(q);
+        }
+        for (const Segment::Patch &patch : made.patches)
+            if (patch.instruction >= n)
+                throw Error("optfuse: a program has an unknown instruction");
+        of_program core = {};
+        core.code = made.code.data();
+        core.n = n;
+        if (const char *wrong = of_program_check(&core))
+            throw Error(std::string("optfuse: a program can't be run: ") + wrong);
+        if (made.patches.empty()) // else these are the places of its numbers
+            made.code.resize(of_program_fuse(made.code.data(), n));
+        made.core = core;
+        made.core.n = made.code.size();
+        return made;
+    }
+
+    Call call() {
+        const std::string &name = word(), &overload = word();
+        Call made{c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()),
+                  {},
+                  {},
+                  registers()};
+        const auto &schema = made.operation.schema();
+        if (made.results.size() > schema.returns().size() && schema.returns().size() != 1)
+            throw Error("optfuse: a program has an operator with too many results");
+        for (size_t i = 0; i < schema.arguments().size(); i++) {
+            const c10::Argument &argument = schema.arguments()[i];
+            made.arguments.push_back(value(made, i, argument, argument.real_type()));
+        }
+        return made;
+    }
+
+    c10::IValue value(Call &made, size_t i, const c10::Argument &argument, c10::TypePtr type) {
+        if (const auto optional = type->cast<c10::OptionalType>())
+            type = optional->getElementType();
+        const int64_t tag = integer();
+        if (tag == kDefault)
+            return argument.default_value().value_or(c10::IValue());
+        if (tag == kRegister) {
+            made.places.push_back({i, -1, from()});
+            return at::Tensor();
+        }
+        if (tag == kList)
+            return list(made, i, type);
+        return plain(tag, type);
+    }
+
+    // A number as an argument of this type.
+    template <typename T> static c10::IValue as(T x, const c10::TypePtr &type) {
+        if (type->kind() == c10::TypeKind::TensorType)
+            return at::native::wrapped_scalar_tensor(x);
+        if (type->kind() == c10::TypeKind::FloatType)
+            return static_cast<double>(x);
+        return x;
+    }
+
+    c10::IValue plain(int64_t tag, const c10::TypePtr &type) {
+        switch (tag) {
+        case kNone:
+            return {};
+        case kInt:
+            return as(integer(), type);
+        case kDouble:
+            return as(number(), type);
+        case kBool:
+            return as(integer() != 0, type);
+        case kNumber: {
+            const auto dtype = static_cast<at::ScalarType>(integer());
+            return at::scalar_tensor(number(), at::TensorOptions().dtype(dtype));
+        }
+        case kString:
+            return word();
+        case kDevice:
+            return c10::Device(word());
+        default:
+            throw Error("optfuse: a program has an unknown argument");
+        }
+    }
+
+    // Of tensors or of numbers.
+    c10::IValue list(Call &made, size_t i, const c10::TypePtr &type) {
+        const auto n = static_cast<size_t>(integer());
+        const auto of = type->cast<c10::ListType>();
+        if (!of)
+            throw Error("optfuse: a program has a list where its operator takes none");
+        const c10::TypePtr &element = of->getElementType();
+        if (element->kind() == c10::TypeKind::TensorType) {
+            c10::List<at::Tensor> tensors;
+            for (size_t k = 0; k < n; k++) {
+                const int64_t tag = integer();
+                if (tag == kRegister)
+                    made.places.push_back({i, static_cast<int64_t>(k), from()});
+                tensors.push_back(tag == kRegister ? at::Tensor() : plain(tag, element).toTensor());
+            }
+            return tensors;
+        }
+        c10::impl::GenericList values(element->kind() == c10::TypeKind::SymIntType
+                                          ? c10::TypePtr(c10::IntType::get())
+                                          : element);
+        for (size_t k = 0; k < n; k++)
+            values.push_back(plain(integer(), element));
+        return values;
+    }
+};
+
+using Registers = std::vector<at::Tensor>;
+
+// A tensor over memory that somebody else owns.
+at::Tensor over(const void *memory, const c10::TensorImpl *like) {
+    const auto options = at::TensorOptions().dtype(like->dtype()).device(like->device());
+    if (like->numel() == 0)
+        return at::empty_strided(like->sizes(), like->strides(), options);
+    return at::from_blob(const_cast<void *>(memory), like->sizes(), like->strides(), options);
+}
+
+void *memory_of(const Registers &at, int64_t number) {
+    return number < 0 ? nullptr : at[static_cast<size_t>(number)].mutable_data_ptr();
+}
+
+void run(of_plan *plan, const Segment &segment, Registers &at, const of_inputs &in,
+         const c10::TensorImpl *like) {
+    for (const int64_t made : segment.makes)
+        at[static_cast<size_t>(made)] =
+            at::empty_strided(like->sizes(), like->strides(),
+                              at::TensorOptions().dtype(like->dtype()).device(like->device()));
+    std::vector<of_instruction> patched;
+    of_program program = segment.core;
+    if (!segment.patches.empty()) {
+        patched = segment.code;
+        for (const Segment::Patch &patch : segment.patches) {
+            of_instruction &q = patched[patch.instruction];
+            (patch.is_second ? q.t : q.s) = patch.sign * at[patch.from].item<double>();
+        }
+    }
+    program.code = patched.empty() ? segment.code.data() : patched.data();
+    of_inputs part = {};
+    part.numel = in.numel;
+    part.dtype = in.dtype;
+    part.device = in.device;
+    part.program = &program;
+    part.param = memory_of(at, segment.memory[OF_REGISTER_PARAM]);
+    part.grad = memory_of(at, segment.memory[OF_REGISTER_GRAD]);
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        part.state[i] = memory_of(at, segment.memory[OF_REGISTER_STATE + i]);
+    if (of_plan_run_program(plan, &part) != OF_OK)
+        throw Error(of_error_message());
+}
+
+// The list of a template belongs to it.
+c10::IValue copied(const c10::IValue &value) {
+    return value.isTensorList() ? c10::IValue(value.toTensorList().copy()) : value;
+}
+
+void run(const Call &call, Registers &at) {
+    torch::jit::Stack stack;
+    for (const c10::IValue &argument : call.arguments)
+        stack.push_back(copied(argument));
+    for (const Call::Place &place : call.places) {
+        const at::Tensor &tensor = at[place.from];
+        if (place.item < 0)
+            stack[place.argument] = tensor;
+        else
+            stack[place.argument].toTensorList().set(static_cast<size_t>(place.item), tensor);
+    }
+    call.operation.callBoxed(&stack);
+    std::vector<at::Tensor> results;
+    for (const c10::IValue &value : stack) {
+        if (value.isTensorList())
+            for (const at::Tensor &tensor : value.toTensorVector())
+                results.push_back(tensor);
+        else
+            results.push_back(value.toTensor());
+    }
+    if (results.size() < call.results.size())
+        throw Error("optfuse: an operator has fewer results than it had when it was traced");
+    for (size_t i = 0; i < call.results.size(); i++)
+        if (call.results[i] >= 0)
+            at[static_cast<size_t>(call.results[i])] = results[i];
+}
+
+} // namespace
+
+std::vector<Part> make_parts(const std::vector<std::string> &words,
+                             const std::vector<int64_t> &code, const std::vector<double> &numbers,
+                             int64_t n_registers) {
+    std::vector<Part> parts;
+    Reader reader{words, code, numbers, n_registers};
+    while (!reader.at_end())
+        parts.push_back(reader.part());
+    return parts;
+}
+
+void run_parts(of_plan *plan, const std::vector<Part> &parts, size_t n_registers,
+               const of_inputs &in, const c10::TensorImpl *like) {
+    Registers at(n_registers);
+    at[OF_REGISTER_PARAM] = over(in.param, like);
+    at[OF_REGISTER_GRAD] = over(in.grad, like);
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        if (in.state[i] != nullptr)
+            at[OF_REGISTER_STATE + i] = over(in.state[i], like);
+    for (const Part &part : parts) {
+        if (const auto *segment = std::get_if<Segment>(&part.what))
+            run(plan, *segment, at, in, like);
+        else
+            run(std::get<Call>(part.what), at);
+        for (const int64_t number : part.frees)
+            at[static_cast<size_t>(number)] = at::Tensor();
+    }
+}
+
+} // namespace optfuse
