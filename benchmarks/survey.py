@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import multiprocessing
 import pkgutil
 import re
+import sys
 import types
 import warnings
 from collections import Counter
@@ -29,7 +31,7 @@ from optfuse._link import link_of
 from optfuse._own_step.register import INDEPENDENT
 
 PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree")
-PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch", "torchao.optim", "heavyball")
+PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch", "torchao.optim")
 PACKAGES += ("adabelief_pytorch", "adan_pytorch", "galore_torch", "sophia", "pytorch_ranger")
 STEPS = 50
 SECONDS = 60  # for one class by itself
@@ -55,6 +57,17 @@ class Net(nn.Module):
         embedded = self.table(x)
         hidden = self.norm(self.conv(embedded.transpose(1, 2))).relu()
         return self.out(hidden.mean(2)) + self.tied(embedded).mean(1)[:, :4]
+
+
+def without_models() -> None:
+    """timm's optimizers need of its models one function, which none of them calls; the models
+    need torchvision."""
+    found = importlib.util.find_spec("timm")
+    if found is not None:
+        timm, models = types.ModuleType("timm"), types.ModuleType("timm.models")
+        timm.__path__ = list(found.submodule_search_locations or ())
+        models.group_parameters = None  # type: ignore[attr-defined]
+        sys.modules.update({"timm": timm, "timm.models": models})
 
 
 def modules(name: str) -> Iterator[types.ModuleType]:
@@ -196,6 +209,7 @@ def short(why: str) -> str:
 
 def section(chosen: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
+    without_models()
     found: dict[str, tuple[str, str]] = {}
     by_package: dict[str, Counter[str]] = {}
     for package in chosen.package or PACKAGES:

@@ -226,10 +226,103 @@ class TrainsAndEvaluates(Base):
         state["z"].sub_(grad, alpha=group["lr"])
 
 
+# ---- those in which PyTorch's operators take turns with segments of a program
+
+
+class TrustRatio(Base):
+    """Steps as long as the parameter is large, as in Lamb and Lars."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["average"] = torch.zeros_like(p)
+            state["square"] = torch.zeros_like(p)
+        state["average"].lerp_(grad, 0.1)
+        state["square"].mul_(0.99).addcmul_(grad, grad, value=0.01)
+        update = state["average"] / state["square"].sqrt().add_(group["eps"])
+        update.add_(p, alpha=group["weight_decay"])
+        size, length = p.norm(2.0), update.norm(2.0)
+        ratio = torch.where(size > 0, torch.where(length > 0, size / length, 1.0), 1.0)
+        p.add_(update.mul_(ratio.clamp(max=10.0)), alpha=-group["lr"])
+
+
+class Centered(Base):
+    """Gradients without their mean, and a mask that grows what it leaves."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if grad.dim() > 1:
+            grad = grad - grad.mean(dim=tuple(range(1, grad.dim())), keepdim=True)
+        if not state:
+            state["average"] = torch.zeros_like(p)
+        state["average"].mul_(0.9).add_(grad)
+        mask = (state["average"] * grad > 0).to(grad.dtype)
+        mask.div_(mask.mean().clamp_(min=1e-3))
+        p.sub_(state["average"] * mask * group["lr"])
+
+
+class Factored(Base):
+    """Rows and columns of squares, as in Adafactor, but of this step only."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        square = grad.square().add_(1e-12)
+        if grad.dim() > 1:
+            row, column = square.mean(dim=-1), square.mean(dim=-2)
+            row = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+            update = row * column.rsqrt().unsqueeze(-2) * grad
+        else:
+            update = square.rsqrt() * grad
+        largest = update.norm() / math.sqrt(update.numel())
+        p.add_(update.div_(largest.clamp_(min=1.0)), alpha=-group["lr"])
+
+
+class ByViews(Base):
+    """Writes through other shapes of the same memory."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.mul_(0.99)
+        flat, length = p.view(-1), p.norm()
+        flat.sub_(grad.reshape(-1) / (1 + length), alpha=group["lr"])
+        p.add_(p.sign(), alpha=-1e-4)
+        grad.view(-1).mul_(0.5)
+
+
+class Rare(Base):
+    """Elementwise, by operators that programs have not."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["last"] = torch.zeros_like(p)
+        friction = torch.sigmoid((state["last"] - grad).abs())
+        state["last"].copy_(grad)
+        large = grad.abs() > 0.5
+        tame = torch.where(large & ~torch.isfinite(grad), 0.0, torch.nan_to_num(grad))
+        p.addcmul_(tame.masked_fill(large, 0.25), friction.pow(0.25), value=-group["lr"])
+
+
+class Doubles(Base):
+    """Computes with more bits than parameters have."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        wide = grad.double().mul_(0.5).add_(p.double())
+        p.copy_(p.double() - group["lr"] * wide / (1 + wide.abs().max()))
+
+
+class CopiesDeep(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        before = copy.deepcopy(p.data)
+        p.add_(grad, alpha=-group["lr"])
+        p.lerp_(before, 0.1)
+
+
+class Sorts(Base):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(torch.sort(grad, dim=-1)[0], alpha=-group["lr"])
+
+
 TRACEABLE = [
     *(AdaBelief, SignOfAverage, WritesGradient, TensorCounter, Replaces, Masks, GroupCounter),
     *(EveryFifth, ByShape, Foreach, TrainsAndEvaluates),
 ]
+CALLING = [TrustRatio, Centered, Factored, ByViews, Rare, Doubles, CopiesDeep, Sorts]
 
 
 # ---- those that can't be traced: what they do, and what the error says of it
@@ -301,13 +394,6 @@ class KeepsElsewhere(Base):
         p.add_(grad, alpha=-group["lr"])
 
 
-class CopiesDeep(Base):
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
-        before = copy.deepcopy(p.data)
-        p.add_(grad, alpha=-group["lr"])
-        p.lerp_(before, 0.1)
-
-
 class OptionOfGradient(Base):
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
         group["scale"] = float(grad.abs().mean())
@@ -324,14 +410,11 @@ class Coupled(Base):
 
 
 class OtherShapes(Base):
+    """A number of its own for each parameter, of its data."""
+
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
-        state["row"] = grad.flatten()[:1].clone()
+        state["norm"] = grad.norm()
         p.add_(grad, alpha=-group["lr"])
-
-
-class Sorts(Base):
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
-        p.add_(torch.sort(grad, dim=-1)[0], alpha=-group["lr"])
 
 
 class FiveStates(Base):
@@ -349,19 +432,17 @@ class NewGradient(Base):
 
 UNTRACEABLE = {
     Queue: "keeps a tensor of this step",
-    ClipsAbove: "norm",
-    LooksAtValues: "any",
-    CatchesErrors: "max",
+    ClipsAbove: "__bool__",
+    LooksAtValues: "__bool__",
+    CatchesErrors: "item",
     Random: "independently",
     RandomOfPython: "independently",
     ByNumpy: "numpy",
     KeepsInAttribute: "attribute 'last'",
     KeepsElsewhere: "keeps a tensor of this step",
-    CopiesDeep: "__deepcopy__",
     OptionOfGradient: "option 'scale'",
     Coupled: "independently",
     OtherShapes: "another shape",
-    Sorts: "sort",
     FiveStates: "more than 4 state tensors",
     NewGradient: "gradient",
 }

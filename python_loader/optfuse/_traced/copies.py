@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from optfuse._traced.operands import Args, Options, number, on, real
-from optfuse._traced.standin import Called, Standin, tape_of
-
-_NOWHERE = "it writes into a tensor that is none of the parameter's state"
+from optfuse._traced.operands import Args, Options, in_room, is_operand, number, on, real
+from optfuse._traced.standin import Called, NotElementwise, Standin
 
 
 def _dtype(x: Standin, options: Options) -> torch.dtype:
@@ -25,19 +23,20 @@ def _dtype(x: Standin, options: Options) -> torch.dtype:
 @on("clone.default", "_to_copy.default")
 def _copy(called: Called, args: Args, options: Options) -> Any:
     x = args[0]
+    in_room(x)
     dtype = _dtype(x, options)
-    if dtype not in (x.dtype, x.tape.dtype):
-        x.tape.refuse(f"it converts {x.dtype} to {dtype}")
+    if dtype not in (x.dtype, x.tape.dtype) or x.dtype not in (torch.bool, x.tape.dtype):
+        raise NotElementwise(f"{x.dtype} to {dtype}")
     return x.tape.write("copy", x.tape.new(dtype), x)
 
 
 @on("copy")
 def _copy_into(called: Called, args: Args, options: Options) -> Any:
     to, x = args[:2]
-    if not called.in_place or not isinstance(to, Standin):
-        tape_of(args, options).refuse(_NOWHERE)
+    if not called.in_place:
+        raise NotElementwise(called.full_name)
     real(to)
-    if not isinstance(x, Standin):
+    if not is_operand(x):
         return to.tape.write("fill", to, s=number(x, to))
     real(to, x)
     return to.tape.write("copy", to, x)
@@ -50,14 +49,15 @@ _VALUES = {"zeros": 0.0, "ones": 1.0}
 @on("new_zeros", "new_ones", "new_full", "new_empty")
 def _make(called: Called, args: Args, options: Options) -> Any:
     x = args[0]
-    tape = tape_of(args, options)
     if not isinstance(x, Standin) or called.in_place:
-        tape.refuse(_NOWHERE)
-    if called.name.startswith("new_") and tuple(args[1]) != tape.sizes:
-        tape.refuse("it makes a tensor of another shape than the parameter")
+        raise NotElementwise(called.full_name)
+    tape = x.tape
+    is_new = called.name.startswith("new_")
+    if tuple(args[1]) != tape.sizes if is_new else not is_operand(x) or x.form is not None:
+        raise NotElementwise("another shape")
     dtype = _dtype(x, options)
     if dtype != tape.dtype:
-        tape.refuse(f"it makes a tensor of {dtype} beside a parameter of {tape.dtype}")
+        raise NotElementwise(f"{dtype} beside a parameter of {tape.dtype}")
     to = tape.new(dtype)
     what = called.name.removesuffix("_like").removeprefix("new_")
     if what == "empty":
@@ -69,8 +69,8 @@ def _make(called: Called, args: Args, options: Options) -> Any:
 @on("zero", "fill")
 def _fill(called: Called, args: Args, options: Options) -> Any:
     to = args[0]
-    if not called.in_place or not isinstance(to, Standin):
-        tape_of(args, options).refuse(_NOWHERE)
+    if not called.in_place:
+        raise NotElementwise(called.full_name)
     real(to)
     return to.tape.write("fill", to, s=number(args[1], to) if len(args) > 1 else 0.0)
 
@@ -80,6 +80,7 @@ def _fill(called: Called, args: Args, options: Options) -> Any:
 def _alias(called: Called, args: Args, options: Options) -> Any:
     """Another tensor of the same memory."""
     x = args[0]
+    in_room(x)
     if len(args) > 1 and tuple(args[1]) != x.tape.sizes:
-        x.tape.refuse("it views a tensor in another shape")
+        raise NotElementwise("a view in another shape")
     return Standin(x.tape, x.register, x.dtype)

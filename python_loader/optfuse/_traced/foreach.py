@@ -13,7 +13,7 @@ import optfuse._traced.copies
 import optfuse._traced.masks
 import optfuse._traced.operators  # noqa: F401
 from optfuse._traced.operands import Args, Options
-from optfuse._traced.standin import Called, Handler, handlers, tape_of
+from optfuse._traced.standin import Called, Handler, NotElementwise, handlers, tape_of
 
 _PREFIX = "_foreach_"
 # Those that don't go by the name of an operator on one tensor.
@@ -23,11 +23,11 @@ _NAMES = {"maximum": "clamp_min", "minimum": "clamp_max"}
 def _each(handler: Handler, one: Called) -> Handler:
     def for_each(called: Called, args: Args, options: Options) -> Any:
         lists = [x for x in (*args, *options.values()) if isinstance(x, list | tuple)]
-        if "out" in options or not lists:
-            tape_of(args, options).refuse(f"operator {called.full_name} can't be in a program")
         tape = tape_of(args, options)
+        if "out" in options or not lists:
+            raise NotElementwise(called.full_name)
         if one.name in ("mul", "div") and tape.dtype.itemsize == 2 and len(lists) == 1:
-            tape.refuse(f"{called.full_name} rounds numbers to {tape.dtype} first")
+            raise NotElementwise(f"{called.full_name} rounds numbers to {tape.dtype} first")
         made = [
             handler(one, tuple(_at(i, x) for x in args), {k: _at(i, x) for k, x in options.items()})
             for i in range(len(lists[0]))

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import optfuse._traced.calls
 import optfuse._traced.foreach  # noqa: F401  and with it all handlers
 from optfuse._own_step.twin import Entry, Group, Twin
+from optfuse._traced.parts import Parts, make_parts
 from optfuse._traced.program import MOST_STATE, STATE, TEMPORARY, Program, make_program
-from optfuse._traced.standin import Standin, Tape, Untraceable, own_attributes
+from optfuse._traced.standin import Call, Standin, Tape, Untraceable, own_attributes
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Place:
 class Recorded:
     """What a step() does to a parameter, to its state entry and to the optimizer."""
 
-    program: Program
+    program: Program | Parts
     entry: Entry | None  # after it, with a Place for each tensor of the parameter's shape
     names: tuple[str, ...]  # the keys of those tensors, in the order of the registers
     options: Group
@@ -97,7 +99,11 @@ def record(
     del guide  # and its stand-ins
     if any(reference() is not None for reference in tape.alive):
         raise Untraceable("it keeps a tensor of this step somewhere else than in its state")
-    program = make_program(tape.lines, frozenset(fresh), len(order))
+    if any(isinstance(line, Call) for line in tape.lines):
+        program: Program | Parts = make_parts(tape, frozenset(fresh), len(order))
+    else:
+        lines = [line for line in tape.lines if not isinstance(line, Call)]
+        program = make_program(lines, frozenset(fresh), len(order))
     return Recorded(program, kept, tuple(order), options, after, looked)
 
 
@@ -175,6 +181,8 @@ class _Guide:
             if not isinstance(value, Standin):
                 found[key] = _plain(key, value)
                 continue
+            if value.form is not None or value.register in self._tape.shared:
+                raise Untraceable(f"state[{key!r}] has another shape than its parameter")
             if value.dtype != self._tape.dtype:
                 raise Untraceable(f"state[{key!r}] has another dtype than its parameter")
             if key in self._plain:

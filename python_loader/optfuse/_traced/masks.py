@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from optfuse._traced.operands import Args, Options, mask, number, on, real, result
-from optfuse._traced.standin import Called, Handler, Standin, tape_of
+from optfuse._traced.operands import Args, Options, is_operand, mask, number, on, real, result
+from optfuse._traced.standin import Called, Handler, NotElementwise, Standin
 
 
 def _comparison(name: str) -> Handler:
     def handler(called: Called, args: Args, options: Options) -> Any:
         x, y = args[:2]
-        if not isinstance(x, Standin) or called.in_place:
-            tape_of(args, options).refuse(f"operator {called.full_name} can't be in a program")
-        if isinstance(y, Standin):
+        if called.in_place:
+            raise NotElementwise(f"{called.full_name} in place")
+        if is_operand(y):
             real(x, y)
             return x.tape.write(name, x.tape.new(torch.bool), x, y)
         real(x)
@@ -38,12 +38,11 @@ def _isnan(called: Called, args: Args, options: Options) -> Any:
 
 def _logical(name: str) -> Handler:
     def handler(called: Called, args: Args, options: Options) -> Any:
-        tape = tape_of(args, options)
         first = next((x for x in args if isinstance(x, Standin)), None)
         if first is None:
-            tape.refuse("it writes into a tensor that is none of the parameter's state")
+            raise NotElementwise("no operand")
         mask(*args, like=first)
-        return tape.write(name, result(called, args, options, first), *args)
+        return first.tape.write(name, result(called, args, options, first), *args)
 
     return handler
 
@@ -59,10 +58,10 @@ for _name in ("bitwise_not", "logical_not"):
 def _choose(to: Standin, which: Any, x: Any, y: Any) -> Standin:
     """Where the mask is set x, elsewhere y."""
     mask(which, like=to)
-    if isinstance(x, Standin) and isinstance(y, Standin):
+    if is_operand(x) and is_operand(y):
         real(x, y)
         return to.tape.write("where", to, which, x, y)
-    if isinstance(y, Standin):
+    if is_operand(y):
         return to.tape.write("where_number_first", to, which, y, s=number(x, y))
     return to.tape.write("where_number_second", to, which, x, s=number(y, x))
 
@@ -70,9 +69,7 @@ def _choose(to: Standin, which: Any, x: Any, y: Any) -> Standin:
 @on("where.self")
 def _where(called: Called, args: Args, options: Options) -> Any:
     which, x, y = args
-    like = x if isinstance(x, Standin) else y
-    if not isinstance(like, Standin):
-        tape_of(args).refuse("it chooses between tensors that are none of its state")
+    like = x if is_operand(x) else y
     real(like)
     return _choose(like.tape.new(like.dtype), which, x, y)
 
@@ -80,7 +77,5 @@ def _where(called: Called, args: Args, options: Options) -> Any:
 @on("masked_fill")
 def _masked_fill(called: Called, args: Args, options: Options) -> Any:
     x, which, value = args
-    if not isinstance(x, Standin):
-        tape_of(args).refuse("it writes into a tensor that is none of the parameter's state")
     real(x)
     return _choose(result(called, args, options, x), which, number(value, x), x)

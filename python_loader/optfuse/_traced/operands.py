@@ -5,12 +5,20 @@ their result goes."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optfuse._traced.standin import Called, Handler, Standin, Untraceable, handlers
+from optfuse._traced.standin import (
+    POINT,
+    Called,
+    Handler,
+    Later,
+    NotElementwise,
+    Standin,
+    handlers,
+)
 
 _aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -38,54 +46,55 @@ def _put(func: Any, name: str, handler: Handler) -> None:
     handlers[func] = handler, Called(name, func._schema.is_mutable, str(func))
 
 
+def is_operand(x: Any) -> bool:
+    """Whether it has the parameter's shape. What else a step() makes without dimensions is a
+    number, and everything else an operand of calls."""
+    return isinstance(x, Standin) and x.form is not POINT
+
+
 def number(x: Any, like: Standin) -> float:
-    """A number, or a tensor without dimensions that never saw data."""
+    """A number, or a tensor without dimensions; of one that never saw data the value."""
     if isinstance(x, bool | int | float):
         return float(x)
     tape = like.tape
     if isinstance(x, Standin):
-        tape.refuse("a tensor stands where a number is usual")
+        mixed = not tape.sizes and x.dtype != like.dtype
+        if x.form is not POINT or x.tape is not tape or mixed:
+            raise NotElementwise("a tensor stands where a number is usual")
+        return Later.of(x.register)
     if not isinstance(x, Tensor):
         tape.refuse(f"it combines a parameter with an object of {type(x).__name__}")
     if x.ndim:
         tape.refuse("it combines a parameter with a tensor that is none of its state")
     if not tape.sizes and x.dtype != like.dtype:
-        tape.refuse(f"it combines {x.dtype} with a parameter that has no dimensions either")
+        raise NotElementwise(f"it combines {x.dtype} with {like.dtype}, both without dimensions")
     return float(x)
 
 
+def in_room(x: Standin) -> None:
+    """That kernels can have it in their room for a block of elements."""
+    if x.form is not None or x.in_bytes or x.register in x.tape.shared:
+        raise NotElementwise("a tensor of another shape, dtype or memory")
+
+
 def real(first: Any, *others: Any) -> None:
-    """That they are stand-ins on one tape, of one floating dtype."""
-    if not isinstance(first, Standin):
-        _refuse_first(first, others)
-    dtype = first.dtype
-    if not dtype.is_floating_point:
-        first.tape.refuse(f"it computes with {dtype}")
-    for x in others:
-        if not isinstance(x, Standin):
-            number(x, first)
-            first.tape.refuse("a number stands where a tensor is usual")
+    """That they are stand-ins on one tape, of the parameter's dtype."""
+    for x in (first, *others):
+        if not isinstance(x, Standin) or x.dtype != x.tape.dtype:
+            raise NotElementwise("a number or another dtype")
         if x.tape is not first.tape:
             first.tape.refuse("it keeps tensors of an earlier step")
-        if x.dtype != dtype:
-            first.tape.refuse(f"it computes with {dtype} and {x.dtype} together")
-
-
-def _refuse_first(first: Any, others: tuple[Any, ...]) -> NoReturn:
-    for x in others:
-        if isinstance(x, Standin):
-            number(first, x)
-            x.tape.refuse("a number stands where a tensor is usual")
-    raise Untraceable("an operator without a stand-in")
+        in_room(x)
 
 
 def mask(*masks: Any, like: Standin) -> None:
     """That they are booleans on its tape."""
     for x in masks:
         if not isinstance(x, Standin) or x.dtype != torch.bool:
-            like.tape.refuse("it takes as a mask what comes from no comparison of its tensors")
+            raise NotElementwise("a mask that comes from no comparison of its tensors")
         if x.tape is not like.tape:
             like.tape.refuse("it keeps tensors of an earlier step")
+        in_room(x)
 
 
 def result(called: Called, args: Args, options: Options, like: Standin) -> Standin:
@@ -98,5 +107,6 @@ def result(called: Called, args: Args, options: Options, like: Standin) -> Stand
     if target.tape is not like.tape:
         like.tape.refuse("it keeps tensors of an earlier step")
     if target.dtype != like.dtype:
-        like.tape.refuse(f"it writes {like.dtype} into {target.dtype}")
+        raise NotElementwise(f"it writes {like.dtype} into {target.dtype}")
+    in_room(target)
     return target

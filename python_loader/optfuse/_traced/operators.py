@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from optfuse._traced.operands import Args, Options, number, on, real, result
-from optfuse._traced.standin import Called, Handler, Standin, tape_of
+from optfuse._traced.operands import Args, Options, is_operand, mask, number, on, real, result
+from optfuse._traced.standin import Called, Handler, NotElementwise, Standin, times
 
 _POWERS = {
     2.0: "square",
@@ -24,10 +24,6 @@ _POWERS = {
 def _unary(name: str) -> Handler:
     def handler(called: Called, args: Args, options: Options) -> Any:
         x = args[0]
-        if not isinstance(x, Standin):
-            tape_of(args, options).refuse(
-                "it writes into a tensor that is none of the parameter's state"
-            )
         real(x)
         return x.tape.write(name, result(called, args, options, x), x)
 
@@ -44,34 +40,27 @@ def _pow(called: Called, args: Args, options: Options) -> Any:
     """A tensor to the power of a number; that of a tensor, and most in float16, PyTorch takes by
     a library's pow()."""
     x, exponent = args[:2]
+    real(x)
     name = None if isinstance(exponent, torch.Tensor) else _POWERS.get(float(exponent))
-    if name is None:
-        tape_of(args, options).refuse(f"it takes a tensor to the power of {_word(exponent)}")
-    if x.dtype == torch.float16 and name not in ("square", "copy"):
-        x.tape.refuse(f"it takes a tensor of {x.dtype} to the power of {exponent}")
+    if name is None or (x.dtype == torch.float16 and name not in ("square", "copy")):
+        raise NotElementwise(f"{x.dtype} to the power of {exponent}")
     return _unary(name)(called, args, options)
-
-
-def _word(exponent: Any) -> str:
-    return "a tensor" if isinstance(exponent, torch.Tensor) else str(exponent)
 
 
 def _binary(name: str, with_number: str | None, number_first: str | None) -> Handler:
     def handler(called: Called, args: Args, options: Options) -> Any:
         x, y = args[:2]
         if options.get("rounding_mode") is not None:
-            tape_of(x, y).refuse("it divides with rounding_mode=")
-        if isinstance(x, Standin) and isinstance(y, Standin):
+            raise NotElementwise("rounding_mode=")
+        if is_operand(x) and is_operand(y):
             like = _real_of(x, y)
             return like.tape.write(name, result(called, args, options, like), x, y)
-        like, other = (x, y) if isinstance(x, Standin) else (y, x)
-        if not isinstance(like, Standin):
-            tape_of(options).refuse("it writes a number into a tensor")
+        like, other = (x, y) if is_operand(x) else (y, x)
         real(like)
         s = number(other, like)
         operator = with_number if like is x else number_first
         if operator is None:
-            like.tape.refuse(f"operator {called.full_name} with a number can't be in a program")
+            raise NotElementwise(f"{called.full_name} with a number")
         return like.tape.write(operator, result(called, args, options, like), like, s=s)
 
     return handler
@@ -80,8 +69,9 @@ def _binary(name: str, with_number: str | None, number_first: str | None) -> Han
 def _real_of(x: Standin, y: Standin) -> Standin:
     """One whose dtype the result has: beside a real one a boolean is 0 or 1."""
     if (x.dtype == torch.bool) != (y.dtype == torch.bool) and x.tape is y.tape:
-        like = y if x.dtype == torch.bool else x
+        like, other = (y, x) if x.dtype == torch.bool else (x, y)
         real(like)
+        mask(other, like=like)
         return like
     real(x, y)
     return x
@@ -96,22 +86,20 @@ on("minimum")(_binary("minimum", None, None))
 def _add(called: Called, args: Args, options: Options, sign: float = 1.0) -> Any:
     """x + sign alpha y"""
     x, y = args[:2]
-    like = x if isinstance(x, Standin) else y
-    if not isinstance(like, Standin):
-        tape_of(args, options).refuse("it writes a number into a tensor")
+    like = x if is_operand(x) else y
+    real(like)
     given = args[2] if len(args) > 2 else options.get("alpha")
     alpha = sign if given is None else sign * number(given, like)
-    if isinstance(x, Standin) and isinstance(y, Standin):
+    if is_operand(x) and is_operand(y):
         real(x, y)
         return x.tape.write("add", result(called, args, options, x), x, y, s=alpha)
-    real(like)
     tape = like.tape
     if like is y:
         s = number(x, y)
         return tape.write("number_add", result(called, args, options, y), y, s=s, t=alpha)
     if abs(alpha) != 1.0:
-        tape.refuse("it adds a number times alpha")
-    s = alpha * number(y, x)
+        raise NotElementwise("a number times alpha")
+    s = times(alpha, number(y, x))
     return tape.write("add_number", result(called, args, options, x), x, s=s)
 
 
@@ -160,7 +148,7 @@ def _clamp(called: Called, args: Args, options: Options) -> Any:
     most = options.get("max", bounds[-1] if only_most or len(bounds) > 1 else None)
     real(x)
     to = result(called, args, options, x)
-    if isinstance(least, Standin) and isinstance(most, Standin):
+    if is_operand(least) and is_operand(most):
         real(x, least, most)
         return x.tape.write("clamp", to, x, least, most)
     if least is not None:
@@ -171,7 +159,9 @@ def _clamp(called: Called, args: Args, options: Options) -> Any:
 
 
 def _limit(to: Standin, x: Standin, bound: Any, by_tensor: str, by_number: str) -> Standin:
-    if isinstance(bound, Standin):
+    if is_operand(bound):
         real(x, bound)
         return to.tape.write(by_tensor, to, x, bound)
+    if isinstance(bound, Standin):
+        raise NotElementwise("a bound that may be NaN, which as a number is none")
     return to.tape.write(by_number, to, x, s=number(bound, x))

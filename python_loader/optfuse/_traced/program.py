@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -53,7 +53,11 @@ class Structure:
     of: tuple[int, ...]  # which lines of the tape they are
 
     def code(self) -> list[int]:
-        return [x for q in self.lines for x in (_NUMBER[q[0]], *q[1:])]
+        return code_of(self.lines)
+
+
+def code_of(lines: Iterable[Shape]) -> list[int]:
+    return [x for q in lines for x in (_NUMBER[q[0]], *q[1:])]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class Program:
     def instructions(self) -> list[Line]:
         return [(*q, *pair) for q, pair in zip(self.structure.lines, self.pairs, strict=True)]
 
+    def __len__(self) -> int:
+        return len(self.pairs)
+
     def code(self) -> list[int]:
         return self.structure.code()
 
@@ -75,12 +82,13 @@ class Program:
 
     def shown(self, state: Iterable[str]) -> str:
         """One line for each instruction; state: the names of the state tensors."""
-        names = {PARAM: "param", GRAD: "grad"}
-        names |= {STATE + i: name for i, name in enumerate(state)}
-        return "\n".join(_shown(line, names) for line in self.instructions)
+        state = list(state)
+        return "\n".join(shown_line(line, state) for line in self.instructions)
 
 
-def _shown(line: Line, names: dict[int, str]) -> str:
+def shown_line(line: Line, state: list[str]) -> str:
+    names = {PARAM: "param", GRAD: "grad"}
+    names |= {STATE + i: name for i, name in enumerate(state)}
     operator, to, a, b, c, s, t = line
     x, *of = (names.get(r, f"t{r - TEMPORARY}") for r in (to, a, b, c))
     n = len(inputs_of(line))
@@ -100,7 +108,7 @@ def make_program(lines: list[Line], made: frozenset[int], n_state: int) -> Progr
 @cache
 def _structure(lines: tuple[Shape, ...], made: frozenset[int], n_state: int) -> Structure:
     in_memory = range(STATE + n_state)
-    of = _needed(lines, set(in_memory))
+    of = needed(lines, set(in_memory))
     kept = [lines[i] for i in of]
     has_values = set(in_memory) - made
     for line in kept:
@@ -109,10 +117,10 @@ def _structure(lines: tuple[Shape, ...], made: frozenset[int], n_state: int) -> 
         has_values.add(line[1])
     if not has_values.issuperset(made):
         raise Untraceable("it makes state without values")
-    return Structure(tuple(_with_few_registers(kept, in_memory)), tuple(of))
+    return Structure(tuple(with_few_registers(kept, in_memory)), tuple(of))
 
 
-def _needed(lines: tuple[Shape, ...], live: set[int]) -> list[int]:
+def needed(lines: Sequence[Shape], live: set[int]) -> list[int]:
     """Those whose results are read or stay. An operator writes all of its register."""
     kept = []
     for i in reversed(range(len(lines))):
@@ -123,7 +131,7 @@ def _needed(lines: tuple[Shape, ...], live: set[int]) -> list[int]:
     return kept[::-1]
 
 
-def _with_few_registers(lines: list[Shape], in_memory: range) -> Iterable[Shape]:
+def with_few_registers(lines: list[Shape], in_memory: range) -> Iterable[Shape]:
     """Temporaries take over the registers of those that are read no more, if they can the one
     that the same operator reads first."""
     last = {r: i for i, line in enumerate(lines) for r in (line[1], *inputs_of(line))}

@@ -14,14 +14,56 @@ from torch import Tensor
 
 # operator, to, a, b, c: registers of the tape; s, t: numbers
 Line = tuple[str, int, int, int, int, float, float]
+Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+POINT: Form = (), ()
 
 
 class Untraceable(Exception):
-    """Why a step() is more than a line of elementwise operators."""
+    """Why a step() can't be a program."""
+
+
+class NotElementwise(Exception):
+    """Why an operator is none that a kernel runs."""
+
+
+class Later(float):
+    """A number that is known when the program runs: sign times the value of a register without
+    dimensions."""
+
+    register: int
+    sign: int
+
+    @classmethod
+    def of(cls, register: int, sign: int = 1) -> Later:
+        made = cls("nan")
+        made.register, made.sign = register, sign
+        return made
+
+    def times(self, factor: float) -> Later:
+        if factor not in (1.0, -1.0):
+            raise NotElementwise("a number times another one")
+        return Later.of(self.register, int(factor) * self.sign)
+
+
+def times(factor: float, x: float) -> float:
+    return x.times(factor) if isinstance(x, Later) else factor * x
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator that PyTorch runs, between lines."""
+
+    operator: str  # as "aten::linalg_vector_norm.default"
+    code: tuple[int, ...]  # its arguments, as shim/traced/parts.cpp reads them
+    words: tuple[str, ...]  # and what it reads of these
+    numbers: tuple[float, ...]
+    reads: tuple[int, ...]  # registers, the written ones among them
+    makes: tuple[int, ...]
 
 
 class Tape:
-    """What one run of step() did, and all that it made. All stand-ins have one shape."""
+    """What one run of step() did, and all that it made. Stand-ins have the parameter's shape but
+    for those that came out of calls."""
 
     def __init__(
         self, sizes: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
@@ -30,16 +72,19 @@ class Tape:
         self.sizes = sizes
         self.dtype = dtype
         self.strides = strides
-        self.lines: list[Line] = []
+        self.lines: list[Line | Call] = []
+        self.roots: dict[int, int] = {}  # of views: the register whose memory it is
+        self.shared: set[int] = set()  # registers whose memory another one has, too
+        self.written: set[int] = set()  # registers that calls write
         self.n = 0  # registers
         self.alive: list[weakref.ref[Standin]] = []
         self.looked_at_shape = False
         self.why: str | None = None  # the first reason, also if step() caught it
 
-    def new(self, dtype: torch.dtype) -> Standin:
-        """With a register of its own."""
+    def new(self, dtype: torch.dtype, form: Form | None = None) -> Standin:
+        """With a register of its own. form: if it is not the parameter's."""
         self.n += 1
-        return Standin(self, self.n - 1, dtype)
+        return Standin(self, self.n - 1, dtype, form)
 
     def write(
         self,
@@ -61,17 +106,21 @@ class Tape:
         self.why = self.why or why
         raise Untraceable(why)
 
-    def answer(self, question: Any, *args: Any) -> Any:
-        """What a tensor of this shape says to one of the operators in QUESTIONS. Operators ask
-        for the number of dimensions, too, where step() does not."""
-        if question is not _DIM:
+    def answer(self, question: Any, x: Standin, *args: Any) -> Any:
+        """What x says to one of the operators in QUESTIONS. Operators ask for the number of
+        dimensions, too, where step() does not."""
+        if question is not _DIM and not x.is_fixed:
             self.looked_at_shape = True
         if question is _SIZES:
-            return list(self.sizes)
-        blank = torch.empty(self.sizes, device="meta", dtype=self.dtype)
-        if self.strides is not None:
-            blank = blank.as_strided(self.sizes, self.strides)
-        return question(blank, *args)
+            return list(self.sizes if x.form is None else x.form[0])
+        return question(self.blank(x), *args)
+
+    def blank(self, x: Standin) -> Tensor:
+        """A tensor like it, which has no memory."""
+        sizes, strides = (self.sizes, self.strides) if x.form is None else x.form
+        if strides is None:
+            return torch.empty(sizes, device="meta", dtype=x.dtype)
+        return torch.empty_strided(sizes, strides, device="meta", dtype=x.dtype)
 
 
 # Attributes in which PyTorch keeps the answers.
@@ -98,6 +147,8 @@ class Called:
 # What an operator becomes: it gets the operator, its arguments and its options.
 Handler = Callable[[Called, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, tuple[Handler, Called]] = {}
+# What becomes of an operator that has no handler, or is not elementwise: calls.py.
+otherwise: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
 
 def _noting(name: str) -> Any:
@@ -129,7 +180,7 @@ _ANSWERS = {
         name: _refusing(name)
         for name in (
             *("data_ptr", "numpy", "tolist", "item", "storage", "untyped_storage"),
-            *("storage_offset", "_typed_storage", "__array__", "__dlpack__", "__deepcopy__"),
+            *("storage_offset", "_typed_storage", "__array__", "__dlpack__"),
             *("__reduce_ex__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
             *("__iter__", "__getitem__", "__contains__", "__repr__", "__format__", "_version"),
             *("register_hook", "backward", "is_set_to", "share_memory_", "const_data_ptr"),
@@ -145,14 +196,19 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
 
     tape: Tape
     register: int
+    form: Form | None  # None: the parameter's
+    in_bytes: bool  # a mask that a call has made; that of a line is of numbers
+    is_fixed: bool  # its shape is the same whatever the parameter's
 
     @staticmethod
-    def __new__(cls, tape: Tape, register: int, dtype: torch.dtype) -> Standin:
+    def __new__(
+        cls, tape: Tape, register: int, dtype: torch.dtype, form: Form | None = None
+    ) -> Standin:
         # By this policy PyTorch asks __torch_dispatch__() for shape and strides.
         made: Standin = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
-            tape.sizes,
-            strides=tape.strides,
+            tape.sizes if form is None else form[0],
+            strides=tape.strides if form is None else form[1],
             dtype=dtype,
             device="cpu",
             dispatch_sizes_strides_policy="sizes",
@@ -161,6 +217,8 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.tape = tape
         made.register = register
+        made.form = form
+        made.in_bytes = made.is_fixed = False
         tape.alive.append(weakref.ref(made))
         return made
 
@@ -172,10 +230,20 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
     ) -> Any:
         found = handlers.get(func)
         if found is not None:
-            return found[0](found[1], args, kwargs or {})
-        if func in _QUESTIONS:
-            return args[0].tape.answer(func, *args[1:])
-        return tape_of(args, kwargs).refuse(f"operator {func} can't be part of a program")
+            tape = tape_of(args, kwargs)
+            n = len(tape.lines)
+            try:
+                return found[0](found[1], args, kwargs or {})
+            except NotElementwise:
+                del tape.lines[n:]
+        elif func in _QUESTIONS:
+            return args[0].tape.answer(func, *args)
+        return otherwise[0](func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.requires_grad:
+            self.tape.refuse("it copies a parameter")
+        return memo.setdefault(id(self), self.clone())
 
     def __setitem__(self, mask: Any, value: Any) -> None:
         if not isinstance(mask, Standin):
@@ -193,9 +261,12 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         )
 
 
+_OURS = {"tape", "register", "form", "in_bytes", "is_fixed"}
+
+
 def own_attributes(x: Standin) -> set[str]:
     """Names of those that step() gave it."""
-    return {k for k in vars(x).keys() - {"tape", "register"} if not k.startswith(_OF_PYTORCH)}
+    return {k for k in vars(x).keys() - _OURS if not k.startswith(_OF_PYTORCH)}
 
 
 def tape_of(*values: Any) -> Tape:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.guide import Place, Recorded, like, record
-from optfuse._traced.program import MOST_STATE
+from optfuse._traced.parts import Parts
+from optfuse._traced.program import MOST_STATE, Program
 from optfuse._traced.standin import Untraceable
 from optfuse._values import difference
 
@@ -107,14 +108,25 @@ class Traced:
         for cohort in self._cohorts:
             assert cohort.recorded is not None
             program = cohort.recorded.program
-            torch.ops.optfuse.set_program(
-                self._plan, cohort.slots, program.code(), program.numbers()
-            )
+            if isinstance(program, Parts) and not whole:
+                _refuse_other_strides(params[slot] for slot in cohort.slots)
+            self._set_program(cohort.slots, program)
             for slot in cohort.slots:
                 self._cohort_of[slot] = cohort
         self._taking, self._kinds_taken = taking, self._kinds(params, taking)
         self.guides = len(self._cohorts)
         self.begun = True
+
+    def _set_program(self, slots: list[int], program: Program | Parts) -> None:
+        if isinstance(program, Program):
+            code, numbers = program.code(), program.numbers()
+            torch.ops.optfuse.set_program(self._plan, slots, code, numbers)
+            return
+        s = program.structure
+        torch.ops.optfuse.set_program_with_calls(
+            *(self._plan, slots, s.n_registers, s.touches, s.writes, s.words, s.code),
+            program.numbers(),
+        )
 
     def _set_updated_apart(self) -> set[int]:
         """Slots that earlier backward passes since step() have updated; their counters advance
@@ -128,7 +140,7 @@ class Traced:
     def _kinds(self, params: list[Tensor], taking: list[int]) -> list[Any]:
         """What of parameters makes a difference, beside data and state."""
         if not any(self._by_shape):
-            return [params[slot].dtype for slot in taking]
+            return [(params[slot].dtype, params[slot].dim() == 0) for slot in taking]
         taken = map(params.__getitem__, taking)
         return [(p.dtype, tuple(p.shape), p.stride()) for p in taken]
 
@@ -163,7 +175,10 @@ class Traced:
         found: dict[Any, Cohort] = {}
         for slot in taking:
             param, group = params[slot], self._group_of[slot]
-            shape = (tuple(param.shape), param.stride()) if self._by_shape[group] else None
+            # Without dimensions it takes part in how PyTorch chooses a result's dtype.
+            shape = (
+                (tuple(param.shape), param.stride()) if self._by_shape[group] else param.dim() == 0
+            )
             key = (group, param.dtype, shape, _signature(state.get(param)))
             if key not in found:
                 found[key] = Cohort(group, [])
@@ -319,7 +334,7 @@ class Traced:
         """In a line."""
         if not self._cohorts:
             return "traced"
-        sizes = [len(c.recorded.program.instructions) for c in self._cohorts if c.recorded]
+        sizes = [len(c.recorded.program) for c in self._cohorts if c.recorded]
         guides = f"{len(sizes)} guide{'s' if len(sizes) > 1 else ''} a step"
         return f"traced: {max(sizes, default=0)} operators, {guides}"
 
@@ -331,6 +346,16 @@ class Traced:
             if difference("", _versions(group), known) is not None:
                 return i
         return None
+
+
+def _refuse_other_strides(params: Iterable[Tensor]) -> None:
+    """Operators would see that the gradient is not like its parameter."""
+    for p in params:
+        if p.grad is not None and p.grad.stride() != p.stride():
+            raise Untraceable(
+                f"its operators see strides, and a gradient has {tuple(p.grad.stride())}, its "
+                f"parameter {tuple(p.stride())}"
+            )
 
 
 def _versions(group: Group) -> dict[str, Any]:

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Operators that no kernel runs, such as norms, products of matrices and what is made of these: on
+a tape they are calls of PyTorch's own operator, with the tensors that there are when the program
+runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optfuse._traced.standin import POINT, Call, Form, Standin, Tape, otherwise, tape_of
+
+# What an argument is; shim/traced/parts.cpp reads the same numbers.
+NONE, REGISTER, INT, DOUBLE, BOOL, LIST, NUMBER, STRING, DEVICE, DEFAULT = range(10)
+_ENUMS: tuple[tuple[Any, ...], ...] = (
+    (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d),
+    (torch.strided,),
+)
+# c10::ScalarType, by its order.
+_DTYPES = {
+    dtype: i
+    for i, dtype in enumerate(
+        (
+            *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+            *(torch.float16, torch.float32, torch.float64),
+            *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
+        )
+    )
+} | {torch.bfloat16: 15}
+_UNSEEN = frozenset({torch.Tag.nondeterministic_seeded})
+_LOOKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+# Of all elements of a tensor, whatever its shape, if these arguments are not there.
+_OF_SOME = ("dim", "dims", "keepdim")
+_WHOLE = {"sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "amin", "std", "var"}
+_WHOLE |= {"any", "all", "_foreach_norm", "prod", "logsumexp"}
+
+
+@functools.cache
+def _overload(func: Any) -> tuple[str, str]:
+    return func._schema.name, func._schema.overload_name
+
+
+class _Writer:
+    """Writes the arguments of an operator down."""
+
+    def __init__(self, tape: Tape, called: str) -> None:
+        self._tape = tape
+        self._called = called
+        self.code: list[int] = []
+        self.words: list[str] = []
+        self.numbers: list[float] = []
+        self.operands: list[Standin] = []
+
+    def argument(self, x: Any) -> None:
+        if isinstance(x, Standin):
+            self._operand(x)
+        elif isinstance(x, Tensor):
+            self._constant(x)
+        elif isinstance(x, list | tuple):
+            self.code += LIST, len(x)
+            for item in x:
+                self.argument(item)
+        elif x is None:
+            self.code.append(NONE)
+        elif isinstance(x, bool):
+            self.code += BOOL, int(x)
+        elif isinstance(x, int):
+            self.code += INT, x
+        elif isinstance(x, float):
+            self.code.append(DOUBLE)
+            self.numbers.append(x)
+        else:
+            self._special(x)
+
+    def _operand(self, x: Standin) -> None:
+        if x.tape is not self._tape:
+            self._tape.refuse("it keeps tensors of an earlier step")
+        if x.dtype == torch.bool and not x.in_bytes:
+            x = _in_bytes(x)
+        self.operands.append(x)
+        self.code += REGISTER, x.register
+
+    def _constant(self, x: Tensor) -> None:
+        if x.ndim:
+            self._tape.refuse("it combines a parameter with a tensor that is none of its state")
+        if x.dtype not in _DTYPES or x.is_complex():
+            self._tape.refuse(f"it combines a parameter with a tensor of {x.dtype}")
+        self.code += NUMBER, _DTYPES[x.dtype]
+        self.numbers.append(float(x))
+
+    def _special(self, x: Any) -> None:
+        if isinstance(x, torch.device) and x.type != "cpu":
+            self._tape.refuse(f"it makes a tensor on {x}")
+        if isinstance(x, str | torch.device):
+            self.code.append(STRING if isinstance(x, str) else DEVICE)
+            self.words.append(str(x))
+        elif isinstance(x, torch.dtype) and x in _DTYPES:
+            self.code += INT, _DTYPES[x]
+        else:
+            for kinds in _ENUMS:
+                if x in kinds:
+                    self.code += INT, kinds.index(x)
+                    return
+            self._tape.refuse(f"operator {self._called} takes an object of {type(x).__name__}")
+
+
+def _in_bytes(x: Standin) -> Standin:
+    """A mask of numbers as PyTorch has it."""
+    made: Standin = _call(torch.ops.aten.ne.Scalar, (_as_numbers(x), 0), {})
+    return made
+
+
+def _as_numbers(x: Standin) -> Standin:
+    return Standin(x.tape, x.register, x.tape.dtype, x.form)
+
+
+def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    tape = tape_of(args, options)
+    schema = func._schema
+    _refuse_what_is_no_program(tape, func)
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | options
+    written = [x for a in schema.arguments if a.is_write for x in _standins(given[a.name], tape)]
+    writer = _Writer(tape, str(func))
+    for argument in schema.arguments:
+        if argument.name in given:
+            writer.argument(given[argument.name])
+        else:
+            writer.code.append(DEFAULT)
+    made = None
+    if not schema.is_mutable:
+        is_whole = _is_of_whole(schema, given, writer.operands)
+        made = _results(tape, func, args, options, writer.operands, is_whole)
+    for x in written:
+        tape.written.add(tape.roots.get(x.register, x.register))
+    viewed = _viewed(schema, args)
+    for x in _flat(made):
+        if viewed is not None:
+            root = tape.roots.get(viewed.register, viewed.register)
+            tape.roots[x.register] = root
+            tape.shared |= {root, x.register}
+    tape.lines.append(
+        Call(
+            f"{_overload(func)[0]}.{_overload(func)[1]}",
+            tuple(writer.code),
+            (*_overload(func), *writer.words),
+            tuple(writer.numbers),
+            tuple(x.register for x in writer.operands),
+            tuple(x.register for x in _flat(made)),
+        )
+    )
+    if schema.is_mutable:
+        return args[0] if len(schema.returns) == 1 and "out" not in options else options.get("out")
+    return made
+
+
+otherwise.append(_call)
+
+
+def _refuse_what_is_no_program(tape: Tape, func: Any) -> None:
+    schema, tags = func._schema, frozenset(func.tags)
+    if tags & _LOOKS or any(str(r.type) not in ("Tensor", "List[Tensor]") for r in schema.returns):
+        tape.refuse(f"it looks at values of a tensor (operator {func})")
+    if torch.Tag.inplace_view in tags:
+        tape.refuse(f"it changes the shape of a tensor in place (operator {func})")
+    if tags & _UNSEEN:
+        tape.refuse(f"it draws random numbers (operator {func})")
+    if not schema.name.startswith("aten::"):
+        tape.refuse(f"operator {func} can't be part of a program")
+    if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
+        tape.refuse(f"operator {func} can't be part of a program")
+
+
+def _standins(x: Any, tape: Tape) -> Iterable[Standin]:
+    """Those that an operator writes into."""
+    for one in x if isinstance(x, list | tuple) else [x]:
+        if not isinstance(one, Standin):
+            tape.refuse("it writes into a tensor that is none of the parameter's state")
+        if one.dtype == torch.bool and not one.in_bytes:
+            tape.refuse("it writes into a mask")
+        yield one
+
+
+def _viewed(schema: Any, args: tuple[Any, ...]) -> Standin | None:
+    """The tensor of which the results are views."""
+    info = schema.returns[0].alias_info if schema.returns else None
+    return args[0] if info is not None and not info.is_write else None
+
+
+def _flat(made: Any) -> list[Standin]:
+    if isinstance(made, list | tuple):
+        return [x for item in made for x in _flat(item)]
+    return [] if made is None else [made]
+
+
+def _results(
+    tape: Tape,
+    func: Any,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    operands: list[Standin],
+    is_whole: bool,
+) -> Any:
+    """Stand-ins for the results, as the operator gives them."""
+    try:
+        made = func(*_blank(tape, args), **{k: _blank(tape, x) for k, x in _here(options)})
+    except Exception as error:
+        tape.refuse(f"operator {func} can't be tried without data: {error}")
+    is_fixed = is_whole or all(x.is_fixed for x in operands)
+    is_like_param = torch.Tag.pointwise in func.tags and all(map(_is_plain, operands))
+    if not (is_fixed or is_like_param):
+        tape.looked_at_shape = True
+    return _like(tape, made, is_fixed)
+
+
+def _is_plain(x: Standin) -> bool:
+    """Whether its shape is the parameter's, or none."""
+    return x.form is None or x.form is POINT
+
+
+def _is_of_whole(schema: Any, given: dict[str, Any], operands: list[Standin]) -> bool:
+    """Whether it gives one number, whatever the parameter's shape."""
+    return (
+        schema.name.removeprefix("aten::") in _WHOLE
+        and not any(given.get(name) for name in _OF_SOME)
+        and all(map(_is_plain, operands))
+    )
+
+
+def _here(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    for name, x in options.items():
+        yield name, torch.device("meta") if name == "device" else x
+
+
+def _blank(tape: Tape, x: Any) -> Any:
+    if isinstance(x, Standin):
+        return tape.blank(x)
+    if isinstance(x, Tensor):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    if isinstance(x, list | tuple):
+        return type(x)(_blank(tape, item) for item in x)
+    return x
+
+
+def _like(tape: Tape, made: Any, is_fixed: bool) -> Any:
+    if made is None:
+        return None
+    if isinstance(made, list | tuple):
+        return type(made)(_like(tape, item, is_fixed) for item in made)
+    form: Form = tuple(made.shape), made.stride()
+    is_params = not is_fixed and form[0] == tape.sizes and form[1] == _strides(tape)
+    x = tape.new(made.dtype, None if is_params else POINT if form == POINT else form)
+    x.in_bytes = made.dtype == torch.bool
+    x.is_fixed = is_fixed
+    return x
+
+
+def _strides(tape: Tape) -> tuple[int, ...]:
+    if tape.strides is not None:
+        return tuple(tape.strides)
+    return torch.empty(tape.sizes, device="meta").stride()
