@@ -32,7 +32,7 @@ from optfuse._own_step.register import INDEPENDENT
 
 PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree")
 PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch", "torchao.optim")
-PACKAGES += ("adabelief_pytorch", "adan_pytorch", "galore_torch", "sophia", "pytorch_ranger")
+PACKAGES += ("adabelief_pytorch", "adan_pytorch", "galore_torch", "sophia_opt", "pytorch_ranger")
 STEPS = 50
 SECONDS = 60  # for one class by itself
 TRACED, EQUAL, REFUSED = "traced, equal", "own step(), equal", "refused"

@@ -79,9 +79,7 @@ LOOKS: dict[str, tuple[Act, str]] = {
     "repr": (lambda o, p, g, s: repr(g), "__repr__"),
     "print": (lambda o, p, g, s: print(g, file=io.StringIO()), "__repr__"),
     "format": (lambda o, p, g, s: f"{g}", "__format__"),
-    "iteration": (lambda o, p, g, s: list(g), "__iter__"),
-    "an element": (lambda o, p, g, s: g[0, 0], "__getitem__"),
-    "elements": (lambda o, p, g, s: g[g > 0], "__getitem__"),
+    "elements": (lambda o, p, g, s: g[g > 0], "aten.index"),
     "membership": (lambda o, p, g, s: 3.0 in g, "__contains__"),
     "equal": (lambda o, p, g, s: torch.equal(p, g), "aten.equal"),
     "allclose": (lambda o, p, g, s: torch.allclose(p, g), "aten"),
@@ -97,7 +95,6 @@ OPERATORS: dict[str, tuple[Act, str]] = {
     "random in place": (lambda o, p, g, s: g.normal_(), "aten.normal_"),
     "random mask": (lambda o, p, g, s: torch.bernoulli(g), "aten.bernoulli"),
     "dropout": (lambda o, p, g, s: nn.functional.dropout(g), "aten"),
-    "a part": (lambda o, p, g, s: _item(p, 0, 1.0), "part of a tensor"),
     "a gradient of a gradient": (
         lambda o, p, g, s: torch.autograd.grad(g, p),
         "raises RuntimeError without data",

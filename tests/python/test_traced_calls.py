@@ -70,6 +70,12 @@ OPERATORS: dict[str, Formula] = {
     "stacked": lambda p, g: p.sub_(g / torch.stack([g.norm(), p.norm()]).norm()),
     "several": lambda p, g: p.sub_(torch.var_mean(g)[0]).sub_(torch.var_mean(g)[1]),
     "parts": lambda p, g: [x.sub_(y) for x, y in zip(p.split(3), g.split(3), strict=True)],
+    "row": lambda p, g: p[0].sub_(g[0]),
+    "rows": lambda p, g: [x.sub_(y) for x, y in zip(p, g, strict=True)],
+    "an element": lambda p, g: p.sub_(g[0, 0]),
+    "last column": lambda p, g: p.sub_(g[..., -1:]),
+    "column written": lambda p, g: p.__setitem__((slice(None), 0), g[:, 0]),
+    "row written": lambda p, g: p.__setitem__(0, 1.0),
     "into": lambda p, g: torch.sub(p, g.exp(), out=p),
     "many tensors": lambda p, g: _many(p, g),
 }

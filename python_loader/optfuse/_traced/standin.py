@@ -182,7 +182,7 @@ _ANSWERS = {
             *("data_ptr", "numpy", "tolist", "item", "storage", "untyped_storage"),
             *("storage_offset", "_typed_storage", "__array__", "__dlpack__"),
             *("__reduce_ex__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
-            *("__iter__", "__getitem__", "__contains__", "__repr__", "__format__", "_version"),
+            *("__contains__", "__repr__", "__format__", "_version"),
             *("register_hook", "backward", "is_set_to", "share_memory_", "const_data_ptr"),
         )
     },
@@ -245,10 +245,11 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
             self.tape.refuse("it copies a parameter")
         return memo.setdefault(id(self), self.clone())
 
-    def __setitem__(self, mask: Any, value: Any) -> None:
-        if not isinstance(mask, Standin):
-            self.tape.refuse("it writes to a part of a tensor")
-        torch.ops.aten.masked_fill_(self, mask, value)
+    def __setitem__(self, which: Any, value: Any) -> None:
+        if isinstance(which, Standin):
+            torch.ops.aten.masked_fill_(self, which, value)
+        else:
+            super().__setitem__(which, value)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith(_OF_PYTORCH):
