@@ -36,6 +36,9 @@ SHAPES: dict[str, Shapes] = {
     "Muon": MATRICES,
     "Adafactor": ((), (1,), (1003,), (3, 5, 7), *MATRICES),
 }  # of the others: VECTORS
+PLAYED_ELEMENTS = (
+    10_000  # of a matrix, at most, where a CPU plays the GPU: there products take long
+)
 LOOK_EVERY = 7
 OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
     **{name: entry.options for name, entry in ENTRIES.items()},
@@ -46,6 +49,11 @@ OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
 }  # fmt: skip
 CLASSES = {cls.__name__: cls for cls, rule in RULES.items() if rule.tried}
 assert CLASSES.keys() == OPTIONS.keys(), "OPTIONS does not name the classes with a trial"
+
+
+def played(shapes: Shapes, on: On) -> Shapes:
+    """Those that the device has the time for."""
+    return shapes if on.is_cuda else tuple(s for s in shapes if math.prod(s) <= PLAYED_ELEMENTS)
 
 
 def sizes_of(shapes: Shapes) -> tuple[int, ...]:
@@ -94,7 +102,8 @@ def options_of(name: str, dtype: torch.dtype) -> Callable[[On], None]:
 
             what = f"{name} {options}"
             steps = 10 if on.quick else 100
-            ran[train(make, what, SHAPES.get(name, VECTORS), dtype, on, steps)] += 1
+            shapes = played(SHAPES.get(name, VECTORS), on)
+            ran[train(make, what, shapes, dtype, on, steps)] += 1
         print(f"{name}, {dtype}: {dict(ran)}", flush=True)
 
     return body
@@ -113,7 +122,7 @@ def database(name: str) -> Callable[[On], None]:
             def make(params: list[Any], one: Any = one) -> Any:
                 return optim_inputs.make(one, params)
 
-            shapes, steps = SHAPES.get(name, VECTORS), 6 if on.quick else 20
+            shapes, steps = played(SHAPES.get(name, VECTORS), on), 6 if on.quick else 20
             ran[train(make, str(one), shapes, torch.float32, on, steps)] += 1
         print(f"{name}, every input of PyTorch's tests: {dict(ran)}", flush=True)
 

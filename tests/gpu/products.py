@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from bits import assert_same_optimizers, deliver, numbers
 from harness import On, scenario
-from own_rules import MATRICES, parameters, recorded
+from own_rules import MATRICES, parameters, played, recorded
 from torch.optim import Muon
 
 import optfuse
@@ -29,7 +29,7 @@ def products() -> int:
 
 @scenario(devices=("cuda",))
 def products_of_matrices(on: On) -> None:
-    shapes = QUICK if on.quick else SHAPES
+    shapes = played(QUICK if on.quick else SHAPES, on)
     twins = [parameters(shapes, on, torch.float32) for _ in range(2)]
     gradients = recorded(shapes, on, torch.float32)
     stock, ours = Muon(twins[0]), optfuse.fuse(Muon(twins[1]), mode=on.mode)
