@@ -8,6 +8,7 @@ import sys
 
 from optfuse._doctor import command as doctor
 from optfuse._run import command as run
+from optfuse._script_ab import command as ab
 
 
 def main(arguments: list[str]) -> int:
@@ -18,6 +19,7 @@ def main(arguments: list[str]) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run.add_to(commands)
+    ab.add_to(commands)
     doctor.add_to(commands)
     options = parser.parse_args(arguments)
     return int(options.work(options))

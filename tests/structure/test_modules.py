@@ -24,10 +24,16 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
         ("optfuse._doctor.command", f"optfuse._doctor.{name}"): _FINDS
         for name in ("assumptions", "bits", "gpus")
     },
+    ("optfuse._script_ab.command", "optfuse._script_ab.work"): "arguments are looked at before "
+    "torch is imported, and the library may be missing",
     ("optfuse._library", "torch"): "the platform is looked at before torch is imported, which "
     "would not survive a subinterpreter; and a torch that is missing gets our sentence",
     ("optfuse._pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be installed, "
     "and takes long to import",
+    **{
+        ("optfuse._script_ab.plots", f"matplotlib.{name}"): "matplotlib need not be installed"
+        for name in ("rc_context", "figure.Figure")
+    },
     ("optfuse.pipeline", "optfuse._pipeline.runtime.Pipeline"): "it needs "
     "torch.distributed.pipelining, which registers operators when it is imported",
 }

@@ -17,17 +17,18 @@ class Progress:
         self._seen = told is None and sys.stderr is not None and sys.stderr.isatty()
         self._began = 0.0  # when the first round did
 
-    def _show(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """On a terminal, in place of what is shown there."""
         if self._seen:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
     def warm_up(self, name: str) -> None:
-        self._show(f"optfuse.ab: warm-up of {name}")
+        self.show(f"optfuse.ab: warm-up of {name}")
 
     def begin(self) -> None:
         self._began = time.perf_counter()
-        self._show("optfuse.ab: the first round")
+        self.show("optfuse.ab: the first round")
 
     def round(self, done: int, rounds: int, deadline: float) -> None:
         text = f"round {done} of {rounds}"
@@ -36,7 +37,7 @@ class Progress:
             return
         now = time.perf_counter()
         left = min((now - self._began) / done * (rounds - done), max(deadline - now, 0.0))
-        self._show(f"optfuse.ab: {text}, about {left:.0f} s left")
+        self.show(f"optfuse.ab: {text}, about {left:.0f} s left")
 
     def clear(self) -> None:
-        self._show("")
+        self.show("")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -89,12 +89,17 @@ class Comparison:
         head += ("host ms",) if on_gpu else ()
         head += (f"bits of {self.reference}", "from default")
         cells = [head, *(_cells(row, on_gpu) for row in self.rows)]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
         notes = [f"{row.name} left out: {row.note}" for row in self.rows if row.note]
         tail = f"Medians with 95 % bootstrap intervals; {self.steps} steps each."
         said = [*notes, *_legend(self), tail, *(f"warning: {text}" for text in self.warnings)]
-        return "\n".join([line.rstrip() for line in lines] + said)
+        return "\n".join(aligned(cells) + said)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; its first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+    return [line.rstrip() for line in lines]
 
 
 def _legend(compared: Comparison) -> Iterator[str]:
@@ -111,7 +116,14 @@ def _legend(compared: Comparison) -> Iterator[str]:
         )
 
 
-def undecided(rows: Sequence[Row], rounds: int, fewest: int) -> Iterator[str]:
+class Judged(Protocol):
+    """What undecided() looks at."""
+
+    name: str
+    speed: Interval | None  # against the baseline
+
+
+def undecided(rows: Sequence[Judged], rounds: int, fewest: int) -> Iterator[str]:
     """Where the intervals say nothing: of too few rounds, or from a loss to a gain."""
     if rounds < fewest:
         yield f"rounds={rounds} is too few for intervals: take at least {fewest}"

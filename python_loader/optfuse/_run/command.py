@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,12 +31,22 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--mode", choices=("forward", "backward"), default="forward")
     parser.add_argument(
-        "--accumulate", type=_passes, default=1, metavar="N", help="backward passes a step"
+        "--max-grad-norm", type=at_least(0, float), metavar="X", help="step() first clips to this"
     )
+    add_fuse_options(parser)
+    said = parser.add_mutually_exclusive_group()
+    said.add_argument("-q", "--quiet", action="store_true", help="say nothing on stderr")
+    said.add_argument("-v", "--verbose", action="store_true", help="a line for each optimizer")
+    add_target(parser)
+    parser.set_defaults(work=_work, parser=parser)
+
+
+def add_fuse_options(parser: argparse.ArgumentParser) -> None:
+    """Arguments of fuse() for any mode, and classes to be registered."""
     parser.add_argument(
-        "--max-grad-norm", type=_norm, metavar="X", help="step() first clips to this norm"
+        "--accumulate", type=at_least(1, int), default=1, metavar="N", help="backward passes a step"
     )
-    parser.add_argument("--bucket-bytes", type=_bytes, default=0, metavar="N")
+    parser.add_argument("--bucket-bytes", type=at_least(0, int), default=0, metavar="N")
     parser.add_argument(
         "--side-stream", action="store_true", help="backward mode's updates on a CUDA stream"
     )
@@ -50,40 +61,48 @@ def add_to(commands: Any) -> None:
         metavar="CLASS",
         help="register this class, such as lion_pytorch.lion_pytorch.Lion or __main__.MyAdam",
     )
-    said = parser.add_mutually_exclusive_group()
-    said.add_argument("-q", "--quiet", action="store_true", help="say nothing on stderr")
-    said.add_argument("-v", "--verbose", action="store_true", help="a line for each optimizer")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """What is run."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("script", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(work=_work, parser=parser)
 
 
-def _passes(text: str) -> int:
-    return int(_at_least(1, int(text)))
+def target_of(options: argparse.Namespace) -> list[str]:
+    """What the script's Python is told."""
+    script = ["-m", options.script] if options.is_module else [options.script]
+    return [*script, *options.arguments]
 
 
-def _bytes(text: str) -> int:
-    return int(_at_least(0, int(text)))
+def at_least(least: float, kind: Callable[[str], float]) -> Callable[[str], float]:
+    """The type of an argument."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+        return value
+
+    return number
 
 
-def _norm(text: str) -> float:
-    return _at_least(0, float(text))
-
-
-def _at_least(least: int, value: float) -> float:
-    if not value >= least:
-        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
-    return value
+def fuse_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """How optimizers are fused, but for the mode."""
+    named = ("accumulate", "bucket_bytes", "side_stream", "fold", "strict")
+    chosen = {name: getattr(options, name) for name in named}
+    return {"options": chosen, "register": options.register}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What the script's processes have to know."""
-    named = ("accumulate", "max_grad_norm", "bucket_bytes", "side_stream", "fold", "strict")
+    settings = fuse_settings(options)
+    settings["options"]["max_grad_norm"] = options.max_grad_norm
     return {
+        **settings,
+        "session": "optfuse._run.session",
         "mode": options.mode,
-        "options": {name: getattr(options, name) for name in named},
-        "register": options.register,
         "said": 0 if options.quiet else 2 if options.verbose else 1,
         "home": HOME,
         "prefix": sys.prefix,
@@ -102,12 +121,20 @@ def environment_for(settings: dict[str, Any] | None) -> dict[str, str]:
     return environment
 
 
+def environment_is_ignored() -> str | None:
+    """Why the script's Python would not find sitecustomize.py."""
+    if not (sys.flags.ignore_environment or sys.flags.no_site):
+        return None
+    return (
+        "this Python was told to ignore the environment or site-packages (-E, -I or -S), by "
+        "which the script's Python learns what to fuse; leave that flag out"
+    )
+
+
 def _why_not(options: argparse.Namespace, disabled: bool) -> str | None:
-    if sys.flags.ignore_environment or sys.flags.no_site:
-        return (
-            "this Python was told to ignore the environment or site-packages (-E, -I or -S), by "
-            "which the script's Python learns what to fuse; leave that flag out"
-        )
+    ignored = environment_is_ignored()
+    if ignored is not None:
+        return ignored
     if options.side_stream and options.mode != "backward":
         return "--side-stream goes with --mode backward"
     if options.max_grad_norm is not None and options.mode == "backward":
@@ -137,8 +164,7 @@ def _work(options: argparse.Namespace) -> NoReturn:
     if disabled and not options.quiet:
         print("optfuse: OPTFUSE_DISABLE is set: no optimizer is fused", file=sys.stderr)
     environment = environment_for(None if disabled else settings_of(options))
-    target = ["-m", options.script] if options.is_module else [options.script]
-    command = [sys.executable, *(flags or []), *target, *options.arguments]
+    command = [sys.executable, *(flags or []), *target_of(options)]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, command, environment)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import weakref
@@ -44,7 +45,8 @@ class Session:
         self._said: int = settings["said"]  # 0: nothing, 2: more
         self._models = models
         self._ours: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._lines: set[str] = set()
+        self.lines: list[str] = []  # what was said once
+        self.given_up: list[str] = []  # where those were made that the script has taken over
         self.start_anew()
 
     def start_anew(self) -> None:
@@ -102,8 +104,8 @@ class Session:
                 sys.stderr.flush()
 
     def _say_once(self, text: str) -> None:
-        if text not in self._lines:
-            self._lines.add(text)
+        if text not in self.lines:
+            self.lines.append(text)
             self._say(1, text)
 
     def _register_if_named(self, cls: type[Optimizer]) -> None:
@@ -122,10 +124,14 @@ class Session:
         mode, _ = kind = _kind(optimizer)
         self._ours[optimizer] = where
         self._fused[kind] += 1
-        link_of(optimizer).unasked = lambda: self._fused.subtract([kind])
+        link_of(optimizer).unasked = functools.partial(self._give_up, kind, where)
         if reason:
             self._say_once(f"optfuse: {where}: {name} is fused in forward mode: {reason}")
         self._say(2, f"optfuse: {where}: fused {name} in {mode} mode")
+
+    def _give_up(self, kind: tuple[str, str], where: str) -> None:
+        self._fused[kind] -= 1
+        self.given_up.append(where)
 
     def _fuse_or_raise(self, optimizer: Optimizer, mode: str) -> str:
         """Why it is in forward mode although the other was asked for, or nothing."""

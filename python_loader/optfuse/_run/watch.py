@@ -3,7 +3,7 @@
 
 sitecustomize.py loads this file before the script begins. It imports neither torch, whose
 settings the script may still make, nor optfuse: it waits until the script imports torch, and
-imports session.py when the first optimizer has been made."""
+imports what the settings name as "session" when the first optimizer has been made."""
 
 from __future__ import annotations
 
@@ -27,6 +27,26 @@ Work = Callable[[types.ModuleType], None]
 
 def _module(frame: types.FrameType) -> str:
     return frame.f_globals.get("__name__") or ""
+
+
+def _of_the_package(settings: dict[str, Any]) -> types.ModuleType:
+    if settings["home"] not in sys.path:
+        sys.path.append(settings["home"])
+    return importlib.import_module(settings["session"])
+
+
+def _alone(settings: dict[str, Any]) -> types.ModuleType | None:
+    """Without the package, whose import loads the library; None: the session needs that."""
+    name = settings["session"]
+    if not settings.get("alone"):
+        return None
+    path = os.path.join(settings["home"], *name.split(".")) + ".py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 class Finder:
@@ -66,12 +86,10 @@ class Watch:
         self._session: Any = None
 
     def session(self) -> Any:
-        """Where optimizers are fused. Raises ImportError, which says what to do, if optfuse can't
-        be loaded."""
+        """Where optimizers are fused or timed. Raises ImportError, which says what to do, if
+        optfuse has to be loaded for it and can't be."""
         if self._session is None:
-            if self._settings["home"] not in sys.path:
-                sys.path.append(self._settings["home"])
-            module = importlib.import_module("optfuse._run.session")
+            module = _alone(self._settings) or _of_the_package(self._settings)
             self._session = module.Session(self._settings, self._models)
         return self._session
 
@@ -150,13 +168,24 @@ class Watch:
         kind.__init__ = __init__
 
 
+def _seeding(seed: int) -> dict[str, Work]:
+    """Of the generators that training draws from, before the script gets to them."""
+    importlib.import_module("random").seed(seed)
+    return {
+        "torch": lambda module: module.manual_seed(seed),
+        "numpy.random": lambda module: module.seed(seed % 2**32),
+    }
+
+
 def start(settings: dict[str, Any]) -> None:
-    """Once per process. settings: as command.py has written them."""
+    """Once per process. settings: as the command has written them."""
     watch = Watch(settings)
     work: dict[str, Work] = {
         "torch.optim.optimizer": watch.watch_optimizers,
         "torch.nn.parallel.distributed": watch.watch_models,
     }
+    if settings.get("seed") is not None:
+        work |= _seeding(settings["seed"])
     sys.meta_path.insert(0, Finder(work))
     os.register_at_fork(after_in_child=watch.start_anew)
     atexit.register(watch.report)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs the script in a fresh process, and reads what its probe has found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optfuse._run.command import HOME, environment_for
+
+LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is run."""
+
+    name: str  # for sentences
+    arguments: tuple[str, ...]  # of Python: its flags, -m, the script and what follows
+    seed: int
+    steps: int | None  # after which it ends; None: at its own end
+    fewest_steps: int  # of which a time can be said
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How its optimizers are built."""
+
+    name: str
+    mode: str = ""  # nothing: by PyTorch
+    flags: Sequence[dict[str, bool | None]] = ()  # by optimizer
+    fuse: Mapping[str, Any] = field(default_factory=dict)  # as fuse_settings() gives them
+
+    def settings(self) -> dict[str, Any]:
+        if not self.mode:
+            return {"session": "optfuse._script_ab.probe", "alone": True, "flags": self.flags}
+        fusing = {"session": "optfuse._script_ab.fusing", "mode": self.mode}
+        return {**fusing, **self.fuse, "flags": []}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one."""
+
+    status: int  # of the process
+    found: dict[str, Any] | None  # by its probe; None: it made no optimizer, or ended abruptly
+    elsewhere: bool  # whether other processes train, too
+    output: str  # its last lines
+
+    def ending(self) -> str:
+        if self.status < 0:
+            return f"was ended by {signal.Signals(-self.status).name}"
+        return f"ended with exit status {self.status}"
+
+    def last_line(self) -> str:
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1].strip() if lines else "it printed nothing"
+
+
+def run(script: Script, variant: Variant, looks: bool) -> Run:
+    """looks: at the parameters after each step. Otherwise steps are timed."""
+    with tempfile.TemporaryDirectory(prefix="optfuse-ab-") as folder:
+        out, elsewhere, output = (Path(folder, name) for name in ("found.json", "else", "output"))
+        settings = {
+            **variant.settings(),
+            "out": str(out),
+            "elsewhere": str(elsewhere),
+            "parent": os.getpid(),
+            "process": None,
+            "said": 0,
+            "looks": looks,
+            "steps": script.steps,
+            "seed": script.seed,
+            "home": HOME,
+            "prefix": sys.prefix,
+        }
+        with output.open("wb") as stream:
+            done = subprocess.run(
+                [sys.executable, *script.arguments],
+                env=_environment(settings, script.seed),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        found = json.loads(out.read_text()) if out.exists() else None
+        return Run(done.returncode, found, elsewhere.exists(), _tail(output))
+
+
+def _environment(settings: dict[str, Any], seed: int) -> dict[str, str]:
+    """Stock runs are stock's even if the script calls fuse()."""
+    environment = environment_for(settings)
+    environment.setdefault("PYTHONHASHSEED", str(seed % 2**32))
+    if settings.get("alone"):
+        environment["OPTFUSE_DISABLE"] = "1"
+    return environment
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - 10_000))
+        lines = stream.read().decode("utf-8", "replace").splitlines()
+    return "\n".join(lines[-LAST_LINES:])

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m optfuse ab`: what it says of scripts as they are. Times are not judged."""
+
+import functools
+import html.parser
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optfuse._script_ab import probe
+from optfuse._script_ab.looks import first_difference
+from optfuse._script_ab.page import page
+from optfuse._script_ab.result import Comparison, Row, judge, scatter
+
+HERE = Path(__file__).parent
+# Each starts some eight processes; "all" runs those, too, that check less than they take.
+rare = pytest.mark.skipif(os.environ.get("OPTFUSE_TEST_AB") != "all", reason="takes long")
+AB = ("-m", "optfuse", "ab")
+
+
+def ab(*arguments, folder="ab_scripts", **variables):
+    """A CompletedProcess. Run with one thread and, if nothing else is said, in one round."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=HERE / folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def compared(*arguments, status=0, **variables):
+    """What is printed."""
+    done = ab(*AB, "--rounds", "1", "--modes", "forward", *arguments, **variables)
+    assert done.returncode == status and not done.stderr, done.stdout + done.stderr
+    return done.stdout
+
+
+def verdict(printed):
+    first = printed.splitlines()[0]
+    assert first.startswith("verdict: "), printed
+    return first.removeprefix("verdict: ")
+
+
+def cant(*arguments, **variables):
+    """Why it can't be compared."""
+    done = ab(*AB, *arguments, **variables)
+    assert done.returncode == 2 and not done.stdout, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A comparison with all that it can write: what is printed, the JSON and the page."""
+    folder = tmp_path_factory.mktemp("ab")
+    files = ("--json", str(folder / "ab.json"), "--report", str(folder / "ab.html"))
+    done = ab(*AB, "--rounds", "2", "--seed", "3", *files, "mlp.py")
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    return done.stdout, json.loads((folder / "ab.json").read_text()), folder / "ab.html"
+
+
+def test_a_reproducible_script_is_equal_to_the_reference(whole):
+    printed, _, _ = whole
+    assert verdict(printed).startswith(
+        "weights equal those of fused=True bit by bit after each of 12 steps; "
+    )
+    table = printed.splitlines()[2:7]
+    assert [re.split("  +", line)[0] for line in table] == [
+        "variant", "as written", "fused=True", "forward fusion", "backward fusion"
+    ]  # fmt: skip
+    # PyTorch's own implementations differ from each other.
+    assert re.search("differ from step [12] on$", table[1]), printed
+    assert all(line.endswith("equal") for line in table[2:]), printed
+    assert "Optimizers: AdamW (mlp.py:17, 12 steps)." in printed
+
+
+def test_the_json_has_all_figures(whole):
+    printed, found, _ = whole
+    assert f"verdict: {found['verdict']}" == printed.splitlines()[0]
+    assert (found["weights"], found["reference"], found["steps"]) == ("equal", "fused=True", 12)
+    assert found["differs_from_itself"] is None
+    settings = found["settings"]
+    assert (settings["rounds"], settings["seed"], settings["threads"]) == (2, 3, 1)
+    assert settings["warm_up"] + settings["timed_steps"] == 11
+    assert settings["torch"] == torch.__version__
+    assert [row["mode"] for row in found["rows"]] == ["", "", "forward", "backward"]
+    for row in found["rows"]:
+        assert not row["note"] and not row["said"]
+        assert len(row["rounds_ms"]) == 2 and len(row["steps_ms"]) == 11
+        for name in ("ms", "speed", "speed_as_written"):
+            interval = row[name]
+            assert 0 < interval["low"] <= interval["median"] <= interval["high"] < math.inf
+        assert 50 < row["peak_mb"] < 5000 and row["peak_gpu_mb"] is None
+    assert found["rows"][1]["speed"]["median"] == 1.0
+    assert found["rows"][0]["speed_as_written"]["median"] == 1.0
+
+
+class Page(html.parser.HTMLParser):
+    """Which elements it has, and what they load."""
+
+    EMPTY = {"meta", "br"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.loads = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v[:1] != "#"]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.EMPTY:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def has_matplotlib():
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_the_page_is_one_file_that_loads_nothing(whole):
+    text = whole[2].read_text("utf-8")
+    parsed = Page(text)
+    assert not parsed.open and not parsed.loads
+    assert parsed.tags.count("tr") == 5
+    assert "weights equal those of fused=True" in text
+    assert parsed.tags.count("svg") == (3 if has_matplotlib() else 0)
+    assert ("pip install matplotlib" in text) is not has_matplotlib()
+
+
+def test_what_a_script_prints_is_not_markup():
+    """Neither its name nor its errors."""
+    row = Row("forward fusion", "forward", note="ended with <b>status</b> 1")
+    found = Comparison("<i>.py", [row], "as written", None, 9, [], SETTINGS)
+    assert not {"i", "b"} & set(Page(page(found)).tags)
+
+
+# Training that differs
+
+
+def test_a_script_that_draws_from_the_clock_is_not_reproducible():
+    said = verdict(compared("mlp.py", "noise"))
+    assert said.startswith(
+        "not reproducible: two runs of mlp.py as written differ from step 4 on, so weights can't "
+    )
+
+
+def test_other_weights_are_found_at_their_step():
+    """The negative control: the script changes one weight by one bit where it is fused."""
+    printed = compared("mlp.py", "other weights", status=1)
+    assert verdict(printed).startswith(
+        "weights of forward fusion differ from those of fused=True from step 6 on; "
+    )
+
+
+@rare
+def test_a_variant_that_ends_early_differs():
+    said = verdict(compared("mlp.py", "other end", status=1))
+    assert "differ from those of fused=True from step 10 on" in said
+
+
+def test_the_seed_is_that_of_the_command():
+    """And scripts draw other numbers from another one."""
+    folder = HERE / "ab_scripts"
+    found = {}
+    for seed in (0, 1):
+        settings = {"session": "optfuse._script_ab.probe", "alone": True, "seed": seed}
+        found[seed] = drawn(folder, settings), drawn(folder, settings)
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
+
+
+def drawn(folder, settings):
+    from optfuse._run.command import HOME, environment_for
+
+    settings = {**settings, "home": HOME, "prefix": sys.prefix, "process": None, "said": 0}
+    code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
+    environment = environment_for(settings)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Loops
+
+
+def test_backward_mode_is_left_out_with_its_reason():
+    """And the other mode is compared."""
+    printed = compared("--modes", "forward,backward", "mlp.py", "clips")
+    assert verdict(printed).startswith("weights equal those of fused=True")
+    (left_out,) = [line for line in printed.splitlines() if " left out: " in line]
+    assert left_out.startswith("backward fusion left out: ended with exit status 1: ")
+    assert 'mode="forward"' in left_out
+
+
+@rare
+def test_two_optimizers_with_a_reference_of_flags():
+    """RMSprop has no fused=True; the iterations are those of the one that steps more often."""
+    printed = compared("--modes", "forward,backward", "two.py")
+    assert verdict(printed).startswith("weights equal those of foreach=False bit by bit after")
+    assert re.search(
+        r"Optimizers: RMSprop \(two.py:\d+, 10 steps\), Adam \(two.py:\d+, 20 steps\)\.", printed
+    )
+
+
+def test_a_loop_like_nanogpts():
+    """It sets learning rates, clips, evaluates, saves and draws from three generators."""
+    printed = compared("gpt.py", "--accumulate", "1")
+    assert "weights equal those of fused=True bit by bit after each of 20 steps" in printed
+
+
+@rare
+def test_accumulation_in_backward_mode():
+    arguments = ("--modes", "backward", "--accumulate", "3", "gpt.py")
+    printed = compared(*arguments, "--accumulate", "3", "--clip", "0")
+    assert "backward fusion" in printed and verdict(printed).startswith("weights equal"), printed
+
+
+@rare
+def test_a_module_and_its_arguments():
+    printed = compared("-m", "mlp", "few and more")
+    assert verdict(printed).startswith("weights equal those of fused=True")
+
+
+@rare
+def test_a_script_is_ended_after_some_steps():
+    printed = compared("--steps", "9", "mlp.py")
+    assert "after each of 9 steps" in verdict(printed)
+
+
+@rare
+def test_a_script_that_catches_what_ends_it_is_ended_all_the_same():
+    printed = compared("--steps", "9", "stubborn.py")
+    assert verdict(printed).startswith("weights equal those of the script as written bit by bit")
+
+
+# What can't be compared
+
+
+def test_an_error_of_the_script_is_shown():
+    said = cant("mlp.py", "fails")
+    assert said.startswith(
+        "optfuse ab: mlp.py as written ended with exit status 1 after 7 steps. Its last lines:\n"
+    )
+    assert "ValueError: of the script" in said
+
+
+@rare
+def test_an_error_of_all_that_is_fused_is_shown():
+    said = cant("--modes", "forward", "mlp.py", "fails if fused")
+    assert said == (
+        "optfuse ab: mlp.py can't be fused. forward fusion: ended with exit status 1: "
+        "ValueError: of the script\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("mlp.py", "few"), "mlp.py took 5 steps of an optimizer; ab needs 8"),
+        (("mlp.py", "leaves"), "mlp.py made no torch.optim.Optimizer (or ended by os._exit())"),
+        (("there_is_none.py",), "there_is_none.py as written ended with exit status 2"),
+    ],
+)
+def test_what_cant_be_compared(arguments, says):
+    assert says in cant(*arguments)
+
+
+@rare
+def test_a_script_that_trains_in_a_child():
+    for method in ("fork", "spawn"):
+        assert "trains in processes that it starts" in cant(
+            "children.py", method, folder="run_scripts"
+        )
+
+
+@rare
+def test_a_script_that_fuses_by_itself():
+    said = cant("--modes", "forward", "--steps", "8", "itself.py", folder="run_scripts")
+    assert "itself.py calls optfuse.fuse() itself" in said or "itself.py took" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--rounds", "0", "mlp.py"), "0 is not at least 1"),
+        (("--steps", "7", "mlp.py"), "7 is not at least 8"),
+        (("--modes", "sideways", "mlp.py"), "'sideways' is not of forward,backward"),
+        (("--json", "no/such/folder/x.json", "mlp.py"), "is not a file in a folder that exists"),
+        (("--report", "..", "mlp.py"), "is not a file in a folder that exists"),
+        ((), "required: script"),
+    ],
+)
+def test_refusals_before_anything_runs(arguments, says):
+    assert says in cant(*arguments)
+
+
+def test_refusals_of_the_environment():
+    assert "start ab without a launcher" in cant("mlp.py", WORLD_SIZE="2")
+    assert "unset it" in cant("mlp.py", OPTFUSE_DISABLE="1")
+    done = ab("-S", *AB, "mlp.py")
+    assert done.returncode == 2 and "-E, -I or -S" in done.stderr
+
+
+def test_a_library_that_cant_be_loaded(tmp_path):
+    said = cant("mlp.py", OPTFUSE_LIBRARY=str(tmp_path / "none.so"))
+    assert said.startswith("optfuse: OPTFUSE_LIBRARY names"), said
+
+
+# Progress
+
+
+def test_a_terminal_shows_where_it_is_and_nothing_stays():
+    ours, theirs = pty.openpty()
+    done = subprocess.Popen(
+        [sys.executable, *AB, "--rounds", "1", "--modes", "forward", "mlp.py"],
+        cwd=HERE / "ab_scripts",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert done.wait() == 0
+    lines = shown.decode().split("\r\x1b[K")
+    assert "optfuse ab: comparing weights, as written, again" in lines
+    assert any(re.fullmatch(r"optfuse ab: round 1 of 1, .*, about \d+ s left", x) for x in lines)
+    assert lines[-1] == "" and b"\n" not in shown
+
+
+# The parts
+
+
+def test_the_first_difference_is_counted_by_the_optimizer_that_stepped():
+    one = [[0, "a"], [1, "b"], [0, "c"], [1, "d"]]
+    assert first_difference(one, list(one)) is None
+    assert first_difference(one, [*one[:2], [0, "x"], one[3]]) == 2
+    assert first_difference(one, [[0, "a"], [1, "x"], *one[2:]]) == 1
+    assert first_difference(one[:3], one) == first_difference(one, one[:3]) == 2
+    assert first_difference([], one) == 1
+
+
+def test_a_digest_sees_every_bit_and_layout_is_no_value():
+    weight = torch.randn(4, 6)
+    wanted = probe.digest([weight, torch.ones(0)])
+    assert probe.digest([weight.t().contiguous().t(), torch.ones(0)]) == wanted
+    for changed in (weight.clone(), torch.zeros(4, 6)):
+        changed[2, 3] = -0.0
+        other = changed.clone()
+        other[2, 3] = 0.0
+        assert probe.digest([changed]) != probe.digest([other])
+    assert probe.digest([weight.to(torch.bfloat16)]) != wanted
+
+
+def test_the_peak_is_that_of_this_program():
+    """And not that of the process that started it, which getrusage() has."""
+    code = "from optfuse._script_ab import probe; print(probe.peak_rss_mb())"
+    held = torch.ones(200 * 2**20)  # 800 MB
+    done = ab("-c", code)
+    assert done.returncode == 0 and float(done.stdout) < 0.5 * probe.peak_rss_mb(), done.stdout
+    assert held.sum() > 0
+
+
+def test_a_clock_leaves_the_scheduler_its_count():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    session = probe.Session(
+        {"parent": os.getppid(), "flags": [], "looks": False, "steps": None}, None
+    )
+    session.made(optimizer, "here")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    scheduler.step()  # warns if it knows of no step, which is an error here
+    assert session._found()["optimizers"] == [{"name": "SGD", "where": "here", "steps": 1}]
+    assert session._found()["ms"] == [[]]
+
+
+SETTINGS = {"rounds": 5, "warm_up": 2, "timed_steps": 10, "seed": 0}
+
+
+def row(name, times, mode="", **found):
+    return Row(name, mode, rounds_ms=list(times), rounds_peak_mb=[100.0] * len(times), **found)
+
+
+def comparison(ours, *, rounds=5, reference="fused=True", itself=None, **found):
+    """Of rounds of 10 ms as written and 8 ms by the reference."""
+    written = row("as written", [10.0] * rounds, equal_bits=False, first_difference=1)
+    by_flags = row("fused=True", [8.0] * rounds, equal_bits=True)
+    found = {"equal_bits": True, **found}
+    fusion = row("forward fusion", ours[:rounds], "forward", **found)
+    rows = [written, by_flags, fusion]
+    base = by_flags if reference == "fused=True" else written
+    for one in rows:
+        judge(one, base, written)
+    settings = {**SETTINGS, "rounds": rounds}
+    return Comparison("train.py", rows, reference, itself, 12, ["AdamW (train.py:3)"], settings)
+
+
+FASTER, SLOWER, SAME = [5.0] * 5, [16.0] * 5, [7.0, 8.0, 9.0, 8.0, 7.9]
+
+
+def test_verdicts_on_speed():
+    assert comparison(FASTER).verdict == (
+        "weights equal those of fused=True bit by bit after each of 12 steps; forward fusion is "
+        "1.60 [1.60, 1.60] times as fast as fused=True and 2.00 [2.00, 2.00] times as fast as the "
+        "script as written"
+    )
+    assert "; forward fusion is slower, at 0.50 [0.50" in comparison(SLOWER).verdict
+    assert "; no difference in speed is known (forward fusion: 1.0" in comparison(SAME).verdict
+    assert "no difference in speed is known" in comparison(FASTER, rounds=2).verdict
+    assert "is 1.60" in comparison(FASTER, rounds=3).verdict
+    assert comparison(FASTER, reference="as written").verdict.endswith(
+        "forward fusion is 2.00 [2.00, 2.00] times as fast as the script as written"
+    )
+
+
+def test_verdicts_on_weights():
+    assert comparison(FASTER).weights == "equal"
+    differ = comparison(FASTER, equal_bits=False, first_difference=7)
+    assert differ.weights == "differ"
+    assert differ.verdict.startswith("weights of forward fusion differ from those of fused=True")
+    assert "differ from step 7 on" in str(differ) and "round differently" in str(differ)
+    itself = comparison(FASTER, equal_bits=False, first_difference=7, itself=4)
+    assert itself.weights == "not reproducible" and "from step 4 on" in itself.verdict
+    assert "differ from step 7" not in str(itself)
+    failed = comparison(FASTER)
+    failed.rows[2] = replace(failed.rows[2], note="it failed")
+    assert failed.weights == "not compared"
+    assert failed.verdict == "train.py can't be fused: it failed"
+
+
+def test_few_rounds_show_their_range():
+    assert (scatter([1.0, 2.0, 9.0]).low, scatter([1.0, 2.0, 9.0]).high) == (1.0, 9.0)
+    many = [1.0] + [2.0] * 20 + [9.0]
+    assert scatter(many).low == scatter(many).high == 2.0
+    assert "with their range" in str(comparison(SAME, rounds=4))
+    assert "with 95 % bootstrap intervals" in str(comparison(SAME))
+    assert "warning: rounds=2 is too few" in str(comparison(SAME, rounds=2))
+
+
+@functools.cache
+def drawing():
+    return comparison([5.0, 6.0, 5.5, 5.2, 5.1])
+
+
+def test_plots_are_drawn_or_what_is_missing_is_said():
+    found = drawing()
+    for one in found.rows:
+        one.steps_ms = [float(i % 7) for i in range(1, 1000)]
+    text = page(found)
+    parsed = Page(text)
+    assert not parsed.open and not parsed.loads
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert ("warm-up</text>" in text) is has_matplotlib()
