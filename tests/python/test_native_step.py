@@ -81,7 +81,7 @@ def training(cls, shapes=None, dtype=torch.float32, steps=20, **options):
     return script
 
 
-@pytest.mark.parametrize(("mode", "threads"), zip(MODES, (2, 1), strict=True))
+@pytest.mark.parametrize(("mode", "threads"), [*zip(MODES, (2, 1), strict=True)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cls, i", CASES, ids=lambda v: getattr(v, "__name__", v))
 def test_bits_and_versions_are_those_of_the_class(cls, i, dtype, mode, threads, python_updates):

@@ -322,7 +322,7 @@ def test_refusals_before_anything_runs(arguments, says):
 def test_refusals_of_the_environment():
     assert "start ab without a launcher" in cant("mlp.py", WORLD_SIZE="2")
     assert "unset it" in cant("mlp.py", OPTFUSE_DISABLE="1")
-    done = ab("-S", *AB, "mlp.py")
+    done = ab("-E", *AB, "mlp.py")
     assert done.returncode == 2 and "-E, -I or -S" in done.stderr
 
 

@@ -168,7 +168,8 @@ def _refuse_what_is_no_program(tape: Tape, func: Any) -> None:
         tape.refuse(f"it changes the shape of a tensor in place (operator {func})")
     if tags & _UNSEEN:
         tape.refuse(f"it draws random numbers (operator {func})")
-    if not schema.name.startswith("aten::"):
+    # Whole updates of optimizers read and write counters, and what unscales gradients.
+    if not schema.name.startswith("aten::") or schema.name.startswith("aten::_fused_"):
         tape.refuse(f"operator {func} can't be part of a program")
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         tape.refuse(f"operator {func} can't be part of a program")
