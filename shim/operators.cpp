@@ -121,13 +121,15 @@ void set_program(int64_t address, const std::vector<int64_t> &slots,
         slot_at(plan, index).program = program;
 }
 
-// The same with calls of PyTorch's operators (make_parts()); touches, writes: make_program().
+// The same with calls of PyTorch's operators (make_parts()); forms: make_forms(); touches, writes:
+// make_program().
 void set_program_with_calls(int64_t address, const std::vector<int64_t> &slots, int64_t n_registers,
-                            int64_t touches, int64_t writes, const std::vector<std::string> &words,
-                            const std::vector<int64_t> &code, const std::vector<double> &numbers) {
+                            int64_t touches, int64_t writes, const std::vector<int64_t> &forms,
+                            const std::vector<std::string> &words, const std::vector<int64_t> &code,
+                            const std::vector<double> &numbers) {
     Plan &plan = plan_at(address);
     const std::shared_ptr<const Program> program =
-        make_program(make_parts(words, code, numbers, n_registers),
+        make_program(make_parts(words, code, numbers, n_registers), make_forms(forms),
                      static_cast<size_t>(n_registers), static_cast<unsigned>(touches),
                      static_cast<unsigned>(writes));
     for (const int64_t index : slots)
@@ -386,7 +388,7 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("set_program(int plan, int[] slots, int[] code, float[] numbers) -> ()",
           optfuse::set_program);
     m.def("set_program_with_calls(int plan, int[] slots, int n_registers, int touches, "
-          "int writes, str[] words, int[] code, float[] numbers) -> ()",
+          "int writes, int[] forms, str[] words, int[] code, float[] numbers) -> ()",
           optfuse::set_program_with_calls);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);

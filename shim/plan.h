@@ -72,6 +72,16 @@ struct Slot {
 
 inline bool has_parts(const Slot *slot) { return slot->program && slot->program->has_parts(); }
 
+// Of a state tensor that is not as its parameter; else null.
+inline const Form *form_of(const Slot *slot, size_t i) {
+    return slot->program && slot->program->forms[i] ? &*slot->program->forms[i] : nullptr;
+}
+
+inline bool has_own_shape(const Slot *slot, size_t i) {
+    const Form *form = form_of(slot, i);
+    return form != nullptr && !form->is_of_param;
+}
+
 inline bool writes_gradient(const Slot *slot) {
     return slot->program && slot->program->writes_gradient();
 }

@@ -140,7 +140,7 @@ class Link:
         self.own: updates.Own | None = None
         self.traced: Traced | None = None
         if isinstance(self.rule, TracedRule):
-            self.traced = Traced(self.plan, self.stock, self.rule.promise)
+            self.traced = Traced(self.plan, self.stock, self.rule.promise, self.rule.made)
         try:
             if promise is not None:
                 self.own = updates.Own(self.plan, self.stock, promise, self.rule.entries)

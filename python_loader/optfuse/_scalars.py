@@ -25,7 +25,7 @@ class DeviceScalars:
         scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
         if same_groups and scale is None and inf is None and not self._some:
             return  # groups that can be found the same have no tensors in them
-        rates = [g["lr"] if is_on_gpu(g["lr"]) else None for g in optimizer.param_groups]
+        rates = [g["lr"] if is_on_gpu(g.get("lr")) else None for g in optimizer.param_groups]
         self._rates = _identities(optimizer.param_groups)
         some = scale is not None or inf is not None or any(r is not None for r in rates)
         if some or self._some:
@@ -40,5 +40,5 @@ class DeviceScalars:
 
 def _identities(groups: Groups) -> list[tuple[int, int]]:
     """What tells whether a learning rate on a GPU was changed, without a look at it."""
-    rates = [group["lr"] for group in groups]
+    rates = [group.get("lr") for group in groups]  # a class of other packages may have none
     return [(id(rate), rate._version) if is_on_gpu(rate) else (0, 0) for rate in rates]

@@ -156,11 +156,11 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
     for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
         if ((used >> i & 1u) == 0)
             continue;
-        const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
-        if (check_state(slot, p, s) == OF_FOUND_ERROR)
+        if (check_state(slot, p, i) == OF_FOUND_ERROR)
             return OF_FOUND_ERROR;
+        const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
         launch_others(s);
-        *dense = *dense && same_strides(p, s);
+        *dense = *dense && (has_own_shape(slot, i) || same_strides(p, s));
         in->state[i] = written_data_of(s);
     }
     if (step_is_on_gpu(slot))

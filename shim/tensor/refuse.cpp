@@ -137,10 +137,23 @@ of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::T
     return OF_FOUND_INPUTS;
 }
 
-of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s) {
+namespace {
+
+bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *form) {
+    const at::ScalarType dtype = form != nullptr ? form->dtype : p->dtype().toScalarType();
+    if (s->dtype().toScalarType() != dtype)
+        return false;
+    if (form == nullptr || form->is_of_param)
+        return s->sizes() == p->sizes();
+    return s->sizes() == form->sizes && s->strides() == form->strides;
+}
+
+} // namespace
+
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i) {
     const char *which = "the optimizer state of ";
-    if (!has_memory(s) || s->dtype() != p->dtype() || s->device() != p->device() ||
-        s->sizes() != p->sizes())
+    const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
+    if (!has_memory(s) || s->device() != p->device() || !has_form(s, p, form_of(slot, i)))
         return refuse(slot, which, "has another dtype, device, layout or shape than the parameter",
                       ": load or create it to match");
     if (is_lazy(s) || is_expanded(s))

@@ -24,7 +24,8 @@ bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
                         bool is_written);
-of_found check_state(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s);
+// i: of the rule's state tensors, or of the program's.
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i);
 of_found check_step(const Slot *slot, const c10::TensorImpl *p);
 // Elements are not what memory holds: negated or zero by a flag, and resolved
 // only by PyTorch's own operators.

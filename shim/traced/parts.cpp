@@ -108,6 +108,9 @@ struct Reader {
         core.n = n;
         if (const char *wrong = of_program_check(&core))
             throw Error(std::string("optfuse: a program can't be run: ") + wrong);
+        for (size_t i = 0; i < OF_REGISTER_TEMPORARY; i++)
+            if (made.memory[i] < 0 && ((core.reads | core.writes) >> i & 1u) != 0)
+                throw Error("optfuse: a program has a register without memory");
         if (made.patches.empty()) // else these are the places of its numbers
             made.code.resize(of_program_fuse(made.code.data(), n));
         made.core = core;
@@ -207,11 +210,20 @@ struct Reader {
 using Registers = std::vector<at::Tensor>;
 
 // A tensor over memory that somebody else owns.
-at::Tensor over(const void *memory, const c10::TensorImpl *like) {
-    const auto options = at::TensorOptions().dtype(like->dtype()).device(like->device());
-    if (like->numel() == 0)
-        return at::empty_strided(like->sizes(), like->strides(), options);
-    return at::from_blob(const_cast<void *>(memory), like->sizes(), like->strides(), options);
+at::Tensor over(const void *memory, at::ScalarType dtype, at::IntArrayRef sizes,
+                at::IntArrayRef strides) {
+    if (c10::multiply_integers(sizes) == 0)
+        return at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype));
+    return at::from_blob(const_cast<void *>(memory), sizes, strides,
+                         at::TensorOptions().dtype(dtype));
+}
+
+at::Tensor over(const void *memory, const c10::TensorImpl *like,
+                const std::optional<Form> &form = {}) {
+    const at::ScalarType dtype = form ? form->dtype : like->dtype().toScalarType();
+    if (form && !form->is_of_param)
+        return over(memory, dtype, form->sizes, form->strides);
+    return over(memory, dtype, like->sizes(), like->strides());
 }
 
 void *memory_of(const Registers &at, int64_t number) {
@@ -291,14 +303,37 @@ std::vector<Part> make_parts(const std::vector<std::string> &words,
     return parts;
 }
 
-void run_parts(of_plan *plan, const std::vector<Part> &parts, size_t n_registers,
-               const of_inputs &in, const c10::TensorImpl *like) {
+Forms make_forms(const std::vector<int64_t> &words) {
+    Forms forms;
+    size_t next = 0;
+    const auto word = [&] {
+        if (next >= words.size())
+            throw Error("optfuse: a form of state ends too early");
+        return words[next++];
+    };
+    while (next < words.size()) {
+        const auto place = static_cast<size_t>(word());
+        if (place >= forms.size())
+            throw Error("optfuse: a form is of no state");
+        Form form{static_cast<at::ScalarType>(word()), false, {}, {}};
+        const int64_t n = word();
+        form.is_of_param = n < 0;
+        for (std::vector<int64_t> *list : {&form.sizes, &form.strides})
+            for (int64_t i = 0; i < n; i++)
+                list->push_back(word());
+        forms[place] = std::move(form);
+    }
+    return forms;
+}
+
+void run_parts(of_plan *plan, const std::vector<Part> &parts, const Forms &forms,
+               size_t n_registers, const of_inputs &in, const c10::TensorImpl *like) {
     Registers at(n_registers);
     at[OF_REGISTER_PARAM] = over(in.param, like);
     at[OF_REGISTER_GRAD] = over(in.grad, like);
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         if (in.state[i] != nullptr)
-            at[OF_REGISTER_STATE + i] = over(in.state[i], like);
+            at[OF_REGISTER_STATE + i] = over(in.state[i], like, forms[i]);
     for (const Part &part : parts) {
         if (const auto *segment = std::get_if<Segment>(&part.what))
             run(plan, *segment, at, in, like);

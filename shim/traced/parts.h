@@ -6,7 +6,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -15,6 +17,16 @@
 #include "program.h"
 
 namespace optfuse {
+
+// Of a state tensor that is not as its parameter.
+struct Form {
+    at::ScalarType dtype;
+    bool is_of_param; // sizes and strides are the parameter's
+    std::vector<int64_t> sizes, strides;
+};
+
+// By their places among the state tensors; none: as the parameter.
+using Forms = std::array<std::optional<Form>, OF_MAX_STATE>;
 
 // Elementwise operators, over registers of which some are tensors.
 struct Segment {
@@ -54,8 +66,12 @@ std::vector<Part> make_parts(const std::vector<std::string> &words,
                              const std::vector<int64_t> &code, const std::vector<double> &numbers,
                              int64_t n_registers);
 
+// words: for each form its place among the state tensors, its dtype (c10::ScalarType), the number
+// of dimensions, sizes and strides; or -1, if these are the parameter's.
+Forms make_forms(const std::vector<int64_t> &words);
+
 // Runs them over the memory of an update; like: its parameter. Raises what the operators raise.
-void run_parts(of_plan *plan, const std::vector<Part> &parts, size_t n_registers,
-               const of_inputs &in, const c10::TensorImpl *like);
+void run_parts(of_plan *plan, const std::vector<Part> &parts, const Forms &forms,
+               size_t n_registers, const of_inputs &in, const c10::TensorImpl *like);
 
 } // namespace optfuse

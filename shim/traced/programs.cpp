@@ -38,10 +38,11 @@ std::shared_ptr<const Program> make_program(const std::vector<int64_t> &code,
     return program;
 }
 
-std::shared_ptr<const Program> make_program(std::vector<Part> parts, size_t n_registers,
-                                            unsigned touches, unsigned writes) {
+std::shared_ptr<const Program> make_program(std::vector<Part> parts, Forms forms,
+                                            size_t n_registers, unsigned touches, unsigned writes) {
     const auto program = std::make_shared<Program>();
     program->parts = std::move(parts);
+    program->forms = std::move(forms);
     program->n_registers = n_registers;
     program->core.reads = touches;
     program->core.writes = writes;

@@ -16,6 +16,7 @@ struct Program {
     std::vector<of_instruction> code;
     of_program core = {}; // over `code`; or it has parts
     std::vector<Part> parts;
+    Forms forms;
     size_t n_registers = 0; // of the parts
 
     bool has_parts() const { return core.by_host; }
@@ -29,7 +30,7 @@ std::shared_ptr<const Program> make_program(const std::vector<int64_t> &code,
                                             const std::vector<double> &numbers);
 // The same for one with parts, as make_parts() takes them. touches: a bit for each register in
 // memory that it reads or writes; writes: for each that it writes.
-std::shared_ptr<const Program> make_program(std::vector<Part> parts, size_t n_registers,
-                                            unsigned touches, unsigned writes);
+std::shared_ptr<const Program> make_program(std::vector<Part> parts, Forms forms,
+                                            size_t n_registers, unsigned touches, unsigned writes);
 
 } // namespace optfuse

@@ -249,7 +249,13 @@ def test_a_step_in_which_no_parameter_has_a_gradient_counts(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cls", [traced_classes.AdaBelief, traced_classes.TensorCounter])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(traced_classes.AdaBelief, traced_classes.TensorCounter, traced_classes.OwnNumber),
+        *(traced_classes.FactoredState, traced_classes.PointState),
+    ],
+)
 def test_resume(cls: type[Optimizer], mode: str) -> None:
     """From a checkpoint of a stock run, and back."""
     saved: dict[str, Any] = {}

@@ -158,7 +158,6 @@ TIES: dict[str, tuple[Act, str]] = {
     "its memory as state": (lambda o, p, g, s: _item(s, "x", p.data), "another place"),
     "the gradient as state": (lambda o, p, g, s: _item(s, "x", g), "another place"),
     "one as two": (lambda o, p, g, s: s.update(dict.fromkeys("xy", g * 1)), "another place"),
-    "a mask as state": (lambda o, p, g, s: _item(s, "x", g > 0), "another dtype"),
     "state by shape": (lambda o, p, g, s: _item(s, "x", torch.zeros(p.shape)), "not made from"),
     "empty state": (lambda o, p, g, s: _item(s, "x", torch.empty_like(p)), "without values"),
     "five": (lambda o, p, g, s: s.update((n, g * 1) for n in "abcde"), "more than 4"),
@@ -244,10 +243,7 @@ def test_compiled_functions() -> None:
 
 
 STATE: dict[str, tuple[Any, str]] = {
-    "dtype": (torch.zeros(SAME, dtype=torch.float64), "float64"),
-    "integers": (torch.zeros(SAME, dtype=torch.int8), "int8"),
     "kind": (nn.Parameter(torch.zeros(SAME)), "Parameter"),
-    "shape": (torch.zeros(3), "another shape"),
     "device": (torch.zeros((), device="meta"), "device"),
     "list": ([torch.zeros(SAME)], "a list that holds tensors"),
     "dictionary": ({"x": torch.zeros(SAME)}, "a dict that holds tensors"),
@@ -264,13 +260,20 @@ def test_state_that_programs_do_not_know(name: str) -> None:
         like({"x": value}, torch.zeros(SAME), ["x"])
 
 
-def test_known_state_has_the_shape_of_its_parameter() -> None:
-    """The same name may be a matrix for some parameters and one number for others."""
+def test_known_state_has_any_shape() -> None:
+    """The same name may be a matrix for some parameters and one number for others; unknown, that
+    is a counter."""
     assert like({"x": torch.zeros(SAME)}, torch.zeros(SAME), ["x"]) == {"x": Place(0)}
     assert like({"x": torch.zeros(())}, torch.zeros(()), ["x"]) == {"x": Place(0)}
-    assert like({"x": torch.zeros(())}, torch.zeros(SAME), ["x"]) == {"x": torch.tensor(0.0)}
+    number = {"x": torch.zeros(())}
+    assert like(number, torch.zeros(SAME), ["x"]) == {"x": torch.tensor(0.0)}
+    point = Place(0, None, ((), ()))
+    assert like(number, torch.zeros(SAME), ["x"], {"x"}) == {"x": point}
+    four = {"x": torch.zeros(4, dtype=torch.int8)}
+    found = like(four, torch.zeros(SAME), ["x"], {"x"})
+    assert found == {"x": Place(0, torch.int8, ((4,), (1,)))}
     with pytest.raises(Untraceable, match="another shape"):
-        like({"x": torch.zeros(4)}, torch.zeros(SAME), ["x"])
+        like({"x": torch.zeros(4)}, torch.zeros(SAME), [])
 
 
 def test_counters_are_copies() -> None:

@@ -322,7 +322,84 @@ TRACEABLE = [
     *(AdaBelief, SignOfAverage, WritesGradient, TensorCounter, Replaces, Masks, GroupCounter),
     *(EveryFifth, ByShape, Foreach, TrainsAndEvaluates),
 ]
+
+
+class OwnNumber(Base):
+    """A number of its own for each parameter, of its data, as in NovoGrad."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        square = grad.square().sum()
+        if "square" not in state:
+            state["square"] = square
+        else:
+            state["square"].mul_(0.9).add_(square, alpha=0.1)
+        p.add_(grad / state["square"].sqrt().add_(group["eps"]), alpha=-group["lr"])
+
+
+class NewNumber(Base):
+    """The same, another tensor after each step, that is a view."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        old = state.get("norm")
+        state["norm"] = torch.stack([grad.norm(), p.norm()])[0]
+        p.add_(grad if old is None else grad * old, alpha=-group["lr"])
+
+
+class FactoredState(Base):
+    """Rows and columns of squares, as in Adafactor, made by their shapes."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["n"] = 0
+            if grad.dim() > 1:
+                shape = grad.shape
+                state["row"] = torch.zeros(shape[:-1], dtype=grad.dtype, device=grad.device)
+                state["column"] = torch.zeros(shape[:-2] + shape[-1:], dtype=grad.dtype)
+            else:
+                state["square"] = torch.zeros_like(grad)
+        state["n"] += 1
+        weight = 1 - state["n"] ** -0.8
+        square = grad.square().add_(1e-12)
+        if grad.dim() > 1:
+            row = state["row"].mul_(weight).add_(square.mean(dim=-1), alpha=1 - weight)
+            column = state["column"].lerp_(square.mean(dim=-2), 1 - weight)
+            row = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+            update = row * column.rsqrt().unsqueeze(-2) * grad
+        else:
+            update = state["square"].lerp_(square, 1 - weight).rsqrt() * grad
+        p.add_(update, alpha=-group["lr"])
+
+
+class PointState(Base):
+    """Numbers made from nothing, with a dimension and without."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["one"] = torch.zeros((1,), dtype=grad.dtype)
+            state["point"] = torch.full((), 2.0, dtype=grad.dtype)
+            state["n"] = torch.tensor(0.0)
+        state["n"] += 1
+        state["one"].lerp_(grad.abs().mean().view(1), 0.25)
+        state["point"].mul_(0.5).add_(grad.abs().amax())
+        p.sub_(grad * state["one"], alpha=group["lr"] / float(state["n"]))
+        p.div_(1 + state["point"] * 1e-3)
+
+
+class OtherDtypes(Base):
+    """An average in double precision, and a mask."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["average"] = torch.zeros_like(p, dtype=torch.float64)
+            state["was"] = grad > 0
+        state["average"].lerp_(grad.double(), 0.1)
+        agrees = state["was"] == (grad > 0)
+        state["was"] = grad > 0
+        p.sub_(torch.where(agrees, state["average"].to(p.dtype), grad), alpha=group["lr"])
+
+
 CALLING = [TrustRatio, Centered, Factored, ByViews, Rare, Doubles, CopiesDeep, Sorts]
+CALLING += [OwnNumber, NewNumber, FactoredState, PointState, OtherDtypes]
 
 
 # ---- those that can't be traced: what they do, and what the error says of it
@@ -409,14 +486,6 @@ class Coupled(Base):
         p.add_(grad, alpha=-group["lr"])
 
 
-class OtherShapes(Base):
-    """A number of its own for each parameter, of its data."""
-
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
-        state["norm"] = grad.norm()
-        p.add_(grad, alpha=-group["lr"])
-
-
 class FiveStates(Base):
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
         for name in "abcde":
@@ -442,7 +511,6 @@ UNTRACEABLE = {
     KeepsElsewhere: "keeps a tensor of this step",
     OptionOfGradient: "option 'scale'",
     Coupled: "independently",
-    OtherShapes: "another shape",
     FiveStates: "more than 4 state tensors",
     NewGradient: "gradient",
 }

@@ -11,8 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from optfuse._traced.standin import POINT, Call, Form, Standin, Tape, otherwise, tape_of
+from optfuse._traced.standin import (
+    DTYPES,
+    POINT,
+    Call,
+    Form,
+    Made,
+    Standin,
+    Tape,
+    otherwise,
+    tape_of,
+)
 
 # What an argument is; shim/traced/parts.cpp reads the same numbers.
 NONE, REGISTER, INT, DOUBLE, BOOL, LIST, NUMBER, STRING, DEVICE, DEFAULT = range(10)
@@ -20,17 +31,6 @@ _ENUMS: tuple[tuple[Any, ...], ...] = (
     (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d),
     (torch.strided,),
 )
-# c10::ScalarType, by its order.
-_DTYPES = {
-    dtype: i
-    for i, dtype in enumerate(
-        (
-            *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-            *(torch.float16, torch.float32, torch.float64),
-            *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
-        )
-    )
-} | {torch.bfloat16: 15}
 _UNSEEN = frozenset({torch.Tag.nondeterministic_seeded})
 _LOOKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 # Of all elements of a tensor, whatever its shape, if these arguments are not there.
@@ -87,9 +87,9 @@ class _Writer:
     def _constant(self, x: Tensor) -> None:
         if x.ndim:
             self._tape.refuse("it combines a parameter with a tensor that is none of its state")
-        if x.dtype not in _DTYPES or x.is_complex():
+        if x.dtype not in DTYPES or x.is_complex():
             self._tape.refuse(f"it combines a parameter with a tensor of {x.dtype}")
-        self.code += NUMBER, _DTYPES[x.dtype]
+        self.code += NUMBER, DTYPES[x.dtype]
         self.numbers.append(float(x))
 
     def _special(self, x: Any) -> None:
@@ -98,8 +98,8 @@ class _Writer:
         if isinstance(x, str | torch.device):
             self.code.append(STRING if isinstance(x, str) else DEVICE)
             self.words.append(str(x))
-        elif isinstance(x, torch.dtype) and x in _DTYPES:
-            self.code += INT, _DTYPES[x]
+        elif isinstance(x, torch.dtype) and x in DTYPES:
+            self.code += INT, DTYPES[x]
         else:
             for kinds in _ENUMS:
                 if x in kinds:
@@ -119,7 +119,10 @@ def _as_numbers(x: Standin) -> Standin:
 
 
 def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    tape = tape_of(args, options)
+    return _called(tape_of(args, options), func, args, options)
+
+
+def _called(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     schema = func._schema
     _refuse_what_is_no_program(tape, func)
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | options
@@ -134,6 +137,8 @@ def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     if not schema.is_mutable:
         is_whole = _is_of_whole(schema, given, writer.operands)
         made = _results(tape, func, args, options, writer.operands, is_whole)
+    elif not all(map(_is_plain, writer.operands)):
+        _try_without_data(tape, func, args, options)  # it may be that shapes don't fit
     for x in written:
         tape.written.add(tape.roots.get(x.register, x.register))
     viewed = _viewed(schema, args)
@@ -158,6 +163,26 @@ def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 otherwise.append(_call)
+_MAKING = {getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full")}
+
+
+class Making(TorchDispatchMode):
+    """Tensors that step() makes from nothing are stand-ins, too, so that it can write into them
+    what comes of data."""
+
+    def __init__(self, tape: Tape, made: Made) -> None:
+        super().__init__()
+        self._tape = tape
+        self._also_points = made == "all"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        dtype = options.get("dtype") or torch.get_default_dtype()
+        if func in _MAKING and dtype.is_floating_point and (self._also_points or args[0]):
+            return _called(self._tape, func, args, options)
+        return func(*args, **options)
 
 
 def _refuse_what_is_no_program(tape: Tape, func: Any) -> None:
@@ -206,15 +231,21 @@ def _results(
     is_whole: bool,
 ) -> Any:
     """Stand-ins for the results, as the operator gives them."""
-    try:
-        made = func(*_blank(tape, args), **{k: _blank(tape, x) for k, x in _here(options)})
-    except Exception as error:
-        tape.refuse(f"operator {func} can't be tried without data: {error}")
+    made = _try_without_data(tape, func, args, options)
     is_fixed = is_whole or all(x.is_fixed for x in operands)
+    if not operands:  # it makes a tensor, of the parameter's shape if it has looked at that
+        is_fixed = not tape.looked_at_shape
     is_like_param = torch.Tag.pointwise in func.tags and all(map(_is_plain, operands))
     if not (is_fixed or is_like_param):
         tape.looked_at_shape = True
     return _like(tape, made, is_fixed)
+
+
+def _try_without_data(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    try:
+        return func(*_blank(tape, args), **{k: _blank(tape, x) for k, x in _here(options)})
+    except Exception as error:
+        tape.refuse(f"operator {func} can't be tried without data: {error}")
 
 
 def _is_plain(x: Standin) -> bool:
@@ -252,14 +283,8 @@ def _like(tape: Tape, made: Any, is_fixed: bool) -> Any:
     if isinstance(made, list | tuple):
         return type(made)(_like(tape, item, is_fixed) for item in made)
     form: Form = tuple(made.shape), made.stride()
-    is_params = not is_fixed and form[0] == tape.sizes and form[1] == _strides(tape)
+    is_params = not is_fixed and form == tape.form()
     x = tape.new(made.dtype, None if is_params else POINT if form == POINT else form)
     x.in_bytes = made.dtype == torch.bool
     x.is_fixed = is_fixed
     return x
-
-
-def _strides(tape: Tape) -> tuple[int, ...]:
-    if tape.strides is not None:
-        return tuple(tape.strides)
-    return torch.empty(tape.sizes, device="meta").stride()

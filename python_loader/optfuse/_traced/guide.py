@@ -5,25 +5,38 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Container
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import optfuse._traced.calls
 import optfuse._traced.foreach  # noqa: F401  and with it all handlers
 from optfuse._own_step.twin import Entry, Group, Twin
-from optfuse._traced.parts import Parts, make_parts
+from optfuse._traced.calls import Making
+from optfuse._traced.parts import Forms, Parts, make_parts
 from optfuse._traced.program import MOST_STATE, STATE, TEMPORARY, Program, make_program
-from optfuse._traced.standin import Call, Standin, Tape, Untraceable, own_attributes
+from optfuse._traced.standin import (
+    POINT,
+    Call,
+    Form,
+    Made,
+    Standin,
+    Tape,
+    Untraceable,
+    own_attributes,
+)
 
 
 @dataclass(frozen=True)
 class Place:
-    """In a state entry: where a tensor of the parameter's shape is."""
+    """In a state entry: where a tensor is."""
 
     index: int  # among the state tensors; -1: not known yet
+    dtype: torch.dtype | None = None  # None: the parameter's
+    form: Form | None = None  # None: the parameter's
 
 
 @dataclass(frozen=True)
@@ -31,29 +44,40 @@ class Recorded:
     """What a step() does to a parameter, to its state entry and to the optimizer."""
 
     program: Program | Parts
-    entry: Entry | None  # after it, with a Place for each tensor of the parameter's shape
+    entry: Entry | None  # after it, with a Place for each tensor that is no counter
     names: tuple[str, ...]  # the keys of those tensors, in the order of the registers
     options: Group
     attributes: dict[str, Any]
     looked_at_shape: bool
 
+    def shaped(self) -> set[str]:
+        """The names of state tensors that have another shape than the parameter."""
+        entry = self.entry or {}
+        return {name for name, x in entry.items() if isinstance(x, Place) and x.form is not None}
 
-def like(entry: Entry | None, param: Tensor, names: list[str]) -> Entry | None:
-    """A state entry for record(): with places for tensors of the parameter's shape, and copies
-    of all else. names: the state tensors that are known."""
+
+def like(
+    entry: Entry | None, param: Tensor, names: list[str], shaped: Container[str] = ()
+) -> Entry | None:
+    """A state entry for record(): with places for tensors that are known or have the parameter's
+    shape, and copies of all else. names: the state tensors that are known; shaped: those among
+    them that may have another shape."""
     if entry is None:
         return None
-    return {key: _copied(key, value, param, names) for key, value in entry.items()}
+    return {key: _copied(key, value, param, names, key in shaped) for key, value in entry.items()}
 
 
-def _copied(key: Any, value: Any, param: Tensor, names: list[str]) -> Any:
+def _copied(key: Any, value: Any, param: Tensor, names: list[str], is_shaped: bool) -> Any:
     if isinstance(value, Tensor):
-        is_known = key in names
-        if value.shape == param.shape and (is_known or param.dim() > 0):
-            if type(value) is not Tensor or value.dtype != param.dtype:
-                what = f"{type(value).__name__} of {value.dtype}"
-                raise Untraceable(f"state[{key!r}] is a {what} beside a parameter of {param.dtype}")
-            return Place(names.index(key) if is_known else -1)
+        is_known = key in names and (is_shaped or value.dim() > 0 or param.dim() == 0)
+        if is_known or (value.shape == param.shape and param.dim() > 0):
+            if type(value) is not Tensor or value.device.type != "cpu":
+                what = f"{type(value).__name__} on device {value.device}"
+                raise Untraceable(f"state[{key!r}] is a {what}, not a tensor on the CPU")
+            dtype = None if value.dtype == param.dtype else value.dtype
+            is_other = is_shaped and value.shape != param.shape
+            form = (tuple(value.shape), value.stride()) if is_other else None
+            return Place(names.index(key) if is_known else -1, dtype, form)
         if value.dim() > 0 or value.device.type != "cpu":
             raise Untraceable(f"state[{key!r}] has another shape or device than its parameter")
         return value.detach().clone()
@@ -81,14 +105,18 @@ def record(
     entry: Entry | None,
     names: list[str],
     strides: tuple[int, ...] | None = None,
+    made: Made = "none",
 ) -> Recorded:
     """entry: as like() makes it. names: the state tensors that are known, in the order of their
-    registers. strides: of a parameter that is not contiguous. What step() writes into attributes
+    registers. strides: of a parameter that is not contiguous. made: which of the tensors that
+    step() makes from nothing are traced. What step() writes into attributes
     and options it does to those given. Raises Untraceable if a program can't do what step()
     does."""
     tape = Tape(shape, dtype, strides)
     guide = _Guide(tape, names)
-    after, options, kept = guide.run(step_on, attributes, options, entry)
+    making = nullcontext() if made == "none" else Making(tape, made)
+    with making:
+        after, options, kept = guide.run(step_on, attributes, options, entry)
     order = guide.order
     looked = tape.looked_at_shape
     fresh = {
@@ -100,11 +128,22 @@ def record(
     if any(reference() is not None for reference in tape.alive):
         raise Untraceable("it keeps a tensor of this step somewhere else than in its state")
     if any(isinstance(line, Call) for line in tape.lines):
-        program: Program | Parts = make_parts(tape, frozenset(fresh), len(order))
+        program: Program | Parts = make_parts(
+            tape, frozenset(fresh), len(order), _forms(tape, kept)
+        )
     else:
         lines = [line for line in tape.lines if not isinstance(line, Call)]
         program = make_program(lines, frozenset(fresh), len(order))
     return Recorded(program, kept, tuple(order), options, after, looked)
+
+
+def _forms(tape: Tape, entry: Entry | None) -> Forms:
+    """Of the state tensors that are not as the parameter."""
+    found: Forms = {}
+    for place in (entry or {}).values():
+        if isinstance(place, Place) and (place.form or place.dtype):
+            found[place.index] = place.dtype or tape.dtype, place.form
+    return found
 
 
 class _Guide:
@@ -145,9 +184,17 @@ class _Guide:
             if not isinstance(value, Place):
                 self._plain.add(key)
             else:
-                register = STATE + self._place(key)
-                given[key] = Standin(self._tape, register, self._tape.dtype)
+                given[key] = self._standin(key, value)
         return given
+
+    def _standin(self, key: Any, place: Place) -> Standin:
+        """For a state tensor, in its register."""
+        dtype = place.dtype or self._tape.dtype
+        form = POINT if place.form == POINT else place.form
+        made = Standin(self._tape, STATE + self._place(key), dtype, form)
+        made.in_bytes = dtype == torch.bool
+        made.is_fixed = form is POINT  # else step() has looked at the shape when it made it
+        return made
 
     def _place(self, key: Any) -> int:
         if key not in self.order:
@@ -181,20 +228,18 @@ class _Guide:
             if not isinstance(value, Standin):
                 found[key] = _plain(key, value)
                 continue
-            if value.form is not None or value.register in self._tape.shared:
-                raise Untraceable(f"state[{key!r}] has another shape than its parameter")
-            if value.dtype != self._tape.dtype:
-                raise Untraceable(f"state[{key!r}] has another dtype than its parameter")
             if key in self._plain:
                 raise Untraceable(f"state[{key!r}] becomes a tensor, after it was none")
             register = STATE + self._place(key)
-            is_others = register != value.register < TEMPORARY
-            if value.register in taken or is_others:
+            root = self._tape.roots.get(value.register, value.register)
+            is_others = root < TEMPORARY and value.register != register
+            if root in taken or is_others:
                 raise Untraceable(f"state[{key!r}] is the tensor of another place, too")
-            taken.add(value.register)
+            taken.add(root)
+            dtype = None if value.dtype == self._tape.dtype else value.dtype
+            found[key] = place = Place(register - STATE, dtype, value.form)
             if value.register != register:
-                self._tape.lines.append(("copy", register, value.register, 0, 0, 0.0, 0.0))
-            found[key] = Place(register - STATE)
+                torch.ops.aten.copy_.default(self._standin(key, place), value)
         return found
 
 

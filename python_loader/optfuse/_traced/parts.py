@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
+import torch
+
 from optfuse._traced.program import (
     STATE,
     TEMPORARY,
@@ -18,11 +20,14 @@ from optfuse._traced.program import (
     shown_line,
     with_few_registers,
 )
-from optfuse._traced.standin import Call, Later, Line, Tape, Untraceable
+from optfuse._traced.standin import DTYPES, Call, Form, Later, Line, Tape, Untraceable
 
 # A line without its numbers, and where these are registers: (s or t, register, sign); or a call
 # without its numbers.
 Step = tuple[Shape, tuple[tuple[int, int, int], ...]] | Call
+# State tensors, by their places, that are not as their parameter.
+Forms = dict[int, tuple[torch.dtype, Form | None]]
+COPY = "aten::copy_."  # writes all of its first argument
 
 
 @dataclass
@@ -53,6 +58,7 @@ class Parts:
 
     structure: Structure
     tape: tuple[Line | Call, ...]
+    forms: tuple[int, ...]  # as shim/traced/parts.h says
 
     def __len__(self) -> int:
         return len(self.tape)
@@ -83,12 +89,16 @@ def _shown_call(call: Call, state: list[str]) -> str:
     return f"{made} = {call.operator}({', '.join([*map(name, call.reads), *numbers])})"
 
 
-def make_parts(tape: Tape, made: frozenset[int], n_state: int) -> Parts:
+def make_parts(tape: Tape, made: frozenset[int], n_state: int, forms: Forms) -> Parts:
     """made: the registers of state that have no values before."""
     lines = tuple(tape.lines)
     steps = tuple(_step(line) for line in lines)
     structure = _structure(steps, made, n_state, frozenset(tape.written), tape.n)
-    return Parts(structure, lines)
+    words: list[int] = []
+    for place, (dtype, form) in forms.items():
+        sizes, strides = form or ((), ())
+        words += place, DTYPES[dtype], -1 if form is None else len(sizes), *sizes, *strides
+    return Parts(structure, lines, tuple(words))
 
 
 def _step(line: Line | Call) -> Step:
@@ -129,12 +139,14 @@ def _bits(registers: set[int]) -> int:
 
 def _reads(step: Step) -> set[int]:
     if isinstance(step, Call):
-        return set(step.reads)
+        return set(step.reads[1:] if step.operator == COPY else step.reads)
     return {*inputs_of(step[0]), *(register for _, register, _ in step[1])}
 
 
 def _makes(step: Step) -> set[int]:
-    return set(step.makes) if isinstance(step, Call) else {step[0][1]}
+    if isinstance(step, Call):
+        return set(step.reads[:1] if step.operator == COPY else step.makes)
+    return {step[0][1]}
 
 
 def _check_values(steps: tuple[Step, ...], in_memory: set[int], made: frozenset[int]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from optfuse._own_step.settings import Promise
 from optfuse._rules import ROWS, Group, Rule
+from optfuse._traced.standin import Made
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class TracedRule(Rule):
     """Options, state and formula are those of any class, and come with each step's programs."""
 
     promise: Promise = Promise()  # what the class does beside updating parameters
+    made: Made = "none"  # of the tensors that step() makes from nothing, which are traced
 
     def hyper(self, group: Group) -> tuple[float, ...]:
         return ()
@@ -22,5 +24,6 @@ class TracedRule(Rule):
         return ""
 
 
-def traced_rule(promise: Promise) -> TracedRule:
-    return TracedRule("traced", **ROWS["traced"], reference="own step()", promise=promise)
+def traced_rule(promise: Promise, made: Made = "none") -> TracedRule:
+    row = ROWS["traced"]
+    return TracedRule("traced", **row, reference="own step()", promise=promise, made=made)

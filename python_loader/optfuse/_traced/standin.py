@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,20 @@ from torch import Tensor
 Line = tuple[str, int, int, int, int, float, float]
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
+# Of the tensors that a step() makes from nothing, which are stand-ins: none; those with
+# dimensions; all, with those that may be counters.
+Made = Literal["none", "shaped", "all"]
+# c10::ScalarType, by its order.
+DTYPES = {
+    dtype: i
+    for i, dtype in enumerate(
+        (
+            *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+            *(torch.float16, torch.float32, torch.float64),
+            *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
+        )
+    )
+} | {torch.bfloat16: 15}
 
 
 class Untraceable(Exception):
@@ -121,6 +135,12 @@ class Tape:
         if strides is None:
             return torch.empty(sizes, device="meta", dtype=x.dtype)
         return torch.empty_strided(sizes, strides, device="meta", dtype=x.dtype)
+
+    def form(self) -> Form:
+        """The parameter's."""
+        if self.strides is not None:
+            return self.sizes, tuple(self.strides)
+        return self.sizes, torch.empty(self.sizes, device="meta").stride()
 
 
 # Attributes in which PyTorch keeps the answers.

@@ -8,13 +8,14 @@ state, options and attributes must be equal by bits after each step."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random as python_random
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from optfuse._own_step.trial import enter_training
 from optfuse._own_step.untouched import untouched
 from optfuse._random import random_as_it_was
 from optfuse._traced.rule import TracedRule, traced_rule
-from optfuse._traced.standin import Untraceable
+from optfuse._traced.standin import Made, Untraceable
 from optfuse._traced.updates import Traced
 from optfuse._values import deep_copy, difference
 
@@ -54,7 +55,15 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
                 raise Untraceable(
                     f"it has parameters on {param.device}, and programs run on the CPU"
                 )
-    rule = traced_rule(check_promise(optimizer, stock))
+    promise = check_promise(optimizer, stock)
+    *some, everything = get_args(Made)
+    for made in some:
+        with contextlib.suppress(Untraceable):
+            return _try(optimizer, stock, fuse, traced_rule(promise, made))
+    return _try(optimizer, stock, fuse, traced_rule(promise, everything))
+
+
+def _try(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse, rule: TracedRule) -> TracedRule:
     random = torch.Generator().manual_seed(0)
     with random_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

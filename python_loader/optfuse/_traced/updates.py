@@ -26,7 +26,7 @@ from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.guide import Place, Recorded, like, record
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import MOST_STATE, Program
-from optfuse._traced.standin import Untraceable
+from optfuse._traced.standin import Made, Untraceable
 from optfuse._values import difference
 
 State = dict[Tensor, Entry]
@@ -57,12 +57,16 @@ class Traced:
     """The programs of one plan. Knows neither the optimizer nor its parameters between two
     calls, so that it keeps none of them alive."""
 
-    def __init__(self, plan: int, stock: type[Optimizer], promise: Promise) -> None:
+    def __init__(
+        self, plan: int, stock: type[Optimizer], promise: Promise, made: Made = "none"
+    ) -> None:
         self._plan = plan
         self._twin = twin.Twin(stock)
         self._stock = stock
         self.promise = promise
+        self._making = made
         self.names: list[str] = []  # of state tensors, in the order of the registers
+        self._shaped: set[str] = set()  # of those, with another shape than their parameter
         self.guides = 0  # at the last step
         self.untraced = 0  # steps that were the class's own
         self.why_not = ""  # the last of them
@@ -124,8 +128,8 @@ class Traced:
             return
         s = program.structure
         torch.ops.optfuse.set_program_with_calls(
-            *(self._plan, slots, s.n_registers, s.touches, s.writes, s.words, s.code),
-            program.numbers(),
+            *(self._plan, slots, s.n_registers, s.touches, s.writes, program.forms, s.words),
+            *(s.code, program.numbers()),
         )
 
     def _set_updated_apart(self) -> set[int]:
@@ -160,6 +164,7 @@ class Traced:
             self._copies = Copies()
             self._after = Settings({}, {})
             if not same:
+                self._learn_names(optimizer, params, taking)
                 self._cohorts = list(self._divide(params, state, taking))
             looked = same = False
             for cohort in self._cohorts:
@@ -170,16 +175,43 @@ class Traced:
         if self.promise.changes():
             self._step_idle_groups(optimizer)
 
+    def _learn_names(self, optimizer: Optimizer, params: list[Tensor], taking: list[int]) -> None:
+        """Of the state tensors that an entry has from before this plan. One without dimensions
+        could be taken for a counter; the step that makes it tells."""
+        state: State = optimizer.__dict__["state"]
+        kinds = set()
+        for slot in taking if not self.names else ():
+            param = params[slot]
+            others = [x for x in (state.get(param) or {}).values() if _is_other(x, param)]
+            kind = self._group_of[slot], param.dtype, tuple(param.shape), param.stride()
+            if others and kind not in kinds:
+                kinds.add(kind)
+                self._learn_from(optimizer, slot, param)
+
+    def _learn_from(self, optimizer: Optimizer, slot: int, param: Tensor) -> None:
+        number = self._group_of[slot]
+        options = fresh(twin.options_of(optimizer.param_groups[number]), self.promise.options)
+        attributes = dict(fresh(self._before, self.promise.attributes))
+        strides = None if param.is_contiguous() else param.stride()
+        of_param = tuple(param.shape), param.dtype, None, self.names, strides, self._making
+        try:
+            recorded = record(self._twin, attributes, options, *of_param)
+        except Untraceable:
+            return  # so will be this step, or it goes without
+        self.names += recorded.names[len(self.names) :]
+        self._shaped |= recorded.shaped()
+        self._by_shape[number] |= recorded.looked_at_shape
+
     def _divide(self, params: list[Tensor], state: State, taking: list[int]) -> Iterator[Cohort]:
         """Cohorts, in the order of their first slots."""
         found: dict[Any, Cohort] = {}
         for slot in taking:
             param, group = params[slot], self._group_of[slot]
             # Without dimensions it takes part in how PyTorch chooses a result's dtype.
-            shape = (
-                (tuple(param.shape), param.stride()) if self._by_shape[group] else param.dim() == 0
-            )
-            key = (group, param.dtype, shape, _signature(state.get(param)))
+            by_shape = self._by_shape[group]
+            shape = (tuple(param.shape), param.stride()) if by_shape else param.dim() == 0
+            signature = _signature(state.get(param), self.names, self._shaped)
+            key = (group, param.dtype, shape, signature)
             if key not in found:
                 found[key] = Cohort(group, [])
             found[key].slots.append(slot)
@@ -198,7 +230,7 @@ class Traced:
         else:
             of_attributes = self._copies.of(optimizer.__dict__, self.promise.attributes)
             attributes = {**self._before, **of_attributes}
-        entry = like(optimizer.__dict__["state"].get(param), param, self.names)
+        entry = like(optimizer.__dict__["state"].get(param), param, self.names, self._shaped)
         cohort.recorded = recorded = record(
             self._twin,
             dict(attributes),
@@ -208,9 +240,10 @@ class Traced:
             entry,
             self.names,
             None if param.is_contiguous() else param.stride(),
+            self._making,
         )
-        for name in recorded.names[len(self.names) :]:
-            self.names.append(name)
+        self.names += recorded.names[len(self.names) :]
+        self._shaped |= recorded.shaped()
         self._take_settings(cohort.group, attributes, given, recorded)
 
     def _take_settings(
@@ -260,7 +293,7 @@ class Traced:
                 continue
             if isinstance(value, Place):
                 with torch.no_grad():
-                    entry[key] = torch.empty_like(param, memory_format=torch.preserve_format)
+                    entry[key] = _room(param, value)
             else:
                 entry[key] = copy.deepcopy(value)
             made.append(key)
@@ -348,6 +381,12 @@ class Traced:
         return None
 
 
+def _room(param: Tensor, place: Place) -> Tensor:
+    if place.form is not None:
+        return torch.empty_strided(*place.form, dtype=place.dtype or param.dtype)
+    return torch.empty_like(param, dtype=place.dtype, memory_format=torch.preserve_format)
+
+
 def _refuse_other_strides(params: Iterable[Tensor]) -> None:
     """Operators would see that the gradient is not like its parameter."""
     for p in params:
@@ -356,6 +395,10 @@ def _refuse_other_strides(params: Iterable[Tensor]) -> None:
                 f"its operators see strides, and a gradient has {tuple(p.grad.stride())}, its "
                 f"parameter {tuple(p.stride())}"
             )
+
+
+def _is_other(x: Any, param: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape != param.shape
 
 
 def _versions(group: Group) -> dict[str, Any]:
@@ -402,16 +445,24 @@ def _advance(entries: list[Entry], after: Entry) -> list[Tensor]:
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
-def _signature(entry: Entry | None) -> Any:
+def _signature(entry: Entry | None, names: list[str], shaped: set[str]) -> Any:
     """What of a state entry may lead step() another way, but for data."""
     if entry is None:
         return None
-    return tuple((key, _mark(value)) for key, value in entry.items())
+    return tuple(
+        (key, _mark_shaped(value) if key in shaped else _mark(value, key in names))
+        for key, value in entry.items()
+    )
 
 
-def _mark(value: Any) -> Any:
+def _mark_shaped(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return (value.dtype, tuple(value.shape), value.stride()) if is_tensor else _mark(value, True)
+
+
+def _mark(value: Any, is_known: bool) -> Any:
     if isinstance(value, Tensor):
-        return (value.dtype, float(value)) if value.dim() == 0 else "tensor"
+        return value.dtype, None if is_known or value.dim() else float(value)
     return type(value), value if isinstance(value, _CONSTANT) else repr(value)
 
 
