@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 11, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 12, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 /* What collect() found. */
 typedef enum of_found {
@@ -175,6 +175,11 @@ typedef struct of_host {
     /* optional: on how many threads parallel_for() would run now. On one there is nothing to
      * gain for neighbours that run together. */
     int (*threads)(void *ctx);
+    /* optional, both or neither: around a launch of n updates on the CPU, for profilers;
+     * references: of the first. watch() returns what unwatch() takes, on the same thread, or
+     * NULL if nobody looks. */
+    void *(*watch)(void *ctx, const void *references, size_t n);
+    void (*unwatch)(void *ctx, void *watched);
     /* optional; level: 1 warning, 2 info, 3 debug. No lock of a plan held, but after a launch
      * that failed. */
     void (*log)(void *ctx, int level, const char *message);

@@ -43,18 +43,34 @@ static bool is_by_host(of_update *update) {
     return update->plan->rule->external || (update->in.program && update->in.program->by_host);
 }
 
+static void *watch(of_plan *plan, const of_list *list) {
+    const of_host *host = &plan->host;
+    if (!host->watch || !list->first->kind->is_update)
+        return NULL;
+    return host->watch(host->ctx, list->first->in.references, list->count);
+}
+
+static void unwatch(of_plan *plan, void *watched) {
+    if (watched)
+        plan->host.unwatch(plan->host.ctx, watched);
+}
+
 static void launch_on_cpu(of_plan *plan, of_list *list, of_list *done) {
     if (!list->first)
         return;
+    void *watched = watch(plan, list);
     of_cpu_launch(plan, list);
+    unwatch(plan, watched);
     of_settle(plan, list, done);
 }
 
 static void launch_by_host(of_plan *plan, of_list *list, of_list *done) {
     if (!list->first)
         return;
+    void *watched = watch(plan, list);
     if (!of_apply(plan, list))
         of_plan_fail(plan);
+    unwatch(plan, watched);
     of_settle(plan, list, done);
 }
 

@@ -5,6 +5,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <string>
 
 #include "autograd/consumed.h"
 #include "clipping/pending.h"
@@ -201,6 +205,26 @@ int threads(void *) {
     return at::get_num_threads();
 }
 
+std::string range_name(const Slot *slot, size_t n) {
+    const std::string others = n == 1 ? "" : " and " + std::to_string(n - 1) + " more";
+    return std::string("optfuse::") + slot->plan->rule->name + " " + slot->label + others;
+}
+
+// A range in the profiler's trace, as CUDA launches have one.
+void *watch(void *, const void *references, size_t n) {
+    if (!at::hasCallbacks())
+        return nullptr;
+    auto range = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    if (!range->isActive())
+        return nullptr;
+    range->before(range_name(static_cast<const References *>(references)->slot, n));
+    return range.release();
+}
+
+void unwatch(void *, void *watched) {
+    delete static_cast<at::RecordFunction *>(watched);
+}
+
 } // namespace
 
 of_host make_host(Plan *plan) {
@@ -218,6 +242,8 @@ of_host make_host(Plan *plan) {
     host.drop = drop;
     host.parallel_for = parallel_for;
     host.threads = threads;
+    host.watch = watch;
+    host.unwatch = unwatch;
     host.square_roots[0] = square_roots_of_floats;
     host.square_roots[1] = square_roots_of_doubles;
     host.backward = &backward_host;

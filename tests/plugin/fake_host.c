@@ -389,6 +389,24 @@ static bool make_state(void *ctx, size_t slot) {
     return true;
 }
 
+static void *watch(void *ctx, const void *references, size_t n) {
+    fake_host *host = ctx;
+    ck_assert_ptr_nonnull(references);
+    host->watched += (int)n;
+    host->ranges++;
+    return host;
+}
+
+static void unwatch(void *ctx, void *watched) {
+    ck_assert_ptr_eq(watched, ctx);
+    ((fake_host *)ctx)->ranges--;
+}
+
+void fake_host_watches(fake_host *host) {
+    host->table.watch = watch;
+    host->table.unwatch = unwatch;
+}
+
 fake_host *fake_host_new(void) {
     static const of_backward_host backward = {sizeof backward, begin, measure, make_state};
     static const of_scaling_host scaling = {.struct_size = sizeof scaling,

@@ -62,6 +62,8 @@ struct fake_host {
     void (*on_begin)(void *arg);
     void *arg;
     bool flushes_on_release;
+    int watched; /* updates in ranges that watch() began */
+    int ranges;  /* of these, those that have not ended */
     bool holds_inside; /* holds live in the updates, not on the heap */
     int n_threads;
     fake_tensor tensors[FAKE_MAX_TENSORS];
@@ -75,6 +77,8 @@ struct fake_host {
 };
 
 fake_host *fake_host_new(void);
+/* Before the plan is made: it has functions for profilers. */
+void fake_host_watches(fake_host *host);
 /* Fails the test if a hold is left or an owned tensor was not dropped once. */
 void fake_host_free(fake_host *host);
 

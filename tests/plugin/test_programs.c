@@ -44,11 +44,15 @@ static bool apply(void *ctx, of_inputs *in, const double *hyper) {
     return of_plan_run_program(applied_by, &inputs) == OF_OK;
 }
 
+static bool watches;
+
 static world make(bool has_external) {
     static const of_external_host external = {sizeof external, apply};
     world w = {.host = fake_host_new()};
     of_plan_options options = {.struct_size = sizeof options, .mode = OF_FORWARD};
     w.host->table.external = has_external ? &external : NULL;
+    if (watches)
+        fake_host_watches(w.host);
     applied = 0;
     fails = false;
     ck_assert_ptr_null(of_program_check(&by_kernels));
@@ -90,6 +94,19 @@ START_TEST(kernels_and_the_host_take_their_share_of_a_launch) {
     expect(w.tensors[1], 9);
     expect(w.tensors[2], 6);
     end(&w);
+}
+END_TEST
+
+START_TEST(profilers_see_each_update_once) {
+    watches = true;
+    world w = make(true);
+    ck_assert_int_eq(of_plan_step(w.plan, NULL, 0, NULL), OF_OK);
+    expect(w.tensors[2], 6);
+    ck_assert_int_eq(of_plan_flush(w.plan), OF_OK);
+    ck_assert_int_eq(w.host->watched, N);
+    ck_assert_int_eq(w.host->ranges, 0);
+    end(&w);
+    watches = false;
 }
 END_TEST
 
@@ -143,6 +160,7 @@ int main(void) {
     Suite *suite = suite_create("programs");
     TCase *tcase = tcase_create("programs");
     tcase_add_test(tcase, kernels_and_the_host_take_their_share_of_a_launch);
+    tcase_add_test(tcase, profilers_see_each_update_once);
     tcase_add_test(tcase, use_of_a_neighbour_does_not_leave_the_hosts_out);
     tcase_add_test(tcase, a_failure_is_told_to_who_uses_the_memory);
     tcase_add_test(tcase, without_a_host_for_them_they_are_refused);

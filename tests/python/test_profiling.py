@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import pickle
+import re
 from collections import Counter
 
 import pytest
@@ -39,6 +40,33 @@ def test_a_profiler_that_comes_and_goes_sees_the_ranges_of_stock(mode):
         yield from everything(model, optimizer)
 
     same(script, mode)
+
+
+@both_modes
+def test_a_profile_shows_updates_where_they_run(mode):
+    model = nn.Sequential(nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 60))
+    named = optfuse.fuse(torch.optim.AdamW(model.named_parameters()), mode=mode)
+    model_2 = nn.Linear(60, 60)
+    own = optfuse.fuse(torch.optim.SGD(model_2.parameters()), mode=mode)
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            with record_function("forward"):
+                loss = model(torch.ones(2, 60)).sum() + model_2(torch.ones(2, 60)).sum()
+            with record_function("backward"):
+                loss.backward()
+            named.step()
+            own.step()
+            named.zero_grad()
+            own.zero_grad()
+    events = profiler.events()
+    place = next(event.time_range for event in events if event.name == mode)
+    updates = [event for event in events if event.name.startswith("optfuse::")]
+    assert all(place.start <= u.time_range.start < u.time_range.end <= place.end for u in updates)
+    names = "".join(sorted(update.name for update in updates))
+    assert re.search(r"optfuse::adam parameter '[02].(weight|bias)' of shape \(60,", names)
+    assert re.search(r"optfuse::sgd parameter [01] of group 0 of shape \(60,", names)
+    shown = len(updates) + sum(int(u.name.split()[-2]) for u in updates if u.name.endswith("more"))
+    assert shown == 6
 
 
 LOOKS = {
