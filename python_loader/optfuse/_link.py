@@ -513,7 +513,7 @@ class Link:
             if self.mode == BACKWARD:
                 raise Error(_UNTRACEABLE.format(self.stock.__qualname__, error)) from error
             traced.untraced += 1
-            traced.why_not = str(error)
+            traced.why_not = type(error), str(error)
             times = "once" if traced.untraced == 1 else f"{traced.untraced} times"
             self.own_step_because = (f"{times} it could not be traced: {error}",)
             self.flush()

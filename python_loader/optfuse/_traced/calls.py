@@ -5,7 +5,9 @@ runs."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +19,7 @@ from optfuse._traced.standin import (
     DTYPES,
     POINT,
     Call,
+    ForeignTensor,
     Form,
     Made,
     Standin,
@@ -86,7 +89,8 @@ class _Writer:
 
     def _constant(self, x: Tensor) -> None:
         if x.ndim:
-            self._tape.refuse("it combines a parameter with a tensor that is none of its state")
+            why = "it combines a parameter with a tensor that is none of its state"
+            self._tape.refuse(why, ForeignTensor)
         if x.dtype not in DTYPES or x.is_complex():
             self._tape.refuse(f"it combines a parameter with a tensor of {x.dtype}")
         self.code += NUMBER, DTYPES[x.dtype]
@@ -174,6 +178,18 @@ class Making(TorchDispatchMode):
         super().__init__()
         self._tape = tape
         self._also_points = made == "all"
+        self._stance: Any = contextlib.nullcontext()
+
+    def __enter__(self) -> Making:
+        if "torch._dynamo" in sys.modules:  # compiling here would spoil the function for good
+            self._stance = torch.compiler.set_stance("fail_on_recompile")
+        self._stance.__enter__()
+        made: Making = super().__enter__()
+        return made
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stance.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -204,7 +220,8 @@ def _standins(x: Any, tape: Tape) -> Iterable[Standin]:
     """Those that an operator writes into."""
     for one in x if isinstance(x, list | tuple) else [x]:
         if not isinstance(one, Standin):
-            tape.refuse("it writes into a tensor that is none of the parameter's state")
+            why = "it writes into a tensor that is none of the parameter's state"
+            tape.refuse(why, ForeignTensor)
         if one.dtype == torch.bool and not one.in_bytes:
             tape.refuse("it writes into a mask")
         yield one

@@ -21,6 +21,7 @@ from optfuse._traced.program import MOST_STATE, STATE, TEMPORARY, Program, make_
 from optfuse._traced.standin import (
     POINT,
     Call,
+    ForeignTensor,
     Form,
     Made,
     Standin,
@@ -114,8 +115,7 @@ def record(
     does."""
     tape = Tape(shape, dtype, strides)
     guide = _Guide(tape, names)
-    making = nullcontext() if made == "none" else Making(tape, made)
-    with making:
+    with nullcontext() if made == "none" else Making(tape, made):
         after, options, kept = guide.run(step_on, attributes, options, entry)
     order = guide.order
     looked = tape.looked_at_shape
@@ -170,9 +170,9 @@ class _Guide:
             raise
         except Exception as error:
             why = f"its step() raises {type(error).__name__} without data: {error}"
-            raise Untraceable(self._tape.why or why) from error
+            raise (self._tape.why or Untraceable(why)) from error
         if self._tape.why is not None:  # step() has caught it
-            raise Untraceable(self._tape.why)
+            raise self._tape.why
         self._look_at_tensors(after.pop("state"))
         del after["param_groups"], options["params"]
         return after, options, None if made is None else self._with_places(made)
@@ -250,5 +250,5 @@ def _plain(key: Any, value: Any) -> Any:
             what = f"state[{key!r}], a {type(value).__name__}"
             raise Untraceable(f"it keeps a tensor of this step in {what}")
         if isinstance(x, Tensor) and x.ndim:
-            raise Untraceable(f"state[{key!r}] is a tensor that is not made from the parameter")
+            raise ForeignTensor(f"state[{key!r}] is a tensor that is not made from the parameter")
     return value

@@ -13,6 +13,7 @@ from torch import Tensor
 from optfuse._traced.standin import (
     POINT,
     Called,
+    ForeignTensor,
     Handler,
     Later,
     NotElementwise,
@@ -65,7 +66,8 @@ def number(x: Any, like: Standin) -> float:
     if not isinstance(x, Tensor):
         tape.refuse(f"it combines a parameter with an object of {type(x).__name__}")
     if x.ndim:
-        tape.refuse("it combines a parameter with a tensor that is none of its state")
+        why = "it combines a parameter with a tensor that is none of its state"
+        tape.refuse(why, ForeignTensor)
     if not tape.sizes and x.dtype != like.dtype:
         raise NotElementwise(f"it combines {x.dtype} with {like.dtype}, both without dimensions")
     return float(x)
@@ -103,7 +105,8 @@ def result(called: Called, args: Args, options: Options, like: Standin) -> Stand
         return like.tape.new(like.dtype)
     target = options.get("out", args[0])
     if not isinstance(target, Standin):
-        like.tape.refuse("it writes into a tensor that is none of the parameter's state")
+        why = "it writes into a tensor that is none of the parameter's state"
+        like.tape.refuse(why, ForeignTensor)
     if target.tape is not like.tape:
         like.tape.refuse("it keeps tensors of an earlier step")
     if target.dtype != like.dtype:

@@ -36,6 +36,10 @@ class Untraceable(Exception):
     """Why a step() can't be a program."""
 
 
+class ForeignTensor(Untraceable):
+    """A tensor takes part that is no stand-in."""
+
+
 class NotElementwise(Exception):
     """Why an operator is none that a kernel runs."""
 
@@ -93,7 +97,7 @@ class Tape:
         self.n = 0  # registers
         self.alive: list[weakref.ref[Standin]] = []
         self.looked_at_shape = False
-        self.why: str | None = None  # the first reason, also if step() caught it
+        self.why: Untraceable | None = None  # the first reason, also if step() caught it
 
     def new(self, dtype: torch.dtype, form: Form | None = None) -> Standin:
         """With a register of its own. form: if it is not the parameter's."""
@@ -116,9 +120,10 @@ class Tape:
         self.lines.append((operator, to.register, x, y, z, s, t))
         return to
 
-    def refuse(self, why: str) -> NoReturn:
-        self.why = self.why or why
-        raise Untraceable(why)
+    def refuse(self, why: str, kind: type[Untraceable] = Untraceable) -> NoReturn:
+        error = kind(why)
+        self.why = self.why or error
+        raise error
 
     def answer(self, question: Any, x: Standin, *args: Any) -> Any:
         """What x says to one of the operators in QUESTIONS. Operators ask for the number of

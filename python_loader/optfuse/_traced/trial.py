@@ -32,7 +32,7 @@ from optfuse._own_step.trial import enter_training
 from optfuse._own_step.untouched import untouched
 from optfuse._random import random_as_it_was
 from optfuse._traced.rule import TracedRule, traced_rule
-from optfuse._traced.standin import Made, Untraceable
+from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._traced.updates import Traced
 from optfuse._values import deep_copy, difference
 
@@ -58,7 +58,7 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     promise = check_promise(optimizer, stock)
     *some, everything = get_args(Made)
     for made in some:
-        with contextlib.suppress(Untraceable):
+        with contextlib.suppress(ForeignTensor):
             return _try(optimizer, stock, fuse, traced_rule(promise, made))
     return _try(optimizer, stock, fuse, traced_rule(promise, everything))
 
@@ -154,8 +154,9 @@ def _take_traced(ours: Optimizer) -> None:
     except Exception as error:
         raise Untraceable(f"the trial of its program failed: {error}") from error
     traced: Traced = ours.__dict__[LINK].traced
-    if traced.why_not:
-        raise Untraceable(traced.why_not)
+    if traced.why_not is not None:
+        kind, why = traced.why_not
+        raise kind(why)
 
 
 def _seed(step: int) -> None:

@@ -69,7 +69,7 @@ class Traced:
         self._shaped: set[str] = set()  # of those, with another shape than their parameter
         self.guides = 0  # at the last step
         self.untraced = 0  # steps that were the class's own
-        self.why_not = ""  # the last of them
+        self.why_not: tuple[type[Untraceable], str] | None = None  # the last of them
         self._made: dict[int, list[str]] = {}  # slot -> keys of its entry since begin()
         self.layout([])
 
