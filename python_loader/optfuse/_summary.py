@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,12 @@ class Summary:
                 "other tensors; fusion saves less then"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        title, *lines = map(html.escape, str(self).splitlines())
+        items = "".join(f"<li>{line.strip()}</li>" for line in lines)
+        return f"<p><b>{title}</b></p><ul>{items}</ul>"
 
 
 def _kinds(params: Iterable[Tensor]) -> list[str]:

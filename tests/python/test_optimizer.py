@@ -7,6 +7,7 @@ import ctypes
 import io
 import pickle
 import warnings
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -418,6 +419,8 @@ def test_summary_and_flush():
     after = optfuse.summary(optimizer)
     assert (after.created, after.pending) == (n, 0), str(after)
     assert f"{n} created" in str(after) and "AdamW" in str(after)
+    page = ElementTree.fromstring(f"<div>{after._repr_html_()}</div>")
+    assert " ".join(page.itertext()).split() == str(after).split()
     train(model, optimizer, 1)
     optfuse.flush()
     assert optfuse.summary(optimizer).pending == 0
