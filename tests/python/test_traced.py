@@ -687,17 +687,9 @@ def test_powers(name: str) -> None:
 
 def test_several_threads_share_a_large_parameter() -> None:
     cls = traced_classes.AdaBelief
-    params = [nn.Parameter(torch.randn(300_001)) for _ in range(2)]
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
-    ours, stock = optfuse.fuse(cls(params)), cls(twins)
-    for _ in range(3):
-        for a, b in zip(params, twins, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        ours.step()
-        stock.step()
-    for a, b in zip(params, twins, strict=True):
-        assert torch.equal(a, b)
+    traced_classes.beside_stock(
+        cls, [nn.Parameter(torch.randn(300_001)) for _ in range(2)], steps=3
+    )
 
 
 def test_nothing_warns() -> None:

@@ -12,7 +12,7 @@ import torch
 import traced_classes
 from test_traced_recorder import recorded_of
 from torch import Tensor, nn
-from traced_classes import Base
+from traced_classes import Base, beside_stock
 
 import optfuse
 from optfuse._link import link_of
@@ -107,16 +107,7 @@ def test_operators(name: str) -> None:
     cls = applying(name)
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((6, 7), (40, 9), (30, 1))]
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
-    ours, stock = optfuse.fuse(cls(params)), cls(twins)
-    for _ in range(3):
-        for a, b in zip(params, twins, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        ours.step()
-        stock.step()
-    for a, b in zip(params, twins, strict=True):
-        assert torch.equal(a, b) or (a.isnan() == b.isnan()).all()
+    ours = beside_stock(cls, params, steps=3)
     traced = link_of(ours).traced
     assert traced is not None and not traced.untraced
     assert optfuse.summary(ours).created == 9
@@ -146,15 +137,7 @@ def test_a_result_of_the_parameters_shape_by_chance() -> None:
     cls = applying("stacked")
     params = [nn.Parameter(torch.randn(n, 1)) for n in (2, 5)]
     vectors = [nn.Parameter(torch.randn(n)) for n in (2, 1, 5)]
-    twins = [nn.Parameter(p.detach().clone()) for p in (*vectors, *params)]
-    ours, stock = optfuse.fuse(cls([*vectors, *params])), cls(twins)
-    for a, b in zip([*vectors, *params], twins, strict=True):
-        a.grad = torch.randn_like(a)
-        b.grad = a.grad.clone()
-    ours.step()
-    stock.step()
-    for a, b in zip([*vectors, *params], twins, strict=True):
-        assert torch.equal(a, b)
+    beside_stock(cls, [*vectors, *params], steps=1)
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

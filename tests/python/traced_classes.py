@@ -11,8 +11,11 @@ from collections import deque
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+import optfuse
+from optfuse._values import difference
 
 
 class Base(Optimizer):
@@ -400,6 +403,21 @@ class OtherDtypes(Base):
 
 CALLING = [TrustRatio, Centered, Factored, ByViews, Rare, Doubles, CopiesDeep, Sorts]
 CALLING += [OwnNumber, NewNumber, FactoredState, PointState, OtherDtypes]
+
+
+def beside_stock(cls: type[Optimizer], params: list[nn.Parameter], steps: int) -> Optimizer:
+    """Fused, after steps in which it has had the bits of the class by itself."""
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    ours, stock = optfuse.fuse(cls(params)), cls(twins)  # type: ignore[call-arg]
+    for _ in range(steps):
+        for a, b in zip(params, twins, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours.step()
+        stock.step()
+    for a, b in zip(params, twins, strict=True):
+        assert difference("", a.detach(), b.detach()) is None
+    return ours
 
 
 # ---- those that can't be traced: what they do, and what the error says of it
