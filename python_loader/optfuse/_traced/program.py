@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from optfuse._native import lib
-from optfuse._traced.standin import Line, Untraceable
+from optfuse._traced.standin import Later, Line, Untraceable
 
 NAMES = lib.of_shim_operators().decode().split()
 _NUMBER = {name: i for i, name in enumerate(NAMES)}
@@ -90,10 +90,19 @@ def shown_line(line: Line, state: list[str]) -> str:
     names = {PARAM: "param", GRAD: "grad"}
     names |= {STATE + i: name for i, name in enumerate(state)}
     operator, to, a, b, c, s, t = line
-    x, *of = (names.get(r, f"t{r - TEMPORARY}") for r in (to, a, b, c))
+
+    def name(r: int) -> str:
+        return names.get(r, f"t{r - TEMPORARY}")
+
+    def number(value: float) -> str:
+        if isinstance(value, Later):
+            return ("-" if value.sign < 0 else "") + name(value.register)
+        return f"{value:g}"
+
+    x, *of = map(name, (to, a, b, c))
     n = len(inputs_of(line))
-    plain = f"{operator}({', '.join(of[:n])}{f', {s:g}' if s else ''})"
-    found = _SHOWN.get(operator, plain).format(a=of[0], b=of[1], c=of[2], s=f"{s:g}", t=f"{t:g}")
+    plain = f"{operator}({', '.join(of[:n])}{f', {number(s)}' if s else ''})"
+    found = _SHOWN.get(operator, plain).format(a=of[0], b=of[1], c=of[2], s=number(s), t=number(t))
     return f"{x} = {found}"
 
 
