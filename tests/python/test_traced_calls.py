@@ -4,6 +4,8 @@ views, other dtypes and what else no kernel runs."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -218,3 +220,55 @@ def test_what_compiles_is_not_spoiled_by_a_trial() -> None:
     p.grad = torch.ones(3)
     optimizer.step()
     assert torch.equal(p, torch.full((3,), 0.9))
+
+
+def test_a_name_is_a_tensor_for_some_and_a_counter_for_others() -> None:
+    """Counters that differ have guides of their own, whatever else has their name."""
+
+    class OneName(Base):
+        def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+            if not state:
+                state["x"] = torch.zeros_like(p) if p.dim() > 1 else torch.tensor(0.0)
+            if p.dim() > 1:
+                p.sub_(state["x"].lerp_(grad, 0.1))
+            else:
+                state["x"] += 1
+                p.sub_(grad, alpha=1 / float(state["x"]))
+
+    shapes = ((5, 4), (6,), (6,))
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    ours, stock = optfuse.fuse(OneName(params)), OneName(twins)
+    for step in range(5):
+        for i, (a, b) in enumerate(zip(params, twins, strict=True)):
+            a.grad = None if i == 1 and step < 2 else torch.randn_like(a)
+            b.grad = None if a.grad is None else a.grad.clone()
+        ours.step()
+        stock.step()
+    for a, b in zip(params, twins, strict=True):
+        assert torch.equal(a, b)
+    assert link_of(ours).traced.guides == 3
+
+
+def test_a_step_that_could_not_be_traced_keeps_nothing_alive() -> None:
+    class FailsLate(Base):
+        def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+            state["n"] = state.get("n", 0) + 1
+            if state["n"] > 60 and float(grad.sum()) > 0:
+                p.mul_(0.5)
+            p.sub_(grad, alpha=0.1)
+
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optfuse.fuse(FailsLate([p]))
+    p.grad = torch.ones(3)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(62):
+            optimizer.step()
+        assert link_of(optimizer).traced.untraced == 2
+        watched = weakref.ref(optimizer)
+        del optimizer
+        assert watched() is None
+    finally:
+        gc.enable()

@@ -123,10 +123,10 @@ def _as_numbers(x: Standin) -> Standin:
 
 
 def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return _called(tape_of(args, options), func, args, options)
+    return _call_on(tape_of(args, options), func, args, options)
 
 
-def _called(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _call_on(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     schema = func._schema
     _refuse_what_is_no_program(tape, func)
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | options
@@ -195,9 +195,10 @@ class Making(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        dtype = options.get("dtype") or torch.get_default_dtype()
-        if func in _MAKING and dtype.is_floating_point and (self._also_points or args[0]):
-            return _called(self._tape, func, args, options)
+        if func in _MAKING and (self._also_points or args[0]):
+            dtype = options.get("dtype") or torch.get_default_dtype()
+            if dtype.is_floating_point:
+                return _call_on(self._tape, func, args, options)
         return func(*args, **options)
 
 

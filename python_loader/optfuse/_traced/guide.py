@@ -57,28 +57,40 @@ class Recorded:
         return {name for name, x in entry.items() if isinstance(x, Place) and x.form is not None}
 
 
+def place_of(
+    key: Any, value: Tensor, param: Tensor, names: list[str], shaped: Container[str]
+) -> Place | None:
+    """Of a tensor in a state entry. names: the state tensors that are known; shaped: those among
+    them that may have another shape than the parameter. None: a counter, as tensors without
+    dimensions are, but for those of parameters without dimensions and for shaped ones; or a
+    tensor of which nothing is known."""
+    is_known = key in names and (key in shaped or value.dim() > 0 or param.dim() == 0)
+    if not is_known and (value.shape != param.shape or param.dim() == 0):
+        return None
+    dtype = None if value.dtype == param.dtype else value.dtype
+    is_other = key in shaped and value.shape != param.shape
+    form = (tuple(value.shape), value.stride()) if is_other else None
+    return Place(names.index(key) if is_known else -1, dtype, form)
+
+
 def like(
     entry: Entry | None, param: Tensor, names: list[str], shaped: Container[str] = ()
 ) -> Entry | None:
-    """A state entry for record(): with places for tensors that are known or have the parameter's
-    shape, and copies of all else. names: the state tensors that are known; shaped: those among
-    them that may have another shape."""
+    """A state entry for record(): with places for tensors that have one, and copies of all else.
+    names, shaped: place_of()."""
     if entry is None:
         return None
-    return {key: _copied(key, value, param, names, key in shaped) for key, value in entry.items()}
+    return {key: _copied(key, value, param, names, shaped) for key, value in entry.items()}
 
 
-def _copied(key: Any, value: Any, param: Tensor, names: list[str], is_shaped: bool) -> Any:
+def _copied(key: Any, value: Any, param: Tensor, names: list[str], shaped: Container[str]) -> Any:
     if isinstance(value, Tensor):
-        is_known = key in names and (is_shaped or value.dim() > 0 or param.dim() == 0)
-        if is_known or (value.shape == param.shape and param.dim() > 0):
+        place = place_of(key, value, param, names, shaped)
+        if place is not None:
             if type(value) is not Tensor or value.device.type != "cpu":
                 what = f"{type(value).__name__} on device {value.device}"
                 raise Untraceable(f"state[{key!r}] is a {what}, not a tensor on the CPU")
-            dtype = None if value.dtype == param.dtype else value.dtype
-            is_other = is_shaped and value.shape != param.shape
-            form = (tuple(value.shape), value.stride()) if is_other else None
-            return Place(names.index(key) if is_known else -1, dtype, form)
+            return place
         if value.dim() > 0 or value.device.type != "cpu":
             raise Untraceable(f"state[{key!r}] has another shape or device than its parameter")
         return value.detach().clone()
@@ -120,9 +132,9 @@ def record(
     order = guide.order
     looked = tape.looked_at_shape
     fresh = {
-        STATE + i
-        for i, name in enumerate(order)
-        if name in (kept or {}) and name not in (entry or {})
+        STATE + place.index
+        for name, place in (kept or {}).items()
+        if isinstance(place, Place) and name not in (entry or {})
     }
     del guide  # and its stand-ins
     if any(reference() is not None for reference in tape.alive):
@@ -170,9 +182,11 @@ class _Guide:
             raise
         except Exception as error:
             why = f"its step() raises {type(error).__name__} without data: {error}"
-            raise (self._tape.why or Untraceable(why)) from error
+            kind, why = self._tape.why or (Untraceable, why)
+            raise kind(why) from error
         if self._tape.why is not None:  # step() has caught it
-            raise self._tape.why
+            kind, why = self._tape.why
+            raise kind(why)
         self._look_at_tensors(after.pop("state"))
         del after["param_groups"], options["params"]
         return after, options, None if made is None else self._with_places(made)

@@ -17,7 +17,7 @@ Line = tuple[str, int, int, int, int, float, float]
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
 # Of the tensors that a step() makes from nothing, which are stand-ins: none; those with
-# dimensions; all, with those that may be counters.
+# dimensions; all, with those that may be counters. A trial goes through them in this order.
 Made = Literal["none", "shaped", "all"]
 # c10::ScalarType, by its order.
 DTYPES = {
@@ -97,7 +97,9 @@ class Tape:
         self.n = 0  # registers
         self.alive: list[weakref.ref[Standin]] = []
         self.looked_at_shape = False
-        self.why: Untraceable | None = None  # the first reason, also if step() caught it
+        # The first reason, also if step() caught it; no exception, which would keep the frames
+        # that it came through, and with them the optimizer.
+        self.why: tuple[type[Untraceable], str] | None = None
 
     def new(self, dtype: torch.dtype, form: Form | None = None) -> Standin:
         """With a register of its own. form: if it is not the parameter's."""
@@ -121,9 +123,8 @@ class Tape:
         return to
 
     def refuse(self, why: str, kind: type[Untraceable] = Untraceable) -> NoReturn:
-        error = kind(why)
-        self.why = self.why or error
-        raise error
+        self.why = self.why or (kind, why)
+        raise kind(why)
 
     def answer(self, question: Any, x: Standin, *args: Any) -> Any:
         """What x says to one of the operators in QUESTIONS. Operators ask for the number of

@@ -23,7 +23,7 @@ from optfuse._native import lib
 from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
-from optfuse._traced.guide import Place, Recorded, like, record
+from optfuse._traced.guide import Place, Recorded, like, place_of, record
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import MOST_STATE, Program
 from optfuse._traced.standin import Made, Untraceable
@@ -197,7 +197,7 @@ class Traced:
         try:
             recorded = record(self._twin, attributes, options, *of_param)
         except Untraceable:
-            return  # so will be this step, or it goes without
+            return  # if that matters, this step can't be traced either
         self.names += recorded.names[len(self.names) :]
         self._shaped |= recorded.shaped()
         self._by_shape[number] |= recorded.looked_at_shape
@@ -210,12 +210,23 @@ class Traced:
             # Without dimensions it takes part in how PyTorch chooses a result's dtype.
             by_shape = self._by_shape[group]
             shape = (tuple(param.shape), param.stride()) if by_shape else param.dim() == 0
-            signature = _signature(state.get(param), self.names, self._shaped)
-            key = (group, param.dtype, shape, signature)
+            key = (group, param.dtype, shape, self._signature(state.get(param), param))
             if key not in found:
                 found[key] = Cohort(group, [])
             found[key].slots.append(slot)
         yield from found.values()
+
+    def _signature(self, entry: Entry | None, param: Tensor) -> Any:
+        """What of a state entry may lead step() another way, but for data."""
+        if entry is None:
+            return None
+        found = []
+        for key, value in entry.items():
+            place = None
+            if isinstance(value, Tensor):
+                place = place_of(key, value, param, self.names, self._shaped)
+            found.append((key, _mark(value) if place is None else place))
+        return tuple(found)
 
     def _record(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> None:
         group = optimizer.param_groups[cohort.group]
@@ -445,24 +456,10 @@ def _advance(entries: list[Entry], after: Entry) -> list[Tensor]:
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
-def _signature(entry: Entry | None, names: list[str], shaped: set[str]) -> Any:
-    """What of a state entry may lead step() another way, but for data."""
-    if entry is None:
-        return None
-    return tuple(
-        (key, _mark_shaped(value) if key in shaped else _mark(value, key in names))
-        for key, value in entry.items()
-    )
-
-
-def _mark_shaped(value: Any) -> Any:
-    is_tensor = isinstance(value, Tensor)
-    return (value.dtype, tuple(value.shape), value.stride()) if is_tensor else _mark(value, True)
-
-
-def _mark(value: Any, is_known: bool) -> Any:
+def _mark(value: Any) -> Any:
+    """What of a value in a state entry may lead step() another way, where it is no data."""
     if isinstance(value, Tensor):
-        return value.dtype, None if is_known or value.dim() else float(value)
+        return value.dtype, tuple(value.shape), float(value) if value.dim() == 0 else None
     return type(value), value if isinstance(value, _CONSTANT) else repr(value)
 
 
