@@ -2,6 +2,9 @@
 """Pipelines of one process, and what they refuse. Those of several processes:
 tests/python/distributed/test_pipeline_ranks.py and test_pipeline_lost.py."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from common import assert_same
@@ -147,9 +150,18 @@ def test_autocast_is_refused():
 def test_a_loss_that_fails_is_told_again():
     model = mlp()
     xs, ys = batches(4)
-    pipeline = Pipeline(plan_of(model), model, lambda y, t: y, sgd(model))
-    with pytest.raises(optfuse.Error, match="tensor with one element"):
+    seen = []
+
+    def loss(y, t):
+        seen.append(weakref.ref(y))
+        return y
+
+    pipeline = Pipeline(plan_of(model), model, loss, sgd(model))
+    with pytest.raises(optfuse.Error, match="tensor with one element") as found:
         pipeline.run(xs, ys)
+    del found
+    gc.collect()
+    assert not any(reference() is not None for reference in seen)
     with pytest.raises(optfuse.Error, match="has failed .* load a checkpoint"):
         pipeline.run(xs, ys)
 

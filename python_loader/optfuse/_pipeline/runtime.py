@@ -90,7 +90,7 @@ class Pipeline:
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
         self._batches = 0  # that have been run
         self._drained = 0  # those of them before the last drain()
-        self._broken: BaseException | None = None
+        self._broken: str | None = None  # why; no exception, which would keep its batch
         self._shapes: dict[Spec, list[Spec]] = {}
         self._transport: Transport | None = None
         if self._group is not None:
@@ -226,7 +226,7 @@ class Pipeline:
     def _check_sound(self) -> None:
         if self._broken is not None:
             raise Error(
-                f"optfuse: this Pipeline has failed ({_short(self._broken)}), and may be in the "
+                f"optfuse: this Pipeline has failed ({self._broken}), and may be in the "
                 "middle of a batch: make it again on all processes, and load a checkpoint of it"
             )
 
@@ -236,7 +236,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
-            self._broken = error
+            self._broken = _short(error)
             if self._transport is not None:
                 self._transport.fail(error)
             raise
