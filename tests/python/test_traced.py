@@ -627,7 +627,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul, addcmul": lambda p, g: p.mul(0.9).addcmul_(g, g, value=0.1),
     "div, add": lambda p, g: p.abs().sqrt().div_(0.3).add_(1e-8),
 }
-# PyTorch takes them in float16 by a library's pow().
+# Some of them PyTorch's own operator takes in 16 bits.
 POWERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "power 3": lambda p, g: g.pow(3),
     "power -2": lambda p, g: g.pow(-2),
@@ -680,9 +680,18 @@ def test_operators(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", POWERS)
 def test_powers(name: str) -> None:
+    """Whatever the length of PyTorch's vectors is here."""
+    random = torch.Generator().manual_seed(2)
     for dtype in DTYPES:
-        params = [nn.Parameter(torch.randn(37, dtype=dtype))]
-        assert link_of(optfuse.fuse(one_operator(name)(params))).traced is not None
+        grads = [torch.rand(n, generator=random).to(dtype) for n in (1, 32, 37, 48, 96, 127, 1003)]
+        params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+        optimizer = optfuse.fuse(one_operator(name)(params))
+        assert link_of(optimizer).traced is not None
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        for param, grad in zip(params, grads, strict=True):
+            assert difference("", param.detach(), POWERS[name](param, grad)) is None
 
 
 def test_several_threads_share_a_large_parameter() -> None:
