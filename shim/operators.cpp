@@ -136,6 +136,26 @@ void set_program_with_calls(int64_t address, const std::vector<int64_t> &slots, 
         slot_at(plan, index).program = program;
 }
 
+// Flat, for each parameter that this step may update: a word of its slot (from bit 16 on), dtype
+// (from bit 8 on) and number of dimensions, and, if by_shape, sizes and strides. whole: gradients
+// are still to come, and every parameter that requires one may get one.
+std::vector<int64_t> kinds(int64_t address, bool whole, bool by_shape) {
+    std::vector<int64_t> found;
+    for (const Slot *slot : plan_at(address).slots) {
+        const c10::TensorImpl *param = slot->param;
+        const c10::TensorImpl *whose = slot->wrappers.empty() ? param : slot->wrappers.front();
+        if (!(whole ? whose->requires_grad() : param->grad().defined()))
+            continue;
+        const auto dtype = static_cast<int64_t>(c10::typeMetaToScalarType(param->dtype()));
+        found.push_back(static_cast<int64_t>(slot->index) << 16 | dtype << 8 | param->dim());
+        if (by_shape) {
+            found.insert(found.end(), param->sizes().begin(), param->sizes().end());
+            found.insert(found.end(), param->strides().begin(), param->strides().end());
+        }
+    }
+    return found;
+}
+
 // For the next step, or the backward pass that begins: scalars that are on a
 // GPU. lr: one for each group, None where it is a number.
 void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
@@ -385,6 +405,7 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
     m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
           optfuse::set_device_scalars);
+    m.def("kinds(int plan, bool whole, bool by_shape) -> int[]", optfuse::kinds);
     m.def("set_program(int plan, int[] slots, int[] code, float[] numbers) -> ()",
           optfuse::set_program);
     m.def("set_program_with_calls(int plan, int[] slots, int n_registers, int touches, "

@@ -523,8 +523,10 @@ class Link:
 
     def _end_traced(self, traced: Traced, optimizer: Optimizer, done: bool) -> None:
         if done:
-            traced.advance(optimizer, self._params)
-            self._state_snapshot.remember(optimizer.__dict__["state"])
+            state = optimizer.__dict__["state"]
+            traced.advance(optimizer, self._params, self._state_snapshot.is_same(state))
+            if not self._state_snapshot.is_same(state):
+                self._state_snapshot.remember(state)
         elif self.mode != BACKWARD:
             self._flush(drain=False)
             traced.abandon(optimizer, self._params)

@@ -22,7 +22,7 @@ _NAMES = {"maximum": "clamp_min", "minimum": "clamp_max"}
 
 def _each(handler: Handler, one: Called) -> Handler:
     def for_each(called: Called, args: Args, options: Options) -> Any:
-        lists = [x for x in (*args, *options.values()) if isinstance(x, list | tuple)]
+        lists = [x for x in (*args, *options.values()) if type(x) in (list, tuple)]
         tape = tape_of(args, options)
         if "out" in options or not lists:
             raise NotElementwise(called.full_name)
@@ -38,7 +38,7 @@ def _each(handler: Handler, one: Called) -> Handler:
 
 
 def _at(i: int, x: Any) -> Any:
-    return x[i] if isinstance(x, list | tuple) else x
+    return x[i] if type(x) in (list, tuple) else x
 
 
 def _put(packet: Any, name: str, handler: Handler) -> None:

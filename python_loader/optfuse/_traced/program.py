@@ -51,9 +51,7 @@ class Structure:
 
     lines: tuple[Shape, ...]  # in the library's registers
     of: tuple[int, ...]  # which lines of the tape they are
-
-    def code(self) -> list[int]:
-        return code_of(self.lines)
+    code: list[int]  # as the library reads it
 
 
 def code_of(lines: Iterable[Shape]) -> list[int]:
@@ -75,7 +73,7 @@ class Program:
         return len(self.pairs)
 
     def code(self) -> list[int]:
-        return self.structure.code()
+        return self.structure.code
 
     def numbers(self) -> list[float]:
         return [x for pair in self.pairs for x in pair]
@@ -126,7 +124,8 @@ def _structure(lines: tuple[Shape, ...], made: frozenset[int], n_state: int) -> 
         has_values.add(line[1])
     if not has_values.issuperset(made):
         raise Untraceable("it makes state without values")
-    return Structure(tuple(with_few_registers(kept, in_memory)), tuple(of))
+    placed = tuple(with_few_registers(kept, in_memory))
+    return Structure(placed, tuple(of), code_of(placed))
 
 
 def needed(lines: Sequence[Shape], live: set[int]) -> list[int]:

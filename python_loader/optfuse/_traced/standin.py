@@ -298,6 +298,11 @@ def own_attributes(x: Standin) -> set[str]:
 
 def tape_of(*values: Any) -> Tape:
     """The tape of the first stand-in among them, in lists, too."""
+    first = values[0]
+    while type(first) in (list, tuple) and first:
+        first = first[0]
+    if type(first) is Standin:  # as nearly always
+        return first.tape
     todo = list(values)
     while todo:
         value = todo.pop(0)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._dtensor import is_dtensor
 from optfuse._native import lib
 from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
@@ -30,6 +31,7 @@ from optfuse._traced.standin import Made, Untraceable
 from optfuse._values import difference
 
 State = dict[Tensor, Entry]
+_kinds, _set_program = torch.ops.optfuse.kinds.default, torch.ops.optfuse.set_program.default
 
 
 @dataclass
@@ -39,7 +41,16 @@ class Cohort:
     group: int
     slots: list[int]
     recorded: Recorded | None = None  # of this step
-    entries: list[Entry] | None = None  # of the state, if it is known which they are
+    counting: Counting | None = None  # if it is known which entries of the state are theirs
+
+
+@dataclass
+class Counting:
+    """The state entries of a cohort whose parameters all have one, after a step."""
+
+    entries: list[Entry]
+    keys: list[Any]  # of each entry
+    counters: dict[Any, list[Tensor]]  # by key: those of all entries
 
 
 @dataclass
@@ -47,8 +58,7 @@ class Kept:
     """What tells whether the cohorts of the last step are those of this one, too, if the state's
     entries and what is in them are the same objects."""
 
-    taking: list[int]  # slots
-    kinds: list[Any]  # of their parameters
+    kinds: list[int]  # of all parameters that took part, as the library says
     counters: list[Tensor]
     versions: list[int]
 
@@ -99,32 +109,31 @@ class Traced:
         if self._made:
             self.abandon(optimizer, params)
             same_state = False
-        taking = [
-            slot
-            for slot, p in enumerate(params)
-            if (p.requires_grad and slot not in updated if whole else p.grad is not None)
-        ]
         self._before = twin.attributes_of(optimizer)
         self._versions = [_versions(group) for group in optimizer.param_groups]
         self._whole = whole
-        kinds = self._kinds(params, taking)
-        self._record_all(optimizer, params, taking, same_state and self._is_kept(taking, kinds))
+        kinds, by_shape = self._kinds(), list(self._by_shape)
+        same = same_state and not updated and self._is_kept(kinds)
+        if not same:
+            self._taking = [slot for slot in _slots(kinds, any(by_shape)) if slot not in updated]
+        self._record_all(optimizer, params, self._taking, same)
         for cohort in self._cohorts:
             assert cohort.recorded is not None
             program = cohort.recorded.program
-            if isinstance(program, Parts) and not whole:
-                _refuse_other_strides(params[slot] for slot in cohort.slots)
+            if isinstance(program, Parts):
+                _refuse_parts_of_tensors(params[slot] for slot in cohort.slots)
+                if not whole:
+                    _refuse_other_strides(params[slot] for slot in cohort.slots)
             self._set_program(cohort.slots, program)
             for slot in cohort.slots:
                 self._cohort_of[slot] = cohort
-        self._taking, self._kinds_taken = taking, self._kinds(params, taking)
+        self._kinds_taken = kinds if self._by_shape == by_shape else self._kinds()
         self.guides = len(self._cohorts)
         self.begun = True
 
     def _set_program(self, slots: list[int], program: Program | Parts) -> None:
         if isinstance(program, Program):
-            code, numbers = program.code(), program.numbers()
-            torch.ops.optfuse.set_program(self._plan, slots, code, numbers)
+            _set_program(self._plan, slots, program.code(), program.numbers())
             return
         s = program.structure
         torch.ops.optfuse.set_program_with_calls(
@@ -141,16 +150,15 @@ class Traced:
                 self._done.append(Cohort(cohort.group, slots, cohort.recorded))
         return {slot for cohort in self._done for slot in cohort.slots}
 
-    def _kinds(self, params: list[Tensor], taking: list[int]) -> list[Any]:
-        """What of parameters makes a difference, beside data and state."""
-        if not any(self._by_shape):
-            return [(params[slot].dtype, params[slot].dim() == 0) for slot in taking]
-        taken = map(params.__getitem__, taking)
-        return [(p.dtype, tuple(p.shape), p.stride()) for p in taken]
+    def _kinds(self) -> list[int]:
+        """Which parameters may take part, and what of them makes a difference beside data and
+        state."""
+        found: list[int] = _kinds(self._plan, self._whole, any(self._by_shape))
+        return found
 
-    def _is_kept(self, taking: list[int], kinds: list[Any]) -> bool:
+    def _is_kept(self, kinds: list[int]) -> bool:
         kept = self._kept
-        if kept is None or kept.taking != taking or kept.kinds != kinds:
+        if kept is None or kept.kinds != kinds:
             return False
         return [counter._version for counter in kept.counters] == kept.versions
 
@@ -323,9 +331,9 @@ class Traced:
         self._made.clear()
         self.begun = False
 
-    def advance(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+    def advance(self, optimizer: Optimizer, params: list[Tensor], same_state: bool) -> None:
         """The updates of all parameters that have a gradient are certain: counters, options and
-        attributes become what the class's step() makes of them."""
+        attributes become what the class's step() makes of them. same_state: as begin() says."""
         self._made.clear()
         self.begun = False
         for name in self.promise.attributes:
@@ -335,30 +343,31 @@ class Traced:
                 self._copies.put(group, self._after.options[i], name)
         counters: list[Tensor] = []
         for cohort in (*self._done, *self._cohorts):
-            counters += self._advance_entries(cohort, optimizer, params)
+            counters += self._advance_entries(cohort, optimizer, params, same_state)
         if not self._done and all(map(_is_known, self._cohorts)):
             versions = [counter._version for counter in counters]
-            self._kept = Kept(self._taking, self._kinds_taken, counters, versions)
+            self._kept = Kept(self._kinds_taken, counters, versions)
         self._done = []
 
     def _advance_entries(
-        self, cohort: Cohort, optimizer: Optimizer, params: list[Tensor]
+        self, cohort: Cohort, optimizer: Optimizer, params: list[Tensor], same_state: bool
     ) -> list[Tensor]:
         """Of the parameters of a cohort that have a gradient. Returns the tensors that count."""
         assert cohort.recorded is not None
         after = cohort.recorded.entry
         if after is None:
-            cohort.entries = []
+            cohort.counting = Counting([], [], {})
             return []
         reached = cohort.slots
         if self._whole:
             reached = [slot for slot in cohort.slots if params[slot].grad is not None]
-        if cohort.entries is not None and len(reached) == len(cohort.slots):
-            return _advance(cohort.entries, after)
-        state = optimizer.state
-        entries = [state[params[slot]] for slot in reached]
-        cohort.entries = entries if len(reached) == len(cohort.slots) else None
-        return _advance(entries, after)
+        is_whole = len(reached) == len(cohort.slots)
+        counting = cohort.counting
+        if counting is None or not is_whole or not same_state or counting.keys != list(after):
+            state = optimizer.state
+            counting = _counting([state[params[slot]] for slot in reached], after)
+        cohort.counting = counting if is_whole else None
+        return _advance(counting, after)
 
     def shown(self, label: Callable[[int], str]) -> str:
         """The programs of the last step. label: names a slot's parameter."""
@@ -398,6 +407,14 @@ def _room(param: Tensor, place: Place) -> Tensor:
     return torch.empty_like(param, dtype=place.dtype, memory_format=torch.preserve_format)
 
 
+def _refuse_parts_of_tensors(params: Iterable[Tensor]) -> None:
+    if any(map(is_dtensor, params)):
+        raise Untraceable(
+            "it calls operators that are not elementwise, and of a DTensor parameter they would "
+            "see this process's part only"
+        )
+
+
 def _refuse_other_strides(params: Iterable[Tensor]) -> None:
     """Operators would see that the gradient is not like its parameter."""
     for p in params:
@@ -416,14 +433,42 @@ def _versions(group: Group) -> dict[str, Any]:
     return {key: twin.copied(value) for key, value in twin.own_options(group).items()}
 
 
+def _slots(kinds: list[int], by_shape: bool) -> Iterator[int]:
+    """Those in an answer of the library's kinds()."""
+    i = 0
+    while i < len(kinds):
+        yield kinds[i] >> 16
+        i += 1 + (2 * (kinds[i] & 255) if by_shape else 0)
+
+
 def _is_known(cohort: Cohort) -> bool:
     """Whether its entries are, with nothing in them that could change unseen."""
     entry = (cohort.recorded and cohort.recorded.entry) or {}
     known = (Place, Tensor, *_CONSTANT)
-    return cohort.entries is not None and all(isinstance(v, known) for v in entry.values())
+    return cohort.counting is not None and all(isinstance(v, known) for v in entry.values())
 
 
-def _advance(entries: list[Entry], after: Entry) -> list[Tensor]:
+def _counting(entries: list[Entry], after: Entry) -> Counting:
+    """Gives the entries the keys of `after` and tensors for its counters."""
+    counters: dict[Any, list[Tensor]] = {}
+    for key, value in after.items():
+        if isinstance(value, Tensor):
+            counters[key] = [_counter(entry, key, value) for entry in entries]
+    for entry in entries:
+        if len(entry) > len(after) or not entry.keys() <= after.keys():
+            for key in entry.keys() - after.keys():
+                del entry[key]
+    return Counting(entries, list(after), counters)
+
+
+def _counter(entry: Entry, key: Any, value: Tensor) -> Tensor:
+    known = entry.get(key)
+    if not isinstance(known, Tensor) or known.shape != value.shape:
+        entry[key] = known = value.detach().clone()
+    return known
+
+
+def _advance(counting: Counting, after: Entry) -> list[Tensor]:
     """Counters in state entries become those of `after`; the tensors among them."""
     targets: list[Tensor] = []
     sources: list[Tensor] = []
@@ -431,22 +476,15 @@ def _advance(entries: list[Entry], after: Entry) -> list[Tensor]:
         if isinstance(value, Place):
             continue
         if isinstance(value, Tensor):
-            for entry in entries:
-                known = entry.get(key)
-                if not isinstance(known, Tensor) or known.shape != value.shape:
-                    entry[key] = known = value.detach().clone()
-                targets.append(known)
-                sources.append(value)
+            counters = counting.counters[key]
+            targets += counters
+            sources += len(counters) * [value]
         elif isinstance(value, _CONSTANT):
-            for entry in entries:
+            for entry in counting.entries:
                 entry[key] = value
         else:
-            for entry in entries:
+            for entry in counting.entries:
                 entry[key] = copy.deepcopy(value)
-    for entry in entries:
-        if len(entry) != len(after):
-            for key in entry.keys() - after.keys():
-                del entry[key]
     if targets:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
