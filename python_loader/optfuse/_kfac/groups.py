@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from optfuse._native import Error
+
 #: By their ranks, those that nobody uses. A group that is made of the same processes again after
 #: one was destroyed would have its name, and find the addresses of the old one.
 _spare: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
@@ -30,10 +32,26 @@ def own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         _spare[ranks] = spare
         return found
     backend = dist.get_backend_config(group)
-    # What local synchronization calls a group depends on how many its processes know, and they
-    # wait for ever if that differs. Where all processes are here, its name is counted.
     of_all = len(ranks) == dist.get_world_size()
+    if not of_all:
+        _refuse_other_names(group)
     return dist.new_group(list(ranks), backend=backend, use_local_synchronization=not of_all)
+
+
+def _refuse_other_names(group: dist.ProcessGroup) -> None:
+    """What local synchronization calls a group depends on how many groups a process knows, and
+    processes that use different names wait for each other for ever. Where a group has all
+    processes, PyTorch counts the groups that were made by all."""
+    known = len(dist.distributed_c10d._world.pg_names)
+    of_each: list[int] = [0] * group.size()
+    dist.all_gather_object(of_each, known, group=group)
+    if len(set(of_each)) > 1:
+        raise Error(
+            "optfuse: kfac() can't make a process group for its messages: the processes of "
+            f"process_group know {', '.join(map(str, of_each))} process groups, and PyTorch names "
+            "a new one by that number. Have each process make as many groups as the others, or "
+            "call kfac() before that. Nothing was changed"
+        )
 
 
 def give_back(group: dist.ProcessGroup) -> None:

@@ -120,6 +120,22 @@ def ranks_that_know_different_numbers_of_groups(mode):
     del of_the_last
 
 
+@scenario("stock")
+def some_ranks_that_know_different_numbers_of_groups_are_refused(_):
+    """Of three processes or more: by a name of its own each would wait for the others."""
+    some = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    if dist.get_rank() > 1 or dist.get_world_size() == 2:
+        return
+    model = Net()
+    refused(
+        lambda: optfuse.kfac(model, sgd(model.parameters()), process_group=some),
+        "the processes of process_group know",
+        way_out="as many groups as the others",
+    )
+
+
 # Accumulation
 
 

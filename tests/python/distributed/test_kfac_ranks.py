@@ -10,6 +10,7 @@ SAMPLE = [
     "chosen planned balanced stock",
     "chosen each round_robin stock",
     "trained adamw forward",
+    "some_ranks_that_know_different_numbers_of_groups_are_refused stock",
     "no_sync copies forward",
     "rows_say_how_unequal_batches_are stock",
     "unequal_batches_are_refused later forward",
