@@ -1,31 +1,50 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Section traced: step() and its updates of ten classes of another package, by themselves and
-traced, and what one run of step() on stand-ins costs. The classes were named before they were
-measured.
+"""Section traced: ten classes of another package, named before they were measured, by themselves
+(as made, with foreach=False and with foreach=True) and traced: step() and its updates, what one run
+of step() on stand-ins costs, whole iterations of three models, and memory. Then classes of
+torch.optim that have a rule, by that rule and, as a subclass, traced.
 
     python -m pip install --target DIR pytorch_optimizer
     benchmarks/run --section traced --packages DIR"""
 
 from __future__ import annotations
 
-import copy
 import importlib
+import multiprocessing
+import resource
+import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
+from cells import GRID_CELLS, MODELS, Cell, batches, iteration
 from models import MobileNetV2
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import optfuse
-from optfuse._ab.result import median_interval
+from optfuse._ab.result import Interval, median_interval
+from optfuse._ab.variants import with_flags
 from optfuse._link import link_of
 
 PACKAGE = "pytorch_optimizer"
 NAMES = ("AdaBelief", "Lion", "Yogi", "AdaMod", "AdaBound", "ADOPT", "RAdam", "Tiger", "PNM")
 NAMES += ("AdEMAMix",)
+# Of torch.optim, with rules for their operators one by one, which a program could replace.
+RULED = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 ROUNDS = {"20 x 1,000,000": 9, "300 x 1,000": 40, "MobileNetV2": 40}
+TRAINED = {"MobileNetV2": 1, "MLP-200x64": 8, "GPT": 1}  # and batches
+SECONDS = 8.0  # of whole iterations
+Wrap = Callable[[Optimizer], Optimizer]
+WAYS: dict[str, Wrap] = {
+    "traced": optfuse.fuse,
+    "own": lambda optimizer: optimizer,
+    "loop": partial(with_flags, foreach=False),
+    "foreach": partial(with_flags, foreach=True),
+}
 
 
 class Plain(AdamW):
@@ -67,44 +86,162 @@ def guide_ms(optimizer: Optimizer, params: list[nn.Parameter]) -> float:
     found = []
     for _ in range(20):
         began = time.perf_counter()
-        traced.begin(optimizer, list(params), whole=False, same_state=False)
+        traced.begin(optimizer, list(params), whole=False, same_state=True)
         found.append(1e3 * (time.perf_counter() - began) / max(1, traced.guides))
     traced.abandon(optimizer, list(params))
     return median_interval(found).median
 
 
-def measure(cls: type[Optimizer], name: str, smoke: bool) -> dict[str, Any]:
+Made = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def times(
+    made: dict[str, Made], of: str, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, Optimizer], list[nn.Parameter]]:
+    """Milliseconds of step() and its updates, of several optimizers in turn; the optimizers, and
+    the parameters of the first one."""
     torch.manual_seed(0)
-    values = [torch.randn(shape) for shape in shapes(name, smoke)]
+    values = [torch.randn(shape) for shape in shapes(of, rounds < 3)]
     grads = [torch.randn_like(value) for value in values]
-    pairs = []
-    for wrap in (lambda optimizer: optimizer, optfuse.fuse):
-        params = [nn.Parameter(value.clone()) for value in values]
-        pairs.append((wrap(cls(params, lr=1e-3)), params))  # type: ignore[call-arg]
-    times: list[list[float]] = [[], []]
-    for turn in range(2 + (2 if smoke else ROUNDS[name])):
-        for i in (0, 1) if turn % 2 else (1, 0):
-            times[i].append(seconds(pairs[i][0], grads, pairs[i][1]))
-    own, traced = ([1e3 * t for t in found[2:]] for found in times)
-    gain = median_interval([a / b for a, b in zip(own, traced, strict=True)])
-    for a, b in zip(pairs[0][1], pairs[1][1], strict=True):
-        assert torch.equal(a.detach(), b.detach()), f"{cls.__name__} has other bits"
-    row = {"own_ms": median_interval(own).median, "traced_ms": median_interval(traced).median}
-    row |= {"gain": [gain.median, gain.low, gain.high]}
-    row |= {"guide_ms": guide_ms(pairs[1][0], pairs[1][1])}
+    params = {name: [nn.Parameter(value.clone()) for value in values] for name in made}
+    optimizers = {name: make(params[name]) for name, make in made.items()}
+    found: dict[str, list[float]] = {name: [] for name in made}
+    for turn in range(2 + rounds):
+        for name in list(made)[:: 1 if turn % 2 else -1]:
+            found[name].append(1e3 * seconds(optimizers[name], grads, params[name]))
+    return {name: row[2:] for name, row in found.items()}, optimizers, params[next(iter(made))]
+
+
+def ratio(a: list[float], b: list[float]) -> Interval:
+    return median_interval([x / y for x, y in zip(a, b, strict=True)])
+
+
+def ways_of(cls: type[Optimizer]) -> dict[str, Made]:
+    """Those that the class has."""
+    found: dict[str, Made] = {}
+    for name, wrap in WAYS.items():
+        try:
+            wrap(cls([nn.Parameter(torch.zeros(2))], lr=1e-3))  # type: ignore[call-arg]
+        except (TypeError, ValueError):
+            continue
+        found[name] = partial(_make, cls, wrap)
+    return found
+
+
+def _make(cls: Any, wrap: Wrap, params: list[nn.Parameter]) -> Optimizer:
+    return wrap(cls(params, lr=1e-3))
+
+
+def updates(cls: type[Optimizer], of: str, smoke: bool) -> dict[str, Any]:
+    """How many times as fast the traced step() is as the others."""
+    ms, optimizers, params = times(ways_of(cls), of, 2 if smoke else ROUNDS[of])
+    row: dict[str, Any] = {f"{name}_ms": median_interval(ms[name]).median for name in ms}
+    gains = {name: ratio(ms[name], ms["traced"]) for name in ms if name != "traced"}
+    row |= {f"{name} / traced": shown(gain) for name, gain in gains.items()}
+    row["guide_ms"] = guide_ms(optimizers["traced"], params)
+    others = ", ".join(f"{gain} {name}" for name, gain in gains.items())
     print(
-        f"  {cls.__name__:12}{row['own_ms']:9.2f} ms by itself {row['traced_ms']:9.2f} traced, "
-        f"{gain} times as fast; a guide {row['guide_ms']:.2f} ms"
+        f"  {cls.__name__:12}{row['traced_ms']:9.2f} ms traced, times as fast as: {others}; "
+        f"a guide {row['guide_ms']:.2f} ms"
     )
-    return copy.deepcopy(row)
+    return row
+
+
+def shown(interval: Interval) -> list[float]:
+    return [interval.median, interval.low, interval.high]
+
+
+def trained(cls: type[Optimizer], cell: Cell, smoke: bool) -> dict[str, Any]:
+    """Whole iterations: how many times as fast as with the class as it is."""
+
+    def build(wrap: Wrap) -> Any:
+        model = MODELS[cell.model]()
+        optimizer = cls(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
+        return iteration(model, wrap(optimizer), batches(cell))
+
+    variants: dict[str, Wrap] = {
+        "default": WAYS["own"],
+        "backward": partial(optfuse.fuse, mode="backward"),
+        "forward": optfuse.fuse,
+    }
+    found = optfuse.ab(
+        build,
+        variants=variants,
+        baseline="default",
+        rounds=2 if smoke else 200,
+        iterations=1 if smoke else cell.iterations,
+        seconds=0.0 if smoke else SECONDS,
+        progress=lambda line: None,
+    )
+    rows = {row.name: row for row in found.rows}
+    for mode in ("backward", "forward"):
+        assert not rows[mode].note and rows[mode].max_difference == 0, f"{cls.__name__}, {mode}"
+    print(f"  {cls.__name__:12} backward {rows['backward'].speed}, forward {rows['forward'].speed}")
+    return {mode: shown(rows[mode].speed) for mode in ("backward", "forward")}
+
+
+def peak_mb(package: str, name: str, of: str, is_traced: bool, smoke: bool) -> float:
+    """Of a process that takes three steps, above what there is before the first."""
+    cls = classes(smoke)[name]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes(of, smoke)]
+    optimizer = WAYS["traced" if is_traced else "own"](cls(params, lr=1e-3))  # type: ignore[call-arg]
+    grads = [torch.randn_like(p) for p in params]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3):
+        seconds(optimizer, grads, params)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def memory(name: str, smoke: bool) -> dict[str, float]:
+    """In processes of their own."""
+    found = {}
+    for way, is_traced in (("own", False), ("traced", True)):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, initializer=sys.path.extend,
+                                 initargs=(sys.path,)) as pool:  # fmt: skip
+            of = "20 x 1,000,000"
+            found[f"{way}_mb"] = pool.submit(peak_mb, PACKAGE, name, of, is_traced, smoke).result()
+    print(f"  {name:12} {found['own_mb']:.0f} MB by itself, {found['traced_mb']:.0f} traced")
+    return found
+
+
+def ruled(name: str, of: str, smoke: bool) -> dict[str, Any]:
+    """A class of torch.optim by its rule, and a subclass of it, which has none, traced."""
+    cls: Any = getattr(torch.optim, name)
+    made = {
+        "rule": lambda params: optfuse.fuse(cls(params, lr=1e-3, foreach=False)),
+        "traced": lambda params: optfuse.fuse(
+            type(name, (cls,), {})(params, lr=1e-3, foreach=False)
+        ),
+    }
+    ms, *_ = times(made, of, 2 if smoke else ROUNDS[of])
+    gain = ratio(ms["traced"], ms["rule"])
+    row = {f"{way}_ms": median_interval(ms[way]).median for way in made}
+    print(f"  {name:12} {row['rule_ms']:.2f} ms by its rule, {gain} times as fast as traced")
+    return row | {"traced / rule": shown(gain)}
 
 
 def section(chosen: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in ROUNDS:
-        print(f"{name}, {torch.get_num_threads()} threads:")
-        rows = {n: measure(cls, name, chosen.smoke) for n, cls in classes(chosen.smoke).items()}
-        middle = median_interval([row["gain"][0] for row in rows.values()]).median
+    smoke = chosen.smoke
+    found: dict[str, Any] = {"package": PACKAGE, "updates": {}, "iterations": {}, "rules": {}}
+    known = classes(smoke)
+    for of in ROUNDS:
+        print(f"{of}, {torch.get_num_threads()} threads:")
+        rows = {name: updates(cls, of, smoke) for name, cls in known.items()}
+        gains = [row["own / traced"][0] for row in rows.values()]
+        middle = median_interval(gains).median
         print(f"  median of the classes: {middle:.2f} times as fast")
-        found[name] = {"median gain": middle, "classes": rows}
-    return {"package": PACKAGE, "sizes": found}
+        found["updates"][of] = {"median gain": middle, "classes": rows}
+    for cell in GRID_CELLS:
+        if TRAINED.get(cell.model) == cell.batch and (not smoke or cell.model == "MobileNetV2"):
+            print(f"whole iterations of {cell}:")
+            rows = {name: trained(cls, cell, smoke) for name, cls in known.items()}
+            found["iterations"][str(cell)] = rows
+    print("peak memory of steps, 20 x 1,000,000:")
+    found["memory"] = {name: memory(name, smoke) for name in known}
+    for of in ("20 x 1,000,000", "MobileNetV2"):
+        print(f"torch.optim by rules and traced, {of}:")
+        found["rules"][of] = {
+            name: ruled(name, of, smoke) for name in RULED[: 1 if smoke else None]
+        }
+    return found
