@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._check import label
+from optfuse._dtensor import local_of
 from optfuse._own_step.twin import Entry, Group
 from optfuse._values import deep_copy
 
@@ -26,12 +27,13 @@ RATE = 1e-3  # in the place of a learning rate that is 0: updates would show not
 
 @dataclass
 class Small:
-    """A small copy of a parameter."""
+    """A small copy of a parameter; of a DTensor one of its local tensor."""
 
     name: str
     group: int
     param: Tensor
     entry: Entry | None  # of its state
+    of: Tensor  # the parameter itself
 
 
 def is_any_large(optimizer: Optimizer) -> bool:
@@ -96,13 +98,14 @@ def _small(
     large: bool,
     short: int,
 ) -> Small:
-    longest = _longest(param) if large else short
-    shape = [min(longest, n) for n in param.shape]
-    numbers = normal(shape, param, random) * 10 ** (-6 * _uniform(shape, param, random))
+    local: Tensor = local_of(param)
+    longest = _longest(local) if large else short
+    shape = [min(longest, n) for n in local.shape]
+    numbers = normal(shape, local, random) * 10 ** (-6 * _uniform(shape, local, random))
     small = numbers.requires_grad_(param.requires_grad)
     entry = state.get(param)
     cut_entry = None if entry is None else deep_copy(_cut(entry, longest), f"the state of {name}")
-    return Small(name, group, small, cut_entry)
+    return Small(name, group, small, cut_entry, param)
 
 
 def _longest(param: Tensor) -> int:
@@ -118,7 +121,7 @@ def _longest(param: Tensor) -> int:
 def _cut(value: Any, longest: int) -> Any:
     """A state entry for a small parameter: sizes follow those of the parameter."""
     if isinstance(value, Tensor):
-        value = value.detach()
+        value = local_of(value.detach())
         for dim, n in enumerate(value.shape):
             value = value.narrow(dim, 0, min(longest, n))
         return value.clone()
@@ -178,7 +181,8 @@ def gradients(
     scale = kind if isinstance(kind, float) else 1.0
     special = step % max(1, len(smalls))
     for i, small in enumerate(smalls):
-        grad = normal(small.param.shape, small.param, random)
+        param: Tensor = local_of(small.param)
+        grad = normal(param.shape, param, random)
         grad = torch.zeros_like(grad) if kind == "zero" else grad * scale
         if kind in ("inf", "nan") and i == special and grad.numel():
             grad.view(-1)[0] = float(kind)

@@ -144,7 +144,7 @@ class Trial:
     def _twin_of(self, small: Small) -> Small:
         param = small.param.detach().clone().requires_grad_(small.param.requires_grad)
         entry = self._whole.state.get(small.param)
-        return Small(small.name, small.group, param, deep_copy(entry, "the state"))
+        return Small(small.name, small.group, param, deep_copy(entry, "the state"), small.of)
 
     # ---- steps
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import optfuse._traced.foreach  # noqa: F401  and with it all handlers
+from optfuse._dtensor import is_dtensor
 from optfuse._own_step.twin import Entry, Group, Twin
 from optfuse._traced.calls import Making
 from optfuse._traced.parts import Forms, Parts, make_parts
@@ -87,7 +88,8 @@ def _copied(key: Any, value: Any, param: Tensor, names: list[str], shaped: Conta
     if isinstance(value, Tensor):
         place = place_of(key, value, param, names, shaped)
         if place is not None:
-            if type(value) is not Tensor or value.device.type != "cpu":
+            is_alike = type(value) is Tensor or (is_dtensor(value) and is_dtensor(param))
+            if not is_alike or value.device.type != "cpu":
                 what = f"{type(value).__name__} on device {value.device}"
                 raise Untraceable(f"state[{key!r}] is a {what}, not a tensor on the CPU")
             return place

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._dtensor import is_dtensor
+from optfuse._dtensor import laid_out_as, local_of
 from optfuse._native import guard
 from optfuse._options import LINK
 from optfuse._own_step import twin
@@ -29,6 +29,7 @@ from optfuse._own_step.register import check_promise
 from optfuse._own_step.settings import SETTINGS
 from optfuse._own_step.small import RUNS, Run, Small, gradients, small_copies, with_a_rate
 from optfuse._own_step.trial import enter_training
+from optfuse._own_step.twin import Entry
 from optfuse._own_step.untouched import untouched
 from optfuse._random import random_as_it_was
 from optfuse._traced.rule import TracedRule, traced_rule
@@ -49,8 +50,6 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     tried, with nothing changed."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if is_dtensor(param):
-                raise Untraceable("it has DTensor parameters, which are not traced")
             if param.device.type != "cpu":
                 raise Untraceable(
                     f"it has parameters on {param.device}, and programs run on the CPU"
@@ -89,6 +88,8 @@ class _Pair:
         copies = [replace(small, param=_copied(small.param)) for small in smalls]
         for copied in copies:
             copied.entry = deep_copy(copied.entry, "the state")
+        for small in (*smalls, *copies):
+            _lay_out(small)
         self._pairs = list(zip(smalls, copies, strict=True))
         self.theirs = _copy_of(optimizer, stock, smalls)
         self.ours = _copy_of(optimizer, stock, copies)
@@ -101,14 +102,20 @@ class _Pair:
         for step, kind in enumerate(run.steps):
             given = list(gradients(smalls, kind, step, random))
             if kind == "mixed":
-                given = [_mixed(small.param, random) for small in smalls]
+                given = [_mixed(local_of(small.param), random) for small in smalls]
             for (small, copied), grad in zip(self._pairs, given, strict=True):
+                grad = None if grad is None else laid_out_as(small.of, grad)
                 small.param.grad = None if grad is None else grad.clone()
                 copied.param.grad = grad
             _seed(step)
             try:
                 self._take(self.theirs)
-            except Exception:
+            except Exception as error:
+                if step == 0 and run.steps[0] == 1.0:
+                    why = f"{type(error).__name__}: {error}"
+                    raise Untraceable(
+                        f"it raises {why} on small copies of the parameters"
+                    ) from error
                 return  # it takes no such gradients
             _seed(step)
             _take_traced(self.ours)
@@ -118,8 +125,8 @@ class _Pair:
         ours, theirs = self.ours, self.theirs
         for small, copied in self._pairs:
             place = (
-                difference("the parameter", copied.param.detach(), small.param.detach())
-                or difference("the gradient", copied.param.grad, small.param.grad)
+                difference("the parameter", *map(_data, (copied.param, small.param)))
+                or difference("the gradient", *map(_gradient, (copied.param, small.param)))
                 or difference("state", _entry(ours, copied.param), _entry(theirs, small.param))
             )
             if place is not None and guard("traced_bits"):
@@ -131,6 +138,26 @@ class _Pair:
         place = difference("", *(twin.own_attributes(one.__dict__) for one in (ours, theirs)))
         if place is not None:
             raise Untraceable(f"{what} the optimizer's attribute {place} differs")
+
+
+def _lay_out(small: Small) -> None:
+    """As the parameter that it is a copy of, with state tensors of its shape."""
+    shape = small.param.shape
+    entry = small.entry or {}
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.shape == shape and value.dim():
+            entry[key] = laid_out_as(small.of, value)
+    small.param = laid_out_as(small.of, small.param)
+
+
+def _data(param: Tensor) -> Tensor:
+    found: Tensor = local_of(param.detach())
+    return found
+
+
+def _gradient(param: Tensor) -> Tensor | None:
+    grad: Tensor | None = local_of(param.grad)
+    return grad
 
 
 def _copied(param: Tensor) -> Tensor:
@@ -181,4 +208,5 @@ def _copy_of(optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small]) 
 
 
 def _entry(optimizer: Optimizer, param: Tensor) -> Any:
-    return optimizer.__dict__["state"].get(param) or {}
+    entry: Entry = optimizer.__dict__["state"].get(param) or {}
+    return {key: local_of(value) for key, value in entry.items()}

@@ -3,6 +3,7 @@
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import adamw, same
@@ -25,6 +26,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from traced_classes import (
+    AdaBelief,
+    ByShape,
+    Replaces,
+    TensorCounter,
+    TrustRatio,
+    WritesGradient,
+)
 
 import optfuse
 
@@ -53,6 +62,36 @@ def option(mode, options):
         yield from training(model, optimizer)
 
     same(script, mode)
+
+
+CLASSES = (AdaBelief, TensorCounter, Replaces, ByShape, WritesGradient)
+
+
+@scenario("forward", "backward", **{cls.__name__: {"cls": cls} for cls in CLASSES})
+def traced(mode, cls):
+    def script(wrap):
+        model = shard(Net())
+        optimizer = wrap(cls(model.parameters()))
+        yield from training(model, optimizer)
+        is_traced(optimizer, mode)
+
+    same(script, mode)
+
+
+def is_traced(optimizer, mode):
+    if hasattr(optimizer, "_optfuse_link"):
+        summary = optfuse.summary(optimizer)
+        assert not summary.own_step_because, summary
+        assert mode == "backward" or summary.at_use + summary.at_close > summary.created // 2
+
+
+@scenario("forward")
+def not_traced(_):
+    """A norm of a part is not the norm of the whole."""
+    optimizer = TrustRatio(shard(Net()).parameters())
+    with pytest.raises(optfuse.Error, match="of a DTensor parameter they would see this process"):
+        optfuse.fuse(optimizer)
+    assert optimizer.state == {}
 
 
 @scenario("forward", "backward")

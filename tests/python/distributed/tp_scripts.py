@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from traced_classes import AdaBelief
 
 import optfuse
 
@@ -89,6 +90,22 @@ def plan(mode):
         yield from everything(model, optimizer)
         kinds = {p.placements[0] for p in model.parameters() if isinstance(p, DTensor)}
         assert kinds == {Shard(0), Shard(1), Replicate()}, kinds
+
+    same(script, mode)
+
+
+@scenario("forward", "backward")
+def traced(mode):
+    """Sharded, replicated and plain parameters by one program."""
+
+    def script(wrap):
+        model = parallel(mesh_of_all())
+        optimizer = wrap(AdaBelief(groups_of(model)))
+        for i in range(STEPS):
+            yield "loss", train(model, [optimizer], i)
+        yield from everything(model, optimizer)
+        if hasattr(optimizer, "_optfuse_link"):
+            assert not optfuse.summary(optimizer).own_step_because
 
     same(script, mode)
 
