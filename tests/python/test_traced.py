@@ -513,13 +513,6 @@ def test_distributed_data_parallel(gloo: Any, view: bool) -> None:
         assert difference("", ours, stock) is None
 
 
-def test_dtensors_are_refused(gloo: Any) -> None:
-    model = nn.Linear(9, 9)
-    torch.distributed.fsdp.fully_shard(model)
-    with pytest.raises(optfuse.Error, match="DTensor"):
-        optfuse.fuse(traced_classes.AdaBelief(model.parameters()))
-
-
 def test_loss_scaling() -> None:
     """With a step that is skipped, of a class that writes gradients."""
 

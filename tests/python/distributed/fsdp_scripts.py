@@ -94,6 +94,21 @@ def not_traced(_):
     assert optimizer.state == {}
 
 
+class NotForDTensors(AdaBelief):
+    def update(self, p, grad, state, group):
+        assert not isinstance(p, DTensor)
+        super().update(p, grad, state, group)
+
+
+@scenario("forward")
+def not_for_dtensors(_):
+    """Without DTensors among its copies the trial would find nothing."""
+    optimizer = NotForDTensors(shard(Net()).parameters())
+    with pytest.raises(optfuse.Error, match="it raises AssertionError"):
+        optfuse.fuse(optimizer)
+    assert optimizer.state == {}
+
+
 @scenario("forward", "backward")
 def resharded_to_fewer(mode):
     """After the forward pass each two processes keep a whole parameter."""
