@@ -180,8 +180,8 @@ typedef struct of_host {
      * NULL if nobody looks. */
     void *(*watch)(void *ctx, const void *references, size_t n);
     void (*unwatch)(void *ctx, void *watched);
-    /* optional; level: 1 warning, 2 info, 3 debug. No lock of a plan held, but after a launch
-     * that failed. */
+    /* optional; level: 0 error, 1 warning, 2 info, 3 debug. Gets every message: OPTFUSE_LOG is
+     * for stderr. No lock of a plan held, but after a launch that failed. */
     void (*log)(void *ctx, int level, const char *message);
     /* optional: square roots as the reference's library takes them (of_span);
      * for values of float32, and of float64. Called by many threads at once. */

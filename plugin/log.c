@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* log.c: messages for people, through the host or to stderr. The level comes
- * from OPTFUSE_LOG, read once. Never called with a lock held. */
+/* log.c: messages for people, to the host, or to stderr from the level on that OPTFUSE_LOG
+ * says, read once. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,14 +33,15 @@ static bool is_wanted(int level) {
 }
 
 void of_log(const of_host *host, int level, const char *format, ...) {
-    if (!is_wanted(level))
+    const bool to_host = host && host->log;
+    if (!to_host && !is_wanted(level))
         return;
     char text[1024];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (host && host->log)
+    if (to_host)
         host->log(host->ctx, level, text);
     else
         fprintf(stderr, "optfuse: %s: %s\n", names[level], text);

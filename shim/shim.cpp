@@ -18,6 +18,7 @@
 #include "python/callback.h"
 #include "python/gil.h"
 #include "python/interpreter.h"
+#include "python/log.h"
 #include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
@@ -94,6 +95,8 @@ int of_shim_init(void *error_type, void *callback) {
         return failed(e);
     }
 }
+
+void of_shim_log_to(void *receive) { of_log_to(static_cast<of_object *>(receive)); }
 
 const char *of_shim_rules(void) { return of_rules_text; }
 

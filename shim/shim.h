@@ -50,6 +50,9 @@ typedef enum of_shim_event {
  * the GIL. Both alive for ever. OF_REFUSED if another library owns the
  * dispatch key, or Python lacks a function that the library calls. */
 OF_API int of_shim_init(void *error_type, void *callback);
+/* Likewise, after it and before the first plan: the library's messages go to receive(level, text),
+ * called on the main thread; level: 0 error, 1 warning, 2 info, 3 debug. Else they go to stderr. */
+OF_API void of_shim_log_to(void *receive);
 
 /* Where liboptfuse_cuda.so is, to be opened at the first GPU tensor. Before the
  * first plan; "" if there is none. */

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from optfuse._library import load
+from optfuse._log import configure, receive
 
 FORWARD, BACKWARD = 0, 1
 OK, NEEDS_STATE = 0, 3
@@ -50,6 +51,7 @@ _PROTOTYPES: _Prototypes = {
     "of_any_pending": (_Bool, []),
     "of_flush_all": (_Int, []),
     "of_shim_init": (_Int, [ctypes.c_void_p, _Object]),
+    "of_shim_log_to": (None, [_Object]),
     "of_shim_rules": (_Text, []),
     "of_shim_operators": (_Text, []),
     "of_shim_plan_new": (_Int, [_Text, _Int, _Text, _Size, _Size, _Plans]),
@@ -121,6 +123,8 @@ def start(on_event: Callable[[int, int, int], int]) -> None:
     _on_event = on_event
     if lib.of_shim_init(id(Error), on_event) != OK:
         raise ImportError(f"optfuse: {message()}")
+    configure()
+    lib.of_shim_log_to(receive)
     try:
         torch.ops.optfuse.raise_error("check")
     except Error:

@@ -12,13 +12,13 @@ import contextlib
 import functools
 import importlib
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from optfuse._log import warn
 from optfuse._native import Error
 from optfuse._releases import TESTED
 
@@ -436,8 +436,8 @@ def changes(lists: Lists | None = None) -> list[str]:
 def warn_of_changes(lists: Lists | None = None) -> None:
     """Before anything is replaced."""
     for change in changes(lists):
-        warnings.warn(
-            f"optfuse: in torch {torch.__version__} {change}. Results may differ from stock "
+        warn(
+            f"in torch {torch.__version__} {change}. Results may differ from stock "
             f"PyTorch: use torch {TESTED[0]} to {TESTED[-1]}, or don't fuse",
             RuntimeWarning,
             stacklevel=2,

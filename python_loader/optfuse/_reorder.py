@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from optfuse._check import (
     whole,
 )
 from optfuse._layers import Layer, check_skip, layers_of
+from optfuse._log import warn
 from optfuse._native import Error
 from optfuse._profiling import remove_retired, retire
 
@@ -183,9 +183,10 @@ class Reordering:
                 "effect: call remove(), or train the model as it is"
             )
         if missing:
-            warnings.warn(
-                f"optfuse: the order of {', '.join(missing)} is stock's: their weights did not "
+            warn(
+                f"the order of {', '.join(missing)} is stock's: their weights did not "
                 "come to a Linear or Conv2d operator as they are",
+                UserWarning,
                 stacklevel=4,
             )
 

@@ -22,6 +22,7 @@ typedef struct _object of_object;
     X("PyEval_SaveThread", void *(*save_thread)(void))                                             \
     X("PyEval_RestoreThread", void (*restore_thread)(void *thread))                                \
     X("PyObject_CallFunction", of_object *(*call)(of_object *callable, const char *format, ...))   \
+    X("Py_AddPendingCall", int (*call_later)(int (*function)(void *), void *argument))             \
     X("PyErr_CheckSignals", int (*run_signal_handlers)(void))                                      \
     X("Py_IncRef", void (*keep)(of_object *object))                                                \
     X("Py_DecRef", void (*drop)(of_object *object))                                                \

@@ -17,6 +17,7 @@
 #include "gpu/device.h"
 #include "guard.h"
 #include "plan.h"
+#include "python/log.h"
 #include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
@@ -244,6 +245,7 @@ of_host make_host(Plan *plan) {
     host.threads = threads;
     host.watch = watch;
     host.unwatch = unwatch;
+    host.log = of_log_function();
     host.square_roots[0] = square_roots_of_floats;
     host.square_roots[1] = square_roots_of_doubles;
     host.backward = &backward_host;
