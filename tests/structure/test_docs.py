@@ -65,3 +65,13 @@ def test_each_message_is_in_the_sources(row: list[str]) -> None:
 def test_a_message_that_nobody_says_is_found() -> None:
     (first, second) = pieces("this optimizer is ... already melted")
     assert first in texts() and second not in texts()
+
+
+@pytest.mark.parametrize("row", rows(HAZARDS), ids=lambda row: row[0][:50])
+def test_each_row_names_its_tests(row: list[str]) -> None:
+    if len(row) == 2:  # the words
+        return
+    you, _, *outcomes, named = row
+    assert len(outcomes) == 2 and you and all(outcomes), row
+    names = re.findall(r"`(\w+)`", named)
+    assert names and set(names) <= tests(), f"there is no {set(names) - tests()}"
