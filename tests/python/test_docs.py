@@ -179,3 +179,13 @@ def test_pages_that_the_docs_link_are_there():
                 wrong.append(f"{page.name}: {target}")
     assert not wrong, wrong
     assert Path(ROOT / "docs").is_dir()
+
+
+def test_the_picture_of_a_trace_can_be_drawn(tmp_path):
+    """docs/trace.svg comes from this script."""
+    picture = tmp_path / "trace.svg"
+    script = [sys.executable, str(ROOT / "benchmarks" / "trace.py"), str(picture)]
+    subprocess.run(script, check=True, capture_output=True)
+    drawn, kept = picture.read_text("utf-8"), (ROOT / "docs" / "trace.svg").read_text("utf-8")
+    for name in ("all parameters", "second.weight", "second.bias + 1"):
+        assert f">{name}</text>" in kept and name in drawn
