@@ -32,8 +32,8 @@ INSTALLED = VENV / "build"
 RELEASES = runpy.run_path(str(ROOT / "python_loader/optfuse/_releases.py"))["TESTED"]
 TORCH = f"torch=={ASKED}.*" if ASKED else "torch==2.13.0"
 # Installed even if the calling Python has them: their commands must be in .venv.
-TOOLS = ["meson>=1.3", "meson-python>=0.18", "ninja", "pytest", "ruff"]
-PACKAGES = ["numpy", "scikit-learn"]
+TOOLS = ["meson>=1.3", "meson-python>=0.18", "mypy", "ninja", "pytest", "ruff"]
+PACKAGES = ["matplotlib", "numpy", "scikit-learn"]
 C_OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.[ch]*"))
 BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
 BUILT_FROM += ["benchmarks/meson.build", *(f"benchmarks/{path.name}" for path in C_OF_BENCHMARKS)]

@@ -475,6 +475,12 @@ def drawing():
     return comparison([5.0, 6.0, 5.5, 5.2, 5.1])
 
 
+def test_a_page_without_matplotlib_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = page(drawing())
+    assert "pip install matplotlib" in text and "<svg" not in text
+
+
 def test_plots_are_drawn_or_what_is_missing_is_said():
     found = drawing()
     for one in found.rows:
@@ -485,3 +491,6 @@ def test_plots_are_drawn_or_what_is_missing_is_said():
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     assert ("warm-up</text>" in text) is has_matplotlib()
+    assert "cut off" not in text
+    found.rows[0].steps_ms = [*range(1, 30), 1000.0]
+    assert ("cut off" in page(found)) is has_matplotlib()

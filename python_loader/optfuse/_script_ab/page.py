@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html import escape
 
@@ -40,8 +41,13 @@ def page(compared: Comparison) -> str:
 def _table(cells: list[list[str]]) -> Iterator[str]:
     yield "<table>"
     for kind, row in zip(["th", *["td"] * len(cells)], cells, strict=False):
-        yield f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in row)}</tr>"
+        yield f"<tr>{''.join(f'<{kind}>{_cell(cell)}</{kind}>' for cell in row)}</tr>"
     yield "</table>"
+
+
+def _cell(text: str) -> str:
+    """A number and its interval stay in one line."""
+    return re.sub(r"(?<=[\d,]) (?=[\[\d])", "\u00a0", escape(text))
 
 
 def _figures(compared: Comparison) -> Iterator[str]:

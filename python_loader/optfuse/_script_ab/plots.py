@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -28,19 +29,19 @@ def plots(compared: Comparison) -> Iterator[str]:
 
 
 def _svg(name: str, height: float, draw: Callable[[Any], None]) -> str:
-    """name: from which the ids in it are made, so that several fit into one page."""
+    """name: with which the ids in it begin, so that several fit into one page."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise NoMatplotlib from error
     stream = io.StringIO()
-    with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+    with rc_context({"svg.hashsalt": "optfuse", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9.0, height), layout="constrained")
         draw(figure.subplots())
         figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
-    return text[text.index("<svg") :]
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text[text.index("<svg") :])
 
 
 def _colored(rows: Sequence[Row]) -> Iterator[tuple[int, Row, str]]:
@@ -56,14 +57,18 @@ def _rounds(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _steps(axes: Any, rows: Sequence[Row], warm_up: int) -> None:
-    """Medians of neighbours, where there are more steps than points."""
+    """Medians of neighbours, where there are more steps than points. A step in which the machine
+    did something else would press all lines down: it is cut off."""
+    top = 3.0 * max((median(row.steps_ms) for row in rows), default=1.0)
+    cut = False
     for _, row, color in _colored(rows):
         width = -(-len(row.steps_ms) // POINTS)
         starts = range(0, len(row.steps_ms), width)
         values = [median(row.steps_ms[i : i + width]) for i in starts]
         axes.plot([i + 2 for i in starts], values, color=color, label=row.name, linewidth=1)
+        cut |= max(values) > top
     axes.axvspan(2, 2 + warm_up, color="#dddddd", label="warm-up")
-    axes.set(xlabel="step", ylabel="ms", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="ms (higher steps are cut off)" if cut else "ms", ylim=(0, top))
     axes.legend(fontsize=8)
 
 
