@@ -57,6 +57,28 @@ def test_optimizers_that_can_not_be_traced(mode):
     refused(LooksAtValues(net().parameters()), "LooksAtValues", "can't be traced", mode=mode)
 
 
+def test_a_class_in_the_place_of_one_of_torch_is_not_taken_for_it():
+    """Its step() would not be called any more. Scripts patch torch.optim before optfuse comes."""
+    python_ok(
+        """
+import torch
+class Logged(torch.optim.Adam):
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] *= 0.5
+        return super().step(closure)
+torch.optim.Adam = Logged
+import optfuse
+optimizer = Logged([torch.nn.Parameter(torch.ones(3))], fused=True)
+try:
+    optfuse.fuse(optimizer)
+except optfuse.Error as error:
+    assert "can't be traced" in str(error)
+else:
+    raise AssertionError("fused as Adam")
+"""
+    )
+
+
 def test_classes_that_fuse_are_named_as_they_are_imported():
     with pytest.raises(optfuse.Error) as caught:
         optfuse.fuse(UNKNOWN["LBFGS"](net().parameters()))
