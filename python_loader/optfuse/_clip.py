@@ -5,7 +5,8 @@ reads the gradients, and none that writes them."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar, cast
 
 import torch
 import torch._dynamo
@@ -18,6 +19,8 @@ from optfuse._dtensor import is_dtensor
 from optfuse._gpu import is_on_gpu
 from optfuse._native import BACKWARD, Error, guard
 from optfuse._profiling import addresses_are_noted
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def _owner(param: Tensor, links: list[_link.Link]) -> tuple[_link.Link, int] | None:
@@ -119,14 +122,19 @@ def _total_norm(
     if float(norm_type) == 2.0:
         norms = gradients.norms()
         if norms is not None:
-            total = torch.linalg.vector_norm(norms, 2.0)
+            total: Tensor = torch.linalg.vector_norm(norms, 2.0)
             if not error_if_nonfinite or total.isfinite():
                 return total
     grads = [p.grad for p in params if p.grad is not None]
     return torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
 
 
-@torch._dynamo.disable
+def _untraced(function: Function) -> Function:
+    """torch._dynamo.disable(), which has no types."""
+    return cast(Function, torch._dynamo.disable(function))
+
+
+@_untraced
 @checked(
     parameters=PARAMETERS,
     max_norm=number("a number of at least 0", least=0.0, nan=True),

@@ -56,6 +56,7 @@ def delays_of(given: Mapping[Any, int], optimizer: Optimizer) -> tuple[tuple[Ten
     module's, and a smaller module's before one around it."""
     entries = [(key, delay) for key, delay in given.items() if isinstance(key, nn.Module)]
     entries.sort(key=lambda entry: -sum(1 for _ in entry[0].modules()))
+    found: dict[Tensor, int]
     found = {p: delay for module, delay in entries for p in module.parameters()}
     found |= {key: delay for key, delay in given.items() if isinstance(key, Tensor)}
     params = parameters_of(optimizer)
@@ -90,7 +91,7 @@ def _refuse(delayed: Sequence[tuple[Tensor, int]]) -> None:
 
 def _extent(param: Tensor) -> tuple[int, int]:
     """The elements of its storage from the first to behind the last that it may use."""
-    begin = param.storage_offset()
+    begin = int(param.storage_offset())
     spans = zip(param.shape, param.stride(), strict=True)
     return begin, begin + 1 + sum((size - 1) * stride for size, stride in spans)
 

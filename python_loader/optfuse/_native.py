@@ -43,7 +43,7 @@ class Counts(ctypes.Structure):
 
 _Bool, _Int, _Size, _Text = ctypes.c_bool, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
 _Plan, _Object = ctypes.c_void_p, ctypes.py_object
-_Bools, _Sizes, _Plans = map(ctypes.POINTER, (_Bool, _Size, _Plan))
+_Bools, _Sizes, _Plans = map(ctypes.POINTER, (_Bool, _Size, _Plan))  # type: ignore[arg-type]
 _Prototypes = dict[str, tuple[object, list[object]]]
 
 _PROTOTYPES: _Prototypes = {
@@ -95,7 +95,7 @@ lib_with_gil = _typed(ctypes.PyDLL(lib._name, handle=lib._handle), _WITH_GIL)
 
 def message() -> str:
     """The text of the last failure on this thread."""
-    return lib.of_error_message().decode(errors="replace")
+    return str(lib.of_error_message(), errors="replace")
 
 
 def check(status: int) -> None:

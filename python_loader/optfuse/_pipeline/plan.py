@@ -123,7 +123,9 @@ class Plan:
         return cls(**made)
 
     def __str__(self) -> str:
-        rows = [("layer", "F", "dX", "dW", "D", "ms: F", "dX", "dW", "update")]
+        rows: list[tuple[str, ...]] = [
+            ("layer", "F", "dX", "dW", "D", "ms: F", "dX", "dW", "update")
+        ]
         rows += [
             (
                 layer.name,
@@ -223,8 +225,9 @@ def _flat(place: Place) -> list[int]:
 
 def _place(row: tuple[int, ...]) -> Place:
     forward, weight, first, second, split, replicas = row
-    divided = (second, split) if split else (None, None)
-    return Place(forward, weight, first, *divided, replicas)
+    if not split:
+        return Place(forward, weight, first, replicas=replicas)
+    return Place(forward, weight, first, second, split, replicas)
 
 
 def _of(plan: Plan) -> tuple[list[int], list[float], list[int], list[int]]:

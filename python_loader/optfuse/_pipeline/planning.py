@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ _MICRO_BATCHES = 4  # a process, of "gpipe", as its paper recommends
 
 def _tensor(value: Any) -> Tensor:
     need(isinstance(value, Tensor))
-    return value
+    return cast(Tensor, value)
 
 
 def _costs(value: Any) -> str | list[Seconds]:
@@ -102,6 +102,7 @@ def _measured_network(many: bool, example: Tensor) -> tuple[float, float]:
             "optfuse: plan() measures messages between processes, and there is one; give "
             "network=(seconds a message, seconds a byte), (0, 0) for messages that cost nothing"
         )
+    assert dist.group.WORLD is not None  # there are many
     return measured(dist.group.WORLD, example.device)
 
 

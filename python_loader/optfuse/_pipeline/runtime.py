@@ -210,7 +210,7 @@ class Pipeline:
         }
 
     def _share_replicas(self) -> None:
-        ranks = dist.get_process_group_ranks(self._group)  # type: ignore[arg-type]
+        ranks = dist.get_process_group_ranks(self._group)
         for n, place in enumerate(self.plan.places):
             if place.replicas == 1:
                 continue
@@ -553,7 +553,7 @@ class _Run:
         if key.kind == "gradients":
             return [spec_of(p) for p in layer[key.layer].parameters() if p.requires_grad]
         if key.kind == "weights":
-            weight = layer[key.layer].weight
+            weight: Any = layer[key.layer].weight
             return [_part(spec_of(weight), 1, self._flow.columns(key.layer, key.part))]
         if key.layer == self._flow.n or self._pipeline.plan.places[key.layer].split is None:
             return [shapes[key.layer]]

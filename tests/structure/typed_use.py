@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each name of the public API as a typed script uses it. mypy reads this file; nobody runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import optfuse
+
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+stock = torch.optim.AdamW(model.parameters())
+optimizer = assert_type(optfuse.fuse(stock, mode="backward", accumulate=2), torch.optim.AdamW)
+assert_type(optfuse.unfuse(optimizer), torch.optim.AdamW)
+assert_type(optfuse.fuse(optfuse.optim.Lion(model.parameters(), lr=1e-3)), optfuse.optim.Lion)
+assert_type(optfuse.clip_grad_norm_(optimizer, 1.0), Tensor)
+assert_type(optfuse.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf")), Tensor)
+assert_type(optfuse.summary(optimizer), optfuse.Summary)
+assert_type(str(optfuse.explain(optimizer)), str)
+optfuse.flush()
+optfuse.drain(optimizer)
+optfuse.register(torch.optim.Adamax, per_parameter=True)
+with optfuse.accumulate(optimizer):
+    pass
+with optfuse.reorder(model, "reverse_first", k=1) as reordering:
+    assert_type(reordering, optfuse.Reordering)
+kfac = assert_type(optfuse.kfac(model, optimizer), optfuse.KFAC)
+assert_type(kfac.summary(), optfuse.KFACSummary)
+plan = optfuse.pipeline.plan(model, torch.ones(2, 4), 2, "layerpipe", network=(0.0, 0.0))
+assert_type(plan, optfuse.pipeline.Plan)
+pipeline = optfuse.pipeline.Pipeline(plan, model, nn.MSELoss(), stock)
+pipeline.drain()
+
+
+def build(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> Callable[[], Tensor]:
+    fused = wrap(torch.optim.AdamW(model.parameters()))
+
+    def iteration() -> Tensor:
+        loss: Tensor = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        fused.step()
+        return loss
+
+    return iteration
+
+
+assert_type(str(optfuse.ab(build, rounds=5)), str)
+try:
+    optfuse.fuse(stock, strict=True)
+except optfuse.Error as error:
+    assert_type(error, optfuse.Error)
