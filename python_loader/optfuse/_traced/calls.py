@@ -211,7 +211,9 @@ def _refuse_what_is_no_program(tape: Tape, func: Any) -> None:
     if tags & _UNSEEN:
         tape.refuse(f"it draws random numbers (operator {func})")
     # Whole updates of optimizers read and write counters, and what unscales gradients.
-    if not schema.name.startswith("aten::") or schema.name.startswith("aten::_fused_"):
+    if schema.name.startswith("aten::_fused_"):
+        tape.refuse(f"it calls PyTorch's fused update ({func}): make it without fused=True")
+    if not schema.name.startswith("aten::"):
         tape.refuse(f"operator {func} can't be part of a program")
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         tape.refuse(f"operator {func} can't be part of a program")
