@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from optfuse._native import Error
 from optfuse._options import is_disabled, is_fused
+from optfuse._wrappers import unwrapped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -196,7 +197,7 @@ def _optimizer(value: Any) -> Optimizer:
             "with torch.distributed.fsdp.fully_shard and fuse an optimizer of torch.optim"
         )
     if isinstance(value, Optimizer):
-        return value
+        return unwrapped(value)
     if isinstance(value, type) and issubclass(value, Optimizer):
         raise Unfit(f"make an instance first: {value.__name__}(model.parameters())")
     if isinstance(value, nn.Module):

@@ -27,19 +27,21 @@ from optfuse._scheduler import rewrap
 from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
 from optfuse._traced.trial import try_traced
+from optfuse._wrappers import unwrapped
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 class _Fused:
-    """What a fused optimizer does differently; the rest is the stock class."""
+    """What a fused optimizer does differently; the rest is the stock class. Lightning's wrapper
+    is an instance of it, too, and has none of its attributes."""
 
     step = _step.step
     zero_grad = _step.zero_grad
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        optimizer: Any = self
+        optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link_of(optimizer).stock.add_param_group(optimizer, param_group)
         try:
             link = link_of(optimizer)
@@ -56,7 +58,7 @@ class _Fused:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        optimizer: Any = self
+        optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link = link_of(optimizer)
         found: dict[str, Any] = link.stock.state_dict(optimizer)
         if link.delayed is not None:
@@ -64,8 +66,8 @@ class _Fused:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        optimizer: Any = self
-        before = {name: self.__dict__[name] for name in ("state", "param_groups")}
+        optimizer: Any = unwrapped(self)  # type: ignore[type-var]
+        before = {name: optimizer.__dict__[name] for name in ("state", "param_groups")}
         link = link_of(optimizer)
         late = state_dict.get(_delay.KEY) if link.delayed is not None else None
         if link.delayed is not None:
@@ -78,6 +80,7 @@ class _Fused:
             delayed.load(late)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self = unwrapped(self)  # type: ignore[type-var]
         if link_of(self).delayed is not None:  # type: ignore[arg-type]
             raise Error(
                 "optfuse: an optimizer with delayed parameters can't be pickled, since the queue "
@@ -88,6 +91,7 @@ class _Fused:
         return copyreg._reconstructor, (stock, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self = unwrapped(self)  # type: ignore[type-var]
         link = link_of(self)  # type: ignore[arg-type]
         twin = link.stock.__new__(link.stock)
         memo[id(self)] = twin
@@ -148,6 +152,7 @@ class _FusedOwn(_Fused):
 
     @property
     def state(self) -> Any:
+        self = unwrapped(self)  # type: ignore[type-var]
         link = self.__dict__.get(LINK)
         if link is not None and lib.of_any_pending() and not running():
             link.flush()

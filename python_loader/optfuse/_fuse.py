@@ -44,11 +44,13 @@ from optfuse._refuse import check_class, check_eager, check_optimizer, may_be_tr
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step
 from optfuse._selfcheck import gpu_bits_differ
+from optfuse._wrappers import returns_the_wrapper
 
 _MODES = {"forward": FORWARD, "backward": BACKWARD}
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
+@returns_the_wrapper
 @checked(
     optimizer=OPTIMIZER,
     mode=one_of(*_MODES),
@@ -87,7 +89,7 @@ def fuse(
         register(), over dense parameters on the CPU or on NVIDIA GPUs, of dtype
         float32, float64, bfloat16 or float16. Where there are no kernels for it
         the update runs torch's operators as the class's step() does, or that
-        step() itself, on one parameter.
+        step() itself, on one parameter. It may be in a wrapper of Accelerate or Lightning.
     mode: "forward": step() leaves every update pending until the first use of
         its parameter, gradient or state, usually in the next forward pass; any
         training loop works. "backward": each update runs inside backward() as
@@ -247,6 +249,7 @@ def _refuse_to_be_early(delay: Mapping[Any, int] | None) -> None:
         )
 
 
+@returns_the_wrapper
 @checked(optimizer=FUSED)
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
     """Launches what is pending, also what fuse(delay=...) holds back, and makes the optimizer

@@ -17,6 +17,7 @@ from optfuse._clip import clip
 from optfuse._link import Link, link_of
 from optfuse._native import BACKWARD, Error, lib, lib_with_gil
 from optfuse._profiling import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
+from optfuse._wrappers import unwrapped
 
 
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -70,6 +71,7 @@ def _may_zero_here(link: Link, set_to_none: bool) -> bool:
 
 
 def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    self = unwrapped(self)  # Lightning's wrapper has this method, too
     link = link_of(self)
     if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
         raise Error(

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""For Lightning's Trainer, where configure_optimizers() can't be edited."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from optfuse._fuse import fuse
+from optfuse._options import is_fused
+
+_ONE = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
+_Callback: Any = importlib.import_module(_ONE).Callback
+
+
+class OptfuseCallback(_Callback):  # type: ignore[misc]
+    """Fuses the module's optimizers when fit() has made them:
+    Trainer(callbacks=[OptfuseCallback()])."""
+
+    def __init__(self, mode: str = "forward", **options: Any) -> None:
+        """As fuse() takes them. In backward mode a DistributedDataParallel model is found."""
+        super().__init__()
+        self._options = {"mode": mode, **options}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        options = dict(self._options)
+        if options["mode"] == "backward" and isinstance(
+            trainer.strategy.model, DistributedDataParallel
+        ):
+            options.setdefault("ddp", trainer.strategy.model)
+        for optimizer in trainer.strategy.optimizers:
+            if not is_fused(optimizer):
+                fuse(optimizer, **options)
+        # Lightning wraps each in a subclass of its class, which is another now.
+        trainer.strategy.optimizers = trainer.strategy.optimizers

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""For the Trainer of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from optfuse._fuse import fuse
+from optfuse._options import is_disabled, is_fused
+from optfuse._wrappers import unwrapped
+
+_TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
+
+
+class OptfuseCallback(_TrainerCallback):  # type: ignore[misc]
+    """Fuses the Trainer's optimizer when training begins: Trainer(callbacks=[OptfuseCallback()])."""
+
+    def __init__(self, mode: str = "forward", **options: Any) -> None:
+        """As fuse() takes them."""
+        self._options = {"mode": mode, **options}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any
+    ) -> None:
+        if not is_disabled() and not is_fused(unwrapped(optimizer)):  # by an earlier train()
+            fuse(optimizer, **self._options)
