@@ -34,6 +34,12 @@ TORCH = f"torch=={ASKED}.*" if ASKED else "torch==2.13.0"
 # Installed even if the calling Python has them: their commands must be in .venv.
 TOOLS = ["meson>=1.3", "meson-python>=0.18", "mypy", "ninja", "pytest", "ruff"]
 PACKAGES = ["matplotlib", "numpy", "scikit-learn"]
+# Of docs/recipes.md, whose tests are skipped where pip can't have them.
+FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow"]
+# Without what they ask for: PyPI's torchvision would bring a torch of its own along. It goes into
+# a directory of its own, too, since Lightning imports what it finds (recipes/drive.py).
+ALONE = ["timm>=1.0.20"]
+VISION = VENV / "torchvision"
 C_OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.[ch]*"))
 BUILT_FROM = ["kernels", "plugin", "shim", "python_loader", "meson.build", "meson.options"]
 BUILT_FROM += ["benchmarks/meson.build", *(f"benchmarks/{path.name}" for path in C_OF_BENCHMARKS)]
@@ -161,6 +167,44 @@ def install_requirements() -> None:
     write_stamp("stamp-requirements", stamp)
 
 
+def torchvision_for(torch: str) -> str:
+    """Their minor numbers go side by side."""
+    return f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"
+
+
+def installed_torch() -> str:
+    ask = "from importlib.metadata import version; print(version('torch'))"
+    done = subprocess.run(
+        [str(PYTHON), "-c", ask], env=environment(), capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        fail(f"{PYTHON} has no torch")
+    return done.stdout.strip()
+
+
+def install_frameworks() -> None:
+    stamp = "\n".join(FRAMEWORKS + ALONE)
+    if read_stamp("stamp-frameworks") == stamp:
+        return
+    say(f"installing {', '.join([*FRAMEWORKS, *ALONE])}, torchvision")
+    started = time.monotonic()
+    install = [str(PYTHON), "-m", "pip", "install", "--quiet"]
+    kept = VENV / "torch-is-kept"
+    torch = installed_torch()
+    kept.write_text(f"torch=={torch}\n", encoding="utf-8")
+    vision = ["--no-deps", "--upgrade", "--target", str(VISION), torchvision_for(torch)]
+    for packages in (["-c", str(kept), *FRAMEWORKS], ["--no-deps", *ALONE], vision):
+        done = subprocess.run(
+            [*install, *packages], env=environment(), capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            say(f"pip can't install {' '.join(packages)}: recipes that need it are not tested")
+            print(done.stderr, flush=True)
+            return
+    write_stamp("stamp-frameworks", stamp)
+    say(f"installed in {time.monotonic() - started:.0f} s")
+
+
 def source_hash() -> str:
     digest = hashlib.sha256()
     files = [ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE"]
@@ -186,10 +230,12 @@ def install_package() -> None:
     say(f"installed in {time.monotonic() - started:.0f} s")
 
 
-def prepare() -> Path:
-    """Makes all of it; returns the Python to use."""
+def prepare(frameworks: bool = False) -> Path:
+    """Makes all of it; returns the Python to use. frameworks: those of docs/recipes.md, too."""
     check_machine()
     make_venv()
     install_requirements()
+    if frameworks:
+        install_frameworks()
     install_package()
     return PYTHON

@@ -14,6 +14,7 @@
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
+#include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
@@ -126,6 +127,7 @@ void settle_scaling(void *, void *opaque, bool was_deferred) {
 
 // False: the gradient can't be left pending.
 bool scale_later(const GradientOf &of, double number, float norm) {
+    note_stepping_thread(); // in the first iteration before any step()
     bool scaled = false;
     if (of_plan_scale(of.plan->core, of.slot->index, number, norm, &scaled) != OF_OK)
         throw Error(std::string("optfuse: ") + of_error_message());

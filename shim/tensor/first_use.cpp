@@ -29,7 +29,7 @@ thread_local bool steps_here = false;
 
 bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-// Neither a thread that steps nor one of the engine's.
+// Neither a thread that trains nor one of the engine's.
 bool called_by_stranger() { return !steps_here && !called_by_engine(); }
 
 of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {

@@ -17,7 +17,7 @@ int register_first_use();
 // way is waited for (arrival.h).
 of_accessed use_memory(const c10::TensorImpl *impl, bool foreign,
                        decltype(&of_access) how = of_access);
-void note_stepping_thread();
+void note_stepping_thread(); // that steps, or multiplies gradients before a step
 
 // Whether this is a moment when marks may be taken off other tensors than the one that is used.
 bool may_take_marks_off(const Plan *plan);

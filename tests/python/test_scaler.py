@@ -4,6 +4,7 @@ skipped steps and the scaler's state are those of stock, folded or not."""
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -283,3 +284,22 @@ def test_frameworks_may_clip():
     """Some refuse clipping for optimizers that say they unscale by themselves."""
     optimizer = optfuse.fuse(adamw(net().parameters()))
     assert not optimizer._step_supports_amp_scaling
+
+
+def first_iteration():
+    """The optimizer after it: PyTorch's own clipping looks at gradients before any step()."""
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    scaler = scaler_of()
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
+    scaler.step(optimizer)
+    return model, optimizer
+
+
+def test_updates_wait_although_a_thread_looks_at_gradients_before_its_first_step():
+    with ThreadPoolExecutor(1) as new_thread:
+        _, optimizer = new_thread.submit(first_iteration).result()
+        found = optfuse.summary(optimizer)
+    assert found.pending == found.created > 0 and not found.threads_seen, str(found)

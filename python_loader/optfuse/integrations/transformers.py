@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from optfuse._fuse import fuse
+from optfuse._native import Error
 from optfuse._options import is_disabled, is_fused
 from optfuse._wrappers import unwrapped
 
@@ -18,6 +19,12 @@ class OptfuseCallback(_TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, mode: str = "forward", **options: Any) -> None:
         """As fuse() takes them."""
+        if mode == "backward":
+            raise Error(
+                "optfuse: the Trainer reads the norm of all gradients after each backward pass, "
+                "even where it clips none, and backward mode has used them by then; use "
+                'OptfuseCallback(mode="forward")'
+            )
         self._options = {"mode": mode, **options}
 
     def on_train_begin(
