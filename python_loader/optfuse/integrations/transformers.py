@@ -15,7 +15,8 @@ _TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
 
 
 class OptfuseCallback(_TrainerCallback):  # type: ignore[misc]
-    """Fuses the Trainer's optimizer when training begins: Trainer(callbacks=[OptfuseCallback()])."""
+    """Fuses the Trainer's optimizer when training begins:
+    Trainer(callbacks=[OptfuseCallback()])."""
 
     def __init__(self, mode: str = "forward", **options: Any) -> None:
         """As fuse() takes them."""

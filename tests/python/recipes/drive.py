@@ -92,7 +92,8 @@ def main(jobs: list[dict], modules: list[str]) -> int:
     torch.set_num_threads(1)
     if "timm" in modules and torch.version.cuda is None:
         without_torchvisions_library()
-    for module in modules:
+    # The first step() of any optimizer imports this, and each child would do so by itself.
+    for module in ("torch._dynamo", *modules):
         importlib.import_module(module)
     for job in jobs:
         child = os.fork()
