@@ -34,7 +34,7 @@ typedef enum of_isa { OF_ISA_C, OF_ISA_BASELINE, OF_ISA_AVX2, OF_ISA_AVX512, OF_
  *
  * Of the last two the table has only plain C rows, which run on the CPU: the
  * yardstick of kernels/cuda/. Those of CUDA's fused kernel take an of_cuda_scalars,
- * those of its operators what the rule's prepare_gpu() makes. */
+ * those of its operators what the rule's prepare_gpu() makes, or the address of a program. */
 typedef enum of_reference {
     OF_REF_CPU_FUSED,
     OF_REF_CPU_FUSED_PLAIN,

@@ -15,6 +15,7 @@
 #define OF_FITS_GPU_FUSED(form)
 #define OF_FITS_GPU_OP_BY_OP(form)                                                                 \
     _Static_assert(sizeof(form##_scalars) <= OF_MAX_HYPER * sizeof(double), "scalars of " #form);
+#define OF_FITS_GPU_PROGRAM(form)
 #define OF_FITS_GPU_EXTERNAL(form)
 
 #define OF_KERNELS(rule)                                                                           \
@@ -29,6 +30,7 @@
     .state_used = no_state_used, .prepare = prepare_nothing, .external = true
 #define OF_GPU_FUSED(form) NULL
 #define OF_GPU_OP_BY_OP(form) form##_prepare
+#define OF_GPU_PROGRAM(form) NULL
 #define OF_GPU_EXTERNAL(form) NULL
 enum { OF_UNCOUNTED, OF_COUNTED, OF_COUNTED_ON_GPU };
 

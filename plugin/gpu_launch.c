@@ -89,7 +89,8 @@ static bool run_kernels(of_plan *plan, const of_list *call, const of_cuda_entry 
                              .lr_at = first->in.lr_at,
                              .grad_scale_at = first->in.grad_scale_at,
                              .found_inf_at = first->in.found_inf_at,
-                             .factor_at = first->in.factor_at};
+                             .factor_at = first->in.factor_at,
+                             .program = first->kind->is_update ? first->in.program : NULL};
     return plan->host.gpu->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
 }
 

@@ -33,6 +33,8 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
         return check_state(plan, in, used);
     if (!in->program)
         return of_fail(OF_INVALID, "the update has no program");
+    if (in->program->by_host && in->device != OF_CPU)
+        return of_fail(OF_INVALID, "a program of the host's operators runs on the CPU only");
     if (in->program->by_host && !plan->host.external)
         return of_fail(OF_INVALID, "the program needs a host that runs its own operators");
     return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);
@@ -61,14 +63,18 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
     if (in->device != OF_CPU && plan->mode == OF_FORWARD) /* else the plan's lock is held */
         of_scaling_share(plan, update);
-    if (plan->rule->external || (in->device != OF_CPU && !plan->rule->prepare_gpu)) {
+    const bool runs_program = plan->rule->runs_programs;
+    if (plan->rule->external ||
+        (in->device != OF_CPU && !plan->rule->prepare_gpu && !runs_program)) {
         memcpy(update->scalars, group->hyper, sizeof group->hyper); /* they take the options */
         return OF_OK;
     }
-    if (plan->rule->runs_programs)
+    if (runs_program) {
+        memset(update->scalars, 0, OF_MAX_HYPER * sizeof(double)); /* compared on a device */
         memcpy(update->scalars, &in->program, sizeof in->program);
-    else
+    } else {
         fill_scalars(plan->rule, group, update);
+    }
     if (in->device != OF_CPU)
         return OF_OK;
     update->kernel = plan->kernels[in->dtype];

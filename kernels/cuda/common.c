@@ -11,6 +11,7 @@ typedef struct rule {
     size_t bytes; /* of its options, or of its prepared scalars */
     unsigned (*state_used)(const double *hyper);
     bool prepared;
+    bool runs_programs;
     uint8_t numbers; /* that each tensor has on the device */
 } rule;
 
@@ -27,11 +28,17 @@ static unsigned variant_of(const double *prepared) {
     static unsigned rule##_used(const double *prepared) {                                          \
         return rule##_variant_state(variant_of(prepared));                                         \
     }
+#define OF_USED_PROGRAM(rule)                                                                      \
+    static unsigned rule##_used(const double *hyper) {                                             \
+        (void)hyper;                                                                               \
+        return (1u << OF_MAX_STATE) - 1u;                                                          \
+    }
 #define OF_USED_EXTERNAL(rule)
 #define OF_ROW_FUSED(rule, RULE, form, numbers)                                                    \
-    {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, 0},
+    {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, false, 0},
 #define OF_ROW_OP_BY_OP(rule, RULE, form, numbers)                                                 \
-    {#rule, sizeof(form##_scalars), rule##_used, true, numbers},
+    {#rule, sizeof(form##_scalars), rule##_used, true, false, numbers},
+#define OF_ROW_PROGRAM(rule, RULE, form, numbers) {#rule, 0, rule##_used, true, true, 0},
 #define OF_ROW_EXTERNAL(rule, RULE, form, numbers)
 #define OF_NUMBERS_UNCOUNTED(RULE) 0
 #define OF_NUMBERS_COUNTED(RULE) 0
@@ -45,7 +52,7 @@ static const rule rules[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
     OF_ROW_##gpu(rule, RULE, form, OF_NUMBERS_##steps(RULE))
 #include "rules.def"
-    {"scaling", 0, scaling_state_used, false, 0},
+    {"scaling", 0, scaling_state_used, false, false, 0},
 };
 
 const char *of_cuda_rules(void) {
@@ -71,6 +78,7 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
             return of_cuda_fail(OF_CUDA_INVALID, "%s takes no scalars on the device", known->name);
         memcpy(common->hyper, update->hyper, known->bytes);
         common->numbers = known->numbers;
+        common->runs_programs = known->runs_programs;
         *used = known->state_used(update->hyper);
         return OF_CUDA_OK;
     }

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#include "../kernels.h"
+#include "../program.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 6 };
+enum { OF_CUDA_ABI_VERSION = 7 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -66,6 +66,9 @@ typedef struct of_cuda_update {
     const void *factor_at;
     void *stream; /* CUstream or cudaStream_t */
     uint32_t chunk; /* elements that a block updates, a multiple of 64; 0: by the launch's size */
+    /* Of rules that run programs: of_program_check() has passed it. It has at most 256
+     * instructions, and 8 temporaries. */
+    const of_program *program;
 } of_cuda_update;
 
 OF_CUDA_API int of_cuda_abi_version(void);

@@ -4,8 +4,10 @@
 #ifndef OPTFUSE_CUDA_ELEMENT_CUH
 #define OPTFUSE_CUDA_ELEMENT_CUH
 
-#ifdef OF_FORM
+#if defined(OF_FORM)
 #include "op_by_op_element.h"
+#elif defined(OF_RUNS_PROGRAMS)
+#include "program_element.h"
 #else
 #include "../cpu/instance.h"
 #endif

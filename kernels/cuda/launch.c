@@ -16,6 +16,7 @@ typedef struct call {
     const of_cuda_update *update;
     const of_cuda_kernels *kernels;
     unsigned used;
+    size_t code; /* words of the program before the first entry */
     size_t stride; /* words of an entry */
     int multiprocessors;
     uint64_t elements; /* of all entries in the table */
@@ -53,8 +54,11 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
     const size_t size = of_dtype_size(c->update->dtype);
     if (misplaced(entry->param, size) || misplaced(entry->grad, size))
         return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: parameter or gradient misplaced", index);
+    const of_program *program = c->update->program;
+    const unsigned used =
+        program ? (program->reads | program->writes) >> OF_REGISTER_STATE : c->used;
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if ((c->used & (1u << i)) && misplaced(entry->state[i], size))
+        if ((used & (1u << i)) && misplaced(entry->state[i], size))
             return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: state %u misplaced", index, i);
     return OF_CUDA_OK;
 }
@@ -78,7 +82,7 @@ static uint64_t share_blocks(call *c) {
     const uint32_t chunk = c->table.common.chunk = chunk_of(c);
     uint64_t blocks = 0;
     for (uint32_t i = 0; i < c->table.common.entries; i++) {
-        uint64_t *first = c->table.words + (i + 1) * c->stride - 1;
+        uint64_t *first = c->table.words + c->code + (i + 1) * c->stride - 1;
         *first = blocks;
         blocks += (first[-1] + chunk - 1) / chunk;
     }
@@ -92,7 +96,7 @@ static of_cuda_status flush(call *c) {
     if (common->entries == 0)
         return OF_CUDA_OK;
     const uint64_t blocks = share_blocks(c);
-    const size_t words = common->entries * c->stride;
+    const size_t words = c->code + common->entries * c->stride;
     const int size = words <= OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ? SMALL : LARGE;
     void *parameters[] = {&c->table};
     const CUresult result =
@@ -112,7 +116,7 @@ static uint64_t step_word(const of_cuda_entry *entry) {
 
 static void append(call *c, const of_cuda_entry *entry) {
     of_cuda_common *common = &c->table.common;
-    uint64_t *word = c->table.words + common->entries * c->stride;
+    uint64_t *word = c->table.words + c->code + common->entries * c->stride;
     *word++ = (uint64_t)(uintptr_t)entry->param;
     *word++ = (uint64_t)(uintptr_t)entry->grad;
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
@@ -129,7 +133,8 @@ static void append(call *c, const of_cuda_entry *entry) {
 
 static of_cuda_status add(call *c, const of_cuda_entry *entry) {
     const of_cuda_common *common = &c->table.common;
-    const bool full = (common->entries + 1) * c->stride > OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES);
+    const bool full =
+        c->code + (common->entries + 1) * c->stride > OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES);
     const bool other = common->steps_on_device != (entry->step_at != NULL);
     of_cuda_status status = OF_CUDA_OK;
     if (entry->n > MOST_ELEMENTS)
@@ -139,6 +144,22 @@ static of_cuda_status add(call *c, const of_cuda_entry *entry) {
     if (status == OF_CUDA_OK)
         append(c, entry);
     return status;
+}
+
+/* Into the table, once for all of its launches. */
+static of_cuda_status put_program(call *c) {
+    const of_program *program = c->update->program;
+    c->code = 0;
+    if (!program)
+        return c->table.common.runs_programs ? of_cuda_fail(OF_CUDA_INVALID, "no program")
+                                             : OF_CUDA_OK;
+    if (!c->table.common.runs_programs || program->by_host)
+        return of_cuda_fail(OF_CUDA_INVALID, "%s runs no such program", c->update->rule);
+    const char *why = of_cuda_put_code(&c->table, c->update->dtype, program);
+    if (why)
+        return of_cuda_fail(OF_CUDA_UNSUPPORTED, "%s", why);
+    c->code = program->n * of_cuda_instruction_words(c->update->dtype);
+    return OF_CUDA_OK;
 }
 
 static of_cuda_status begin(call *c, const of_cuda_update *update) {
@@ -206,6 +227,7 @@ of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry 
         return status;
     const size_t numbers = c.table.common.numbers;
     c.stride = OF_CUDA_WORDS_BESIDE_STATE + (size_t)__builtin_popcount(c.used) + numbers;
+    status = put_program(&c);
     /* All are checked before the first launch: nothing is half updated. */
     for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++) {
         status = check_numbers(&c, &entries[i], i);

@@ -10,6 +10,10 @@
 of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
                             bool early);
 
+/* Puts a program's instructions before the entries. NULL, or why they can't be run on a GPU. */
+const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
+                             const of_program *program);
+
 /* The numbers that entries have on the device become those of the next update. */
 of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_cuda_update *update,
                              const of_cuda_entry *entries, size_t n_entries);

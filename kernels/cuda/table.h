@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "../kernels.h"
+#include "../program.h"
 
 /* How a kernel receives its table: in constant memory; where the tests run it
  * on the CPU, by reference. */
@@ -40,8 +40,18 @@ typedef struct of_cuda_common {
     uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
     uint8_t early;           /* of_cuda_early() of this chip */
     uint8_t numbers;         /* of_cuda_entry.numbers_at that the rule has */
-    uint8_t unused[5];
+    uint8_t runs_programs;
+    uint8_t reads, writes; /* of_program.reads and writes */
+    uint16_t code; /* instructions of the program; their words are before the first entry's */
 } of_cuda_common;
+
+/* An instruction is two words, or three where numbers are doubles: from its lowest byte on
+ * operation, to, a, b, c and how many of these it reads; then s and t in the type of the
+ * computation. */
+enum { OF_CUDA_REGISTERS = OF_REGISTER_TEMPORARY + 8, OF_CUDA_MOST_CODE = 256 };
+static inline size_t of_cuda_instruction_words(of_dtype dtype) {
+    return dtype == OF_FLOAT64 ? 3 : 2;
+}
 
 /* An entry is `stride` words: param, grad, the used states, the numbers, step, n, and
  * the first block that works on it. First blocks ascend; the first is 0. */

@@ -58,6 +58,28 @@ OF_RULE_FN of_real aten_smaller(of_form form, of_real a, of_real b) {
     return a != a ? a : b != b ? b : smaller;
 }
 
+OF_RULE_FN of_real aten_between(of_form form, of_real x, of_real low, of_real high) {
+    return aten_smaller(form, aten_larger(form, x, low), high);
+}
+
+/* Functions on lists call the operator on one tensor after the other. */
+OF_RULE_FN of_real aten_larger_of_lists(of_form form, of_real a, of_real b) {
+    return aten_larger(form, a, b);
+}
+
+OF_RULE_FN of_real aten_smaller_of_lists(of_form form, of_real a, of_real b) {
+    return aten_smaller(form, a, b);
+}
+
+/* A number that takes a tensor's place in add(). */
+OF_RULE_FN of_real aten_number(double number) {
+    return aten_round((of_real)number);
+}
+
+OF_RULE_FN of_real aten_divide(of_real self, double number) {
+    return aten_div_number(self, number);
+}
+
 /* For a type of 16 bits the scalar code rounds the root, too. */
 OF_RULE_FN of_real aten_rsqrt(of_form form, of_real x) {
     const of_real root = of_square_root(x);

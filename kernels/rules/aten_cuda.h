@@ -2,7 +2,8 @@
 /* aten_cuda.h: PyTorch's CUDA operators on one element: what aten.h is for the CPU,
  * with the same names, so that one rule is written for both. They are those of its
  * multi-tensor functions (torch._foreach_*), which its optimizers use on GPUs unless
- * they are told not to. docs/numerics.md says where each formula is from.
+ * they are told not to; below, for programs, those that are others on one tensor.
+ * docs/numerics.md says where each formula is from.
  *
  * PyTorch compiles them with contraction on. None of them has two products in one
  * sum, so there is one way only to fuse each. Numbers are rounded to the type of
@@ -44,6 +45,58 @@ OF_RULE_FN of_real aten_lerp(of_form form, of_real self, of_real end, double wei
     if (of_absolute(w) < (of_real)0.5)
         return aten_round(of_multiply_add(true, w, way, self));
     return aten_round(of_multiply_add(true, -way, (of_real)1 - w, end));
+}
+
+OF_RULE_FN of_real aten_larger_of_lists(of_form form, of_real a, of_real b) {
+    (void)form;
+    return aten_maximum(a, b);
+}
+
+OF_RULE_FN of_real aten_smaller_of_lists(of_form form, of_real a, of_real b) {
+    (void)form;
+    return a != a || a < b ? a : b;
+}
+
+/* What follows is of operators on one tensor. */
+
+/* NaN if one of them is. By the chip's own instruction: of two zeros that with the sign of
+ * the result that is asked for. */
+OF_RULE_FN of_real aten_larger(of_form form, of_real a, of_real b) {
+    const of_real larger = a == b ? (signbit(a) ? b : a) : (a > b ? a : b);
+    (void)form;
+    return a != a ? a : b != b ? b : larger;
+}
+
+OF_RULE_FN of_real aten_smaller(of_form form, of_real a, of_real b) {
+    const of_real smaller = a == b ? (signbit(a) ? a : b) : (a < b ? a : b);
+    (void)form;
+    return a != a ? a : b != b ? b : smaller;
+}
+
+OF_RULE_FN of_real aten_between(of_form form, of_real x, of_real low, of_real high) {
+    const of_real raised = x < low ? low : x, result = high < raised ? high : raised;
+    (void)form;
+    return x != x ? x : low != low ? low : high != high ? high : result;
+}
+
+/* A number that takes a tensor's place in add(). */
+OF_RULE_FN of_real aten_number(double number) {
+    return (of_real)number;
+}
+
+/* By the reciprocal: the last bit may differ from that of a quotient. */
+OF_RULE_FN of_real aten_divide(of_real self, double number) {
+    return aten_mul(self, (of_real)1 / (of_real)number);
+}
+
+/* By the chip's approximation, which a CPU does not have. */
+OF_RULE_FN of_real aten_rsqrt(of_form form, of_real x) {
+    (void)form;
+#ifdef __CUDA_ARCH__
+    return aten_round(::rsqrt(x));
+#else
+    return aten_round((of_real)1 / of_square_root(x));
+#endif
 }
 
 #endif

@@ -261,9 +261,10 @@ def give_up_unasked(optimizer: Optimizer) -> None:
 def _unscales(optimizer: Optimizer, mode: int) -> bool:
     """Whether GradScaler may leave unscaling and skipping to the update, as it
     does with stock's fused=True: on GPUs, where the step counters are too."""
-    external = link_of(optimizer).rule.external
+    rule = link_of(optimizer).rule
     return (
-        not external
+        not rule.external
+        and not isinstance(rule, TracedRule)
         and mode == FORWARD
         and all(
             group.get("fused") and all(is_gpu(p.device) for p in group["params"])

@@ -179,7 +179,7 @@ class Link:
         }
         places = [_gpu.ANYWHERE] * len(params)
         tried_on_cpu = 0 if self.rule is OWN or self.traced else unknown_dtypes(self.rule)
-        if self.rule.tried or tried_on_cpu:
+        if self.rule.tried or tried_on_cpu or self.traced is not None:
             places = _gpu.places_of(params, self._places, set(map(id, tried)))
         self.snapshot.forget()
         check(lib.of_shim_clear(self.plan))
@@ -440,7 +440,7 @@ class Link:
             return
         elif todo & UPDATE:
             self._sync_inputs(optimizer, same_groups)  # else the next backward does it
-        if self.own is None:
+        if self.own is None and self.traced is None:  # a program has its numbers in it
             self._scalars.tell(optimizer, same_groups)
         if todo & ATTACH:
             self.attach()
@@ -495,7 +495,8 @@ class Link:
                 except Untraceable as error:
                     raise Error(_UNTRACEABLE.format(self.stock.__qualname__, error)) from error
             self._sync_inputs(optimizer, same_groups)
-            self._scalars.tell(optimizer, same_groups)
+            if self.traced is None:
+                self._scalars.tell(optimizer, same_groups)
         self.marked = True
 
     def _begin_programs(self, traced: Traced, optimizer: Optimizer, whole: bool) -> None:

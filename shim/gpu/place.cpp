@@ -87,6 +87,9 @@ namespace {
 // Of rules whose scalars the host prepares, and of those whose counters are on the GPU.
 of_found check_counting(const Slot *slot, const of_inputs *in) {
     const of_rule *rule = slot->plan->rule;
+    if (rule->runs_programs && in->stream.capture != 0)
+        return refuse(slot, "the update of ", "can't be captured into a CUDA graph",
+                      ": replays would repeat the numbers of one step");
     if (rule->counts_on_gpu && in->stream.capture != 0)
         return refuse(slot, "the update of ", "can't be captured into a CUDA graph",
                       ", as in torch.optim without capturable=True");

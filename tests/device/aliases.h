@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <utility>
 #include <vector>
@@ -45,6 +46,12 @@ class Aliases {
 };
 
 bool is_mine(const at::Tensor &tensor);
+
+// The CPU's operator on the same memory.
+void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack);
+
+// Whether operators on one tensor round as CUDA's (pointwise.cpp), and not as the CPU's.
+bool rounds_as_cuda();
 
 // The bytes between a tensor's first and last element.
 Range range_of(const at::Tensor &tensor, bool write);

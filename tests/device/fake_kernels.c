@@ -31,11 +31,23 @@ static void add_common(ranges *r, const of_cuda_common *common, size_t element) 
     add(r, (uintptr_t)common->found_inf_at, sizeof(float), false);
 }
 
+/* What a program reads and writes; the words are in the order of its registers. */
+static void add_memory(ranges *r, const of_cuda_common *common, const uint64_t *word,
+                       size_t bytes) {
+    for (unsigned i = 0; i < OF_REGISTER_TEMPORARY; i++)
+        if ((common->reads | common->writes) >> i & 1u)
+            add(r, word[i], bytes, common->writes >> i & 1u);
+}
+
 /* An entry as table.h says. */
 static void add_entry(ranges *r, const of_cuda_common *common, const uint64_t *word,
                       unsigned states, size_t element) {
     const uint64_t *number = word + 2 + states, *step = number + common->numbers;
     const size_t bytes = (size_t)step[1] * element;
+    if (common->runs_programs) {
+        add_memory(r, common, word, bytes);
+        return;
+    }
     add(r, word[0], bytes, true);
     add(r, word[1], bytes, common->grad_scale_at != NULL);
     for (unsigned i = 0; i < states; i++)
@@ -67,6 +79,10 @@ static void read_update(ranges *r, const char *kernel, const void *table) {
     const uint64_t *word = (const uint64_t *)(common + 1);
     const unsigned states = states_of(kernel);
     add_common(r, common, element_of(kernel));
+    if (common->runs_programs)
+        word += common->code * of_cuda_instruction_words(element_of(kernel) == sizeof(double)
+                                                             ? OF_FLOAT64
+                                                             : OF_FLOAT32);
     for (uint32_t i = 0; i < common->entries; i++)
         add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states + common->numbers),
                   states, element_of(kernel));

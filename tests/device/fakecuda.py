@@ -71,6 +71,11 @@ def synchronize(device: int = 0) -> None:
     torch.accelerator.synchronize(torch.device(NAME, device))
 
 
+def round_as_cuda(on: bool = True) -> None:
+    """From now on PyTorch's operators on one tensor round as its CUDA does, and not as its CPU."""
+    torch.ops.fakecuda.set_rounds_as_cuda(on)
+
+
 def races() -> list[str]:
     """What no stream, event or waiting host puts in order, since clear()."""
     return torch.ops.fakecuda.races()

@@ -70,6 +70,8 @@ bool makes_host_wait(const c10::FunctionSchema &schema) {
     return false;
 }
 
+} // namespace
+
 void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     const c10::FunctionSchema &schema = op.schema();
     const size_t n = schema.arguments().size();
@@ -92,7 +94,6 @@ void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
         synchronize(current_stream(aliases.device));
 }
 
-} // namespace
 } // namespace fake
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

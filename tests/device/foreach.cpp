@@ -115,6 +115,7 @@ const auto plus = [](auto x, auto y, auto, auto n) { return std::fma(n, y, x); }
 const auto times = [](auto x, auto y, auto, auto) { return x * y; };
 const auto by = [](auto x, auto y, auto, auto) { return x / y; };
 const auto larger = [](auto x, auto y, auto, auto) { return x != x || x > y ? x : y; };
+const auto smaller = [](auto x, auto y, auto, auto) { return x != x || x < y ? x : y; };
 const auto plus_product = [](auto x, auto y, auto z, auto n) {
     return n == 1 ? std::fma(y, z, x) : std::fma(n, y * z, x);
 };
@@ -170,6 +171,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     LIST("_foreach_mul", times)
     LIST("_foreach_div", by)
     LIST("_foreach_maximum", larger)
+    LIST("_foreach_minimum", smaller)
     m.impl("_foreach_add.List",
            [](List x, List y, Scalar n) { return made("aten::_foreach_add", x, y, {}, n, plus); });
     m.impl("_foreach_add_.List",

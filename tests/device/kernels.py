@@ -38,6 +38,7 @@ class Update(ctypes.Structure):
         ("factor_at", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
         ("chunk", ctypes.c_uint32),
+        ("program", ctypes.c_void_p),
     ]
 
 

@@ -7,12 +7,14 @@
 #include <string.h>
 
 #include "cuda/cuda_kernels.h"
+#include "cuda/table.h"
 #include "gpu.h"
 #include "rules/asgd_foreach.h"
 #include "rules/asgd_next.h"
 
 extern "C" {
 #include "../kernels/arrays.h"
+#include "../kernels/random_program.h"
 }
 
 enum { TENSORS = 12, MOST = 50000, PADDING = 256, SCALARS = 4 };
@@ -135,6 +137,30 @@ static void prepare(const of_rule *rule, of_cuda_update *update, uint64_t *rando
     update->lr_at = update->grad_scale_at = update->found_inf_at = NULL;
 }
 
+static of_instruction code[MOST_INSTRUCTIONS]; // of a rule that runs programs
+static of_program program;
+
+static bool has_inverse_root() {
+    for (size_t i = 0; i < program.n; i++)
+        if (code[i].operation == OF_OPERATOR_rsqrt)
+            return true;
+    return false;
+}
+
+// Without the one operator that a CPU has not.
+static void take_program(of_cuda_update *update, uint64_t *random) {
+    do
+        program = random_program(code, false, OF_CUDA_REGISTERS, random);
+    while (has_inverse_root());
+    update->program = &program;
+    update->lr_at = update->grad_scale_at = update->found_inf_at = NULL;
+}
+
+static unsigned state_used(const of_rule *rule, const double *hyper) {
+    return rule->runs_programs ? (program.reads | program.writes) >> OF_REGISTER_STATE
+                               : rule->state_used(hyper);
+}
+
 static bool in_fours(const tensor *t, of_dtype dtype, unsigned used) {
     size_t all = t->offset[0] | t->offset[1]; // cudaMalloc aligns to 256 bytes
     for (int i = 0; i < OF_MAX_STATE; i++)
@@ -161,7 +187,7 @@ static bool numbers_differ(const tensor *t) {
 }
 
 static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scalars s, bool scaled) {
-    const unsigned used = rule->state_used(s.hyper);
+    const unsigned used = state_used(rule, s.hyper);
     double both[2];
     if (dtype == OF_FLOAT64)
         corrections<double><<<1, 1>>>(s.hyper[1], s.hyper[2], t->step, device_corrections);
@@ -173,10 +199,13 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
     s.first = t->step <= 1.0f;
     s.unscaled = scaled ? t->wanted.at[1] : NULL;
     of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
-    if (rule->prepare_gpu) {
+    if (rule->prepare_gpu || rule->runs_programs) {
         const double factors[] = {s.factor ? *s.factor : 1.0, 1.0};
         double own[OF_MAX_HYPER];
         memcpy(own, prepared, sizeof own);
+        const of_program *runs = &program;
+        if (rule->runs_programs)
+            memcpy(own, &runs, sizeof runs);
         if (rule->counts_on_gpu)
             take_numbers(t, own);
         span.factors = s.factor ? factors : NULL;
@@ -237,8 +266,10 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
         update.factor_at = dtype == OF_FLOAT64 ? (void *)device_factor : device_scalars + 3;
     if (rule->prepare_gpu)
         prepare(rule, &update, random);
+    if (rule->runs_programs)
+        take_program(&update, random);
     for (size_t i = 0; i < TENSORS; i++) {
-        entries[i] = upload(&tensors[i], dtype, rule->state_used(s.hyper), i, random);
+        entries[i] = upload(&tensors[i], dtype, state_used(rule, s.hyper), i, random);
         if (rule->counts_on_gpu)
             upload_numbers(&tensors[i], &entries[i], i, random);
     }
@@ -257,7 +288,7 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
 }
 
 static bool is_for_gpus(const of_rule *rule) {
-    return rule->prepare_gpu ||
+    return rule->prepare_gpu || rule->runs_programs ||
            of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
 }
 

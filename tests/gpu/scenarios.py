@@ -26,11 +26,12 @@ import products  # noqa: F401
 import reads  # noqa: F401
 import streams  # noqa: F401
 import torch
+import traced  # noqa: F401
 import training  # noqa: F401
 from harness import FAILED, On, Outcome, Scenario, play
 
 PARTS = {
-    "bits": ("bits", "own_rules", "products"),
+    "bits": ("bits", "own_rules", "traced", "products"),
     "transparency": ("reads", "training", "streams", "graphs", "memory"),
 }
 ODD = "no scenario was run"

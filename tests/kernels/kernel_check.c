@@ -14,9 +14,9 @@
 #include "arrays.h"
 #include "bench.h"
 #include "kernels.h"
-#include "program.h"
+#include "random_program.h"
 
-enum { MOST_ELEMENTS = 3000, MOST_INSTRUCTIONS = 12 };
+enum { MOST_ELEMENTS = 3000 };
 
 typedef struct settings {
     uint64_t seed;
@@ -88,44 +88,10 @@ static size_t random_length(uint64_t *random) {
     }
 }
 
-static unsigned char random_register(unsigned among, uint64_t *random) {
-    unsigned char number;
-    do
-        number = (unsigned char)(random_next(random) % OF_REGISTERS);
-    while (!(among >> number & 1u));
-    return number;
-}
-
-/* Operators of any kind over what is in memory and temporaries that were written. Programs
- * don't write a gradient that is multiplied. */
-static void random_program(trial *t, uint64_t *random) {
-    static const double numbers[] = {-1.0, 0.0, 0.3, 0.5, 0.9, 1.0, 1e-8, 70000.0};
-    const unsigned in_memory = (1u << OF_REGISTER_TEMPORARY) - 1u;
-    unsigned written = in_memory & (unsigned)random_next(random);
-    written |= 1u << OF_REGISTER_PARAM;
-    const unsigned kept = t->scaled ? 1u << OF_REGISTER_GRAD : 0u;
-    const unsigned temporaries = ~in_memory & ((1u << OF_REGISTERS) - 1u);
-    const unsigned may_write = (written | temporaries) & ~kept;
-    t->program.n = 1 + random_next(random) % MOST_INSTRUCTIONS;
-    for (size_t i = 0; i < t->program.n; i++) {
-        of_instruction *q = &t->code[i];
-        q->operation = (unsigned char)(random_next(random) % OF_OPERATORS);
-        q->a = random_register(written, random);
-        q->b = random_register(written, random);
-        q->c = random_register(written, random);
-        q->to = random_register(may_write, random);
-        q->s = pick(random, numbers, 8);
-        q->t = pick(random, numbers, 8);
-        written |= 1u << q->to;
-    }
-}
-
 static unsigned used_by(const of_rule *rule, trial *t) {
     if (!rule->runs_programs)
         return rule->state_used(t->hyper);
     t->program.code = t->code;
-    if (of_program_check(&t->program))
-        abort();
     return (t->program.reads | t->program.writes) >> OF_REGISTER_STATE;
 }
 
@@ -149,7 +115,7 @@ static trial random_trial(const of_rule *rule, uint64_t *random) {
     t.factors[0] = pick(random, factors, 4);
     t.factors[1] = pick(random, factors, 4);
     if (rule->runs_programs)
-        random_program(&t, random);
+        t.program = random_program(t.code, t.scaled, OF_REGISTERS, random);
     return t;
 }
 

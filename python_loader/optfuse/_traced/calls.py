@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optfuse._traced.standin import (
+    CPU,
     DTYPES,
     POINT,
     Call,
@@ -129,6 +130,11 @@ def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 def _call_on(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     schema = func._schema
     _refuse_what_is_no_program(tape, func)
+    if tape.device != CPU:
+        tape.refuse(
+            f"it calls operator {func}, which no kernel runs; on a GPU programs have elementwise "
+            "operators only"
+        )
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | options
     written = [x for a in schema.arguments if a.is_write for x in _standins(given[a.name], tape)]
     writer = _Writer(tape, str(func))
@@ -200,6 +206,26 @@ class Making(TorchDispatchMode):
             if dtype.is_floating_point:
                 return _call_on(self._tape, func, args, options)
         return func(*args, **options)
+
+
+_OF_NUMBER = torch.ops.aten.scalar_tensor.default
+
+
+class Numbers(TorchDispatchMode):
+    """Tells the tape of the tensors on a GPU that PyTorch makes of numbers, as in torch.where():
+    to read them would be to wait for the GPU."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is _OF_NUMBER and made.device == self._tape.device:
+            self._tape.known[id(made)] = made, float(args[0])
+        return made
 
 
 def _refuse_what_is_no_program(tape: Tape, func: Any) -> None:

@@ -13,7 +13,7 @@ from optfuse._traced.standin import Called, NotElementwise, Standin
 
 def _dtype(x: Standin, options: Options) -> torch.dtype:
     """Of a tensor that is made like x."""
-    if torch.device(options.get("device") or "cpu").type != "cpu":
+    if torch.device(options.get("device") or x.tape.device) != x.tape.device:
         x.tape.refuse(f"it makes a tensor on {options['device']}")
     if options.get("layout") not in (None, torch.strided):
         x.tape.refuse(f"it makes a tensor of {options['layout']}")

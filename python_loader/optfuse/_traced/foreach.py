@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ATen's operators on lists are on a tape: on the CPU they call the operator on one tensor
-after the other."""
+after the other. On GPUs some of them round otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import optfuse._traced.copies
 import optfuse._traced.masks
 import optfuse._traced.operators  # noqa: F401
 from optfuse._traced.operands import Args, Options
-from optfuse._traced.standin import Called, Handler, NotElementwise, handlers, tape_of
+from optfuse._traced.standin import (
+    CPU,
+    Call,
+    Called,
+    Handler,
+    Line,
+    NotElementwise,
+    handlers,
+    tape_of,
+)
 
 _PREFIX = "_foreach_"
 # Those that don't go by the name of an operator on one tensor.
@@ -26,15 +35,28 @@ def _each(handler: Handler, one: Called) -> Handler:
         tape = tape_of(args, options)
         if "out" in options or not lists:
             raise NotElementwise(called.full_name)
-        if one.name in ("mul", "div") and tape.dtype.itemsize == 2 and len(lists) == 1:
+        on_cpu = tape.device == CPU
+        is_narrow = tape.dtype.itemsize == 2
+        if one.name in ("mul", "div") and is_narrow and len(lists) == 1 and on_cpu:
             raise NotElementwise(f"{called.full_name} rounds numbers to {tape.dtype} first")
+        n = len(tape.lines)
         made = [
             handler(one, tuple(_at(i, x) for x in args), {k: _at(i, x) for k, x in options.items()})
             for i in range(len(lists[0]))
         ]
+        if not on_cpu:
+            tape.lines[n:] = map(_of_lists, tape.lines[n:])
         return None if called.in_place else made
 
     return for_each
+
+
+# What is another operator on lists.
+_OF_LISTS = {name: f"{name}_list" for name in ("div_number", "maximum", "minimum")}
+
+
+def _of_lists(line: Line | Call) -> Line | Call:
+    return line if isinstance(line, Call) else (_OF_LISTS.get(line[0], line[0]), *line[1:])
 
 
 def _at(i: int, x: Any) -> Any:

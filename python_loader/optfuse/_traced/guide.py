@@ -16,10 +16,18 @@ from torch import Tensor
 import optfuse._traced.foreach  # noqa: F401  and with it all handlers
 from optfuse._dtensor import is_dtensor
 from optfuse._own_step.twin import Entry, Group, Twin
-from optfuse._traced.calls import Making
+from optfuse._traced.calls import Making, Numbers
 from optfuse._traced.parts import Forms, Parts, make_parts
-from optfuse._traced.program import MOST_STATE, STATE, TEMPORARY, Program, make_program
+from optfuse._traced.program import (
+    MOST_STATE,
+    STATE,
+    TEMPORARY,
+    Program,
+    check_fits_gpu,
+    make_program,
+)
 from optfuse._traced.standin import (
+    CPU,
     POINT,
     Call,
     ForeignTensor,
@@ -89,9 +97,9 @@ def _copied(key: Any, value: Any, param: Tensor, names: list[str], shaped: Conta
         place = place_of(key, value, param, names, shaped)
         if place is not None:
             is_alike = type(value) is Tensor or (is_dtensor(value) and is_dtensor(param))
-            if not is_alike or value.device.type != "cpu":
+            if not is_alike or value.device != param.device:
                 what = f"{type(value).__name__} on device {value.device}"
-                raise Untraceable(f"state[{key!r}] is a {what}, not a tensor on the CPU")
+                raise Untraceable(f"state[{key!r}] is a {what}, not a tensor on {param.device}")
             return place
         if value.dim() > 0 or value.device.type != "cpu":
             raise Untraceable(f"state[{key!r}] has another shape or device than its parameter")
@@ -121,15 +129,17 @@ def record(
     names: list[str],
     strides: tuple[int, ...] | None = None,
     made: Made = "none",
+    device: torch.device = CPU,
 ) -> Recorded:
     """entry: as like() makes it. names: the state tensors that are known, in the order of their
     registers. strides: of a parameter that is not contiguous. made: which of the tensors that
     step() makes from nothing are traced. What step() writes into attributes
     and options it does to those given. Raises Untraceable if a program can't do what step()
     does."""
-    tape = Tape(shape, dtype, strides)
+    tape = Tape(shape, dtype, strides, device)
     guide = _Guide(tape, names)
-    with nullcontext() if made == "none" else Making(tape, made):
+    numbers = nullcontext() if device == CPU else Numbers(tape)
+    with nullcontext() if made == "none" else Making(tape, made), numbers:
         after, options, kept = guide.run(step_on, attributes, options, entry)
     order = guide.order
     looked = tape.looked_at_shape
@@ -148,6 +158,8 @@ def record(
     else:
         lines = [line for line in tape.lines if not isinstance(line, Call)]
         program = make_program(lines, frozenset(fresh), len(order))
+        if device != CPU:
+            check_fits_gpu(program)
     return Recorded(program, kept, tuple(order), options, after, looked)
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
-from optfuse._traced.operands import Args, Options, is_operand, mask, number, on, real, result
+from optfuse._traced.operands import (
+    Args,
+    Options,
+    is_operand,
+    mask,
+    number,
+    number_or_known,
+    on,
+    real,
+    result,
+)
 from optfuse._traced.standin import Called, Handler, NotElementwise, Standin
 
 
@@ -62,8 +72,8 @@ def _choose(to: Standin, which: Any, x: Any, y: Any) -> Standin:
         real(x, y)
         return to.tape.write("where", to, which, x, y)
     if is_operand(y):
-        return to.tape.write("where_number_first", to, which, y, s=number(x, y))
-    return to.tape.write("where_number_second", to, which, x, s=number(y, x))
+        return to.tape.write("where_number_first", to, which, y, s=number_or_known(x, y))
+    return to.tape.write("where_number_second", to, which, x, s=number_or_known(y, x))
 
 
 @on("where.self")

@@ -68,9 +68,18 @@ def number(x: Any, like: Standin) -> float:
     if x.ndim:
         why = "it combines a parameter with a tensor that is none of its state"
         tape.refuse(why, ForeignTensor)
+    if x.device.type != "cpu":
+        tape.refuse(f"it takes a number from {x.device}, where reading it waits for the device")
     if not tape.sizes and x.dtype != like.dtype:
         raise NotElementwise(f"it combines {x.dtype} with {like.dtype}, both without dimensions")
     return float(x)
+
+
+def number_or_known(x: Any, like: Standin) -> float:
+    """The same for an operator to which it makes no difference whether a number is a tensor on a
+    GPU, as PyTorch may have made of it."""
+    _, value = like.tape.known.get(id(x), (None, None))
+    return number(x, like) if value is None else value
 
 
 def in_room(x: Standin) -> None:

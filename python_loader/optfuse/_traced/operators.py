@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from optfuse._traced.operands import Args, Options, is_operand, mask, number, on, real, result
-from optfuse._traced.standin import Called, Handler, NotElementwise, Standin, times
+from optfuse._traced.standin import CPU, Called, Handler, NotElementwise, Standin, times
 
 _POWERS = {
     2.0: "square",
@@ -37,15 +37,15 @@ on("sgn")(_unary("sign"))
 
 @on("pow")
 def _pow(called: Called, args: Args, options: Options) -> Any:
-    """A tensor to the power of a number; that of a tensor, and most in float16, PyTorch takes by
-    a library's pow(). With AVX-512 pow() has longer vectors than rsqrt(), whose elements behind the
-    last vector are rounded once more in 16 bits."""
+    """A tensor to the power of a number; that of a tensor, and on the CPU most in float16, PyTorch
+    takes by a library's pow(). With AVX-512 pow() has longer vectors than rsqrt(), whose elements
+    behind the last vector are rounded once more in 16 bits."""
     x, exponent = args[:2]
     real(x)
     name = None if isinstance(exponent, torch.Tensor) else _POWERS.get(float(exponent))
     is_narrow_root = name == "rsqrt" and x.dtype.itemsize == 2
     is_of_library = x.dtype == torch.float16 and name not in ("square", "copy")
-    if name is None or is_narrow_root or is_of_library:
+    if name is None or (x.tape.device == CPU and (is_narrow_root or is_of_library)):
         raise NotElementwise(f"{x.dtype} to the power of {exponent}")
     return _unary(name)(called, args, options)
 

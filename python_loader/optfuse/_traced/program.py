@@ -16,15 +16,19 @@ PARAM, GRAD, STATE = 0, 1, 2  # registers
 MOST_STATE = 4
 TEMPORARY = STATE + MOST_STATE
 REGISTERS = 24
+# Of kernels on GPUs (cuda_kernels.h).
+GPU_TEMPORARIES, GPU_INSTRUCTIONS = 8, 256
 
 # How many registers and numbers each operator takes; the others take one register.
 _NO_REGISTER = {"fill"}
 _THREE = {"addcmul", "addcdiv", "clamp", "where"}
 _TWO = {"add", "mul", "div", "lerp", "maximum", "minimum", "gt", "ge", "lt", "le", "eq", "ne"}
 _TWO |= {"where_number_first", "where_number_second", "logical_and", "logical_or"}
+_TWO |= {"maximum_list", "minimum_list"}
 _SHOWN = {"add": "{a} + {s} {b}", "add_number": "{a} + {s}", "number_add": "{s} + {t} {a}"}
 _SHOWN |= {"mul": "{a} * {b}", "mul_number": "{s} {a}", "div": "{a} / {b}"}
 _SHOWN |= {"div_number": "{a} / {s}", "number_div": "{s} / {a}", "fill": "{s}", "copy": "{a}"}
+_SHOWN |= {"div_number_list": "{a} / {s}"}
 _SHOWN |= {"addcmul": "{a} + {s} {b} * {c}", "addcdiv": "{a} + {s} {b} / {c}"}
 _SHOWN |= {
     "lerp": "lerp({a}, {b}, {s})",
@@ -82,6 +86,17 @@ class Program:
         """One line for each instruction; state: the names of the state tensors."""
         state = list(state)
         return "\n".join(shown_line(line, state) for line in self.instructions)
+
+
+def check_fits_gpu(program: Program) -> None:
+    """Raises Untraceable if it is more than a kernel there takes."""
+    if len(program) > GPU_INSTRUCTIONS:
+        raise Untraceable(
+            f"its program has {len(program)} instructions, and on a GPU at most {GPU_INSTRUCTIONS}"
+        )
+    used = {r for line in program.structure.lines for r in line[1:]}
+    if max(used, default=0) >= TEMPORARY + GPU_TEMPORARIES:
+        raise Untraceable(f"it needs more than {GPU_TEMPORARIES} temporaries at once on a GPU")
 
 
 def shown_line(line: Line, state: list[str]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 Line = tuple[str, int, int, int, int, float, float]
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
+CPU = torch.device("cpu")
 # Of the tensors that a step() makes from nothing, which are stand-ins: none; those with
 # dimensions; all, with those that may be counters. A trial goes through them in this order.
 Made = Literal["none", "shaped", "all"]
@@ -84,9 +85,14 @@ class Tape:
     for those that came out of calls."""
 
     def __init__(
-        self, sizes: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+        self,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        strides: tuple[int, ...] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """strides: if not contiguous."""
+        self.device = device
         self.sizes = sizes
         self.dtype = dtype
         self.strides = strides
@@ -96,6 +102,8 @@ class Tape:
         self.written: set[int] = set()  # registers that calls write
         self.n = 0  # registers
         self.alive: list[weakref.ref[Standin]] = []
+        # Tensors without dimensions on a GPU that PyTorch makes of numbers, by their ids.
+        self.known: dict[int, tuple[Tensor, float]] = {}
         self.looked_at_shape = False
         # The first reason, also if step() caught it; no exception, which would keep the frames
         # that it came through, and with them the optimizer.
@@ -236,7 +244,7 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
             tape.sizes if form is None else form[0],
             strides=tape.strides if form is None else form[1],
             dtype=dtype,
-            device="cpu",
+            device=tape.device,
             dispatch_sizes_strides_policy="sizes",
         )
         # Else the untyped data_ptr() in C++ gives a null pointer.

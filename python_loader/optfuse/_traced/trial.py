@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._dtensor import laid_out_as, local_of
+from optfuse._dtensor import is_dtensor, laid_out_as, local_of
+from optfuse._gpu import is_gpu
 from optfuse._native import guard
 from optfuse._options import LINK
 from optfuse._own_step import twin
@@ -50,10 +51,10 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     tried, with nothing changed."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.device.type != "cpu":
-                raise Untraceable(
-                    f"it has parameters on {param.device}, and programs run on the CPU"
-                )
+            if param.device.type != "cpu" and not is_gpu(param.device):
+                raise Untraceable(f"it has parameters on {param.device}, where no program runs")
+            if is_dtensor(param) and is_gpu(param.device):
+                raise Untraceable("it has DTensor parameters on a GPU, which are not traced there")
     promise = check_promise(optimizer, stock)
     *some, everything = get_args(Made)
     for made in some:
@@ -170,7 +171,7 @@ def _mixed(like: Tensor, random: torch.Generator) -> Tensor:
     plain = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
     which = torch.randint(2 * len(SPECIAL), shape, generator=random, device="cpu")
     special = torch.tensor((*SPECIAL, *SPECIAL), device="cpu")[which]
-    return torch.where(which < len(SPECIAL), special, plain).to(like.dtype)
+    return torch.where(which < len(SPECIAL), special, plain).to(like.device, like.dtype)
 
 
 def _take_traced(ours: Optimizer) -> None:

@@ -3,9 +3,9 @@
 of a group that are alike.
 
 Parameters are alike where the class's step() would do the same to them with other data: same
-group, dtype and counters in their state; and the same shape and strides, if it looks at those. Of
-such a cohort step() runs once, on stand-ins (guide.py). What it makes of counters, options and
-attributes is written down when the updates are certain."""
+group, dtype, device and counters in their state; and the same shape and strides, if it looks at
+those. Of such a cohort step() runs once, on stand-ins (guide.py). What it makes of counters,
+options and attributes is written down when the updates are certain."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ class Traced:
         for slot in taking if not self.names else ():
             param = params[slot]
             others = [x for x in (state.get(param) or {}).values() if _is_other(x, param)]
-            kind = self._group_of[slot], param.dtype, tuple(param.shape), param.stride()
+            place = param.dtype, param.device
+            kind = self._group_of[slot], place, tuple(param.shape), param.stride()
             if others and kind not in kinds:
                 kinds.add(kind)
                 self._learn_from(optimizer, slot, param)
@@ -201,9 +202,11 @@ class Traced:
         options = fresh(twin.options_of(optimizer.param_groups[number]), self.promise.options)
         attributes = dict(fresh(self._before, self.promise.attributes))
         strides = None if param.is_contiguous() else param.stride()
-        of_param = tuple(param.shape), param.dtype, None, self.names, strides, self._making
+        of_param = (tuple(param.shape), param.dtype, None, self.names, strides)
         try:
-            recorded = record(self._twin, attributes, options, *of_param)
+            recorded = record(
+                self._twin, attributes, options, *of_param, self._making, param.device
+            )
         except Untraceable:
             return  # if that matters, this step can't be traced either
         self.names += recorded.names[len(self.names) :]
@@ -218,7 +221,8 @@ class Traced:
             # Without dimensions it takes part in how PyTorch chooses a result's dtype.
             by_shape = self._by_shape[group]
             shape = (tuple(param.shape), param.stride()) if by_shape else param.dim() == 0
-            key = (group, param.dtype, shape, self._signature(state.get(param), param))
+            place = param.dtype, param.device
+            key = (group, place, shape, self._signature(state.get(param), param))
             if key not in found:
                 found[key] = Cohort(group, [])
             found[key].slots.append(slot)
@@ -260,6 +264,7 @@ class Traced:
             self.names,
             None if param.is_contiguous() else param.stride(),
             self._making,
+            param.device,
         )
         self.names += recorded.names[len(self.names) :]
         self._shaped |= recorded.shaped()
@@ -403,7 +408,9 @@ class Traced:
 
 def _room(param: Tensor, place: Place) -> Tensor:
     if place.form is not None:
-        return torch.empty_strided(*place.form, dtype=place.dtype or param.dtype)
+        return torch.empty_strided(
+            *place.form, dtype=place.dtype or param.dtype, device=param.device
+        )
     return torch.empty_like(param, dtype=place.dtype, memory_format=torch.preserve_format)
 
 

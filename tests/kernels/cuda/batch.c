@@ -125,6 +125,18 @@ static void prepare(batch *b, uint64_t *random) {
     b->update.lr_at = b->update.grad_scale_at = b->update.found_inf_at = NULL;
 }
 
+static unsigned state_used(const batch *b) {
+    if (b->rule->runs_programs)
+        return (b->program.reads | b->program.writes) >> OF_REGISTER_STATE;
+    return b->rule->state_used(b->hyper);
+}
+
+static void take_program(batch *b, uint64_t *random) {
+    b->program = random_program(b->code, false, OF_CUDA_REGISTERS, random);
+    b->update.program = &b->program;
+    b->update.lr_at = b->update.grad_scale_at = b->update.found_inf_at = NULL;
+}
+
 void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64_t *random) {
     b->rule = rule;
     for (size_t i = 0; i < rule->n_hyper; i++)
@@ -145,9 +157,11 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
             dtype == OF_FLOAT64 ? (const void *)&b->wide_factor : (const void *)&b->factor;
     if (rule->prepare_gpu)
         prepare(b, random);
+    if (rule->runs_programs)
+        take_program(b, random);
     b->n = many ? MOST_TENSORS : random_next(random) % LONG_TENSORS;
     for (size_t i = 0; i < b->n; i++) {
-        fill_tensor(b, i, rule->state_used(b->hyper), random);
+        fill_tensor(b, i, state_used(b), random);
         if (rule->counts_on_gpu)
             fill_numbers(b, i, random);
     }
@@ -190,13 +204,16 @@ static void take_numbers(const batch *b, batch_tensor *t, double *prepared) {
 static void expect_tensor(batch *b, size_t i) {
     batch_tensor *t = &b->tensors[i];
     const of_dtype dtype = b->update.dtype;
-    const unsigned used = b->rule->state_used(b->hyper);
+    const unsigned used = state_used(b);
     const size_t tail = in_fours(&b->entries[i], dtype, used) ? 0 : b->entries[i].n;
     of_span span = arrays_span(&t->wanted, tail);
-    if (b->rule->prepare_gpu) {
+    if (b->rule->prepare_gpu || b->rule->runs_programs) {
         const double factors[] = {b->wide_factor, 1.0};
         double prepared[OF_MAX_HYPER];
+        const of_program *program = &b->program;
         memcpy(prepared, b->prepared, sizeof prepared);
+        if (b->rule->runs_programs)
+            memcpy(prepared, &program, sizeof program);
         if (b->rule->counts_on_gpu)
             take_numbers(b, t, prepared);
         span.factors = b->update.factor_at ? factors : NULL;

@@ -5,6 +5,7 @@
 #define OPTFUSE_TEST_BATCH_H
 
 #include "../arrays.h"
+#include "../random_program.h"
 #include "cuda/cuda_kernels.h"
 
 enum { MOST_TENSORS = 1300, MOST_LENGTH = 40000, LONG_TENSORS = 24, SHORT_LENGTH = 80 };
@@ -24,6 +25,8 @@ typedef struct batch {
     of_cuda_update update;
     double hyper[OF_MAX_HYPER];
     double prepared[OF_MAX_HYPER]; /* scalars, if the rule has them prepared: for all tensors */
+    of_instruction code[MOST_INSTRUCTIONS]; /* of a rule that runs programs */
+    of_program program;
     float lr, grad_scale, found_inf; /* "device" scalars */
     float factor;                    /* for float64 it has to be a double: */
     double wide_factor;

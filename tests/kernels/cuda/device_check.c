@@ -43,7 +43,7 @@ static bool round_agrees(batch *b, const of_rule *rule, of_dtype dtype, bool man
 }
 
 static bool is_for_gpus(const of_rule *rule) {
-    return rule->prepare_gpu ||
+    return rule->prepare_gpu || rule->runs_programs ||
            of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
 }
 
@@ -190,6 +190,40 @@ static void check_errors(void) {
     check(of_cuda_launch(&update, entries, 1) == OF_CUDA_UNSUPPORTED, "an unknown rule");
 }
 
+static void check_programs(void) {
+    float values[16] __attribute__((aligned(16))) = {1, 2, 3, 4, 1, 1, 1, 1};
+    const double hyper[OF_MAX_HYPER] = {0};
+    static of_instruction code[OF_CUDA_MOST_CODE + 1];
+    for (int i = 0; i <= OF_CUDA_MOST_CODE; i++)
+        code[i] = (of_instruction){.operation = OF_OPERATOR_add, .b = OF_REGISTER_GRAD, .s = -0.5};
+    of_program program = {.code = code, .n = OF_CUDA_MOST_CODE};
+    of_cuda_update update = {.rule = "traced", .dtype = OF_FLOAT32, .hyper = hyper};
+    of_cuda_entry entry = {.param = values, .grad = values + 4, .n = 4, .step = 1};
+    check(!of_program_check(&program), "a program of the largest size");
+    check(of_cuda_prepare(&update) == OF_CUDA_OK, "kernels are loaded before there is a program");
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "which a launch needs");
+    update.program = &program;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && values[0] == -127.0f,
+          "every instruction of the largest program runs, in the smaller table or the larger");
+    check(host.bytes == sizeof(of_cuda_large_table), "a long program takes the large table");
+    program.n++;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_UNSUPPORTED && values[0] == -127.0f,
+          "a longer one is refused");
+    program.n = 1;
+    code[0].to = OF_CUDA_REGISTERS;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_UNSUPPORTED &&
+              strstr(of_cuda_error(), "temporaries"),
+          "and one with more registers than the kernel has");
+    code[0].to = OF_REGISTER_STATE;
+    of_program_check(&program);
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "its state has to be there");
+    program.by_host = true;
+    entry.state[0] = values + 8;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "no GPU calls the host");
+    update.rule = "sgd";
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "other rules run no programs");
+}
+
 /* The CPU's row of scale.h says what a gradient becomes. */
 static bool scaling_agrees(of_dtype dtype, arrays *mine, arrays *wanted, uint64_t *random) {
     const double factors[OF_MAX_FACTORS] = {dtype == OF_FLOAT64 ? 1.0 / 3.0 : 0.3125, 1.0};
@@ -297,13 +331,14 @@ int main(int argc, char **argv) {
     batch_create(&b);
     for (const of_rule *rule = of_rules; rule->name; rule++)
         for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++)
-            check_instance(&b, rule, (of_dtype)dtype, seed, rule->prepare_gpu ? rounds / 2 : rounds,
-                           only);
+            check_instance(&b, rule, (of_dtype)dtype, seed,
+                           rule->prepare_gpu || rule->runs_programs ? rounds / 2 : rounds, only);
     check_the_check(&b, seed);
     batch_destroy(&b);
     check_tables();
     check_blocks();
     check_errors();
+    check_programs();
     check_scaling(seed);
     check_steps();
     check_capture();

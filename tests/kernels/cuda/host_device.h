@@ -12,7 +12,7 @@ typedef struct host_index {
 #define __global__
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline, unused))
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define blockIdx host_block_index
 #define blockDim host_block_size
 #define threadIdx host_thread_index

@@ -28,6 +28,7 @@ typedef struct kernel_row {
     SETS(X, rule, float32) SETS(X, rule, float64) SETS(X, rule, bfloat16) SETS(X, rule, float16)
 #define DTYPES_FUSED DTYPES
 #define DTYPES_OP_BY_OP DTYPES
+#define DTYPES_PROGRAM DTYPES
 #define DTYPES_EXTERNAL(SETS, X, rule)
 
 /* The "code" of an image is its name. */
@@ -38,6 +39,7 @@ typedef struct kernel_row {
     IMAGE(rule##_float32) IMAGE(rule##_float64) IMAGE(rule##_bfloat16) IMAGE(rule##_float16)
 #define IMAGES_FUSED IMAGES
 #define IMAGES_OP_BY_OP IMAGES
+#define IMAGES_PROGRAM IMAGES
 #define IMAGES_EXTERNAL(rule)
 #define DECLARE(rule, dtype, used)                                                                 \
     kernel_fn of_cuda_##rule##_##dtype##_##used##_small, of_cuda_##rule##_##dtype##_##used##_large;

@@ -17,10 +17,12 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent.parent.parent
+RANDOM = TESTS.parent / "random_program.c"
 CC = os.environ.get("CC", "cc").split()
 CXX = os.environ.get("CXX", "c++").split()
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "asgd_next.c", "capture.c"]
+LAUNCHER += ["code.c"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Mutant:
 
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 BLOCK = "cuda/block.cuh"
+PROGRAM, CODE = "cuda/program.cu", "cuda/code.c"
 OP_BY_OP, ELEMENT, OPERATORS = "cuda/op_by_op.cu", "cuda/op_by_op_element.h", "rules/aten_cuda.h"
 FORMS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
@@ -62,7 +65,7 @@ MUTANTS = [
            UNROUNDED, (), "bfloat16"),
     Mutant("the factor is not handed over", "cuda/common.c", "= update->factor_at;", "= NULL;"),
     Mutant("the device's step is ignored", "cuda/step_scalars.cuh", "if (common.steps_on_device)",
-           "if (common.unused[0])"),
+           "if (common.runs_programs)"),
     Mutant("one product is rounded", "rules/adam.h", "of_multiply_add(true, -k->beta1",
            "of_multiply_add(false, -k->beta1"),
     Mutant("the compiler fuses products", UPDATE, "", "", ("-ffp-contract=fast", "-mfma")),
@@ -105,6 +108,23 @@ MUTANTS = [
            "if (table.n < OF_CUDA_NUMBERS)", rule="asgd"),
     Mutant("the next numbers are made with another option", "cuda/asgd_next.c", ".alpha = s.alpha",
            ".alpha = s.lr", rule="asgd"),
+    Mutant("programs, the factor is ignored", PROGRAM,
+           "of_scale(&file.row[OF_REGISTER_GRAD], of_factor_of(common));", "", rule="traced"),
+    Mutant("programs, a third input is not read", PROGRAM, "if (inputs > 2)", "if (inputs > 3)",
+           rule="traced"),
+    Mutant("programs, vectors anywhere", PROGRAM, "packed = aligned &&", "packed = true &&",
+           rule="traced"),
+    Mutant("programs, one element too many", PROGRAM, "        if (at < place.end)",
+           "        if (at <= place.end)", rule="traced"),
+    Mutant("programs, what is only read is stored", PROGRAM, "if (common.writes >> k & 1)",
+           "if (common.reads >> k & 1)", rule="traced"),
+    Mutant("programs, a number divides as on lists", OPERATORS,
+           "aten_mul(self, (of_real)1 / (of_real)number)", "aten_div_number(self, number)",
+           rule="traced"),
+    Mutant("programs, a number is not rounded", CODE, "(float)q->s, (float)q->t",
+           "(float)q->s, (float)q->s", rule="traced"),
+    Mutant("programs, entries begin in the program", LAUNCH, "c->table.words + c->code + (i + 1)",
+           "c->table.words + (i + 1)", rule="traced"),
 ]  # fmt: skip
 
 
@@ -119,7 +139,7 @@ class Build:
         shutil.copytree(ROOT / "kernels", self.tree)
         self.includes = [f"-I{self.tree}", f"-I{TESTS}", f"-I{TESTS.parent}", f"-isystem{include}"]
         tests = [TESTS / f for f in ("device_check.c", "batch.c", "host_driver.c")]
-        self.objects = [self.c(path) for path in [*tests, TESTS.parent / "arrays.c"]]
+        self.objects = [self.c(path) for path in [*tests, TESTS.parent / "arrays.c", RANDOM]]
         self.launcher = {name: self.c(self.tree / "cuda" / name) for name in LAUNCHER}
 
     def c(self, path: Path) -> Path:
@@ -137,7 +157,9 @@ class Build:
         form = FORMS.get(rule, rule)
         macros += [f'-DOF_RULE_HEADER="../rules/{form}.h"']
         macros += [f"-DOF_FORM={form}"] if rule in FORMS else []
-        macros += [f'-DHOST_SOURCE="{OP_BY_OP if rule in FORMS else UPDATE}"']
+        macros += ["-DOF_RUNS_PROGRAMS"] if rule == "traced" else []
+        source = PROGRAM if rule == "traced" else OP_BY_OP if rule in FORMS else UPDATE
+        macros += [f'-DHOST_SOURCE="{source}"']
         run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
             "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
         return out
@@ -170,7 +192,7 @@ class Build:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build = Build(Path(folder), sys.argv[1], sys.argv[2:])
-        for rule in ("adam", *FORMS):
+        for rule in ("adam", *FORMS, "traced"):
             if not build.survives(None, rule):
                 sys.exit(f"device_check fails on what is not broken: {rule}")
         survived = []

@@ -22,7 +22,7 @@ from optim_entries import ENTRIES
 
 OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
 OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
-SPILLS = ("adam", "sgd", "rmsprop", "nadam")
+SPILLS = ("adam", "sgd", "rmsprop", "nadam", "traced")
 # Of one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
 # is the gradient's by the factor of clipping, one division that by the loss scale.
@@ -44,6 +44,10 @@ for dtype in ("float64", "bfloat16", "float16"):
 BLOCK = {3: (0, 1, 0, 1, 1), 7: (0, 1, 0, 1, 1), 0: (0,) * 5, 1: (0, 0, 1, 0, 0)}
 # Of asgd_next.cu beside its power, with rcp last: three products are powers that need none.
 NEXT = (0, 5, 2, 0, 1, 2)
+# Of program.cu, with rcp last: of each element, all operators of operators.def and one product
+# with the factor of clipping; and once, for numbers. The inverse root is counted on its own.
+PROGRAM, PROGRAM_ONCE = (10, 13, 5, 4, 1, 2), (0, 0, 1, 0, 0, 2)
+PROGRAM_LANES = {"float32": 4, "float64": 2, "bfloat16": 4, "float16": 4}
 SCALARS = 12  # roundings of a kernel's scalars to float, at most; there are more elements
 LANES = {"float32": 4, "float64": 2, "bfloat16": 8, "float16": 8}
 POWERS = """
@@ -55,6 +59,12 @@ extern "C" __global__ void powers(TYPE *out, TYPE a, TYPE b, TYPE step) {
 POWER = """
 extern "C" __global__ void power(float *out, float x, float exponent) {
     out[0] = ::powf(x, exponent);
+}
+"""
+
+INVERSE_ROOT = """
+extern "C" __global__ void inverse_root(TYPE *out, TYPE x) {
+    out[0] = ::rsqrt(x);
 }
 """
 
@@ -178,10 +188,37 @@ def next_faults(compiler: Compiler, source: Path, macros: list[str]) -> list[str
     return found
 
 
+def program_faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
+    """Of the kernel that runs programs."""
+    dtype = instance.split("-")[1]
+    real = "double" if dtype == "float64" else "float"
+    lanes = PROGRAM_LANES[dtype]
+    snippet = compiler.folder / "inverse_root.cu"
+    snippet.write_text(INVERSE_ROOT.replace("TYPE", real))
+    flags = ["-arch=compute_90", "-ptx", "-fmad=false"]
+    alone = kernels(compiler.run(snippet, *flags)[0])["inverse_root"]
+    bodies = kernels(compiler.run(source, *flags, *macros)[0])
+    found = [] if len(bodies) == 2 else [f"{instance}: {len(bodies)} kernels"]
+    for name, body in bodies.items():
+        have, root = counts(body), counts(alone)
+        for key, each, once in zip((*OPERATIONS, "rcp"), PROGRAM, PROGRAM_ONCE, strict=True):
+            want = lanes * (each + root[key]) + once
+            spare = lanes - 1 if key == "sum" else 0  # 1 - weight at every element
+            if not want <= have[key] <= want + spare:
+                found.append(f"{name}: {key} {have[key]} for {want}")
+        if body.count("rsqrt.approx") != lanes * alone.count("rsqrt.approx"):
+            found.append(f"{name}: {body.count('rsqrt.approx')} approximate inverse roots")
+        wrong = {what for what in wrongly_rounded(body, False) if not what.startswith("rsqrt")}
+        found += [f"{name}: {sorted(wrong)}"] if wrong else []
+    return found
+
+
 def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
     """What is wrong with the PTX of one instance."""
     if instance == "asgd_next":
         return next_faults(compiler, source, macros)
+    if instance.startswith("traced-"):
+        return program_faults(compiler, source, instance, macros)
     if instance.split("-")[0] in OP_BY_OP:
         return op_by_op_faults(compiler, source, instance, macros)
     contracted = instance == "adam-float64"
@@ -270,6 +307,8 @@ def main() -> None:
              "of_multiply_add(true, -k->beta1"),
             ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
              "rules/aten_cuda.h", "of_multiply_add(true, w, way, self)"),
+            ("traced-float32", ("-fmad=true", "-prec-div=false"), "rules/aten_cuda.h",
+             "of_multiply_add(true, factor, a * b, self)"),
             ("asgd_next", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
              "", ""),
         ):  # fmt: skip

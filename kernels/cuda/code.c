@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* code.c: a program's instructions as program.cu reads them. */
+#include <string.h>
+
+#include "launch.h"
+
+static const unsigned char inputs_of[] = {
+#define OF_OPERATOR(name, inputs, result) inputs,
+#include "operators.def"
+};
+
+static bool fits(const of_instruction *q) {
+    return q->operation < OF_OPERATORS && q->to < OF_CUDA_REGISTERS && q->a < OF_CUDA_REGISTERS &&
+           q->b < OF_CUDA_REGISTERS && q->c < OF_CUDA_REGISTERS;
+}
+
+static uint64_t packed(const of_instruction *q) {
+    const unsigned char parts[] = {q->operation, q->to, q->a, q->b, q->c, inputs_of[q->operation]};
+    uint64_t word = 0;
+    for (unsigned i = 0; i < sizeof parts; i++)
+        word |= (uint64_t)parts[i] << 8 * i;
+    return word;
+}
+
+/* GPUs are slow at double: numbers come rounded. */
+static void put_numbers(uint64_t *to, of_dtype dtype, const of_instruction *q) {
+    const double wide[] = {q->s, q->t};
+    const float narrow[] = {(float)q->s, (float)q->t};
+    if (dtype == OF_FLOAT64)
+        memcpy(to, wide, sizeof wide);
+    else
+        memcpy(to, narrow, sizeof narrow);
+}
+
+const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
+                             const of_program *program) {
+    const size_t words = of_cuda_instruction_words(dtype);
+    if (program->n > OF_CUDA_MOST_CODE)
+        return "the program has more instructions than the kernels' arguments hold";
+    for (size_t i = 0; i < program->n; i++) {
+        const of_instruction *q = &program->code[i];
+        if (!fits(q))
+            return "the program has more temporaries at once than the kernels have registers for";
+        table->words[i * words] = packed(q);
+        put_numbers(&table->words[i * words + 1], dtype, q);
+    }
+    table->common.code = (uint16_t)program->n;
+    table->common.reads = (uint8_t)program->reads;
+    table->common.writes = (uint8_t)program->writes;
+    return NULL;
+}
