@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tree import ROOT, library, output
 
-SYSTEM = {"libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}
+LIBC = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"}
+SYSTEM = LIBC | {"libstdc++.so.6", "libgcc_s.so.1"}
 OPENMP = re.compile(r"^(GOMP|omp)_")
 SWITCHES = (b"OPTFUSE_TEST_GUARDS_OFF", b"of_guard_enabled")
 
