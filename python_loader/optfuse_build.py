@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""meson-python, told where the commands of this Python's meson and ninja are. It looks for them
-on PATH, which has those of a virtual environment only while that is activated."""
+"""meson-python, told where the commands of this Python's meson and ninja are: it looks for them
+on PATH, which has those of a virtual environment only while that is activated. What a build
+needs and this machine has not is named before meson starts."""
 
 import importlib.metadata
 import os
+import shutil
+import sys
 
-from mesonpy import *  # noqa: F403
+try:
+    import mesonpy
+    from mesonpy import *  # noqa: F403
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"optfuse is built with meson-python, and {sys.executable} has no {missing.name}: "
+        "pip install meson-python meson ninja, or leave out --no-build-isolation"
+    )
+
+_COMPILERS = {"CC": ("C", "cc", "gcc", "clang"), "CXX": ("C++", "c++", "g++", "clang++")}
 
 
 def _set(variable: str, package: str) -> None:
@@ -17,6 +29,29 @@ def _set(variable: str, package: str) -> None:
     runnable = [str(path) for path in commands if os.path.isfile(path) and os.access(path, os.X_OK)]
     if runnable:
         os.environ.setdefault(variable, os.path.realpath(runnable[0]))
+
+
+def _check_compilers() -> None:
+    for variable, (language, *names) in _COMPILERS.items():
+        named = os.environ.get(variable, "").split()
+        # Of `ccache gcc` the last word that is no option.
+        names = [word for word in named if not word.startswith("-")][-1:] or names
+        if not any(map(shutil.which, names)):
+            sys.exit(
+                f"optfuse is compiled, and there is no {language} compiler ({', '.join(names)}): "
+                "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++). "
+                "A wheel of optfuse needs none"
+            )
+
+
+def build_wheel(*arguments, **named):
+    _check_compilers()
+    return mesonpy.build_wheel(*arguments, **named)
+
+
+def build_editable(*arguments, **named):
+    _check_compilers()
+    return mesonpy.build_editable(*arguments, **named)
 
 
 _set("MESON", "meson")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`pip install --no-build-isolation .` needs no activated environment: what it builds with
-is found beside the Python that builds."""
+"""`pip install .` finds what it builds with beside the Python that builds, whether that is
+activated or not, and torch in the environment that pip hides from it. What is missing is named
+with what to do."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import os
 import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
+import pytest
 from tree import ROOT
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
@@ -53,3 +56,53 @@ def test_what_the_environment_names_is_taken(tmp_path: Path) -> None:
         link.symlink_to(command)
     mine = [str(link) for link in links]
     assert commands(MESON=mine[0], NINJA=mine[1]) == mine
+
+
+def last_words(*command: str | Path, **variables: str) -> str:
+    """What a command that fails says, without a traceback."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
+    done = subprocess.run(
+        [str(word) for word in command], env=kept | variables, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+@pytest.mark.parametrize("variables", [{}, {"CC": "true", "CXX": "ccache nowhere++"}], ids=repr)
+def test_a_missing_compiler_is_named(hook: str, variables: dict[str, str]) -> None:
+    run = f"import optfuse_build; optfuse_build.{hook}('/nowhere')"
+    path = {"PYTHONPATH": str(ROOT / "python_loader"), "PATH": "/bin" if variables else "/nowhere"}
+    said = last_words(sys.executable, "-c", run, **path, **variables)
+    missing = "no C++ compiler (nowhere++)" if variables else "no C compiler (cc, gcc, clang)"
+    assert missing in said and "apt install g++" in said
+
+
+def test_a_missing_meson_python_is_named() -> None:
+    path = {"PYTHONPATH": str(ROOT / "python_loader")}
+    said = last_words(sys.executable, "-S", "-c", "import optfuse_build", **path)
+    assert "no mesonpy" in said and "pip install meson-python meson ninja" in said
+
+
+INFO = ROOT / "shim" / "torch_info.py"
+
+
+def test_an_isolated_build_finds_the_torch_that_pip_hides() -> None:
+    import torch
+
+    command = [sys.executable, "-S", str(INFO)]  # without site-packages, as in pip's isolation
+    done = subprocess.run(command, capture_output=True, text=True)
+    release = ".".join(torch.__version__.split(".")[:2])
+    assert done.stdout.split() == [release, str(Path(torch.__file__).parent)], done.stderr
+
+
+def test_a_missing_torch_is_named(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", symlinks=True)
+    said = last_words(tmp_path / "bare" / "bin" / "python", INFO)
+    assert "Install torch first" in said and "pip install --no-build-isolation ." in said
+
+
+def test_a_directory_without_headers_is_named(tmp_path: Path) -> None:
+    assert "is no torch package" in last_words(sys.executable, INFO, tmp_path)
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0'\n")
+    assert "has no headers" in last_words(sys.executable, INFO, tmp_path)
