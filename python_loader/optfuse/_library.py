@@ -21,6 +21,7 @@ from optfuse._releases import TESTED, is_too_old, release_of
 
 ABI = 4  # of the C functions that the loader calls
 PLATFORM = "linux_x86_64"
+INSTALL = f"pip install 'torch=={TESTED[-1]}.*'"
 REBUILD = (
     "build it with `pip install --no-build-isolation .` in the environment that has this torch"
 )
@@ -76,7 +77,9 @@ def check_release(torch: Torch) -> None:
     if is_too_old(torch.release):
         raise ImportError(
             f"optfuse supports torch {TESTED[0]} to {TESTED[-1]}; this is torch "
-            f"{torch.version}: install a supported release, then {REBUILD}"
+            f"{torch.version}: install a supported release, such as by `{INSTALL}`; an optfuse "
+            "that was built from source is then built again by `pip install "
+            "--no-build-isolation .`"
         )
 
 
@@ -128,16 +131,30 @@ def descriptions(package: Path) -> list[Path]:
 def choose(candidates: Iterable[Path], torch: Torch, package: Path) -> Path:
     """The first library that serves this torch. Raises ImportError that says
     what was found instead."""
+    builds = [read_build(description) for description in candidates]
+    if not builds:
+        raise ImportError(f"optfuse has no compiled library in {package}: {REBUILD}")
+    for_release = [build for build in builds if build.torch == torch.release]
+    if not for_release:
+        raise ImportError(_no_release(builds, torch))
     reasons = []
-    for description in candidates:
-        build = read_build(description)
+    for build in for_release:
         reason = mismatch(build, torch)
         if reason is None:
             return build.library
         reasons.append(f"{build.library} is {reason}")
-    if not reasons:
-        raise ImportError(f"optfuse has no compiled library in {package}: {REBUILD}")
     raise ImportError(f"optfuse can't be loaded: {'; '.join(reasons)}: {REBUILD}")
+
+
+def _no_release(builds: Iterable[Build], torch: Torch) -> str:
+    """Where all libraries are for other releases."""
+    releases = [build.torch for build in builds]
+    one = f"`pip install 'torch=={releases[-1]}.*'`"
+    return (
+        f"optfuse is built for torch {', '.join(releases)}, and this is torch {torch.version}: "
+        f"{one} installs a torch that it is built for. Or install an optfuse that is built for "
+        f"torch {torch.release}, or {REBUILD}"
+    )
 
 
 def find(torch: Torch, environment: Mapping[str, str], package: Path) -> Path:
@@ -187,8 +204,12 @@ def _in_main_interpreter() -> bool:
     return bool(current() == main())
 
 
-def load() -> ctypes.CDLL:
-    """Opens the library, its operators registered with torch."""
+def _broken_torch(error: ImportError) -> str:
+    return f"optfuse needs torch, which can't be imported: {error}: repair it, or {INSTALL}"
+
+
+def here() -> Path:
+    """The library for this process's torch. Raises ImportError that says what to do."""
     check_platform(
         system=sys.platform,
         machine=platform.machine(),
@@ -199,11 +220,22 @@ def load() -> ctypes.CDLL:
     )
     try:
         import torch  # first: the library's symbols come from what it loads
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise ImportError(_broken_torch(error)) from error
+        raise ImportError(f"optfuse needs torch, and this Python has none: {INSTALL}") from error
     except ImportError as error:
-        raise ImportError(f"optfuse needs torch, which can't be imported: {error}") from error
+        raise ImportError(_broken_torch(error)) from error
 
-    here = Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))
-    path = str(find(here, os.environ, Path(__file__).resolve().parent))
+    its = Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))
+    return find(its, os.environ, Path(__file__).resolve().parent)
+
+
+def load() -> ctypes.CDLL:
+    """Opens the library, its operators registered with torch."""
+    path = str(here())
+    import torch
+
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     opened = ctypes.CDLL(path)
     opened.of_shim_set_cuda_library.argtypes = [ctypes.c_char_p]

@@ -75,6 +75,7 @@ def test_older_releases_are_refused_with_what_to_do(version: str) -> None:
         _library.check_release(_library.Torch(version, True))
     message = str(caught.value)
     assert "2.11 to 2.15" in message and version in message
+    assert "`pip install 'torch==2.15.*'`" in message
     assert "pip install --no-build-isolation ." in message
 
 
@@ -84,7 +85,7 @@ def test_a_release_that_came_later_needs_a_library_that_was_built_for_it(
 ) -> None:
     torch = _library.Torch(version, True)
     make_library(tmp_path)
-    with pytest.raises(ImportError, match=r"built for torch 2\.13 .*, but this is torch") as caught:
+    with pytest.raises(ImportError, match=r"built for torch 2\.13, and this is torch") as caught:
         _library.find(torch, {}, tmp_path)
     message = str(caught.value)
     assert version in message and "pip install --no-build-isolation ." in message
@@ -102,6 +103,51 @@ def test_of_several_libraries_the_one_for_this_torch_is_chosen(tmp_path: Path) -
     make_library(tmp_path, "liboptfuse_torch-2.13-cxx11abi0-linux_x86_64", cxx11_abi=False)
     library = make_library(tmp_path)
     assert _library.find(TORCH, {}, tmp_path) == library
+
+
+def test_where_all_are_for_other_releases_one_clause_names_them_and_one_a_torch(
+    tmp_path: Path,
+) -> None:
+    for release in ("2.11", "2.12", "2.13"):
+        make_library(tmp_path, f"liboptfuse_torch-{release}-cxx11abi1-linux_x86_64", torch=release)
+    with pytest.raises(ImportError) as caught:
+        _library.find(_library.Torch("2.14.1", True), {}, tmp_path)
+    message = str(caught.value)
+    assert message.startswith("optfuse is built for torch 2.11, 2.12, 2.13, and this is torch 2.14")
+    assert "`pip install 'torch==2.13.*'`" in message and "built for torch 2.14" in message
+    assert message.count("built for torch 2.12") == 0, "a clause for each library"
+
+
+NO_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, *rest):
+        if name == {module!r}:
+            raise {error}
+sys.meta_path.insert(0, Refuse())
+import types
+package = types.ModuleType("optfuse")
+package.__path__ = [{package!r}]
+sys.modules["optfuse"] = package
+import optfuse._library
+optfuse._library.load()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "says"),
+    [
+        ("torch", "ModuleNotFoundError('none', name='torch')", "this Python has none: pip install"),
+        ("torch", "ImportError('libfoo.so is missing')", "libfoo.so is missing: repair it, or pip"),
+        ("typing_extensions", "ModuleNotFoundError('no x', name='x')", "no x: repair it, or pip"),
+    ],
+)
+def test_a_torch_that_is_missing_or_broken_is_told_apart(
+    module: str, error: str, says: str
+) -> None:
+    package = str(Path(_library.__file__).parent)
+    message = run_load(NO_TORCH.format(module=module, error=error, package=package))
+    assert says in message and "'torch==2.15.*'" in message
 
 
 @pytest.mark.parametrize(
