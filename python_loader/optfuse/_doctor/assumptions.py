@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,6 +58,8 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "untyped_storage()": lambda p: _first_bytes(p.untyped_storage()),
     "torch.save()": lambda p: _saved(p)[0].item(),
 }
+if importlib.util.find_spec("numpy") is None:  # torch works without
+    del USES["NumPy"]
 
 
 def _first_bytes(storage: Any) -> float:
