@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Versions of the system's symbols that a library asks for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+Version = tuple[int, ...]
+
+
+def asked(library: Path) -> dict[str, Version]:
+    """The newest version of each family, such as {"GLIBC": (2, 17), "GLIBCXX": (3, 4, 21)}."""
+    command = ["readelf", "--version-info", "--wide", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    needs = text[text.index("Version needs section") :] if "Version needs section" in text else ""
+    found: dict[str, Version] = {}
+    for family, version in re.findall(r"Name: (\w+)_([\d.]+)", needs):
+        numbers = tuple(map(int, version.split(".")))
+        found[family] = max(found.get(family, ()), numbers)
+    return found
+
+
+def newest(libraries: Iterable[Path]) -> dict[str, Version]:
+    found: dict[str, Version] = {}
+    for library in libraries:
+        for family, version in asked(library).items():
+            found[family] = max(found.get(family, ()), version)
+    return found
+
+
+def too_new(library: Path, allowed: dict[str, Version]) -> dict[str, Version]:
+    """What it asks for beyond `allowed`, where a family that is missing allows nothing."""
+    return {f: v for f, v in asked(library).items() if v > allowed.get(f, ())}
