@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// error.h: errors raised inside operators and backward arrive in Python as
-// optfuse.Error; those of functions that the core calls become the thread's error.
+// error.h: errors raised inside operators and backward arrive in Python as its optfuse.Error,
+// and in a C++ program as the C++ class of that name; those of functions that the core calls
+// become the thread's error.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -8,6 +9,7 @@
 #include <exception>
 #include <string>
 
+#include "cxx/error.hpp"
 #include "optfuse.h"
 
 // Python.h's own declaration; nothing of Python is linked.
@@ -33,18 +35,26 @@ struct __attribute__((visibility("default"))) PyTorchError : public std::excepti
 
 namespace optfuse {
 
-struct Error final : torch::PyTorchError {
-    explicit Error(std::string text, _object *raised = type)
+struct PythonError final : torch::PyTorchError {
+    PythonError(std::string text, _object *raised)
         : PyTorchError(std::move(text)), raises(raised) {}
     _object *python_type() override { return raises; }
     _object *raises;                       // borrowed
     static inline _object *type = nullptr; // optfuse.Error; set once by of_shim_init()
 };
 
+// raised: another type of Python's than optfuse.Error.
+[[noreturn]] inline void fail(const std::string &text, _object *raised = nullptr) {
+    _object *const type = raised != nullptr ? raised : PythonError::type;
+    if (type == nullptr) // no Python here
+        throw Error(text);
+    throw PythonError(text, type);
+}
+
 // Raises the core's error of this thread.
 inline void check(of_status status) {
     if (status != OF_OK)
-        throw Error(std::string("optfuse: ") + of_error_message());
+        fail(std::string("optfuse: ") + of_error_message());
 }
 
 // What the work returns; or `failed`, if it throws: "<what><whose> failed: <why>" is then the

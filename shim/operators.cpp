@@ -13,6 +13,7 @@
 #include "matrix/products.h"
 #include "plan.h"
 #include "python/gil.h"
+#include "slots.h"
 #include "tensor/arrival.h"
 #include "tensor/exchange.h"
 #include "tensor/host.h"
@@ -28,31 +29,18 @@ Plan &plan_at(int64_t address) {
 
 Slot &slot_at(Plan &plan, int64_t index) {
     if (index < 0 || static_cast<size_t>(index) >= plan.slots.size())
-        throw Error("optfuse: no parameter number " + std::to_string(index));
+        fail("optfuse: no parameter number " + std::to_string(index));
     return *plan.slots[static_cast<size_t>(index)];
-}
-
-void add_slot(Plan &plan, const at::Tensor &param, int64_t group, bool eager, int64_t tried,
-              std::string label) {
-    auto *slot = new Slot(param);
-    slot->plan = &plan;
-    slot->group = static_cast<size_t>(group);
-    slot->tried = tried;
-    slot->label = std::move(label);
-    // The core owns the slot from here on, also when this fails.
-    if (of_plan_add_slot(plan.core, slot, static_cast<size_t>(group), eager, &slot->index) != OF_OK)
-        throw Error(std::string("optfuse: ") + of_error_message());
-    plan.slots.push_back(slot);
 }
 
 // Traced, they would come with tensors that have no numbers, and that the plan must not keep.
 void refuse_fake_tensors(const char *what) {
     using Modes = c10::impl::TorchDispatchModeTLS;
     if (Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value())
-        throw Error(std::string("optfuse: ") + what +
-                    " inside code that is traced (torch.compile, torch.export or a "
-                    "FakeTensorMode), where tensors are fake; nothing was changed. Call "
-                    "optimizer.step() and functions of optfuse outside of it");
+        fail(std::string("optfuse: ") + what +
+             " inside code that is traced (torch.compile, torch.export or a "
+             "FakeTensorMode), where tensors are fake; nothing was changed. Call "
+             "optimizer.step() and functions of optfuse outside of it");
 }
 
 // For a plan without slots whose groups are set. One entry a parameter in each
@@ -66,7 +54,8 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
     Plan &plan = plan_at(address);
     plan.tried_on_cpu = tried_on_cpu;
     for (size_t i = 0; i < params.size(); i++) {
-        add_slot(plan, params[i], groups[i], eager[i] != 0, tried[i], labels[i]);
+        add_slot(plan, params[i], static_cast<size_t>(groups[i]), eager[i] != 0, tried[i],
+                 labels[i]);
         if (updated[i] != 0)
             of_plan_set_updated(plan.core, i);
     }
@@ -87,29 +76,16 @@ at::Tensor parameter_of(int64_t address, int64_t index) {
     return reference_to(slot_at(plan_at(address), index).param);
 }
 
-// state: the rule's state tensors in its order, then its counters; None where
-// there is none. Rules without kernels: all state tensors, in the class's order if
-// they have a native update; with a None among them if an update may change
-// something else too.
-// step: the counter, or None. first: the rule has no counter and this state
-// is new.
-void set_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
-               const std::optional<at::Tensor> &step, bool first) {
+// See slots.h. Rules without kernels: all state tensors, in the class's order if they have a
+// native update; with a None among them if an update may change something else too.
+void tell_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
+                const std::optional<at::Tensor> &step, bool first) {
     refuse_fake_tensors("optimizer state is told");
     Slot &slot = slot_at(plan_at(address), index);
-    const of_rule *rule = slot.plan->rule;
-    if (rule->external) {
+    if (slot.plan->rule->external)
         set_own_state(slot, state);
-        return;
-    }
-    if (state.size() != rule->n_state + rule->n_counters)
-        throw Error("optfuse: a wrong number of state tensors");
-    for (size_t i = 0; i < rule->n_state; i++)
-        slot.state[i] = state[i] ? *state[i] : at::Tensor();
-    for (size_t i = 0; i < rule->n_counters; i++)
-        slot.counters[i] = state[rule->n_state + i] ? *state[rule->n_state + i] : at::Tensor();
-    slot.step = step ? *step : at::Tensor();
-    slot.first = first;
+    else
+        set_state(slot, state, step, first);
 }
 
 // The program of the updates of these slots from here on, with the state in set_state()'s order.
@@ -169,16 +145,9 @@ void set_device_scalars(int64_t address, const std::vector<std::optional<at::Ten
                                  found_inf ? *found_inf : at::Tensor());
 }
 
-void attach(int64_t address, const std::vector<at::Tensor> &params) {
+void attach_all(int64_t address, const std::vector<at::Tensor> &params) {
     refuse_fake_tensors("gradient hooks are attached");
-    Plan &plan = plan_at(address);
-    for (size_t i = 0; i < params.size(); i++)
-        if (has_other_gradient_hook(&plan, params[i]))
-            throw Error("optfuse: " + plan.slots[i]->label +
-                        " already belongs to another optimizer in backward mode; use "
-                        "mode=\"forward\" for both, or unfuse the other first");
-    for (size_t i = 0; i < params.size(); i++)
-        attach_gradient_hook(plan.self, plan.slots[i], params[i]);
+    attach(plan_at(address), params);
 }
 
 void detach(int64_t address, const std::vector<at::Tensor> &params) {
@@ -235,7 +204,7 @@ std::vector<size_t> numbers_of(const Plan &plan, const std::vector<int64_t> &slo
     std::vector<size_t> numbers;
     for (const int64_t slot : slots) {
         if (slot < 0 || static_cast<size_t>(slot) >= plan.slots.size())
-            throw Error("optfuse: no parameter number " + std::to_string(slot));
+            fail("optfuse: no parameter number " + std::to_string(slot));
         numbers.push_back(static_cast<size_t>(slot));
     }
     return numbers;
@@ -299,7 +268,7 @@ c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
 void await_gradient(const at::Tensor &grad) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (grad.defined() && g->has_storage() && !await_arrival(storage_of(g)))
-        throw Error(std::string("optfuse: ") + of_error_message());
+        fail(std::string("optfuse: ") + of_error_message());
 }
 
 std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
@@ -347,7 +316,7 @@ std::optional<bool> unscale_gradients(const std::vector<int64_t> &plans,
 
 Polynomial polynomial_of(const std::vector<double> &numbers) {
     if (numbers.size() != 3)
-        throw Error("optfuse: a Newton-Schulz iteration has three coefficients");
+        fail("optfuse: a Newton-Schulz iteration has three coefficients");
     return {numbers[0], numbers[1], numbers[2]};
 }
 
@@ -390,7 +359,7 @@ void launch(const at::Tensor &) {}
 
 // For the loader's check that errors arrive as optfuse.Error.
 void raise_error(const std::string &message) {
-    throw Error(message);
+    fail(message);
 }
 
 } // namespace
@@ -401,7 +370,7 @@ TORCH_LIBRARY(optfuse, m) {
           "int[] tried, int tried_on_cpu, str[] labels) -> ()",
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
-          optfuse::set_state);
+          optfuse::tell_state);
     m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
     m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
           optfuse::set_device_scalars);
@@ -411,7 +380,7 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("set_program_with_calls(int plan, int[] slots, int n_registers, int touches, "
           "int writes, int[] forms, str[] words, int[] code, float[] numbers) -> ()",
           optfuse::set_program_with_calls);
-    m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach);
+    m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach_all);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
     m.def("set_reduced(int plan, int[] slots) -> ()", optfuse::set_reduced);
     m.def("take_parts(int plan, int[] slots, Tensor bucket, int[] offsets) -> bool",

@@ -15,6 +15,7 @@
 #include "external/native.h"
 #include "gpu/scalars.h"
 #include "optfuse.h"
+#include "owner.h"
 #include "shim.h"
 #include "traced/programs.h"
 
@@ -31,7 +32,7 @@ struct Slot {
     size_t index = 0;
     size_t group = 0;
     std::string label; // how errors name the parameter
-    // Borrowed: the loader keeps the parameter alive as long as the slot. A
+    // Borrowed: the owner keeps the parameter alive as long as the slot. A
     // reference from here would hide a cycle (parameter -> Python attribute or
     // hook -> optimizer) from Python's garbage collector, and even a weak one
     // makes torch.utils.swap_tensors refuse the parameter.
@@ -96,6 +97,7 @@ struct Plan {
     }
     std::shared_ptr<Plan> self;
     of_plan *core = nullptr;
+    Owner *owner = nullptr; // outlives the plan, or has closed it
     of_mode mode = OF_FORWARD;
     const of_rule *rule = nullptr;
     NativeUpdate *native = nullptr; // rules without kernels: or Python updates

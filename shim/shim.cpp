@@ -19,6 +19,7 @@
 #include "python/gil.h"
 #include "python/interpreter.h"
 #include "python/log.h"
+#include "start.h"
 #include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
@@ -41,13 +42,6 @@ bool clean(c10::TensorImpl *impl) {
         return false;
     optfuse::unmark(impl);
     return true;
-}
-
-// A child has none of the threads that complete a reduction.
-void prepare_fork() {
-    const optfuse::WithoutGil wait;
-    optfuse::await_arrivals(optfuse::ALL_GROUPS);
-    of_fork_prepare();
 }
 
 // A handler of a signal may call in the middle of an update, whose lock this thread has.
@@ -84,12 +78,11 @@ int of_shim_init(void *error_type, void *callback) {
     try {
         if (!of_python_find())
             return OF_REFUSED;
-        const int status = optfuse::register_first_use();
+        const int status = optfuse::start();
         if (status != OF_OK)
             return status;
-        optfuse::Error::type = static_cast<_object *>(error_type);
+        optfuse::PythonError::type = static_cast<_object *>(error_type);
         optfuse::set_callback(static_cast<_object *>(callback));
-        pthread_atfork(prepare_fork, of_fork_parent, of_fork_child);
         return OF_OK;
     } catch (const std::exception &e) {
         return failed(e);
@@ -123,6 +116,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         plan->rule = of_plan_rule(plan->core);
         plan->native = optfuse::native_update(plan->rule->name);
         plan->self = plan;
+        plan->owner = &optfuse::python_owner();
         if (plan->rule->external)
             optfuse::updates_take_the_gil();
         *out = optfuse::handle_of(plan.get());

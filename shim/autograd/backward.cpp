@@ -43,10 +43,10 @@ void check(const Plan *plan, size_t slot, of_status status) {
     const std::string text = of_error_message();
     if (slot == OF_NO_SLOT) {
         _object *type = std::exchange(raised_in_python, nullptr);
-        throw type == nullptr ? Error("optfuse: " + text) : Error(text, type);
+        fail(type == nullptr ? "optfuse: " + text : text, type);
     }
     const std::string label = slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
-    throw Error("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
+    fail("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
 
 // Those of them that are a part of a bucket become tensors of their own.
@@ -55,9 +55,10 @@ void leave_buckets(const Plan *plan);
 // The functions of of_backward_host.
 
 bool begin(void *ctx, bool only_adds) {
-    if (!OF_GUARD(create_graph) || !c10::GradMode::is_enabled())
-        return ask_python(static_cast<Plan *>(ctx), OF_SHIM_BACKWARD, only_adds) != 0;
+    auto *plan = static_cast<Plan *>(ctx);
     raised_in_python = nullptr;
+    if (!OF_GUARD(create_graph) || !c10::GradMode::is_enabled())
+        return plan->owner->begin_backward(plan, only_adds);
     of_set_error("backward(create_graph=True) needs the weights and gradients of this backward "
                  "later, but backward fusion updates them at once; use "
                  "optfuse.fuse(optimizer, mode=\"forward\")");
@@ -72,8 +73,9 @@ of_device measure(void *, void *tensor, int64_t *numel, size_t *bytes) {
 }
 
 bool make_state(void *ctx, size_t slot) {
-    const LastingMemory lasting(static_cast<Plan *>(ctx)->slots[slot]->param->device());
-    return ask_python(static_cast<Plan *>(ctx), OF_SHIM_STATE, slot) != 0;
+    auto *plan = static_cast<Plan *>(ctx);
+    const LastingMemory lasting(plan->slots[slot]->param->device());
+    return plan->owner->make_state(plan, slot);
 }
 
 // Whether others hold the gradient, as a variable of the user's does, or its memory, as a buffer
@@ -105,11 +107,13 @@ class EndOfPass {
     void run() {
         size_t at = OF_NO_SLOT;
         const bool waited = !plan->reduces || is_closed(plan.get()) ||
-                            ask_python(plan.get(), OF_SHIM_REDUCED, 0) != 0;
+                            plan->owner->await_reduction(plan.get());
         const of_status status = waited ? of_pass_end(pass, &at) : OF_REFUSED;
         if (plan->reduces)
             leave_buckets(plan.get());
         check(plan.get(), at, status);
+        if (!is_closed(plan.get()))
+            plan->owner->end_backward(plan.get());
     }
 
   private:

@@ -198,16 +198,16 @@ bool answer_consumed(const char *op, c10::TensorImpl *impl) {
     if (converts(op) && !impl->key_set().has(c10::DispatchKey::Python))
         return true;
     const bool raw = std::strcmp(op, "optfuse::access") == 0;
-    throw Error(std::string("optfuse: ") +
-                (raw ? "an access to raw memory (such as data_ptr)" : op) +
-                " read the gradient of a parameter of shape " + shape_of(impl) +
-                ", but backward fusion has already applied it and freed it. Call step() and "
-                "zero_grad() before the next backward that reaches this parameter. Backward "
-                "passes that only add to the gradients, or whose gradients for this optimizer are "
-                "thrown away (as those of a GAN's generator loss for the discriminator), belong "
-                "inside `with optfuse.accumulate(optimizer):`. Clipping, loss scaling and anything "
-                "else that needs gradients after backward work with optfuse.fuse(optimizer, "
-                "mode=\"forward\").");
+    fail(std::string("optfuse: ") +
+         (raw ? "an access to raw memory (such as data_ptr)" : op) +
+         " read the gradient of a parameter of shape " + shape_of(impl) +
+         ", but backward fusion has already applied it and freed it. Call step() and "
+         "zero_grad() before the next backward that reaches this parameter. Backward "
+         "passes that only add to the gradients, or whose gradients for this optimizer are "
+         "thrown away (as those of a GAN's generator loss for the discriminator), belong "
+         "inside `with optfuse.accumulate(optimizer):`. Clipping, loss scaling and anything "
+         "else that needs gradients after backward work with optfuse.fuse(optimizer, "
+         "mode=\"forward\").");
 }
 
 } // namespace optfuse

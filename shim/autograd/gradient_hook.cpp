@@ -31,8 +31,8 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     }
 
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override {
-        throw Error("optfuse: backward fusion does not work under compiled autograd; use "
-                    "optfuse.fuse(optimizer, mode=\"forward\")");
+        fail("optfuse: backward fusion does not work under compiled autograd; use "
+             "optfuse.fuse(optimizer, mode=\"forward\")");
     }
 };
 

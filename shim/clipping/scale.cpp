@@ -130,7 +130,7 @@ bool scale_later(const GradientOf &of, double number, float norm) {
     note_stepping_thread(); // in the first iteration before any step()
     bool scaled = false;
     if (of_plan_scale(of.plan->core, of.slot->index, number, norm, &scaled) != OF_OK)
-        throw Error(std::string("optfuse: ") + of_error_message());
+        fail(std::string("optfuse: ") + of_error_message());
     if (scaled)
         of.grad().unsafeGetTensorImpl()->bump_version();
     return scaled;

@@ -17,7 +17,7 @@ const of_packing_row &row_for(const at::Tensor &t) {
         row = of_packing_find(t.scalar_type() == at::kFloat ? OF_FLOAT32 : OF_FLOAT64,
                               of_isa_detect());
     if (row == nullptr || !t.is_contiguous())
-        throw Error("optfuse: factors are contiguous, and float32 or float64");
+        fail("optfuse: factors are contiguous, and float32 or float64");
     return *row;
 }
 

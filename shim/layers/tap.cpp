@@ -216,7 +216,7 @@ void add(Registry &known, const std::vector<at::Tensor> &weights, std::shared_pt
     for (size_t i = 0; i < weights.size(); i++) {
         const auto found = known.layers.find(weights[i].unsafeGetTensorImpl());
         if (found != known.layers.end() && found->second.*user)
-            throw Error("optfuse: the weight of layer '" + layers[i]->name + "' " + what);
+            fail("optfuse: the weight of layer '" + layers[i]->name + "' " + what);
     }
     for (size_t i = 0; i < weights.size(); i++)
         known.layers[weights[i].unsafeGetTensorImpl()].*user = layers[i];
@@ -290,7 +290,7 @@ void set_input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
         const auto found = known.layers.find(weights[i].unsafeGetTensorImpl());
         if (found != known.layers.end() && found->second.input_weight &&
             found->second.input_weight->owner != owner)
-            throw Error("optfuse: " + names[i] + " is delayed by another optimizer already");
+            fail("optfuse: " + names[i] + " is delayed by another optimizer already");
     }
     for (size_t i = 0; i < weights.size(); i++) {
         auto &weight = known.layers[weights[i].unsafeGetTensorImpl()].input_weight;

@@ -44,8 +44,8 @@ struct Kept {
 };
 
 [[noreturn]] void refuse_compiled_autograd() {
-    throw Error("optfuse: reorder() does not work under compiled autograd; call "
-                "Reordering.remove() first");
+    fail("optfuse: reorder() does not work under compiled autograd; call "
+         "Reordering.remove() first");
 }
 
 // Releases differ in how nodes are counted.
@@ -61,10 +61,10 @@ struct Task : Node {
     std::vector<int64_t> bias_sizes; // of a convolution that has one
 
     [[noreturn]] void changed(const char *what) const {
-        throw Error("optfuse: " + std::string(what) + " of layer '" + use.name() +
-                    "' was changed in place after its dX was computed and before its dW, which "
-                    "waits (optfuse.reorder); change a copy, or skip the layer with skip=[\"" +
-                    use.name() + "\"]");
+        fail("optfuse: " + std::string(what) + " of layer '" + use.name() +
+             "' was changed in place after its dX was computed and before its dW, which "
+             "waits (optfuse.reorder); change a copy, or skip the layer with skip=[\"" +
+             use.name() + "\"]");
     }
     std::tuple<at::Tensor, at::Tensor, at::Tensor>
     convolution_backward(const at::Tensor &dy, const at::Tensor &x, const at::Tensor &w,
@@ -215,9 +215,9 @@ struct InputTask final : Task {
         if (!instead.defined())
             return w.unpack();
         if (at::GradMode::is_enabled())
-            throw Error("optfuse: backward(create_graph=True) through " + use.name() +
-                        ", whose dX is computed with other weights than its forward pass used "
-                        "(optfuse.fuse with weights=), has no meaning; use weights=\"stash\"");
+            fail("optfuse: backward(create_graph=True) through " + use.name() +
+                 ", whose dX is computed with other weights than its forward pass used "
+                 "(optfuse.fuse with weights=), has no meaning; use weights=\"stash\"");
         return instead.to(g.scalar_type()); // autocast had given the weight this type
     }
     void compute(const at::Tensor &g, variable_list &out) {

@@ -104,7 +104,7 @@ int take_exception(bool as_it_is) {
     if (as_it_is || p.matches(type, *p.exception) == 0) {
         raised_in_python = type;
         p.keep(type); // for ever: nobody knows for how long it is needed
-    } else if (p.matches(type, Error::type) == 0) {
+    } else if (p.matches(type, PythonError::type) == 0) {
         text = text_of(p.attribute(type, "__name__")) + ": " + text;
     } else if (text.rfind("optfuse: ", 0) == 0) {
         text.erase(0, 9);
@@ -173,6 +173,26 @@ int ask_python(Plan *plan, of_shim_event event, size_t slot) {
     const long number = p.number(answer);
     p.drop(answer);
     return static_cast<int>(number);
+}
+
+namespace {
+
+struct PythonOwner final : Owner {
+    bool begin_backward(Plan *plan, bool only_adds) override {
+        return ask_python(plan, OF_SHIM_BACKWARD, only_adds) != 0;
+    }
+    bool make_state(Plan *plan, size_t slot) override {
+        return ask_python(plan, OF_SHIM_STATE, slot) != 0;
+    }
+    bool await_reduction(Plan *plan) override { return ask_python(plan, OF_SHIM_REDUCED, 0) != 0; }
+    void end_backward(Plan *) override {}
+};
+
+} // namespace
+
+Owner &python_owner() {
+    static PythonOwner owner;
+    return owner;
 }
 
 } // namespace optfuse

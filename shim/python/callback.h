@@ -5,12 +5,15 @@
 #include <cstddef>
 
 #include "error.h"
+#include "owner.h"
 #include "shim.h"
 
 namespace optfuse {
 
 struct Plan;
 
+// Of every optimizer that Python has fused.
+Owner &python_owner();
 void set_callback(_object *callable);
 // Calls Python. Returns the answer (shim.h), or 0 if the call raised: of_error_message() says
 // why, and raised_in_python is the type to raise if that is not optfuse.Error.

@@ -38,7 +38,7 @@ void exchange(const std::vector<at::Tensor> &a, const std::vector<at::Tensor> &b
     const at::NoGradGuard values_only;
     for (size_t i = 0; i < a.size(); i++) {
         if (a[i].sizes() != b[i].sizes() || a[i].dtype() != b[i].dtype())
-            throw Error("optfuse: tensors that change places differ in size or dtype");
+            fail("optfuse: tensors that change places differ in size or dtype");
         if (in_place[i] == 0 && a[i].strides() == b[i].strides() && has_own_memory(a[i]) &&
             has_own_memory(b[i]))
             exchange_memory(a[i], b[i]);

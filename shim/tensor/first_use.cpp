@@ -38,10 +38,9 @@ of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
 }
 
 // An interrupt that came while an optimizer's own step() ran stays one.
-Error failure(const char *op) {
-    _object *interrupt = std::exchange(raised_in_python, nullptr);
-    return Error(std::string("optfuse: ") + op + ": " + of_error_message(),
-                 interrupt == nullptr ? Error::type : interrupt);
+[[noreturn]] void raise_failure(const char *op) {
+    fail(std::string("optfuse: ") + op + ": " + of_error_message(),
+         std::exchange(raised_in_python, nullptr));
 }
 
 // Whether the operator is answered with a consumed gradient.
@@ -54,7 +53,7 @@ bool use(const char *op, const at::Tensor &tensor) {
     const bool stranger = called_by_stranger();
     const of_accessed accessed = access_without_gil(impl, stranger);
     if (accessed == OF_ACCESS_FAILED)
-        throw failure(op);
+        raise_failure(op);
     // While a GPU may still run the update, other streams have to come here, too. The
     // key set is no atomic: only the threads that train write it.
     if (!stranger && accessed != OF_IN_FLIGHT)

@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 
+#include "autograd/backward.h"
 #include "autograd/consumed.h"
 #include "clipping/pending.h"
 #include "compat.h"

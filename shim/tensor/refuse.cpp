@@ -89,7 +89,7 @@ of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype
 
 constexpr int64_t DEVICES = 256; // of a dtype: the CPU, and GPUs from 1 on
 
-static int64_t place_of(const c10::TensorImpl *p, of_dtype dtype) {
+int64_t place_of(const c10::TensorImpl *p, of_dtype dtype) {
     return int64_t{dtype} * DEVICES + (is_gpu(p->device()) ? p->device().index() + 1 : 0);
 }
 

@@ -20,6 +20,8 @@ of_found refuse(const Slot *slot, const char *which, const char *what, const std
 bool is_frozen_inference(const c10::TensorImpl *impl);
 of_found refuse_frozen(const Slot *slot, const char *which);
 of_found check_param(const Slot *slot, const c10::TensorImpl *p, of_dtype *dtype);
+// Dtype and device in one number: Slot::tried.
+int64_t place_of(const c10::TensorImpl *p, of_dtype dtype);
 bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,

@@ -48,28 +48,28 @@ struct Reader {
 
     int64_t integer() {
         if (next >= code.size())
-            throw Error("optfuse: a program ends too early");
+            fail("optfuse: a program ends too early");
         return code[next++];
     }
     double number() {
         if (next_number >= numbers.size())
-            throw Error("optfuse: a program has too few numbers");
+            fail("optfuse: a program has too few numbers");
         return numbers[next_number++];
     }
     const std::string &word() {
         if (next_word >= words.size())
-            throw Error("optfuse: a program has too few words");
+            fail("optfuse: a program has too few words");
         return words[next_word++];
     }
     int64_t known(int64_t value) const {
         if (value < -1 || value >= n_registers)
-            throw Error("optfuse: a program has an unknown register");
+            fail("optfuse: a program has an unknown register");
         return value;
     }
     size_t from() {
         const int64_t value = known(integer());
         if (value < 0)
-            throw Error("optfuse: a program reads no register");
+            fail("optfuse: a program reads no register");
         return static_cast<size_t>(value);
     }
     std::vector<int64_t> registers() {
@@ -102,15 +102,15 @@ struct Reader {
         }
         for (const Segment::Patch &patch : made.patches)
             if (patch.instruction >= n)
-                throw Error("optfuse: a program has an unknown instruction");
+                fail("optfuse: a program has an unknown instruction");
         of_program core = {};
         core.code = made.code.data();
         core.n = n;
         if (const char *wrong = of_program_check(&core))
-            throw Error(std::string("optfuse: a program can't be run: ") + wrong);
+            fail(std::string("optfuse: a program can't be run: ") + wrong);
         for (size_t i = 0; i < OF_REGISTER_TEMPORARY; i++)
             if (made.memory[i] < 0 && ((core.reads | core.writes) >> i & 1u) != 0)
-                throw Error("optfuse: a program has a register without memory");
+                fail("optfuse: a program has a register without memory");
         if (made.patches.empty()) // else these are the places of its numbers
             made.code.resize(of_program_fuse(made.code.data(), n));
         made.core = core;
@@ -126,7 +126,7 @@ struct Reader {
                   registers()};
         const auto &schema = made.operation.schema();
         if (made.results.size() > schema.returns().size() && schema.returns().size() != 1)
-            throw Error("optfuse: a program has an operator with too many results");
+            fail("optfuse: a program has an operator with too many results");
         for (size_t i = 0; i < schema.arguments().size(); i++) {
             const c10::Argument &argument = schema.arguments()[i];
             made.arguments.push_back(value(made, i, argument, argument.real_type()));
@@ -177,7 +177,7 @@ struct Reader {
         case kDevice:
             return c10::Device(word());
         default:
-            throw Error("optfuse: a program has an unknown argument");
+            fail("optfuse: a program has an unknown argument");
         }
     }
 
@@ -186,7 +186,7 @@ struct Reader {
         const auto n = static_cast<size_t>(integer());
         const auto of = type->cast<c10::ListType>();
         if (!of)
-            throw Error("optfuse: a program has a list where its operator takes none");
+            fail("optfuse: a program has a list where its operator takes none");
         const c10::TypePtr &element = of->getElementType();
         if (element->kind() == c10::TypeKind::TensorType) {
             c10::List<at::Tensor> tensors;
@@ -256,7 +256,7 @@ void run(of_plan *plan, const Segment &segment, Registers &at, const of_inputs &
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         part.state[i] = memory_of(at, segment.memory[OF_REGISTER_STATE + i]);
     if (of_plan_run_program(plan, &part) != OF_OK)
-        throw Error(of_error_message());
+        fail(of_error_message());
 }
 
 // The list of a template belongs to it.
@@ -285,7 +285,7 @@ void run(const Call &call, Registers &at) {
             results.push_back(value.toTensor());
     }
     if (results.size() < call.results.size())
-        throw Error("optfuse: an operator has fewer results than it had when it was traced");
+        fail("optfuse: an operator has fewer results than it had when it was traced");
     for (size_t i = 0; i < call.results.size(); i++)
         if (call.results[i] >= 0)
             at[static_cast<size_t>(call.results[i])] = results[i];
@@ -308,13 +308,13 @@ Forms make_forms(const std::vector<int64_t> &words) {
     size_t next = 0;
     const auto word = [&] {
         if (next >= words.size())
-            throw Error("optfuse: a form of state ends too early");
+            fail("optfuse: a form of state ends too early");
         return words[next++];
     };
     while (next < words.size()) {
         const auto place = static_cast<size_t>(word());
         if (place >= forms.size())
-            throw Error("optfuse: a form is of no state");
+            fail("optfuse: a form is of no state");
         Form form{static_cast<at::ScalarType>(word()), false, {}, {}};
         const int64_t n = word();
         form.is_of_param = n < 0;

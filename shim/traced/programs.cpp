@@ -22,7 +22,7 @@ std::shared_ptr<const Program> make_program(const std::vector<int64_t> &code,
                                             const std::vector<double> &numbers) {
     const size_t n = code.size() / kWords;
     if (code.size() != n * kWords || numbers.size() != n * kNumbers)
-        throw Error("optfuse: a program has five words and two numbers for each instruction");
+        fail("optfuse: a program has five words and two numbers for each instruction");
     const auto program = std::make_shared<Program>();
     for (size_t i = 0; i < n; i++) {
         const int64_t *words = &code[i * kWords];
@@ -33,7 +33,7 @@ std::shared_ptr<const Program> make_program(const std::vector<int64_t> &code,
     program->core.code = program->code.data();
     program->core.n = n;
     if (const char *wrong = of_program_check(&program->core))
-        throw Error(std::string("optfuse: a program can't be run: ") + wrong);
+        fail(std::string("optfuse: a program can't be run: ") + wrong);
     program->core.n = of_program_fuse(program->code.data(), n);
     return program;
 }

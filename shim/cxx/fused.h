@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fused.h: the C ABI between optfuse.hpp, which every program compiles for itself, and the
+ * library. Programs include optfuse.hpp.
+ *
+ * No exception leaves these functions. Those that return an int give an of_status; on anything
+ * but 0 of_error_message() says what happened. */
+#ifndef OPTFUSE_SHIM_FUSED_H
+#define OPTFUSE_SHIM_FUSED_H
+
+#include "optfuse.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct of_shim_fused of_shim_fused;
+
+typedef struct of_shim_fuse_options {
+    uint32_t struct_size;   /* sizeof(of_shim_fuse_options) of the program's build */
+    uint32_t torch_release; /* major * 100 + minor of the headers that it includes */
+    of_mode mode;
+    size_t accumulate;   /* of_plan_options.passes */
+    size_t bucket_bytes; /* of_plan_options.bucket_bytes of the CPU; 0: the default */
+} of_shim_fuse_options;
+
+/* optimizer: a torch::optim::Optimizer *, borrowed. The caller owns *out. */
+OF_API int of_shim_fuse(void *optimizer, const of_shim_fuse_options *options, of_shim_fused **out);
+/* Launches what is pending. Does not look at the optimizer, which may be gone. */
+OF_API void of_shim_fused_free(of_shim_fused *fused);
+OF_API int of_shim_fused_step(of_shim_fused *fused);
+OF_API int of_shim_fused_zero_grad(of_shim_fused *fused, bool set_to_none);
+OF_API int of_shim_fused_flush(of_shim_fused *fused);
+/* of_plan_add_only(). */
+OF_API void of_shim_fused_add_only(of_shim_fused *fused, int entered);
+OF_API int of_shim_fused_counts(of_shim_fused *fused, of_counts *out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

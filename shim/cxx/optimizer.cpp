@@ -1,0 +1,345 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "cxx/optimizer.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <cstdlib>
+#include <sstream>
+#include <unordered_set>
+#include <utility>
+
+#include "autograd/backward.h"
+#include "error.h"
+#include "slots.h"
+#include "tensor/memory.h"
+#include "tensor/plain_mode.h"
+#include "tensor/refuse.h"
+
+namespace optfuse {
+namespace {
+
+// From functions of shim.h.
+void check_status(int status) { check(static_cast<of_status>(status)); }
+
+std::string label_of(const at::Tensor &param, size_t group, size_t index) {
+    std::ostringstream label;
+    label << "parameter " << index << " of group " << group;
+    if (param.defined())
+        label << " of shape " << param.sizes();
+    return label.str();
+}
+
+void check_place(const at::Tensor &param, const std::string &label) {
+    if (!param.defined())
+        fail("optfuse: " + label + " is an undefined tensor: leave it out");
+    if (!param.device().is_cpu())
+        fail("optfuse: " + label + " is on " + param.device().str() +
+             ", and in C++ parameters are updated on the CPU only: keep the optimizer as it is, or "
+             "train from Python");
+}
+
+template <typename Work> bool answers(const Work &work) {
+    try {
+        work();
+        return true;
+    } catch (const c10::Error &e) {
+        of_set_error("%s", e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        std::string text = e.what();
+        if (text.rfind("optfuse: ", 0) == 0) // whoever asks puts it in front
+            text.erase(0, 9);
+        of_set_error("%s", text.c_str());
+    }
+    return false;
+}
+
+int64_t count_in(const at::Tensor &counter) {
+    return static_cast<int64_t>(*static_cast<const float *>(data_of(counter.unsafeGetTensorImpl())));
+}
+
+} // namespace
+
+FusedOptimizer::FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_options &options)
+    : optimizer(its), row(class_of(its)) {
+    const char *isa = std::getenv("OPTFUSE_ISA");
+    check_status(of_shim_plan_new(row.rule, options.mode, isa == nullptr ? "" : isa,
+                                  options.bucket_bytes, options.accumulate, &handle));
+    shared = plan_of(handle);
+    shared->owner = this;
+    try {
+        rebuild();
+    } catch (...) {
+        of_shim_plan_free(handle);
+        throw;
+    }
+}
+
+FusedOptimizer::~FusedOptimizer() {
+    bool cleaned = false;
+    of_shim_flush(handle, false, &cleaned); // what fails stays so: there is nobody to tell
+    for (const Member &member : members)
+        detach_gradient_hook(shared, member.param);
+    of_shim_plan_free(handle);
+}
+
+// ---- parameters and groups
+
+bool FusedOptimizer::has_same_params() const {
+    size_t slot = 0;
+    const auto &groups = optimizer.param_groups();
+    for (size_t g = 0; g < groups.size(); g++)
+        for (const at::Tensor &param : groups[g].params()) {
+            const bool is_next = slot < members.size() && members[slot].param.is_same(param) &&
+                                 members[slot].group == g;
+            if (!is_next)
+                return false;
+            slot++;
+        }
+    return slot == members.size() && groups.size() == hyper.size();
+}
+
+// Tells the plan about all parameters and groups from the start. After a failure the next step
+// does it again.
+void FusedOptimizer::rebuild() {
+    if (of_shim_unconfirmed(handle))
+        fail("optfuse: param_groups() were changed between backward() and step(), but backward "
+             "fusion has already updated their parameters; change them before backward() or after "
+             "step()");
+    std::vector<Member> found;
+    std::unordered_set<const c10::TensorImpl *> known;
+    const auto &groups = optimizer.param_groups();
+    for (size_t g = 0; g < groups.size(); g++)
+        for (size_t i = 0; i < groups[g].params().size(); i++) {
+            const at::Tensor &param = groups[g].params()[i];
+            check_place(param, label_of(param, g, i));
+            if (!known.insert(param.unsafeGetTensorImpl()).second)
+                fail("optfuse: " + label_of(param, g, i) +
+                     " is in the optimizer twice: leave it in one place");
+            found.push_back({param, g, 0});
+        }
+    check_status(of_shim_clear(handle));
+    for (const Member &member : std::exchange(members, {}))
+        if (known.count(member.param.unsafeGetTensorImpl()) == 0)
+            detach_gradient_hook(shared, member.param);
+    hyper.clear();
+    tell_options();
+    add_members(std::move(found));
+}
+
+void FusedOptimizer::add_members(std::vector<Member> found) {
+    size_t index = 0;
+    for (size_t i = 0; i < found.size(); i++) {
+        const Member &member = found[i];
+        index = i != 0 && found[i - 1].group == member.group ? index + 1 : 0;
+        const c10::TensorImpl *impl = member.param.unsafeGetTensorImpl();
+        of_dtype dtype = OF_FLOAT32;
+        dtype_of(impl, &dtype);
+        add_slot(*shared, member.param, member.group, false, place_of(impl, dtype),
+                 label_of(member.param, member.group, index));
+        if (check_param(shared->slots.back(), impl, &dtype) == OF_FOUND_ERROR) {
+            const std::string why = of_error_message();
+            of_shim_clear(handle);
+            fail("optfuse: " + why);
+        }
+    }
+    members = std::move(found);
+    needs.resize(members.size());
+    if (shared->mode == OF_BACKWARD)
+        attach_hooks();
+}
+
+void FusedOptimizer::attach_hooks() {
+    std::vector<at::Tensor> params;
+    for (const Member &member : members)
+        params.push_back(member.param);
+    attach(*shared, params);
+}
+
+// ---- options and state
+
+// Between backward() and step(), where stock would still obey it.
+void FusedOptimizer::refuse_late_change() const {
+    if (shared->mode != OF_BACKWARD || !of_shim_unconfirmed(handle))
+        return;
+    const auto &groups = optimizer.param_groups();
+    for (size_t g = 0; g < hyper.size(); g++)
+        if (row.hyper(groups[g].options()) != hyper[g])
+            fail("optfuse: an option of parameter group " + std::to_string(g) +
+                 " (such as lr) was changed between backward() and step(), but backward fusion has "
+                 "already updated with the old value; change it before backward() or after step(), "
+                 "or use forward mode");
+}
+
+void FusedOptimizer::tell_options() {
+    const auto &groups = optimizer.param_groups();
+    for (size_t g = 0; g < groups.size(); g++) {
+        std::vector<double> now = row.hyper(groups[g].options());
+        if (g < hyper.size() && hyper[g] == now)
+            continue;
+        check_status(of_shim_group(handle, g, now.data(), now.size()));
+        if (g == hyper.size())
+            hyper.emplace_back();
+        hyper[g] = std::move(now);
+    }
+}
+
+std::optional<StateEntry> FusedOptimizer::entry_of(size_t slot) const {
+    const auto &state = optimizer.state();
+    const auto found = state.find(members[slot].param.unsafeGetTensorImpl());
+    if (found == state.end() || !found->second)
+        return std::nullopt;
+    return row.look_into(*found->second);
+}
+
+bool FusedOptimizer::is_told(size_t slot, const std::optional<StateEntry> &entry) const {
+    const Slot *known = shared->slots[slot];
+    for (size_t i = 0; i < shared->rule->n_state; i++)
+        if (!known->state[i].is_same(entry ? *entry->tensors[i] : at::Tensor()))
+            return false;
+    if (!entry || entry->step == nullptr)
+        return !known->step.defined();
+    return known->step.defined() && *entry->step == members[slot].step;
+}
+
+void FusedOptimizer::tell_state() {
+    for (size_t slot = 0; slot < members.size(); slot++) {
+        const std::optional<StateEntry> entry = entry_of(slot);
+        if (!is_told(slot, entry))
+            tell_entry(slot, entry, false);
+    }
+}
+
+// is_new: it has been made for this update.
+void FusedOptimizer::tell_entry(size_t slot, const std::optional<StateEntry> &entry, bool is_new) {
+    Slot *told = shared->slots[slot];
+    if (!is_new)
+        flush(); // what is pending is for the old one
+    std::vector<std::optional<at::Tensor>> tensors(shared->rule->n_state);
+    for (size_t i = 0; entry && i < tensors.size(); i++)
+        if (entry->tensors[i]->defined())
+            tensors[i] = *entry->tensors[i];
+    std::optional<at::Tensor> step;
+    if (entry && entry->step != nullptr) {
+        const PlainMode plain;
+        step = at::full({}, static_cast<double>(*entry->step), at::kFloat);
+        members[slot].step = *entry->step;
+    }
+    set_state(*told, tensors, step, is_new);
+}
+
+// As PyTorch's fused updates do at a parameter's first gradient.
+void FusedOptimizer::make_entry(size_t slot) {
+    const unsigned used = shared->rule->state_used(of_plan_hyper(shared->core, slot));
+    const double initial = row.initial(optimizer.defaults());
+    auto entry = row.make_entry();
+    auto &place = optimizer.state()[members[slot].param.unsafeGetTensorImpl()];
+    const StateEntry now = row.look_into(place ? *place : *entry);
+    at::Tensor made[OF_MAX_STATE];
+    for (size_t i = 0; i < shared->rule->n_state; i++)
+        if ((used >> i & 1u) != 0 && !now.tensors[i]->defined()) {
+            const PlainMode plain;
+            const at::Tensor &param = members[slot].param;
+            made[i] = at::full_like(param, initial, param.options(), at::MemoryFormat::Preserve);
+        }
+    for (size_t i = 0; i < shared->rule->n_state; i++)
+        if (made[i].defined())
+            *now.tensors[i] = made[i];
+    if (!place)
+        place = std::move(entry);
+    tell_entry(slot, now, true);
+}
+
+// The entry's counter gets what the plan's has become, unless the program has put another entry
+// or another number there meanwhile.
+void FusedOptimizer::write_counters() {
+    for (size_t slot = 0; slot < members.size(); slot++) {
+        const at::Tensor &counter = shared->slots[slot]->step;
+        if (!counter.defined())
+            continue;
+        const std::optional<StateEntry> entry = entry_of(slot);
+        if (is_told(slot, entry))
+            members[slot].step = *entry->step = count_in(counter);
+    }
+}
+
+// ---- the two schedules
+
+int FusedOptimizer::step_plan() {
+    size_t missing = 0;
+    const int status = of_shim_step(handle, needs.data(), needs.size(), &missing);
+    if (status != OF_NEEDS_STATE)
+        return status;
+    for (size_t i = 0; i < missing; i++)
+        make_entry(needs[i]);
+    return of_shim_step(handle, needs.data(), needs.size(), &missing);
+}
+
+void FusedOptimizer::step() {
+    if (!has_same_params())
+        rebuild();
+    refuse_late_change();
+    const int todo = shared->mode == OF_BACKWARD ? of_shim_todo(handle) : OF_SHIM_UPDATE;
+    if ((todo & OF_SHIM_UPDATE) != 0) { // else the next backward does it
+        tell_options();
+        tell_state();
+    }
+    if ((todo & OF_SHIM_ATTACH) != 0)
+        attach_hooks();
+    check_status(step_plan());
+    write_counters();
+    if (of_shim_inputs_are_profiled()) // profilers look at addresses, past the dispatcher
+        flush();
+}
+
+void FusedOptimizer::zero_grad(bool set_to_none) {
+    if (of_shim_unconfirmed(handle))
+        fail("optfuse: zero_grad() before step(): backward fusion has already applied the "
+             "gradients that this would discard. Call step() after each backward(); run passes "
+             "that only add to the gradients, or whose gradients are thrown away, under an "
+             "optfuse::Accumulate; or use forward mode");
+    if (shared->mode == OF_BACKWARD) {
+        if (!has_same_params())
+            rebuild();
+        of_shim_restart_count(handle);
+    }
+    if (set_to_none && has_same_params())
+        of_shim_drop_gradients(handle);
+    else
+        optimizer.zero_grad(set_to_none);
+}
+
+void FusedOptimizer::flush() {
+    bool cleaned = false;
+    check_status(of_shim_flush(handle, false, &cleaned));
+}
+
+bool FusedOptimizer::begin_backward(Plan *, bool only_adds) {
+    return only_adds || answers([&] {
+        const std::lock_guard<std::mutex> guard(telling);
+        if (!has_same_params())
+            fail("param_groups() have other parameters than at the last step(), which a backward "
+                 "pass can't start to update; call zero_grad() after changing them. Nothing was "
+                 "updated");
+        refuse_late_change();
+        tell_options();
+        tell_state();
+    });
+}
+
+bool FusedOptimizer::make_state(Plan *, size_t slot) {
+    return answers([&] {
+        const std::lock_guard<std::mutex> guard(telling);
+        make_entry(slot);
+    });
+}
+
+// So that who saves the optimizer between backward() and step() sees counters that go with the
+// state.
+void FusedOptimizer::end_backward(Plan *) {
+    const std::lock_guard<std::mutex> guard(telling);
+    write_counters();
+}
+
+} // namespace optfuse

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "slots.h"
+
+#include <utility>
+
+#include "autograd/backward.h"
+#include "error.h"
+
+namespace optfuse {
+
+void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int64_t tried,
+              std::string label) {
+    auto *slot = new Slot(param);
+    slot->plan = &plan;
+    slot->group = group;
+    slot->tried = tried;
+    slot->label = std::move(label);
+    // The core owns the slot from here on, also when this fails.
+    check(of_plan_add_slot(plan.core, slot, group, eager, &slot->index));
+    plan.slots.push_back(slot);
+}
+
+void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
+               const std::optional<at::Tensor> &step, bool first) {
+    const of_rule *rule = slot.plan->rule;
+    if (state.size() != rule->n_state + rule->n_counters)
+        fail("optfuse: a wrong number of state tensors");
+    for (size_t i = 0; i < rule->n_state; i++)
+        slot.state[i] = state[i] ? *state[i] : at::Tensor();
+    for (size_t i = 0; i < rule->n_counters; i++)
+        slot.counters[i] = state[rule->n_state + i] ? *state[rule->n_state + i] : at::Tensor();
+    slot.step = step ? *step : at::Tensor();
+    slot.first = first;
+}
+
+void attach(Plan &plan, const std::vector<at::Tensor> &params) {
+    for (size_t i = 0; i < params.size(); i++)
+        if (has_other_gradient_hook(&plan, params[i]))
+            fail("optfuse: " + plan.slots[i]->label +
+                 " already belongs to another optimizer in backward mode; use "
+                 "mode=\"forward\" for both, or unfuse the other first");
+    for (size_t i = 0; i < params.size(); i++)
+        attach_gradient_hook(plan.self, plan.slots[i], params[i]);
+}
+
+} // namespace optfuse

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// slots.h: what the owner of an optimizer says of its parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan.h"
+
+namespace optfuse {
+
+// For a plan whose groups are set. tried: see Slot; label: how errors name the parameter.
+void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int64_t tried,
+              std::string label);
+// state: the rule's state tensors in its order, then its counters; none where there is none.
+// step: the counter. first: the rule has no counter and this state is new.
+void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
+               const std::optional<at::Tensor> &step, bool first);
+// Our gradient hook of every parameter of the plan, in the order of its slots.
+void attach(Plan &plan, const std::vector<at::Tensor> &params);
+
+} // namespace optfuse

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <pthread.h>
+
+#include <mutex>
+
+#include "optfuse.h"
+#include "python/gil.h"
+#include "start.h"
+#include "tensor/arrival.h"
+#include "tensor/first_use.h"
+
+namespace optfuse {
+namespace {
+
+// A child has none of the threads that complete a reduction.
+void prepare_fork() {
+    const WithoutGil wait;
+    await_arrivals(ALL_GROUPS);
+    of_fork_prepare();
+}
+
+} // namespace
+
+int start() {
+    static std::mutex lock; // guards started
+    static bool started = false;
+    const std::lock_guard<std::mutex> guard(lock);
+    if (started)
+        return OF_OK;
+    const int status = register_first_use();
+    if (status != OF_OK)
+        return status;
+    pthread_atfork(prepare_fork, of_fork_parent, of_fork_child);
+    started = true;
+    return OF_OK;
+}
+
+} // namespace optfuse

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// reference.h: the updates that Python's torch.optim makes with fused=True, by the operators that
+// it calls; of RMSprop, which has none, with foreach=False. In the entries of the C++ classes.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <vector>
+
+namespace reference {
+
+namespace optim = torch::optim;
+using torch::Tensor;
+
+inline Tensor zeros(const Tensor &p) { return torch::zeros_like(p.detach()); }
+
+template <typename Entry> std::vector<Tensor> adam_state(const Entry &e) {
+    return {e.exp_avg(), e.exp_avg_sq(), e.max_exp_avg_sq()};
+}
+
+// Adam and AdamW; counter: state["step"] of Python.
+template <typename Options, typename Entry>
+void adam(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &counter,
+          bool decoupled) {
+    if (!e.exp_avg().defined()) {
+        e.exp_avg(zeros(p));
+        e.exp_avg_sq(zeros(p));
+        if (o.amsgrad())
+            e.max_exp_avg_sq(zeros(p));
+    }
+    counter.add_(1);
+    const std::vector<Tensor> params{p}, grads{g}, averages{e.exp_avg()}, squares{e.exp_avg_sq()},
+        steps{counter},
+        maxima = o.amsgrad() ? std::vector<Tensor>{e.max_exp_avg_sq()} : std::vector<Tensor>{};
+    const auto [beta1, beta2] = o.betas();
+    if (decoupled)
+        at::_fused_adamw_(params, grads, averages, squares, maxima, steps, o.lr(), beta1, beta2,
+                          o.weight_decay(), o.eps(), o.amsgrad(), false);
+    else
+        at::_fused_adam_(params, grads, averages, squares, maxima, steps, o.lr(), beta1, beta2,
+                         o.weight_decay(), o.eps(), o.amsgrad(), false);
+}
+
+struct AdamW {
+    using Class = optim::AdamW;
+    using Options = optim::AdamWOptions;
+    using Entry = optim::AdamWParamState;
+    static Options options() { return Options(1e-2).weight_decay(0.1).betas({0.8, 0.95}); }
+    static Options others() { return Options(3e-3).amsgrad(true); }
+    static std::vector<Tensor> state(const Entry &e) { return adam_state(e); }
+    static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &n) {
+        adam(p, g, o, e, n, true);
+    }
+};
+
+struct Adam {
+    using Class = optim::Adam;
+    using Options = optim::AdamOptions;
+    using Entry = optim::AdamParamState;
+    static Options options() { return Options(1e-2).weight_decay(0.1); }
+    static Options others() { return Options(3e-3).amsgrad(true).eps(1e-6); }
+    static std::vector<Tensor> state(const Entry &e) { return adam_state(e); }
+    static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &n) {
+        adam(p, g, o, e, n, false);
+    }
+};
+
+struct SGD {
+    using Class = optim::SGD;
+    using Options = optim::SGDOptions;
+    using Entry = optim::SGDParamState;
+    static Options options() { return Options(1e-2).momentum(0.9).dampening(0.2); }
+    static Options others() { return Options(5e-3).momentum(0.8).nesterov(true).weight_decay(0.1); }
+    static std::vector<Tensor> state(const Entry &e) { return {e.momentum_buffer()}; }
+    static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &) {
+        const bool first = !e.momentum_buffer().defined();
+        if (first)
+            e.momentum_buffer(zeros(p));
+        // In 16 bits PyTorch's vectors of 16 elements are broken (docs/numerics.md).
+        const int64_t size = p.element_size() == 2 ? 15 : std::max<int64_t>(p.numel(), 1);
+        const auto pieces = [size](const Tensor &t) {
+            return t.detach().view(-1).split(size);
+        };
+        at::_fused_sgd_(pieces(p), pieces(g), pieces(e.momentum_buffer()), o.weight_decay(),
+                        o.momentum(), o.lr(), o.dampening(), o.nesterov(), false, first);
+    }
+};
+
+struct Adagrad {
+    using Class = optim::Adagrad;
+    using Options = optim::AdagradOptions;
+    using Entry = optim::AdagradParamState;
+    static Options options() { return Options(1e-2).lr_decay(0.01).weight_decay(0.1); }
+    static Options others() { return Options(3e-3).eps(1e-6); }
+    static std::vector<Tensor> state(const Entry &e) { return {e.sum()}; }
+    static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &n) {
+        if (!e.sum().defined())
+            e.sum(zeros(p));
+        n.add_(1);
+        at::_fused_adagrad_({p}, {g}, {e.sum()}, {n}, o.lr(), o.lr_decay(), o.weight_decay(),
+                            o.eps(), false);
+    }
+};
+
+struct RMSprop {
+    using Class = optim::RMSprop;
+    using Options = optim::RMSpropOptions;
+    using Entry = optim::RMSpropParamState;
+    static Options options() { return Options(1e-3).momentum(0.9).weight_decay(0.1); }
+    static Options others() { return Options(3e-3).centered(true).alpha(0.95); }
+    static std::vector<Tensor> state(const Entry &e) {
+        return {e.square_avg(), e.momentum_buffer(), e.grad_avg()};
+    }
+    static void update(const Tensor &p, Tensor g, const Options &o, Entry &e, Tensor &n) {
+        n.add_(1);
+        if (!e.square_avg().defined()) {
+            e.square_avg(zeros(p));
+            if (o.momentum() > 0)
+                e.momentum_buffer(zeros(p));
+            if (o.centered())
+                e.grad_avg(zeros(p));
+        }
+        if (o.weight_decay() != 0)
+            g = g.add(p, o.weight_decay());
+        e.square_avg().mul_(o.alpha()).addcmul_(g, g, 1 - o.alpha());
+        Tensor root;
+        if (o.centered()) {
+            e.grad_avg().lerp_(g, 1 - o.alpha());
+            root = e.square_avg().addcmul(e.grad_avg(), e.grad_avg(), -1).sqrt_();
+        } else {
+            root = e.square_avg().sqrt();
+        }
+        root.add_(o.eps());
+        if (o.momentum() > 0) {
+            e.momentum_buffer().mul_(o.momentum()).addcdiv_(g, root);
+            p.detach().add_(e.momentum_buffer(), -o.lr());
+        } else {
+            p.detach().addcdiv_(g, root, -o.lr());
+        }
+    }
+};
+
+} // namespace reference

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// tests.h: the tests of optfuse.hpp.
+#pragma once
+
+// Of float32 weights after 200 steps, as docs/cxx.md says.
+constexpr double DISTANCE = 2e-6;
+
+void test_training(); // training.cpp
+void test_distance();
+void test_refusals(); // refusals.cpp
+void test_lifetime();
