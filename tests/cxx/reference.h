@@ -3,6 +3,7 @@
 // it calls; of RMSprop, which has none, with foreach=False. In the entries of the C++ classes.
 #pragma once
 
+#include <ATen/ScalarOps.h>
 #include <torch/torch.h>
 
 #include <vector>
@@ -11,6 +12,10 @@ namespace reference {
 
 namespace optim = torch::optim;
 using torch::Tensor;
+
+// A number where Python's operator takes a tensor. C++ would choose another operator, which rounds
+// the number to 16 bits.
+inline Tensor number(double value) { return at::native::wrapped_scalar_tensor(value); }
 
 inline Tensor zeros(const Tensor &p) { return torch::zeros_like(p.detach()); }
 
@@ -106,7 +111,9 @@ struct RMSprop {
     using Class = optim::RMSprop;
     using Options = optim::RMSpropOptions;
     using Entry = optim::RMSpropParamState;
-    static Options options() { return Options(1e-3).momentum(0.9).weight_decay(0.1); }
+    static Options options() {
+        return Options(1e-3).momentum(0.9).weight_decay(0.1).eps(1e-3);
+    }
     static Options others() { return Options(3e-3).centered(true).alpha(0.95); }
     static std::vector<Tensor> state(const Entry &e) {
         return {e.square_avg(), e.momentum_buffer(), e.grad_avg()};
@@ -122,7 +129,7 @@ struct RMSprop {
         }
         if (o.weight_decay() != 0)
             g = g.add(p, o.weight_decay());
-        e.square_avg().mul_(o.alpha()).addcmul_(g, g, 1 - o.alpha());
+        e.square_avg().mul_(number(o.alpha())).addcmul_(g, g, 1 - o.alpha());
         Tensor root;
         if (o.centered()) {
             e.grad_avg().lerp_(g, 1 - o.alpha());
@@ -130,9 +137,9 @@ struct RMSprop {
         } else {
             root = e.square_avg().sqrt();
         }
-        root.add_(o.eps());
+        root.add_(number(o.eps()));
         if (o.momentum() > 0) {
-            e.momentum_buffer().mul_(o.momentum()).addcdiv_(g, root);
+            e.momentum_buffer().mul_(number(o.momentum())).addcdiv_(g, root);
             p.detach().add_(e.momentum_buffer(), -o.lr());
         } else {
             p.detach().addcdiv_(g, root, -o.lr());

@@ -3,7 +3,7 @@
 #pragma once
 
 // Of float32 weights after 200 steps, as docs/cxx.md says.
-constexpr double DISTANCE = 2e-6;
+constexpr double DISTANCE = 5e-7;
 
 void test_training(); // training.cpp
 void test_distance();
