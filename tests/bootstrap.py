@@ -42,8 +42,9 @@ FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow
 ALONE = ["timm>=1.0.20"]
 VISION = VENV / "torchvision"
 C_OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.[ch]*"))
-BUILT_FROM = ["kernels", "plugin", "shim", "packaging", "python_loader", "meson.build", "meson.options"]
-BUILT_FROM += ["benchmarks/meson.build", *(f"benchmarks/{path.name}" for path in C_OF_BENCHMARKS)]
+BUILT_FROM = ["kernels", "plugin", "shim", "packaging", "python_loader"]
+BUILT_FROM += ["meson.build", "meson.options", "benchmarks/meson.build"]
+BUILT_FROM += [f"benchmarks/{path.name}" for path in C_OF_BENCHMARKS]
 
 
 def say(message: str) -> None:

@@ -162,6 +162,10 @@ template <typename Rule> void train(const std::string &name, optfuse::Mode mode)
         loss.backward();
         expected.backward();
         inside += ours->fused.counts().created - before;
+        if (!backward && step % 10 == 3) {
+            torch::nn::utils::clip_grad_norm_(ours->net->parameters(), 0.5);
+            torch::nn::utils::clip_grad_norm_(stock.net->parameters(), 0.5);
+        }
         ours->fused.step();
         stock.step(ours->opt);
     }

@@ -19,8 +19,8 @@ SWITCHES = (b"OPTFUSE_TEST_GUARDS_OFF", b"of_guard_enabled")
 
 
 def declared() -> set[str]:
-    """The functions of shim.h."""
-    text = (ROOT / "shim" / "shim.h").read_text()
+    """The functions of shim.h, and of fused.h for C++ programs."""
+    text = "".join((ROOT / "shim" / name).read_text() for name in ("shim.h", "cxx/fused.h"))
     return set(re.findall(r"^OF_API[^;(]*?\b(of_\w+)\(", text, re.MULTILINE))
 
 
@@ -45,7 +45,7 @@ def dynamic(tag: str) -> set[str]:
     return set(re.findall(rf"\({tag}\)[^\[]*\[([^\]]*)\]", text))
 
 
-def test_the_library_exports_the_functions_of_shim_h_and_nothing_else() -> None:
+def test_the_library_exports_the_functions_of_its_headers_and_nothing_else() -> None:
     assert declared() and of_the_core(), "no declarations found"
     assert exported(library()) == declared() | of_the_core()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, output, sources
 
-HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix == ".h"]
+HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix in (".h", ".hpp")]
 # What the build defines for the headers that are compiled once per instance.
 INSTANCE = ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=baseline"]
 LOOP = ["-DOF_RULE=adam", '-DOF_RULE_HEADER="../rules/adam.h"', *INSTANCE]
@@ -87,6 +87,7 @@ CPP_HEADERS = [p for p in HEADERS if p not in C_HEADERS]
 def test_the_public_headers_are_among_those_checked() -> None:
     shared = {name(path) for path in SHARED_HEADERS}
     wanted = {"kernels/kernels.h", "plugin/optfuse.h", "plugin/guard.h", "shim/shim.h"}
+    wanted.add("shim/cxx/fused.h")
     rules = {name(path) for path in (ROOT / "kernels" / "rules").glob("*.h")}
     assert rules and wanted | rules <= shared
 

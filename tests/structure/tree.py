@@ -17,7 +17,7 @@ INCLUDES = [f"-I{ROOT / layer}" for layer in ("kernels", "plugin", "shim")]
 
 def sources(*layers: str) -> list[Path]:
     """The C and C++ files of these directories."""
-    endings = {".c", ".h", ".cpp", ".cu"}
+    endings = {".c", ".h", ".cpp", ".hpp", ".cu"}
     return sorted(
         path for layer in layers for path in (ROOT / layer).rglob("*") if path.suffix in endings
     )
