@@ -68,6 +68,29 @@ void refuse_gradients() {
     expect(same_bits(before, words->weight) && opt.state().empty(), "nothing was updated");
 }
 
+void refuse_foreign_parts() {
+    const Tensor w = weights();
+    AdamW opt({w});
+    optfuse::Fused fused = optfuse::fuse(opt);
+    backward(w);
+    auto &group = opt.param_groups()[0];
+    group.params().emplace_back();
+    expect_error("an undefined tensor", "parameter 1 of group 0 is an undefined",
+                 [&] { fused.step(); });
+    group.params().pop_back();
+    group.set_options(std::make_unique<torch::optim::SGDOptions>(0.1));
+    expect_error("options of another class", "set it to torch::optim::AdamWOptions",
+                 [&] { fused.step(); });
+    group.set_options(std::make_unique<torch::optim::AdamWOptions>(0.1));
+    auto &entry = opt.state()[w.unsafeGetTensorImpl()];
+    entry = std::make_unique<torch::optim::SGDParamState>();
+    expect_error("state of another class", "make it a torch::optim::AdamWParamState",
+                 [&] { fused.step(); });
+    entry.reset();
+    fused.step();
+    expect(entry != nullptr, "and the optimizer goes on");
+}
+
 // Never an old value: whoever asks for the address meanwhile gets an exception.
 void refuse_addresses() {
     const Tensor w = weights();
@@ -215,6 +238,7 @@ void test_refusals() {
     refuse_optimizers();
     refuse_other_builds();
     refuse_gradients();
+    refuse_foreign_parts();
     refuse_addresses();
     refuse_in_backward_mode();
 }
