@@ -141,8 +141,8 @@ int main(void) {
         check(of_plan_step(plan, needs, 2, &n_needs));
     }
     of_plan_counts(plan, &counts);
-    printf("loss %.6f, %d of %d updates ran at their first use, %d are pending, kernels: %s\n", loss,
-           (int)counts.at_use, (int)counts.created, (int)counts.pending,
+    printf("loss %.6f, %d of %d updates ran at their first use, %d are pending, kernels: %s\n",
+           loss, (int)counts.at_use, (int)counts.created, (int)counts.pending,
            of_plan_isa(plan, OF_FLOAT32));
     check(of_plan_flush(plan));
     printf("y = %.3f x + %.3f\n", slope.value[0], offset.value[0]);

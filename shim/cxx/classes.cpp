@@ -117,7 +117,9 @@ StateEntry adagrad_entry(optim::OptimizerParamState &entry) {
     return found;
 }
 
-double zero(const optim::OptimizerOptions &) { return 0.0; }
+double zero(const optim::OptimizerOptions &) {
+    return 0.0;
+}
 
 double accumulator(const optim::OptimizerOptions &defaults) {
     return as<optim::AdagradOptions>(defaults).initial_accumulator_value();

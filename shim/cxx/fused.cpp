@@ -57,7 +57,9 @@ int of_shim_fuse(void *optimizer, const of_shim_fuse_options *options, of_shim_f
     });
 }
 
-void of_shim_fused_free(of_shim_fused *fused) { delete optimizer_of(fused); }
+void of_shim_fused_free(of_shim_fused *fused) {
+    delete optimizer_of(fused);
+}
 
 int of_shim_fused_step(of_shim_fused *fused) {
     return status_of([&] { optimizer_of(fused)->step(); });

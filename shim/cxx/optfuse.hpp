@@ -77,8 +77,8 @@ class Fused {
     }
 
     // Launches what is pending. Operators do so by themselves; call it before the address of a
-    // parameter, gradient or state tensor is taken (data_ptr(), accessor(), torch::save(), from_blob
-    // of an earlier address).
+    // parameter, gradient or state tensor is taken (data_ptr(), accessor(), torch::save(),
+    // from_blob of an earlier address).
     void flush() { detail::check(of_shim_fused_flush(fused.get())); }
 
     // What has happened so far (optfuse.h).

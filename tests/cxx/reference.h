@@ -15,9 +15,13 @@ using torch::Tensor;
 
 // A number where Python's operator takes a tensor. C++ would choose another operator, which rounds
 // the number to 16 bits.
-inline Tensor number(double value) { return at::native::wrapped_scalar_tensor(value); }
+inline Tensor number(double value) {
+    return at::native::wrapped_scalar_tensor(value);
+}
 
-inline Tensor zeros(const Tensor &p) { return torch::zeros_like(p.detach()); }
+inline Tensor zeros(const Tensor &p) {
+    return torch::zeros_like(p.detach());
+}
 
 template <typename Entry> std::vector<Tensor> adam_state(const Entry &e) {
     return {e.exp_avg(), e.exp_avg_sq(), e.max_exp_avg_sq()};
@@ -83,9 +87,7 @@ struct SGD {
             e.momentum_buffer(zeros(p));
         // In 16 bits PyTorch's vectors of 16 elements are broken (docs/numerics.md).
         const int64_t size = p.element_size() == 2 ? 15 : std::max<int64_t>(p.numel(), 1);
-        const auto pieces = [size](const Tensor &t) {
-            return t.detach().view(-1).split(size);
-        };
+        const auto pieces = [size](const Tensor &t) { return t.detach().view(-1).split(size); };
         at::_fused_sgd_(pieces(p), pieces(g), pieces(e.momentum_buffer()), o.weight_decay(),
                         o.momentum(), o.lr(), o.dampening(), o.nesterov(), false, first);
     }
@@ -111,9 +113,7 @@ struct RMSprop {
     using Class = optim::RMSprop;
     using Options = optim::RMSpropOptions;
     using Entry = optim::RMSpropParamState;
-    static Options options() {
-        return Options(1e-3).momentum(0.9).weight_decay(0.1).eps(1e-3);
-    }
+    static Options options() { return Options(1e-3).momentum(0.9).weight_decay(0.1).eps(1e-3); }
     static Options others() { return Options(3e-3).centered(true).alpha(0.95); }
     static std::vector<Tensor> state(const Entry &e) {
         return {e.square_avg(), e.momentum_buffer(), e.grad_avg()};

@@ -19,9 +19,13 @@ struct OwnAdamW final : AdamW {
     using AdamW::AdamW;
 };
 
-Tensor weights() { return torch::ones({3, 4}).requires_grad_(); }
+Tensor weights() {
+    return torch::ones({3, 4}).requires_grad_();
+}
 
-void backward(const Tensor &w) { (w * w).sum().backward(); }
+void backward(const Tensor &w) {
+    (w * w).sum().backward();
+}
 
 void refuse_optimizers() {
     const Tensor w = weights();
@@ -143,9 +147,8 @@ void refuse_in_backward_mode() {
     opt.add_param_group(OptimizerParamGroup({more}));
     expect_error("an unknown group", "call zero_grad() after changing them", [&] { backward(w); });
     fused.zero_grad();
-    expect_error("create_graph", "create_graph=True", [&] {
-        (w * w).sum().backward({}, true, true);
-    });
+    expect_error("create_graph", "create_graph=True",
+                 [&] { (w * w).sum().backward({}, true, true); });
     w.mutable_grad() = Tensor();
     fused.zero_grad();
     backward(w);
@@ -193,8 +196,8 @@ void forget_state() {
     optfuse::Fused begun = optfuse::fuse(other);
     backward(v);
     begun.step();
-    const auto entry = static_cast<torch::optim::AdamWParamState &>(
-        *opt.state().at(w.unsafeGetTensorImpl()));
+    const auto entry =
+        static_cast<torch::optim::AdamWParamState &>(*opt.state().at(w.unsafeGetTensorImpl()));
     expect(same_bits(w, v) && entry.step() == 1, "state that was cleared begins anew");
 }
 
@@ -204,8 +207,8 @@ void save_before_step() {
     AdamW opt({w});
     optfuse::Fused fused = optfuse::fuse(opt, Mode::backward);
     backward(w);
-    const auto &entry = static_cast<torch::optim::AdamWParamState &>(
-        *opt.state().at(w.unsafeGetTensorImpl()));
+    const auto &entry =
+        static_cast<torch::optim::AdamWParamState &>(*opt.state().at(w.unsafeGetTensorImpl()));
     expect(entry.step() == 1, "the counter belongs to the state after backward()");
     fused.step();
     expect(entry.step() == 1, "and step() does not count again");

@@ -122,7 +122,8 @@ Tensor tokens(int64_t step) {
     return torch::arange(8 * 9).add(step * 7).remainder(50).view({8, 9});
 }
 
-template <typename Rule> void save(Fused<Rule> &from, std::stringstream &net, std::stringstream &opt) {
+template <typename Rule>
+void save(Fused<Rule> &from, std::stringstream &net, std::stringstream &opt) {
     from.fused.flush();
     torch::save(from.net, net);
     torch::save(from.opt, opt);
