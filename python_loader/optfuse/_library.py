@@ -19,7 +19,7 @@ from pathlib import Path
 
 from optfuse._releases import TESTED, is_too_old, release_of
 
-ABI = 4  # of the C functions that the loader calls
+ABI = 5  # of the C functions that the loader calls
 PLATFORM = "linux_x86_64"
 INSTALL = f"pip install 'torch=={TESTED[-1]}.*'"
 REBUILD = (

@@ -78,7 +78,10 @@ SETUPS = {
 }
 #: Started by torchrun, on each of two processes.
 ON_TWO = {'plan = optfuse.pipeline.plan(model, images, 2, "layerpipe")': _PIPELINE}
-#: Blocks that run elsewhere, and where.
-ELSEWHERE = {"import torch": "tests/python/distributed/test_example.py"}
+#: Blocks, or pages of blocks, that run elsewhere, and where.
+ELSEWHERE = {
+    "import torch": "tests/python/distributed/test_example.py",
+    "docs/recipes.md": "tests/python/recipes",
+}
 #: Blocks whose paragraphs are examples of their own.
 APART = ("optfuse.clip_grad_norm_(opt, 1.0)", "optfuse.reorder(model, side_stream=True)")

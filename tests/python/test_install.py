@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bootstrap import INSTALLED, ROOT
 
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "docs" / "examples"
 TORCH = Path(torch.__file__).parent
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion"]
 STANDARD = "c++20" if torch.__version__ >= (2, 14) else "c++17"  # as shim/meson.build
@@ -40,7 +40,7 @@ def output(*command: str | Path, cwd: Path | None = None) -> str:
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where everything is installed, without optfuse's Python part being of any use there."""
-    archive = INSTALLED / "packaging" / "liboptfuse-core.a"
+    archive = INSTALLED / "shim" / "packaging" / "liboptfuse-core.a"
     if not archive.is_file():
         pytest.skip(f"{archive} is not built; tests/run builds it")
     top = tmp_path_factory.mktemp("installed")

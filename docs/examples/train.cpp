@@ -12,9 +12,9 @@ int main(int argc, char **) {
                               torch::nn::Linear(64, 1));
     torch::optim::AdamW opt(net->parameters(), torch::optim::AdamWOptions(1e-2));
     torch::optim::StepLR schedule(opt, 50, 0.5);
+    const auto mode = argc > 1 ? optfuse::Mode::backward : optfuse::Mode::forward;
     try {
-        optfuse::Fused fused =
-            optfuse::fuse(opt, argc > 1 ? optfuse::Mode::backward : optfuse::Mode::forward);
+        optfuse::Fused fused = optfuse::fuse(opt, mode);
         torch::Tensor loss;
         for (int step = 0; step < 100; step++) {
             const torch::Tensor x = torch::randn({16, 32});
