@@ -15,6 +15,8 @@ from pathlib import Path
 
 HEADER = Path(__file__).resolve().parents[3] / "kernels" / "cuda" / "cuda_kernels.h"
 NO_DRIVER = 1
+# And what is part of it from glibc 2.34 on.
+LIBC = {"libc.so.6", "ld-linux-x86-64.so.2", "libm.so.6", "libpthread.so.0", "libdl.so.2"}
 
 
 def output(*command: str) -> str:
@@ -28,7 +30,7 @@ def main() -> None:
     exported = {line.split()[-1] for line in lines}
     assert declared and exported == declared, exported ^ declared
     needed = set(re.findall(r"NEEDED\)[^\[]*\[([^\]]*)", output("readelf", "-dW", path)))
-    assert needed <= {"libc.so.6", "ld-linux-x86-64.so.2", "libm.so.6", "libpthread.so.0"}, needed
+    assert needed <= LIBC, needed
 
     library = ctypes.CDLL(path)
     library.of_cuda_error.restype = ctypes.c_char_p
