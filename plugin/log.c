@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* log.c: messages for people, to the host, or to stderr from the level on that OPTFUSE_LOG
  * says, read once. */
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,6 +34,7 @@ static bool is_wanted(int level) {
 }
 
 void of_log(const of_host *host, int level, const char *format, ...) {
+    assert(format);
     const bool to_host = host && host->log;
     if (!to_host && !is_wanted(level))
         return;
