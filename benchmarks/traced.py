@@ -37,7 +37,7 @@ NAMES += ("AdEMAMix",)
 RULED = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 ROUNDS = {"20 x 1,000,000": 9, "300 x 1,000": 40, "MobileNetV2": 40}
 TRAINED = {"MobileNetV2": 1, "MLP-200x64": 8, "GPT": 1}  # and batches
-SECONDS = 8.0  # of whole iterations
+SECONDS = 4.0  # of whole iterations
 Wrap = Callable[[Optimizer], Optimizer]
 WAYS: dict[str, Wrap] = {
     "traced": optfuse.fuse,

@@ -13,6 +13,7 @@ import docs_blocks
 import pytest
 from docs_blocks import BLOCKS, PAGES, ROOT
 from docs_setups import ALL, APART, ELSEWHERE, ON_TWO, SETUPS
+from several import finished
 
 import optfuse
 
@@ -66,11 +67,9 @@ def start_on_two(block, folder):
     script = folder / "script.py"
     script.write_text(ALL + ON_TWO[block.first] + block.text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
+    done = finished(
         [*torchrun, "--nproc-per-node=2", str(script)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr

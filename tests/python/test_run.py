@@ -7,11 +7,11 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from several import finished
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
 MODES = ("forward", "backward")
@@ -22,15 +22,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 def python(*arguments, stdin="", **variables):
     """A Python's CompletedProcess."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=SCRIPTS,
-        env=environment,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    command = [sys.executable, *arguments]
+    return finished(command, cwd=SCRIPTS, env=environment, input=stdin, timeout=180)
 
 
 def succeeded(done):

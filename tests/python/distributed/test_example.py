@@ -3,9 +3,10 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from several import finished
 
 USING = Path(__file__).parents[3] / "docs" / "using.md"
 FUSED = "opt = optfuse.fuse(opt)  # or "
@@ -33,9 +34,7 @@ def started(script, folder, **variables):
     (folder / name).write_text(script, "utf-8")
     run = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]  # = torchrun
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        run, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = finished(run, cwd=folder, env=environment, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"loss \d\.\d{6}, weights -?\d+\.\d{12}\n", done.stdout), done.stdout
     return done.stdout

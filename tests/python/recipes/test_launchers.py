@@ -4,11 +4,11 @@ weights of stock, bit by bit."""
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from several import finished
 from test_recipes import skip_without
 
 SCRIPT = str(Path(__file__).parent / "launched.py")
@@ -22,13 +22,8 @@ LAUNCH += ("--main_process_port=0",)
 
 def python(*arguments):
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    command = [sys.executable, *arguments]
+    done = finished(command, env={**os.environ, **variables}, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = re.findall(r"^2 processes, \w+$", done.stdout, re.MULTILINE)
     modes = re.findall(r"^optfuse: fused 1 optimizer \(AdamW\) in (\w+) mode$", done.stderr, re.M)
