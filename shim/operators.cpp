@@ -112,9 +112,9 @@ void set_program_with_calls(int64_t address, const std::vector<int64_t> &slots, 
         slot_at(plan, index).program = program;
 }
 
-// Flat, for each parameter that this step may update: a word of its slot (from bit 16 on), dtype
-// (from bit 8 on) and number of dimensions, and, if by_shape, sizes and strides. whole: gradients
-// are still to come, and every parameter that requires one may get one.
+// Flat, for each parameter that this step may update: a word of its slot (from bit 32 on),
+// dtype, device and, in the last byte, number of dimensions, and, if by_shape, sizes and strides.
+// whole: gradients are still to come, and every parameter that requires one may get one.
 std::vector<int64_t> kinds(int64_t address, bool whole, bool by_shape) {
     std::vector<int64_t> found;
     for (const Slot *slot : plan_at(address).slots) {
@@ -123,7 +123,10 @@ std::vector<int64_t> kinds(int64_t address, bool whole, bool by_shape) {
         if (!(whole ? whose->requires_grad() : param->grad().defined()))
             continue;
         const auto dtype = static_cast<int64_t>(c10::typeMetaToScalarType(param->dtype()));
-        found.push_back(static_cast<int64_t>(slot->index) << 16 | dtype << 8 | param->dim());
+        const c10::Device device = param->device();
+        const auto of_gpu = static_cast<int64_t>(device.is_cpu() ? 0 : device.index() + 1);
+        found.push_back(static_cast<int64_t>(slot->index) << 32 | dtype << 24 | of_gpu << 8 |
+                        param->dim());
         if (by_shape) {
             found.insert(found.end(), param->sizes().begin(), param->sizes().end());
             found.insert(found.end(), param->strides().begin(), param->strides().end());

@@ -24,6 +24,7 @@ from optfuse._native import lib
 from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
+from optfuse._traced.counting import CONSTANT, Counting, advance, find_counters
 from optfuse._traced.guide import Place, Recorded, like, place_of, record
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import MOST_STATE, Program
@@ -42,15 +43,6 @@ class Cohort:
     slots: list[int]
     recorded: Recorded | None = None  # of this step
     counting: Counting | None = None  # if it is known which entries of the state are theirs
-
-
-@dataclass
-class Counting:
-    """The state entries of a cohort whose parameters all have one, after a step."""
-
-    entries: list[Entry]
-    keys: list[Any]  # of each entry
-    counters: dict[Any, list[Tensor]]  # by key: those of all entries
 
 
 @dataclass
@@ -370,9 +362,9 @@ class Traced:
         counting = cohort.counting
         if counting is None or not is_whole or not same_state or counting.keys != list(after):
             state = optimizer.state
-            counting = _counting([state[params[slot]] for slot in reached], after)
+            counting = find_counters([state[params[slot]] for slot in reached], after)
         cohort.counting = counting if is_whole else None
-        return _advance(counting, after)
+        return advance(counting, after)
 
     def shown(self, label: Callable[[int], str]) -> str:
         """The programs of the last step. label: names a slot's parameter."""
@@ -444,68 +436,22 @@ def _slots(kinds: list[int], by_shape: bool) -> Iterator[int]:
     """Those in an answer of the library's kinds()."""
     i = 0
     while i < len(kinds):
-        yield kinds[i] >> 16
+        yield kinds[i] >> 32
         i += 1 + (2 * (kinds[i] & 255) if by_shape else 0)
 
 
 def _is_known(cohort: Cohort) -> bool:
     """Whether its entries are, with nothing in them that could change unseen."""
     entry = (cohort.recorded and cohort.recorded.entry) or {}
-    known = (Place, Tensor, *_CONSTANT)
+    known = (Place, Tensor, *CONSTANT)
     return cohort.counting is not None and all(isinstance(v, known) for v in entry.values())
-
-
-def _counting(entries: list[Entry], after: Entry) -> Counting:
-    """Gives the entries the keys of `after` and tensors for its counters."""
-    counters: dict[Any, list[Tensor]] = {}
-    for key, value in after.items():
-        if isinstance(value, Tensor):
-            counters[key] = [_counter(entry, key, value) for entry in entries]
-    for entry in entries:
-        if len(entry) > len(after) or not entry.keys() <= after.keys():
-            for key in entry.keys() - after.keys():
-                del entry[key]
-    return Counting(entries, list(after), counters)
-
-
-def _counter(entry: Entry, key: Any, value: Tensor) -> Tensor:
-    known = entry.get(key)
-    if not isinstance(known, Tensor) or known.shape != value.shape:
-        entry[key] = known = value.detach().clone()
-    return known
-
-
-def _advance(counting: Counting, after: Entry) -> list[Tensor]:
-    """Counters in state entries become those of `after`; the tensors among them."""
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for key, value in after.items():
-        if isinstance(value, Place):
-            continue
-        if isinstance(value, Tensor):
-            counters = counting.counters[key]
-            targets += counters
-            sources += len(counters) * [value]
-        elif isinstance(value, _CONSTANT):
-            for entry in counting.entries:
-                entry[key] = value
-        else:
-            for entry in counting.entries:
-                entry[key] = copy.deepcopy(value)
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
-    return targets
-
-
-_CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _mark(value: Any) -> Any:
     """What of a value in a state entry may lead step() another way, where it is no data."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), float(value) if value.dim() == 0 else None
-    return type(value), value if isinstance(value, _CONSTANT) else repr(value)
+    return type(value), value if isinstance(value, CONSTANT) else repr(value)
 
 
 def _must_keep(
