@@ -141,16 +141,17 @@ class Build:
         tests = [TESTS / f for f in ("device_check.c", "batch.c", "host_driver.c")]
         self.objects = [self.c(path) for path in [*tests, TESTS.parent / "arrays.c", RANDOM]]
         self.launcher = {name: self.c(self.tree / "cuda" / name) for name in LAUNCHER}
+        self.kernels: dict[tuple[str, str], Path] = {}  # unbroken
 
-    def c(self, path: Path) -> Path:
-        out = self.folder / (path.stem + ".o")
+    def c(self, path: Path, name: str = "") -> Path:
+        out = self.folder / (name or f"{path.stem}.o")
         flags = ["-std=gnu11", "-O1", "-D_GNU_SOURCE", *EXACT, *self.includes]
         run(*CC, *flags, "-c", path, "-o", out)
         return out
 
-    def kernel(self, rule: str, dtype: str, *flags: str) -> Path:
+    def kernel(self, rule: str, dtype: str, name: str, *flags: str) -> Path:
         """A rule in this dtype; it takes the place of the library's."""
-        out = self.folder / "kernel.o"
+        out = self.folder / name
         macros = [f"-DOF_RULE={rule}", f"-DOF_RULE_{rule.upper()}"]
         macros += [f"-DOF_DTYPE={dtype}", f"-DOF_DTYPE_{dtype.upper()}", "-DOF_ISA=cuda"]
         macros += [f"-DOF_{name}={rule.upper()}_{name}" for name in ("VARIANTS", "ROOTS", "SETS")]
@@ -164,6 +165,11 @@ class Build:
             "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
         return out
 
+    def unbroken(self, rule: str, dtype: str) -> Path:
+        if (rule, dtype) not in self.kernels:
+            self.kernels[rule, dtype] = self.kernel(rule, dtype, f"{rule}-{dtype}.o")
+        return self.kernels[rule, dtype]
+
     def survives(self, mutant: Mutant | None, unbroken: str = "adam") -> bool:
         """Whether device_check is content with it."""
         rule = mutant.rule if mutant else unbroken
@@ -174,17 +180,18 @@ class Build:
                 sys.exit(f"{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times")
             path.write_text(text.replace(mutant.old, mutant.new))
         launcher = dict(self.launcher)
-        if path and path.suffix == ".c":
-            launcher[path.name] = self.c(path)
         dtype = mutant.dtype if mutant else "float32"
-        kernel = self.kernel(rule, dtype, *(mutant.flags if mutant else ()))
+        if path and path.suffix != ".c":
+            kernel = self.kernel(rule, dtype, "broken.o", *mutant.flags)
+        else:
+            kernel = self.unbroken(rule, dtype)
+        if path and path.suffix == ".c":
+            launcher[path.name] = self.c(path, "broken.o")
         program = self.folder / "check"
         run(*CXX, "-o", program, *self.objects, *launcher.values(), kernel, *self.libraries,
             "-lpthread", "-lm")  # fmt: skip
         if path:
             path.write_text(text)
-            if path.suffix == ".c":
-                self.c(path)
         arguments = [program, "--rounds", "100", "--only", f"{rule} {dtype}"]
         return subprocess.run(arguments, capture_output=True, timeout=120).returncode == 0
 
