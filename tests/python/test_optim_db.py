@@ -26,9 +26,6 @@ LOOK_AT = (5, 12, STEPS - 1)  # in between, updates stay pending until the next 
 MODES = ("forward", "backward")
 OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
-#: Without a rule so far. Whoever adds one takes the name out of here.
-NOT_YET = set()
-NO_RULE = "optfuse does not know what its step"
 NEVER = {
     "LBFGS": "it evaluates the loss several times a step",
     "SparseAdam": "it is for sparse gradients",
@@ -52,7 +49,7 @@ BOUNDED = {
     ("NAdam", torch.float64): 8,
     ("RAdam", torch.float64): 4,
 }
-#: float32: equal, bounded, refused once there is a rule, in each mode.
+#: float32: equal, bounded, refused, in each mode.
 COUNTS = {
     "Adadelta": (19, 0, 9),
     "Adafactor": (15, 0, 0),
@@ -77,8 +74,6 @@ COUNTS |= {name: (2 * (len(ours.options) + 1), 0, 0) for name, ours in OURS.item
 
 def why_refused(one):
     """What the refusal of this input must say; None if it has to work."""
-    if one.name in NOT_YET:
-        return NO_RULE
     if one.name in NEVER:
         return NEVER[one.name]
     return next((text for option, text in REFUSED.items() if one.kwargs.get(option)), None)
@@ -287,10 +282,9 @@ def test_units_in_the_last_place(dtype):
 # The count
 
 
-def test_rules_that_came_are_no_longer_listed_as_missing():
-    """A rule that is new has to be taken out of NOT_YET, and so is tested above."""
+def test_every_class_is_fused_or_never_will_be():
     fused = {cls.__name__ for cls in {*RULES, *INDEPENDENT}}
-    assert fused == set(INFOS) - NOT_YET - set(NEVER)
+    assert fused == set(INFOS) - set(NEVER)
 
 
 def test_none_is_left_out_and_each_outcome_is_as_counted(several_threads):
@@ -302,10 +296,7 @@ def test_none_is_left_out_and_each_outcome_is_as_counted(several_threads):
         counts[name] = tuple(each[0][kind] for kind in ("equal", "bounded", "refused"))
         lines.append("{:<10}{:>7}{:>9}{:>9}".format(name, *counts[name]))
     print("\n".join(lines))
-    expected = {
-        name: (0, 0, sum(count)) if name in NOT_YET else count for name, count in COUNTS.items()
-    }
-    assert counts == expected
+    assert counts == COUNTS
 
 
 def test_the_database_is_as_large_as_it_was():
