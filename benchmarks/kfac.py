@@ -13,7 +13,7 @@ import kfac_rank
 import kfac_shapes
 import torch
 from figures import columns, progress, title
-from kfac_rank import JOBS, MOST, WIDE
+from kfac_rank import MOST, STACKS
 from kfac_shapes import PAPERS_LINK, packed
 from link import Network
 from two_processes import WORLD, pair
@@ -21,6 +21,8 @@ from two_processes import WORLD, pair
 from optfuse._ab.result import Interval, median_interval
 
 NETWORKS = (Network(5.0, PAPERS_LINK.ms_per_mb), PAPERS_LINK)
+WIDE, DEEP = STACKS
+CASES = [("exposure", WIDE), ("exposure", DEEP), ("schemes", WIDE)]
 CLOSE_SHARE, CLOSE_MS = 0.10, 3.0  # how far the simulator may be off
 
 
@@ -40,6 +42,7 @@ class Line:
 @dataclass(frozen=True)
 class Measured:
     job: str
+    stack: str
     network: Network
     rounds: int
     on_the_link_ms: float  # all factors in one message
@@ -61,7 +64,7 @@ def simulated(found: dict[str, Any], name: str, network: Network) -> float:
     return float(max(0.0, finish - step) + 1e3 * network.seconds(rows))
 
 
-def figures(job: str, network: Network, found: dict[str, Any]) -> Measured:
+def figures(job: str, stack: str, network: Network, found: dict[str, Any]) -> Measured:
     def line(name: str) -> Line:
         slow, fast = found["slow"][name], found["fast"][name]
         return Line(
@@ -76,9 +79,8 @@ def figures(job: str, network: Network, found: dict[str, Any]) -> Measured:
 
     names = list(found["slow"])
     total = sum(4 * packed(d) for d in found["sizes"])
-    return Measured(
-        job, network, found["rounds"], 1e3 * network.seconds(total), list(map(line, names))
-    )
+    all_at_once = 1e3 * network.seconds(total)
+    return Measured(job, stack, network, found["rounds"], all_at_once, list(map(line, names)))
 
 
 def is_close(simulated_ms: float, ms: float) -> bool:
@@ -103,19 +105,19 @@ def table(one: Measured) -> str:
 
 def described(one: Measured) -> str:
     return (
-        f"{one.job}, a = {one.network.latency_ms:g} ms: {one.rounds} rounds; all factors in one "
-        f"message take {one.on_the_link_ms:.1f} ms"
+        f"{one.job}, {one.stack}, a = {one.network.latency_ms:g} ms: {one.rounds} rounds; all "
+        f"factors in one message take {one.on_the_link_ms:.1f} ms"
     )
 
 
 def section(chosen: Any) -> dict[str, Any]:
-    options = {"seconds": chosen.seconds, "rounds": chosen.rounds or MOST, "wide": WIDE}
+    options = {"seconds": chosen.seconds, "rounds": chosen.rounds or MOST}
     found: list[Measured] = []
-    for job in JOBS:
+    for job, stack in CASES:
         for network in NETWORKS[:1] if chosen.smoke else NETWORKS:
-            progress(f"{job}, {network}")
-            both = pair(kfac_rank.__file__, job, job, {**options, "network": asdict(network)})
-            found.append(figures(job, network, both))
+            progress(f"{job}, {stack}, {network}")
+            how = {**options, "stack": asdict(STACKS[stack]), "network": asdict(network)}
+            found.append(figures(job, stack, network, pair(kfac_rank.__file__, job, job, how)))
             title(described(found[-1]))
             print(table(found[-1]), flush=True)
     large = kfac_shapes.simulated()

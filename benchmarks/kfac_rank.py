@@ -7,7 +7,9 @@ from __future__ import annotations
 import gc
 import random
 import time
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -24,7 +26,7 @@ from two_processes import given, join, leave
 
 import optfuse
 
-WIDE, NARROW, BOTTLENECKS, IMAGE, BATCH = 1280, 96, 6, 32, 16
+BATCH = 16
 WARM_UP, TURN = 4, 2  # iterations, and pairs of them; messages are planned in the second
 WAITED = 1  # where iterate() has it
 FEWEST, MOST = 4, 60  # rounds
@@ -41,27 +43,40 @@ SCHEMES = {
 JOBS = {"exposure": EXPOSURE, "schemes": SCHEMES}
 
 
-def build(wide: int = WIDE) -> nn.Sequential:
+@dataclass(frozen=True)
+class Stack:
     """Wide and narrow layers in turn, as in a stack of autoencoders."""
-    parts: list[nn.Module] = [nn.Flatten(), nn.Linear(IMAGE * IMAGE, wide), nn.Tanh()]
-    for _ in range(BOTTLENECKS):
-        parts += [nn.Linear(wide, NARROW), nn.Tanh(), nn.Linear(NARROW, wide), nn.Tanh()]
-    return nn.Sequential(*parts, nn.Linear(wide, 10))
+
+    image: int
+    wide: int
+    narrow: int
+    bottlenecks: int
+
+    def build(self) -> nn.Sequential:
+        layers = [self.image**2, self.wide, *[self.narrow, self.wide] * self.bottlenecks]
+        parts: list[nn.Module] = [nn.Flatten()]
+        for inputs, outputs in pairwise(layers):
+            parts += [nn.Linear(inputs, outputs), nn.Tanh()]
+        return nn.Sequential(*parts, nn.Linear(self.wide, 10))
+
+
+#: Behind the backward pass of the first there is time for many messages, of the second for few.
+STACKS = {"14 wide layers": Stack(32, 1280, 96, 6), "32 layers": Stack(16, 384, 384, 15)}
 
 
 class Run:
     """One variant in training: a model and an optimizer of its own. Both ranks have the same
     batches, so that gradients need no messages."""
 
-    def __init__(self, options: dict[str, Any], wide: int) -> None:
+    def __init__(self, options: dict[str, Any], stack: Stack) -> None:
         torch.manual_seed(0)
-        self._model = build(wide)
+        self._model = stack.build()
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3, momentum=0.9)
         self._optimizer.register_step_pre_hook(self._note_step)  # before that of kfac()
         how = {"process_group": dist.group.WORLD, "factors_every": 1, **options}
         self.kfac = optfuse.kfac(self._model, self._optimizer, **how)
         self._link = SlowGroup.made[-1].link
-        self._batches = digit_batches(BATCH, IMAGE, 1)
+        self._batches = digit_batches(BATCH, stack.image, 1)
         self._step_began = 0.0
 
     def _note_step(self, *_: Any) -> None:
@@ -138,8 +153,9 @@ def train(job: str, options: dict[str, Any]) -> dict[str, Any]:
     gloo()
     network = Network(**options["network"])
     given = {"network": (network.latency_ms / 1e3, network.ms_per_mb / 1e9)}
+    stack = Stack(**options["stack"])
     runs = {
-        name: Run({**how, **(given if name == GIVEN else {})}, options["wide"])
+        name: Run({**how, **(given if name == GIVEN else {})}, stack)
         for name, how in JOBS[job].items()
     }
     found = measure(runs, options["seconds"], options["rounds"])
