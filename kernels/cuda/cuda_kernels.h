@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cuda_kernels.h: the C ABI of liboptfuse_cuda.so, the update kernels on a GPU.
+/* cuda_kernels.h: the C ABI of liboptfuse_cuda.so, the kernels on a GPU.
  *
  * The library holds the compiled kernels and needs nothing but libc; it opens
  * the driver (libcuda.so.1) at the first call. A launch copies the table of
@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 7 };
+enum { OF_CUDA_ABI_VERSION = 8 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -95,6 +95,35 @@ OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
  * updates that read them. */
 OF_CUDA_API of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps,
                                            const float *found_inf_at, int device, void *stream);
+
+/* The functions of packing.h. */
+typedef enum of_cuda_packing_task {
+    OF_CUDA_PACKING_ADD,
+    OF_CUDA_PACKING_MERGE,
+    OF_CUDA_PACKING_UNPACK,
+    OF_CUDA_PACKING_TASKS
+} of_cuda_packing_task;
+
+/* One call of them, with arrays on the device. */
+typedef struct of_cuda_packing {
+    of_cuda_packing_task task;
+    of_dtype dtype; /* float32 or float64 */
+    int device;     /* ordinal, used if no context is current */
+    void *stream;
+    void *to; /* packed, running or matrix: what is written */
+    const void *from;
+    size_t n;          /* rows, at most OF_CUDA_MOST_ROWS; of merge: elements */
+    size_t ld;         /* not of merge */
+    double numbers[2]; /* scale; decay and weight; damping */
+} of_cuda_packing;
+
+enum { OF_CUDA_MOST_ROWS = 1 << 20 };
+
+/* Loads the kernels of a dtype into the device, as of_cuda_prepare() does. */
+OF_CUDA_API of_cuda_status of_cuda_prepare_packing(of_dtype dtype, int device);
+
+/* Launches one on packing->stream. The bits are those of the CPU's rows. */
+OF_CUDA_API of_cuda_status of_cuda_pack(const of_cuda_packing *packing);
 
 /* The graph that is being captured on the stream; 0: none. */
 OF_CUDA_API of_cuda_status of_cuda_capture(void *stream, uint64_t *id);

@@ -36,12 +36,14 @@ typedef struct image {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_DECLARE_##gpu(rule)
 #include "rules.def"
 OF_DECLARE(scaling)
-extern const unsigned long long of_image_advance[], of_image_asgd_next[];
+extern const unsigned long long of_image_advance[], of_image_asgd_next[],
+    of_image_packing_float32[], of_image_packing_float64[];
 
 typedef struct single {
     const unsigned long long *code;
     const char *name;
-    CUkernel kernel; /* NULL: not loaded yet */
+    CUlibrary library; /* NULL: not loaded yet */
+    CUkernel kernel;
 } single;
 
 /* guards the fields of `images` and `singles` that loading fills */
@@ -55,8 +57,13 @@ static image images[] = {
 #include "rules.def"
     OF_IMAGES(scaling)};
 static single singles[OF_CUDA_SINGLES] = {
-    [OF_CUDA_ADVANCE] = {of_image_advance, "of_cuda_advance_steps", NULL},
-    [OF_CUDA_ASGD_NEXT] = {of_image_asgd_next, "of_cuda_asgd_next", NULL}};
+    [OF_CUDA_ADVANCE] = {of_image_advance, "of_cuda_advance_steps", NULL, NULL},
+    [OF_CUDA_ASGD_NEXT] = {of_image_asgd_next, "of_cuda_asgd_next", NULL, NULL},
+#define OF_PACKING(at, task, dtype)                                                                \
+    [OF_CUDA_PACKING + (at)] = {of_image_packing_##dtype, "of_cuda_packing_" #task "_" #dtype,     \
+                                NULL, NULL}
+    OF_PACKING(0, add, float32), OF_PACKING(1, merge, float32), OF_PACKING(2, unpack, float32),
+    OF_PACKING(3, add, float64), OF_PACKING(4, merge, float64), OF_PACKING(5, unpack, float64)};
 
 static of_cuda_status load_code(const of_driver *driver, const void *code, CUlibrary *library) {
     const CUresult result = driver->library_load(library, code, NULL, NULL, 0, NULL, NULL, 0);
@@ -103,17 +110,25 @@ const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, o
 of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which,
                                    CUkernel *kernel) {
     of_cuda_status status = OF_CUDA_OK;
-    CUlibrary library = NULL;
     single *one = &singles[which];
     pthread_mutex_lock(&lock);
-    if (!one->kernel) {
-        status = load_code(driver, one->code, &library);
-        if (status == OF_CUDA_OK)
-            status = get_kernel(driver, library, one->name, &one->kernel);
-    }
+    for (int i = 0; i < OF_CUDA_SINGLES && !one->library; i++)
+        if (singles[i].code == one->code)
+            one->library = singles[i].library;
+    if (!one->library)
+        status = load_code(driver, one->code, &one->library);
+    if (status == OF_CUDA_OK && !one->kernel)
+        status = get_kernel(driver, one->library, one->name, &one->kernel);
     *kernel = one->kernel;
     pthread_mutex_unlock(&lock);
     return status;
+}
+
+of_cuda_status of_cuda_load(const of_driver *driver, CUkernel kernel) {
+    CUfunction function;
+    const CUresult result = driver->kernel_function(&function, kernel);
+    return result == CUDA_SUCCESS ? OF_CUDA_OK
+                                  : of_driver_fail(driver, result, "a kernel does not load");
 }
 
 of_cuda_status of_cuda_launch_single(const of_driver *driver, CUkernel kernel, void *table,

@@ -16,9 +16,17 @@ typedef struct of_cuda_kernels {
 const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, of_dtype dtype,
                                     unsigned used, of_cuda_status *status);
 
-/* Kernels beside the updates: of advance.cu, of asgd_next.cu. */
-typedef enum of_cuda_single { OF_CUDA_ADVANCE, OF_CUDA_ASGD_NEXT, OF_CUDA_SINGLES } of_cuda_single;
+/* Kernels beside the updates: of advance.cu, of asgd_next.cu; then those of packing.cu, each
+ * task of float32 and of float64. */
+typedef enum of_cuda_single {
+    OF_CUDA_ADVANCE,
+    OF_CUDA_ASGD_NEXT,
+    OF_CUDA_PACKING,
+    OF_CUDA_SINGLES = OF_CUDA_PACKING + 2 * OF_CUDA_PACKING_TASKS
+} of_cuda_single;
 of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which, CUkernel *kernel);
+/* Loads a kernel that was found into the current context. */
+of_cuda_status of_cuda_load(const of_driver *driver, CUkernel kernel);
 /* With a thread for each of the n things in its table. */
 of_cuda_status of_cuda_launch_single(const of_driver *driver, CUkernel kernel, void *table,
                                      size_t n, void *stream);

@@ -189,14 +189,6 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
     return of_cuda_rule(update, &c->used, &c->table.common, of_cuda_early(major, update->dtype));
 }
 
-/* Into the current context. */
-static of_cuda_status load(const of_driver *driver, CUkernel kernel) {
-    CUfunction function;
-    const CUresult result = driver->kernel_function(&function, kernel);
-    return result == CUDA_SUCCESS ? OF_CUDA_OK
-                                  : of_driver_fail(driver, result, "a kernel does not load");
-}
-
 of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
     call c;
     CUkernel single = NULL;
@@ -205,13 +197,13 @@ of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
         return status;
     c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
     for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++)
-        status = load(c.driver, c.kernels->size[size]);
-    for (int which = 0; which < OF_CUDA_SINGLES && status == OF_CUDA_OK; which++) {
+        status = of_cuda_load(c.driver, c.kernels->size[size]);
+    for (int which = 0; which < OF_CUDA_PACKING && status == OF_CUDA_OK; which++) {
         if (which == OF_CUDA_ASGD_NEXT && c.table.common.numbers == 0)
             continue;
         status = of_cuda_find_single(c.driver, (of_cuda_single)which, &single);
         if (status == OF_CUDA_OK)
-            status = load(c.driver, single);
+            status = of_cuda_load(c.driver, single);
     }
     return status;
 }

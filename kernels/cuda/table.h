@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* table.h: what a kernel gets in its arguments; filled by launch.c, advance.c and
- * asgd_next.c, read by the .cu files. */
+/* table.h: what a kernel gets in its arguments; filled by launch.c, advance.c,
+ * asgd_next.c and packing.c, read by the .cu files. */
 #ifndef OPTFUSE_CUDA_TABLE_H
 #define OPTFUSE_CUDA_TABLE_H
 
@@ -87,5 +87,16 @@ typedef struct of_cuda_numbers {
         float *eta, *mu;
     } at[OF_CUDA_NUMBERS];
 } of_cuda_numbers;
+
+/* The table of of_cuda_pack(). A block adds a pair of rows, merges so many elements, or unpacks
+ * a square tile of so many rows. */
+enum { OF_CUDA_MERGED = 1024, OF_CUDA_TILE = 32 };
+typedef struct of_cuda_packing_table {
+    void *to;
+    const void *from;
+    uint64_t n;  /* rows, or elements to merge */
+    uint64_t ld;
+    double numbers[2];
+} of_cuda_packing_table;
 
 #endif

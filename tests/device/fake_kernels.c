@@ -7,6 +7,7 @@
 
 #include "cuda/host_driver.h"
 #include "cuda/table.h"
+#include "packing.h"
 #include "watch.h"
 
 #define VISIBLE __attribute__((visibility("default")))
@@ -102,6 +103,16 @@ static void read_numbers(ranges *r, const of_cuda_numbers *numbers) {
     }
 }
 
+/* Rows that a row of a matrix is apart hold other memory between them, of the same tensor. */
+static void read_packing(ranges *r, const char *kernel, const of_cuda_packing_table *table) {
+    const size_t size = element_of(kernel), n = (size_t)table->n;
+    const size_t packed = size * of_packed_elements(n);
+    const size_t matrix = size * ((n - 1) * (size_t)table->ld + n);
+    const bool adds = strstr(kernel, "_add_") != NULL, merges = strstr(kernel, "_merge_") != NULL;
+    add(r, (uintptr_t)table->to, merges ? size * n : adds ? packed : matrix, true);
+    add(r, (uintptr_t)table->from, merges ? size * n : adds ? matrix : packed, false);
+}
+
 static void tell(const char *kernel, const void *table, void *stream) {
     ranges *r = watcher ? calloc(1, sizeof *r) : NULL;
     if (!r)
@@ -110,6 +121,8 @@ static void tell(const char *kernel, const void *table, void *stream) {
         read_steps(r, (const of_cuda_steps *)table);
     else if (strcmp(kernel, "of_cuda_asgd_next") == 0)
         read_numbers(r, (const of_cuda_numbers *)table);
+    else if (strstr(kernel, "of_cuda_packing_") == kernel)
+        read_packing(r, kernel, (const of_cuda_packing_table *)table);
     else if (element_of(kernel))
         read_update(r, kernel, table);
     else {

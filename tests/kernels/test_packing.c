@@ -6,89 +6,24 @@
 #include <check.h>
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "arrays.h"
+#include "packing_memory.h"
 
-enum { SMALL = 70, PADDING = 9, ROUNDS = 3, TO = 0, FROM = 1 };
+enum { SMALL = 70, ROUNDS = 3 };
 static const size_t large[] = {97, 128, 131, 257, 335};
 enum { N_LARGE = sizeof large / sizeof *large, LARGEST = 335 };
 
-static const double factors[] = {1.0, 0.3, 0.0, 0.95, 1e-4, 3e30, -1.5};
-
-static double pick_factor(uint64_t *random) {
-    return factors[random_next(random) % (sizeof factors / sizeof *factors)];
-}
-
-static size_t footprint(size_t d, size_t ld) {
-    return d ? (d - 1) * ld + d : 0;
-}
-
-/* What a row works on: packed triangles (TO and FROM) and a matrix (TO). */
-typedef struct memory {
-    arrays packed, matrix;
-} memory;
-
-static memory *memory_create(size_t most_d) {
-    memory *m = calloc(1, sizeof *m);
-    ck_assert_ptr_nonnull(m);
-    arrays_create(&m->packed, of_packed_elements(most_d) * sizeof(double));
-    arrays_create(&m->matrix, footprint(most_d, most_d + PADDING) * sizeof(double));
-    return m;
-}
-
-static void memory_destroy(memory *m) {
-    arrays_destroy(&m->packed);
-    arrays_destroy(&m->matrix);
-    free(m);
-}
-
-static void memory_place(memory *m, of_dtype dtype, size_t d, size_t ld, uint64_t *random) {
-    arrays_place(&m->packed, dtype, of_packed_elements(d), 0, random);
-    arrays_place(&m->matrix, dtype, footprint(d, ld), 0, random);
-}
-
-/* All of both, what lies between the rows of a matrix and what is only read, too. */
-static bool same(const memory *a, const memory *b) {
-    int array = 0;
-    size_t element = 0;
-    return arrays_differ(&a->packed, &b->packed, &array, &element) == 0 &&
-           arrays_differ(&a->matrix, &b->matrix, &array, &element) == 0 &&
-           arrays_intact(&a->packed) && arrays_intact(&a->matrix);
-}
-
-static void run_all(const of_packing_row *row, memory *m, size_t d, size_t ld,
-                    const double numbers[4]) {
-    row->add(m->packed.at[TO], m->matrix.at[TO], d, ld, numbers[0]);
-    row->merge(m->packed.at[TO], m->packed.at[FROM], of_packed_elements(d), numbers[1], numbers[2]);
-    row->unpack(m->matrix.at[TO], m->packed.at[FROM], d, ld, numbers[3]);
-}
-
-static void check_size(const of_packing_row *row, memory *mine, memory *theirs, size_t d, size_t ld,
-                       uint64_t *random) {
-    double numbers[4];
-    for (int i = 0; i < 4; i++)
-        numbers[i] = pick_factor(random);
-    memory_place(mine, row->dtype, d, ld, random);
-    memory_place(theirs, row->dtype, d, ld, random);
-    arrays_fill(&theirs->packed, random);
-    arrays_fill(&theirs->matrix, random);
-    arrays_copy(&mine->packed, &theirs->packed);
-    arrays_copy(&mine->matrix, &theirs->matrix);
-    run_all(of_packing_find(row->dtype, OF_ISA_C), theirs, d, ld, numbers);
-    run_all(row, mine, d, ld, numbers);
-    ck_assert_msg(same(mine, theirs), "%s %s differs from c, d = %zu, ld = %zu",
-                  of_dtype_name(row->dtype), of_isa_name(row->isa), d, ld);
-}
-
-/* Each size with rows without a gap, and with gaps; twice, so that it is placed elsewhere. */
-static void check_sizes(const of_packing_row *row, memory *mine, memory *theirs, const size_t *d,
+/* Each size with rows without a gap, and with gaps; more than once, so that it is placed
+ * elsewhere. */
+static void check_sizes(const of_packing_row *row, packing_memory pair[2], const size_t *d,
                         size_t n) {
     uint64_t random = 7;
     for (size_t i = 0; i < n; i++)
         for (int round = 0; round < 2 * ROUNDS; round++) {
-            const size_t gap = round % 2 ? 1 + random_next(&random) % PADDING : 0;
-            check_size(row, mine, theirs, d[i], d[i] + gap, &random);
+            const size_t ld = d[i] + (round % 2 ? 1 + random_next(&random) % MOST_GAP : 0);
+            ck_assert_msg(packing_row_agrees(row, &pair[0], &pair[1], d[i], ld, &random),
+                          "%s %s differs from c, d = %zu, ld = %zu", of_dtype_name(row->dtype),
+                          of_isa_name(row->isa), d[i], ld);
         }
 }
 
@@ -96,19 +31,20 @@ START_TEST(every_row_gives_the_bits_of_the_c_row) {
     size_t small[SMALL + 1];
     for (size_t d = 0; d <= SMALL; d++)
         small[d] = d;
-    memory *pairs[2][2] = {{memory_create(SMALL), memory_create(SMALL)},
-                           {memory_create(LARGEST), memory_create(LARGEST)}};
+    static packing_memory pairs[2][2];
+    for (int i = 0; i < 4; i++)
+        packing_memory_create(&pairs[i / 2][i % 2], i / 2 ? LARGEST : SMALL);
     int rows = 0;
     for (const of_packing_row *row = of_packing_rows; row->add; row++) {
         if (row->isa > of_isa_detect())
             continue;
         rows++;
-        check_sizes(row, pairs[0][0], pairs[0][1], small, SMALL + 1);
-        check_sizes(row, pairs[1][0], pairs[1][1], large, N_LARGE);
+        check_sizes(row, pairs[0], small, SMALL + 1);
+        check_sizes(row, pairs[1], large, N_LARGE);
     }
     ck_assert_int_ge(rows, 2 * 2);
     for (int i = 0; i < 4; i++)
-        memory_destroy(pairs[i / 2][i % 2]);
+        packing_memory_destroy(&pairs[i / 2][i % 2]);
 }
 END_TEST
 

@@ -15,6 +15,7 @@
 #include "batch.h"
 #include "cuda/table.h"
 #include "host_driver.h"
+#include "packing_check.h"
 #include "scale.h"
 
 static int failures;
@@ -108,7 +109,7 @@ static void check_tables(void) {
     check(host.blocks == 1 && host.stream == values, "one block, on the stream that was given");
     check(sizeof(of_cuda_small_table) <= OF_CUDA_SMALL_BYTES &&
               sizeof(of_cuda_large_table) <= 32764 && sizeof(of_cuda_steps) <= 4096 &&
-              sizeof(of_cuda_numbers) <= 4096,
+              sizeof(of_cuda_numbers) <= 4096 && sizeof(of_cuda_packing_table) <= 4096,
           "the tables fit the kernels' arguments");
     host.context = false;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context,
@@ -342,6 +343,7 @@ int main(int argc, char **argv) {
     check_scaling(seed);
     check_steps();
     check_capture();
+    failures += check_packing(seed);
     printf(failures ? "%d failures, seed %" PRIu64 "\n" : "all agree\n", failures, seed);
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* host_device.h: lets a .cu file compile for the CPU. A kernel becomes a
- * function that one thread of one block runs; host_driver.c calls it for all. */
+ * function that one thread of one block runs; host_driver.c calls it for all, and
+ * again for what comes after each barrier: the kernel says which phase is which. */
 #ifndef OPTFUSE_TEST_HOST_DEVICE_H
 #define OPTFUSE_TEST_HOST_DEVICE_H
 
@@ -13,6 +14,9 @@ typedef struct host_index {
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline, unused))
 #define __launch_bounds__(...)
+#define __shared__ static thread_local
+#define __syncthreads()
+#define OF_PHASE(number) (host_phase == (number))
 #define blockIdx host_block_index
 #define blockDim host_block_size
 #define threadIdx host_thread_index
@@ -23,6 +27,7 @@ extern "C" {
 #endif
 
 extern HOST_THREAD host_index host_block_index, host_block_size, host_thread_index;
+extern HOST_THREAD unsigned host_phase;
 
 #ifdef __cplusplus
 }

@@ -12,6 +12,7 @@
 #include "rules/scaling.h"
 
 _Thread_local host_index host_block_index, host_block_size, host_thread_index;
+_Thread_local unsigned host_phase;
 
 host_driver host = {.version = 13000, .major = 9, .multiprocessors = 2, .context = true};
 
@@ -20,7 +21,8 @@ typedef void kernel_fn(const void *table);
 typedef struct kernel_row {
     const char *name;
     kernel_fn *run;
-    size_t bytes; /* of its arguments */
+    size_t bytes;      /* of its arguments */
+    unsigned barriers; /* that all threads of a block pass */
 } kernel_row;
 
 /* Each set of used state has a kernel for both sizes of table. */
@@ -44,7 +46,7 @@ typedef struct kernel_row {
 #define DECLARE(rule, dtype, used)                                                                 \
     kernel_fn of_cuda_##rule##_##dtype##_##used##_small, of_cuda_##rule##_##dtype##_##used##_large;
 
-#define ROW(name, size) {#name, name, sizeof(of_cuda_##size##_table)},
+#define ROW(name, size) {#name, name, sizeof(of_cuda_##size##_table), 0},
 #define ROWS(rule, dtype, used)                                                                    \
     ROW(of_cuda_##rule##_##dtype##_##used##_small, small)                                          \
     ROW(of_cuda_##rule##_##dtype##_##used##_large, large)
@@ -55,15 +57,27 @@ typedef struct kernel_row {
 IMAGES(scaling)
 IMAGE(advance)
 IMAGE(asgd_next)
+IMAGE(packing_float32)
+IMAGE(packing_float64)
 DTYPES(SCALING_SETS, DECLARE, scaling)
 kernel_fn of_cuda_advance_steps, of_cuda_asgd_next;
+kernel_fn of_cuda_packing_add_float32, of_cuda_packing_add_float64;
+kernel_fn of_cuda_packing_merge_float32, of_cuda_packing_merge_float64;
+kernel_fn of_cuda_packing_unpack_float32, of_cuda_packing_unpack_float64;
+#define PACKING(name, barriers) {#name, name, sizeof(of_cuda_packing_table), barriers}
 
 static const kernel_row rows[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) DTYPES_##gpu(RULE##_SETS, ROWS, rule)
 #include "rules.def"
     DTYPES(SCALING_SETS, ROWS, scaling){"of_cuda_advance_steps", of_cuda_advance_steps,
-                                        sizeof(of_cuda_steps)},
-    {"of_cuda_asgd_next", of_cuda_asgd_next, sizeof(of_cuda_numbers)}};
+                                        sizeof(of_cuda_steps), 0},
+    {"of_cuda_asgd_next", of_cuda_asgd_next, sizeof(of_cuda_numbers), 0},
+    PACKING(of_cuda_packing_add_float32, 0),
+    PACKING(of_cuda_packing_merge_float32, 0),
+    PACKING(of_cuda_packing_unpack_float32, 1),
+    PACKING(of_cuda_packing_add_float64, 0),
+    PACKING(of_cuda_packing_merge_float64, 0),
+    PACKING(of_cuda_packing_unpack_float64, 1)};
 
 static CUresult host_init(unsigned flags) {
     (void)flags;
@@ -151,10 +165,11 @@ static CUresult host_function(CUfunction *function, CUkernel kernel) {
 static void run_block(const kernel_row *row, const void *table, unsigned block, unsigned threads) {
     host_block_index.x = block;
     host_block_size.x = threads;
-    for (unsigned i = 0; i < threads; i++) {
-        host_thread_index.x = host.backwards ? threads - 1 - i : i;
-        row->run(table);
-    }
+    for (host_phase = 0; host_phase <= row->barriers; host_phase++)
+        for (unsigned i = 0; i < threads; i++) {
+            host_thread_index.x = host.backwards ? threads - 1 - i : i;
+            row->run(table);
+        }
 }
 
 static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigned z,

@@ -17,12 +17,12 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent.parent.parent
-RANDOM = TESTS.parent / "random_program.c"
+BESIDE = [TESTS.parent / name for name in ("arrays.c", "packing_memory.c", "random_program.c")]
 CC = os.environ.get("CC", "cc").split()
 CXX = os.environ.get("CXX", "c++").split()
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "asgd_next.c", "capture.c"]
-LAUNCHER += ["code.c"]
+LAUNCHER += ["code.c", "packing.c"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Mutant:
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 BLOCK = "cuda/block.cuh"
 PROGRAM, CODE = "cuda/program.cu", "cuda/code.c"
+PACKING = "cuda/packing.cu"
 OP_BY_OP, ELEMENT, OPERATORS = "cuda/op_by_op.cu", "cuda/op_by_op_element.h", "rules/aten_cuda.h"
+SOURCES = {"traced": PROGRAM, "packing": PACKING}
 FORMS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
 LANES = """#pragma unroll
@@ -125,6 +127,32 @@ MUTANTS = [
            "(float)q->s, (float)q->s", rule="traced"),
     Mutant("programs, entries begin in the program", LAUNCH, "c->table.words + c->code + (i + 1)",
            "c->table.words + (i + 1)", rule="traced"),
+    Mutant("packing, the middle row is added twice", PACKING, "if (last != first)", "if (true)",
+           rule="packing"),
+    Mutant("packing, one element too many", PACKING, "for (; at < n;", "for (; at <= n;",
+           rule="packing"),
+    Mutant("packing, four over the end", PACKING, "at + round - blockDim.x < n", "at < n",
+           rule="packing"),
+    Mutant("packing, what is between rows is added", PACKING, "row * table.ld + row;",
+           "row * table.n + row;", rule="packing"),
+    Mutant("packing, the compiler fuses products", PACKING, "", "",
+           ("-ffp-contract=fast", "-mfma"), rule="packing"),
+    Mutant("packing, a number is not rounded", PACKING, "static_cast<of_stored>(table.numbers[1])",
+           "static_cast<of_stored>(table.numbers[1] * (1 + 1e-7))", rule="packing"),
+    Mutant("packing, the last is not merged", PACKING, "to[at] : 0;", "to[at + 1] : 0;",
+           rule="packing"),
+    Mutant("packing, a row of tiles is left out", PACKING, "at < tiles - first ?",
+           "at + 1 < tiles - first ?", rule="packing"),
+    Mutant("packing, the lower half has the diagonal", PACKING, "column < row && row < table.n",
+           "column <= row && row < table.n", rule="packing"),
+    Mutant("packing, the lower half is not turned", PACKING, "copy[x][y + i * OF_TILE_STEP];",
+           "copy[y + i * OF_TILE_STEP][x];", rule="packing"),
+    Mutant("packing, damping goes everywhere", PACKING, "if (row == column)", "if (true)",
+           rule="packing"),
+    Mutant("packing, the last tiles have no block", "cuda/packing.c",
+           "(tiles + 1) / 2 * (tiles + 1)", "tiles / 2 * (tiles + 1)", rule="packing"),
+    Mutant("packing, the last elements have no block", "cuda/packing.c",
+           "(packing->n + OF_CUDA_MERGED - 1)", "packing->n", rule="packing"),
 ]  # fmt: skip
 
 
@@ -138,8 +166,8 @@ class Build:
         self.tree = folder / "kernels"
         shutil.copytree(ROOT / "kernels", self.tree)
         self.includes = [f"-I{self.tree}", f"-I{TESTS}", f"-I{TESTS.parent}", f"-isystem{include}"]
-        tests = [TESTS / f for f in ("device_check.c", "batch.c", "host_driver.c")]
-        self.objects = [self.c(path) for path in [*tests, TESTS.parent / "arrays.c", RANDOM]]
+        tests = ("device_check.c", "packing_check.c", "batch.c", "host_driver.c")
+        self.objects = [self.c(path) for path in [*(TESTS / f for f in tests), *BESIDE]]
         self.launcher = {name: self.c(self.tree / "cuda" / name) for name in LAUNCHER}
         self.kernels: dict[tuple[str, str], Path] = {}  # unbroken
 
@@ -159,7 +187,7 @@ class Build:
         macros += [f'-DOF_RULE_HEADER="../rules/{form}.h"']
         macros += [f"-DOF_FORM={form}"] if rule in FORMS else []
         macros += ["-DOF_RUNS_PROGRAMS"] if rule == "traced" else []
-        source = PROGRAM if rule == "traced" else OP_BY_OP if rule in FORMS else UPDATE
+        source = SOURCES.get(rule, OP_BY_OP if rule in FORMS else UPDATE)
         macros += [f'-DHOST_SOURCE="{source}"']
         run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
             "-c", TESTS / "host_update.cpp", "-o", out)  # fmt: skip
@@ -199,7 +227,7 @@ class Build:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build = Build(Path(folder), sys.argv[1], sys.argv[2:])
-        for rule in ("adam", *FORMS, "traced"):
+        for rule in ("adam", *FORMS, *SOURCES):
             if not build.survives(None, rule):
                 sys.exit(f"device_check fails on what is not broken: {rule}")
         survived = []
