@@ -213,6 +213,8 @@ of_stream current_stream(int ordinal) {
     return current;
 }
 
+void *native_stream(const of_stream &stream) { return stream_of(stream).native_handle(); }
+
 std::atomic<bool> SteadyStreams::any_gpu{false};
 
 void SteadyStreams::enter(bool steady) {

@@ -27,6 +27,8 @@ struct CudaLibrary {
     decltype(&of_cuda_prepare) prepare;
     decltype(&of_cuda_launch) launch;
     decltype(&of_cuda_advance) advance;
+    decltype(&of_cuda_prepare_packing) prepare_packing;
+    decltype(&of_cuda_pack) pack;
     decltype(&of_cuda_capture) capture;
     decltype(&of_cuda_relax) relax;
 };
@@ -36,6 +38,8 @@ void set_cuda_library(const char *path);
 // device.cpp
 extern const of_gpu_host gpu_host;
 of_stream current_stream(int ordinal);
+// CUDA's own handle of it.
+void *native_stream(const of_stream &stream);
 // As long as one lives, current_stream() on this thread asks PyTorch and the driver once and
 // not for each parameter: inside step() nobody changes streams or begins a capture. Except
 // where code of others runs: there a SteadyStreams(false) lives inside of it.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// packed.h: symmetric matrices as their upper triangles by rows: by our kernels
-// (kernels/packing.h) on the CPU, by PyTorch's operators elsewhere.
+// packed.h: symmetric matrices as their upper triangles by rows (kernels/packing.h), on the CPU
+// and on GPUs: with the same bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
