@@ -9,6 +9,7 @@
 #include "cuda/cuda_kernels.h"
 #include "cuda/table.h"
 #include "gpu.h"
+#include "packing_check.h"
 #include "rules/asgd_foreach.h"
 #include "rules/asgd_next.h"
 
@@ -328,5 +329,6 @@ int main(int argc, char **argv) {
     GPU(cudaMalloc(&device_corrections, 2 * sizeof(double)));
     GPU(cudaMalloc(&device_scalars, (SCALARS + TENSORS) * sizeof(float)));
     GPU(cudaMalloc(&device_factor, sizeof(double)));
-    return check_all(seed, rounds, major) ? EXIT_FAILURE : EXIT_SUCCESS;
+    const int failed = check_all(seed, rounds, major) + check_packing(seed, rounds);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -115,7 +115,8 @@ def sequence(call: str | None) -> list[tuple[Maker, float]]:
     """Parts, and the seconds that are kept for each by those before it."""
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
     full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0)]
-    deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (layers, 60.0)]
+    deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
+    deep += [(layers, 60.0)]
     short = [*quick, *full[1:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -218,6 +219,12 @@ def layers(plan: Plan) -> Part:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     where = {"OPTFUSE_TEST_ON": "cuda"} if plan.on_gpu else {}
     return Part("K-FAC and another order of backward", [Command(pytest, where)], 150.0, CHECKS)
+
+
+@on_gpu
+def packing(plan: Plan) -> Part:
+    command = plan.python("tests/gpu/packing.py", "--device", plan.device)
+    return Part("packing of factors", [command], 45, MEASURED, judge_last)
 
 
 def controls(plan: Plan) -> Part:
