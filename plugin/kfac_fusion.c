@@ -84,60 +84,41 @@ static void close_by_papers_rule(const messages *m, bool *last) {
     }
 }
 
-/* finish[j]: the least of the first j messages. An earlier finish of those before a group never
- * makes the group later, so the best of a prefix is made of the best of a shorter one. */
-static void find_least_finish(const messages *m, double *finish) {
-    finish[0] = 0;
+/* The best grouping of the first messages: when it is through, and where its last group begins. */
+typedef struct prefix {
+    double finish;
+    size_t first;
+} prefix;
+
+/* An earlier finish of those before a group never makes the group later, so the best of a prefix
+ * is made of the best of a shorter one. best[0] is all zeros. */
+static void find_best(const messages *m, prefix *best) {
     for (size_t j = 1; j <= m->n; j++) {
         uint64_t bytes = 0;
         double ready = 0;
-        finish[j] = INFINITY;
+        best[j].finish = INFINITY;
         for (size_t i = j; i-- > 0;) {
             bytes += m->bytes[i];
             ready = of_later(ready, m->ready[i]);
-            const double through = of_later(ready, finish[i]) + seconds_of(m, bytes);
-            if (through < finish[j])
-                finish[j] = through;
+            const double through = of_later(ready, best[i].finish) + seconds_of(m, bytes);
+            if (through <= best[j].finish)
+                best[j] = (prefix){through, i};
         }
     }
 }
 
-/* The fewest groups that are through by `limit`, which some grouping is. From the last message
- * on, each group takes all the messages it can and still be ready in time to be through when the
- * group after it must start.
- *
- * No smaller group can save one: say that the messages before it are through in k groups when it
- * must start. Without those that the larger group takes, the same k groups or fewer are through
- * earlier by at least the seconds of the bytes taken, which is how much earlier the larger group
- * must start. */
-static void close_as_late_as_possible(const messages *m, double limit, bool *last) {
-    uint64_t bytes = 0;
-    double ready = 0;
-    for (size_t i = m->n; i-- > 0;) {
-        bytes += m->bytes[i];
-        ready = of_later(ready, m->ready[i]);
-        if (i + 1 < m->n && ready > limit - seconds_of(m, bytes)) {
-            last[i] = true;
-            limit -= seconds_of(m, bytes - m->bytes[i]);
-            bytes = m->bytes[i];
-            ready = m->ready[i];
-        }
-    }
-}
-
-static of_status close_by_plan(const messages *m, double deadline, bool *last) {
-    static const double tolerance = 1e-9; /* far above the rounding errors of the sums */
-    double *finish = calloc(m->n + 1, sizeof *finish);
-    if (!finish)
+static of_status close_by_plan(const messages *m, bool *last) {
+    prefix *best = calloc(m->n + 1, sizeof *best);
+    if (!best)
         return of_fail(OF_NO_MEMORY, "out of memory for a plan of %zu messages", m->n);
-    find_least_finish(m, finish);
-    close_as_late_as_possible(m, of_later(deadline, finish[m->n] * (1 + tolerance)), last);
-    free(finish);
+    find_best(m, best);
+    for (size_t end = m->n; end > 0; end = best[end].first)
+        last[end - 1] = true;
+    free(best);
     return OF_OK;
 }
 
-static of_status close_groups(of_fusion how, const messages *m, uint64_t threshold, double deadline,
-                              bool *last) {
+static of_status close_groups(of_fusion how, const messages *m, uint64_t threshold, bool *last) {
     switch (how) {
     case OF_FUSION_EACH:
         close_by_threshold(m, 0, last);
@@ -151,7 +132,7 @@ static of_status close_groups(of_fusion how, const messages *m, uint64_t thresho
         close_by_papers_rule(m, last);
         break;
     case OF_FUSION_PLANNED:
-        return close_by_plan(m, deadline, last);
+        return close_by_plan(m, last);
     }
     return OF_OK;
 }
@@ -166,22 +147,18 @@ static size_t number_groups(const bool *last, size_t n, uint32_t *group) {
 }
 
 of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes, size_t n,
-                           const of_link *link, uint64_t threshold_bytes, double deadline,
-                           uint32_t *group, size_t *n_groups) {
+                           const of_link *link, uint64_t threshold_bytes, uint32_t *group,
+                           size_t *n_groups) {
     messages m = {0};
     of_status status = check(&m, ready, bytes, n, link, group, n_groups);
     if (status != OF_OK)
         return status;
     if ((unsigned)how > OF_FUSION_PLANNED)
         return of_fail(OF_INVALID, "there is no fusion %d of messages", (int)how);
-    if (!of_is_time(deadline))
-        return of_fail(OF_INVALID,
-                       "a deadline of %g s: give a time that is not negative, or 0 for none",
-                       deadline);
     bool *last = calloc(n + 1, sizeof *last);
     if (!last)
         return of_fail(OF_NO_MEMORY, "out of memory for the groups of %zu messages", n);
-    status = close_groups(how, &m, threshold_bytes, deadline, last);
+    status = close_groups(how, &m, threshold_bytes, last);
     if (status == OF_OK)
         *n_groups = number_groups(last, n, group);
     free(last);

@@ -26,26 +26,25 @@ typedef enum of_fusion {
     OF_FUSION_PAPER,     /* the paper's rule: the next factor joins the open group if it is ready
                             before the group could start (the link free, all members ready), or
                             less than a latency after that. Not optimal */
-    OF_FUSION_PLANNED    /* the fewest groups that finish no later than the deadline or, if that
-                            can't be kept, than any grouping can */
+    OF_FUSION_PLANNED    /* each group is through as early as any grouping can be up to there */
 } of_fusion;
 
 /* Groups n messages. They are sent in their order: message i is ready at ready[i] seconds (from
  * any moment before all of them; the times need not ascend) and has bytes[i].
  *
  * group: the number of each message's group, from 0, ascending; *n_groups: how many.
- * threshold_bytes: of THRESHOLD; with 0 each message is a group. deadline: of PLANNED, the
- * seconds before which nobody waits for the messages; 0 if the sooner the better.
+ * threshold_bytes: of THRESHOLD; with 0 each message is a group.
  *
- * PLANNED is exact. Its finish is no later than max(deadline, the least possible finish), to a
- * relative 1e-9 of the latter, and no grouping with fewer groups is. Among equals the last group
- * is as large as it can be, then the one before it, and so on. It takes O(n^2) time and O(n)
- * memory.
+ * PLANNED is exact: no grouping of all messages is through earlier, and none of the messages up to
+ * the end of a group is through earlier than that group. So there is as much time to spare as there
+ * can be. Fewer groups may finish as early by the ready times that are given, but use up the spare
+ * time: passes are not always as long, and then they finish later. Among equals the last group is
+ * as large as it can be, then the one before it, and so on. It takes O(n^2) time and O(n) memory.
  * OF_INVALID: an unknown fusion, a time that is negative or not finite, or sums of bytes or
  * seconds that are out of range. OF_NO_MEMORY. */
 OF_API of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes,
                                   size_t n, const of_link *link, uint64_t threshold_bytes,
-                                  double deadline, uint32_t *group, size_t *n_groups);
+                                  uint32_t *group, size_t *n_groups);
 
 /* When the last group is through, 0 for n = 0: a group starts when all its members are ready and
  * the group before it is through. OF_INVALID also: the groups are not contiguous and numbered

@@ -126,7 +126,7 @@ std::vector<int64_t> fuse_messages(int64_t how, const std::vector<double> &ready
     std::vector<uint32_t> group(sizes.size());
     size_t n = 0;
     check(of_fuse_messages(static_cast<of_fusion>(how), ready.data(), sizes.data(), sizes.size(),
-                           &link, static_cast<uint64_t>(threshold), 0, group.data(), &n));
+                           &link, static_cast<uint64_t>(threshold), group.data(), &n));
     return {group.begin(), group.end()};
 }
 
