@@ -27,7 +27,7 @@ from two_processes import given, join, leave
 import optfuse
 
 BATCH = 16
-WARM_UP, TURN = 4, 2  # iterations, and pairs of them; messages are planned in the second
+WARM_UP, TURN = 4, 2  # iterations, and pairs of them; messages are planned in the fourth
 WAITED = 1  # where iterate() has it
 FEWEST, MOST = 4, 60  # rounds
 NEVER = 1 << 40

@@ -16,8 +16,8 @@ from optfuse._kfac import groups, messages
 from optfuse._kfac.layers import Preconditioned
 from optfuse._native import Error
 
-#: Collections before messages are planned. The first is slower than those that follow.
-_WARM_UP = 2
+#: The collections of which messages are planned. The first is slower than those that follow.
+_TIMED = range(2, 5)
 _THRESHOLD = 25 << 20  # bytes of a message, as of DistributedDataParallel's buckets
 
 
@@ -41,6 +41,7 @@ class Factors:
         self.scale = 1.0  # of the loss
         self.collections = 0
         self.messages = 0  # to other processes, in the last collection
+        self._complete: Tensor | None = None  # the shortest seconds until each slot was
         self.arrangement = messages.first(len(layers))
         self._fusion, self._network = fusion, network
         self.handle: int = torch.ops.optfuse.collect_factors(
@@ -104,9 +105,19 @@ class Factors:
         self.collections += 1
         if self.group is not None:
             self.messages = torch.ops.optfuse.sent_factors(self.handle)
-        if self.collections == _WARM_UP and self.group is not None:
-            self._plan_messages(self.group, told[:, 2].tolist())
+            self._take_times(self.group, told[:, 0] > 0, told[:, 2])
         return missing
+
+    def _take_times(self, group: dist.ProcessGroup, used: Tensor, complete: Tensor) -> None:
+        """Plans messages after some collections, by the shortest times: what comes from outside
+        only adds, and a plan for passes that are longer than they are sends too many messages."""
+        if self.collections not in _TIMED:
+            return
+        began = complete.where(used, torch.inf).min()
+        since = (complete - began).clamp_min(0)
+        self._complete = since if self._complete is None else self._complete.minimum(since)
+        if self.collections == _TIMED[-1]:
+            self._plan_messages(group, self._complete.tolist())
 
     def _exchange(self, told: Tensor, may_miss: bool) -> tuple[list[float], bool, set[int]]:
         """The rows of each layer on all processes; whether anything came late; the layers without

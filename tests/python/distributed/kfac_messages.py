@@ -26,8 +26,8 @@ def ranks_that_use_layers_in_another_order(mode, fusion):
 
 @scenario("stock", each={"fusion": "each", "messages": 10}, all={"fusion": "all", "messages": 1})
 def as_many_messages_as_the_fusion_says(mode, fusion, messages):
-    """From the third collection on, once they are planned."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
+    """From the fifth collection on, once they are planned."""
+    pair = Pair(mode, fusion=fusion, **OFTEN)
     for i in range(6):
         pair.step(i)
     assert pair.ours.kfac.summary().messages == messages, pair.ours.kfac.summary()
