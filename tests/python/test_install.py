@@ -1,60 +1,70 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What `meson install` installs for C and C++ programs, as those programs use it: the examples are
-compiled by pkg-config and by CMake, and run."""
+compiled by pkg-config and by CMake, and run. Against the torch of this Python, and against a
+libtorch that no Python knows."""
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
-import subprocess
-import sys
+import venv
 from pathlib import Path
 
 import pytest
 import torch
+from installed import (
+    ARCHIVE,
+    INSTALLED,
+    MESON,
+    STANDARD,
+    TORCH,
+    WARNINGS,
+    flags_of,
+    install,
+    output,
+    skip_unless_built,
+)
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bootstrap import INSTALLED, ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-TORCH = Path(torch.__file__).parent
-WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion"]
-STANDARD = "c++20" if torch.__version__ >= (2, 14) else "c++17"  # as shim/meson.build
-QUIET = {"OMP_WAIT_POLICY": "passive"}
-
-
-def output(*command: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=os.environ | QUIET,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}"
-    return done.stdout
+RELEASE = ".".join(torch.__version__.split(".")[:2])
+LIBRARY = f"liboptfuse_torch-{RELEASE}-cxx11abi1-linux_x86_64.so"
 
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where everything is installed, without optfuse's Python part being of any use there."""
-    archive = INSTALLED / "shim" / "packaging" / "liboptfuse-core.a"
-    if not archive.is_file():
-        pytest.skip(f"{archive} is not built; tests/run builds it")
-    top = tmp_path_factory.mktemp("installed")
-    tags = "devel,runtime,python-runtime"
-    meson = Path(sys.executable).with_name("meson")
-    arguments = ["install", "--no-rebuild", "-C", INSTALLED, "--destdir", top, "--tags", tags]
-    output(meson, *arguments)
-    return next(top.rglob("include/optfuse")).parent.parent
+    skip_unless_built()
+    return install(INSTALLED, tmp_path_factory.mktemp("installed"))
 
 
-def flags_of(prefix: Path, package: str) -> tuple[list[str], list[str]]:
-    place = next(prefix.rglob("optfuse-core.pc")).parent
-    command = ["pkg-config", f"--define-variable=prefix={prefix}", f"--with-path={place}"]
-    return tuple(output(*command, what, package).split() for what in ("--cflags", "--libs"))
+@pytest.fixture(scope="module")
+def libtorch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the zip unpacks: the same files as in a wheel, beside others, and no version.py."""
+    root = tmp_path_factory.mktemp("unpacked") / "libtorch"
+    root.mkdir()
+    for name in ("include", "lib", "share"):
+        (root / name).symlink_to(TORCH / name)
+    (root / "build-version").write_text(f"{torch.__version__}\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def build_of_libtorch(libtorch: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configured by a Python that has no torch. What is compiled comes from the other build."""
+    skip_unless_built()
+    folder = tmp_path_factory.mktemp("of_libtorch")
+    venv.create(folder / "bare", symlinks=True)
+    options = ["-Dshim=enabled", "-Dtests=false", "-Dcuda=disabled", f"-Dtorch_roots={libtorch}"]
+    options += [f"-Dtorch_python={folder / 'bare' / 'bin' / 'python'}", "--prefix=/opt/optfuse"]
+    output(MESON, "setup", folder / "build", ROOT, *options)
+    return folder / "build"
+
+
+@pytest.fixture(scope="module")
+def prefix_of_libtorch(build_of_libtorch: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for file in (ARCHIVE, Path("shim", LIBRARY)):
+        shutil.copy(INSTALLED / file, build_of_libtorch / file)
+    return install(build_of_libtorch, tmp_path_factory.mktemp("installed"))
 
 
 def check_training(program: Path, place: Path) -> None:
@@ -90,16 +100,50 @@ def test_optfuse_hpp_is_found_by_pkg_config(prefix: Path, tmp_path: Path) -> Non
     assert "libpython" not in output("ldd", program)
 
 
-@pytest.mark.slow
-def test_both_are_found_by_cmake(prefix: Path, tmp_path: Path) -> None:
+def build_examples_by_cmake(prefix: Path, torch_root: Path, place: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("no cmake")
-    paths = f"-DCMAKE_PREFIX_PATH={TORCH};{prefix}"
-    flags = f"-DCMAKE_CXX_FLAGS=-std={STANDARD}"
-    output("cmake", "-S", EXAMPLES, "-B", tmp_path, paths, flags)
-    output("cmake", "--build", tmp_path)
-    output(tmp_path / "core")
-    check_training(tmp_path / "train", tmp_path)
+    paths = f"-DCMAKE_PREFIX_PATH={torch_root};{prefix}"
+    output("cmake", "-S", EXAMPLES, "-B", place, paths)
+    output("cmake", "--build", place)
+    output(place / "core")
+    check_training(place / "train", place)
+
+
+@pytest.mark.slow
+def test_both_are_found_by_cmake_beside_a_libtorch(
+    prefix_of_libtorch: Path, libtorch: Path, tmp_path: Path
+) -> None:
+    build_examples_by_cmake(prefix_of_libtorch, libtorch, tmp_path)
+    assert str(libtorch / "lib") in output("readelf", "-d", tmp_path / "train")
+
+
+@pytest.mark.slow
+def test_the_shim_is_compiled_with_the_headers_of_the_libtorch(
+    build_of_libtorch: Path, libtorch: Path
+) -> None:
+    """One file of it; the others differ in nothing that concerns the place."""
+    commands = json.loads((build_of_libtorch / "compile_commands.json").read_text())
+    named = f"shim/{LIBRARY}.p/"
+    command = next(c["command"] for c in commands if c["output"].startswith(named + "meson"))
+    words = [word.strip("'\"") for word in command.split()]
+    words = words[: words.index("-MD")]
+    compiler = words.index(next(word for word in words if word.startswith("-I")))
+    source = ROOT / "shim" / "cxx" / "classes.cpp"
+    command = ["c++", *words[compiler:], "-fsyntax-only", source]
+    assert f"{libtorch}/include" in command and str(TORCH) not in " ".join(map(str, command))
+    output(*command, cwd=build_of_libtorch)
+
+
+def test_of_a_libtorch_the_library_is_beside_others_and_there_is_no_python_part(
+    prefix_of_libtorch: Path, libtorch: Path
+) -> None:
+    _, link_flags = flags_of(prefix_of_libtorch, "optfuse")
+    library = next(prefix_of_libtorch.rglob(LIBRARY))
+    assert f"-L{library.parent}" in link_flags and f"-Wl,-rpath,{libtorch}/lib" in link_flags
+    assert library.parent == next(prefix_of_libtorch.rglob("liboptfuse-core.a")).parent
+    assert library.with_suffix(".json").is_file()
+    assert not list(prefix_of_libtorch.rglob("*.py"))
 
 
 def test_cmake_says_what_is_missing(prefix: Path, tmp_path: Path) -> None:
@@ -108,6 +152,9 @@ def test_cmake_says_what_is_missing(prefix: Path, tmp_path: Path) -> None:
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.18)\nproject(p C)\n"
         'find_package(optfuse)\nmessage("said: ${optfuse_NOT_FOUND_MESSAGE}")\n'
+        "set(Torch_FOUND TRUE)\nset(Torch_VERSION 2.1.3)\n"
+        'find_package(optfuse)\nmessage("said: ${optfuse_NOT_FOUND_MESSAGE}")\n'
     )
     said = output("cmake", "-S", tmp_path, "-B", tmp_path / "b", f"-DCMAKE_PREFIX_PATH={prefix}")
     assert "call find_package(Torch) before" in said
+    assert f"is for torch {RELEASE}, and find_package(Torch) has found 2.1.3" in said

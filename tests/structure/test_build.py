@@ -93,7 +93,8 @@ def test_an_isolated_build_finds_the_torch_that_pip_hides() -> None:
     command = [sys.executable, "-S", str(INFO)]  # without site-packages, as in pip's isolation
     done = subprocess.run(command, capture_output=True, text=True)
     release = ".".join(torch.__version__.split(".")[:2])
-    assert done.stdout.split() == [release, str(Path(torch.__file__).parent)], done.stderr
+    expected = [release, str(Path(torch.__file__).parent), "package"]
+    assert done.stdout.split() == expected, done.stderr
 
 
 def test_a_missing_torch_is_named(tmp_path: Path) -> None:
@@ -103,6 +104,24 @@ def test_a_missing_torch_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_headers_is_named(tmp_path: Path) -> None:
-    assert "is no torch package" in last_words(sys.executable, INFO, tmp_path)
+    assert (
+        "neither a torch package, which has a version.py, nor an unpacked libtorch"
+        in last_words(sys.executable, INFO, tmp_path)
+    )
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\n")
     assert "has no headers" in last_words(sys.executable, INFO, tmp_path)
+
+
+def test_a_libtorch_is_told_by_its_files_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+    libtorch = tmp_path / "libtorch"
+    (libtorch / "include" / "torch").mkdir(parents=True)
+    assert f"; did you mean {libtorch}?" in last_words(sys.executable, INFO, tmp_path)
+    (libtorch / "build-version").write_text("nightly\n")
+    assert "build-version names no release" in last_words(sys.executable, INFO, libtorch)
+    (libtorch / "build-version").write_text("2.13.0+cpu\n")
+    assert "has no lib/libtorch.so" in last_words(sys.executable, INFO, libtorch)
+    (libtorch / "lib").mkdir()
+    for name in ("libtorch.so", "libtorch_cpu.so", "libc10.so"):
+        (libtorch / "lib" / name).touch()
+    done = subprocess.run([sys.executable, INFO, libtorch], capture_output=True, text=True)
+    assert done.stdout.split() == ["2.13", str(libtorch), "libtorch"], done.stderr
