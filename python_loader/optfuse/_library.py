@@ -21,6 +21,7 @@ from optfuse._releases import TESTED, is_too_old, release_of
 
 ABI = 5  # of the C functions that the loader calls
 PLATFORM = "linux_x86_64"
+_STEM = "liboptfuse_torch-"
 INSTALL = f"pip install 'torch=={TESTED[-1]}.*'"
 REBUILD = (
     "build it with `pip install --no-build-isolation .` in the environment that has this torch"
@@ -119,7 +120,7 @@ def mismatch(build: Build, torch: Torch) -> str | None:
 def descriptions(package: Path) -> list[Path]:
     """The JSON files to consider: those in the package, or, in a source
     checkout, those of its build directories. Test-only builds are left out."""
-    pattern = "liboptfuse_torch-*.json"
+    pattern = f"{_STEM}*.json"
     found = sorted(package.glob(pattern))
     checkout = package.parent.parent
     if not found and (checkout / "meson.build").is_file():
@@ -167,6 +168,32 @@ def find(torch: Torch, environment: Mapping[str, str], package: Path) -> Path:
     if not library.is_file():
         raise ImportError(f"OPTFUSE_LIBRARY names {named}, which is not a file")
     return choose([library.with_suffix(".json")], torch, package)
+
+
+def opened() -> Path | None:
+    """The library that this process has opened, for an extension in C++ that was imported
+    before."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if _STEM in line}
+    return next((Path(path) for path in sorted(paths) if path.endswith(".so")), None)
+
+
+def share(found: Path, before: Path | None, torch: Torch) -> Path:
+    """The one library of this process. Two would not know of each other's pending updates, and
+    PyTorch ends the process where the operators of both are registered."""
+    if before is None or before == found or before.samefile(found):
+        return found
+    reason = mismatch(read_build(before.with_suffix(".json")), torch)
+    if reason is None and not os.environ.get("OPTFUSE_LIBRARY"):
+        return before
+    raise ImportError(
+        f"optfuse can't use {found}: this process has opened {before}, for an extension in C++, "
+        f"which is {reason or 'not what OPTFUSE_LIBRARY names'}, and there can be one only. Import "
+        "optfuse before the extension, or build the extension with the library that Python uses"
+    )
 
 
 def find_cuda(library: Path, environment: Mapping[str, str]) -> Path | None:
@@ -228,7 +255,7 @@ def here() -> Path:
         raise ImportError(_broken_torch(error)) from error
 
     its = Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))
-    return find(its, os.environ, Path(__file__).resolve().parent)
+    return share(find(its, os.environ, Path(__file__).resolve().parent), opened(), its)
 
 
 def load() -> ctypes.CDLL:

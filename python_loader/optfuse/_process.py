@@ -27,7 +27,16 @@ from optfuse import (
 )
 from optfuse._dtensor import local_of
 from optfuse._link import Link, links
-from optfuse._native import BACKWARD, DONE, EVENT_APPLY, EVENT_BACKWARD, EVENT_REDUCED, guard
+from optfuse._native import (
+    BACKWARD,
+    DONE,
+    EVENT_APPLY,
+    EVENT_BACKWARD,
+    EVENT_REDUCED,
+    check,
+    guard,
+    lib,
+)
 from optfuse._native import start as start_library
 from optfuse._own_step import updates
 
@@ -44,8 +53,11 @@ def flush_all() -> None:
     """Launches everything pending in the process, after the gradients that are on their way have
     come."""
     _each_marked(Link.flush)
-    if not updates.running():
-        _await.await_all()
+    if updates.running():
+        return
+    _await.await_all()
+    if lib.of_any_pending():  # of an extension in C++
+        check(lib.of_flush_all())
 
 
 def drain_all() -> None:
