@@ -10,6 +10,7 @@
 #include <string>
 
 #include "cxx/error.hpp"
+#include "cxx/spelling.h"
 #include "optfuse.h"
 
 // Python.h's own declaration; nothing of Python is linked.
@@ -47,7 +48,7 @@ struct PythonError final : torch::PyTorchError {
 [[noreturn]] inline void fail(const std::string &text, _object *raised = nullptr) {
     _object *const type = raised != nullptr ? raised : PythonError::type;
     if (type == nullptr) // no Python here
-        throw Error(text);
+        throw Error(in_cxx(text));
     throw PythonError(text, type);
 }
 

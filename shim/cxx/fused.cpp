@@ -6,7 +6,9 @@
 #include <memory>
 
 #include "cxx/optimizer.h"
+#include "cxx/spelling.h"
 #include "error.h"
+#include "python/gil.h"
 #include "start.h"
 
 using optfuse::FusedOptimizer;
@@ -19,21 +21,23 @@ FusedOptimizer *optimizer_of(of_shim_fused *fused) {
     return reinterpret_cast<FusedOptimizer *>(fused);
 }
 
+// An extension of Python comes with the GIL, which another thread's update may need.
 template <typename Work> int status_of(const Work &work) {
+    const optfuse::WithoutGil wait;
     try {
         work();
         return OF_OK;
     } catch (const c10::Error &e) {
         of_set_error("optfuse: %s", e.what_without_backtrace());
     } catch (const std::exception &e) {
-        of_set_error("%s", e.what());
+        of_set_error("%s", optfuse::in_cxx(e.what()).c_str());
     }
     return OF_REFUSED;
 }
 
 void check_build(const of_shim_fuse_options *options) {
     const auto release = options->torch_release;
-    if (options->struct_size != sizeof *options)
+    if (options->struct_size != sizeof *options || options->abi_version != OF_ABI_VERSION)
         optfuse::fail("optfuse: the program was compiled with the headers of another optfuse than "
                       "the library that it has loaded: compile it again");
     if (release != kRelease)
@@ -58,6 +62,7 @@ int of_shim_fuse(void *optimizer, const of_shim_fuse_options *options, of_shim_f
 }
 
 void of_shim_fused_free(of_shim_fused *fused) {
+    const optfuse::WithoutGil wait;
     delete optimizer_of(fused);
 }
 

@@ -17,10 +17,12 @@ typedef struct of_shim_fused of_shim_fused;
 
 typedef struct of_shim_fuse_options {
     uint32_t struct_size;   /* sizeof(of_shim_fuse_options) of the program's build */
-    uint32_t torch_release; /* major * 100 + minor of the headers that it includes */
+    uint32_t abi_version;   /* OF_ABI_VERSION of the headers that it includes */
+    uint32_t torch_release; /* of torch's headers: major * 100 + minor */
     of_mode mode;
     size_t accumulate;   /* of_plan_options.passes */
-    size_t bucket_bytes; /* of_plan_options.bucket_bytes of the CPU; 0: the default */
+    size_t bucket_bytes; /* of_plan_options.bucket_bytes, of all devices; 0: the default */
+    bool strict;         /* refuse other bits than those of Python's fused=True */
 } of_shim_fuse_options;
 
 /* optimizer: a torch::optim::Optimizer *, borrowed. The caller owns *out. */

@@ -35,6 +35,7 @@ struct Options {
     Mode mode = Mode::forward;
     size_t accumulate = 1;   // Mode::backward: how many backward passes make one step
     size_t bucket_bytes = 0; // of small updates that run together; 0: the default
+    bool strict = false;     // throw where the bits are not those of Python's fused=True
 };
 
 namespace detail {
@@ -112,10 +113,12 @@ class Accumulate {
 inline Fused fuse(torch::optim::Optimizer &optimizer, const Options &options) {
     of_shim_fuse_options told = {};
     told.struct_size = sizeof told;
+    told.abi_version = OF_ABI_VERSION;
     told.torch_release = TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR;
     told.mode = options.mode == Mode::backward ? OF_BACKWARD : OF_FORWARD;
     told.accumulate = options.accumulate;
     told.bucket_bytes = options.bucket_bytes;
+    told.strict = options.strict;
     of_shim_fused *fused = nullptr;
     detail::check(of_shim_fuse(&optimizer, &told, &fused));
     return Fused(fused);

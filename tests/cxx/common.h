@@ -29,7 +29,7 @@ inline bool same_bits(const torch::Tensor &a, const torch::Tensor &b) {
            std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
-// Whether this raises optfuse.hpp's Error, and its text has these words.
+// Whether this raises optfuse.hpp's Error, and its text has these words, and none of Python.
 inline void expect_error(const std::string &what, const std::string &words,
                          const std::function<void()> &work) {
     try {
@@ -38,6 +38,8 @@ inline void expect_error(const std::string &what, const std::string &words,
         const std::string text = e.what();
         expect(text.rfind("optfuse: ", 0) == 0 && text.find(words) != std::string::npos,
                what + " says '" + text + "', not '" + words + "'");
+        for (const char *python : {"optfuse.", "mode=", "=True", "=False", "`", "unfuse"})
+            expect(text.find(python) == std::string::npos, what + " speaks Python: " + text);
         return;
     } catch (const std::exception &e) {
         expect(false, what + " raises another exception: " + e.what());
