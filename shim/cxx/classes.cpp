@@ -135,14 +135,14 @@ template <typename Entry> std::unique_ptr<optim::OptimizerParamState> make() {
 
 const CxxClass classes[] = {
     {"AdamW", "adam", is<optim::AdamW>, adam<optim::AdamWOptions, true>,
-     make<optim::AdamWParamState>, adam_entry<optim::AdamWParamState>, zero},
+     make<optim::AdamWParamState>, adam_entry<optim::AdamWParamState>, zero, 0},
     {"Adam", "adam", is<optim::Adam>, adam<optim::AdamOptions, false>, make<optim::AdamParamState>,
-     adam_entry<optim::AdamParamState>, zero},
-    {"SGD", "sgd", is<optim::SGD>, sgd, make<optim::SGDParamState>, sgd_entry, zero},
+     adam_entry<optim::AdamParamState>, zero, 0},
+    {"SGD", "sgd", is<optim::SGD>, sgd, make<optim::SGDParamState>, sgd_entry, zero, 13},
     {"RMSprop", "rmsprop", is<optim::RMSprop>, rmsprop, make<optim::RMSpropParamState>,
-     rmsprop_entry, zero},
+     rmsprop_entry, zero, 0},
     {"Adagrad", "adagrad", is<optim::Adagrad>, adagrad, make<optim::AdagradParamState>,
-     adagrad_entry, accumulator},
+     adagrad_entry, accumulator, 13},
 };
 
 } // namespace

@@ -7,7 +7,10 @@
 #include <utility>
 
 #include "autograd/backward.h"
+#include "compat.h"
+#include "cxx/gpu_trial.h"
 #include "error.h"
+#include "gpu/device.h"
 #include "slots.h"
 #include "tensor/refuse.h"
 
@@ -30,10 +33,9 @@ std::string label_of(const at::Tensor &param, size_t group, size_t index) {
 void check_place(const at::Tensor &param, const std::string &label) {
     if (!param.defined())
         fail("optfuse: " + label + " is an undefined tensor: leave it out");
-    if (!param.device().is_cpu())
+    if (!param.device().is_cpu() && !is_gpu(param.device()))
         fail("optfuse: " + label + " is on " + param.device().str() +
-             ", and in C++ parameters are updated on the CPU only: keep the optimizer as it is, or "
-             "train from Python");
+             ", where parameters have no fused update: keep the optimizer as it is");
 }
 
 template <typename Work> bool answers(const Work &work) {
@@ -54,7 +56,7 @@ template <typename Work> bool answers(const Work &work) {
 } // namespace
 
 FusedOptimizer::FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_options &options)
-    : optimizer(its), row(class_of(its)) {
+    : optimizer(its), row(class_of(its)), strict(options.strict) {
     const char *isa = std::getenv("OPTFUSE_ISA");
     check_status(of_shim_plan_new(row.rule, options.mode, isa == nullptr ? "" : isa,
                                   options.bucket_bytes, options.accumulate, &handle));
@@ -92,6 +94,33 @@ bool FusedOptimizer::has_same_params() const {
     return slot == members.size() && groups.size() == hyper.size();
 }
 
+// Which are those of Python's fused=True, or strict refuses it.
+void FusedOptimizer::check_bits(const at::Tensor &param,
+                                const torch::optim::OptimizerOptions &options,
+                                const std::string &label) const {
+    of_dtype dtype;
+    if (!dtype_of(param.unsafeGetTensorImpl(), &dtype))
+        return; // refused by its dtype
+    if (!is_gpu(param.device())) {
+        const int last = row.same_16_bits_up_to;
+        if (strict && of_dtype_size(dtype) == 2 && last != 0 && OF_TORCH_AT_LEAST(last + 1))
+            fail("optfuse: Options::strict, but " + label + " is " + of_dtype_name(dtype) +
+                 ", and torch 2." + std::to_string(TORCH_VERSION_MINOR) + " rounds " + row.name +
+                 "'s update there otherwise than this one: leave strict out, or keep the "
+                 "optimizer as it is");
+        return;
+    }
+    if (!has_gpu_reference(row.rule))
+        fail("optfuse: " + label + " is on " + param.device().str() + ", and the kernels of " +
+             row.name +
+             " for GPUs have to be tried there, which only Python's optfuse does: keep the "
+             "optimizer as it is, or train from Python");
+    if (gpu_bits_differ(row.rule, row.hyper(options), param, label) && strict)
+        fail("optfuse: Options::strict, but the update of " + label + " has other bits than " +
+             "PyTorch's fused operator on " + param.device().str() +
+             ": leave strict out, or keep the optimizer as it is");
+}
+
 // Tells the plan about all parameters and groups from the start. After a failure the next step
 // does it again.
 void FusedOptimizer::rebuild() {
@@ -106,6 +135,7 @@ void FusedOptimizer::rebuild() {
         for (size_t i = 0; i < groups[g].params().size(); i++) {
             const at::Tensor &param = groups[g].params()[i];
             check_place(param, label_of(param, g, i));
+            check_bits(param, groups[g].options(), label_of(param, g, i));
             if (!known.insert(param.unsafeGetTensorImpl()).second)
                 fail("optfuse: " + label_of(param, g, i) +
                      " is in the optimizer twice: leave it in one place");

@@ -6,6 +6,7 @@
 
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cxx/classes.h"
@@ -45,6 +46,8 @@ class FusedOptimizer final : public Owner {
     };
 
     bool has_same_params() const;
+    void check_bits(const at::Tensor &param, const torch::optim::OptimizerOptions &options,
+                    const std::string &label) const;
     void rebuild();
     void add_members(std::vector<Member> found);
     void attach_hooks();
@@ -60,6 +63,7 @@ class FusedOptimizer final : public Owner {
 
     torch::optim::Optimizer &optimizer;
     const CxxClass &row;
+    const bool strict;
     of_shim_plan *handle = nullptr;
     Plan *shared = nullptr; // the plan behind the handle
     std::vector<Member> members;

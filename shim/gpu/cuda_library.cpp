@@ -2,9 +2,12 @@
 // cuda_library.cpp: opens the library of CUDA kernels when the first GPU tensor
 // is seen, so that programs without one do not need the library.
 #include <dlfcn.h>
+#include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "gpu/device.h"
@@ -12,9 +15,26 @@
 namespace optfuse {
 namespace {
 
-std::string &path() {
-    static auto *where = new std::string; // leaked: used at exit too
-    return *where;
+// Where a C++ program has it: nobody tells.
+std::string beside_this_library() {
+    const char *named = std::getenv("OPTFUSE_CUDA_LIBRARY");
+    if (named != nullptr && *named != '\0')
+        return named;
+    Dl_info here;
+    if (dladdr(reinterpret_cast<void *>(&set_cuda_library), &here) == 0)
+        return "";
+    std::string path = here.dli_fname;
+    path.replace(path.rfind('/') + 1, std::string::npos, "liboptfuse_cuda.so");
+    return access(path.c_str(), R_OK) == 0 ? path : "";
+}
+
+// leaked: used at exit too
+std::optional<std::string> *const told = new std::optional<std::string>;
+
+const std::string &path() {
+    if (!*told)
+        *told = beside_this_library();
+    return **told;
 }
 
 template <typename Function> bool find(void *library, const char *name, Function *out) {
@@ -66,7 +86,7 @@ std::string load(CudaLibrary *out) {
 
 } // namespace
 
-void set_cuda_library(const char *where) { path() = where; }
+void set_cuda_library(const char *where) { *told = where; }
 
 const CudaLibrary *cuda_library() {
     static std::once_flag once;

@@ -5,6 +5,7 @@
 
 #include <ATen/ScalarOps.h>
 #include <torch/torch.h>
+#include <torch/version.h>
 
 #include <vector>
 
@@ -51,6 +52,7 @@ void adam(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &
 }
 
 struct AdamW {
+    static constexpr bool has_16_bits = true;
     using Class = optim::AdamW;
     using Options = optim::AdamWOptions;
     using Entry = optim::AdamWParamState;
@@ -63,6 +65,7 @@ struct AdamW {
 };
 
 struct Adam {
+    static constexpr bool has_16_bits = true;
     using Class = optim::Adam;
     using Options = optim::AdamOptions;
     using Entry = optim::AdamParamState;
@@ -75,6 +78,7 @@ struct Adam {
 };
 
 struct SGD {
+    static constexpr bool has_16_bits = true;
     using Class = optim::SGD;
     using Options = optim::SGDOptions;
     using Entry = optim::SGDParamState;
@@ -85,8 +89,10 @@ struct SGD {
         const bool first = !e.momentum_buffer().defined();
         if (first)
             e.momentum_buffer(zeros(p));
-        // In 16 bits PyTorch's vectors of 16 elements are broken (docs/numerics.md).
-        const int64_t size = p.element_size() == 2 ? 15 : std::max<int64_t>(p.numel(), 1);
+        // In 16 bits on the CPU PyTorch's vectors of 16 elements are broken, and from torch 2.14 on
+        // they round otherwise (docs/numerics.md).
+        const bool is_other = p.is_cpu() && p.element_size() == 2;
+        const int64_t size = is_other ? 15 : std::max<int64_t>(p.numel(), 1);
         const auto pieces = [size](const Tensor &t) { return t.detach().view(-1).split(size); };
         at::_fused_sgd_(pieces(p), pieces(g), pieces(e.momentum_buffer()), o.weight_decay(),
                         o.momentum(), o.lr(), o.dampening(), o.nesterov(), false, first);
@@ -94,6 +100,8 @@ struct SGD {
 };
 
 struct Adagrad {
+    // Newer operators round otherwise in 16 bits.
+    static constexpr bool has_16_bits = TORCH_VERSION_MINOR <= 13;
     using Class = optim::Adagrad;
     using Options = optim::AdagradOptions;
     using Entry = optim::AdagradParamState;
@@ -110,6 +118,7 @@ struct Adagrad {
 };
 
 struct RMSprop {
+    static constexpr bool has_16_bits = true;
     using Class = optim::RMSprop;
     using Options = optim::RMSpropOptions;
     using Entry = optim::RMSpropParamState;

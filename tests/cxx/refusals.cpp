@@ -38,6 +38,9 @@ void refuse_optimizers() {
                  [&] { optfuse::fuse(complex); });
     AdamW meta({torch::ones({2}, torch::kMeta)});
     expect_error("a parameter elsewhere", "is on meta", [&] { optfuse::fuse(meta); });
+    AdamW expanded({torch::ones({1}).expand({4}).requires_grad_()});
+    expect_error("an expanded one", "call param.set_data(param.data().clone())",
+                 [&] { optfuse::fuse(expanded); });
     AdamW twice({w, w});
     expect_error("a parameter twice", "is in the optimizer twice", [&] { optfuse::fuse(twice); });
     AdamW first({w}), second({w});
@@ -46,19 +49,37 @@ void refuse_optimizers() {
                  [&] { optfuse::fuse(second, Mode::backward); });
 }
 
+// Where torch rounds otherwise than our update.
+void refuse_other_bits() {
+    optfuse::Options strict;
+    strict.strict = true;
+    torch::optim::Adagrad opt({torch::ones({3}, torch::kHalf)});
+    if (TORCH_VERSION_MINOR > 13)
+        expect_error("Adagrad in 16 bits", "parameter 0 of group 0 of shape [3] is float16, and",
+                     [&] { optfuse::fuse(opt, strict); });
+    else
+        optfuse::fuse(opt, strict);
+    torch::optim::Adagrad wide({torch::ones({3})});
+    optfuse::fuse(wide, strict);
+}
+
 void refuse_other_builds() {
     AdamW opt({weights()});
     of_shim_fused *out = nullptr;
     of_shim_fuse_options options = {};
     options.struct_size = sizeof options;
+    options.abi_version = OF_ABI_VERSION;
     options.torch_release = 203;
     const auto call = [&] {
         if (of_shim_fuse(&opt, &options, &out) != OF_OK)
             throw optfuse::Error(of_error_message());
     };
     expect_error("headers of another torch", "with the headers of torch 2.3", call);
-    options.struct_size--;
+    options.abi_version++;
     expect_error("headers of another optfuse", "headers of another optfuse", call);
+    options.abi_version--;
+    options.struct_size--;
+    expect_error("other options", "headers of another optfuse", call);
 }
 
 void refuse_gradients() {
@@ -147,13 +168,15 @@ void refuse_in_backward_mode() {
     opt.add_param_group(OptimizerParamGroup({more}));
     expect_error("an unknown group", "call zero_grad() after changing them", [&] { backward(w); });
     fused.zero_grad();
-    expect_error("create_graph", "create_graph=True",
+    expect_error("create_graph", "backward() with create_graph",
                  [&] { (w * w).sum().backward({}, true, true); });
     w.mutable_grad() = Tensor();
     fused.zero_grad();
     backward(w);
     w.mutable_grad() = Tensor();
     expect_error("a gradient that is thrown away", "was discarded", [&] { fused.step(); });
+    const optfuse::Accumulate only_adds(fused);
+    expect_error("a late pass that only adds", "use optfuse::Mode::forward", [&] { backward(w); });
 }
 
 // ---- what the wrapper lets the optimizer do
@@ -239,6 +262,7 @@ void end(Mode mode) {
 
 void test_refusals() {
     refuse_optimizers();
+    refuse_other_bits();
     refuse_other_builds();
     refuse_gradients();
     refuse_foreign_parts();

@@ -17,14 +17,15 @@ using torch::Tensor;
 // Several kinds of layers and all dtypes; a parameter that never gets a gradient, and one that
 // gets its first one late.
 struct NetImpl : torch::nn::Module {
-    NetImpl() {
+    explicit NetImpl(bool has_16_bits) {
         register_module("words", words);
         register_module("conv", conv);
         register_module("wide", wide);
         wide->to(torch::kFloat64);
         register_module("narrow", narrow);
-        narrow->to(torch::kBFloat16);
-        half = register_parameter("half", torch::randn({40}).to(torch::kHalf));
+        narrow->to(has_16_bits ? torch::kBFloat16 : torch::kFloat32);
+        const auto dtype = has_16_bits ? torch::kHalf : torch::kFloat32;
+        half = register_parameter("half", torch::randn({40}).to(dtype));
         late = register_parameter("late", torch::randn({17, 3}));
         idle = register_parameter("idle", torch::randn({5}));
     }
@@ -33,7 +34,7 @@ struct NetImpl : torch::nn::Module {
         Tensor x = words(tokens).unsqueeze(1);
         x = torch::relu(conv(x)).flatten(1);
         x = torch::tanh(wide(x.to(torch::kFloat64)));
-        x = narrow(x.to(torch::kBFloat16)).to(torch::kHalf) * half;
+        x = narrow(x.to(narrow->weight.scalar_type())).to(half.scalar_type()) * half;
         const Tensor loss = x.to(torch::kFloat32).square().mean() * 10;
         return has_late ? loss + late.square().sum() : loss;
     }
@@ -61,14 +62,14 @@ template <typename Rule> struct Fused {
     }
 
     optfuse::Mode mode;
-    Net net;
+    Net net{Rule::has_16_bits};
     typename Rule::Class opt;
     optfuse::Fused fused = optfuse::fuse(opt, mode);
 };
 
 // The same net, updated by the reference with the options that the optimizer has.
 template <typename Rule> struct Stock {
-    explicit Stock(const Net &other) : net(Net()) {
+    explicit Stock(const Net &other) {
         const torch::NoGradGuard no_grad;
         for (size_t i = 0; i < net->parameters().size(); i++)
             net->parameters()[i].copy_(other->parameters()[i]);
@@ -92,7 +93,7 @@ template <typename Rule> struct Stock {
             }
     }
 
-    Net net;
+    Net net{Rule::has_16_bits};
     std::vector<typename Rule::Entry> entries;
     std::vector<Tensor> counters;
 };

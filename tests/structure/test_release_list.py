@@ -9,7 +9,8 @@ import runpy
 
 from tree import ROOT
 
-TESTED = runpy.run_path(str(ROOT / "python_loader" / "optfuse" / "_releases.py"))["TESTED"]
+LIST = runpy.run_path(str(ROOT / "python_loader" / "optfuse" / "_releases.py"))
+TESTED = LIST["TESTED"]
 RANGE = f"torch {TESTED[0]} to {TESTED[-1]}"
 
 
@@ -37,3 +38,12 @@ def test_the_shim_takes_the_oldest_release_and_later_ones() -> None:
 def test_the_environment_of_the_tests_has_a_tested_release() -> None:
     usual = re.search(r'"torch==(2\.\d+)\.\d+"', read("tests/bootstrap.py"))
     assert usual is not None and usual.group(1) in TESTED
+
+
+def test_classes_of_cxx_have_the_bits_of_the_releases_in_the_list() -> None:
+    code = read("shim/cxx/classes.cpp")
+    rows = re.findall(r'\{"\w+", "(\w+)",.*?, (\d+)\}', code[code.index("classes[]") :], re.DOTALL)
+    assert len(rows) == 5
+    for rule, last in rows:
+        listed = {LIST["_LAST"].get((rule, dtype)) for dtype in ("bfloat16", "float16")}
+        assert listed == {f"2.{last}" if int(last) else None}, rule

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// cxx.cpp: optfuse.hpp on the played GPU, in a process without Python: weights and state must have
+// the bits that PyTorch's fused operators give there, without a race.
+#include "optfuse.hpp"
+
+#include "../cxx/common.h"
+#include "../cxx/reference.h"
+#include "watch.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceType.h>
+#include <dlfcn.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+
+namespace {
+
+using optfuse::Mode;
+using torch::Tensor;
+
+const torch::Device gpu(torch::kPrivateUse1, 0);
+
+template <typename Answer> Answer ask(const char *op) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<Answer()>().call();
+}
+
+void *opened(const char *path) {
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    TORCH_CHECK(library != nullptr, dlerror());
+    return library;
+}
+
+// As fakecuda.py.
+void load_gpu(const char *device, const char *kernels) {
+    opened(device);
+    c10::register_privateuse1_backend("fakecuda");
+    const auto watch = reinterpret_cast<decltype(&fake_optfuse_watch)>(
+        dlsym(opened(kernels), "fake_optfuse_watch"));
+    const auto watcher = ask<std::vector<int64_t>>("fakecuda::watcher");
+    watch(reinterpret_cast<fake_launched *>(watcher[0]),
+          reinterpret_cast<fake_graph_of *>(watcher[1]));
+}
+
+std::vector<Tensor> params_of(at::ScalarType dtype) {
+    at::Generator seeded = at::detail::getDefaultCPUGenerator(); // the device has none
+    seeded.set_current_seed(3);
+    std::vector<Tensor> params;
+    for (const int64_t size : {40, 7, 1003, 20000})
+        params.push_back(torch::randn({size}).to(gpu, dtype).requires_grad_());
+    return params;
+}
+
+void backward(const std::vector<Tensor> &params) {
+    Tensor loss = torch::zeros({}, params[0].options());
+    for (const Tensor &p : params)
+        loss = loss + (p * p).sum();
+    loss.backward();
+}
+
+bool same(const Tensor &a, const Tensor &b) {
+    return a.defined() == b.defined() && (!a.defined() || same_bits(a.cpu(), b.cpu()));
+}
+
+template <typename Rule> void train(const std::string &name, Mode mode, at::ScalarType dtype) {
+    const std::string what = name + " on the GPU" + (mode == Mode::backward ? " in backward" : "") +
+                             ", " + c10::toString(dtype);
+    const std::vector<Tensor> params = params_of(dtype), expected = params_of(dtype);
+    typename Rule::Class opt(params, Rule::options());
+    optfuse::Options options;
+    options.mode = mode;
+    options.strict = true;
+    optfuse::Fused fused = optfuse::fuse(opt, options);
+    std::vector<typename Rule::Entry> entries(expected.size());
+    const Tensor none = torch::zeros({}, torch::TensorOptions(gpu));
+    std::vector<Tensor> counters;
+    for (size_t i = 0; i < expected.size(); i++)
+        counters.push_back(none.clone());
+    uint64_t inside = 0, pending = 0;
+    for (int step = 0; step < 8; step++) {
+        fused.zero_grad();
+        const uint64_t before = fused.counts().created;
+        backward(params);
+        inside += fused.counts().created - before;
+        fused.step();
+        pending += fused.counts().pending;
+        for (const Tensor &p : expected)
+            p.mutable_grad() = Tensor();
+        backward(expected);
+        const torch::NoGradGuard no_grad;
+        for (size_t i = 0; i < expected.size(); i++)
+            Rule::update(expected[i], expected[i].grad(), Rule::options(), entries[i], counters[i]);
+    }
+    expect(mode == Mode::backward ? inside == 32 : pending == 32,
+           what + ": updates run where the mode says, " + std::to_string(inside) + " inside, " +
+               std::to_string(pending) + " pending");
+    fused.flush();
+    for (size_t i = 0; i < params.size(); i++) {
+        const std::string of = what + ", parameter " + std::to_string(i);
+        expect(same(params[i], expected[i]), of + " has the bits of the fused operator");
+        auto &entry = static_cast<typename Rule::Entry &>(
+            *opt.state().at(params[i].unsafeGetTensorImpl()));
+        const std::vector<Tensor> x = Rule::state(entry), y = Rule::state(entries[i]);
+        for (size_t k = 0; k < x.size(); k++)
+            expect(same(x[k], y[k]), of + ", state " + std::to_string(k) + " has its bits");
+        if constexpr (!std::is_same_v<Rule, reference::SGD>)
+            expect(entry.step() == 8, of + " is counted");
+    }
+}
+
+template <typename Rule> void all(const std::string &name) {
+    for (const auto mode : {Mode::forward, Mode::backward})
+        for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kHalf})
+            train<Rule>(name, mode, dtype);
+}
+
+Tensor weights() {
+    return torch::ones({3, 4}, torch::TensorOptions(gpu)).requires_grad_();
+}
+
+void refuse() {
+    torch::optim::RMSprop untried({weights()});
+    expect_error("a class that needs a trial",
+                 "parameter 0 of group 0 of shape [3, 4] is on fakecuda:0, and the kernels of "
+                 "RMSprop for GPUs have to be tried",
+                 [&] { optfuse::fuse(untried); });
+    const Tensor w = weights();
+    torch::optim::AdamW opt({w});
+    optfuse::Fused fused = optfuse::fuse(opt);
+    const torch::Device other(torch::kPrivateUse1, 1);
+    w.set_data(w.detach().to(other));
+    w.mutable_grad() = torch::ones({3, 4}, torch::TensorOptions(other));
+    expect_error("a parameter that has moved", "but was float32 on fakecuda:0 when",
+                 [&] { fused.step(); });
+}
+
+// In the place of the reference.
+double factor = 1.0;
+
+void other_sgd(at::TensorList params, at::TensorList grads, at::TensorList, double, double,
+               double lr, double, bool, bool, bool, const std::optional<Tensor> &,
+               const std::optional<Tensor> &) {
+    for (size_t i = 0; i < params.size(); i++)
+        params[i].sub_(grads[i].mul(lr)).mul_(factor);
+}
+
+// The trial must see another rounding, which is refused if strict, and a wrong update.
+void try_kernels() {
+    torch::Library other(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__,
+                         __LINE__);
+    other.impl("_fused_sgd_", other_sgd);
+    optfuse::Options strict;
+    strict.strict = true;
+    factor = 1.0 + 3e-7;
+    torch::optim::SGD rounds({weights()}, torch::optim::SGDOptions(0.1).weight_decay(0.0));
+    expect_error("another rounding", "Options::strict, but the update of parameter 0 of group 0",
+                 [&] { optfuse::fuse(rounds, strict); });
+    optfuse::fuse(rounds);
+    factor = 1.001;
+    torch::optim::SGD wrong({weights().to(torch::kFloat64).detach().requires_grad_()},
+                            torch::optim::SGDOptions(0.1));
+    expect_error("a wrong update", "far more than rounding; nothing was fused",
+                 [&] { optfuse::fuse(wrong); });
+}
+
+} // namespace
+
+// The libraries of the device and of its kernels.
+int main(int, char **argv) {
+    load_gpu(argv[1], argv[2]);
+    all<reference::AdamW>("AdamW");
+    all<reference::Adam>("Adam");
+    all<reference::SGD>("SGD");
+    refuse();
+    try_kernels();
+    for (const std::string &race : ask<std::vector<std::string>>("fakecuda::races"))
+        expect(false, "nothing puts in order: " + race);
+    std::cout << (failures == 0 ? "all passed" : std::to_string(failures) + " failed") << std::endl;
+    std::cout.flush();
+    std::_Exit(failures == 0 ? 0 : 1); // threads of the autograd engine still let go of graphs
+}
