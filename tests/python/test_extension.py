@@ -55,9 +55,7 @@ def run(what: str, extension: Path, **variables: str) -> str:
     return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "what", ["python_first", "extension_first", "alone", "in_both_worlds", "with_the_gil"]
-)
+@pytest.mark.parametrize("what", ["python_first", "extension_first", "alone"])
 def test_both_share_one_library(what: str, extension: Path) -> None:
     assert run(what, extension) == "done"
 

@@ -95,6 +95,8 @@ def python_first() -> None:
     load()
     assert libraries() == [str(path.resolve())], libraries()
     check_both()
+    in_both_worlds()
+    with_the_gil()
 
 
 def extension_first() -> None:
@@ -122,7 +124,6 @@ def alone() -> None:
 def in_both_worlds() -> None:
     import optfuse
 
-    load()
     message = "parameter 0 of group 0 of shape {} already belongs to another optimizer in backward"
     shared = params()
     python = optfuse.fuse(adamw(shared, 1e-2), mode="backward")
@@ -142,7 +143,6 @@ def with_the_gil() -> None:
     that comes with the GIL, as by pybind11, and waits for that lock must let go of it, too."""
     import optfuse
 
-    load()
     inside = threading.Event()
 
     class Slow(torch.optim.SGD):
