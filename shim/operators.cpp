@@ -88,53 +88,6 @@ void tell_state(int64_t address, int64_t index, const std::vector<std::optional<
         set_state(slot, state, step, first);
 }
 
-// The program of the updates of these slots from here on, with the state in set_state()'s order.
-void set_program(int64_t address, const std::vector<int64_t> &slots,
-                 const std::vector<int64_t> &code, const std::vector<double> &numbers) {
-    Plan &plan = plan_at(address);
-    const std::shared_ptr<const Program> program = make_program(code, numbers);
-    for (const int64_t index : slots)
-        slot_at(plan, index).program = program;
-}
-
-// The same with calls of PyTorch's operators (make_parts()); forms: make_forms(); touches, writes:
-// make_program().
-void set_program_with_calls(int64_t address, const std::vector<int64_t> &slots, int64_t n_registers,
-                            int64_t touches, int64_t writes, const std::vector<int64_t> &forms,
-                            const std::vector<std::string> &words, const std::vector<int64_t> &code,
-                            const std::vector<double> &numbers) {
-    Plan &plan = plan_at(address);
-    const std::shared_ptr<const Program> program =
-        make_program(make_parts(words, code, numbers, n_registers), make_forms(forms),
-                     static_cast<size_t>(n_registers), static_cast<unsigned>(touches),
-                     static_cast<unsigned>(writes));
-    for (const int64_t index : slots)
-        slot_at(plan, index).program = program;
-}
-
-// Flat, for each parameter that this step may update: a word of its slot (from bit 32 on),
-// dtype, device and, in the last byte, number of dimensions, and, if by_shape, sizes and strides.
-// whole: gradients are still to come, and every parameter that requires one may get one.
-std::vector<int64_t> kinds(int64_t address, bool whole, bool by_shape) {
-    std::vector<int64_t> found;
-    for (const Slot *slot : plan_at(address).slots) {
-        const c10::TensorImpl *param = slot->param;
-        const c10::TensorImpl *whose = slot->wrappers.empty() ? param : slot->wrappers.front();
-        if (!(whole ? whose->requires_grad() : param->grad().defined()))
-            continue;
-        const auto dtype = static_cast<int64_t>(c10::typeMetaToScalarType(param->dtype()));
-        const c10::Device device = param->device();
-        const auto of_gpu = static_cast<int64_t>(device.is_cpu() ? 0 : device.index() + 1);
-        found.push_back(static_cast<int64_t>(slot->index) << 32 | dtype << 24 | of_gpu << 8 |
-                        param->dim());
-        if (by_shape) {
-            found.insert(found.end(), param->sizes().begin(), param->sizes().end());
-            found.insert(found.end(), param->strides().begin(), param->strides().end());
-        }
-    }
-    return found;
-}
-
 // For the next step, or the backward pass that begins: scalars that are on a
 // GPU. lr: one for each group, None where it is a number.
 void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
@@ -377,12 +330,6 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
     m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
           optfuse::set_device_scalars);
-    m.def("kinds(int plan, bool whole, bool by_shape) -> int[]", optfuse::kinds);
-    m.def("set_program(int plan, int[] slots, int[] code, float[] numbers) -> ()",
-          optfuse::set_program);
-    m.def("set_program_with_calls(int plan, int[] slots, int n_registers, int touches, "
-          "int writes, int[] forms, str[] words, int[] code, float[] numbers) -> ()",
-          optfuse::set_program_with_calls);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach_all);
     m.def("detach(int plan, Tensor[] params) -> ()", optfuse::detach);
     m.def("set_reduced(int plan, int[] slots) -> ()", optfuse::set_reduced);

@@ -109,6 +109,10 @@ struct Plan {
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};
     DeviceScalars scalars;
+    // Rules that run programs: what kinds() has found last (traced/operators.cpp), and the slots of
+    // each cohort, whose parameters are alike.
+    std::vector<int64_t> kinds;
+    std::vector<std::vector<int64_t>> cohorts;
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     bool reduces = false; // some slots are: a pass waits for them at its end
     bool beside = false; // backward mode, on GPUs: updates go on a side stream

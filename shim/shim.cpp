@@ -139,6 +139,7 @@ int of_shim_clear(of_shim_plan *handle) {
         return OF_REFUSED;
     optfuse::Plan *plan = plan_of(handle);
     plan->slots.clear();
+    plan->cohorts.clear();
     of_plan_clear(plan->core);
     return OF_OK;
 }

@@ -86,6 +86,11 @@ OF_API bool of_shim_same_items(void *lists, void *items);
  * values for each dict; and the lists, which are among the values, these items. */
 OF_API bool of_shim_same_groups(void *groups, void *entries, void *lists, void *items);
 
+/* Whether the operator kinds() would find for a traced optimizer what it found last. */
+OF_API bool of_shim_same_kinds(of_shim_plan *plan, bool whole, bool by_shape);
+/* Whether every parameter of a cohort (set_program()) has a gradient. False also of DTensors. */
+OF_API bool of_shim_have_gradients(of_shim_plan *plan, size_t cohort);
+
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
 

@@ -525,9 +525,12 @@ class Link:
     def _end_traced(self, traced: Traced, optimizer: Optimizer, done: bool) -> None:
         if done:
             state = optimizer.__dict__["state"]
-            traced.advance(optimizer, self._params, self._state_snapshot.is_same(state))
-            if not self._state_snapshot.is_same(state):
-                self._state_snapshot.remember(state)
+            snapshot = self._state_snapshot
+            # In forward mode the guide was the last that could change the state; it was looked at
+            # after that, and make_state() has the snapshot forgotten.
+            same = snapshot.is_same(state) if self.mode == BACKWARD else not snapshot.is_empty()
+            if not traced.advance(optimizer, self._params, same):
+                snapshot.remember(state)
         elif self.mode != BACKWARD:
             self._flush(drain=False)
             traced.abandon(optimizer, self._params)

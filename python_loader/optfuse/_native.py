@@ -60,6 +60,8 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_group": (_Int, [_Plan, _Size, ctypes.POINTER(ctypes.c_double), _Size]),
     "of_shim_step": (_Int, [_Plan, _Sizes, _Size, _Sizes]),
     "of_shim_flush": (_Int, [_Plan, _Bool, _Bools]),
+    "of_shim_same_kinds": (_Bool, [_Plan, _Bool, _Bool]),
+    "of_shim_have_gradients": (_Bool, [_Plan, _Size]),
     "of_shim_await": (_Int, [ctypes.c_int64]),
     "of_shim_todo": (_Int, [_Plan]),
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),

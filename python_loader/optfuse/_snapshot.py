@@ -77,6 +77,9 @@ class StateSnapshot:
         self._entries: list[Any] = []
         self._values: list[Any] = [None]  # never equal to what is there
 
+    def is_empty(self) -> bool:
+        return not self._keys
+
     def remember(self, state: dict[Any, Any]) -> None:
         self._keys = list(state)
         self._entries = list(state.values())

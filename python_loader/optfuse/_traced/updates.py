@@ -47,10 +47,9 @@ class Cohort:
 
 @dataclass
 class Kept:
-    """What tells whether the cohorts of the last step are those of this one, too, if the state's
-    entries and what is in them are the same objects."""
+    """What tells whether the cohorts of the last step are those of this one, too, if the library
+    finds the same kinds, and the state's entries and what is in them are the same objects."""
 
-    kinds: list[int]  # of all parameters that took part, as the library says
     counters: list[Tensor]
     versions: list[int]
 
@@ -104,33 +103,37 @@ class Traced:
         self._before = twin.attributes_of(optimizer)
         self._versions = [_versions(group) for group in optimizer.param_groups]
         self._whole = whole
-        kinds, by_shape = self._kinds(), list(self._by_shape)
-        same = same_state and not updated and self._is_kept(kinds)
+        by_shape = list(self._by_shape)
+        kept, self._kept = self._kept, None
+        same = same_state and not updated and self._is_same(kept)
         if not same:
+            kinds = self._kinds()
             self._taking = [slot for slot in _slots(kinds, any(by_shape)) if slot not in updated]
-        self._record_all(optimizer, params, self._taking, same)
-        for cohort in self._cohorts:
+        same = self._record_all(optimizer, params, self._taking, same)
+        for number, cohort in enumerate(self._cohorts):
             assert cohort.recorded is not None
             program = cohort.recorded.program
             if isinstance(program, Parts):
                 _refuse_parts_of_tensors(params[slot] for slot in cohort.slots)
                 if not whole:
                     _refuse_other_strides(params[slot] for slot in cohort.slots)
-            self._set_program(cohort.slots, program)
-            for slot in cohort.slots:
+            self._set_program(number, None if same else cohort.slots, program)
+            for slot in () if same else cohort.slots:
                 self._cohort_of[slot] = cohort
-        self._kinds_taken = kinds if self._by_shape == by_shape else self._kinds()
+        if self._by_shape != by_shape:
+            self._kinds()
         self.guides = len(self._cohorts)
         self.begun = True
 
-    def _set_program(self, slots: list[int], program: Program | Parts) -> None:
+    def _set_program(self, cohort: int, slots: list[int] | None, program: Program | Parts) -> None:
+        """slots: None if they are those that the library was told for this cohort."""
         if isinstance(program, Program):
-            _set_program(self._plan, slots, program.code(), program.numbers())
+            _set_program(self._plan, cohort, slots, program.code(), program.numbers())
             return
         s = program.structure
         torch.ops.optfuse.set_program_with_calls(
-            *(self._plan, slots, s.n_registers, s.touches, s.writes, program.forms, s.words),
-            *(s.code, program.numbers()),
+            *(self._plan, cohort, slots, s.n_registers, s.touches, s.writes, program.forms),
+            *(s.words, s.code, program.numbers()),
         )
 
     def _set_updated_apart(self) -> set[int]:
@@ -144,23 +147,26 @@ class Traced:
 
     def _kinds(self) -> list[int]:
         """Which parameters may take part, and what of them makes a difference beside data and
-        state."""
+        state. The library remembers it."""
         found: list[int] = _kinds(self._plan, self._whole, any(self._by_shape))
         return found
 
-    def _is_kept(self, kinds: list[int]) -> bool:
-        kept = self._kept
-        if kept is None or kept.kinds != kinds:
+    def _is_same(self, kept: Kept | None) -> bool:
+        """Whether the cohorts are those of the last step."""
+        if kept is None:
+            return False
+        if not lib.of_shim_same_kinds(self._plan, self._whole, any(self._by_shape)):
             return False
         return [counter._version for counter in kept.counters] == kept.versions
 
     def _record_all(
         self, optimizer: Optimizer, params: list[Tensor], taking: list[int], same: bool
-    ) -> None:
+    ) -> bool:
+        """same: the cohorts are those of the last step. Whether they still are."""
         state: State = optimizer.__dict__["state"]
-        self._kept = None
-        looked = True
+        were_same, looked = same, True
         while looked:  # at most twice: then the shapes are known to matter
+            were_same = were_same and same
             self._copies = Copies()
             self._after = Settings({}, {})
             if not same:
@@ -174,6 +180,7 @@ class Traced:
                     self._by_shape[cohort.group] = looked = True
         if self.promise.changes():
             self._step_idle_groups(optimizer)
+        return were_same
 
     def _learn_names(self, optimizer: Optimizer, params: list[Tensor], taking: list[int]) -> None:
         """Of the state tensors that an entry has from before this plan. One without dimensions
@@ -328,9 +335,10 @@ class Traced:
         self._made.clear()
         self.begun = False
 
-    def advance(self, optimizer: Optimizer, params: list[Tensor], same_state: bool) -> None:
+    def advance(self, optimizer: Optimizer, params: list[Tensor], same_state: bool) -> bool:
         """The updates of all parameters that have a gradient are certain: counters, options and
-        attributes become what the class's step() makes of them. same_state: as begin() says."""
+        attributes become what the class's step() makes of them. same_state: as begin() says.
+        Returns whether the state still has the same objects."""
         self._made.clear()
         self.begun = False
         for name in self.promise.attributes:
@@ -339,24 +347,37 @@ class Traced:
             for i, group in enumerate(optimizer.param_groups):
                 self._copies.put(group, self._after.options[i], name)
         counters: list[Tensor] = []
-        for cohort in (*self._done, *self._cohorts):
-            counters += self._advance_entries(cohort, optimizer, params, same_state)
+        known = [cohort.counting for cohort in self._cohorts]
+        for cohort in self._done:
+            reached = not self._whole
+            counters += self._advance_entries(cohort, optimizer, params, same_state, reached)
+        for number, cohort in enumerate(self._cohorts):
+            reached = not self._whole or lib.of_shim_have_gradients(self._plan, number)
+            counters += self._advance_entries(cohort, optimizer, params, same_state, reached)
         if not self._done and all(map(_is_known, self._cohorts)):
             versions = [counter._version for counter in counters]
-            self._kept = Kept(self._kinds_taken, counters, versions)
+            self._kept = Kept(counters, versions)
+        same = same_state and not self._done and all(map(_counts_in_place, self._cohorts, known))
         self._done = []
+        return same
 
     def _advance_entries(
-        self, cohort: Cohort, optimizer: Optimizer, params: list[Tensor], same_state: bool
+        self,
+        cohort: Cohort,
+        optimizer: Optimizer,
+        params: list[Tensor],
+        same_state: bool,
+        all_reached: bool,
     ) -> list[Tensor]:
-        """Of the parameters of a cohort that have a gradient. Returns the tensors that count."""
+        """Of the parameters of a cohort that have a gradient. Returns the tensors that count.
+        all_reached: all of them are known to have one."""
         assert cohort.recorded is not None
         after = cohort.recorded.entry
         if after is None:
             cohort.counting = Counting([], [], {})
             return []
         reached = cohort.slots
-        if self._whole:
+        if not all_reached:
             reached = [slot for slot in cohort.slots if params[slot].grad is not None]
         is_whole = len(reached) == len(cohort.slots)
         counting = cohort.counting
@@ -445,6 +466,14 @@ def _is_known(cohort: Cohort) -> bool:
     entry = (cohort.recorded and cohort.recorded.entry) or {}
     known = (Place, Tensor, *CONSTANT)
     return cohort.counting is not None and all(isinstance(v, known) for v in entry.values())
+
+
+def _counts_in_place(cohort: Cohort, known: Counting | None) -> bool:
+    """Whether advance() has only written into the tensors that were known to count."""
+    entry = (cohort.recorded and cohort.recorded.entry) or {}
+    return cohort.counting is known is not None and all(
+        isinstance(value, Place | Tensor) for value in entry.values()
+    )
 
 
 def _mark(value: Any) -> Any:
