@@ -11,7 +11,13 @@
 
 of_kernel_fn OF_KERNEL_NAME(OF_REFERENCE);
 
-enum { OF_PROGRAM_BLOCK = 512, OF_ROW = OF_PROGRAM_BLOCK + 16 /* rows meet in few cache sets */ };
+/* Elements. What fits in OF_MOST goes at once, with its tail: a small tensor is one block, so that
+ * each operator is called for once, the reference's library above all. */
+enum {
+    OF_PROGRAM_BLOCK = 512,
+    OF_MOST = 4096 / sizeof(of_real),
+    OF_ROW = OF_MOST + 16 /* rows meet in few cache sets */
+};
 
 typedef void operator_fn(of_real *to, const of_real *a, const of_real *b, const of_real *c,
                          double s, double t, size_t n);
@@ -39,14 +45,16 @@ static operator_fn *const loops[][2] = {
 #include "../operators.def"
 };
 
+/* Elements of a span from `begin` on: n that take the reference's vector formula, and a tail. */
 typedef struct of_block {
-    const of_span *span;
-    const of_program *program;
-    bool is_tail;
-    of_real *rows; /* of the room, OF_ROW elements each, one for each register */
+    size_t begin, n, tail;
 } of_block;
 
-/* Roots of whole blocks come from the reference's library. */
+static size_t length(const of_block *block) {
+    return block->n + block->tail;
+}
+
+/* Roots come from the reference's library, in whose vectors an element's place changes nothing. */
 static void take_roots(const of_span *span, of_real *to, const of_real *from, size_t n) {
     if (OF_NARROW || !span->square_roots) {
         sqrt_body(to, from, from, from, 0.0, 0.0, n);
@@ -57,15 +65,24 @@ static void take_roots(const of_span *span, of_real *to, const of_real *from, si
     span->square_roots(to, n);
 }
 
-static void run_code(const of_block *block, of_real *const *at, size_t n) {
-    const of_program *program = block->program;
+static void run(const of_instruction *q, of_real *const *at, const of_block *block) {
+    of_real *to = at[q->to];
+    const of_real *a = at[q->a], *b = at[q->b], *c = at[q->c];
+    const size_t n = block->n;
+    if (n)
+        loops[q->operation][0](to, a, b, c, q->s, q->t, n);
+    if (block->tail)
+        loops[q->operation][1](to + n, a + n, b + n, c + n, q->s, q->t, block->tail);
+}
+
+static void run_code(const of_span *span, const of_program *program, of_real *const *at,
+                     const of_block *block) {
     for (size_t i = 0; i < program->n; i++) {
         const of_instruction *q = &program->code[i];
         if (q->operation == OF_OPERATOR_sqrt)
-            take_roots(block->span, at[q->to], at[q->a], n);
+            take_roots(span, at[q->to], at[q->a], length(block));
         else
-            loops[q->operation][block->is_tail](at[q->to], at[q->a], at[q->b], at[q->c], q->s, q->t,
-                                                n);
+            run(q, at, block);
     }
 }
 
@@ -85,52 +102,64 @@ static void scale(of_real *to, const of_real *from, const double *factors, size_
         to[i] = aten_mul_number(aten_mul_number(from[i], first), second);
 }
 
+/* at: of each register the row in the room. */
 #ifdef OF_IS_NARROW
 
-static void run_block(const of_block *block, size_t begin, size_t n) {
-    const of_span *span = block->span;
-    of_real *at[OF_REGISTERS];
-    for (unsigned k = 0; k < OF_REGISTERS; k++)
-        at[k] = block->rows + (size_t)k * OF_ROW;
+static void run_block(const of_span *span, const of_program *program, of_real *const *at,
+                      const of_block *block) {
+    const size_t n = length(block);
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++)
-        if (block->program->reads >> k & 1u)
-            widen(at[k], (const of_stored *)memory_of(span, k) + begin, n);
+        if (program->reads >> k & 1u)
+            widen(at[k], (const of_stored *)memory_of(span, k) + block->begin, n);
     if (span->factors)
         scale(at[OF_REGISTER_GRAD], at[OF_REGISTER_GRAD], span->factors, n);
-    run_code(block, at, n);
+    run_code(span, program, at, block);
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++)
-        if (block->program->writes >> k & 1u)
-            narrow((of_stored *)memory_of(span, k) + begin, at[k], n);
+        if (program->writes >> k & 1u)
+            narrow((of_stored *)memory_of(span, k) + block->begin, at[k], n);
 }
 
 #else
 
-static void run_block(const of_block *block, size_t begin, size_t n) {
-    const of_span *span = block->span;
+static void run_block(const of_span *span, const of_program *program, of_real *const *rows,
+                      const of_block *block) {
     of_real *at[OF_REGISTERS];
-    for (unsigned k = 0; k < OF_REGISTERS; k++) {
-        of_real *memory = k < OF_REGISTER_TEMPORARY ? memory_of(span, k) : NULL;
-        at[k] = memory ? memory + begin : block->rows + (size_t)k * OF_ROW;
+    memcpy(at, rows, sizeof at);
+    for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++) {
+        of_real *memory = memory_of(span, k);
+        if (memory)
+            at[k] = memory + block->begin;
     }
     if (span->factors) {
-        of_real *scaled = block->rows + (size_t)OF_REGISTER_GRAD * OF_ROW;
-        scale(scaled, at[OF_REGISTER_GRAD], span->factors, n);
+        of_real *scaled = rows[OF_REGISTER_GRAD];
+        scale(scaled, at[OF_REGISTER_GRAD], span->factors, length(block));
         at[OF_REGISTER_GRAD] = scaled;
     }
-    run_code(block, at, n);
+    run_code(span, program, at, block);
 }
 
 #endif
 
-static void run_blocks(const of_block *block, size_t begin, size_t end) {
-    for (; begin < end; begin += OF_PROGRAM_BLOCK)
-        run_block(block, begin, end - begin < OF_PROGRAM_BLOCK ? end - begin : OF_PROGRAM_BLOCK);
+/* The next one of `body` elements that take the vector formula, and of `tail` behind them. */
+static of_block next_block(size_t begin, size_t body, size_t tail) {
+    if (body + tail <= OF_MOST)
+        return (of_block){begin, body, tail};
+    if (body)
+        return (of_block){begin, body < OF_PROGRAM_BLOCK ? body : OF_PROGRAM_BLOCK, 0};
+    return (of_block){begin, 0, OF_PROGRAM_BLOCK};
 }
 
 void OF_KERNEL_NAME(OF_REFERENCE)(const of_span *span, const void *scalars) {
-    _Alignas(64) of_real rows[OF_REGISTERS * OF_ROW];
-    const of_block body = {span, *(const of_program *const *)scalars, false, rows};
-    const of_block tail = {span, body.program, true, rows};
-    run_blocks(&body, 0, span->n - span->tail);
-    run_blocks(&tail, span->n - span->tail, span->n);
+    _Alignas(64) of_real room[OF_REGISTERS * OF_ROW];
+    const of_program *program = *(const of_program *const *)scalars;
+    of_real *at[OF_REGISTERS];
+    for (size_t k = 0; k < OF_REGISTERS; k++)
+        at[k] = room + k * OF_ROW;
+    size_t body = span->n - span->tail, tail = span->tail;
+    while (body + tail) {
+        const of_block block = next_block(span->n - body - tail, body, tail);
+        run_block(span, program, at, &block);
+        body -= block.n;
+        tail -= block.tail;
+    }
 }
