@@ -21,6 +21,7 @@ from optfuse._traced.standin import (
     Line,
     NotElementwise,
     handlers,
+    put_handler,
     tape_of,
 )
 
@@ -30,18 +31,23 @@ _NAMES = {"maximum": "clamp_min", "minimum": "clamp_max"}
 
 
 def _each(handler: Handler, one: Called) -> Handler:
+    multiplies = one.name in ("mul", "div")
+
     def for_each(called: Called, args: Args, options: Options) -> Any:
         lists = [x for x in (*args, *options.values()) if type(x) in (list, tuple)]
         tape = tape_of(args, options)
         if "out" in options or not lists:
             raise NotElementwise(called.full_name)
         on_cpu = tape.device == CPU
-        is_narrow = tape.dtype.itemsize == 2
-        if one.name in ("mul", "div") and is_narrow and len(lists) == 1 and on_cpu:
+        if multiplies and tape.dtype.itemsize == 2 and len(lists) == 1 and on_cpu:
             raise NotElementwise(f"{called.full_name} rounds numbers to {tape.dtype} first")
         n = len(tape.lines)
         made = [
-            handler(one, tuple(_at(i, x) for x in args), {k: _at(i, x) for k, x in options.items()})
+            handler(
+                one,
+                tuple([_at(i, x) for x in args]),
+                {k: _at(i, x) for k, x in options.items()} if options else options,
+            )
             for i in range(len(lists[0]))
         ]
         if not on_cpu:
@@ -67,7 +73,7 @@ def _put(packet: Any, name: str, handler: Handler) -> None:
     for overload in packet.overloads():
         func = getattr(packet, overload)
         called = Called(name, func._schema.is_mutable, str(func))
-        handlers[func] = _each(handler, called), called
+        put_handler(func, _each(handler, called), called)
 
 
 def _put_all() -> None:

@@ -181,6 +181,14 @@ class Called:
 # What an operator becomes: it gets the operator, its arguments and its options.
 Handler = Callable[[Called, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, tuple[Handler, Called]] = {}
+# The same by the operators' ids, which are found in less time: their __hash__() is Python.
+_by_id: dict[int, tuple[Handler, Called]] = {}
+
+
+def put_handler(func: Any, handler: Handler, called: Called) -> None:
+    handlers[func] = _by_id[id(func)] = handler, called
+
+
 # What becomes of an operator that has no handler, or is not elementwise: calls.py.
 otherwise: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
@@ -207,8 +215,18 @@ def _set_data(x: Standin, value: Any) -> NoReturn:
     x.tape.refuse("it puts another tensor into .data, where it could write into the one there")
 
 
+def _grad_of(x: Standin) -> Standin | None:
+    return x.of_grad
+
+
+def _set_grad(x: Standin, value: Any) -> None:
+    """PyTorch would ask __torch_dispatch__() for both shapes."""
+    x.of_grad = value
+
+
 # What a stand-in says where PyTorch would look at what it has not.
 _ANSWERS = {
+    "grad": property(_grad_of, _set_grad, lambda x: _set_grad(x, None)),
     **{name: _noting(name) for name in ("dim", "ndim", "ndimension")},
     **{
         name: _refusing(name)
@@ -231,8 +249,10 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
     tape: Tape
     register: int
     form: Form | None  # None: the parameter's
+    is_real: bool  # of the parameter's dtype
     in_bytes: bool  # a mask that a call has made; that of a line is of numbers
     is_fixed: bool  # its shape is the same whatever the parameter's
+    of_grad: Standin | None = None  # the gradient
 
     @staticmethod
     def __new__(
@@ -252,6 +272,7 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         made.tape = tape
         made.register = register
         made.form = form
+        made.is_real = dtype == tape.dtype
         made.in_bytes = made.is_fixed = False
         tape.alive.append(weakref.ref(made))
         return made
@@ -262,7 +283,7 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = handlers.get(func)
+        found = _by_id.get(id(func))
         if found is not None:
             tape = tape_of(args, kwargs)
             n = len(tape.lines)
@@ -296,7 +317,7 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         )
 
 
-_OURS = {"tape", "register", "form", "in_bytes", "is_fixed"}
+_OURS = {"tape", "register", "form", "is_real", "in_bytes", "is_fixed", "of_grad"}
 
 
 def own_attributes(x: Standin) -> set[str]:
