@@ -231,6 +231,28 @@ def test_parameters_without_gradients(mode: str) -> None:
     assert link_of(made[0]).traced.guides > 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("cls", [traced_classes.AdaBelief, traced_classes.TensorCounter])
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_that_stop_taking_part(mode: str, cls: type[Optimizer]) -> None:
+    """After steps that found all as it was: one is frozen and thawed, one gets no gradient."""
+
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(9, 9, bias=False) for _ in range(4))
+        optimizer = wrap(cls(layers.parameters()))  # type: ignore[call-arg]
+        for step in range(16):
+            optimizer.zero_grad()
+            layers[1].requires_grad_(step // 4 != 1)
+            x = layers[1](layers[0](torch.ones(3, 9)))
+            for layer in layers[2:] if step // 4 != 2 else layers[2:3]:
+                x = layer(x)
+            x.square().mean().backward()
+            optimizer.step()
+        return copy.deepcopy([layers.state_dict(), optimizer.state_dict()])
+
+    assert difference("", training(fused(mode)), training(lambda optimizer: optimizer)) is None
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_in_which_no_parameter_has_a_gradient_counts(mode: str) -> None:
     def training(wrap: Wrap) -> Any:
