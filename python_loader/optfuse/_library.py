@@ -231,7 +231,7 @@ def _in_main_interpreter() -> bool:
     return bool(current() == main())
 
 
-def _broken_torch(error: ImportError) -> str:
+def _broken_torch(error: Exception) -> str:
     return f"optfuse needs torch, which can't be imported: {error}: repair it, or {INSTALL}"
 
 
@@ -251,7 +251,7 @@ def here() -> Path:
         if error.name != "torch":
             raise ImportError(_broken_torch(error)) from error
         raise ImportError(f"optfuse needs torch, and this Python has none: {INSTALL}") from error
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library of its own can't be opened
         raise ImportError(_broken_torch(error)) from error
 
     its = Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))

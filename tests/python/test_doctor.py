@@ -93,6 +93,7 @@ def fake_torch(folder, text):
     ("text", "says"),
     [
         ("raise ImportError('libfoo.so is missing')", "can't be imported: libfoo.so is missing"),
+        ("import ctypes; ctypes.CDLL('libbar.so')", "can't be imported: libbar.so: cannot open"),
         (
             "__version__ = '2.1.0'\ndef compiled_with_cxx11_abi(): return True",
             "optfuse supports torch 2.11 to 2.15; this is torch 2.1.0: install a supported release",
@@ -102,7 +103,8 @@ def fake_torch(folder, text):
 def test_torch_that_cant_be_used(text, says, tmp_path):
     done = doctor(PYTHONPATH=fake_torch(tmp_path, text))
     (problem,) = problems(done)
-    assert problem.startswith("loading:") and says in problem
+    assert problem.startswith("loading: ") and says in problem
+    assert "install 'torch==" in problem, "the fix"
 
 
 def test_a_library_that_is_not_there(tmp_path):
