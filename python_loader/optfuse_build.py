@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
+import tempfile
 
 try:
     import mesonpy
@@ -44,14 +45,30 @@ def _check_compilers() -> None:
             )
 
 
-def build_wheel(*arguments, **named):
-    _check_compilers()
-    return mesonpy.build_wheel(*arguments, **named)
+def _check_checkout(settings):
+    """The build directory is in it, if no other is named."""
+    if {"build-dir", "builddir"} & set(settings or ()):
+        return
+    try:
+        tempfile.TemporaryDirectory(prefix=".mesonpy-", dir=".").cleanup()
+    except OSError as error:
+        sys.exit(
+            f"optfuse is compiled in its source directory, and {os.getcwd()} can't be written to "
+            f"({error.strerror}): copy the directory to where you may write, or name another place "
+            "for the build by --config-settings=build-dir=DIR. A wheel of optfuse needs neither"
+        )
 
 
-def build_editable(*arguments, **named):
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     _check_compilers()
-    return mesonpy.build_editable(*arguments, **named)
+    _check_checkout(config_settings)
+    return mesonpy.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    _check_compilers()
+    _check_checkout(config_settings)
+    return mesonpy.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 _set("MESON", "meson")

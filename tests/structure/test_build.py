@@ -58,11 +58,15 @@ def test_what_the_environment_names_is_taken(tmp_path: Path) -> None:
     assert commands(MESON=mine[0], NINJA=mine[1]) == mine
 
 
-def last_words(*command: str | Path, **variables: str) -> str:
+def last_words(*command: str | Path, cwd: str | None = None, **variables: str) -> str:
     """What a command that fails says, without a traceback."""
     kept = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
     done = subprocess.run(
-        [str(word) for word in command], env=kept | variables, capture_output=True, text=True
+        [str(word) for word in command],
+        cwd=cwd,
+        env=kept | variables,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stderr
@@ -76,6 +80,14 @@ def test_a_missing_compiler_is_named(hook: str, variables: dict[str, str]) -> No
     said = last_words(sys.executable, "-c", run, **path, **variables)
     missing = "no C++ compiler (nowhere++)" if variables else "no C compiler (cc, gcc, clang)"
     assert missing in said and "apt install g++" in said
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+def test_a_source_directory_that_cant_be_written_to_is_named(hook: str) -> None:
+    run = f"import optfuse_build; optfuse_build.{hook}('/nowhere')"
+    path = {"PYTHONPATH": str(ROOT / "python_loader")}
+    said = last_words(sys.executable, "-c", run, cwd="/proc", **path)
+    assert "/proc can't be written to" in said and "--config-settings=build-dir=DIR" in said
 
 
 def test_a_missing_meson_python_is_named() -> None:
