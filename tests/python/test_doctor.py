@@ -54,6 +54,7 @@ def test_it_finds_nothing_here():
     assert torch.__version__ in facts["torch"]
     assert facts["instructions"].strip() in ("c", "baseline", "avx2", "avx512")
     assert "liboptfuse_torch-" in facts["library"]
+    assert re.search(r"/lib[gi]?omp", facts["OpenMP"])
     equal, tried = re.match(r" *(\d+) of (\d+) cases", facts["bits"]).groups()
     assert equal == tried and int(tried) > 10
     assert all(name in facts["first use"] for name in assumptions.USES)

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,18 @@ def libraries() -> Iterator[Finding]:
         yield Finding("library", f"not found, because {reason}; there is {found}")
 
 
+def _openmp() -> str:
+    """Runtimes that are in this process: ours is torch's, and another one competes for cores."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "unknown"
+    found = re.findall(r"(/.*/lib(?:g|i)?omp5?(?:[-.].*)?\.so.*)$", maps, re.MULTILINE)
+    return ", ".join(dict.fromkeys(found)) or "none"
+
+
 def environment() -> Iterator[Finding]:
+    yield Finding("OpenMP", _openmp())
     named = sorted(k for k in os.environ if k.startswith(_SETTINGS) or k in _PRELOADED)
     settings = ", ".join(f"{name}={os.environ[name]}" for name in named)
     yield Finding("settings", settings or "none of its own, of OpenMP or of CUDA")
