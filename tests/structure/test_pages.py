@@ -26,7 +26,8 @@ def texts() -> str:
     found = [
         path.read_text("utf-8")
         for path in files()
-        if path.relative_to(ROOT).parts[0] in LAYERS and path.suffix in {".c", ".cpp", ".h", ".py"}
+        if path.relative_to(ROOT).parts[0] in LAYERS
+        and (path.suffix in {".c", ".cpp", ".h", ".py"} or path.name == "meson.build")
     ]
     joined = re.sub(r"""["'],?\s*\n\s*f?["']""", "", "\n".join(found))
     return joined.replace('\\"', '"')
