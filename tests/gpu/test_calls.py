@@ -49,6 +49,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
             "compute-sanitizer on the kernels",
             "sizes of blocks and buckets",
             "large batches",
+            "packing of factors",
             "K-FAC and another order of backward",
         ],
     }

