@@ -66,3 +66,12 @@ HIDDEN __attribute__((noreturn)) void _ZSt28__throw_bad_array_new_lengthv(void);
 void _ZSt28__throw_bad_array_new_lengthv(void) {
     __cxa_throw_bad_array_new_length();
 }
+
+/* std::stringbuf::str() const & of C++20 is what str() const was. */
+HIDDEN void *_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv(void *result,
+                                                                              const void *self);
+
+void *_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv(void *result,
+                                                                       const void *self) {
+    return _ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv(result, self);
+}
