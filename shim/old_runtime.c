@@ -12,7 +12,9 @@ extern char __libc_single_threaded;
 HIDDEN char __libc_single_threaded = 0;
 
 /* std::exception_ptr counts references. Older headers call the constructor and the destructor:
- * one copy that is never destroyed, and one destruction. */
+ * one copy that is never destroyed, and one destruction. Without optimization the library has
+ * these two itself, by the newer headers, which would call each other for ever. */
+#ifdef __OPTIMIZE__
 void _ZNSt15__exception_ptr13exception_ptrC1ERKS0_(void *self, const void *other);
 void _ZNSt15__exception_ptr13exception_ptrD1Ev(void *self);
 HIDDEN void _ZNSt15__exception_ptr13exception_ptr9_M_addrefEv(void *self);
@@ -26,6 +28,7 @@ void _ZNSt15__exception_ptr13exception_ptr9_M_addrefEv(void *self) {
 void _ZNSt15__exception_ptr13exception_ptr10_M_releaseEv(void *self) {
     _ZNSt15__exception_ptr13exception_ptrD1Ev(self);
 }
+#endif
 
 /* std::ostringstream(), of which older headers make ostringstream(std::ios_base::out). */
 void _ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1ESt13_Ios_Openmode(void *self,
