@@ -114,10 +114,11 @@ class Factors:
         if self.collections not in _TIMED:
             return
         began = complete.where(used, torch.inf).min()
-        since = (complete - began).clamp_min(0)
+        since = (complete - began).where(used, torch.inf)
         self._complete = since if self._complete is None else self._complete.minimum(since)
         if self.collections == _TIMED[-1]:
-            self._plan_messages(group, self._complete.tolist())
+            never_used = self._complete.isinf()
+            self._plan_messages(group, self._complete.masked_fill(never_used, 0.0).tolist())
 
     def _exchange(self, told: Tensor, may_miss: bool) -> tuple[list[float], bool, set[int]]:
         """The rows of each layer on all processes; whether anything came late; the layers without
