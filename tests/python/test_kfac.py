@@ -25,6 +25,8 @@ from kfac_cases import (
 )
 from torch import nn
 
+from optfuse._kfac.factors import Factors
+
 MODES = pytest.mark.parametrize("mode", (None, "forward"), ids=("stock", "fused"))
 OPTIONS = {
     "defaults": {},
@@ -252,3 +254,25 @@ def test_the_optimizers_step_stays_its_own():
     arranged.step()
     for p, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.detach(), old.add(p.grad, alpha=-0.5))
+
+
+class Timed:
+    """What of Factors takes the times of collections, for one process."""
+
+    collections, _complete = 1, None
+    take = Factors._take_times
+
+    def _plan_messages(self, group, complete):
+        self.planned = complete
+
+
+def test_messages_are_planned_by_the_shortest_times_of_what_was_used():
+    factors = Timed()
+    for complete, used in (
+        ([10.0, 12.0, 0.0, 0.0], [True, True, False, False]),
+        ([20.0, 0.0, 25.0, 0.0], [True, False, True, False]),
+        ([30.0, 33.0, 36.0, 0.0], [True, True, True, False]),
+    ):
+        factors.collections += 1
+        factors.take(None, torch.tensor(used), torch.tensor(complete))
+    assert factors.planned == [0.0, 2.0, 5.0, 0.0]
