@@ -106,6 +106,7 @@ def test_torch_that_cant_be_used(text, says, tmp_path):
     (problem,) = problems(done)
     assert problem.startswith("loading: ") and says in problem
     assert "install 'torch==" in problem, "the fix"
+    assert ".json" not in done.stdout, "libraries are named, not their descriptions"
 
 
 def test_a_library_that_is_not_there(tmp_path):

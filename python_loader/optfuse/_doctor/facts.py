@@ -76,7 +76,7 @@ def libraries() -> Iterator[Finding]:
         kernels = _library.find_cuda(library, os.environ)
         yield Finding("CUDA kernels", str(kernels or "none: it was built without nvcc"))
     except Exception as error:
-        known = [str(path) for path in _library.descriptions(PACKAGE)]
+        known = [str(path.with_suffix(".so")) for path in _library.descriptions(PACKAGE)]
         reason = in_words(error) if isinstance(error, ImportError) else "torch can't be imported"
         found = ", ".join(known) or f"none in {PACKAGE}"
         yield Finding("library", f"not found, because {reason}; there is {found}")
