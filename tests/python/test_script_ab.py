@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from optfuse._script_ab import probe
 from optfuse._script_ab.looks import first_difference
 from optfuse._script_ab.page import page
 from optfuse._script_ab.result import Comparison, Row, judge, scatter
+from optfuse._script_ab.work import keep
 
 HERE = Path(__file__).parent
 # Each starts some eight processes; "all" runs those, too, that check less than they take.
@@ -324,6 +326,22 @@ def test_refusals_of_the_environment():
     assert "unset it" in cant("mlp.py", OPTFUSE_DISABLE="1")
     done = ab("-E", *AB, "mlp.py")
     assert done.returncode == 2 and "-E, -I or -S" in done.stderr
+
+
+def test_a_file_without_room_is_said_and_not_left_in_part(tmp_path, capsys):
+    path = tmp_path / "x.json"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))  # ends a file as a full disk does
+    try:
+        kept = keep(path, "x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert not kept and f"{path} can't be written (File too large): make room" in said
+    assert not path.exists()
+    assert not keep(Path("/dev/full"), "x") and Path("/dev/full").exists()
+    assert "No space left on device" in capsys.readouterr().err
+    assert keep(path, "x") and path.read_text() == "x"
 
 
 def test_a_library_that_cant_be_loaded(tmp_path):

@@ -29,7 +29,8 @@ def add_to(commands: Any) -> None:
         help="time an unmodified script as it is and fused, and compare its weights",
         description="Runs an unmodified script several times, in fresh processes from the same "
         "seed: as written, with fused=True, and fused by optfuse. Exit status 0: compared, 1: "
-        "weights differ although the script is reproducible, 2: it can't be compared.",
+        "weights differ although the script is reproducible, 2: it can't be compared, "
+        "or a FILE can't be written.",
         usage="python -m optfuse ab [options] (SCRIPT | -m MODULE) [arguments of the script]",
         allow_abbrev=False,
     )
@@ -65,6 +66,8 @@ def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} can't be written to; name another file")
     return path
 
 

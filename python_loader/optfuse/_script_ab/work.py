@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from optfuse._ab.progress import Progress
 from optfuse._run.command import fuse_settings
@@ -32,12 +33,35 @@ def work(script: Script, options: argparse.Namespace) -> int:
     finally:
         progress.clear()
     print(compared)
-    _write(compared, options)
+    if not _write(compared, options):
+        return 2
     return {"differ": 1, "not compared": 2}.get(compared.weights, 0)
 
 
-def _write(compared: Comparison, options: argparse.Namespace) -> None:
+def _write(compared: Comparison, options: argparse.Namespace) -> bool:
+    """Whether all that was asked for is there."""
+    kept = True
     if options.json is not None:
-        options.json.write_text(json.dumps(compared.to_dict(), indent=1) + "\n")
+        kept = keep(options.json, json.dumps(compared.to_dict(), indent=1) + "\n")
     if options.report is not None:
-        options.report.write_text(page(compared), "utf-8")
+        kept = keep(options.report, page(compared)) and kept
+    return kept
+
+
+def keep(path: Path, text: str) -> bool:
+    """Writes all of it, or says why not and leaves no part of it."""
+    opened = False
+    try:
+        with path.open("w", encoding="utf-8") as stream:
+            opened = True
+            stream.write(text)
+    except OSError as error:
+        if opened and path.is_file() and not path.is_symlink():
+            path.unlink()
+        print(
+            f"optfuse ab: {path} can't be written ({error.strerror}): make room there, or name "
+            "another file, and start ab again; what is printed above holds",
+            file=sys.stderr,
+        )
+        return False
+    return True
