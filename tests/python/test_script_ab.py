@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from optfuse._script_ab import probe
+from optfuse._script_ab import child, probe
 from optfuse._script_ab.looks import first_difference
 from optfuse._script_ab.page import page
 from optfuse._script_ab.result import Comparison, Row, judge, scatter
@@ -342,6 +342,14 @@ def test_a_file_without_room_is_said_and_not_left_in_part(tmp_path, capsys):
     assert not keep(Path("/dev/full"), "x") and Path("/dev/full").exists()
     assert "No space left on device" in capsys.readouterr().err
     assert keep(path, "x") and path.read_text() == "x"
+
+
+def test_a_full_disk_of_temporary_files_is_not_the_scripts_error(monkeypatch):
+    script = child.Script("x.py", ("-c", "raise SystemExit(3)"), seed=0, steps=None, fewest_steps=1)
+    assert child.run(script, child.Variant("as written"), looks=False).status == 3
+    monkeypatch.setattr(child, "LEAST_ROOM", 2**62)  # which no disk has
+    with pytest.raises(child.NoRoom, match="is full, where x.py's output .* by TMPDIR"):
+        child.run(script, child.Variant("as written"), looks=False)
 
 
 def test_a_library_that_cant_be_loaded(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,11 @@ from typing import Any
 from optfuse._run.command import HOME, environment_for
 
 LAST_LINES = 12
+LEAST_ROOM = 2**16  # bytes; below that a run's end may be that of the disk
+
+
+class NoRoom(Exception):
+    """For what a run writes. Its text says where, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Run:
 
 def run(script: Script, variant: Variant, looks: bool) -> Run:
     """looks: at the parameters after each step. Otherwise steps are timed."""
-    with tempfile.TemporaryDirectory(prefix="optfuse-ab-") as folder:
+    with tempfile.TemporaryDirectory(prefix="optfuse-ab-", dir=_temporary()) as folder:
         out, elsewhere, output = (Path(folder, name) for name in ("found.json", "else", "output"))
         settings = {
             **variant.settings(),
@@ -92,7 +98,22 @@ def run(script: Script, variant: Variant, looks: bool) -> Run:
                 check=False,
             )
         found = json.loads(out.read_text()) if out.exists() else None
+        if (done.returncode or found is None) and shutil.disk_usage(folder).free < LEAST_ROOM:
+            raise NoRoom(
+                f"the disk of {tempfile.gettempdir()} is full, where {script.name}'s output and "
+                "times are kept while it runs: make room there, or name another folder by TMPDIR"
+            )
         return Run(done.returncode, found, elsewhere.exists(), _tail(output))
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:  # which names the folders that were tried
+        raise NoRoom(
+            f"{error.strerror}: what a run writes is kept in one of these; make room there, or "
+            "name a folder that can be written to by TMPDIR"
+        ) from error
 
 
 def _environment(settings: dict[str, Any], seed: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from optfuse._ab.progress import Progress
 from optfuse._run.command import fuse_settings
-from optfuse._script_ab.child import Script
+from optfuse._script_ab.child import NoRoom, Script
 from optfuse._script_ab.compare import compare
 from optfuse._script_ab.page import page
 from optfuse._script_ab.result import Comparison
@@ -24,7 +24,7 @@ def work(script: Script, options: argparse.Namespace) -> int:
     progress = Progress(None)
     try:
         compared = compare(script, options.modes, options.rounds, fuse_settings(options), progress)
-    except CannotCompare as error:
+    except (CannotCompare, NoRoom) as error:
         progress.clear()
         print(f"optfuse ab: {error}", file=sys.stderr)
         return 2
