@@ -133,7 +133,9 @@ def run(command: list[str], quiet: bool = True) -> None:
     )
     if done.returncode != 0:
         print(done.stdout or "", flush=True)
-        fail(f"`{' '.join(command)}` failed with status {done.returncode}")
+        full = "No space left on device" in (done.stdout or "")
+        todo = f": make room for {VENV} and TMPDIR, and start this again" if full else ""
+        fail(f"`{' '.join(command)}` failed with status {done.returncode}{todo}")
 
 
 def make_venv() -> None:
