@@ -38,8 +38,8 @@ static bool can_reap(const of_update *update, const of_stream *user) {
 /* Launches what is pending and orders the calling thread's stream after it. */
 static of_accessed use_on_device(of_plan *plan, of_update *update, of_list *done) {
     const of_stream user = plan->host.gpu->current(plan->host.ctx, update->in.stream.device);
-    if (update->in_flight && can_reap(update, &user))
-        of_queues_reap(plan, true);
+    if (update->in_flight && can_reap(update, &user)) /* in a capture it is refused, if not done */
+        of_queues_reap(plan, user.capture == 0);
     if (!update->pending && !update->in_flight)
         return OF_NOTHING_PENDING;
     if (!may_use(update, &user))

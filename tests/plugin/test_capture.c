@@ -71,6 +71,23 @@ START_TEST(flushed_and_done_before_the_capture_all_is_well) {
 }
 END_TEST
 
+/* Uses ask the device now and then only; the first one in a capture asks. */
+START_TEST(used_between_flush_and_synchronizing_all_is_well) {
+    twin *t;
+    fixture *f = pending_before_capture(&t);
+    device.capture[1] = 0;
+    device.current = 0;
+    ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_IN_FLIGHT);
+    device.busy = false;
+    device.current = 1;
+    device.capture[1] = 7;
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_NOTHING_PENDING);
+    device.capture[1] = 0;
+    teardown(f);
+}
+END_TEST
+
 START_TEST(drained_before_the_capture_all_is_well) {
     twin *t;
     fixture *f = pending_before_capture(&t);
@@ -124,6 +141,7 @@ int main(void) {
     tcase_add_test(tcase, pending_update_met_in_a_capture_is_refused_and_stays);
     tcase_add_test(tcase, update_in_flight_met_in_a_capture_is_refused);
     tcase_add_test(tcase, flushed_and_done_before_the_capture_all_is_well);
+    tcase_add_test(tcase, used_between_flush_and_synchronizing_all_is_well);
     tcase_add_test(tcase, drained_before_the_capture_all_is_well);
     tcase_add_test(tcase, flush_inside_a_capture_launches_but_waits_for_nothing_outside);
     tcase_add_test(tcase, captured_backward_closes_inside_the_capture);
