@@ -11,6 +11,7 @@
 #include "cxx/gpu_trial.h"
 #include "error.h"
 #include "gpu/device.h"
+#include "guard.h"
 #include "slots.h"
 #include "tensor/refuse.h"
 
@@ -56,7 +57,8 @@ template <typename Work> bool answers(const Work &work) {
 } // namespace
 
 FusedOptimizer::FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_options &options)
-    : optimizer(its), row(class_of(its)), strict(options.strict) {
+    : optimizer(its), row(class_of(its)), strict(options.strict),
+      defers_on_gpu(options.defer_on_gpu) {
     const char *isa = std::getenv("OPTFUSE_ISA");
     check_status(of_shim_plan_new(row.rule, options.mode, isa == nullptr ? "" : isa,
                                   options.bucket_bytes, options.accumulate, &handle));
@@ -150,6 +152,15 @@ void FusedOptimizer::rebuild() {
     add_members(std::move(found));
 }
 
+// A replay of a CUDA graph reads parameters and writes gradients by their addresses. Python's
+// optfuse puts a flush before torch.cuda.CUDAGraph.replay(); C++ programs call a function that
+// nothing can be put before. Nor is a capture always seen: parameters without a pending update have
+// no mark, and the graph may be older than the optimizer.
+bool FusedOptimizer::is_eager(const at::Tensor &param) const {
+    return shared->mode == OF_FORWARD && is_gpu(param.device()) && !defers_on_gpu &&
+           OF_GUARD(replays);
+}
+
 void FusedOptimizer::add_members(std::vector<Member> found) {
     size_t index = 0;
     for (size_t i = 0; i < found.size(); i++) {
@@ -158,8 +169,8 @@ void FusedOptimizer::add_members(std::vector<Member> found) {
         const c10::TensorImpl *impl = member.param.unsafeGetTensorImpl();
         of_dtype dtype = OF_FLOAT32;
         dtype_of(impl, &dtype);
-        add_slot(*shared, member.param, member.group, false, place_of(impl, dtype),
-                 label_of(member.param, member.group, index));
+        add_slot(*shared, member.param, member.group, is_eager(member.param),
+                 place_of(impl, dtype), label_of(member.param, member.group, index));
         if (check_param(shared->slots.back(), impl, &dtype) == OF_FOUND_ERROR) {
             const std::string why = of_error_message();
             of_shim_clear(handle);

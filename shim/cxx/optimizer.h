@@ -46,6 +46,7 @@ class FusedOptimizer final : public Owner {
     };
 
     bool has_same_params() const;
+    bool is_eager(const at::Tensor &param) const;
     void check_bits(const at::Tensor &param, const torch::optim::OptimizerOptions &options,
                     const std::string &label) const;
     void rebuild();
@@ -64,6 +65,7 @@ class FusedOptimizer final : public Owner {
     torch::optim::Optimizer &optimizer;
     const CxxClass &row;
     const bool strict;
+    const bool defers_on_gpu;
     of_shim_plan *handle = nullptr;
     Plan *shared = nullptr; // the plan behind the handle
     std::vector<Member> members;

@@ -10,6 +10,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <torch/library.h>
 
@@ -22,8 +23,9 @@ using torch::Tensor;
 
 const torch::Device gpu(torch::kPrivateUse1, 0);
 
-template <typename Answer> Answer ask(const char *op) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<Answer()>().call();
+template <typename Answer, typename... Given> Answer ask(const char *op, Given... given) {
+    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op, "");
+    return handle.typed<Answer(Given...)>().call(given...);
 }
 
 void *opened(const char *path) {
@@ -63,13 +65,17 @@ bool same(const Tensor &a, const Tensor &b) {
     return a.defined() == b.defined() && (!a.defined() || same_bits(a.cpu(), b.cpu()));
 }
 
-template <typename Rule> void train(const std::string &name, Mode mode, at::ScalarType dtype) {
-    const std::string what = name + " on the GPU" + (mode == Mode::backward ? " in backward" : "") +
+enum class Updates { in_step, pending, in_backward };
+
+template <typename Rule> void train(const std::string &name, Updates where, at::ScalarType dtype) {
+    const char *const places[] = {"in step()", "left pending", "in backward"};
+    const std::string what = name + " on the GPU, updates " + places[static_cast<int>(where)] +
                              ", " + c10::toString(dtype);
     const std::vector<Tensor> params = params_of(dtype), expected = params_of(dtype);
     typename Rule::Class opt(params, Rule::options());
     optfuse::Options options;
-    options.mode = mode;
+    options.mode = where == Updates::in_backward ? Mode::backward : Mode::forward;
+    options.defer_on_gpu = where == Updates::pending;
     options.strict = true;
     optfuse::Fused fused = optfuse::fuse(opt, options);
     std::vector<typename Rule::Entry> entries(expected.size());
@@ -92,9 +98,12 @@ template <typename Rule> void train(const std::string &name, Mode mode, at::Scal
         for (size_t i = 0; i < expected.size(); i++)
             Rule::update(expected[i], expected[i].grad(), Rule::options(), entries[i], counters[i]);
     }
-    expect(mode == Mode::backward ? inside == 32 : pending == 32,
-           what + ": updates run where the mode says, " + std::to_string(inside) + " inside, " +
+    expect(inside == (where == Updates::in_backward ? 32 : 0) &&
+               pending == (where == Updates::pending ? 32 : 0),
+           what + ": updates run there, " + std::to_string(inside) + " inside, " +
                std::to_string(pending) + " pending");
+    if (where == Updates::in_step)
+        expect(fused.counts().launches == 8, what + ": those of a step go in one launch");
     fused.flush();
     for (size_t i = 0; i < params.size(); i++) {
         const std::string of = what + ", parameter " + std::to_string(i);
@@ -110,13 +119,56 @@ template <typename Rule> void train(const std::string &name, Mode mode, at::Scal
 }
 
 template <typename Rule> void all(const std::string &name) {
-    for (const auto mode : {Mode::forward, Mode::backward})
+    for (const auto where : {Updates::pending, Updates::in_backward})
         for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kHalf})
-            train<Rule>(name, mode, dtype);
+            train<Rule>(name, where, dtype);
+    train<Rule>(name, Updates::in_step, torch::kFloat32);
 }
 
 Tensor weights() {
     return torch::ones({3, 4}, torch::TensorOptions(gpu)).requires_grad_();
+}
+
+// A CUDA graph reads the weights, captured before the optimizer is fused or with nothing pending;
+// replayed after a step() the graph finds what lies at their address.
+void replay(bool is_captured_before, bool defers) {
+    const std::string what = std::string("a graph captured ") +
+                             (is_captured_before ? "before" : "after") + " fuse()" +
+                             (defers ? ", with defer_on_gpu," : "");
+    const Tensor w = weights(), expected = weights();
+    Tensor captured;
+    const auto capture = [&] {
+        const c10::impl::VirtualGuardImpl device(gpu.type());
+        device.synchronizeDevice(gpu.index());
+        const c10::Stream stream = device.getStream(gpu);
+        ask<void, c10::Stream, int64_t>("fakecuda::set_capture", stream, 7);
+        (w * w).sum();
+        captured = torch::from_blob(w.data_ptr(), w.sizes(), w.options().requires_grad(false));
+        ask<void, c10::Stream, int64_t>("fakecuda::set_capture", stream, 0);
+    };
+    if (is_captured_before)
+        capture();
+    torch::optim::SGD opt({w}, torch::optim::SGDOptions(0.25));
+    optfuse::Options options;
+    options.defer_on_gpu = defers;
+    optfuse::Fused fused = optfuse::fuse(opt, options);
+    for (int step = 0; step < 2; step++) {
+        fused.zero_grad();
+        backward({w});
+        fused.step();
+        if (step == 0) {
+            optfuse::flush();
+            expected.detach().copy_(w.detach());
+            if (!is_captured_before)
+                capture();
+        }
+    }
+    if (defers) {
+        expect(same(captured.clone(), expected), what + " needs flush(), as optfuse.hpp says");
+        fused.flush();
+    }
+    expect(same(captured.clone(), torch::full_like(expected, 0.25)),
+           what + " reads the weights of the last step()");
 }
 
 void refuse() {
@@ -174,6 +226,9 @@ int main(int, char **argv) {
     all<reference::SGD>("SGD");
     refuse();
     try_kernels();
+    for (const bool is_captured_before : {true, false})
+        for (const bool defers : {false, true})
+            replay(is_captured_before, defers);
     for (const std::string &race : ask<std::vector<std::string>>("fakecuda::races"))
         expect(false, "nothing puts in order: " + race);
     std::cout << (failures == 0 ? "all passed" : std::to_string(failures) + " failed") << std::endl;

@@ -67,6 +67,7 @@ ELSEWHERE = {
     "streams": "tests/plugin/test_guards.c",
     "capture": "tests/plugin/test_guards.c",
     "tried": "tests/device/test_gpu_rules.py",
+    "replays": "tests/device/test_cxx.py",
     "clipstream": "tests/plugin/test_guards.c",
     "divided": "tests/device/test_clipping.py",
     "products": "tests/device/test_products.py",
