@@ -7,16 +7,14 @@
 #include <string>
 #include <vector>
 
+#include "optfuse.h"
+
 namespace optfuse {
 
-// Rules whose kernels have the roundings of a fused operator of PyTorch. Python tries the others
-// against the class's own step(), on each GPU.
-bool has_gpu_reference(const char *rule);
-
-// Whether the update of such a rule has other bits than PyTorch's fused operator, with these
-// options, on the parameter's GPU and in its dtype. Looks once. Throws if there are no kernels,
-// or if they are off by more than rounding; label: of the parameter.
-bool gpu_bits_differ(const char *rule, std::vector<double> hyper, const at::Tensor &param,
+// Whether the update of the rule has other bits than its reference (gpu_reference.h), with these
+// options, on the parameter's GPU and in its dtype. Looks once. Throws if there are no kernels, or
+// if they are off by more than rounding; label: of the parameter.
+bool gpu_bits_differ(const of_rule &rule, std::vector<double> hyper, const at::Tensor &param,
                      const std::string &label);
 
 } // namespace optfuse

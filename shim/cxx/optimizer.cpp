@@ -8,6 +8,7 @@
 
 #include "autograd/backward.h"
 #include "compat.h"
+#include "cxx/gpu_reference.h"
 #include "cxx/gpu_trial.h"
 #include "error.h"
 #include "gpu/device.h"
@@ -96,7 +97,7 @@ bool FusedOptimizer::has_same_params() const {
     return slot == members.size() && groups.size() == hyper.size();
 }
 
-// Which are those of Python's fused=True, or strict refuses it.
+// Which are those of docs/cxx.md, or strict refuses it.
 void FusedOptimizer::check_bits(const at::Tensor &param,
                                 const torch::optim::OptimizerOptions &options,
                                 const std::string &label) const {
@@ -112,14 +113,9 @@ void FusedOptimizer::check_bits(const at::Tensor &param,
                  "optimizer as it is");
         return;
     }
-    if (!has_gpu_reference(row.rule))
-        fail("optfuse: " + label + " is on " + param.device().str() + ", and the kernels of " +
-             row.name +
-             " for GPUs have to be tried there, which only Python's optfuse does: keep the "
-             "optimizer as it is, or train from Python");
-    if (gpu_bits_differ(row.rule, row.hyper(options), param, label) && strict)
+    if (gpu_bits_differ(*shared->rule, row.hyper(options), param, label) && strict)
         fail("optfuse: Options::strict, but the update of " + label + " has other bits than " +
-             "PyTorch's fused operator on " + param.device().str() +
+             gpu_reference(row.rule).name + " on " + param.device().str() +
              ": leave strict out, or keep the optimizer as it is");
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // reference.h: the updates that Python's torch.optim makes with fused=True, by the operators that
-// it calls; of RMSprop, which has none, with foreach=False. In the entries of the C++ classes.
+// it calls; of RMSprop, which has none, with foreach=False, and of Adagrad on a GPU by default. In
+// the entries of the C++ classes.
 #pragma once
 
 #include <ATen/ScalarOps.h>
@@ -112,8 +113,20 @@ struct Adagrad {
         if (!e.sum().defined())
             e.sum(zeros(p));
         n.add_(1);
+        if (!p.is_cpu()) {
+            multi_tensor(p, g, o, e, n.item<double>());
+            return;
+        }
         at::_fused_adagrad_({p}, {g}, {e.sum()}, {n}, o.lr(), o.lr_decay(), o.weight_decay(),
                             o.eps(), false);
+    }
+    // Python's default on a GPU, one tensor at a time.
+    static void multi_tensor(const Tensor &p, Tensor g, const Options &o, Entry &e, double step) {
+        if (o.weight_decay() != 0)
+            g = g.add(p, o.weight_decay());
+        const double rate = -o.lr() / (1 + (step - 1) * o.lr_decay());
+        e.sum().addcmul_(g, g);
+        p.detach().addcdiv_(g.mul(number(rate)), e.sum().sqrt().add_(number(o.eps())));
     }
 };
 

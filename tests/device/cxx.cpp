@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // cxx.cpp: optfuse.hpp on the played GPU, in a process without Python: weights and state must have
-// the bits that PyTorch's fused operators give there, without a race.
+// the bits that PyTorch's operators give there, without a race.
 #include "optfuse.hpp"
 
 #include "../cxx/common.h"
@@ -14,6 +14,7 @@
 #include <dlfcn.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <cstdlib>
 
 namespace {
@@ -107,7 +108,7 @@ template <typename Rule> void train(const std::string &name, Updates where, at::
     fused.flush();
     for (size_t i = 0; i < params.size(); i++) {
         const std::string of = what + ", parameter " + std::to_string(i);
-        expect(same(params[i], expected[i]), of + " has the bits of the fused operator");
+        expect(same(params[i], expected[i]), of + " has the bits of the reference");
         auto &entry = static_cast<typename Rule::Entry &>(
             *opt.state().at(params[i].unsafeGetTensorImpl()));
         const std::vector<Tensor> x = Rule::state(entry), y = Rule::state(entries[i]);
@@ -124,6 +125,10 @@ template <typename Rule> void all(const std::string &name) {
             train<Rule>(name, where, dtype);
     train<Rule>(name, Updates::in_step, torch::kFloat32);
 }
+
+struct Centered : reference::RMSprop {
+    static Options options() { return others(); }
+};
 
 Tensor weights() {
     return torch::ones({3, 4}, torch::TensorOptions(gpu)).requires_grad_();
@@ -172,11 +177,6 @@ void replay(bool is_captured_before, bool defers) {
 }
 
 void refuse() {
-    torch::optim::RMSprop untried({weights()});
-    expect_error("a class that needs a trial",
-                 "parameter 0 of group 0 of shape [3, 4] is on fakecuda:0, and the kernels of "
-                 "RMSprop for GPUs have to be tried",
-                 [&] { optfuse::fuse(untried); });
     const Tensor w = weights();
     torch::optim::AdamW opt({w});
     optfuse::Fused fused = optfuse::fuse(opt);
@@ -197,23 +197,41 @@ void other_sgd(at::TensorList params, at::TensorList grads, at::TensorList, doub
         params[i].sub_(grads[i].mul(lr)).mul_(factor);
 }
 
+std::vector<Tensor> other_roots(at::TensorList of) {
+    std::vector<Tensor> roots;
+    for (const Tensor &one : of)
+        roots.push_back(one.sqrt().mul_(factor));
+    return roots;
+}
+
 // The trial must see another rounding, which is refused if strict, and a wrong update.
-void try_kernels() {
-    torch::Library other(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__,
-                         __LINE__);
-    other.impl("_fused_sgd_", other_sgd);
+template <typename Class> void try_kernels(const std::string &name) {
     optfuse::Options strict;
     strict.strict = true;
     factor = 1.0 + 3e-7;
-    torch::optim::SGD rounds({weights()}, torch::optim::SGDOptions(0.1).weight_decay(0.0));
-    expect_error("another rounding", "Options::strict, but the update of parameter 0 of group 0",
+    Class rounds({weights()}, 0.1);
+    expect_error(name + " with another rounding",
+                 "Options::strict, but the update of parameter 0 of group 0",
                  [&] { optfuse::fuse(rounds, strict); });
     optfuse::fuse(rounds);
     factor = 1.001;
-    torch::optim::SGD wrong({weights().to(torch::kFloat64).detach().requires_grad_()},
-                            torch::optim::SGDOptions(0.1));
-    expect_error("a wrong update", "far more than rounding; nothing was fused",
+    Class wrong({weights().to(torch::kFloat64).detach().requires_grad_()}, 0.1);
+    expect_error(name + " with a wrong update", "far more than rounding; nothing was fused",
                  [&] { optfuse::fuse(wrong); });
+}
+
+void try_all_kernels() {
+    torch::Library other(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__,
+                         __LINE__);
+    other.impl("_fused_sgd_", other_sgd);
+    other.impl("_foreach_sqrt", other_roots);
+    try_kernels<torch::optim::SGD>("SGD");
+    try_kernels<torch::optim::RMSprop>("RMSprop");
+    try_kernels<torch::optim::Adagrad>("Adagrad");
+    const auto options = torch::optim::RMSpropOptions(0.1).weight_decay(INFINITY);
+    torch::optim::RMSprop infinite({weights()}, options);
+    expect_error("a trial of NaN alone", "nothing but NaN and compared nothing",
+                 [&] { optfuse::fuse(infinite); });
 }
 
 } // namespace
@@ -221,11 +239,15 @@ void try_kernels() {
 // The libraries of the device and of its kernels.
 int main(int, char **argv) {
     load_gpu(argv[1], argv[2]);
+    ask<void, bool>("fakecuda::set_rounds_as_cuda", true);
     all<reference::AdamW>("AdamW");
     all<reference::Adam>("Adam");
     all<reference::SGD>("SGD");
+    all<reference::RMSprop>("RMSprop");
+    all<Centered>("RMSprop, centered");
+    all<reference::Adagrad>("Adagrad");
     refuse();
-    try_kernels();
+    try_all_kernels();
     for (const bool is_captured_before : {true, false})
         for (const bool defers : {false, true})
             replay(is_captured_before, defers);

@@ -16,7 +16,7 @@ def run(**variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=kept | variables, capture_output=True, text=True)
 
 
-def test_a_program_trains_with_the_bits_of_the_fused_operators():
+def test_a_program_trains_with_the_bits_of_the_operators():
     done = run(OPTFUSE_CUDA_LIBRARY=KERNELS)
     assert done.returncode == 0 and "all passed" in done.stdout, done.stdout + done.stderr
 
