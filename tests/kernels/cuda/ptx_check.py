@@ -3,7 +3,9 @@
 operations that the rules write, each rounded as written, and ptxas spills no
 register.
 
-    ptx_check.py NVCC FOLDER FLAGS... -- INSTANCE SOURCE MACROS... [-- INSTANCE ...]
+    ptx_check.py [--sample] NVCC FOLDER FLAGS... -- INSTANCE SOURCE MACROS... [-- INSTANCE ...]
+
+--sample: the instances of float32 and the first control, for one chip.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from optim_entries import ENTRIES
 
 OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
 OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
+CHIPS = ("sm_90", "sm_75")
 SPILLS = ("adam", "sgd", "rmsprop", "nadam", "traced", "packing")
 # Of one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
@@ -70,10 +73,36 @@ extern "C" __global__ void inverse_root(TYPE *out, TYPE x) {
 }
 """
 
+# Builds that the check has to refuse: an instance, flags, and a change of one file.
+CONTROLS = (
+    ("adam-float32", ("-fmad=true", "-use_fast_math"), "rules/adam.h",
+     "of_multiply_add(true, -k->beta1", "of_multiply_add(false, -k->beta1"),
+    ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
+     "rules/aten_cuda.h", "of_multiply_add(true, w, way, self)",
+     "of_multiply_add(false, w, way, self)"),
+    ("traced-float32", ("-fmad=true", "-prec-div=false"), "rules/aten_cuda.h",
+     "of_multiply_add(true, factor, a * b, self)",
+     "of_multiply_add(false, factor, a * b, self)"),
+    ("asgd_next", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
+     "", "", ""),
+    ("packing-float32", ("-fmad=true", "-ftz=true"), "cuda/packing.cu",
+     "    __syncthreads();\n", ""),
+)  # fmt: skip
+
 
 class Compiler:
     def __init__(self, nvcc: str, flags: list[str], folder: Path) -> None:
         self.nvcc, self.flags, self.folder = nvcc, flags, folder
+        self.known: dict[tuple[str, ...], str] = {}
+
+    def alone(self, text: str, flags: list[str]) -> str:
+        """The body of the one kernel of this text."""
+        key = (text, *flags)
+        if key not in self.known:
+            snippet = self.folder / "alone.cu"
+            snippet.write_text(text)
+            (self.known[key],) = kernels(self.run(snippet, *flags)[0]).values()
+        return self.known[key]
 
     def run(self, source: Path, *more: str) -> tuple[str, str]:
         out = self.folder / "out"
@@ -174,10 +203,8 @@ def op_by_op_faults(
 
 def next_faults(compiler: Compiler, source: Path, macros: list[str]) -> list[str]:
     """Of the kernel that makes ASGD's numbers anew."""
-    snippet = compiler.folder / "power.cu"
-    snippet.write_text(POWER)
     flags = ["-arch=compute_90", "-ptx", "-fmad=false"]
-    alone = kernels(compiler.run(snippet, *flags)[0])["power"]
+    alone = compiler.alone(POWER, flags)
     body = kernels(compiler.run(source, *flags, *macros)[0])["of_cuda_asgd_next"]
     power, have, found = counts(alone), counts(body), []
     for name, more in zip((*OPERATIONS, "rcp"), NEXT, strict=True):
@@ -195,10 +222,8 @@ def program_faults(compiler: Compiler, source: Path, instance: str, macros: list
     dtype = instance.split("-")[1]
     real = "double" if dtype == "float64" else "float"
     lanes = PROGRAM_LANES[dtype]
-    snippet = compiler.folder / "inverse_root.cu"
-    snippet.write_text(INVERSE_ROOT.replace("TYPE", real))
     flags = ["-arch=compute_90", "-ptx", "-fmad=false"]
-    alone = kernels(compiler.run(snippet, *flags)[0])["inverse_root"]
+    alone = compiler.alone(INVERSE_ROOT.replace("TYPE", real), flags)
     bodies = kernels(compiler.run(source, *flags, *macros)[0])
     found = [] if len(bodies) == 2 else [f"{instance}: {len(bodies)} kernels"]
     for name, body in bodies.items():
@@ -244,14 +269,11 @@ def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -
     if instance.split("-")[0] in OP_BY_OP:
         return op_by_op_faults(compiler, source, instance, macros)
     contracted = instance == "adam-float64"
-    flags = [f"-fmad={'true' if contracted else 'false'}"]
+    flags = ["-arch=compute_90", "-ptx", f"-fmad={'true' if contracted else 'false'}"]
     real = "double" if instance.endswith("float64") else "float"
-    snippet = compiler.folder / "powers.cu"
-    snippet.write_text(POWERS.replace("TYPE", real))
-    arch = ["-arch=compute_90", "-ptx"]
-    powers = counts(kernels(compiler.run(snippet, *arch, *flags)[0])["powers"])
+    powers = counts(compiler.alone(POWERS.replace("TYPE", real), flags))
     found = []
-    bodies = kernels(compiler.run(source, *arch, *flags, *macros)[0])
+    bodies = kernels(compiler.run(source, *flags, *macros)[0])
     if len(bodies) != 2 * len(ELEMENT[instance]):
         found.append(f"{instance}: {len(bodies)} kernels")
     for name, body in bodies.items():
@@ -307,12 +329,15 @@ def must_fail(compiler: Compiler, source: Path, instance: str, macros: list[str]
 
 
 def main() -> None:
-    nvcc, folder, *rest = sys.argv[1:]
+    sample = sys.argv[1] == "--sample"
+    nvcc, folder, *rest = sys.argv[1 + sample :]
     groups: list[list[str]] = [[]]
     for word in rest:
         groups.append([]) if word == "--" else groups[-1].append(word)
     flags = groups[0]
     instances = {name: (Path(folder) / source, macros) for name, source, *macros in groups[1:]}
+    if sample:
+        instances = {k: v for k, v in instances.items() if k.endswith(("float32", "next"))}
     failed = []
     with tempfile.TemporaryDirectory() as temporary:
         compiler = Compiler(nvcc, flags, Path(temporary))
@@ -321,22 +346,9 @@ def main() -> None:
             print(f"{'FAIL' if found else 'ok  '} {instance}", *found, sep="\n     ", flush=True)
             failed += found
             if instance.split("-")[0] in SPILLS and instance.endswith(("float32", "bfloat16")):
-                for chip in ("sm_75", "sm_90"):
+                for chip in CHIPS[:1] if sample else CHIPS:
                     failed += spills(compiler, source, chip, macros)
-        for instance, options, file, old, new in (
-            ("adam-float32", ("-fmad=true", "-use_fast_math"), "rules/adam.h",
-             "of_multiply_add(true, -k->beta1", "of_multiply_add(false, -k->beta1"),
-            ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
-             "rules/aten_cuda.h", "of_multiply_add(true, w, way, self)",
-             "of_multiply_add(false, w, way, self)"),
-            ("traced-float32", ("-fmad=true", "-prec-div=false"), "rules/aten_cuda.h",
-             "of_multiply_add(true, factor, a * b, self)",
-             "of_multiply_add(false, factor, a * b, self)"),
-            ("asgd_next", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
-             "", "", ""),
-            ("packing-float32", ("-fmad=true", "-ftz=true"), "cuda/packing.cu",
-             "    __syncthreads();\n", ""),
-        ):  # fmt: skip
+        for instance, options, file, old, new in CONTROLS[:1] if sample else CONTROLS:
             source, macros = instances[instance]
             failed += must_fail(compiler, source, instance, macros, options, file, old, new)
     sys.exit("\n".join(failed) or 0)
