@@ -34,11 +34,12 @@ int failed(const std::exception &e) {
     return OF_REFUSED;
 }
 
-// The mark may stand for the update of another plan.
+// The mark may stand for the update of another plan. After a flush there mostly is none.
 bool clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl))
         return true;
-    if (optfuse::use_memory(impl, false) >= OF_IN_FLIGHT)
+    const bool is_certain = !of_any_pending() && !optfuse::is_any_on_its_way();
+    if (!is_certain && optfuse::use_memory(impl, false) >= OF_IN_FLIGHT)
         return false;
     optfuse::unmark(impl);
     return true;

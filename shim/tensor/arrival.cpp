@@ -258,6 +258,8 @@ std::vector<int64_t> expect(const Bucket &bucket) {
 
 bool is_on_its_way(const c10::StorageImpl *memory) { return find(memory) != nullptr; }
 
+bool is_any_on_its_way() { return table().n.load(std::memory_order_acquire) != 0; }
+
 bool await_arrival(const c10::StorageImpl *memory) {
     const Shared found = find(memory);
     if (!found)
@@ -267,7 +269,7 @@ bool await_arrival(const c10::StorageImpl *memory) {
 }
 
 bool await_arrivals(int64_t group) {
-    if (table().n.load(std::memory_order_acquire) == 0)
+    if (!is_any_on_its_way())
         return true;
     const std::vector<Shared> expected = all_of(group);
     const WithoutGil wait;

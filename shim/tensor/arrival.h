@@ -33,6 +33,7 @@ std::vector<int64_t> expect(const Bucket &bucket);
 
 // Whether the values of the gradient with this memory are on their way.
 bool is_on_its_way(const c10::StorageImpl *memory);
+bool is_any_on_its_way();
 // Waits for them. False after of_set_error(): the reduction has failed. No lock of a plan held.
 bool await_arrival(const c10::StorageImpl *memory);
 // For all of a model, or of the process.
