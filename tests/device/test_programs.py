@@ -38,7 +38,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("make", [adamw, pytest.param(sgd, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_in_order_with_stock_is_in_order_with_ours(way, make):
     mode, waits = "forward" if way == "forward" else "backward", 0

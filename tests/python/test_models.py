@@ -94,7 +94,13 @@ CASES = [(mlp, "AdamW"), (mlp, "SGD"), (gpt, "AdamW"), (gpt, "SGD")]
 CASES += [(resnet, "AdamW"), (resnet, "SGD"), (mobilenet, "AdamW")]
 
 
-@pytest.mark.parametrize(("build", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [
+        pytest.param(*case, marks=pytest.mark.full if case == (resnet, "SGD") else ())
+        for case in CASES
+    ],
+)
 def test_200_steps_have_the_bits_of_stock(build, kind, parts):
     script = training(build, kind, parts)
     stock = run(script, Stock())

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The benchmark's models on its data with another order of backward: after 50 steps every loss,
-weight and state has stock's bits, in both modes of fusion and without it. A sample of the 72
-cases; OPTFUSE_TEST_ALL=1 plays all of them."""
+weight and state has stock's bits, in both modes of fusion and without it. A fifth of the 72
+cases; tests/run --full plays all of them."""
 
 import itertools
-import os
 
 import pytest
 from reorder_scripts import MODES, same_reordered
@@ -23,7 +22,10 @@ from torch.nn.functional import cross_entropy
 STEPS = 50
 CHOICES = ("last", "reverse_first", "budget")
 CASES = list(itertools.product((mlp, gpt, resnet, mobilenet), OPTIMIZERS, CHOICES, MODES))
-SAMPLE = CASES if os.environ.get("OPTFUSE_TEST_ALL") else CASES[::5]
+SAMPLE = [
+    pytest.param(*case, marks=pytest.mark.full if place % 5 else ())
+    for place, case in enumerate(CASES)
+]
 
 
 def choice_of(name, model):

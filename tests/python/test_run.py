@@ -123,7 +123,10 @@ def two_ranks(*arguments):
     return succeeded(python(*TORCHRUN, *arguments)).stdout
 
 
-@pytest.mark.parametrize(("mode", "order"), [("forward", "after"), ("backward", "before")])
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [pytest.param("forward", "after", marks=pytest.mark.full), ("backward", "before")],
+)
 def test_torchrun_and_a_model_that_is_made_before_or_after(mode, order):
     done = succeeded(python(*TORCHRUN, *RUN, "-v", "--mode", mode, "parallel.py", order))
     assert done.stdout == two_ranks("parallel.py", order), done.stderr

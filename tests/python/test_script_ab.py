@@ -25,8 +25,7 @@ from optfuse._script_ab.result import Comparison, Row, judge, scatter
 from optfuse._script_ab.work import keep
 
 HERE = Path(__file__).parent
-# Each starts some eight processes; "all" runs those, too, that check less than they take.
-rare = pytest.mark.skipif(os.environ.get("OPTFUSE_TEST_AB") != "all", reason="takes long")
+rare = pytest.mark.full  # each starts some eight processes, for little more than others check
 AB = ("-m", "optfuse", "ab")
 
 
@@ -163,6 +162,7 @@ def test_what_a_script_prints_is_not_markup():
 # Training that differs
 
 
+@rare
 def test_a_script_that_draws_from_the_clock_is_not_reproducible():
     said = verdict(compared("mlp.py", "noise"))
     assert said.startswith(
@@ -229,6 +229,7 @@ def test_two_optimizers_with_a_reference_of_flags():
     )
 
 
+@rare
 def test_a_loop_like_nanogpts():
     """It sets learning rates, clips, evaluates, saves and draws from three generators."""
     printed = compared("gpt.py", "--accumulate", "1")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# "2,3,4" is the full run; a sample is played by more than two processes anyway.
+# tests/run --full says "2,3,4"; a sample is played by more than two processes anyway.
 WORLDS = tuple(map(int, os.environ.get("OPTFUSE_TEST_WORLDS", "2").split(",")))
 STEPS = int(os.environ.get("OPTFUSE_TEST_STEPS", "12"))  # of training, in most scenarios
 LONG = max(STEPS, 20)  # where something begins at the 10th step only
@@ -41,16 +41,39 @@ def scenario_of(scenarios, *modes, **cases):
 
 def by(scenarios, **sample):
     """Marks a test: played by each number of processes of WORLDS, and some scenarios, given as
-    three=[...], four=[...], by others, too."""
+    three=[...], four=[...], by others, too. Of the cases of a scenario in a mode, two of three
+    are for tests/run --full."""
     runs = [(world, name) for world in WORLDS for name in scenarios]
     for number, names in sample.items():
         world = {"three": 3, "four": 4}[number]
         known = [name for name in names if name in scenarios]  # by this release of PyTorch
         assert known, f"none of {names} is a scenario"
         runs += [(world, name) for name in known if world not in WORLDS]
-    marks = {world: [pytest.mark.slow] if world > 2 else [] for world in (2, 3, 4)}
-    runs = [pytest.param(world, name, marks=marks[world]) for world, name in runs]
+    usual = _usual(scenarios).union(*sample.values())
+    runs = [
+        pytest.param(
+            world,
+            name,
+            marks=[pytest.mark.slow] * (world > 2) + [pytest.mark.full] * (name not in usual),
+        )
+        for world, name in runs
+    ]
     return pytest.mark.parametrize(("world", "scenario"), runs)
+
+
+def _usual(scenarios):
+    """A third of the cases of each scenario and mode, and other cases of another mode."""
+    cases = {}
+    for name in scenarios:
+        words = name.split()
+        cases.setdefault(words[0], {}).setdefault(words[-1], []).append(name)
+    return {
+        name
+        for modes in cases.values()
+        for turn, names in enumerate(modes.values())
+        for place, name in enumerate(names)
+        if (place + turn) % min(3, len(names)) == 0
+    }
 
 
 def play(world, names):
