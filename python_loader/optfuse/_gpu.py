@@ -26,6 +26,8 @@ def is_gpu(device: torch.device) -> bool:
     return bool(_STAND_IN) and device.type == torch._C._get_privateuse1_backend_name()
 
 
+#: What gives a graph's handle away.
+HANDLES = ("raw_cuda_graph", "raw_cuda_graph_exec")
 #: In the stead of a place: any place will do; none has been tried (Slot::tried).
 ANYWHERE, NOWHERE = -1, -2
 _DTYPES = {getattr(torch, name): i for i, name in enumerate(DTYPES)}
@@ -70,6 +72,28 @@ def install(flush_all: Callable[[], None], drain_all: Callable[[], None]) -> Non
         wrap(graph, "capture_begin", drain_all)
         wrap(graph, "capture_end", flush_all, anyway=True)
         wrap(graph, "replay", flush_all)
+        watch_handles(graph, flush_all)
+
+
+_handed_out = False  # a graph's handle, ever
+
+
+def watch_handles(graph: type, flush_all: Callable[[], None]) -> None:
+    """Whoever has a graph's handle can launch it by CUDA's own functions."""
+
+    def note() -> None:
+        global _handed_out
+        _handed_out = True
+        flush_all()
+
+    for name in HANDLES:
+        if hasattr(graph, name):
+            wrap(graph, name, note)
+
+
+def replays_are_unseen() -> bool:
+    """Then nothing may be left pending."""
+    return _handed_out
 
 
 def wrap(owner: type, name: str, before: Callable[[], None], anyway: bool = False) -> None:

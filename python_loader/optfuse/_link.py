@@ -463,7 +463,7 @@ class Link:
                 self.own.advance(optimizer)
             if self.traced is not None and self.traced.begun:
                 self._end_traced(self.traced, optimizer, done)
-        if _compiled.running():
+        if _compiled.running() or _gpu.replays_are_unseen():
             self.flush()
 
     def begin_backward(self, only_adds: bool) -> None:

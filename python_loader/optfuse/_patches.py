@@ -81,6 +81,15 @@ PATCHES = (
         for graph, since in _GRAPHS
         for name in ("capture_begin", "capture_end", "replay")
     ),
+    *(
+        Patch(
+            f"torch.cuda.CUDAGraph.{name}",
+            "whoever has a graph's handle replays it unseen: leave nothing pending from then on",
+            ("self",),
+            optional=True,
+        )
+        for name in ("raw_cuda_graph", "raw_cuda_graph_exec")
+    ),
     Patch(
         "torch.autograd.profiler.profile._start_trace",
         _PROFILER,

@@ -144,6 +144,35 @@ def test_without_the_guard_it_is_not(monkeypatch):
     assert pending_after_a_replay() > 0
 
 
+def pending_after_a_step(monkeypatch):
+    """When somebody has the handle of a graph, with which CUDA launches it."""
+
+    class Graph:
+        def raw_cuda_graph_exec(self):
+            return 7
+
+    monkeypatch.setattr(_gpu, "_handed_out", False)
+    _gpu.watch_handles(Graph, optfuse.flush)
+    model, optimizer = prepared()
+    train(model, optimizer, 1)
+    assert optfuse.summary(optimizer).pending > 0
+    assert Graph().raw_cuda_graph_exec() == 7
+    late = optfuse.summary(optimizer).pending
+    train(model, optimizer, 2)
+    late += optfuse.summary(optimizer).pending
+    optfuse.flush(optimizer)
+    return late
+
+
+def test_nothing_is_left_pending_once_a_graphs_handle_is_given_away(monkeypatch):
+    assert pending_after_a_step(monkeypatch) == 0
+
+
+def test_without_the_guard_updates_are_left_pending(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "graphs")
+    assert pending_after_a_step(monkeypatch) > 0
+
+
 def test_a_capture_ends_although_what_is_pending_can_not_be_launched():
     ended = []
 
