@@ -181,8 +181,8 @@ void run_program(const of_inputs *in, const References *refs) {
     const c10::AutoGradMode no_grad(false);
     const c10::impl::ExcludeDispatchKeyGuard no_autograd(
         c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    run_parts(refs->slot->plan->core, program.parts, program.forms, program.n_registers, *in,
-              refs->slot->param);
+    run_parts(refs->slot->plan->core, program.parts, program.forms, program.n_registers,
+              program.state(), *in, refs->slot->param);
 }
 
 bool update(const of_inputs *in, const double *hyper, References *refs) {

@@ -327,12 +327,13 @@ Forms make_forms(const std::vector<int64_t> &words) {
 }
 
 void run_parts(of_plan *plan, const std::vector<Part> &parts, const Forms &forms,
-               size_t n_registers, const of_inputs &in, const c10::TensorImpl *like) {
+               size_t n_registers, unsigned state, const of_inputs &in,
+               const c10::TensorImpl *like) {
     Registers at(n_registers);
     at[OF_REGISTER_PARAM] = over(in.param, like);
     at[OF_REGISTER_GRAD] = over(in.grad, like);
     for (size_t i = 0; i < OF_MAX_STATE; i++)
-        if (in.state[i] != nullptr)
+        if ((state >> i & 1u) != 0)
             at[OF_REGISTER_STATE + i] = over(in.state[i], like, forms[i]);
     for (const Part &part : parts) {
         if (const auto *segment = std::get_if<Segment>(&part.what))

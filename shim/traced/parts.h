@@ -70,8 +70,10 @@ std::vector<Part> make_parts(const std::vector<std::string> &words,
 // of dimensions, sizes and strides; or -1, if these are the parameter's.
 Forms make_forms(const std::vector<int64_t> &words);
 
-// Runs them over the memory of an update; like: its parameter. Raises what the operators raise.
+// Runs them over the memory of an update; like: its parameter. state: a bit for each state tensor
+// that there is; one without elements may have no address. Raises what the operators raise.
 void run_parts(of_plan *plan, const std::vector<Part> &parts, const Forms &forms,
-               size_t n_registers, const of_inputs &in, const c10::TensorImpl *like);
+               size_t n_registers, unsigned state, const of_inputs &in,
+               const c10::TensorImpl *like);
 
 } // namespace optfuse
