@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "error.h"
@@ -61,6 +62,18 @@ std::vector<int64_t> kinds(int64_t address, bool whole, bool by_shape) {
         return true;
     });
     return plan.kinds;
+}
+
+// Whether counters still hold the values that a step has given them. Their version counters do not
+// tell: a write through .data or NumPy leaves them as they are.
+bool hold(at::TensorList counters, at::TensorList values) {
+    return std::equal(counters.begin(), counters.end(), values.begin(), values.end(),
+                      [](const at::Tensor &counter, const at::Tensor &value) {
+                          return counter.device().is_cpu() && counter.numel() == 1 &&
+                                 counter.dtype() == value.dtype() &&
+                                 std::memcmp(counter.const_data_ptr(), value.const_data_ptr(),
+                                             value.dtype().itemsize()) == 0;
+                      });
 }
 
 // The slots of a cohort get the program of their updates from here on, with the state in
@@ -125,6 +138,7 @@ bool of_shim_have_gradients(of_shim_plan *handle, size_t cohort) {
 
 TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("kinds(int plan, bool whole, bool by_shape) -> int[]", optfuse::kinds);
+    m.def("hold(Tensor[] counters, Tensor[] values) -> bool", optfuse::hold);
     m.def("set_program(int plan, int cohort, int[]? slots, int[] code, float[] numbers) -> ()",
           optfuse::set_program);
     m.def("set_program_with_calls(int plan, int cohort, int[]? slots, int n_registers, "

@@ -423,7 +423,9 @@ class ByLength(Base):
         p.add_(grad, alpha=-group["lr"] * p.numel())
 
 
-@pytest.mark.parametrize("cls", [traced_classes.AdaBelief, CountsInList, ByLength])
+@pytest.mark.parametrize(
+    "cls", [traced_classes.AdaBelief, traced_classes.TensorCounter, CountsInList, ByLength]
+)
 def test_what_changes_between_steps_is_seen(cls: type[Optimizer]) -> None:
     """Counters of some parameters, in place or not, and their shapes."""
 
@@ -433,12 +435,36 @@ def test_what_changes_between_steps_is_seen(cls: type[Optimizer]) -> None:
         optimizer = wrap(cls(params))  # type: ignore[call-arg]
         for step in range(9):
             if step == 4 and "step" in optimizer.state[params[1]]:
-                optimizer.state[params[1]]["step"] = 40
+                if cls is traced_classes.TensorCounter:  # no version counter tells
+                    optimizer.state[params[1]]["step"].data.fill_(40.0)
+                else:
+                    optimizer.state[params[1]]["step"] = 40
             if step == 4 and "counts" in optimizer.state[params[1]]:
                 optimizer.state[params[1]]["counts"][0] = 40
             if step == 4 and cls is ByLength:
                 params[1].data = torch.randn(5)
                 params[1].grad = None
+            for param in params:
+                param.grad = param.detach() + step
+            optimizer.step()
+        return copy.deepcopy([params, optimizer.state_dict()])
+
+    assert difference("", training(fused("forward")), training(lambda o: o)) is None
+
+
+# Those that look for a largest element refuse them.
+EMPTY = [cls for cls in CALLING if cls.__name__ not in ("Doubles", "PointState")]
+
+
+@pytest.mark.parametrize("cls", [traced_classes.TensorCounter, *EMPTY])
+def test_parameters_without_elements(cls: type[Optimizer]) -> None:
+    """Their memory, and that of their state, has no address."""
+
+    def training(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(*shape)) for shape in ((3, 4), (0, 4), (4,))]
+        optimizer = wrap(cls(params))  # type: ignore[call-arg]
+        for step in range(3):
             for param in params:
                 param.grad = param.detach() + step
             optimizer.step()

@@ -45,8 +45,9 @@ def _counter(entry: Entry, key: Any, value: Tensor) -> Tensor:
     return known
 
 
-def advance(counting: Counting, after: Entry) -> list[Tensor]:
-    """Counters in state entries become those of `after`; the tensors among them."""
+def advance(counting: Counting, after: Entry) -> tuple[list[Tensor], list[Tensor]]:
+    """Counters in state entries become those of `after`; the tensors among them, and the values
+    that they get."""
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for key, value in after.items():
@@ -65,4 +66,4 @@ def advance(counting: Counting, after: Entry) -> list[Tensor]:
     if targets:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
-    return targets
+    return targets, sources

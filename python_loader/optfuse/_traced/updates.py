@@ -33,6 +33,7 @@ from optfuse._values import difference
 
 State = dict[Tensor, Entry]
 _kinds, _set_program = torch.ops.optfuse.kinds.default, torch.ops.optfuse.set_program.default
+_hold = torch.ops.optfuse.hold.default
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Kept:
     finds the same kinds, and the state's entries and what is in them are the same objects."""
 
     counters: list[Tensor]
-    versions: list[int]
+    values: list[Tensor]
 
 
 class Traced:
@@ -157,7 +158,7 @@ class Traced:
             return False
         if not lib.of_shim_same_kinds(self._plan, self._whole, any(self._by_shape)):
             return False
-        return [counter._version for counter in kept.counters] == kept.versions
+        return _hold(kept.counters, kept.values)
 
     def _record_all(
         self, optimizer: Optimizer, params: list[Tensor], taking: list[int], same: bool
@@ -346,17 +347,16 @@ class Traced:
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
                 self._copies.put(group, self._after.options[i], name)
-        counters: list[Tensor] = []
+        kept = Kept([], [])
         known = [cohort.counting for cohort in self._cohorts]
         for cohort in self._done:
             reached = not self._whole
-            counters += self._advance_entries(cohort, optimizer, params, same_state, reached)
+            self._advance_entries(cohort, optimizer, params, same_state, reached, kept)
         for number, cohort in enumerate(self._cohorts):
             reached = not self._whole or lib.of_shim_have_gradients(self._plan, number)
-            counters += self._advance_entries(cohort, optimizer, params, same_state, reached)
+            self._advance_entries(cohort, optimizer, params, same_state, reached, kept)
         if not self._done and all(map(_is_known, self._cohorts)):
-            versions = [counter._version for counter in counters]
-            self._kept = Kept(counters, versions)
+            self._kept = kept
         same = same_state and not self._done and all(map(_counts_in_place, self._cohorts, known))
         self._done = []
         return same
@@ -368,14 +368,15 @@ class Traced:
         params: list[Tensor],
         same_state: bool,
         all_reached: bool,
-    ) -> list[Tensor]:
-        """Of the parameters of a cohort that have a gradient. Returns the tensors that count.
+        kept: Kept,
+    ) -> None:
+        """Of the parameters of a cohort that have a gradient. kept gets the tensors that count.
         all_reached: all of them are known to have one."""
         assert cohort.recorded is not None
         after = cohort.recorded.entry
         if after is None:
             cohort.counting = Counting([], [], {})
-            return []
+            return
         reached = cohort.slots
         if not all_reached:
             reached = [slot for slot in cohort.slots if params[slot].grad is not None]
@@ -385,7 +386,9 @@ class Traced:
             state = optimizer.state
             counting = find_counters([state[params[slot]] for slot in reached], after)
         cohort.counting = counting if is_whole else None
-        return advance(counting, after)
+        counters, values = advance(counting, after)
+        kept.counters += counters
+        kept.values += values
 
     def shown(self, label: Callable[[int], str]) -> str:
         """The programs of the last step. label: names a slot's parameter."""
