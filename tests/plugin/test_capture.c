@@ -55,15 +55,23 @@ START_TEST(update_in_flight_met_in_a_capture_is_refused) {
 }
 END_TEST
 
+static void before_the_capture(void) {
+    device.capture[1] = 0;
+    device.current = 0;
+}
+
+static void begin_the_capture(void) {
+    device.current = 1;
+    device.capture[1] = 7;
+}
+
 START_TEST(flushed_and_done_before_the_capture_all_is_well) {
     twin *t;
     fixture *f = pending_before_capture(&t);
-    device.capture[1] = 0;
-    device.current = 0;
+    before_the_capture();
     ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
     device.busy = false; /* the user synchronizes with the device */
-    device.current = 1;
-    device.capture[1] = 7;
+    begin_the_capture();
     ck_assert_int_eq(of_access(t->tensor->param, false), OF_NOTHING_PENDING);
     ck_assert(!of_any_pending());
     device.capture[1] = 0;
@@ -75,13 +83,11 @@ END_TEST
 START_TEST(used_between_flush_and_synchronizing_all_is_well) {
     twin *t;
     fixture *f = pending_before_capture(&t);
-    device.capture[1] = 0;
-    device.current = 0;
+    before_the_capture();
     ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
     ck_assert_int_eq(of_access(t->tensor->param, false), OF_IN_FLIGHT);
     device.busy = false;
-    device.current = 1;
-    device.capture[1] = 7;
+    begin_the_capture();
     ck_assert_int_eq(of_access(t->tensor->param, false), OF_NOTHING_PENDING);
     device.capture[1] = 0;
     teardown(f);
@@ -91,11 +97,9 @@ END_TEST
 START_TEST(drained_before_the_capture_all_is_well) {
     twin *t;
     fixture *f = pending_before_capture(&t);
-    device.capture[1] = 0;
-    device.current = 0;
+    before_the_capture();
     ck_assert_int_eq(of_plan_drain(f->plan), OF_OK);
-    device.current = 1;
-    device.capture[1] = 7;
+    begin_the_capture();
     ck_assert_int_eq(of_access(t->tensor->param, false), OF_NOTHING_PENDING);
     device.capture[1] = 0;
     teardown(f);
