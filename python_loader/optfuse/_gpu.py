@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optfuse._native import DTYPES, guard, lib
-from optfuse._patches import replace
+from optfuse._patches import GRAPH_HANDLES, replace
 
 # A build for tests can be told to take another kind of device for a GPU.
 _STAND_IN = hasattr(lib, "of_guard_enabled") and os.environ.get("OPTFUSE_TEST_DEVICE")
@@ -26,8 +26,6 @@ def is_gpu(device: torch.device) -> bool:
     return bool(_STAND_IN) and device.type == torch._C._get_privateuse1_backend_name()
 
 
-#: What gives a graph's handle away.
-HANDLES = ("raw_cuda_graph", "raw_cuda_graph_exec")
 #: In the stead of a place: any place will do; none has been tried (Slot::tried).
 ANYWHERE, NOWHERE = -1, -2
 _DTYPES = {getattr(torch, name): i for i, name in enumerate(DTYPES)}
@@ -86,7 +84,7 @@ def watch_handles(graph: type, flush_all: Callable[[], None]) -> None:
         _handed_out = True
         flush_all()
 
-    for name in HANDLES:
+    for name in GRAPH_HANDLES:
         if hasattr(graph, name):
             wrap(graph, name, note)
 

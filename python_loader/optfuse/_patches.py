@@ -51,6 +51,8 @@ _SAVED = "TorchScript reads the memory of a whole module in C++: launch what is 
 _GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
 _PROFILER = "a profiler that notes addresses asks the tensors past the dispatcher"
 _GRAPHS = (("torch.cuda.CUDAGraph", TESTED[0]), ("torch.accelerator.Graph", "2.12"))
+#: What gives a graph's handle away.
+GRAPH_HANDLES = ("raw_cuda_graph", "raw_cuda_graph_exec")
 
 PATCHES = (
     Patch(
@@ -88,7 +90,7 @@ PATCHES = (
             ("self",),
             optional=True,
         )
-        for name in ("raw_cuda_graph", "raw_cuda_graph_exec")
+        for name in GRAPH_HANDLES
     ),
     Patch(
         "torch.autograd.profiler.profile._start_trace",
