@@ -181,6 +181,51 @@ def test_two_optimizers_share_a_parameter():
     same(script, prove=False)
 
 
+def test_a_flush_of_one_leaves_no_old_weights_of_the_other():
+    def last(wrap, flush):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizers = [wrap(sgd([weight])), wrap(adamw([weight]))]
+        weight.grad = torch.ones(4)
+        for optimizer in optimizers:
+            optimizer.step()
+        flush(optimizers[0])
+        return weight.detach() + 0
+
+    assert last(optfuse.fuse, optfuse.flush).equal(
+        last(lambda optimizer: optimizer, lambda _: None)
+    )
+
+
+def taken_over(taken):
+    """Another optimizer takes over a state; both train in one backward pass."""
+
+    def script(wrap):
+        models = [net(), net()]
+        optimizers = [wrap(sgd(model.parameters())) for model in models]
+        for i in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            sum(loss_of(model, i + n) for n, model in enumerate(models)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if i == 1:
+                optimizers[1].load_state_dict(taken(optimizers[0].state_dict()))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            yield from everything(model, optimizer)
+
+    return script
+
+
+def test_a_state_of_two_optimizers():
+    """load_state_dict() does not copy the tensors."""
+    same(taken_over(lambda state: state), prove=False)
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_copied_state_of_two_optimizers(mode):
+    same(taken_over(copy.deepcopy), mode, prove=False)
+
+
 def test_a_kept_address_shows_the_update_after_flush():
     model = net()
     optimizer = optfuse.fuse(adamw(model.parameters()))
