@@ -60,28 +60,37 @@ def for_both(path: Path) -> bool:
     return "__cplusplus" in path.read_text() or path.parent.name == "rules"
 
 
-def compiles(path: Path, compiler: list[str], *flags: str) -> None:
-    wrapper = f'#include "{path}"\n#include "{path}"\n'  # twice: the include guard works
+def compiles(paths: list[Path], compiler: list[str], *flags: str) -> None:
+    wrapper = "".join(f'#include "{path}"\n' for path in paths)
+    macros = [macro for path in paths for macro in MACROS.get(name(path), [])]
     done = subprocess.run(
-        [
-            *compiler,
-            *flags,
-            *MACROS.get(name(path), []),
-            *WARNINGS,
-            *INCLUDES,
-            "-fsyntax-only",
-            "-",
-        ],
-        input=wrapper,
+        [*compiler, *flags, *macros, *WARNINGS, *INCLUDES, "-fsyntax-only", "-"],
+        input=wrapper * 2,  # the include guards work
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, f"{name(path)} does not compile alone:\n{done.stderr}"
+    names = ", ".join(map(name, paths))
+    assert done.returncode == 0, f"{names}: does not compile alone:\n{done.stderr}"
+
+
+def first_of(source: Path) -> Path | None:
+    """The header of ours that a file includes before all others."""
+    first = re.search(r"^#include (.*)$", source.read_text(), re.MULTILINE)
+    if first is None or not first[1].startswith('"'):
+        return None
+    file = first[1].strip('"')
+    places = (source.parent, ROOT / source.relative_to(ROOT).parts[0])
+    return next((top / file for top in places if (top / file).is_file()), None)
 
 
 C_HEADERS = [p for p in HEADERS if not p.is_relative_to(ROOT / "shim") or for_both(p)]
 SHARED_HEADERS = [p for p in HEADERS if for_both(p)]
 CPP_HEADERS = [p for p in HEADERS if p not in C_HEADERS]
+# The build has compiled these alone. torch's headers take seconds to read, each time.
+FIRST = {first_of(path) for path in sources("shim") if path.suffix == ".cpp"}
+KNOWN = [p for p in CPP_HEADERS if p in FIRST and sees_torch(p)]
+SHIM = [pytest.param(p, marks=pytest.mark.full if p in KNOWN else (), id=name(p))
+        for p in CPP_HEADERS]  # fmt: skip
 
 
 def test_the_public_headers_are_among_those_checked() -> None:
@@ -95,20 +104,30 @@ def test_the_public_headers_are_among_those_checked() -> None:
 @pytest.mark.parametrize("header", C_HEADERS, ids=name)
 def test_header_compiles_alone_as_c11(header: Path) -> None:
     cuda = cuda_flags() if sees(header, CUDA) else []
-    compiles(header, CC, "-xc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", *cuda)
+    compiles([header], CC, "-xc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", *cuda)
 
 
 @pytest.mark.parametrize("header", SHARED_HEADERS, ids=name)
 def test_header_compiles_alone_as_cpp17(header: Path) -> None:
-    compiles(header, CXX, "-xc++", "-std=c++17")
+    compiles([header], CXX, "-xc++", "-std=c++17")
 
 
-@pytest.mark.parametrize("header", CPP_HEADERS, ids=name)
-def test_header_of_the_shim_compiles_alone(header: Path) -> None:
+def flags_of_the_shim(*headers: Path) -> list[str]:
     flags = ["-xc++", "-std=c++17", "-fopenmp"]
-    if sees_torch(header):
+    if any(map(sees_torch, headers)):
         torch = pytest.importorskip("torch")
         include = Path(torch.__file__).parent / "include"
         flags += ["-std=c++20"] if torch.__version__ >= (2, 14) else []  # as shim/meson.build
         flags += [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}"]
-    compiles(header, CXX, *flags)
+    return flags
+
+
+@pytest.mark.parametrize("header", SHIM)
+def test_header_of_the_shim_compiles_alone(header: Path) -> None:
+    compiles([header], CXX, *flags_of_the_shim(header))
+
+
+def test_headers_that_sources_include_first_have_guards_and_no_warnings() -> None:
+    """All at once; the build asks for fewer warnings in C++."""
+    assert len(KNOWN) > 10
+    compiles(KNOWN, CXX, *flags_of_the_shim(*KNOWN))
