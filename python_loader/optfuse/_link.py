@@ -140,7 +140,8 @@ class Link:
         self.own: updates.Own | None = None
         self.traced: Traced | None = None
         if isinstance(self.rule, TracedRule):
-            self.traced = Traced(self.plan, self.stock, self.rule.promise, self.rule.made)
+            rule, is_late = self.rule, self.mode == BACKWARD
+            self.traced = Traced(self.plan, self.stock, rule.promise, rule.made, is_late)
         try:
             if promise is not None:
                 self.own = updates.Own(self.plan, self.stock, promise, self.rule.entries)
@@ -427,9 +428,15 @@ class Link:
         finally:
             sharded.take_back(stepped)
 
+    def _are_same(self, groups: Groups) -> bool:
+        """As far as step() tells the library of them: a program has its numbers in it."""
+        if self.traced is not None and self.mode != BACKWARD:
+            return self.snapshot.have_same_params(groups)
+        return self.snapshot.are_same(groups)
+
     def _step(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
-        same_groups = self.snapshot.are_same(groups)
+        same_groups = self._are_same(groups)
         if not same_groups:
             self.sync_params(optimizer)
             self._refuse_late_change(groups)

@@ -34,8 +34,9 @@ COUNTERS = (
     "_need_device_dtype_check_for_fused",
 )
 # Attributes of an optimizer that its twin has of its own, or not at all.
-HIDDEN = ("param_groups", "state", "step", LINK, "_step_supports_amp_scaling", *_HOOKS)
+HIDDEN = frozenset(("param_groups", "state", "step", LINK, "_step_supports_amp_scaling", *_HOOKS))
 NOT_OPTIONS = ("params", "param_names")
+CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
 def step_of(stock: type[Optimizer]) -> Callable[[Optimizer], Any]:
@@ -62,7 +63,9 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def options_of(group: Group) -> Group:
-    return {k: copied(v) for k, v in own_options(group).items()}
+    return {
+        k: v if type(v) in CONSTANT else copied(v) for k, v in group.items() if k not in NOT_OPTIONS
+    }
 
 
 def options_alone(group: Group, is_whole: bool) -> Group:

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optfuse._own_step.twin import Entry
+from optfuse._own_step.twin import CONSTANT, Entry
 from optfuse._traced.guide import Place
-
-CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass

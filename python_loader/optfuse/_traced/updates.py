@@ -23,8 +23,8 @@ from optfuse._dtensor import is_dtensor
 from optfuse._native import lib
 from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
-from optfuse._own_step.twin import Entry, Group
-from optfuse._traced.counting import CONSTANT, Counting, advance, find_counters
+from optfuse._own_step.twin import CONSTANT, Entry, Group
+from optfuse._traced.counting import Counting, advance, find_counters
 from optfuse._traced.guide import Place, Recorded, like, place_of, record
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import MOST_STATE, Program
@@ -60,13 +60,20 @@ class Traced:
     calls, so that it keeps none of them alive."""
 
     def __init__(
-        self, plan: int, stock: type[Optimizer], promise: Promise, made: Made = "none"
+        self,
+        plan: int,
+        stock: type[Optimizer],
+        promise: Promise,
+        made: Made = "none",
+        is_late: bool = False,
     ) -> None:
+        """is_late: options may be changed between begin() and the step, as in backward mode."""
         self._plan = plan
         self._twin = twin.Twin(stock)
         self._stock = stock
         self.promise = promise
         self._making = made
+        self._is_late = is_late
         self.names: list[str] = []  # of state tensors, in the order of the registers
         self._shaped: set[str] = set()  # of those, with another shape than their parameter
         self.guides = 0  # at the last step
@@ -102,7 +109,8 @@ class Traced:
             self.abandon(optimizer, params)
             same_state = False
         self._before = twin.attributes_of(optimizer)
-        self._versions = [_versions(group) for group in optimizer.param_groups]
+        groups = optimizer.param_groups if self._is_late else ()
+        self._versions = list(map(twin.options_of, groups))
         self._whole = whole
         by_shape = list(self._by_shape)
         kept, self._kept = self._kept, None
@@ -417,7 +425,7 @@ class Traced:
         if not self.begun:
             return None
         for i, (group, known) in enumerate(zip(groups, self._versions, strict=False)):
-            if difference("", _versions(group), known) is not None:
+            if difference("", twin.options_of(group), known) is not None:
                 return i
         return None
 
@@ -450,10 +458,6 @@ def _refuse_other_strides(params: Iterable[Tensor]) -> None:
 
 def _is_other(x: Any, param: Tensor) -> bool:
     return isinstance(x, Tensor) and x.shape != param.shape
-
-
-def _versions(group: Group) -> dict[str, Any]:
-    return {key: twin.copied(value) for key, value in twin.own_options(group).items()}
 
 
 def _slots(kinds: list[int], by_shape: bool) -> Iterator[int]:
