@@ -26,6 +26,7 @@ from optfuse._traced.standin import (
 )
 
 _PREFIX = "_foreach_"
+_LISTS = (list, tuple)
 # Those that don't go by the name of an operator on one tensor.
 _NAMES = {"maximum": "clamp_min", "minimum": "clamp_max"}
 
@@ -34,7 +35,7 @@ def _each(handler: Handler, one: Called) -> Handler:
     multiplies = one.name in ("mul", "div")
 
     def for_each(called: Called, args: Args, options: Options) -> Any:
-        lists = [x for x in (*args, *options.values()) if type(x) in (list, tuple)]
+        lists = [x for x in (*args, *options.values()) if type(x) in _LISTS]
         tape = tape_of(args, options)
         if "out" in options or not lists:
             raise NotElementwise(called.full_name)
@@ -45,8 +46,8 @@ def _each(handler: Handler, one: Called) -> Handler:
         made = [
             handler(
                 one,
-                tuple([_at(i, x) for x in args]),
-                {k: _at(i, x) for k, x in options.items()} if options else options,
+                tuple([x[i] if type(x) in _LISTS else x for x in args]),
+                {k: x[i] if type(x) in _LISTS else x for k, x in options.items()},
             )
             for i in range(len(lists[0]))
         ]
@@ -63,10 +64,6 @@ _OF_LISTS = {name: f"{name}_list" for name in ("div_number", "maximum", "minimum
 
 def _of_lists(line: Line | Call) -> Line | Call:
     return line if isinstance(line, Call) else (_OF_LISTS.get(line[0], line[0]), *line[1:])
-
-
-def _at(i: int, x: Any) -> Any:
-    return x[i] if type(x) in (list, tuple) else x
 
 
 def _put(packet: Any, name: str, handler: Handler) -> None:

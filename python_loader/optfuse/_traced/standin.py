@@ -241,6 +241,8 @@ _ANSWERS = {
     "data": property(torch._C.TensorBase.data.__get__, _set_data),
 }
 _Answers: Any = type("_Answers", (), _ANSWERS)
+_make_wrapper = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_throw_on_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 
 
 class Standin(_Answers, Tensor):  # type: ignore[misc]
@@ -248,10 +250,10 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
 
     tape: Tape
     register: int
-    form: Form | None  # None: the parameter's
+    form: Form | None = None  # None: the parameter's
     is_real: bool  # of the parameter's dtype
-    in_bytes: bool  # a mask that a call has made; that of a line is of numbers
-    is_fixed: bool  # its shape is the same whatever the parameter's
+    in_bytes = False  # a mask that a call has made; that of a line is of numbers
+    is_fixed = False  # its shape is the same whatever the parameter's
     of_grad: Standin | None = None  # the gradient
 
     @staticmethod
@@ -259,7 +261,7 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         cls, tape: Tape, register: int, dtype: torch.dtype, form: Form | None = None
     ) -> Standin:
         # By this policy PyTorch asks __torch_dispatch__() for shape and strides.
-        made: Standin = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Standin = _make_wrapper(
             cls,
             tape.sizes if form is None else form[0],
             strides=tape.strides if form is None else form[1],
@@ -268,12 +270,12 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
             dispatch_sizes_strides_policy="sizes",
         )
         # Else the untyped data_ptr() in C++ gives a null pointer.
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        _throw_on_data_ptr(made)
         made.tape = tape
         made.register = register
-        made.form = form
         made.is_real = dtype == tape.dtype
-        made.in_bytes = made.is_fixed = False
+        if form is not None:
+            made.form = form
         tape.alive.append(weakref.ref(made))
         return made
 
@@ -285,12 +287,12 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
     ) -> Any:
         found = _by_id.get(id(func))
         if found is not None:
-            tape = tape_of(args, kwargs)
-            n = len(tape.lines)
+            lines = tape_of(args, kwargs).lines
+            n = len(lines)
             try:
                 return found[0](found[1], args, kwargs or {})
             except NotElementwise:
-                del tape.lines[n:]
+                del lines[n:]
         elif func in _QUESTIONS:
             return args[0].tape.answer(func, *args)
         return otherwise[0](func, args, kwargs or {})
@@ -322,6 +324,8 @@ _OURS = {"tape", "register", "form", "is_real", "in_bytes", "is_fixed", "of_grad
 
 def own_attributes(x: Standin) -> set[str]:
     """Names of those that step() gave it."""
+    if vars(x).keys() <= _OURS:
+        return set()
     return {k for k in vars(x).keys() - _OURS if not k.startswith(_OF_PYTORCH)}
 
 
