@@ -59,7 +59,7 @@ def simulated(found: dict[str, Any], name: str, network: Network) -> float:
     line = network.latency_ms / 1e3, network.ms_per_mb / 1e9
     messages = [4 * packed(sizes[slot]) for slot in order]
     at = [ms / 1e3 for ms in ready]
-    finish = 1e3 * torch.ops.optfuse.fused_finish(at, messages, group, *line)
+    finish = 1e3 * torch.ops.optfuse.fused_finish(at, messages, group, *line, 0.0)
     rows = 8 * 4 * len(sizes) // 2  # then four numbers a layer, of which all wait for
     return float(max(0.0, finish - step) + 1e3 * network.seconds(rows))
 

@@ -33,8 +33,8 @@ FEWEST, MOST = 4, 60  # rounds
 NEVER = 1 << 40
 EVERYWHERE = {"inverses_every": NEVER, "placement": "everywhere"}
 EXPOSURE = {name: {"fusion": name, **EVERYWHERE} for name in FUSIONS}
-GIVEN = "planned, link given"  # else kfac() measures the link
-EXPOSURE[GIVEN] = EXPOSURE["planned"]
+FREE = "planned, c = 0"  # the link given, messages take nothing of the processor; else measured
+EXPOSURE[FREE] = EXPOSURE["planned"]
 SCHEMES = {
     "D-KFAC": {"fusion": "all", "placement": "everywhere", "inverses_every": 1},
     "MPD-KFAC": {"fusion": "all", "placement": "round_robin", "inverses_every": 1},
@@ -152,10 +152,10 @@ def measure(runs: dict[str, Run], seconds: float, most: int) -> dict[str, Any]:
 def train(job: str, options: dict[str, Any]) -> dict[str, Any]:
     gloo()
     network = Network(**options["network"])
-    given = {"network": (network.latency_ms / 1e3, network.ms_per_mb / 1e9)}
+    given = {"network": (network.latency_ms / 1e3, network.ms_per_mb / 1e9, 0.0)}
     stack = Stack(**options["stack"])
     runs = {
-        name: Run({**how, **(given if name == GIVEN else {})}, stack)
+        name: Run({**how, **(given if name == FREE else {})}, stack)
         for name, how in JOBS[job].items()
     }
     found = measure(runs, options["seconds"], options["rounds"])

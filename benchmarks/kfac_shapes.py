@@ -102,8 +102,8 @@ def exposed_factors(fusion: str, network: Network) -> float:
     if fusion == "all":  # after the backward pass, as the paper's baselines
         ready = [PASSES + FACTORS] * len(messages)
     ops = torch.ops.optfuse
-    group = ops.fuse_messages(FUSIONS.index(fusion), ready, messages, *line, THRESHOLD)
-    finish: float = ops.fused_finish(ready, messages, group, *line)
+    group = ops.fuse_messages(FUSIONS.index(fusion), ready, messages, *line, 0.0, THRESHOLD)
+    finish: float = ops.fused_finish(ready, messages, group, *line, 0.0)
     return max(0.0, finish - PASSES - FACTORS)
 
 

@@ -12,6 +12,7 @@ typedef struct messages {
     const uint64_t *bytes;
     size_t n;
     of_link link;
+    double processor; /* seconds that each message takes of it */
 } messages;
 
 static double seconds_of(const messages *m, uint64_t bytes) {
@@ -34,8 +35,8 @@ static of_status check_sums(const messages *m) {
         bytes += m->bytes[i];
         ready = of_later(ready, m->ready[i]);
     }
-    const double last =
-        ready + (double)m->n * m->link.latency + (double)bytes * m->link.seconds_per_byte;
+    const double last = ready + (double)m->n * (m->link.latency + m->processor) +
+                        (double)bytes * m->link.seconds_per_byte;
     if (!of_is_time(last))
         return of_fail(OF_INVALID, "the seconds of %zu messages are out of range: check the link",
                        m->n);
@@ -43,7 +44,7 @@ static of_status check_sums(const messages *m) {
 }
 
 static of_status check(messages *m, const double *ready, const uint64_t *bytes, size_t n,
-                       const of_link *link, const void *group, const void *out) {
+                       const of_link *link, double processor, const void *group, const void *out) {
     if (!out || (n && (!ready || !bytes || !group)))
         return of_fail(OF_INVALID,
                        "messages need ready times, bytes, groups and a place for the result");
@@ -53,7 +54,12 @@ static of_status check(messages *m, const double *ready, const uint64_t *bytes, 
     const of_status status = of_check_link(link);
     if (status != OF_OK)
         return status;
-    *m = (messages){.ready = ready, .bytes = bytes, .n = n, .link = *link};
+    if (!of_is_time(processor))
+        return of_fail(OF_INVALID,
+                       "a message takes %g s of the processor: give a time that is neither "
+                       "negative nor infinite",
+                       processor);
+    *m = (messages){.ready = ready, .bytes = bytes, .n = n, .link = *link, .processor = processor};
     return check_sums(m);
 }
 
@@ -91,28 +97,62 @@ typedef struct prefix {
 } prefix;
 
 /* An earlier finish of those before a group never makes the group later, so the best of a prefix
- * is made of the best of a shorter one. best[0] is all zeros. */
-static void find_best(const messages *m, prefix *best) {
+ * is made of the best of a shorter one. late: by the messages before the last group. */
+static void add_group(const messages *m, const prefix *before, double late, prefix *best) {
+    double ready = late;
     for (size_t j = 1; j <= m->n; j++) {
         uint64_t bytes = 0;
-        double ready = 0;
-        best[j].finish = INFINITY;
+        prefix found = {INFINITY, 0};
+        ready = of_later(ready, m->ready[j - 1] + late);
         for (size_t i = j; i-- > 0;) {
             bytes += m->bytes[i];
-            ready = of_later(ready, m->ready[i]);
-            const double through = of_later(ready, best[i].finish) + seconds_of(m, bytes);
-            if (through <= best[j].finish)
-                best[j] = (prefix){through, i};
+            const double through = of_later(ready, before[i].finish) + seconds_of(m, bytes);
+            if (through <= found.finish)
+                found = (prefix){through, i};
         }
+        best[j] = found;
     }
 }
 
+/* The last group begins after the processor has been busy with all others, and has the last
+ * message. So more groups than these are never through before a single one. */
+static size_t most_groups(const messages *m) {
+    double bytes = 0;
+    for (size_t i = 0; i + 1 < m->n; i++)
+        bytes += (double)m->bytes[i];
+    const double more = bytes * m->link.seconds_per_byte / m->processor;
+    return more < (double)m->n ? (size_t)more + 1 : m->n;
+}
+
+/* best: most + 1 rows, of which row k is of k groups. Returns how many groups all messages have. */
+static size_t find_counted(const messages *m, size_t most, prefix *best) {
+    const size_t row = m->n + 1;
+    size_t groups = 1;
+    for (size_t j = 1; j <= m->n; j++)
+        best[j].finish = INFINITY;
+    for (size_t k = 1; k <= most; k++) {
+        prefix *now = best + k * row;
+        now->finish = INFINITY;
+        add_group(m, now - row, (double)(k - 1) * m->processor, now);
+        if (now[m->n].finish < best[groups * row + m->n].finish)
+            groups = k;
+    }
+    return groups;
+}
+
+/* Where messages take nothing of the processor, their number does not matter: in the only row the
+ * groups before the last one are found in the row itself. */
 static of_status close_by_plan(const messages *m, bool *last) {
-    prefix *best = calloc(m->n + 1, sizeof *best);
+    const size_t row = m->n + 1, most = m->processor > 0 ? most_groups(m) : 0;
+    prefix *best = calloc(most + 1, row * sizeof *best);
     if (!best)
         return of_fail(OF_NO_MEMORY, "out of memory for a plan of %zu messages", m->n);
-    find_best(m, best);
-    for (size_t end = m->n; end > 0; end = best[end].first)
+    size_t groups = 0;
+    if (most)
+        groups = find_counted(m, most, best);
+    else
+        add_group(m, best, 0, best);
+    for (size_t end = m->n; end > 0; end = best[groups * row + end].first, groups -= groups > 0)
         last[end - 1] = true;
     free(best);
     return OF_OK;
@@ -147,10 +187,10 @@ static size_t number_groups(const bool *last, size_t n, uint32_t *group) {
 }
 
 of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes, size_t n,
-                           const of_link *link, uint64_t threshold_bytes, uint32_t *group,
-                           size_t *n_groups) {
+                           const of_link *link, double processor, uint64_t threshold_bytes,
+                           uint32_t *group, size_t *n_groups) {
     messages m = {0};
-    of_status status = check(&m, ready, bytes, n, link, group, n_groups);
+    of_status status = check(&m, ready, bytes, n, link, processor, group, n_groups);
     if (status != OF_OK)
         return status;
     if ((unsigned)how > OF_FUSION_PLANNED)
@@ -180,22 +220,22 @@ static of_status check_groups(const uint32_t *group, size_t n) {
 }
 
 of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
-                          size_t n, const of_link *link, double *finish) {
+                          size_t n, const of_link *link, double processor, double *finish) {
     messages m = {0};
-    of_status status = check(&m, ready, bytes, n, link, group, finish);
+    of_status status = check(&m, ready, bytes, n, link, processor, group, finish);
     if (status == OF_OK)
         status = check_groups(group, n);
     if (status != OF_OK)
         return status;
-    double now = 0;
+    double now = 0, all_ready = 0;
     for (size_t i = 0; i < n;) {
         const uint32_t number = group[i];
         uint64_t together = 0;
         for (; i < n && group[i] == number; i++) {
             together += bytes[i];
-            now = of_later(now, ready[i]);
+            all_ready = of_later(all_ready, ready[i]);
         }
-        now += seconds_of(&m, together);
+        now = of_later(now, all_ready + number * processor) + seconds_of(&m, together);
     }
     *finish = now;
     return OF_OK;

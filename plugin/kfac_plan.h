@@ -26,31 +26,37 @@ typedef enum of_fusion {
     OF_FUSION_PAPER,     /* the paper's rule: the next factor joins the open group if it is ready
                             before the group could start (the link free, all members ready), or
                             less than a latency after that. Not optimal */
-    OF_FUSION_PLANNED    /* each group is through as early as any grouping can be up to there */
+    OF_FUSION_PLANNED    /* the last group is through as early as it can be */
 } of_fusion;
 
 /* Groups n messages. They are sent in their order: message i is ready at ready[i] seconds (from
- * any moment before all of them; the times need not ascend) and has bytes[i].
+ * any moment before all of them; the times need not ascend) and has bytes[i]. Each group takes
+ * `processor` seconds from the passes, so that what is ready after it is ready later by as much.
  *
  * group: the number of each message's group, from 0, ascending; *n_groups: how many.
  * threshold_bytes: of THRESHOLD; with 0 each message is a group.
  *
- * PLANNED is exact: no grouping of all messages is through earlier, and none of the messages up to
- * the end of a group is through earlier than that group. So there is as much time to spare as there
- * can be. Fewer groups may finish as early by the ready times that are given, but use up the spare
- * time: passes are not always as long, and then they finish later. Among equals the last group is
- * as large as it can be, then the one before it, and so on. It takes O(n^2) time and O(n) memory.
- * OF_INVALID: an unknown fusion, a time that is negative or not finite, or sums of bytes or
- * seconds that are out of range. OF_NO_MEMORY. */
+ * PLANNED is exact. Let R[j] be when the first j messages are ready, and a, b and c the latency,
+ * the seconds a byte and those of the processor. In k groups the first j messages are through at
+ *     f[0][0] = 0
+ *     f[k][j] = min over i < j of max(R[j] + (k - 1) c, f[k - 1][i]) + a + b bytes(i .. j - 1)
+ * The plan has the fewest groups k of those with the least f[k][n]: no grouping is through earlier,
+ * and none of so many groups up to the end of one of them. Among equals the last group is as large
+ * as it can be, then the one before it, and so on. With c = 0 their number does not matter, and
+ * each group is through as early as any grouping can be up to there: fewer groups may finish as
+ * early, but use up time to spare for passes that are longer. Takes O(K n^2) time and O(K n)
+ * memory; K = 1 if c = 0, else min(n, 1 + b bytes(0 .. n - 2) / c). OF_INVALID: an unknown fusion,
+ * a time that is negative or not finite, or sums of bytes or seconds that are out of range.
+ * OF_NO_MEMORY. */
 OF_API of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes,
-                                  size_t n, const of_link *link, uint64_t threshold_bytes,
-                                  uint32_t *group, size_t *n_groups);
+                                  size_t n, const of_link *link, double processor,
+                                  uint64_t threshold_bytes, uint32_t *group, size_t *n_groups);
 
-/* When the last group is through, 0 for n = 0: a group starts when all its members are ready and
- * the group before it is through. OF_INVALID also: the groups are not contiguous and numbered
- * from 0 in ascending order. */
+/* When the last group is through, 0 for n = 0: a group starts when the group before it is through
+ * and all messages up to its last one are ready, which the groups before it delay. OF_INVALID also:
+ * the groups are not contiguous and numbered from 0 in ascending order. */
 OF_API of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
-                                 size_t n, const of_link *link, double *finish);
+                                 size_t n, const of_link *link, double processor, double *finish);
 
 typedef enum of_placement {
     OF_PLACEMENT_BALANCED,    /* the largest factor first, each on the least loaded process */

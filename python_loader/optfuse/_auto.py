@@ -48,7 +48,7 @@ def network_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[f
             'optfuse: reorder() with schedule="auto" measures messages between processes, and '
             "there is one; give network=(seconds a message, seconds a byte)"
         )
-    return _network.measured(group, device)
+    return _network.measured(group, device)[:2]
 
 
 def best_k(

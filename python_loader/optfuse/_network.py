@@ -16,24 +16,31 @@ _SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)  # bytes of the messages that are 
 _ROUNDS = 8
 
 
-def measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+def measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float, float]:
     """Seconds a message, and a byte: the link a + b m that fits the shortest times of all-reduces
-    of several sizes m, in bytes, best. All processes of the group call it; messages are on the
-    device."""
+    of several sizes m, in bytes, best. Then the processor's seconds a message, by the same fit to
+    the shortest times for which the threads of this process were busy. All processes of the group
+    call it; messages are on the device."""
     messages = [torch.zeros(size // 4, device=device) for size in _SIZES]
     # In turn, and the shortest of each: what comes from outside only adds.
     rounds = [[_seconds(group, message) for message in messages] for _ in range(_ROUNDS)]
-    shortest = [min(times) for times in zip(*rounds, strict=True)]
-    latency, per_byte = torch.ops.optfuse.fit_link(list(_SIZES), shortest)
-    return latency, per_byte
+    of_each = list(zip(*rounds, strict=True))
+    took, busy = ([min(times[i] for times in of) for of in of_each] for i in range(2))
+    latency, per_byte = torch.ops.optfuse.fit_link(list(_SIZES), took)
+    processor, _ = torch.ops.optfuse.fit_link(list(_SIZES), busy)
+    return latency, per_byte, processor
 
 
-def _seconds(group: dist.ProcessGroup, message: torch.Tensor) -> float:
+def _seconds(group: dist.ProcessGroup, message: torch.Tensor) -> tuple[float, float]:
+    """Until the message is through; and of the processor, on all threads, but for waiting."""
     dist.barrier(group)
-    began = time.perf_counter()
-    dist.all_reduce(message, group=group)
+    busy, began = time.process_time(), time.perf_counter()
+    work = dist.all_reduce(message, group=group, async_op=True)
+    waits = time.thread_time()
+    work.wait()
     message[:1].cpu()  # waits for a GPU
-    return time.perf_counter() - began
+    took, waited = time.perf_counter() - began, time.thread_time() - waits  # it may spin
+    return took, max(0.0, time.process_time() - busy - waited)
 
 
 def agreed(decision: Decision, group: dist.ProcessGroup | None, device: torch.device) -> Decision:

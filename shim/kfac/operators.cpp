@@ -120,24 +120,26 @@ std::tuple<double, double> fit_link(const std::vector<int64_t> &bytes,
 // The number of the group of each message. how: of_fusion.
 std::vector<int64_t> fuse_messages(int64_t how, const std::vector<double> &ready,
                                    const std::vector<int64_t> &bytes, double latency,
-                                   double seconds_per_byte, int64_t threshold) {
+                                   double seconds_per_byte, double processor, int64_t threshold) {
     const std::vector<uint64_t> sizes(bytes.begin(), bytes.end());
     const of_link link = {latency, seconds_per_byte};
     std::vector<uint32_t> group(sizes.size());
     size_t n = 0;
     check(of_fuse_messages(static_cast<of_fusion>(how), ready.data(), sizes.data(), sizes.size(),
-                           &link, static_cast<uint64_t>(threshold), group.data(), &n));
+                           &link, processor, static_cast<uint64_t>(threshold), group.data(), &n));
     return {group.begin(), group.end()};
 }
 
 // When the last group is through, in seconds.
 double fused_finish(const std::vector<double> &ready, const std::vector<int64_t> &bytes,
-                    const std::vector<int64_t> &group, double latency, double seconds_per_byte) {
+                    const std::vector<int64_t> &group, double latency, double seconds_per_byte,
+                    double processor) {
     const std::vector<uint64_t> sizes(bytes.begin(), bytes.end());
     const std::vector<uint32_t> groups(group.begin(), group.end());
     const of_link link = {latency, seconds_per_byte};
     double finish = 0;
-    check(of_fused_finish(ready.data(), sizes.data(), groups.data(), sizes.size(), &link, &finish));
+    check(of_fused_finish(ready.data(), sizes.data(), groups.data(), sizes.size(), &link, processor,
+                          &finish));
     return finish;
 }
 
@@ -191,10 +193,10 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("pack_factor(Tensor matrix) -> Tensor", optfuse::pack_factor);
     m.def("fit_link(int[] bytes, float[] seconds) -> (float, float)", optfuse::fit_link);
     m.def("fuse_messages(int how, float[] ready, int[] bytes, float latency, "
-          "float seconds_per_byte, int threshold) -> int[]",
+          "float seconds_per_byte, float processor, int threshold) -> int[]",
           optfuse::fuse_messages);
     m.def("fused_finish(float[] ready, int[] bytes, int[] group, float latency, "
-          "float seconds_per_byte) -> float",
+          "float seconds_per_byte, float processor) -> float",
           optfuse::fused_finish);
     m.def("simulate_inverses(int[] sizes, int[] owner, int processes, float cubic_coefficient, "
           "int element_bytes, float latency, float seconds_per_byte) -> float",

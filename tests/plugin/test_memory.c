@@ -316,7 +316,9 @@ START_TEST(plans_of_factors_report_it) {
     n_live = 0;
     tracking = true;
     FAILS_IN_TURN(of_fuse_messages(OF_FUSION_PLANNED, ready_at, message_bytes, 2, &factor_link, 0,
-                                   group, &n_groups));
+                                   0, group, &n_groups));
+    FAILS_IN_TURN(of_fuse_messages(OF_FUSION_PLANNED, ready_at, message_bytes, 2, &factor_link, 1,
+                                   0, group, &n_groups));
     FAILS_IN_TURN(of_place_inverses(OF_PLACEMENT_BALANCED, factor_sizes, 2, 2, 0, owner, load));
     FAILS_IN_TURN(of_simulate_inverses(&cost, factor_sizes, owner, 2, 2, &seconds));
     tracking = false;
@@ -351,7 +353,7 @@ START_TEST(plans_of_factors_that_fail_write_nothing) {
     of_status status;
     for (of_fusion how = OF_FUSION_EACH; how <= OF_FUSION_PLANNED; how++) {
         WITH_FAILURE(how == OF_FUSION_PLANNED, status,
-                     of_fuse_messages(how, ready_at, message_bytes, 2, &factor_link, 1, group,
+                     of_fuse_messages(how, ready_at, message_bytes, 2, &factor_link, 0, 1, group,
                                       &n_groups));
         ck_assert_int_eq(status, OF_NO_MEMORY);
     }

@@ -70,7 +70,7 @@ WRONG = {
     "missing": ("ignore", None),
     "skip": (("nothing",), ("0.weight",), ("1",), ("0", "nothing")),
     "rows": ([], [0], [-1], [1, 2], "many"),
-    "network": ((1.0,), (-1.0, 1.0), "fast"),
+    "network": ((1.0,), (-1.0, 1.0), (1.0, 1.0, -1.0), (1.0,) * 4, "fast"),
 }
 CASES = [(name, value) for name, values in WRONG.items() for value in values]
 

@@ -19,6 +19,9 @@ from optfuse._native import Error
 #: The collections of which messages are planned. The first is slower than those that follow.
 _TIMED = range(2, 5)
 _THRESHOLD = 25 << 20  # bytes of a message, as of DistributedDataParallel's buckets
+#: How many of the costs of a message a fusion asks for: seconds a message, a byte, and of the
+#: processor a message.
+_COSTS = {"paper": 2, "planned": 3}
 
 
 class Factors:
@@ -29,7 +32,7 @@ class Factors:
         layers: Sequence[Preconditioned],
         group: dist.ProcessGroup | None,
         fusion: str | int,
-        network: tuple[float, float] | None,
+        network: tuple[float, ...] | None,
     ) -> None:
         self.layers = layers
         self.sizes = [d for layer in layers for d in layer.sizes]
@@ -198,9 +201,7 @@ class Factors:
             )
 
     def _plan_messages(self, group: dist.ProcessGroup, complete: list[float]) -> None:
-        link, device = self._network, self.running[0].device
-        if link is None and self._fusion in ("paper", "planned"):
-            link = _network.measured(group, device)
+        device = self.running[0].device
         fusion, threshold = self._fusion, _THRESHOLD
         if isinstance(fusion, int):
             fusion, threshold = "threshold", fusion
@@ -210,9 +211,16 @@ class Factors:
             self.layers,
             self.running[0].element_size(),
             complete,
-            link or (0.0, 0.0),
+            self._costs(group, device),
         )
         self.arrange(_network.agreed(arrangement, group, device))
+
+    def _costs(self, group: dist.ProcessGroup, device: torch.device) -> tuple[float, ...]:
+        """Those that are given, then what is asked for and measured, then 0."""
+        costs = self._network or ()
+        if len(costs) < _COSTS.get(self._fusion, 0):
+            costs = (*costs, *_network.measured(group, device)[len(costs) :])
+        return (*costs, 0.0, 0.0, 0.0)[:3]
 
     def arrange(self, arrangement: messages.Arrangement) -> None:
         """Between collections."""

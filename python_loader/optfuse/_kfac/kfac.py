@@ -332,7 +332,7 @@ def kfac(
     split: str | None = None,
     missing: str = "error",
     rows: Sequence[float] | None = None,
-    network: tuple[float, float] | None = None,
+    network: tuple[float, float] | tuple[float, float, float] | None = None,
 ) -> KFAC:
     """Preconditions the gradients of a model's layers with K-FAC before each optimizer.step().
 
@@ -363,7 +363,9 @@ def kfac(
     fusion: which factors go in one message: "each", "all", "threshold" (those that follow each
         other until it has 25 MiB), a number (until it has as many bytes), "paper" (the rule of
         arXiv 2107.06533), "planned" (the grouping that ends soonest, by the times of the second
-        collection). network: seconds a message and seconds a byte, or None: measured.
+        to fourth collection).
+    network: seconds a message, seconds a byte, and seconds that a message takes the processor from
+        the passes. The last or all may be left out: they are measured.
     placement: who inverts: "balanced" (by the cube of the size; below 1,024 rows all do),
         "round_robin" or "everywhere".
     skip: names of modules that are left to the optimizer, with all that is in them.

@@ -38,12 +38,13 @@ def arrange(
     layers: Sequence[Preconditioned],
     itemsize: int,
     complete: Sequence[float],
-    link: tuple[float, float],
+    costs: tuple[float, ...],
 ) -> Arrangement:
-    """complete: of each slot, when it was, in seconds of any clock."""
+    """complete: of each slot, when it was, in seconds of any clock. costs: seconds a message, a
+    byte, and of the processor a message."""
     sizes = [d for layer in layers for d in layer.sizes]
     order = sorted(range(len(sizes)), key=lambda slot: (complete[slot], slot))
     ready = [complete[slot] - complete[order[0]] for slot in order]
     size = [itemsize * sizes[slot] * (sizes[slot] + 1) // 2 for slot in order]
-    group = torch.ops.optfuse.fuse_messages(FUSIONS.index(fusion), ready, size, *link, threshold)
+    group = torch.ops.optfuse.fuse_messages(FUSIONS.index(fusion), ready, size, *costs, threshold)
     return Arrangement(order, group)

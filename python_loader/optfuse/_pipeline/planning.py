@@ -103,7 +103,7 @@ def _measured_network(many: bool, example: Tensor) -> tuple[float, float]:
             "network=(seconds a message, seconds a byte), (0, 0) for messages that cost nothing"
         )
     assert dist.group.WORLD is not None  # there are many
-    return measured(dist.group.WORLD, example.device)
+    return measured(dist.group.WORLD, example.device)[:2]
 
 
 def _agreed(make: Callable[[], Plan], device: torch.device) -> Plan:

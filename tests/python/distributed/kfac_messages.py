@@ -24,13 +24,41 @@ def ranks_that_use_layers_in_another_order(mode, fusion):
     pair.check()
 
 
-@scenario("stock", each={"fusion": "each", "messages": 10}, all={"fusion": "all", "messages": 1})
-def as_many_messages_as_the_fusion_says(mode, fusion, messages):
+# Over a link that is the slower the more a message has, messages that begin early pay, unless each
+# of them takes the processor 10 seconds.
+SLOW = (0.0, 1e-3)
+MESSAGES = {
+    "each": {"options": {"fusion": "each"}, "fewest": 10, "most": 10},
+    "all": {"options": {"fusion": "all"}, "fewest": 1, "most": 1},
+    "planned": {"options": {"network": (*SLOW, 0.0)}, "fewest": 2, "most": 10},
+    "costly": {"options": {"network": (*SLOW, 10.0)}, "fewest": 1, "most": 1},
+}
+
+
+@scenario("stock", **MESSAGES)
+def as_many_messages_as_the_fusion_says(mode, options, fewest, most):
     """From the fifth collection on, once they are planned."""
-    pair = Pair(mode, fusion=fusion, **OFTEN)
+    pair = Pair(mode, **options, **OFTEN)
     for i in range(6):
         pair.step(i)
-    assert pair.ours.kfac.summary().messages == messages, pair.ours.kfac.summary()
+    pair.check()
+    said = pair.ours.kfac.summary()
+    assert fewest <= said.messages <= most, said
+
+
+@scenario("stock")
+def costs_that_are_given_are_not_measured(mode):
+    factors = Pair(mode, **OFTEN).ours.kfac._factors
+    for given in ((), (1.0, 2.0), (1.0, 2.0, 3.0)):
+        factors._network = given
+        found = factors._costs(factors.group, factors.running[0].device)
+        assert found[: len(given)] == given and len(found) == 3, found
+        assert all(0 <= seconds < 0.1 for seconds in found[len(given) :]), found
+    factors._network = (1.0, 2.0)
+    for fusion in ("paper", "all", 1000):
+        factors._fusion = fusion
+        found = factors._costs(factors.group, factors.running[0].device)
+        assert found == (1.0, 2.0, 0.0), found
 
 
 BYTES = {"1 byte": (1, 10), "1,000 bytes": (1000, 4), "20,000 bytes": (20_000, 1)}

@@ -33,7 +33,8 @@ CHOICES = {
     for fusion in FUSIONS
     for placement in PLACEMENTS
 }
-for name, network in {"slow": (5e-3, 1.4e-9), "fast": (1e-9, 1e-6)}.items():
+NETWORKS = {"slow": (5e-3, 1.4e-9), "fast": (1e-9, 1e-6), "costly": (1e-9, 1e-6, 1e-4)}
+for name, network in NETWORKS.items():
     for fusion in ("paper", "planned"):
         CHOICES[f"{fusion} {name} network"] = {"options": {"fusion": fusion, "network": network}}
 
