@@ -44,7 +44,8 @@ struct Slot {
                                           // of_rule.counts_on_gpu, the parameter's GPU
     // Rules without kernels: all state tensors, in the class's order if the rule has
     // a native update; and whether these are all that an update changes beside the
-    // parameter and the gradient, so that it can wait.
+    // parameter and the gradient, so that it can wait. Rules that run programs: the tensors of
+    // the state that are no operands, such as counters.
     std::vector<at::Tensor> own;
     bool can_wait = false;
     // Rules that run programs: that of the updates from here on.
@@ -113,6 +114,9 @@ struct Plan {
     // each cohort, whose parameters are alike.
     std::vector<int64_t> kinds;
     std::vector<std::vector<int64_t>> cohorts;
+    // In backward mode: all updates of this pass are left to step(), since a program has counters in
+    // it that another optimizer may advance first.
+    std::atomic<bool> is_left{false};
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     bool reduces = false; // some slots are: a pass waits for them at its end
     bool beside = false; // backward mode, on GPUs: updates go on a side stream

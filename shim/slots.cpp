@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "slots.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -31,6 +32,15 @@ void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
         slot.counters[i] = state[rule->n_state + i] ? *state[rule->n_state + i] : at::Tensor();
     slot.step = step ? *step : at::Tensor();
     slot.first = first;
+}
+
+bool shares_state(const Slot &slot) {
+    constexpr size_t kOwn = 2;
+    const auto is_shared = [](const at::Tensor &t) { return t.defined() && t.use_count() > kOwn; };
+    const of_rule *rule = slot.plan->rule;
+    return std::any_of(slot.state, slot.state + rule->n_state, is_shared) ||
+           std::any_of(slot.counters, slot.counters + rule->n_counters, is_shared) ||
+           is_shared(slot.step) || std::any_of(slot.own.begin(), slot.own.end(), is_shared);
 }
 
 void attach(Plan &plan, const std::vector<at::Tensor> &params) {

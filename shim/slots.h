@@ -19,6 +19,9 @@ void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int
 // step: the counter. first: the rule has no counter and this state is new.
 void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
                const std::optional<at::Tensor> &step, bool first);
+// Whether others hold a tensor of the state beside the slot and the owner's entry: another optimizer
+// that was given it, or another slot.
+bool shares_state(const Slot &slot);
 // Our gradient hook of every parameter of the plan, in the order of its slots.
 void attach(Plan &plan, const std::vector<at::Tensor> &params);
 

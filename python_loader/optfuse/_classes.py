@@ -78,6 +78,7 @@ class _Fused:
         delayed = link_of(optimizer).delayed
         if delayed is not None:
             delayed.load(late)
+        link_of(optimizer).adopt_state(optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self = unwrapped(self)  # type: ignore[type-var]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from optfuse import _compiled, _gpu, _scaled
+from optfuse import _compiled, _gpu, _scaled, _shared_state
 from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
 from optfuse._dtensor import Sharded, check_layout, is_dtensor, local_of
@@ -129,6 +129,8 @@ class Link:
         self._params: list[Tensor] = []
         self._locals: list[Tensor] = []  # what the library sees of them
         self.sharded: Sharded | None = None  # the DTensors among them
+        # Updates inside backward() that the next step() must not come before.
+        self._after: list[tuple[weakref.ref[Link], int, str]] = []
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         self._places: dict[int, int] = {}  # id of a parameter -> where its update was tried
         self._flags: list[tuple[Any, ...]] = []  # of each group
@@ -223,6 +225,7 @@ class Link:
             self.traced.layout(groups)
         if self.mode == BACKWARD:
             self.attach()
+        self.adopt_state(optimizer)
 
     def attach(self) -> None:
         """Chains our gradient hook with whatever each parameter has. The
@@ -292,7 +295,40 @@ class Link:
                 self._set_own_state(slot, self.own.take_state(slot, state.get(param)))
             else:
                 flushed = self._set_state(slot, state.get(param, {}), False, flushed)
+        shared = torch.ops.optfuse.sharing_state(self.plan)
+        if shared:
+            self._look_at_shared(shared)
         self._state_snapshot.remember(state)
+
+    def _look_at_shared(self, slots: list[int]) -> None:
+        mine = slots, self._slot_states, self._labels
+        for other in self._others() if guard("early_state") else ():
+            theirs = other._slot_states, other._labels
+            for slot, text in _shared_state.early_updates(*mine, *theirs):
+                if lib.of_shim_is_updated(other.plan, slot):
+                    self._after.append((weakref.ref(other), slot, text))
+
+    def _others(self) -> list[Link]:
+        return [link for link in list(links.values()) if link is not self]
+
+    def _refuse_to_be_first(self) -> None:
+        for ref, slot, text in self._after:
+            other = ref()
+            if other is not None and lib.of_shim_is_updated(other.plan, slot):
+                raise Error(text)
+        self._after = []
+
+    def adopt_state(self, optimizer: Optimizer) -> None:
+        """Takes the state over now where another optimizer may have its tensors: that one must
+        know before the next backward pass."""
+        if not any(BACKWARD in (self.mode, other.mode) for other in self._others()):
+            return
+        try:
+            self._flush(drain=False)
+            self._sync_state(optimizer.__dict__["state"])
+        except Error:
+            pass  # the next step says so
+        self._state_snapshot.forget()  # the programs of a traced class are for the state before
 
     def _set_own_state(self, slot: int, tensors: list[Tensor | None]) -> None:
         known = self._slot_states[slot]
@@ -310,8 +346,9 @@ class Link:
         names = self.rule.state if self.traced is None else self.traced.state_names()
         tensors: _State = tuple(map(entry.get, (*names, *self.rule.counters)))
         step = entry.get("step") if self.rule.counts_steps else None
-        known = self._slot_states[slot]
-        if known is not None and all(map(is_, known, (*tensors, step))):
+        others = [] if self.traced is None else self.traced.counters_of(entry)
+        known, now = self._slot_states[slot], (*tensors, step, *others)
+        if known is not None and len(known) == len(now) and all(map(is_, known, now)):
             return flushed
         if step is not None and not _countable(step, self._params[slot]):
             raise Error(
@@ -323,7 +360,9 @@ class Link:
         if replaces and not flushed:  # what is pending is for the old ones
             self._flush(drain=False)
         torch.ops.optfuse.set_state(self.plan, slot, self._local_state(slot, tensors), step, fresh)
-        self._slot_states[slot] = (*tensors, step)
+        if self.traced is not None:
+            torch.ops.optfuse.know_counters(self.plan, slot, others)
+        self._slot_states[slot] = now
         if self.sharded is not None and is_dtensor(self._params[slot]):
             self.sharded.tell_state(slot, list(tensors))
         return flushed or replaces
@@ -451,6 +490,8 @@ class Link:
             self._scalars.tell(optimizer, same_groups)
         if todo & ATTACH:
             self.attach()
+        if self._after:
+            self._refuse_to_be_first()
         self.marked = True
         missing = ctypes.c_size_t()
         arguments = (self.plan,), (self._needs,), (len(self._params),), (ctypes.byref(missing),)

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -18,6 +19,7 @@
 #include "plan.h"
 #include "python/callback.h"
 #include "python/gil.h"
+#include "slots.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
@@ -52,13 +54,21 @@ void check(const Plan *plan, size_t slot, of_status status) {
 // Those of them that are a part of a bucket become tensors of their own.
 void leave_buckets(const Plan *plan);
 
+// A program has the counters of all its parameters in it.
+bool look_at_state(Plan *plan) {
+    const auto shares = [](const Slot *slot) { return shares_state(*slot); };
+    plan->is_left = plan->rule->runs_programs && OF_GUARD(shared_state) &&
+                    std::any_of(plan->slots.begin(), plan->slots.end(), shares);
+    return true;
+}
+
 // The functions of of_backward_host.
 
 bool begin(void *ctx, bool only_adds) {
     auto *plan = static_cast<Plan *>(ctx);
     raised_in_python = nullptr;
     if (!OF_GUARD(create_graph) || !c10::GradMode::is_enabled())
-        return plan->owner->begin_backward(plan, only_adds);
+        return plan->owner->begin_backward(plan, only_adds) && look_at_state(plan);
     of_set_error("backward(create_graph=True) needs the weights and gradients of this backward "
                  "later, but backward fusion updates them at once; use "
                  "optfuse.fuse(optimizer, mode=\"forward\")");
@@ -148,7 +158,8 @@ const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure
 
 // Others may see the parameter's memory (another parameter, a graph that is kept, an alias of
 // the user's) or the gradient. Such an update is left to step(), so that others see the weight
-// change when stock changes it, and parameters that overlap change in stock's order.
+// change when stock changes it, and parameters that overlap change in stock's order. So is an
+// update whose state others have, too: two optimizers use it in the order of their step().
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
     if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
         of_set_error("the gradient of %s is changed after it is complete (DistributedDataParallel "
@@ -159,6 +170,8 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
         return OF_FOUND_ERROR;
     }
     // A reduced one lies in a bucket of DistributedDataParallel, which others read no more.
+    if (slot->plan->is_left || (OF_GUARD(shared_state) && shares_state(*slot)))
+        return OF_FOUND_NOTHING;
     const bool is_left = OF_GUARD(postpone) && (!is_private(storage_of(p), slot->aliases.size()) ||
                                                 (!slot->reduced && is_gradient_shared(slot, grad)));
     return is_left ? OF_FOUND_NOTHING : OF_FOUND_INPUTS;

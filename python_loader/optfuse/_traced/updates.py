@@ -96,6 +96,11 @@ class Traced:
         """Of all registers; None: not in use."""
         return [*self.names, *(MOST_STATE - len(self.names)) * [None]]
 
+    def counters_of(self, entry: Entry) -> list[Tensor]:
+        """The tensors that are in no register."""
+        known = self.names
+        return [x for name, x in entry.items() if isinstance(x, Tensor) and name not in known]
+
     # ---- a step
 
     def begin(

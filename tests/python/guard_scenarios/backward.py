@@ -104,3 +104,36 @@ def a_scaled_loss_is_refused():
     pair = Pair(mode="backward")
     scaler = torch.amp.GradScaler("cpu")
     must_raise(lambda: scaler.scale(loss_of(pair.ours, 0)).backward(), "a scaled loss")
+
+
+@guards("shared_state")
+def a_state_that_another_optimizer_has_is_used_in_the_order_of_step():
+    a, b = Pair(mode="backward"), Pair(mode="backward")
+    for i in range(4):
+        for models, optimizers in (
+            ([a.theirs, b.theirs], [a.stock, b.stock]),
+            ([a.ours, b.ours], [a.fused, b.fused]),
+        ):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            sum(loss_of(model, i + n) for n, model in enumerate(models)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if i == 0:
+                optimizers[1].load_state_dict(optimizers[0].state_dict())
+    a.assert_same()
+    b.assert_same()
+
+
+@guards("early_state")
+def a_state_that_backward_has_used_for_another_optimizer_raises():
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    one, other = (optfuse.fuse(adamw([p]), mode="backward") for p in (first, second))
+    for p, optimizer in ((first, one), (second, other)):
+        p.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other.state[second] = one.state[first]
+    first.sum().backward()
+    second.sum().backward()
+    must_raise(other.step, "a step() that comes before that of an update made in backward")

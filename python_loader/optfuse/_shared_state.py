@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parameters whose state has tensors of a parameter of another optimizer, as load_state_dict()
+leaves them: it copies no tensor that has the right dtype and device.
+
+In backward mode what shares state is left to step(), which the library sees by itself. Here is
+what can't be made right by that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from optfuse._native import Error
+
+States = list[tuple[Any, ...] | None]
+
+_EARLY = (
+    "optfuse: {} has a tensor of its state in common with {} of another optimizer, which backward "
+    "fusion has updated already, before it could know: call the step() of that optimizer first, "
+    "or give this one copies, such as load_state_dict(copy.deepcopy(other.state_dict())); nothing "
+    "was updated"
+)
+
+
+def early_updates(
+    slots: list[int], states: States, labels: list[str], theirs: States, their_labels: list[str]
+) -> Iterator[tuple[int, str]]:
+    """The slots of another plan that use the state of one of these, and what to say if backward
+    fusion has updated them already."""
+    owners = {id(tensor): slot for slot in slots for tensor in _tensors(states[slot])}
+    for other, state in enumerate(theirs):
+        mine = [owners[id(tensor)] for tensor in _tensors(state) if id(tensor) in owners]
+        if mine:
+            yield other, _EARLY.format(labels[mine[0]], their_labels[other])
+
+
+def _tensors(state: Iterable[Any] | None) -> Iterator[Tensor]:
+    return (value for value in state or () if isinstance(value, Tensor))

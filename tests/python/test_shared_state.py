@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers that share tensors of their state, as b.load_state_dict(a.state_dict()) makes them:
+it copies none that has the right dtype and device."""
+
+import own_classes
+import pytest
+import torch
+import traced_classes
+from common import same
+from torch import nn
+
+import optfuse
+
+MODES = ["forward", "backward"]
+KINDS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, foreach=False),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01, foreach=False),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, foreach=False),
+    "traced": traced_classes.AdaBelief,
+    "traced, counter a tensor": traced_classes.TensorCounter,
+    "registered": own_classes.Tensors,
+}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    optfuse.register(own_classes.Tensors, per_parameter=True)
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def train(models, optimizers, i, order=1):
+    torch.manual_seed(i)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    sum(model(torch.randn(4, 6)).square().sum() for model in models).backward()
+    for optimizer in optimizers[::order]:
+        optimizer.step()
+
+
+def everything(models, optimizers):
+    for n, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        yield f"weights of {n}", [p.detach() for p in model.parameters()]
+        yield f"state of {n}", [optimizer.state[p] for p in model.parameters()]
+
+
+def by_loading(a, b):
+    b.load_state_dict(a.state_dict())
+
+
+def by_entries(a, b):
+    for p, q in zip(a.param_groups[0]["params"], b.param_groups[0]["params"], strict=True):
+        b.state[q] = a.state[p]
+
+
+def of_one_parameter(a, b):
+    b.state[b.param_groups[0]["params"][1]] = a.state[a.param_groups[0]["params"][1]]
+
+
+GIVEN = [by_loading, by_entries, of_one_parameter]
+
+
+def shared(make, give, order=1, steps=5, wraps=(True, True)):
+    def script(wrap):
+        models = [net(), net()]
+        optimizers = [make(list(model.parameters())) for model in models]
+        optimizers = [wrap(o) if w else o for o, w in zip(optimizers, wraps, strict=True)]
+        for i in range(2):
+            train(models, optimizers, i)
+        give(*optimizers)
+        for optimizer in optimizers:  # which must learn of it before a pass begins
+            optimizer.zero_grad()
+        for i in range(steps):
+            train(models, optimizers, 2 + i, order)
+        yield from everything(models, optimizers)
+
+    return script
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_optimizers_share_state_by_load_state_dict(mode, kind, order):
+    same(shared(KINDS[kind], by_loading, order), mode, prove=mode == "backward")
+
+
+@pytest.mark.parametrize("give", [by_entries, of_one_parameter])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_optimizers_share_entries(mode, kind, give):
+    same(shared(KINDS[kind], give), mode, prove=mode == "backward")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_in_each_mode(kind):
+    for backward in (0, 1):
+
+        def script(wrap, backward=backward):
+            made = []
+
+            def by_turns(optimizer):
+                made.append(optimizer)
+                mode = "backward" if len(made) - 1 == backward else "forward"
+                return wrap(optimizer, mode=mode)
+
+            yield from shared(KINDS[kind], by_loading)(by_turns)
+            del made[:]
+
+        same(script, prove=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stock_optimizer_shares_state_and_steps_later(mode, kind):
+    same(shared(KINDS[kind], by_loading, wraps=(True, False)), mode, prove=False)
+
+
+@pytest.mark.parametrize("still", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_new_optimizer_takes_over_the_state(mode, kind, still):
+    """still: the old one lives on, unused."""
+
+    def script(wrap):
+        models = [net(), net()]
+        old = wrap(KINDS[kind](list(models[0].parameters())))
+        for i in range(2):
+            train(models[:1], [old], i)
+        new = wrap(KINDS[kind](list(models[1].parameters())))
+        new.load_state_dict(old.state_dict())
+        if not still:
+            del old
+        for i in range(4):
+            train(models[1:], [new], 2 + i)
+        yield from everything(models[1:], [new])
+        if wrap.fused and mode == "backward":
+            in_backward = optfuse.summary(new).created
+            assert in_backward > 0
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "traced", "registered"])
+def test_when_the_other_optimizer_is_gone_updates_run_in_backward_again(kind):
+    models = [net(), net()]
+    optimizers = [optfuse.fuse(KINDS[kind](list(m.parameters())), mode="backward") for m in models]
+    for i in range(2):
+        train(models, optimizers, i)
+    by_loading(*optimizers)
+    train(models, optimizers, 2)
+    parameters = list(models[1].parameters())
+    loss = models[1](torch.randn(4, 6)).square().sum()
+    optimizers[1].zero_grad()
+    before = [p.detach().clone() for p in parameters]
+    loss.backward()
+    assert all(map(torch.equal, before, parameters)), "an update did not wait for step()"
+    optimizers[1].step()
+    del optimizers[0]
+    optimizers[0].zero_grad()
+    before = [p.detach().clone() for p in parameters]
+    models[1](torch.randn(4, 6)).square().sum().backward()
+    assert not any(map(torch.equal, before, parameters)), "an update waited for step()"
+
+
+def test_state_that_is_shared_too_late_raises():
+    """The first backward pass begins with a parameter of the one that gave its state."""
+    models = [net(), net()]
+    optimizers = [
+        optfuse.fuse(KINDS["adamw"](list(model.parameters())), mode="backward") for model in models
+    ]
+    for i in range(2):
+        train(models, optimizers, i)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    by_entries(*optimizers)
+    models[0](torch.randn(4, 6)).square().sum().backward()
+    models[1](torch.randn(4, 6)).square().sum().backward()
+    message = r"parameter 0 of group 0.*in common with parameter 0 of group 0.*of another optimizer"
+    with pytest.raises(optfuse.Error, match=message):
+        optimizers[1].step()
+    optimizers[0].step()
+    optimizers[1].step()  # which is what stock's would have done
+
+
+def test_parameters_exchange_their_states():
+    def script(wrap):
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        optimizer = wrap(KINDS["adamw"](list(model.parameters())))
+        for i in range(4):
+            torch.manual_seed(i)
+            optimizer.zero_grad()
+            model(torch.randn(4, 5)).square().sum().backward()
+            optimizer.step()
+            a, b = model[0].weight, model[1].weight
+            optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
+        yield "weights", [p.detach() for p in model.parameters()]
+
+    for mode in MODES:
+        same(script, mode)
