@@ -301,6 +301,8 @@ class Link:
         self._state_snapshot.remember(state)
 
     def _look_at_shared(self, slots: list[int]) -> None:
+        if self.own is None:
+            _shared_state.refuse_twice(slots, self._slot_states, self._labels)
         mine = slots, self._slot_states, self._labels
         for other in self._others() if guard("early_state") else ():
             theirs = other._slot_states, other._labels

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parameters whose state has tensors of a parameter of another optimizer, as load_state_dict()
-leaves them: it copies no tensor that has the right dtype and device.
+"""Parameters whose state has tensors of another parameter's, of the same optimizer or another
+one, as load_state_dict() leaves them: it copies no tensor that has the right dtype and device.
 
 In backward mode what shares state is left to step(), which the library sees by itself. Here is
 what can't be made right by that."""
@@ -16,12 +16,27 @@ from optfuse._native import Error
 
 States = list[tuple[Any, ...] | None]
 
+_TWICE = (
+    "optfuse: {} and {} have a tensor of their state in common, so that each step would use it "
+    "twice; nothing was updated. Give each parameter its own: optimizer.state[parameter] = "
+    "copy.deepcopy(optimizer.state[parameter]), or keep the optimizer as it is"
+)
 _EARLY = (
     "optfuse: {} has a tensor of its state in common with {} of another optimizer, which backward "
     "fusion has updated already, before it could know: call the step() of that optimizer first, "
     "or give this one copies, such as load_state_dict(copy.deepcopy(other.state_dict())); nothing "
     "was updated"
 )
+
+
+def refuse_twice(slots: list[int], states: States, labels: list[str]) -> None:
+    """slots: those whose state is shared with others, of this optimizer or not."""
+    owners: dict[int, int] = {}
+    for slot in slots:
+        for tensor in _tensors(states[slot]):
+            other = owners.setdefault(id(tensor), slot)
+            if other != slot:
+                raise Error(_TWICE.format(labels[other], labels[slot]))
 
 
 def early_updates(

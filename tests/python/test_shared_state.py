@@ -2,6 +2,8 @@
 """Optimizers that share tensors of their state, as b.load_state_dict(a.state_dict()) makes them:
 it copies none that has the right dtype and device."""
 
+import copy
+
 import own_classes
 import pytest
 import torch
@@ -22,6 +24,8 @@ KINDS = {
     "traced, counter a tensor": traced_classes.TensorCounter,
     "registered": own_classes.Tensors,
 }
+COMPILED = ["sgd", "adamw", "rmsprop", "nadam"]
+TRACED = [kind for kind in KINDS if kind.startswith("traced")]
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +188,55 @@ def test_state_that_is_shared_too_late_raises():
         optimizers[1].step()
     optimizers[0].step()
     optimizers[1].step()  # which is what stock's would have done
+
+
+@pytest.mark.parametrize("kind", [*COMPILED, *TRACED])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_parameters_of_one_optimizer_with_one_state_are_refused(mode, kind):
+    model = net()
+    parameters = list(model.parameters())
+    parameters.append(nn.Parameter(torch.ones_like(parameters[0])))
+    model.other = nn.Linear(6, 5, bias=False)
+    model.other.weight = parameters[-1]
+    optimizer = optfuse.fuse(KINDS[kind](parameters), mode=mode)
+
+    def iterate():
+        optimizer.zero_grad()
+        x = torch.randn(4, 6)
+        (model[:3](x).sum() + model.other(x).square().sum()).backward()
+        optimizer.step()
+
+    iterate()
+    optimizer.state[parameters[-1]] = optimizer.state[parameters[0]]
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(optfuse.Error, match="parameter 0 of group 0.*parameter 4 of group 0"):
+        iterate()
+    assert all(map(torch.equal, before, parameters))
+    optimizer.state[parameters[-1]] = copy.deepcopy(optimizer.state[parameters[0]])
+    if mode == "forward":
+        iterate()
+        assert not any(map(torch.equal, before, parameters))
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "registered"])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_parameters_of_one_optimizer_with_one_state(mode, kind):
+    """PyTorch's operators update one after the other."""
+
+    def script(wrap):
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+        optimizer = wrap(KINDS[kind](list(model.parameters())))
+        for i in range(5):
+            torch.manual_seed(i)
+            optimizer.zero_grad()
+            model(torch.randn(4, 5)).square().sum().backward()
+            optimizer.step()
+            if i == 1:
+                optimizer.state[model[2].weight] = optimizer.state[model[0].weight]
+        yield "weights", [p.detach() for p in model.parameters()]
+        yield "state", [optimizer.state[p] for p in model.parameters()]
+
+    same(script, mode, prove=False)
 
 
 def test_parameters_exchange_their_states():
