@@ -34,6 +34,47 @@ def test_options_are_those_of_the_step(make):
     same(script, prove=make is not Numbers)
 
 
+def halve(rate):
+    rate.mul_(0.5)
+
+
+def halve_data(rate):
+    rate.data.mul_(0.5)
+
+
+def halve_by_numpy(rate):
+    rate.numpy()[...] *= 0.5
+
+
+CHANGES = [halve, halve_data, halve_by_numpy]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_rate_that_is_a_tensor_changed_before_step(change):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(Tensors(model.parameters(), lr=torch.tensor(0.1)))
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            change(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_rate_that_is_a_tensor_changed_after_backward_is_refused_in_backward_mode(change):
+    model = net()
+    optimizer = optfuse.fuse(Tensors(model.parameters(), lr=torch.tensor(0.1)), mode="backward")
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    change(optimizer.param_groups[0]["lr"])
+    refused(optimizer.step, "between backward() and step()")
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", (Tensors, Numbers))
 def test_state_that_is_cleared_before_each_step(make, mode):

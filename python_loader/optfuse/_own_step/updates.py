@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, lib
+from optfuse._native import Error, guard, lib
 from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._values import difference
 
 owns: dict[int, Own] = {}  # plan -> what its updates need, until it is freed
+_FEW = 1024  # numbers in a tensor
 _thread = threading.local()
 _late: list[int] = []  # plans of optimizers that died during an update
 
@@ -71,7 +72,7 @@ class Own:
         self._native_entries = entries  # those that the library updates itself
         self._attributes: dict[str, Any] = {}
         self._options: list[Group] = []
-        self._versions: list[list[Any]] = []
+        self._versions: list[dict[str, Any]] = []
         self._after = Settings({}, {})  # what a step makes of copies of those
         self._copies = Copies()
         self.layout([])
@@ -124,7 +125,7 @@ class Own:
     def late_change(self, groups: list[Group]) -> int | None:
         """The first group whose options are no longer those of begin()."""
         for i, (group, known) in enumerate(zip(groups, self._versions, strict=False)):
-            if not _same(_versions(group), known):
+            if difference("", _versions(group), known) is not None:
                 self._versions[i] = _versions(group)
                 return i
         return None
@@ -217,14 +218,20 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(item)
 
 
-def _versions(group: Group) -> list[Any]:
-    """What tells whether an option was changed; tensors are not looked at."""
-    values: list[Any] = []
-    for key, value in group.items():
-        if key not in twin.NOT_OPTIONS:
-            tensors = [(id(t), t._version) for t in _tensors(value)]
-            values.append((key, tensors or twin.copied(value)))
-    return values
+def _versions(group: Group) -> dict[str, Any]:
+    """What tells whether an option was changed."""
+    return {
+        key: list(map(_version, _tensors(value))) or twin.copied(value)
+        for key, value in twin.own_options(group).items()
+    }
+
+
+def _version(tensor: Tensor) -> Any:
+    """A write through .data or NumPy leaves a tensor's version as it is. But values on a GPU would
+    have to be waited for, and many numbers copied."""
+    if tensor.device.type == "cpu" and tensor.numel() <= _FEW and guard("late_values"):
+        return tensor.detach().clone()
+    return id(tensor), tensor._version
 
 
 def apply(plan: int, slot: int, known: Tensor | None) -> Entry | None:
