@@ -40,7 +40,13 @@ from optfuse._link import link_of
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
 from optfuse._preconditioned import kfac_of
-from optfuse._refuse import check_class, check_eager, check_optimizer, may_be_traced
+from optfuse._refuse import (
+    check_class,
+    check_eager,
+    check_optimizer,
+    check_params,
+    may_be_traced,
+)
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step
 from optfuse._selfcheck import gpu_bits_differ
@@ -187,6 +193,7 @@ def fuse(
     check_class(optimizer)
     traced = None
     if may_be_traced(type(optimizer)):
+        check_params(optimizer)  # else the trial could fail at what one of them is
         _process.start()
         traced = try_to_trace(optimizer)
     check_optimizer(optimizer, strict, traced)

@@ -183,6 +183,12 @@ def _why_foreign(param: Tensor) -> str | None:
     return None
 
 
+def check_params(optimizer: Optimizer) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            check_param(param, label(group, index, i))
+
+
 def check_optimizer(optimizer: Optimizer, strict: bool, rule: Rule | None = None) -> None:
     """rule: another than that of its class."""
     check_class(optimizer)
