@@ -218,7 +218,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
         return refuse(slot, "", "can't be updated by its traced step()",
                       ": it has holes, or its gradient or state has other strides, and the step() "
                       "calls operators that would see that. Register the class "
-                      "(optfuse.register) or make it contiguous");
+                      "(optfuse.register), make it contiguous, or use mode=\"forward\"");
     dense = dense && (!is_written_back(slot) || grad_is_like_it);
     in->param = written_data_of(p);
     take_part(refs, in, p);

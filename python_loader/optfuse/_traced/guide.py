@@ -203,7 +203,7 @@ class _Guide:
             raise kind(why)
         self._look_at_tensors(after.pop("state"))
         del after["param_groups"], options["params"]
-        return after, options, None if made is None else self._with_places(made)
+        return after, options, None if made is None else self._with_places(made, entry or {})
 
     def _with_standins(self, entry: Entry) -> Entry:
         """Appends to the order what is not in it yet."""
@@ -247,7 +247,7 @@ class _Guide:
                     f"it gives tensors attributes: {', '.join(sorted(own_attributes(alive)))}"
                 )
 
-    def _with_places(self, entry: Entry) -> Entry:
+    def _with_places(self, entry: Entry, before: Entry) -> Entry:
         """The entry after the step. What was put into it is copied to the register of its
         place."""
         found = {}
@@ -266,6 +266,9 @@ class _Guide:
             taken.add(root)
             dtype = None if value.dtype == self._tape.dtype else value.dtype
             found[key] = place = Place(register - STATE, dtype, value.form)
+            was = before.get(key)
+            if isinstance(was, Place) and was.dtype != dtype:
+                raise Untraceable(f"state[{key!r}] becomes a tensor of another dtype")
             if value.register != register:
                 torch.ops.aten.copy_.default(self._standin(key, place), value)
         return found

@@ -130,7 +130,7 @@ class Traced:
             if isinstance(program, Parts):
                 _refuse_parts_of_tensors(params[slot] for slot in cohort.slots)
                 if not whole:
-                    _refuse_other_strides(params[slot] for slot in cohort.slots)
+                    self._refuse_other_strides(optimizer, [params[slot] for slot in cohort.slots])
             self._set_program(number, None if same else cohort.slots, program)
             for slot in () if same else cohort.slots:
                 self._cohort_of[slot] = cohort
@@ -149,6 +149,22 @@ class Traced:
             *(self._plan, cohort, slots, s.n_registers, s.touches, s.writes, program.forms),
             *(s.words, s.code, program.numbers()),
         )
+
+    def _refuse_other_strides(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+        """Operators would see that gradient or state are not like their parameter."""
+        state: State = optimizer.__dict__["state"]
+        names = [name for name in self.names if name not in self._shaped]
+        for p in params:
+            entry = state.get(p) or {}
+            for x, what in (
+                (p.grad, "a gradient"),
+                *((entry.get(n), f"state {n!r}") for n in names),
+            ):
+                if isinstance(x, Tensor) and x.stride() != p.stride():
+                    raise Untraceable(
+                        f"its operators see strides, and {what} has {tuple(x.stride())}, its "
+                        f"parameter {tuple(p.stride())}"
+                    )
 
     def _set_updated_apart(self) -> set[int]:
         """Slots that earlier backward passes since step() have updated; their counters advance
@@ -449,16 +465,6 @@ def _refuse_parts_of_tensors(params: Iterable[Tensor]) -> None:
             "it calls operators that are not elementwise, and of a DTensor parameter they would "
             "see this process's part only"
         )
-
-
-def _refuse_other_strides(params: Iterable[Tensor]) -> None:
-    """Operators would see that the gradient is not like its parameter."""
-    for p in params:
-        if p.grad is not None and p.grad.stride() != p.stride():
-            raise Untraceable(
-                f"its operators see strides, and a gradient has {tuple(p.grad.stride())}, its "
-                f"parameter {tuple(p.stride())}"
-            )
 
 
 def _is_other(x: Any, param: Tensor) -> bool:
