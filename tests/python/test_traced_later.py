@@ -92,3 +92,31 @@ def test_a_lazy_parameter_is_refused_as_for_classes_with_kernels(cls):
     for make in (cls, torch.optim.AdamW):
         with pytest.raises(optfuse.Error, match="it is not initialized yet; run one forward pass"):
             optfuse.fuse(make(model.parameters()))
+
+
+@pytest.mark.parametrize("cls", [traced_classes.FactoredState, traced_classes.PointState])
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_state_with_shapes_of_its_own_from_before(mode, cls):
+    """In fuse(), and in a group that is added."""
+
+    def script(wrap):
+        model = convolution()
+        first = cls(model.parameters())
+        for i in range(2):
+            train(model, first, i)
+        optimizer = cls(model[0].parameters())
+        for p in model[0].parameters():
+            optimizer.state[p] = first.state[p]
+        optimizer = wrap(optimizer)
+        for i in range(2):
+            train(model, optimizer, 2 + i)
+        optimizer.zero_grad()
+        model.zero_grad()
+        for p in model[2].parameters():
+            optimizer.state[p] = first.state[p]
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        for i in range(3):
+            train(model, optimizer, 4 + i)
+        yield from everything(model, optimizer)
+
+    same(script, mode)

@@ -28,7 +28,7 @@ from optfuse._traced.counting import Counting, advance, find_counters
 from optfuse._traced.guide import Place, Recorded, like, place_of, record
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import MOST_STATE, Program
-from optfuse._traced.standin import Made, Untraceable
+from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._values import difference
 
 State = dict[Tensor, Entry]
@@ -236,6 +236,8 @@ class Traced:
             recorded = record(
                 self._twin, attributes, options, *of_param, self._making, param.device
             )
+        except ForeignTensor:
+            raise  # the trial then has what is made from nothing traced
         except Untraceable:
             return  # if that matters, this step can't be traced either
         self.names += recorded.names[len(self.names) :]
