@@ -100,6 +100,64 @@ def test_two_optimizers_share_entries(mode, kind, give):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_optimizers_have_one_state(mode, kind):
+    def script(wrap):
+        models = [net(), net()]
+        optimizers = [wrap(KINDS[kind](list(model.parameters()))) for model in models]
+        for i in range(2):
+            train(models, optimizers, i)
+        optimizers[1].state = optimizers[0].state
+        for i in range(4):
+            train(models, optimizers, 2 + i)
+        yield from everything(models, optimizers)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("both_fused", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shallow_copy_of_an_optimizer(kind, both_fused):
+    """In forward mode: in backward mode two optimizers can't have the same parameters."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(KINDS[kind](list(model.parameters())))
+        for i in range(2):
+            train([model], [optimizer], i)
+        other = copy.copy(optimizer)
+        if both_fused:
+            other = wrap(other)
+        for i in range(4):
+            train([model], [optimizer, other], 2 + i)
+        yield from everything([model], [optimizer])
+
+    same(script, prove=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_is_added_whose_state_another_optimizer_has(mode, kind):
+    def script(wrap):
+        models = [net(), net()]
+        optimizers = [wrap(KINDS[kind](list(models[0].parameters())))]
+        optimizers.append(wrap(KINDS[kind](list(models[1][0].parameters()))))
+        for i in range(2):
+            train(models, optimizers, i)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        models[1][2].zero_grad()
+        for p, q in zip(models[0][2].parameters(), models[1][2].parameters(), strict=True):
+            optimizers[1].state[q] = optimizers[0].state[p]
+        optimizers[1].add_param_group({"params": list(models[1][2].parameters())})
+        for i in range(4):
+            train(models, optimizers, 2 + i, order=-1)
+        yield from everything(models, optimizers)
+
+    same(script, mode, prove=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_in_each_mode(kind):
     for backward in (0, 1):
 
