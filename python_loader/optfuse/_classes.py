@@ -17,7 +17,7 @@ from optfuse._check import parameters_of
 from optfuse._choice import other_counters, why_not_tried
 from optfuse._gpu import is_gpu
 from optfuse._link import Link, link_of
-from optfuse._native import BACKWARD, FORWARD, Error, lib
+from optfuse._native import BACKWARD, FORWARD, Error, guard, lib
 from optfuse._options import LINK, MADE, Options, is_fused
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.updates import running
@@ -67,14 +67,14 @@ class _Fused:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
-        before = {name: optimizer.__dict__[name] for name in ("state", "param_groups")}
         link = link_of(optimizer)
+        _refuse_late_load(link)
         late = state_dict.get(_delay.KEY) if link.delayed is not None else None
         if link.delayed is not None:
             link.delayed.check(optimizer, late)
         link.stock.load_state_dict(optimizer, state_dict)
         if link.rule.as_made and link.rule.counts_on_gpu:
-            _look_at_counters(optimizer, link, before)
+            _look_at_counters(optimizer, link)
         delayed = link_of(optimizer).delayed
         if delayed is not None:
             delayed.load(late)
@@ -130,21 +130,23 @@ def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
         )
 
 
-def _look_at_counters(optimizer: Optimizer, link: Link, before: dict[str, Any]) -> None:
-    """A checkpoint may bring counters to the CPU, or in another dtype. PyTorch then computes in
-    another way, as the class's own step() does. before: attributes before it was loaded."""
-    state = optimizer.__dict__["state"]
-    if not other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
-        return
-    if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
-        optimizer.__dict__.update(before)
+def _refuse_late_load(link: Link) -> None:
+    """Stock's step() would update what is loaded."""
+    if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan) and guard("late_load"):
         raise Error(
             "optfuse: load_state_dict() between backward() and step(): backward fusion has "
-            "already updated, and this state needs the class's own step(). Nothing was loaded; "
-            "call load_state_dict() before backward() or after step()"
+            "already updated with the old state. Nothing was loaded; call load_state_dict() "
+            'before backward() or after step(), or use optfuse.fuse(optimizer, mode="forward")'
         )
-    become_stock(optimizer)
-    become_fused(optimizer, link.options)
+
+
+def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
+    """A checkpoint may bring counters to the CPU, or in another dtype. PyTorch then computes in
+    another way, as the class's own step() does."""
+    state = optimizer.__dict__["state"]
+    if other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
+        become_stock(optimizer)
+        become_fused(optimizer, link.options)
 
 
 class _FusedOwn(_Fused):

@@ -2,6 +2,8 @@
 """Backward mode: what needs a gradient after its update is refused in so many
 words, never answered with a wrong number."""
 
+import copy
+
 import pytest
 import torch
 from common import (
@@ -141,6 +143,22 @@ def test_options_changed_between_two_passes_of_a_step_are_refused():
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.step()
     assert first.tolist() == [0.0] * 4 and second.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_a_state_loaded_between_backward_and_step_is_refused(make):
+    """Stock's step() would update it."""
+    model, optimizer = fused_backward(make)
+    train(model, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    before = copy.deepcopy(optimizer.state_dict())
+    refused(lambda: optimizer.load_state_dict(saved), "Nothing was loaded")
+    assert_same("state after the refusal", optimizer.state_dict(), before)
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    assert_same("state loaded after step()", optimizer.state_dict(), saved)
 
 
 def test_retain_graph_and_backward_again_is_refused():

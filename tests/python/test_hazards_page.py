@@ -78,6 +78,54 @@ def test_what_is_done_after_step_is_equal_in_backward_mode(act):
     same(script, "backward")
 
 
+def clear_averages(optimizer):
+    for entry in optimizer.state.values():
+        entry["exp_avg"].zero_()
+
+
+def test_state_between_backward_and_step_is_the_new_one():
+    """In backward mode; in forward mode it is stock's."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            yield "state", optimizer.state_dict()
+            clear_averages(optimizer)
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script)
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {2}
+    clear_averages(optimizer)
+    optimizer.step()
+    assert not any(entry["exp_avg"].any() for entry in optimizer.state.values())
+
+
+def test_load_between_backward_and_step():
+    """In backward mode it is refused (test_backward_refusals.py)."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        train(model, optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.load_state_dict(saved)
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
 def test_weights_between_backward_and_step_are_the_new_ones():
     """In backward mode; in forward mode they are stock's."""
 

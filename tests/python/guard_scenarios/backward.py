@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Guards of backward fusion: what it can't answer raises, in time."""
 
+import copy
+
 import torch
 from common import adamw, batch, loss_of, net
 from torch import nn
@@ -45,6 +47,16 @@ def a_learning_rate_changed_after_backward_is_not_ignored():
     loss_of(pair.ours, 0).backward()
     pair.fused.param_groups[0]["lr"] *= 0.5
     must_raise(pair.fused.step, "step() with another learning rate than backward used")
+
+
+@guards("late_load")
+def a_state_loaded_after_backward_is_not_left_without_its_update():
+    pair = Pair(mode="backward")
+    pair.train(0)
+    saved = copy.deepcopy(pair.fused.state_dict())
+    pair.fused.zero_grad()
+    loss_of(pair.ours, 1).backward()
+    must_raise(lambda: pair.fused.load_state_dict(saved), "load_state_dict() before step()")
 
 
 @guards("added_late")

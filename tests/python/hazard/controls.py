@@ -58,6 +58,7 @@ OUT_OF_REACH = {
         ("order", "hand_on", "task_version", "budget"), "programs run backward in stock's order"
     ),
     **dict.fromkeys(("late_write", "exchange"), "programs delay no updates"),
+    "late_load": "programs load states between two iterations",
     "copy_on_write": "programs make no lazy clones",
     "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
     "recheck": "without it the update runs in step(): later, with the same bits",
