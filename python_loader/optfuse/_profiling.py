@@ -10,7 +10,6 @@ work, and consumed gradients give a null pointer."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -34,18 +33,18 @@ except ImportError:
 _exposed = False  # consumed gradients give a null pointer
 
 
-def _if_of_torch(function: Any) -> Any:
-    """The function, or None if it is another one in the place of PyTorch's."""
-    home = os.path.dirname(torch.__file__) + os.sep
-    inner = function
-    while inner is not None:
-        if not inner.__code__.co_filename.startswith(home):
-            return None
-        inner = getattr(inner, "__wrapped__", None)
-    return function
+def stranger(function: Any) -> str | None:
+    """The name of what is neither PyTorch's nor ours, of a function and those that it wraps."""
+    while function is not None:
+        home = getattr(function, "__globals__", {}).get("__name__") or ""
+        if home.partition(".")[0] not in ("torch", "optfuse"):
+            return f"{home}.{getattr(function, '__qualname__', type(function).__name__)}"
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
-ZERO_GRAD = _if_of_torch(Optimizer.zero_grad)
+#: None: another function is in the place of PyTorch's.
+ZERO_GRAD = None if stranger(Optimizer.zero_grad) else Optimizer.zero_grad
 
 
 def is_watched() -> bool:

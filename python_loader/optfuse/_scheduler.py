@@ -13,6 +13,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from optfuse._native import Error
+from optfuse._profiling import stranger
+from optfuse._rules import RULES
 
 _WRAPPED = "_wrapped_by_lr_sched"
 
@@ -39,6 +41,14 @@ def check_step(optimizer: Optimizer) -> None:
         raise Error(
             f"optfuse: optimizer.step was replaced on this object by a {kind}, which fuse() "
             "would silently bypass; fuse the optimizer first and replace step() afterwards"
+        )
+    stock = type(optimizer)
+    other = stranger(stock.step) if stock in RULES else None  # others are traced as they are
+    if other is not None:
+        raise Error(
+            f"optfuse: the step() of {stock.__module__}.{stock.__qualname__} was replaced by "
+            f"{other}, which fuse() would silently bypass; derive a class with that step(), "
+            "which may be traced, or use the optimizer as it is"
         )
 
 

@@ -2,6 +2,8 @@
 """What can't be fused is refused as early as it can be seen, with the reason,
 the parameter and what to do, and with nothing changed."""
 
+import functools
+
 import pytest
 import torch
 from common import adamw, assert_same, net, python, python_ok, sgd, snapshot, train
@@ -261,6 +263,28 @@ def test_a_replaced_step_method():
     optimizer = adamw(net().parameters())
     optimizer.step = lambda closure=None: None
     refused(optimizer, "step")
+
+
+def clamped(step):
+    """Without functools.wraps(), as step() itself is, and with it."""
+
+    def clamp_and_step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad.clamp_(-1e-3, 1e-3)
+        return step(self, closure)
+
+    return clamp_and_step
+
+
+@both_modes
+@pytest.mark.parametrize("wrap", (lambda new, _: new, lambda new, old: functools.wraps(old)(new)))
+def test_a_step_method_that_was_replaced_on_the_class(mode, wrap, monkeypatch):
+    stock = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", wrap(clamped(stock), stock))
+    optimizer = adamw(net().parameters())
+    refused(optimizer, "AdamW was replaced by test_refusals.", mode=mode)
+    monkeypatch.undo()
+    optfuse.fuse(optimizer, mode=mode)
 
 
 def test_distributed_tensors(gloo):
