@@ -18,6 +18,7 @@ except ModuleNotFoundError as missing:
         "pip install meson-python meson ninja, or leave out --no-build-isolation"
     )
 
+_ROOM_MB = 100  # a build takes half of it
 _COMPILERS = {"CC": ("C", "cc", "gcc", "clang"), "CXX": ("C++", "c++", "g++", "clang++")}
 
 
@@ -57,6 +58,20 @@ def _check_checkout(settings):
             f"({error.strerror}): copy the directory to where you may write, or name another place "
             "for the build by --config-settings=build-dir=DIR. A wheel of optfuse needs neither"
         )
+    _check_room(os.getcwd(), tempfile.gettempdir())  # of the compilers' files
+
+
+def _check_room(*directories):
+    """A build that runs into a full disk ends with a traceback of meson's."""
+    for directory in directories:
+        free_mb = shutil.disk_usage(directory).free // 10**6
+        if free_mb < _ROOM_MB:
+            sys.exit(
+                f"optfuse is compiled, which takes {_ROOM_MB} MB in the source directory and in "
+                f"TMPDIR, and the disk of {directory} has {free_mb} MB left: make room, or copy "
+                "the directory to, and set TMPDIR to, where there is some. A wheel of optfuse "
+                "takes less"
+            )
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):

@@ -90,6 +90,16 @@ def test_a_source_directory_that_cant_be_written_to_is_named(hook: str) -> None:
     assert "/proc can't be written to" in said and "--config-settings=build-dir=DIR" in said
 
 
+def test_a_full_disk_is_named() -> None:
+    """To a build that takes more than any disk has."""
+    run = (
+        "import optfuse_build; optfuse_build._ROOM_MB = 1e15; optfuse_build.build_wheel('/nowhere')"
+    )
+    path = {"PYTHONPATH": str(ROOT / "python_loader")}
+    said = last_words(sys.executable, "-c", run, cwd=str(ROOT), **path)
+    assert re.search(rf"the disk of {re.escape(str(ROOT))} has \d+ MB left: make room", said)
+
+
 def test_a_missing_meson_python_is_named() -> None:
     path = {"PYTHONPATH": str(ROOT / "python_loader")}
     said = last_words(sys.executable, "-S", "-c", "import optfuse_build", **path)
