@@ -107,10 +107,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write(section: str, found: dict[str, Any], settings: dict[str, Any], path: Path) -> None:
+def summary(section: str, found: dict[str, Any], settings: dict[str, Any]) -> str:
     head = {"section": section, "machine": machine(), "settings": settings}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_text({**head, **found}) + "\n", encoding="utf-8")
+    return as_text({**head, **found})
+
+
+def write(text: str, path: Path) -> bool:
+    """What can't be written is printed: it took minutes to measure."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        title(f"{path} can't be written ({error.strerror}). Its text is:\n{text}")
+        return False
+    return True
 
 
 def as_text(value: Any) -> str:
@@ -129,7 +139,7 @@ def arguments() -> argparse.Namespace:
     there = "cuda" if torch.cuda.is_available() else "cpu"
     add = parser.add_argument
     add("--section", action="append", choices=SECTIONS, help="default: some of them")
-    add("--quick", action="store_true", help="less of each, within two minutes")
+    add("--quick", action="store_true", help="less of each, some minutes")
     add("--smoke", action="store_true", help="too little of each to tell much")
     add("--device", choices=USUAL, default=there, help="default: a GPU where there is one")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
@@ -185,12 +195,20 @@ def main() -> None:
         torch.set_num_threads(chosen.threads)
     describe(chosen)
     settings: dict[str, Any] = {name: getattr(chosen, name) for name in SETTINGS}
-    for name in (name for name in SECTIONS if name in chosen.section):
-        found = SECTIONS[name](chosen)
-        if found is not None:
-            write(name, found, settings, file_of(chosen, name))
-    if chosen.raw:
-        chosen.raw.write_text(json.dumps(chosen.raw_rounds) + "\n", encoding="utf-8")
+    written = []
+    try:
+        for name in (name for name in SECTIONS if name in chosen.section):
+            found = SECTIONS[name](chosen)
+            if found is not None:
+                written.append(write(summary(name, found, settings), file_of(chosen, name)))
+    finally:  # of the cells that were measured
+        if chosen.raw:
+            written.append(write(json.dumps(chosen.raw_rounds), chosen.raw))
+    if not all(written):
+        sys.exit(
+            "\nerror: not all could be written, and the texts above are all there is: name another "
+            "place by --out and --raw, or make room, before you measure again"
+        )
     title(f"{time.monotonic() - began:.0f} s; summaries in {chosen.out}")
 
 

@@ -4,6 +4,7 @@ is said to move, and what is computed from times finds what was planted in them.
 
 import ctypes
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -223,3 +224,22 @@ def test_budgets_are_those_of_the_documentation(benchmarks):
     for part in launch.PARTS:
         if part.budget is not None:
             assert written.get(part.what) == f"{part.budget:,}", part.what
+
+
+def test_what_cant_be_written_is_printed(benchmarks, capsys):
+    import bench
+
+    assert not bench.write("what was measured", Path("/dev/full"))
+    assert "No space left on device" in (said := capsys.readouterr().out) and "was meas" in said
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_cant_write_prints_its_summaries_and_raw_rounds(benchmarks):
+    program = ROOT / "benchmarks" / "bench.py"
+    options = ["--smoke", "--section", "cells", "--rounds", "2", "--threads", "1"]
+    options += ["--out", "/proc/nowhere", "--raw", "/dev/full"]
+    done = subprocess.run([sys.executable, program, *options], capture_output=True, text=True)
+    assert done.returncode == 1 and "error: not all could be written" in done.stderr
+    summary, raw = done.stdout.split("can't be written (")[1:]
+    assert summary.startswith("No such file or directory") and '"against_fused"' in summary
+    assert raw.startswith("No space left on device") and '"rounds_ms"' in raw
