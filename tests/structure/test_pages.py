@@ -13,8 +13,9 @@ from tree import ROOT, files
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 HAZARDS = ROOT / "docs" / "hazards.md"
 LAYERS = ("plugin", "shim", "python_loader")
-# PyTorch's own, and the test in which it is raised.
+# PyTorch's and pip's own, and the tests in which they are raised.
 NOT_OURS = {
+    "is not a supported wheel on this platform": "test_pip_refuses_a_wheel_for_another_system",
     "one of the variables needed for gradient computation has been modified by an inplace operation"
     "": "test_retain_graph_and_backward_again_is_refused",
 }

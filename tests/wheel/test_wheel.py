@@ -168,6 +168,18 @@ def test_training_has_the_bits_of_stock(python: Python) -> None:
     assert done.returncode == 0 and re.search(r"\d+ passed", done.stdout), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("platform", ["musllinux_1_2", "manylinux_2_99"])
+def test_pip_refuses_a_wheel_for_another_system(
+    platform: str, wheel: Path, clean: Path, tmp_path: Path
+) -> None:
+    """As it refuses this one on theirs, in words that docs/troubleshooting.md has."""
+    other = tmp_path / wheel.name.replace("manylinux_2_28", platform)
+    shutil.copy(wheel, other)
+    done = environment(clean)("-m", "pip", "install", "--no-index", "--no-deps", other)
+    assert done.returncode == 1
+    assert f"{other.name} is not a supported wheel on this platform" in done.stderr
+
+
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
     found = [line for line in done.stderr.splitlines() if line.startswith("ImportError: ")]
     assert done.returncode == 1 and found, done.stdout + done.stderr
