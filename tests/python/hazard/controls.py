@@ -72,6 +72,10 @@ OUT_OF_REACH = {
     "graphs": "a graph of the tests' own replays here; programs have none",
     "buffer": "programs have no gradients in memory that they know by another name",
     "reach": "it is about registered classes; programs have those of torch.optim",
+    **dict.fromkeys(
+        ("shared_state", "early_state"), "programs give no optimizer the state of another one"
+    ),
+    "late_values": "it is about registered classes; programs have those of torch.optim",
     "untouched": "it is about registered classes; programs have those of torch.optim",
     "floating": "programs never flush denormals",
     "scaler": "GradScaler then reads gradients that are consumed, which raises too",
