@@ -26,6 +26,14 @@ def quick_collections():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quicker_collections(quick_collections):
+    """What tests of a module have loaded, such as compilers, stays as well."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Everything here is tiny; a pool of threads would only wait for itself."""
