@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* isa.c: names of the instruction sets, and which of them this CPU runs. */
+/* isa.c: names of the instruction sets, and the best that this CPU runs and the build has. */
 #include <string.h>
 
+#include "isas.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -33,7 +34,7 @@ static bool has_f16c(void) {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
-of_isa of_isa_detect(void) {
+static of_isa of_this_cpu(void) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c())
         return OF_ISA_BASELINE;
@@ -45,8 +46,16 @@ of_isa of_isa_detect(void) {
 
 #else
 
-of_isa of_isa_detect(void) {
+static of_isa of_this_cpu(void) {
     return OF_ISA_BASELINE;
 }
 
 #endif
+
+of_isa of_isa_detect(void) {
+    of_isa widest = OF_ISA_BASELINE;
+    OF_AVX2(widest = OF_ISA_AVX2;)
+    OF_AVX512(widest = OF_ISA_AVX512;)
+    const of_isa found = of_this_cpu();
+    return found < widest ? found : widest;
+}

@@ -2,15 +2,13 @@
 /* packing_table.c: the rows of packing.h. */
 #include "packing.h"
 
-#if defined(__x86_64__)
-#define OF_X86(...) __VA_ARGS__
-#else
-#define OF_X86(...)
-#endif
+#include "isas.h"
+
 #define OF_PACKING_ISAS(X, dtype, code)                                                            \
     X(dtype, code, c, OF_ISA_C)                                                                    \
     X(dtype, code, baseline, OF_ISA_BASELINE)                                                      \
-    OF_X86(X(dtype, code, avx2, OF_ISA_AVX2) X(dtype, code, avx512, OF_ISA_AVX512))
+    OF_AVX2(X(dtype, code, avx2, OF_ISA_AVX2))                                                     \
+    OF_AVX512(X(dtype, code, avx512, OF_ISA_AVX512))
 #define OF_PACKINGS(X)                                                                             \
     OF_PACKING_ISAS(X, float32, OF_FLOAT32)                                                        \
     OF_PACKING_ISAS(X, float64, OF_FLOAT64)

@@ -2,17 +2,14 @@
 /* scale_table.c: the rows of scale.h and norm.h. */
 #include "scale.h"
 
+#include "isas.h"
 #include "norm.h"
 
-#if defined(__x86_64__)
-#define OF_X86(...) __VA_ARGS__
-#else
-#define OF_X86(...)
-#endif
 #define OF_SCALE_ISAS(X, dtype, code)                                                              \
     X(dtype, code, c, OF_ISA_C)                                                                    \
     X(dtype, code, baseline, OF_ISA_BASELINE)                                                      \
-    OF_X86(X(dtype, code, avx2, OF_ISA_AVX2) X(dtype, code, avx512, OF_ISA_AVX512))
+    OF_AVX2(X(dtype, code, avx2, OF_ISA_AVX2))                                                     \
+    OF_AVX512(X(dtype, code, avx512, OF_ISA_AVX512))
 #define OF_SCALES(X)                                                                               \
     OF_SCALE_ISAS(X, float32, OF_FLOAT32)                                                          \
     OF_SCALE_ISAS(X, float64, OF_FLOAT64)                                                          \
@@ -35,16 +32,11 @@ of_scale_fn *of_scale_find(of_dtype dtype, of_isa isa) {
 }
 
 of_norm_fn of_norm_c, of_norm_baseline;
-#if defined(__x86_64__)
-of_norm_fn of_norm_avx2, of_norm_avx512;
-#endif
+OF_AVX2(of_norm_fn of_norm_avx2;)
+OF_AVX512(of_norm_fn of_norm_avx512;)
 
 of_norm_fn *of_norm_find(of_isa isa) {
-#if defined(__x86_64__)
-    if (isa >= OF_ISA_AVX512)
-        return of_norm_avx512;
-    if (isa >= OF_ISA_AVX2)
-        return of_norm_avx2;
-#endif
+    OF_AVX512(if (isa >= OF_ISA_AVX512) return of_norm_avx512;)
+    OF_AVX2(if (isa >= OF_ISA_AVX2) return of_norm_avx2;)
     return isa >= OF_ISA_BASELINE ? of_norm_baseline : of_norm_c;
 }

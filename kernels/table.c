@@ -2,27 +2,24 @@
 /* table.c: the kernels as const rows. */
 #include <string.h>
 
+#include "isas.h"
 #include "kernels.h"
 
 _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CUDA rows fit");
 
 /* A row for each instruction set, X(..., avx2, OF_ISA_AVX2); and for those of a rule of
  * op_by_op_loop.c, which have a reference only where it occurs. */
-#if defined(__x86_64__)
-#define OF_X86(...) __VA_ARGS__
-#else
-#define OF_X86(...)
-#endif
 #define OF_ISAS(X, ...)                                                                            \
     X(__VA_ARGS__, c, OF_ISA_C)                                                                    \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE)                                                      \
-    OF_X86(X(__VA_ARGS__, avx2, OF_ISA_AVX2) X(__VA_ARGS__, avx512, OF_ISA_AVX512))
+    OF_AVX2(X(__VA_ARGS__, avx2, OF_ISA_AVX2))                                                     \
+    OF_AVX512(X(__VA_ARGS__, avx512, OF_ISA_AVX512))
 #define OF_OP_BY_OP_ISAS(X, ...)                                                                   \
     X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
     X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)                       \
-    OF_X86(X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED)                              \
-           X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED))
+    OF_AVX2(X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED))                            \
+    OF_AVX512(X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED))
 
 /* X(..., float32, OF_FLOAT32) and the others. */
 #define OF_DTYPES(X, ...)                                                                          \

@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* isas.h: what is written only where the build has kernels for an instruction set, which its
+ * option widest_isa says: OF_AVX2(row of AVX2). The other two every build has. */
+#ifndef OF_ISAS_H
+#define OF_ISAS_H
+
+#ifdef OF_HAS_AVX2
+#define OF_AVX2(...) __VA_ARGS__
+#else
+#define OF_AVX2(...)
+#endif
+
+#ifdef OF_HAS_AVX512
+#define OF_AVX512(...) __VA_ARGS__
+#else
+#define OF_AVX512(...)
+#endif
+
+#endif
