@@ -94,14 +94,6 @@ void know_counters(int64_t address, int64_t index, const std::vector<at::Tensor>
     slot_at(plan_at(address), index).own = counters;
 }
 
-std::vector<int64_t> sharing_state(int64_t address) {
-    std::vector<int64_t> found;
-    for (const Slot *slot : plan_at(address).slots)
-        if (shares_state(*slot))
-            found.push_back(static_cast<int64_t>(slot->index));
-    return found;
-}
-
 // For the next step, or the backward pass that begins: scalars that are on a
 // GPU. lr: one for each group, None where it is a number.
 void set_device_scalars(int64_t address, const std::vector<std::optional<at::Tensor>> &lr,
@@ -342,7 +334,6 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::tell_state);
     m.def("know_counters(int plan, int slot, Tensor[] counters) -> ()", optfuse::know_counters);
-    m.def("sharing_state(int plan) -> int[]", optfuse::sharing_state);
     m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
     m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
           optfuse::set_device_scalars);

@@ -289,6 +289,16 @@ bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
     return optfuse::is_updating_here(plan) || of_plan_is_updated(plan->core, slot);
 }
 
+size_t of_shim_sharing_state(of_shim_plan *handle, size_t *slots, size_t capacity) {
+    optfuse::Plan *plan = plan_of(handle);
+    size_t n = 0;
+    for (const optfuse::Slot *slot : plan->slots)
+        if (n < capacity && optfuse::shares_state(*slot))
+            slots[n++] = slot->index;
+    plan->is_left = n > 0 && plan->rule->runs_programs && OF_GUARD(shared_state);
+    return n;
+}
+
 int of_shim_todo(of_shim_plan *handle) {
     const optfuse::Plan *plan = plan_of(handle);
     if (optfuse::is_updating_here(plan))

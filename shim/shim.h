@@ -107,6 +107,10 @@ OF_API int of_shim_await(int64_t group);
  * afterwards. Needs the GIL: what dies may have finalizers. */
 OF_API void of_shim_drop_gradients(of_shim_plan *plan);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
+/* Puts the slots whose state others hold, too (shares_state()), at `slots`; returns how many, at
+ * most `capacity`. Backward mode, of a rule that runs programs: if there are some, the updates of
+ * the pass that begins are left to step(). */
+OF_API size_t of_shim_sharing_state(of_shim_plan *plan, size_t *slots, size_t capacity);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
 /* Backward mode, for step(): what there is to do, of of_shim_todo. */

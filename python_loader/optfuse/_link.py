@@ -129,7 +129,7 @@ class Link:
         self._params: list[Tensor] = []
         self._locals: list[Tensor] = []  # what the library sees of them
         self.sharded: Sharded | None = None  # the DTensors among them
-        # Updates inside backward() that the next step() must not come before.
+        # What the next step() must not come before, if backward fusion has updated it by then.
         self._after: list[tuple[weakref.ref[Link], int, str]] = []
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         self._places: dict[int, int] = {}  # id of a parameter -> where its update was tried
@@ -290,15 +290,22 @@ class Link:
 
     def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         flushed = False
+        self._after = []
         for slot, param in enumerate(self._params):
             if self.own is not None:
                 self._set_own_state(slot, self.own.take_state(slot, state.get(param)))
             else:
                 flushed = self._set_state(slot, state.get(param, {}), False, flushed)
-        shared = torch.ops.optfuse.sharing_state(self.plan)
+        shared = self._sharing()
         if shared:
             self._look_at_shared(shared)
         self._state_snapshot.remember(state)
+
+    def _sharing(self) -> list[int]:
+        """The slots whose state others hold, too."""
+        slots = (ctypes.c_size_t * len(self._params))()
+        n = lib.of_shim_sharing_state(self.plan, slots, len(slots))
+        return slots[:n]
 
     def _look_at_shared(self, slots: list[int]) -> None:
         if self.own is None:
@@ -307,17 +314,26 @@ class Link:
         for other in self._others() if guard("early_state") else ():
             theirs = other._slot_states, other._labels
             for slot, text in _shared_state.early_updates(*mine, *theirs):
-                if lib.of_shim_is_updated(other.plan, slot):
-                    self._after.append((weakref.ref(other), slot, text))
+                self._after.append((weakref.ref(other), slot, text))
 
     def _others(self) -> list[Link]:
         return [link for link in list(links.values()) if link is not self]
 
+    def is_ahead(self, slot: int) -> bool:
+        """Whether backward fusion has updated a parameter; of programs, which have the counters
+        of all their parameters in them, any."""
+        optimizer = self._optimizer()  # keeps the plan alive meanwhile
+        if optimizer is None or not self._free.alive:
+            return False
+        if self.traced is not None:
+            return lib.of_shim_unconfirmed(self.plan)  # type: ignore[no-any-return]
+        return lib.of_shim_is_updated(self.plan, slot)  # type: ignore[no-any-return]
+
     def _refuse_to_be_first(self) -> None:
-        for ref, slot, text in self._after:
-            other = ref()
-            if other is not None and lib.of_shim_is_updated(other.plan, slot):
-                raise Error(text)
+        """An error's frames keep no other optimizer's link."""
+        texts = [text for ref, slot, text in self._after if _is_ahead(ref(), slot)]
+        if texts:
+            raise Error(texts[0])
         self._after = []
 
     def adopt_state(self, optimizer: Optimizer) -> None:
@@ -547,6 +563,8 @@ class Link:
             self._sync_inputs(optimizer, same_groups)
             if self.traced is None:
                 self._scalars.tell(optimizer, same_groups)
+            else:
+                self._sharing()
         self.marked = True
 
     def _begin_programs(self, traced: Traced, optimizer: Optimizer, whole: bool) -> None:
@@ -568,6 +586,8 @@ class Link:
             times = "once" if traced.untraced == 1 else f"{traced.untraced} times"
             self.own_step_because = (f"{times} it could not be traced: {error}",)
             self.flush()
+            self.adopt_state(optimizer)
+            self._refuse_to_be_first()
             step_of(self.stock)(optimizer)
             return False
         return True
@@ -624,6 +644,10 @@ class Link:
             self.flush(drain=True)
             lib.of_shim_stop_deferring(self.plan)
             self.compiled = True
+
+
+def _is_ahead(link: Link | None, slot: int) -> bool:
+    return link is not None and link.is_ahead(slot)
 
 
 def raise_failure(own: updates.Own | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,9 +37,11 @@ _exposed = False  # consumed gradients give a null pointer
 def stranger(function: Any) -> str | None:
     """The name of what is neither PyTorch's nor ours, of a function and those that it wraps."""
     while function is not None:
-        home = getattr(function, "__globals__", {}).get("__name__") or ""
+        if not isinstance(function, FunctionType):  # a proxy may have a function's attributes
+            return f"an object of {type(function).__qualname__}"
+        home = function.__globals__.get("__name__") or ""
         if home.partition(".")[0] not in ("torch", "optfuse"):
-            return f"{home}.{getattr(function, '__qualname__', type(function).__name__)}"
+            return f"{home}.{function.__qualname__}"
         function = getattr(function, "__wrapped__", None)
     return None
 

@@ -23,9 +23,9 @@ _TWICE = (
 )
 _EARLY = (
     "optfuse: {} has a tensor of its state in common with {} of another optimizer, which backward "
-    "fusion has updated already, before it could know: call the step() of that optimizer first, "
-    "or give this one copies, such as load_state_dict(copy.deepcopy(other.state_dict())); nothing "
-    "was updated"
+    "fusion has updated already, before it could know: call the step() of that optimizer first. "
+    "Where they are to have states of their own, give this one copies before backward(), such as "
+    "load_state_dict(copy.deepcopy(other.state_dict())). This step() has updated nothing"
 )
 
 

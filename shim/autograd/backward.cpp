@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -54,21 +53,13 @@ void check(const Plan *plan, size_t slot, of_status status) {
 // Those of them that are a part of a bucket become tensors of their own.
 void leave_buckets(const Plan *plan);
 
-// A program has the counters of all its parameters in it.
-bool look_at_state(Plan *plan) {
-    const auto shares = [](const Slot *slot) { return shares_state(*slot); };
-    plan->is_left = plan->rule->runs_programs && OF_GUARD(shared_state) &&
-                    std::any_of(plan->slots.begin(), plan->slots.end(), shares);
-    return true;
-}
-
 // The functions of of_backward_host.
 
 bool begin(void *ctx, bool only_adds) {
     auto *plan = static_cast<Plan *>(ctx);
     raised_in_python = nullptr;
     if (!OF_GUARD(create_graph) || !c10::GradMode::is_enabled())
-        return plan->owner->begin_backward(plan, only_adds) && look_at_state(plan);
+        return plan->owner->begin_backward(plan, only_adds);
     of_set_error("backward(create_graph=True) needs the weights and gradients of this backward "
                  "later, but backward fusion updates them at once; use "
                  "optfuse.fuse(optimizer, mode=\"forward\")");

@@ -6,7 +6,7 @@ usual the class does, and everything where a trial shows another bit."""
 import fakecuda
 import pytest
 import torch
-from common import Fused, Stock, assert_same, everything
+from common import Fused, Stock, as_of_torch, assert_same, everything
 from fakecuda import NAME
 from legal import host_waits, legal, net, races_without, train
 from torch.optim import Adafactor, Muon
@@ -160,7 +160,7 @@ def last_bit_flipped(cls, monkeypatch):
         with torch.no_grad():
             first.view(torch.int32).view(-1)[0] ^= 1
 
-    monkeypatch.setattr(cls, "step", with_another_bit)
+    monkeypatch.setattr(cls, "step", as_of_torch(with_another_bit))
 
 
 @pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)

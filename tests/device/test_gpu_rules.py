@@ -8,7 +8,7 @@ import copy
 import fakecuda
 import pytest
 import torch
-from common import assert_same, everything
+from common import as_of_torch, assert_same, everything
 from fakecuda import NAME
 from legal import legal, net, train
 from optim_entries import ENTRIES
@@ -164,7 +164,7 @@ def test_one_bit_of_one_element_is_enough(cls, monkeypatch, small_trials):
             with torch.no_grad():
                 first.view(torch.int32)[3] ^= 1
 
-    monkeypatch.setattr(cls, "step", with_another_bit)
+    monkeypatch.setattr(cls, "step", as_of_torch(with_another_bit))
     assert isa(optfuse.fuse(cls(parameters(sizes=(9,)), lr=1e-2))) == OWN
 
 

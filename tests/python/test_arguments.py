@@ -148,7 +148,7 @@ WRONG = {
         "split": ("half", 3, True),
         "missing": (None, "ignore", 3),
         "rows": (3, "rows", [], [0], [-1], [None], [math.inf]),
-        "network": (3, "fast", (1.0,), (1.0, 2.0, 3.0), (1.0, -1.0), (math.inf, 1.0), (None, 1.0)),
+        "network": (3, "fast", (1.0,), 4 * (1.0,), (1.0, -1.0), (math.inf, 1.0), (None, 1.0)),
     },
     "ab": {
         "build_fn": (None, 3, "build", net(), instance, lambda w: lambda: None),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import net, python, same, train
+from common import as_of_torch, net, python, same, train
 from optim_classes import CLASSES, build, model_for
 from torch.optim import SGD, Adafactor, Adam, AdamW, RMSprop
 
@@ -162,7 +162,7 @@ def test_one_bit_of_one_element_is_enough(unknown, monkeypatch):
             with torch.no_grad():
                 self.param_groups[0]["params"][-1].view(torch.int32)[3] ^= 1
 
-    monkeypatch.setattr(AdamW, "step", with_another_bit)
+    monkeypatch.setattr(AdamW, "step", as_of_torch(with_another_bit))
     assert updates_by(optfuse.fuse(AdamW([torch.nn.Parameter(torch.ones(9))]))) == {"own step()"}
 
 

@@ -3,6 +3,7 @@
 it copies none that has the right dtype and device."""
 
 import copy
+import gc
 
 import own_classes
 import pytest
@@ -76,8 +77,6 @@ def shared(make, give, order=1, steps=5, wraps=(True, True)):
         for i in range(2):
             train(models, optimizers, i)
         give(*optimizers)
-        for optimizer in optimizers:  # which must learn of it before a pass begins
-            optimizer.zero_grad()
         for i in range(steps):
             train(models, optimizers, 2 + i, order)
         yield from everything(models, optimizers)
@@ -92,11 +91,12 @@ def test_two_optimizers_share_state_by_load_state_dict(mode, kind, order):
     same(shared(KINDS[kind], by_loading, order), mode, prove=mode == "backward")
 
 
+@pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("give", [by_entries, of_one_parameter])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
-def test_two_optimizers_share_entries(mode, kind, give):
-    same(shared(KINDS[kind], give), mode, prove=mode == "backward")
+def test_two_optimizers_share_entries(mode, kind, give, order):
+    same(shared(KINDS[kind], give, order), mode, prove=mode == "backward" and order == 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,6 +246,66 @@ def test_state_that_is_shared_too_late_raises():
         optimizers[1].step()
     optimizers[0].step()
     optimizers[1].step()  # which is what stock's would have done
+
+
+def too_late(kind):
+    """Two optimizers, of which the second step() is refused, and what it raised."""
+    models = [net(), net()]
+    optimizers = [
+        optfuse.fuse(KINDS[kind](list(model.parameters())), mode="backward") for model in models
+    ]
+    for i in range(2):
+        train(models, optimizers, i)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    by_entries(*optimizers)
+    for model in models:
+        model(torch.randn(4, 6)).square().sum().backward()
+    with pytest.raises(optfuse.Error, match="of another optimizer") as raised:
+        optimizers[1].step()
+    return models, optimizers, raised
+
+
+@pytest.mark.parametrize("kind", [*COMPILED, *TRACED])
+def test_state_of_its_own_is_what_a_refused_step_needs(kind):
+    _, optimizers, _ = too_late(kind)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    optimizers[1].step()
+    optimizers[0].step()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "traced"])
+def test_who_keeps_the_error_may_unfuse_the_other_optimizer(kind):
+    """What it was raised in must not keep, and ask, a plan that is gone."""
+    _, optimizers, raised = too_late(kind)
+    optimizers[0].step()
+    optfuse.unfuse(optimizers[0])
+    gc.collect()
+    optimizers[1].step()
+    del raised
+
+
+@pytest.mark.parametrize("kind", TRACED)
+def test_a_program_that_has_begun_is_not_overtaken(kind):
+    """It has the counter of a parameter in it that backward has not reached, and that another
+    optimizer is given meanwhile."""
+    models = [net(), net()]
+    optimizers = [
+        optfuse.fuse(KINDS[kind](list(model.parameters())), mode="backward") for model in models
+    ]
+    for i in range(2):
+        train(models, optimizers, i)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    a, b = models
+    optimizers[1].state[b[0].weight] = optimizers[0].state[a[0].weight]
+    # Backward goes through what was made last first: a's last layer, b, a's first layer.
+    x, y = a[0](torch.randn(4, 6)).relu(), b(torch.randn(4, 6)).square().sum()
+    (a[2](x).square().sum() + y).backward()
+    with pytest.raises(optfuse.Error, match="of another optimizer"):
+        optimizers[1].step()
+    optimizers[0].step()
+    optimizers[1].step()
 
 
 @pytest.mark.parametrize("kind", [*COMPILED, *TRACED])
