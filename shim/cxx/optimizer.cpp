@@ -199,6 +199,12 @@ void FusedOptimizer::refuse_late_change() const {
                  " (such as lr) was changed between backward() and step(), but backward fusion has "
                  "already updated with the old value; change it before backward() or after step(), "
                  "or use forward mode");
+    for (size_t slot = 0; slot < members.size(); slot++)
+        if (of_shim_is_updated(handle, slot) && !is_told(slot, entry_of(slot)))
+            fail("optfuse: the state of " + shared->slots[slot]->label +
+                 " was replaced between backward() and step(), but backward fusion has already "
+                 "updated with the old one; load it before backward() or after step(), or use "
+                 "forward mode");
 }
 
 void FusedOptimizer::tell_options() {

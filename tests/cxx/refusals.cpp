@@ -160,6 +160,11 @@ void refuse_in_backward_mode() {
     expect_error("a late change", "was changed between backward() and step()",
                  [&] { fused.step(); });
     options.set_lr(1e-3);
+    auto state = std::move(opt.state());
+    opt.state().clear();
+    expect_error("a late state", "was replaced between backward() and step()",
+                 [&] { fused.step(); });
+    opt.state() = std::move(state);
     opt.add_param_group(OptimizerParamGroup({more}));
     expect_error("a late group", "param_groups() were changed between", [&] { fused.step(); });
     opt.param_groups().pop_back();
