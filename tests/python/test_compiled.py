@@ -3,6 +3,8 @@
 raw memory, and must read what stock would have there."""
 
 import io
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,10 @@ from torch import nn
 
 STEPS = 5
 slow = pytest.mark.slow
+with_inductor = pytest.mark.skipif(
+    not Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    reason="what inductor writes needs Python.h: install Python's headers (python3-dev)",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +104,7 @@ WAYS = {
 
 
 @slow
+@with_inductor
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 def test_compiled_models_train_as_with_stock(way, mode):
@@ -177,7 +184,10 @@ for make in (adamw, rmsprop, adafactor):
     if MODE == "backward":
         wrap.prove()
 """
-BACKENDS = (pytest.param("eager", marks=slow), "aot_eager", pytest.param("inductor", marks=slow))
+BACKENDS = (
+    *(pytest.param("eager", marks=slow), "aot_eager"),
+    pytest.param("inductor", marks=(slow, with_inductor)),
+)
 
 
 @pytest.mark.parametrize("mode", ("forward", "backward"))
