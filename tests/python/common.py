@@ -13,6 +13,7 @@ import gc
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import types
 from pathlib import Path
@@ -26,6 +27,8 @@ import optfuse
 
 HERE = Path(__file__).parent
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Which inductor's C++ needs.
+HAS_PYTHON_H = Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 # Bits

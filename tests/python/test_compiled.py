@@ -3,12 +3,11 @@
 raw memory, and must read what stock would have there."""
 
 import io
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
 from common import (
+    HAS_PYTHON_H,
     Fused,
     Stock,
     adamw,
@@ -28,8 +27,7 @@ from torch import nn
 STEPS = 5
 slow = pytest.mark.slow
 with_inductor = pytest.mark.skipif(
-    not Path(sysconfig.get_path("include"), "Python.h").is_file(),
-    reason="what inductor writes needs Python.h: install Python's headers (python3-dev)",
+    not HAS_PYTHON_H, reason="inductor needs Python's headers: install python3-dev"
 )
 
 

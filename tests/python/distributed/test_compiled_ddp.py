@@ -3,14 +3,18 @@
 
 import compiled_scripts
 import pytest
+from common import HAS_PYTHON_H
 
 SCRIPTS = "compiled_scripts"
+with_inductor = pytest.mark.skipif(
+    not HAS_PYTHON_H, reason="inductor needs Python's headers: install python3-dev"
+)
 
 
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(name, marks=pytest.mark.slow if "inductor" in name else ())
+        pytest.param(name, marks=(pytest.mark.slow, with_inductor) if "inductor" in name else ())
         for name in compiled_scripts.SCENARIOS
     ],
 )
