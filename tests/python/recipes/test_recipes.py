@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from common import HAS_PYTHON_H
 
 HERE = Path(__file__).parent
 DOCS = (HERE.parents[2] / "docs" / "recipes.md").read_text("utf-8")
@@ -158,6 +159,7 @@ def test_nanogpt(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not HAS_PYTHON_H, reason="inductor needs Python's headers: install python3-dev")
 def test_nanogpt_compiled(tmp_path):
     recipe = Recipe("nanogpt.py", tmp_path)
     for mode in ("stock", "forward"):
