@@ -129,8 +129,7 @@ class Link:
         self._params: list[Tensor] = []
         self._locals: list[Tensor] = []  # what the library sees of them
         self.sharded: Sharded | None = None  # the DTensors among them
-        # What the next step() must not come before, if backward fusion has updated it by then.
-        self._after: list[tuple[weakref.ref[Link], int, str]] = []
+        self._order = _shared_state.Order()
         self._slots: dict[int, int] = {}  # id of a parameter -> its slot
         self._places: dict[int, int] = {}  # id of a parameter -> where its update was tried
         self._flags: list[tuple[Any, ...]] = []  # of each group
@@ -142,8 +141,8 @@ class Link:
         self.own: updates.Own | None = None
         self.traced: Traced | None = None
         if isinstance(self.rule, TracedRule):
-            rule, is_late = self.rule, self.mode == BACKWARD
-            self.traced = Traced(self.plan, self.stock, rule.promise, rule.made, is_late)
+            rule, in_backward = self.rule, self.mode == BACKWARD
+            self.traced = Traced(self.plan, self.stock, rule.promise, rule.made, in_backward)
         try:
             if promise is not None:
                 self.own = updates.Own(self.plan, self.stock, promise, self.rule.entries)
@@ -217,7 +216,7 @@ class Link:
         self._labels = labels
         self.snapshot.remember_params(groups)
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
-        self._slot_states: list[_State | None] = [None] * len(params)
+        self.slot_states: list[_State | None] = [None] * len(params)
         self._state_snapshot.forget()
         if self.own is not None:
             self.own.layout(groups)
@@ -290,15 +289,15 @@ class Link:
 
     def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         flushed = False
-        self._after = []
         for slot, param in enumerate(self._params):
             if self.own is not None:
                 self._set_own_state(slot, self.own.take_state(slot, state.get(param)))
             else:
                 flushed = self._set_state(slot, state.get(param, {}), False, flushed)
         shared = self._sharing()
-        if shared:
-            self._look_at_shared(shared)
+        self._order.look(self, shared, self._others() if shared else ())
+        if self.own is None:
+            _shared_state.refuse_twice(self, shared)
         self._state_snapshot.remember(state)
 
     def _sharing(self) -> list[int]:
@@ -306,15 +305,6 @@ class Link:
         slots = (ctypes.c_size_t * len(self._params))()
         n = lib.of_shim_sharing_state(self.plan, slots, len(slots))
         return slots[:n]
-
-    def _look_at_shared(self, slots: list[int]) -> None:
-        if self.own is None:
-            _shared_state.refuse_twice(slots, self._slot_states, self._labels)
-        mine = slots, self._slot_states, self._labels
-        for other in self._others() if guard("early_state") else ():
-            theirs = other._slot_states, other._labels
-            for slot, text in _shared_state.early_updates(*mine, *theirs):
-                self._after.append((weakref.ref(other), slot, text))
 
     def _others(self) -> list[Link]:
         return [link for link in list(links.values()) if link is not self]
@@ -329,13 +319,6 @@ class Link:
             return lib.of_shim_unconfirmed(self.plan)  # type: ignore[no-any-return]
         return lib.of_shim_is_updated(self.plan, slot)  # type: ignore[no-any-return]
 
-    def _refuse_to_be_first(self) -> None:
-        """An error's frames keep no other optimizer's link."""
-        texts = [text for ref, slot, text in self._after if _is_ahead(ref(), slot)]
-        if texts:
-            raise Error(texts[0])
-        self._after = []
-
     def adopt_state(self, optimizer: Optimizer) -> None:
         """Takes the state over now where another optimizer may have its tensors: that one must
         know before the next backward pass."""
@@ -349,10 +332,10 @@ class Link:
         self._state_snapshot.forget()  # the programs of a traced class are for the state before
 
     def _set_own_state(self, slot: int, tensors: list[Tensor | None]) -> None:
-        known = self._slot_states[slot]
+        known = self.slot_states[slot]
         if known is None or len(known) != len(tensors) or not all(map(is_, known, tensors)):
             torch.ops.optfuse.set_state(self.plan, slot, tensors, None, False)
-            self._slot_states[slot] = tuple(tensors)
+            self.slot_states[slot] = tuple(tensors)
 
     def _set_state(self, slot: int, entry: dict[str, Any], fresh: bool, flushed: bool) -> bool:
         """Whether the plan is flushed now. Once does for many slots: a flush
@@ -365,7 +348,7 @@ class Link:
         tensors: _State = tuple(map(entry.get, (*names, *self.rule.counters)))
         step = entry.get("step") if self.rule.counts_steps else None
         others = [] if self.traced is None else self.traced.counters_of(entry)
-        known, now = self._slot_states[slot], (*tensors, step, *others)
+        known, now = self.slot_states[slot], (*tensors, step, *others)
         if known is not None and len(known) == len(now) and all(map(is_, known, now)):
             return flushed
         if step is not None and not _countable(step, self._params[slot]):
@@ -380,7 +363,7 @@ class Link:
         torch.ops.optfuse.set_state(self.plan, slot, self._local_state(slot, tensors), step, fresh)
         if self.traced is not None:
             torch.ops.optfuse.know_counters(self.plan, slot, others)
-        self._slot_states[slot] = now
+        self.slot_states[slot] = now
         if self.sharded is not None and is_dtensor(self._params[slot]):
             self.sharded.tell_state(slot, list(tensors))
         return flushed or replaces
@@ -508,8 +491,7 @@ class Link:
             self._scalars.tell(optimizer, same_groups)
         if todo & ATTACH:
             self.attach()
-        if self._after:
-            self._refuse_to_be_first()
+        self._order.check()
         self.marked = True
         missing = ctypes.c_size_t()
         arguments = (self.plan,), (self._needs,), (len(self._params),), (ctypes.byref(missing),)
@@ -587,7 +569,7 @@ class Link:
             self.own_step_because = (f"{times} it could not be traced: {error}",)
             self.flush()
             self.adopt_state(optimizer)
-            self._refuse_to_be_first()
+            self._order.check()
             step_of(self.stock)(optimizer)
             return False
         return True
@@ -644,10 +626,6 @@ class Link:
             self.flush(drain=True)
             lib.of_shim_stop_deferring(self.plan)
             self.compiled = True
-
-
-def _is_ahead(link: Link | None, slot: int) -> bool:
-    return link is not None and link.is_ahead(slot)
 
 
 def raise_failure(own: updates.Own | None) -> None:

@@ -7,14 +7,13 @@ what can't be made right by that."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from optfuse._native import Error
-
-States = list[tuple[Any, ...] | None]
+from optfuse._native import Error, guard
 
 _TWICE = (
     "optfuse: {} and {} have a tensor of their state in common, so that each step would use it "
@@ -29,26 +28,54 @@ _EARLY = (
 )
 
 
-def refuse_twice(slots: list[int], states: States, labels: list[str]) -> None:
+class Holder(Protocol):
+    """A fused optimizer's link."""
+
+    slot_states: list[tuple[Any, ...] | None]  # of each slot: state tensors and counters
+
+    def label(self, slot: int) -> str: ...
+
+    def is_ahead(self, slot: int) -> bool: ...
+
+
+class Order:
+    """What the next step() of one optimizer must not come before: updates of others that backward
+    fusion has made by then."""
+
+    def __init__(self) -> None:
+        self._after: list[tuple[weakref.ref[Holder], int, str]] = []
+
+    def look(self, mine: Holder, slots: Iterable[int], others: Iterable[Holder]) -> None:
+        """slots: those whose state is shared."""
+        owners = {id(tensor): slot for slot in slots for tensor in _tensors(mine.slot_states[slot])}
+        self._after = []
+        for other in others if owners and guard("early_state") else ():
+            for slot, state in enumerate(other.slot_states):
+                found = next((owners[id(x)] for x in _tensors(state) if id(x) in owners), None)
+                if found is not None:
+                    text = _EARLY.format(mine.label(found), other.label(slot))
+                    self._after.append((weakref.ref(other), slot, text))
+
+    def check(self) -> None:
+        """An error's frames keep no other optimizer's link."""
+        texts = [text for ref, slot, text in self._after if _is_ahead(ref(), slot)]
+        if texts:
+            raise Error(texts[0])
+        self._after = []
+
+
+def _is_ahead(holder: Holder | None, slot: int) -> bool:
+    return holder is not None and holder.is_ahead(slot)
+
+
+def refuse_twice(mine: Holder, slots: Iterable[int]) -> None:
     """slots: those whose state is shared with others, of this optimizer or not."""
     owners: dict[int, int] = {}
     for slot in slots:
-        for tensor in _tensors(states[slot]):
+        for tensor in _tensors(mine.slot_states[slot]):
             other = owners.setdefault(id(tensor), slot)
             if other != slot:
-                raise Error(_TWICE.format(labels[other], labels[slot]))
-
-
-def early_updates(
-    slots: list[int], states: States, labels: list[str], theirs: States, their_labels: list[str]
-) -> Iterator[tuple[int, str]]:
-    """The slots of another plan that use the state of one of these, and what to say if backward
-    fusion has updated them already."""
-    owners = {id(tensor): slot for slot in slots for tensor in _tensors(states[slot])}
-    for other, state in enumerate(theirs):
-        mine = [owners[id(tensor)] for tensor in _tensors(state) if id(tensor) in owners]
-        if mine:
-            yield other, _EARLY.format(labels[mine[0]], their_labels[other])
+                raise Error(_TWICE.format(mine.label(other), mine.label(slot)))
 
 
 def _tensors(state: Iterable[Any] | None) -> Iterator[Tensor]:

@@ -65,15 +65,15 @@ class Traced:
         stock: type[Optimizer],
         promise: Promise,
         made: Made = "none",
-        is_late: bool = False,
+        in_backward: bool = False,
     ) -> None:
-        """is_late: options may be changed between begin() and the step, as in backward mode."""
+        """in_backward: options may be changed between begin() and step()."""
         self._plan = plan
         self._twin = twin.Twin(stock)
         self._stock = stock
         self.promise = promise
         self._making = made
-        self._is_late = is_late
+        self._in_backward = in_backward
         self.names: list[str] = []  # of state tensors, in the order of the registers
         self._shaped: set[str] = set()  # of those, with another shape than their parameter
         self.guides = 0  # at the last step
@@ -114,7 +114,7 @@ class Traced:
             self.abandon(optimizer, params)
             same_state = False
         self._before = twin.attributes_of(optimizer)
-        groups = optimizer.param_groups if self._is_late else ()
+        groups = optimizer.param_groups if self._in_backward else ()
         self._versions = list(map(twin.options_of, groups))
         self._whole = whole
         by_shape = list(self._by_shape)
