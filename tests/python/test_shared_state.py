@@ -228,28 +228,8 @@ def test_when_the_other_optimizer_is_gone_updates_run_in_backward_again(kind):
     assert not any(map(torch.equal, before, parameters)), "an update waited for step()"
 
 
-def test_state_that_is_shared_too_late_raises():
-    """The first backward pass begins with a parameter of the one that gave its state."""
-    models = [net(), net()]
-    optimizers = [
-        optfuse.fuse(KINDS["adamw"](list(model.parameters())), mode="backward") for model in models
-    ]
-    for i in range(2):
-        train(models, optimizers, i)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    by_entries(*optimizers)
-    models[0](torch.randn(4, 6)).square().sum().backward()
-    models[1](torch.randn(4, 6)).square().sum().backward()
-    message = r"parameter 0 of group 0.*in common with parameter 0 of group 0.*of another optimizer"
-    with pytest.raises(optfuse.Error, match=message):
-        optimizers[1].step()
-    optimizers[0].step()
-    optimizers[1].step()  # which is what stock's would have done
-
-
-def too_late(kind):
-    """Two optimizers, of which the second step() is refused, and what it raised."""
+def trained(kind):
+    """Two models and their optimizers in backward mode, with state and without gradients."""
     models = [net(), net()]
     optimizers = [
         optfuse.fuse(KINDS[kind](list(model.parameters())), mode="backward") for model in models
@@ -258,17 +238,31 @@ def too_late(kind):
         train(models, optimizers, i)
     for optimizer in optimizers:
         optimizer.zero_grad()
+    return models, optimizers
+
+
+def too_late(kind):
+    """Two optimizers, of which the second step() is refused, and what it raised: the first
+    backward pass begins with a parameter of the one that gave its state."""
+    models, optimizers = trained(kind)
     by_entries(*optimizers)
     for model in models:
         model(torch.randn(4, 6)).square().sum().backward()
-    with pytest.raises(optfuse.Error, match="of another optimizer") as raised:
+    message = r"parameter 0 of group 0.*in common with parameter 0 of group 0.*of another optimizer"
+    with pytest.raises(optfuse.Error, match=message) as raised:
         optimizers[1].step()
-    return models, optimizers, raised
+    return optimizers, raised
+
+
+def test_state_that_is_shared_too_late_raises():
+    optimizers, _ = too_late("adamw")
+    optimizers[0].step()
+    optimizers[1].step()  # which is what stock's would have done
 
 
 @pytest.mark.parametrize("kind", [*COMPILED, *TRACED])
 def test_state_of_its_own_is_what_a_refused_step_needs(kind):
-    _, optimizers, _ = too_late(kind)
+    optimizers, _ = too_late(kind)
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     optimizers[1].step()
     optimizers[0].step()
@@ -277,7 +271,7 @@ def test_state_of_its_own_is_what_a_refused_step_needs(kind):
 @pytest.mark.parametrize("kind", ["adamw", "traced"])
 def test_who_keeps_the_error_may_unfuse_the_other_optimizer(kind):
     """What it was raised in must not keep, and ask, a plan that is gone."""
-    _, optimizers, raised = too_late(kind)
+    optimizers, raised = too_late(kind)
     optimizers[0].step()
     optfuse.unfuse(optimizers[0])
     gc.collect()
@@ -289,14 +283,7 @@ def test_who_keeps_the_error_may_unfuse_the_other_optimizer(kind):
 def test_a_program_that_has_begun_is_not_overtaken(kind):
     """It has the counter of a parameter in it that backward has not reached, and that another
     optimizer is given meanwhile."""
-    models = [net(), net()]
-    optimizers = [
-        optfuse.fuse(KINDS[kind](list(model.parameters())), mode="backward") for model in models
-    ]
-    for i in range(2):
-        train(models, optimizers, i)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
+    models, optimizers = trained(kind)
     a, b = models
     optimizers[1].state[b[0].weight] = optimizers[0].state[a[0].weight]
     # Backward goes through what was made last first: a's last layer, b, a's first layer.
