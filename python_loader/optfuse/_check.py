@@ -282,11 +282,11 @@ def _layers_or_flag(value: Any) -> bool | list[str]:
     return value if isinstance(value, bool) else _names(value)
 
 
-def _network(value: Any) -> tuple[float, float]:
-    need(isinstance(value, tuple | list) and len(value) == 2)
-    latency, per_byte = map(number("", 0.0).take, value)
-    need(math.isfinite(latency) and math.isfinite(per_byte))
-    return latency, per_byte
+def _costs(value: Any, most: int) -> tuple[float, ...]:
+    need(isinstance(value, tuple | list) and 2 <= len(value) <= most)
+    found = tuple(map(number("", 0.0).take, value))
+    need(all(map(math.isfinite, found)))
+    return found
 
 
 def _delay(value: Any) -> dict[Any, int]:
@@ -316,7 +316,11 @@ SCHEDULE = Kind(
     '"stock", "last", "reverse_first", "budget", "auto" or a list of names of modules', _schedule
 )
 LAYER_NAMES_OR_FLAG = Kind("True, False or a list of names of modules", _layers_or_flag)
-NETWORK = Kind("a pair (seconds a message, seconds a byte)", _network)
+NETWORK = Kind("a pair (seconds a message, seconds a byte)", lambda value: _costs(value, 2))
+NETWORK_AND_PROCESSOR = Kind(
+    "(seconds a message, seconds a byte), or these and the processor's seconds a message",
+    lambda value: _costs(value, 3),
+)
 MEMORY = whole("a number of bytes", 0)
 DELAY = Kind("a mapping of parameters or modules to numbers of steps, at least 0", _delay)
 COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from optfuse._check import (
     LAYER_NAMES,
     MODEL,
+    NETWORK_AND_PROCESSOR,
     OPTIMIZER,
     Kind,
     Unfit,
@@ -57,13 +58,6 @@ def _rows(value: Any) -> list[float]:
     return found
 
 
-def _network(value: Any) -> tuple[float, ...]:
-    need(isinstance(value, list | tuple) and len(value) in (2, 3))
-    found = tuple(map(number("", 0.0).take, value))
-    need(all(map(math.isfinite, found)))
-    return found
-
-
 def _fusion() -> Kind:
     name, size = one_of(*FUSIONS), whole("a number of bytes, at least 1", 1)
     return Kind(
@@ -90,11 +84,5 @@ OPTIONS = {
     "split": optional(one_of("pi")),
     "missing": one_of("error", "skip"),
     "rows": optional(Kind("a list of samples, one number above 0 a process", _rows)),
-    "network": optional(
-        Kind(
-            "(seconds a message, seconds a byte), or with the processor's seconds a message as the "
-            "third",
-            _network,
-        )
-    ),
+    "network": optional(NETWORK_AND_PROCESSOR),
 }
