@@ -78,6 +78,23 @@ def test_what_is_done_after_step_is_equal_in_backward_mode(act):
     same(script, "backward")
 
 
+def between_backward_and_step(change):
+    """A script. change: a generator function of the model and the optimizer, which yields what
+    it sees and changes something."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            yield from change(model, optimizer)
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    return script
+
+
 def clear_averages(optimizer):
     for entry in optimizer.state.values():
         entry["exp_avg"].zero_()
@@ -86,18 +103,11 @@ def clear_averages(optimizer):
 def test_state_between_backward_and_step_is_the_new_one():
     """In backward mode; in forward mode it is stock's."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            yield "state", optimizer.state_dict()
-            clear_averages(optimizer)
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def change(_, optimizer):
+        yield "state", optimizer.state_dict()
+        clear_averages(optimizer)
 
-    same(script)
+    same(between_backward_and_step(change))
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
     optimizer.zero_grad()
@@ -129,18 +139,11 @@ def test_load_between_backward_and_step():
 def test_weights_between_backward_and_step_are_the_new_ones():
     """In backward mode; in forward mode they are stock's."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            yield "weights", weights(model)
-            write(model, optimizer)
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def change(model, optimizer):
+        yield "weights", weights(model)
+        write(model, optimizer)
 
-    same(script)
+    same(between_backward_and_step(change))
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
     old = weights(model)
