@@ -3,6 +3,7 @@
  * the yardstick of the kernels in this directory. */
 #include "../cpu/instance.h"
 #include "../cpu/memory.h"
+#include "lane.h"
 
 typedef OF_RULE_NAME(cuda_constants) cuda_constants;
 
@@ -25,7 +26,8 @@ static void update_one(const of_span *span, const of_cuda_scalars *s, const cuda
         of_store(s->unscaled, at, e.grad);
     }
     of_load_state(span, used, at, &e);
-    OF_RULE_NAME(cuda_element)(k, used, at < span->n - span->tail, (unsigned)(at % 4), &e);
+    const bool quad = at < span->n - span->tail;
+    OF_RULE_NAME(cuda_element)(k, used, quad, of_cuda_lane(quad, at), &e);
     of_store_element(span, used, at, &e);
 }
 

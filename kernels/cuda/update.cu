@@ -7,6 +7,7 @@
 // search over the tensors' first blocks, so nothing but the tensors themselves
 // has to be in the table, and that is in the kernel's arguments.
 #include "block.cuh"
+#include "lane.h"
 #include "step_scalars.cuh"
 
 struct of_block {
@@ -41,7 +42,7 @@ OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block,
             packs.grad.lane[lane] = of_narrow(e.grad);
         }
         OF_RULE_NAME(cuda_element)
-        (&block.constants, USED, block.quad, static_cast<unsigned>((at + lane) % 4), &e);
+        (&block.constants, USED, block.quad, of_cuda_lane(block.quad, at + lane), &e);
         of_put_element(&packs, lane, e);
     }
     of_store_packs(tensor, at, packs);

@@ -152,8 +152,7 @@ OF_RULE_FN of_real sgd_cuda_buffer(const sgd_cuda_constants *k, bool quad, of_re
     return of_multiply_add(true, grad, k->grad_weight, buffer * k->momentum);
 }
 
-/* quad: the reference takes this tensor's elements in fours; lane: which of the
- * four this one is. */
+/* quad: the reference takes this tensor's elements in fours; lane: see cuda/lane.h. */
 OF_RULE_FN void sgd_cuda_element(const sgd_cuda_constants *k, unsigned used, bool quad,
                                  unsigned lane, of_element *e) {
     of_real *buffer = &e->state[sgd_momentum_buffer];
