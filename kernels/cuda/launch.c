@@ -63,18 +63,16 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
     return OF_CUDA_OK;
 }
 
-/* Small enough that there are blocks for the whole chip; but each thread gets a vector of each
- * array at least. */
+/* A thread takes one vector of each array; two where there are blocks for the whole chip all the
+ * same, except of float32: the fastest of one to eight on an H200 (docs/performance.md). */
 static uint32_t chunk_of(const call *c) {
+    const size_t size = of_dtype_size(c->update->dtype);
     const uint64_t wanted = (uint64_t)BLOCKS_EACH * (uint64_t)c->multiprocessors;
-    const uint64_t least =
-        (uint64_t)OF_CUDA_THREADS * VECTOR_BYTES / of_dtype_size(c->update->dtype);
-    const uint64_t chunk = c->elements / wanted / OF_CUDA_CHUNK_UNIT * OF_CUDA_CHUNK_UNIT;
+    const uint32_t vectors = (uint32_t)(OF_CUDA_THREADS * VECTOR_BYTES / size);
+    const bool two = size != sizeof(float) && c->elements / wanted >= 2 * (uint64_t)vectors;
     if (c->update->chunk)
         return c->update->chunk;
-    if (chunk >= OF_CUDA_MOST)
-        return OF_CUDA_MOST;
-    return (uint32_t)(chunk > least ? chunk : least);
+    return two ? 2 * vectors : vectors;
 }
 
 /* Gives each entry its first block; how many blocks there are in all. */

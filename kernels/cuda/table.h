@@ -19,10 +19,9 @@
 
 enum {
     OF_CUDA_THREADS = 256, /* of a block */
-    /* Elements that a block updates: a multiple of the first, so that it begins at a
-     * whole cache line where its tensor does, and at most so many. */
+    /* Elements that a block updates are a multiple of this, so that it begins at a
+     * whole cache line where its tensor does. */
     OF_CUDA_CHUNK_UNIT = 64,
-    OF_CUDA_MOST = 8192,
     /* Kernel arguments may have 32,764 bytes. All of them are copied at every
      * launch, so a few tensors get a small table. */
     OF_CUDA_SMALL_BYTES = 2048,

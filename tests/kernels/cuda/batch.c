@@ -59,7 +59,7 @@ static size_t random_length(bool long_enough, uint64_t *random) {
     if (!long_enough)
         return random_next(random) % SHORT_LENGTH;
     const uint64_t kind = random_next(random);
-    const size_t chunk = kind >> 16 & 1 ? OF_CUDA_MOST : 1024;
+    const size_t chunk = kind >> 16 & 1 ? 4096 : 1024;
     switch (kind % 4) {
     case 0:
         return chunk * (1 + random_next(random) % 4) - 3 + random_next(random) % 7;

@@ -16,6 +16,7 @@
 #include "cuda/table.h"
 #include "host_driver.h"
 #include "packing_check.h"
+#include "rules/adam.h"
 #include "scale.h"
 
 static int failures;
@@ -125,13 +126,12 @@ static void check_tables(void) {
           "and what renews its numbers");
 }
 
-/* The blocks that update so many float32 elements on a chip of 132 multiprocessors, 0 on
+/* The blocks that update so many elements on a chip of 132 multiprocessors, 0 on
  * failure. */
-static size_t blocks_for(size_t n, uint32_t chunk) {
-    static float values[1 << 20] __attribute__((aligned(16)));
+static size_t blocks_for(of_dtype dtype, size_t n, uint32_t chunk) {
+    static double values[1 << 20] __attribute__((aligned(16)));
     const double hyper[OF_MAX_HYPER] = {0.1};
-    const of_cuda_update update = {
-        .rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper, .chunk = chunk};
+    const of_cuda_update update = {.rule = "sgd", .dtype = dtype, .hyper = hyper, .chunk = chunk};
     const size_t most = sizeof values / sizeof *values;
     of_cuda_entry entries[20];
     size_t n_entries = 0;
@@ -146,14 +146,58 @@ static size_t blocks_for(size_t n, uint32_t chunk) {
 }
 
 static void check_blocks(void) {
-    const size_t bucket = (4 << 20) / sizeof(float), enough = 4 * 132;
-    check(blocks_for(bucket, 0) >= enough && blocks_for(bucket, 0) < enough + 132,
-          "a bucket of 4 MiB gives each multiprocessor four blocks, and hardly more");
-    check(blocks_for(5 * bucket, 0) * 8192 == 5 * bucket, "blocks have at most 8,192 elements");
-    check(blocks_for(2048, 0) == 2, "each thread has at least 16 bytes of each array");
-    check(blocks_for(bucket, 4096) == 256, "whoever measures says how many elements it has");
-    check(blocks_for(bucket, 4100) == 0 && strstr(of_cuda_error(), "4100"),
+    const size_t bucket = 1 << 20;
+    check(blocks_for(OF_FLOAT32, bucket, 0) * 1024 == bucket &&
+              blocks_for(OF_FLOAT64, bucket / 4, 0) * 512 == bucket / 4 &&
+              blocks_for(OF_BFLOAT16, bucket, 0) * 2048 == bucket,
+          "each thread has 16 bytes of each array");
+    check(blocks_for(OF_FLOAT32, 5 * bucket, 0) * 1024 == 5 * bucket &&
+              blocks_for(OF_FLOAT64, bucket, 0) * 1024 == bucket &&
+              blocks_for(OF_BFLOAT16, 5 * bucket, 0) * 4096 == 5 * bucket,
+          "but of float32 twice as much where the chip is busy all the same");
+    check(blocks_for(OF_FLOAT32, bucket, 4096) == 256,
+          "whoever measures says how many elements it has");
+    check(blocks_for(OF_FLOAT32, bucket, 4100) == 0 && strstr(of_cuda_error(), "4100"),
           "but in multiples of what a cache line holds of any dtype");
+}
+
+enum { LANES = 1024 };
+
+/* Which elements of a first update round the product of L2 decay before the sum: there the sum
+ * is 0, elsewhere 2^-24; beta1 is 0, so the average becomes the gradient. */
+static bool rounds_l2(int major, bool maximize, size_t n, bool (*is_rounded)(size_t)) {
+    static float param[LANES + 3], grad[LANES + 3], average[LANES + 3], square[LANES + 3];
+    const double hyper[OF_MAX_HYPER] = {
+        [adam_lr] = 0.1, [adam_beta2] = 0.9, [adam_eps] = 1e-8, [adam_weight_decay] = 1 + 0x1p-12,
+        [adam_maximize] = maximize};
+    const of_cuda_update update = {.rule = "adam", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_cuda_entry entry = {
+        .param = param, .grad = grad, .state = {average, square}, .n = n, .step = 1};
+    for (size_t i = 0; i < n; i++) {
+        param[i] = 1 + 0x1p-12f;
+        grad[i] = maximize ? 1 + 0x1p-11f : -1 - 0x1p-11f;
+        average[i] = square[i] = 0;
+    }
+    host.major = major;
+    bool right = of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK;
+    host.major = 9;
+    for (size_t i = 0; i < n; i++)
+        right = right && average[i] == (is_rounded(i) ? 0 : 0x1p-24f);
+    return right;
+}
+
+static bool is_first_of_four(size_t i) { return i % 4 == 0; }
+static bool is_in_first_block(size_t i) { return i / 512 % 4 == 0; }
+static bool is_any(size_t i) { return i < SIZE_MAX; }
+static bool is_none(size_t i) { return i == SIZE_MAX; }
+
+/* As read off PyTorch's machine code and seen on an H200 (docs/numerics.md). */
+static void check_lanes(void) {
+    check(rounds_l2(9, false, LANES, is_first_of_four), "in fours: the first of each four");
+    check(rounds_l2(9, false, LANES + 3, is_in_first_block), "else the first of four blocks");
+    check(rounds_l2(9, true, LANES, is_any), "to maximize: all");
+    check(rounds_l2(10, false, LANES, is_none) && rounds_l2(10, true, LANES, is_none),
+          "from compute capability 10 on: none");
 }
 
 static void check_errors(void) {
@@ -225,12 +269,14 @@ static void check_programs(void) {
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "other rules run no programs");
 }
 
+enum { MOST_SCALED = 20000 };
+
 /* The CPU's row of scale.h says what a gradient becomes. */
 static bool scaling_agrees(of_dtype dtype, arrays *mine, arrays *wanted, uint64_t *random) {
     const double factors[OF_MAX_FACTORS] = {dtype == OF_FLOAT64 ? 1.0 / 3.0 : 0.3125, 1.0};
     const float single = (float)factors[0];
     const double hyper[OF_MAX_HYPER] = {0};
-    const size_t n = random_next(random) % (3 * OF_CUDA_MOST);
+    const size_t n = random_next(random) % MOST_SCALED;
     arrays_place(wanted, dtype, n, 0, random);
     arrays_fill(wanted, random);
     arrays_place_aligned(mine, dtype, n, 0, random_next(random) % 2 ? 16 : 1, random);
@@ -250,8 +296,8 @@ static bool scaling_agrees(of_dtype dtype, arrays *mine, arrays *wanted, uint64_
 
 static void check_scaling(uint64_t random) {
     arrays mine, wanted;
-    arrays_create(&mine, 3 * OF_CUDA_MOST * sizeof(double));
-    arrays_create(&wanted, 3 * OF_CUDA_MOST * sizeof(double));
+    arrays_create(&mine, MOST_SCALED * sizeof(double));
+    arrays_create(&wanted, MOST_SCALED * sizeof(double));
     for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
         bool right = true;
         for (int i = 0; i < 20; i++)
@@ -338,6 +384,7 @@ int main(int argc, char **argv) {
     batch_destroy(&b);
     check_tables();
     check_blocks();
+    check_lanes();
     check_errors();
     check_programs();
     check_scaling(seed);
