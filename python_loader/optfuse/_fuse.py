@@ -37,6 +37,7 @@ from optfuse._classes import (
 from optfuse._ddp import Reduction, check_model, reduction_of
 from optfuse._delay import delays_of
 from optfuse._link import link_of
+from optfuse._log import warn
 from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
 from optfuse._preconditioned import kfac_of
@@ -220,6 +221,13 @@ def fuse(
             f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "
             "fused=True there (docs/numerics.md names the releases and chips where they are "
             "equal). Pass strict=False, or keep the optimizer as it is"
+        )
+    if differ:
+        warn(
+            f"updates of {', '.join(differ)} round differently from fused=True there, so results "
+            "will be close to stock's and not equal; strict=True refuses that",
+            UserWarning,
+            stacklevel=2,
         )
     reduction = reduction_of(ddp, comm_hook, kind) if ddp is not None and kind else None
     options = Options(

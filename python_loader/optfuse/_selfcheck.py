@@ -20,7 +20,7 @@ from optfuse._gpu import is_gpu
 from optfuse._native import Error
 
 STEPS = 3
-SIZES = (1, 7, 64, 1003)  # in fours and not
+SIZES = (1, 7, 64, 1003, 8196, 9001)  # in fours and not; all threads of a block, several times
 # Far above what other roundings of the same formula give, far below an error.
 TOLERANCE = {
     torch.float64: 1e-12,
