@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import BOTH, On, add, common
+from harness import BOTH, On, add, common, scenario
 from torch import Tensor
 
 import optfuse
@@ -212,6 +212,47 @@ def scaled(name: str, dtype: torch.dtype, on: On) -> None:
     on.same(script)
 
 
+POWERS_AT_ONCE, POWERS_TO = 4096, 200_000
+
+
+def powers(name: str, on: On) -> None:
+    """1 - beta^step for each step up to POWERS_TO: of one element's first update from empty
+    state nothing else depends on the step. As many parameters as are updated at once have a
+    counter each; between updates the counters jump to the next steps."""
+
+    def made() -> torch.optim.Optimizer:
+        params = [torch.nn.Parameter(torch.zeros(1, device=on.device)) for _ in range(many)]
+        optimizer = getattr(torch.optim, name)(params, lr=1.0, weight_decay=0, fused=True)
+        for i, p in enumerate(params):
+            counter = torch.tensor(float(i), device=on.device)
+            optimizer.state[p] = {"step": counter} | {
+                key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")
+            }
+        return optimizer
+
+    def restart(optimizer: torch.optim.Optimizer) -> None:
+        params = parameters_of(optimizer)
+        states = [optimizer.state[p] for p in params]
+        torch._foreach_zero_([s[key] for s in states for key in ("exp_avg", "exp_avg_sq")])
+        torch._foreach_add_([s["step"] for s in states], many - 1)
+        with torch.no_grad():
+            torch._foreach_zero_(params)
+
+    many = 64 if on.quick else POWERS_AT_ONCE
+    stock, ours = made(), optfuse.fuse(made(), mode=on.mode)
+    one = torch.ones(1, device=on.device)
+    for at in range(0, (4 if on.quick else POWERS_TO // many + 1) * many, many):
+        for optimizer, mode in (stock, "forward"), (ours, on.mode):
+            deliver(optimizer, [one] * many, mode)
+            optimizer.step()
+        pairs = zip(parameters_of(ours), parameters_of(stock), strict=True)
+        if any_differ(list(pairs)):
+            mine, theirs = (torch.cat(parameters_of(o)).detach() for o in (ours, stock))
+            common.assert_same(f"{name}, steps from {at + 1}", mine, theirs)
+        for optimizer in stock, ours:
+            restart(optimizer)
+
+
 def tensor_lr(options: list[dict[str, Any]], on: On) -> list[dict[str, Any]]:
     """Two groups of these whose lr is a tensor: on the CPU, and on the device."""
     return [
@@ -264,6 +305,12 @@ def bodies(name: str, dtype: torch.dtype) -> dict[str, Callable[[On], None]]:
     if name != "SGD":
         found["capturable"] = capturable
     return found
+
+
+@scenario(devices=("cuda",), modes=("forward",))
+def bias_corrections_of_every_step(on: On) -> None:
+    for name in "Adam", "AdamW":
+        powers(name, on)
 
 
 add_all()

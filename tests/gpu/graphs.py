@@ -4,8 +4,11 @@ a capture and before a replay, and an update made in a capture is in the graph."
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +75,16 @@ class Iteration:
         with torch.cuda.graph(graph):
             self.run(step)
         return graph
+
+
+@scenario(devices=CUDA)
+def the_first_step_of_the_process_in_a_capture(on: On) -> None:
+    """Kernels that were never launched before are loaded by fuse(), not in the capture."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, here / "first_capture.py", on.mode], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def whole_iterations(on: On, limit: float | None = None) -> None:

@@ -137,15 +137,15 @@ static void measure(const task &t) {
 
 // A step in buckets, one launch each: GB/s by the elements of a block, 0: as the library
 // chooses. Not only the GPU's time: where buckets are small the host is in it.
-static void sweep(of_dtype dtype) {
+static void sweep(const char *rule, of_dtype dtype) {
     const size_t n = size_t(1) << 26, size = of_dtype_size(dtype);
-    for (size_t mebibytes : {1, 2, 4, 8, 16, 64}) {
-        const task t = {"adam", dtype, n, (int)(n * size / (mebibytes << 20))};
+    for (size_t mebibytes : {2, 8, 64}) {
+        const task t = {rule, dtype, n, (int)(n * size / (mebibytes << 20))};
         const streams s = streams_of(t);
         const std::vector<of_cuda_entry> entries = entries_of(t, s);
         of_cuda_update update = update_of(t);
-        printf("%-9s %6zu MiB", of_dtype_name(dtype), mebibytes);
-        for (uint32_t chunk : {0, 1024, 2048, 4096, 8192}) {
+        printf("%-5s %-9s %6zu MiB", rule, of_dtype_name(dtype), mebibytes);
+        for (uint32_t chunk : {0, 512, 1024, 2048, 4096, 8192}) {
             std::vector<float> took;
             const auto step = [&] {
                 for (const of_cuda_entry &entry : entries)
@@ -166,17 +166,18 @@ int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     gpu_open();
     if (argc > 1 && strcmp(argv[1], "--sweep") == 0) {
-        printf("%-9s %10s %9s %9s %9s %9s %9s\n", "GB/s", "bucket", "chosen", "1024", "2048",
-               "4096", "8192");
-        for (of_dtype dtype : {OF_FLOAT32, OF_BFLOAT16})
-            sweep(dtype);
+        printf("%-15s %10s %9s %9s %9s %9s %9s %9s\n", "GB/s", "bucket", "chosen", "512", "1024",
+               "2048", "4096", "8192");
+        for (const char *rule : {"adam", "sgd"})
+            for (of_dtype dtype : {OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16})
+                sweep(rule, dtype);
         return 0;
     }
     printf("%-15s %18s %10s %10s %7s\n", "", "elements, tensors", "GB/s", "no math", "share");
     for (const char *rule : {"adam", "sgd"})
         for (of_dtype dtype : {OF_FLOAT32, OF_BFLOAT16})
             for (size_t n : {size_t(1) << 20, size_t(1) << 24, size_t(1) << 26})
-                for (int tensors : {1, 256})
+                for (int tensors : {1, 16, 64, 256})
                     measure({rule, dtype, n, tensors});
     return 0;
 }

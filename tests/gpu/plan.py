@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from results import Results
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND = "9"  # exit status of compute-sanitizer where it found something
-BITS_PROCESSES, TRANSPARENCY_PROCESSES = 3, 4
+#: Of scenarios at a time; each has a thread of its own, and one waits for the GPU.
+PROCESSES = max(3, min(12, 3 * (os.cpu_count() or 1) // 4))
 ALWAYS = {
     "key": "weight read by clone",
     "raw": "state read by torch.save",
@@ -121,10 +123,14 @@ def sequence(call: str | None) -> list[tuple[Maker, float]]:
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
 
-def parts(plan: Plan, call: str | None = None) -> Iterator[Part]:
-    """One after the other, because the later ones use what the first has built."""
+def parts(
+    plan: Plan, call: str | None = None, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[Part]:
+    """The build, then those whose name is wanted, one after the other, because the later ones
+    use what the first has built. No time is kept for the others."""
     plan.quick = plan.quick or call == "quick"
-    makers = sequence(call)
+    made = [(maker, keep, maker(plan)) for maker, keep in sequence(call)]
+    makers = [(maker, keep) for maker, keep, part in made if part and wanted(part.name)]
     plan.kept = sum(keep for _, keep in makers)
     yield replace(build(plan), after=plan.kept)
     if not plan.use_what_was_built():
@@ -193,8 +199,8 @@ def sanitizers(plan: Plan) -> Part:
     return Part(name, commands, 240, CHECKS, judge_sanitizers, together=True)
 
 
-def scenarios(plan: Plan, part: str, title: str, processes: int, limit: float) -> Part:
-    processes = processes if plan.on_gpu else 1
+def scenarios(plan: Plan, part: str, title: str, limit: float) -> Part:
+    processes = PROCESSES if plan.on_gpu else 1
     commands = []
     for i in range(processes):
         where = str(plan.scratch / f"{part}-{i}.json")
@@ -204,12 +210,12 @@ def scenarios(plan: Plan, part: str, title: str, processes: int, limit: float) -
 
 def bits(plan: Plan) -> Part:
     limit = 120.0 if plan.quick else 280.0
-    return scenarios(plan, "bits", "bits of stock fused=True", BITS_PROCESSES, limit)
+    return scenarios(plan, "bits", "bits of stock fused=True", limit)
 
 
 def transparency(plan: Plan) -> Part:
     limit = 110.0 if plan.quick else 180.0
-    return scenarios(plan, "transparency", "transparency", TRANSPARENCY_PROCESSES, limit)
+    return scenarios(plan, "transparency", "transparency", limit)
 
 
 def layers(plan: Plan) -> Part:

@@ -39,6 +39,7 @@ def use() -> None:
         fakecuda.load()
     if DEVICE:
         torch.set_default_device(DEVICE)
+        torch.backends.cudnn.deterministic = True  # or stock differs from itself
 
 
 def reason_to_skip(name: str) -> str | None:
