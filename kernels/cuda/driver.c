@@ -33,6 +33,14 @@ static of_cuda_status opened_status = OF_CUDA_NO_DRIVER;
 static char opened_error[sizeof last_error];
 static pthread_once_t opened_once = PTHREAD_ONCE_INIT;
 
+/* Code for a chip runs under any driver of its toolkit's major release; arguments of more than
+ * 4 KiB are of CUDA 12.1. */
+enum {
+    MAJOR_RELEASE = CUDA_VERSION / 1000 * 1000,
+    LARGE_ARGUMENTS = 12010,
+    OLDEST_DRIVER = MAJOR_RELEASE > LARGE_ARGUMENTS ? MAJOR_RELEASE : LARGE_ARGUMENTS
+};
+
 static of_cuda_status check_version(void) {
     int version = 0;
     const CUresult result = opened.init(0);
@@ -40,7 +48,7 @@ static of_cuda_status check_version(void) {
         of_driver_fail(&opened, result, "the CUDA driver does not start");
         return OF_CUDA_NO_DRIVER;
     }
-    if (opened.driver_version(&version) != CUDA_SUCCESS || version < CUDA_VERSION / 1000 * 1000)
+    if (opened.driver_version(&version) != CUDA_SUCCESS || version < OLDEST_DRIVER)
         return of_cuda_fail(OF_CUDA_NO_DRIVER,
                             "the NVIDIA driver is too old: it supports CUDA up to %d.%d, the "
                             "kernels of optfuse were built with CUDA %d.%d; update the driver, "
@@ -70,17 +78,42 @@ const of_driver *of_driver_open(of_cuda_status *status) {
     return NULL;
 }
 
+enum { DEVICES = 64 };
+
+/* The device's primary context, retained once. */
+static CUresult primary_context(const of_driver *driver, int ordinal, CUdevice device,
+                                CUcontext *context) {
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards retained */
+    static CUcontext retained[DEVICES];
+    CUresult result = CUDA_SUCCESS;
+    if (ordinal >= DEVICES)
+        return driver->context_retain(context, device);
+    pthread_mutex_lock(&lock);
+    if (!retained[ordinal])
+        result = driver->context_retain(&retained[ordinal], device);
+    *context = retained[ordinal];
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
 of_cuda_status of_driver_enter(const of_driver *driver, int ordinal, CUdevice *device) {
     CUcontext context = NULL;
-    CUresult result = driver->context_current(&context);
+    CUdevice current = 0;
+    CUresult result = driver->device_get(device, ordinal);
+    if (result == CUDA_SUCCESS)
+        result = driver->context_current(&context);
     if (result == CUDA_SUCCESS && !context) {
-        result = driver->device_get(device, ordinal);
-        if (result == CUDA_SUCCESS) /* kept for the life of the process */
-            result = driver->context_retain(&context, *device);
+        result = primary_context(driver, ordinal, *device, &context);
         if (result == CUDA_SUCCESS)
             result = driver->context_set_current(context);
     }
     if (result == CUDA_SUCCESS)
-        result = driver->context_device(device);
-    return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, "no CUDA context");
+        result = driver->context_device(&current);
+    if (result != CUDA_SUCCESS)
+        return of_driver_fail(driver, result, "no CUDA context");
+    return current == *device ? OF_CUDA_OK
+                              : of_cuda_fail(OF_CUDA_INVALID,
+                                             "the tensors are on GPU %d, and the current CUDA "
+                                             "context is another GPU's: make GPU %d current",
+                                             ordinal, ordinal);
 }

@@ -36,9 +36,13 @@
        const CUgraphNode **dependencies, size_t *n_dependencies))                                  \
     X("cuThreadExchangeStreamCaptureMode", exchange_capture_mode, (CUstreamCaptureMode *mode))
 
+/* Functions that older drivers lack; NULL there. cuFuncLoad is of CUDA 12.4. */
+#define OF_DRIVER_OPTIONAL(X) X("cuFuncLoad", function_load, (CUfunction function))
+
 #define OF_DRIVER_MEMBER(name, member, takes) CUresult(*member) takes;
 typedef struct of_driver {
     OF_DRIVER(OF_DRIVER_MEMBER)
+    OF_DRIVER_OPTIONAL(OF_DRIVER_MEMBER)
 } of_driver;
 
 /* Finds the driver and fills *out; on failure says why in `why`. Tests put
@@ -48,7 +52,8 @@ of_cuda_status of_driver_find(of_driver *out, char *why, size_t size);
 /* The opened driver, or NULL and this thread's error is set. */
 const of_driver *of_driver_open(of_cuda_status *status);
 
-/* Makes a context current if none is, and tells the current one's device. */
+/* Makes the device's primary context current if none is, and keeps it for the life of the
+ * process. OF_CUDA_INVALID if another device's is current. */
 of_cuda_status of_driver_enter(const of_driver *driver, int ordinal, CUdevice *device);
 
 /* Sets this thread's error and returns `status`. */

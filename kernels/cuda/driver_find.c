@@ -7,7 +7,8 @@
 #include "driver.h"
 
 #define NAME(name, member, takes) name,
-static const char *const names[] = {OF_DRIVER(NAME)};
+static const char *const names[] = {OF_DRIVER(NAME) OF_DRIVER_OPTIONAL(NAME)};
+static const char *const required[] = {OF_DRIVER(NAME)};
 _Static_assert(sizeof names == sizeof(of_driver), "all members are pointers");
 
 of_cuda_status of_driver_find(of_driver *out, char *why, size_t size) {
@@ -18,7 +19,7 @@ of_cuda_status of_driver_find(of_driver *out, char *why, size_t size) {
     }
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         void *function = dlsym(library, names[i]);
-        if (!function) {
+        if (!function && i < sizeof required / sizeof *required) {
             snprintf(why, size, "the NVIDIA driver is too old: it has no %s", names[i]);
             return OF_CUDA_NO_DRIVER;
         }

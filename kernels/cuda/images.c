@@ -67,6 +67,11 @@ static single singles[OF_CUDA_SINGLES] = {
 
 static of_cuda_status load_code(const of_driver *driver, const void *code, CUlibrary *library) {
     const CUresult result = driver->library_load(library, code, NULL, NULL, 0, NULL, NULL, 0);
+    if (result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
+        return of_cuda_fail(OF_CUDA_FAILED,
+                            "this GPU is newer than those that the kernels were compiled for, and "
+                            "the driver is too old to compile them: update the driver, or build "
+                            "optfuse for this GPU (-Dcudaarch)");
     return result == CUDA_SUCCESS ? OF_CUDA_OK
                                   : of_driver_fail(driver, result, "the kernels do not load");
 }
@@ -126,7 +131,9 @@ of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which
 
 of_cuda_status of_cuda_load(const of_driver *driver, CUkernel kernel) {
     CUfunction function;
-    const CUresult result = driver->kernel_function(&function, kernel);
+    CUresult result = driver->kernel_function(&function, kernel);
+    if (result == CUDA_SUCCESS && driver->function_load) /* else at its first launch */
+        result = driver->function_load(function);
     return result == CUDA_SUCCESS ? OF_CUDA_OK
                                   : of_driver_fail(driver, result, "a kernel does not load");
 }

@@ -51,6 +51,9 @@ static of_cuda_status check_numbers(const call *c, const of_cuda_entry *entry, s
 }
 
 static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, size_t index) {
+    if (entry->n > MOST_ELEMENTS)
+        return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: a tensor of %zu elements", index,
+                            entry->n);
     const size_t size = of_dtype_size(c->update->dtype);
     if (misplaced(entry->param, size) || misplaced(entry->grad, size))
         return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: parameter or gradient misplaced", index);
@@ -135,8 +138,6 @@ static of_cuda_status add(call *c, const of_cuda_entry *entry) {
         c->code + (common->entries + 1) * c->stride > OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES);
     const bool other = common->steps_on_device != (entry->step_at != NULL);
     of_cuda_status status = OF_CUDA_OK;
-    if (entry->n > MOST_ELEMENTS)
-        return of_cuda_fail(OF_CUDA_INVALID, "a tensor of %zu elements", entry->n);
     if (full || other || c->elements + entry->n > MOST_ELEMENTS)
         status = flush(c);
     if (status == OF_CUDA_OK)

@@ -86,7 +86,12 @@ std::string load(CudaLibrary *out) {
 
 } // namespace
 
-void set_cuda_library(const char *where) { *told = where; }
+// Absolute, since the process may change its directory before the first GPU tensor.
+void set_cuda_library(const char *where) {
+    char *const absolute = realpath(where, nullptr);
+    *told = absolute != nullptr ? absolute : where;
+    std::free(absolute);
+}
 
 const CudaLibrary *cuda_library() {
     static std::once_flag once;

@@ -36,16 +36,25 @@ c10::Stream stream_of(const of_stream &stream) {
 
 c10::impl::VirtualGuardImpl guard_impl() { return c10::impl::VirtualGuardImpl(gpu_type()); }
 
+constexpr uint64_t UNKNOWN = UINT64_MAX; // what the driver says where it fails
+
 uint64_t capture_of(const c10::Stream &stream) {
     uint64_t id = 0;
     const CudaLibrary *library = cuda_library();
-    if (library != nullptr)
-        library->capture(stream.native_handle(), &id);
+    if (library != nullptr && library->capture(stream.native_handle(), &id) != OF_CUDA_OK)
+        return UNKNOWN;
     return id;
 }
 
 bool same_capture(const of_stream &stream) {
-    if (!OF_GUARD(capture) || capture_of(stream_of(stream)) == stream.capture)
+    const uint64_t now = capture_of(stream_of(stream));
+    if (now == UNKNOWN || stream.capture == UNKNOWN) {
+        of_set_error("the driver can't say whether the stream of an update is being captured "
+                     "into a CUDA graph (%s): an earlier error of the GPU is the usual reason",
+                     now == UNKNOWN ? cuda_library()->error() : "when the update was made");
+        return false;
+    }
+    if (!OF_GUARD(capture) || now == stream.capture)
         return true;
     of_set_error(stream.capture == 0
                      ? "the stream of an update made before is being captured into a CUDA graph "

@@ -52,11 +52,13 @@ void DeviceScalars::give(size_t group, of_inputs *in, References *refs) {
 }
 
 void DeviceScalars::set_factor(at::Tensor by) {
+    const std::lock_guard<std::mutex> guard(lock);
     factor = std::move(by);
     factors.clear();
 }
 
 void DeviceScalars::give_factor(of_inputs *in, References *refs) {
+    const std::lock_guard<std::mutex> guard(lock);
     at::Tensor &keep = refs->scalars[FACTOR];
     for (const auto &[stream, known] : factors)
         if (stream.device == in->stream.device && stream.id == in->stream.id)

@@ -45,7 +45,7 @@ class DeviceScalars {
     bool any = false;
     std::vector<at::Tensor> lr;
     at::Tensor grad_scale, found_inf, factor;
-    std::mutex lock; // guards copies: gradient hooks of two devices may come at once
+    std::mutex lock; // guards copies, factor and factors: two devices' hooks may come at once
     std::vector<Copy> copies;
     // The factor in the type of the computation, on the devices that have asked for it.
     std::vector<std::pair<of_stream, at::Tensor>> factors;

@@ -3,7 +3,7 @@
  * that launches them, and compares every bit with the plain C rows.
  *
  *   device_check [--seed N] [--rounds N] [--only "RULE DTYPE"]
- *   device_check --driver none|old
+ *   device_check --driver none|old|before-12.4
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -112,9 +112,6 @@ static void check_tables(void) {
               sizeof(of_cuda_large_table) <= 32764 && sizeof(of_cuda_steps) <= 4096 &&
               sizeof(of_cuda_numbers) <= 4096 && sizeof(of_cuda_packing_table) <= 4096,
           "the tables fit the kernels' arguments");
-    host.context = false;
-    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context,
-          "without a context the device's own is used");
     host.loaded[0] = '\0';
     check(of_cuda_prepare(&update) == OF_CUDA_OK &&
               strcmp(host.loaded, "of_cuda_sgd_float32_0_small of_cuda_sgd_float32_0_large "
@@ -347,8 +344,69 @@ static void check_capture(void) {
     check(right && host.mode == CU_STREAM_CAPTURE_MODE_GLOBAL, "the mode is put back, nested too");
 }
 
+/* Before anything is loaded. */
+static void check_loading(void) {
+    float values[8] __attribute__((aligned(16))) = {0};
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_cuda_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
+    host.fail_load = CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_FAILED &&
+              strstr(of_cuda_error(), "update the driver, or build"),
+          "a chip that only a newer driver can compile for is named");
+    host.fail_load = CUDA_SUCCESS;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK, "and loading is tried again");
+}
+
+static void check_contexts(void) {
+    float values[8] __attribute__((aligned(16))) = {0};
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_cuda_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
+    host.context = false;
+    host.retained = 0;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context,
+          "without a context the device's own is used");
+    host.context = false;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context && host.retained <= 1,
+          "which a second thread does not retain again");
+    host.launches = 0;
+    update.device = 1;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID && host.launches == 0 &&
+              strstr(of_cuda_error(), "on GPU 1"),
+          "another device's context is refused");
+}
+
+/* 2^36 elements: nothing of such a call may have been launched. */
+static void check_most_elements(void) {
+    float values[4] __attribute__((aligned(16))) = {1, 1, 1, 1};
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_cuda_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
+    of_cuda_entry entries[] = {entry, entry, entry};
+    entries[1].step_at = values; /* another kind of step, so that the first table is full */
+    entries[2].n = ((size_t)1 << 36) + 1;
+    host.launches = 0;
+    check(of_cuda_launch(&update, entries, 3) == OF_CUDA_INVALID && host.launches == 0 &&
+              strstr(of_cuda_error(), "entry 2"),
+          "a tensor that is too large is refused before the first launch");
+}
+
+/* cuFuncLoad is of CUDA 12.4: before, a function is asked for and loaded when launched. */
+static int without_function_load(void) {
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    host.no_function_load = true;
+    check(of_cuda_prepare(&update) == OF_CUDA_OK && strstr(host.found, "of_cuda_sgd_float32") &&
+              !host.loaded[0],
+          "a driver that can't load functions beforehand will do");
+    return failures ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
 /* The driver is opened once a process: this one is opened without it. */
 static int without_driver(const char *how) {
+    if (strcmp(how, "before-12.4") == 0)
+        return without_function_load();
     if (strcmp(how, "none") == 0)
         host.missing = true;
     else
@@ -376,6 +434,7 @@ int main(int argc, char **argv) {
     }
     static batch b;
     batch_create(&b);
+    check_loading();
     for (const of_rule *rule = of_rules; rule->name; rule++)
         for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++)
             check_instance(&b, rule, (of_dtype)dtype, seed,
@@ -385,6 +444,8 @@ int main(int argc, char **argv) {
     check_tables();
     check_blocks();
     check_lanes();
+    check_contexts();
+    check_most_elements();
     check_errors();
     check_programs();
     check_scaling(seed);

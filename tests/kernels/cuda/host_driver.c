@@ -125,12 +125,13 @@ static CUresult host_set_current(CUcontext context) {
 }
 
 static CUresult host_context_device(CUdevice *device) {
-    *device = 0;
+    *device = host.device;
     return host.context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 static CUresult host_retain(CUcontext *context, CUdevice device) {
     (void)device;
+    host.retained++;
     *context = (CUcontext)&host;
     return CUDA_SUCCESS;
 }
@@ -141,7 +142,7 @@ static CUresult host_load(CUlibrary *library, const void *code, CUjit_option *op
     (void)options, (void)values, (void)n_options;
     (void)library_options, (void)library_values, (void)n_library_options;
     *library = (CUlibrary)(uintptr_t)code;
-    return CUDA_SUCCESS;
+    return (CUresult)host.fail_load;
 }
 
 static CUresult host_kernel(CUkernel *kernel, CUlibrary library, const char *name) {
@@ -154,11 +155,19 @@ static CUresult host_kernel(CUkernel *kernel, CUlibrary library, const char *nam
     return CUDA_ERROR_NOT_FOUND;
 }
 
+static void append_name(char *to, size_t size, const kernel_row *row) {
+    const size_t length = strlen(to);
+    snprintf(to + length, size - length, "%s ", row->name);
+}
+
 static CUresult host_function(CUfunction *function, CUkernel kernel) {
-    const size_t length = strlen(host.loaded);
-    snprintf(host.loaded + length, sizeof host.loaded - length, "%s ",
-             ((const kernel_row *)kernel)->name);
+    append_name(host.found, sizeof host.found, (const kernel_row *)kernel);
     *function = (CUfunction)kernel;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_function_load(CUfunction function) {
+    append_name(host.loaded, sizeof host.loaded, (const kernel_row *)function);
     return CUDA_SUCCESS;
 }
 
@@ -223,10 +232,11 @@ static CUresult host_exchange(CUstreamCaptureMode *mode) {
 }
 
 of_cuda_status of_driver_find(of_driver *out, char *why, size_t size) {
-    static const of_driver driver = {
+    const of_driver driver = {
         host_init,    host_version,     host_error_string,   host_attribute,    host_device_get,
         host_current, host_set_current, host_context_device, host_retain,       host_load,
-        host_kernel,  host_function,    host_launch,         host_capture_info, host_exchange};
+        host_kernel,  host_function,    host_launch,         host_capture_info, host_exchange,
+        host.no_function_load ? NULL : host_function_load};
     snprintf(why, size, "the test took the driver away");
     *out = driver;
     return host.missing ? OF_CUDA_NO_DRIVER : OF_CUDA_OK;

@@ -14,12 +14,17 @@ typedef struct host_driver {
     int multiprocessors;
     bool missing;
     bool context; /* whether one is current */
+    int device;   /* whose context is current */
+    int retained; /* how often a primary context was */
+    int fail_load;         /* what loading code gives, a CUresult */
+    bool no_function_load; /* as drivers before CUDA 12.4 */
     /* optional: told of each kernel that has run, with its arguments */
     void (*launched)(const char *kernel, const void *table, void *stream);
     bool backwards;  /* the last block and thread first */
     int fail_launch; /* the number of the launch that fails, from 1; 0: none */
     size_t launches;
-    char loaded[512]; /* names of the kernels that were loaded beforehand */
+    char found[512];  /* names of the kernels whose function was asked for */
+    char loaded[512]; /* and of those that were loaded beforehand */
     size_t blocks;    /* of the last launch */
     size_t bytes;     /* of its arguments */
     void *stream;
