@@ -145,8 +145,8 @@ enum { adam_cuda_corrects = 1 };
 typedef struct adam_cuda_constants {
     of_real beta1, beta2, weight_decay, shrink, eps, step_size, correction, reciprocal;
     bool maximize, l2, decoupled;
-    bool rounded_l2; /* the product of L2 decay is rounded before the sum: of the first lane, to
-                        maximize of all */
+    bool rounded_l2; /* without amsgrad the product of L2 decay is rounded before the sum: of the
+                        first lane, to maximize of all */
 } adam_cuda_constants;
 
 OF_RULE_FN unsigned adam_cuda_state(const double *hyper) {
@@ -167,23 +167,23 @@ OF_RULE_FN adam_cuda_constants adam_cuda_round(const double *hyper, const of_ste
     k.decoupled = k.weight_decay != (of_real)0 && hyper[adam_decoupled_weight_decay] != 0.0;
     k.l2 = k.weight_decay != (of_real)0 && !k.decoupled;
 #ifdef OF_REAL_FLOAT
-    k.rounded_l2 = now->early && !now->scaled && hyper[adam_amsgrad] == 0.0;
+    k.rounded_l2 = now->early && !now->scaled;
 #else
     k.rounded_l2 = false;
 #endif
     return k;
 }
 
-OF_RULE_FN of_real adam_cuda_gradient(const adam_cuda_constants *k, unsigned lane,
+OF_RULE_FN of_real adam_cuda_gradient(const adam_cuda_constants *k, unsigned used, unsigned lane,
                                       const of_element *e) {
     const of_real grad = k->maximize ? -e->grad : e->grad;
     if (!k->l2)
         return grad;
 #ifdef OF_REAL_FLOAT
-    if (k->rounded_l2 && (k->maximize || lane == 0))
+    if (!(used & 4u) && k->rounded_l2 && (k->maximize || lane == 0))
         return of_multiply_add(false, e->param, k->weight_decay, grad);
 #else
-    (void)lane;
+    (void)used, (void)lane;
 #endif
     return of_multiply_add(true, e->param, k->weight_decay, grad);
 }
@@ -205,7 +205,7 @@ OF_RULE_FN void adam_cuda_element(const adam_cuda_constants *k, unsigned used, b
     of_real *largest = &e->state[adam_max_exp_avg_sq];
     (void)quad;
 
-    const of_real grad = adam_cuda_gradient(k, lane, e);
+    const of_real grad = adam_cuda_gradient(k, used, lane, e);
     const of_real squared = grad * grad;
     of_real param = e->param;
     if (k->decoupled)

@@ -27,10 +27,10 @@ OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
 CHIPS = ("sm_90", "sm_75")
 SPILLS = ("adam", "sgd", "rmsprop", "nadam", "traced", "packing")
 # Of one element, in that order, by the state in use. All branches count: both
-# ways of adding L2 decay, of filling SGD's buffer, of taking a step. One product
+# ways of adding L2 decay (of which amsgrad has one), of filling SGD's buffer, of taking a step. One product
 # is the gradient's by the factor of clipping, one division that by the loss scale.
 ELEMENT = {
-    "adam-float32": {3: (6, 4, 3, 3, 1), 7: (6, 4, 3, 3, 1)},
+    "adam-float32": {3: (6, 4, 3, 3, 1), 7: (6, 3, 2, 3, 1)},
     "adam-float64": {3: (6, 3, 2, 3, 1), 7: (6, 3, 2, 3, 1)},
     "sgd-float32": {0: (2, 2, 1, 1, 0), 1: (5, 4, 1, 1, 0)},
     "sgd-float64": {0: (2, 2, 1, 1, 0), 1: (4, 3, 1, 1, 0)},
@@ -38,7 +38,7 @@ ELEMENT = {
     "scaling-float32": {0: (0, 1, 0, 1, 0)},
 }
 # Of 16 bits: the division by the second correction is a product and two fused ones.
-ELEMENT["adam-bfloat16"] = ELEMENT["adam-float16"] = {3: (8, 5, 3, 2, 1), 7: (8, 5, 3, 2, 1)}
+ELEMENT["adam-bfloat16"] = ELEMENT["adam-float16"] = {3: (8, 5, 3, 2, 1), 7: (8, 4, 2, 2, 1)}
 ELEMENT["sgd-float16"] = ELEMENT["sgd-bfloat16"]
 for dtype in ("float64", "bfloat16", "float16"):
     ELEMENT[f"scaling-{dtype}"] = ELEMENT["scaling-float32"]
