@@ -70,6 +70,8 @@ MUTANTS = [
            "if (common.runs_programs)"),
     Mutant("one product is rounded", "rules/adam.h", "of_multiply_add(true, -k->beta1",
            "of_multiply_add(false, -k->beta1"),
+    Mutant("another lane's product is rounded", "rules/adam.h", "lane == 0", "lane == 1"),
+    Mutant("lanes always lie side by side", "cuda/lane.h", "quad ? at : at / THREADS", "at"),
     Mutant("the compiler fuses products", UPDATE, "", "", ("-ffp-contract=fast", "-mfma")),
     Mutant("a quotient is not corrected", "rules/real.h", "? corrected : quotient",
            "? quotient : quotient", (), "bfloat16"),
