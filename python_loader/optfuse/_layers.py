@@ -28,6 +28,13 @@ class Layer:
     is_shared: bool  # its weight, with another kind of layer
 
 
+def own_weight(module: nn.Module, attribute: str) -> Tensor | None:
+    """The parameter of that name. None: something makes the weight anew for each forward pass (a
+    parametrization, weight_norm(), pruning), and a look at the attribute could run it, which
+    moves the buffers of spectral_norm()."""
+    return module._parameters.get(attribute)
+
+
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -78,11 +85,11 @@ def layers_of(model: nn.Module, skip: frozenset[str], by: str) -> list[Layer]:
     found: list[Layer] = []
     known, uses = set(), _uses(model)
     candidates = [c for c in _candidates(model) if not is_in(c[0], skip)]
-    ways = Counter(id(getattr(m, a)) for _, m, a in candidates)
+    ways = Counter(id(own_weight(m, a)) for _, m, a in candidates)
     for name, module, attribute in candidates:
-        weight = module._parameters.get(attribute)
+        weight = own_weight(module, attribute)
         if weight is None or id(weight) in known or not weight.requires_grad:
-            continue  # made by a parametrization, known, or frozen
+            continue  # made by something else, known, or frozen
         if isinstance(weight, UninitializedTensorMixin):
             raise Error(f"optfuse: layer {name!r} has no weight yet; run the model once first")
         if isinstance(weight, DTensor):

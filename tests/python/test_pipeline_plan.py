@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import python_ok
+from common import assert_same, python_ok
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
 
 import optfuse
 from optfuse import pipeline
@@ -70,20 +72,35 @@ def test_only_plain_linear_and_conv2d_are_movable():
         pass
 
     frozen = nn.Linear(16, 16).requires_grad_(False)
+    pruned = prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5)
     model = nn.Sequential(
         nn.Linear(16, 16),
         Mine(16, 16),
         frozen,
+        pruned,
+        spectral_norm(nn.Linear(16, 16)),
         nn.Unflatten(1, (4, 2, 2)),
         nn.Conv2d(4, 8, 1, groups=2),
         nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular"),
         nn.Conv2d(8, 4, 1),
     )
     made = pipeline.plan(model, torch.zeros(2, 16), 2, network=FREE, costs="analytic")
-    assert [la.channels for la in made.layers] == [16, 0, 0, 0, 0, 0, 8]
+    assert [la.channels for la in made.layers] == [16, 0, 0, 0, 0, 0, 0, 0, 8]
     assert [la.movable for la in made.layers] == [bool(la.channels) for la in made.layers]
     assert made.layers[2].parameters == 0 and made.layers[2].input_gradient > 0
     assert made.layers[2].weight_gradient == 0
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_a_plan_leaves_parametrized_weights_alone(costs):
+    """They are made from buffers, which a look at them moves on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    before = copy.deepcopy(model.state_dict())
+    made = pipeline.plan(model, torch.randn(4, 8), 2, network=FREE, costs=costs)
+    assert_same("buffers", dict(model.state_dict()), dict(before))
+    rate = MULTIPLY_ADDS_A_SECOND
+    assert costs == "measured" or made.layers[1].forward == pytest.approx(4 * 64 / rate)
 
 
 def test_measured_costs_are_seconds_of_what_there_is():

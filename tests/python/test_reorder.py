@@ -9,9 +9,10 @@ import weakref
 
 import pytest
 import torch
-from common import adamw, python_ok, refused, sgd
+from common import adamw, assert_same, python_ok, refused, sgd, snapshot
 from reorder_scripts import mlp, order_of_backward, x_of
 from torch import nn
+from torch.nn.utils import prune
 
 import optfuse
 
@@ -180,6 +181,39 @@ def test_layers_with_parameters_in_other_layers_never_wait():
         assert {name for name, row in rows.items() if row.turn is not None} == set()
         assert rows["head"].note == "its weight is used by another kind of layer, too"
         assert rows["b.0"].note == "its bias is used by another layer, too"
+
+
+def made_anew(way, layer):
+    """A layer whose weight something makes anew for each look, or for each forward pass."""
+    if way == "spectral_norm":
+        return nn.utils.parametrizations.spectral_norm(layer)
+    if way == "weight_norm":
+        return nn.utils.parametrizations.weight_norm(layer)
+    if way == "pruned":
+        return prune.l1_unstructured(layer, "weight", 0.5)
+    return nn.utils.spectral_norm(layer)
+
+
+@pytest.mark.parametrize("way", ["spectral_norm", "weight_norm", "pruned", "hooks"])
+@pytest.mark.parametrize("planner", ["reorder", "kfac", "delay", "delay of it"])
+def test_weights_that_something_makes_are_not_looked_at(planner, way):
+    """A look would run a parametrization, which may move its buffers on."""
+
+    def buffers_and_loss(planner):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), made_anew(way, nn.Linear(8, 8)), nn.Linear(8, 4))
+        optimizer = sgd(model.parameters())
+        kept = []
+        if planner == "reorder":
+            kept.append(optfuse.reorder(model, "last"))
+        elif planner == "kfac":
+            kept.append(optfuse.kfac(model, optimizer))
+        elif planner is not None:
+            optfuse.fuse(optimizer, delay={model[int(planner == "delay of it")]: 1})
+        found = snapshot(dict(model.state_dict()))
+        return found, model(x_of(0)).square().mean().detach()
+
+    assert_same("buffers and loss", buffers_and_loss(planner), buffers_and_loss(None))
 
 
 def test_two_models_have_schedules_of_their_own():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,10 +42,13 @@ class Entry:
     def channels(self) -> int:
         """Of the input, if the entry is movable; else 0."""
         module = self.module
-        if type(module) is nn.Linear and module.weight.requires_grad:
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.requires_grad:  # hooks may make it (pruning, weight_norm())
+            return 0
+        if type(module) is nn.Linear:
             return module.in_features
         plain = type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
-        return module.in_channels if plain and module.weight.requires_grad else 0
+        return module.in_channels if plain else 0
 
 
 def entries_of(model: nn.Sequential, example: Tensor) -> list[Entry]:
@@ -96,7 +100,7 @@ def _multiply_adds(module: nn.Module, x: Tensor) -> int:
 
     def count(layer: nn.Linear | nn.Conv2d, args: Any, y: Tensor) -> None:
         nonlocal total
-        total += y.numel() * (layer.weight.numel() // layer.weight.shape[0])
+        total += y.numel() * _multiply_adds_of_one(layer)
 
     for layer in copied.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -104,6 +108,13 @@ def _multiply_adds(module: nn.Module, x: Tensor) -> int:
     with torch.random.fork_rng(_devices(x)), torch.no_grad():
         copied(x.clone())
     return total
+
+
+def _multiply_adds_of_one(layer: nn.Linear | nn.Conv2d) -> int:
+    """Of an element of the output; a parametrization would make the weight anew for each look."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return layer.in_channels // layer.groups * math.prod(layer.kernel_size)
 
 
 def _analytic(entry: Entry) -> Seconds:
