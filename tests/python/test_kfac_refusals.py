@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What optfuse.kfac() refuses, by name, and that nothing has changed then."""
 
+import math
+
 import pytest
 import torch
 from common import assert_same, refused, snapshot
@@ -231,6 +233,38 @@ def test_steps_with_a_closure_are_refused():
         return loss
 
     refused(lambda: optimizer.step(closure), way_out="closure")
+
+
+@pytest.mark.parametrize("bad", (math.nan, math.inf))
+@pytest.mark.parametrize("where", ("inputs", "loss", "gradient"))
+@pytest.mark.parametrize("collects", (True, False))
+@pytest.mark.parametrize("kl_clip", (1e-3, None))
+def test_infinities_and_nan_are_refused_in_every_step(kl_clip, collects, where, bad):
+    """Of one layer's gradient kl_clip would carry them into the weights of all. The step that is
+    left out, and what its passes have contributed, change nothing."""
+
+    def trained(disturbed):
+        model, optimizer = model_and_optimizer()
+        ours = Ours(model, optimizer, **SELDOM, kl_clip=kl_clip)
+        for i in range(6):
+            optimizer.zero_grad()
+            if disturbed and i == (4 if collects else 3):
+                x = rows(50, 5, 6)
+                x[1, 1] = bad if where == "inputs" else 1.0
+                (model(x).square().mean() * (bad if where == "loss" else 1.0)).backward()
+                if where == "gradient":  # as an overflow in 16 bits, or a hook
+                    model[2].weight.grad[1, 1] = bad
+                before = snapshot([dict(model.state_dict()), ours.factors("2")])
+                words = ("'2'",) if where == "gradient" else ()
+                refused(ours.step, *words, way_out="leave out this step")
+                after = [dict(model.state_dict()), ours.factors("2")]
+                assert_same("weights and factors", after, before)
+                optimizer.zero_grad()
+            mlp_loss(model, i).backward()
+            ours.step()
+        return snapshot(dict(model.state_dict())), snapshot(ours.factors("0"))
+
+    assert_same("after a refused step", trained(True), trained(False))
 
 
 def test_training_goes_on_after_a_refusal():

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from optfuse._kfac.layers import Preconditioned
@@ -26,6 +28,20 @@ def _columns(layer: Preconditioned, matrix: Tensor) -> list[Tensor]:
     """Of the weight, and of the bias."""
     weight = matrix[:, : layer.inputs]
     return [weight] if layer.bias is None else [weight, matrix[:, layer.inputs]]
+
+
+def not_finite(layers: Sequence[Preconditioned]) -> Preconditioned | None:
+    """The first layer with infinities or NaN in its gradients. It takes one look at a number if
+    there is none."""
+    gradients = [[p.grad for p in layer.parameters() if p.grad is not None] for layer in layers]
+    if _are_finite([gradient for some in gradients for gradient in some]):
+        return None
+    pairs = zip(layers, gradients, strict=True)
+    return next(layer for layer, some in pairs if not _are_finite(some))
+
+
+def _are_finite(gradients: list[Tensor]) -> bool:
+    return bool(get_total_norm(gradients, math.inf).isfinite().item())
 
 
 def precondition(

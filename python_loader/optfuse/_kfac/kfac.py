@@ -19,7 +19,7 @@ from optfuse._check import argument, checked, parameters_of
 from optfuse._kfac import messages
 from optfuse._kfac.arguments import OPTIONS, POSITIVE, STEPS
 from optfuse._kfac.factors import Factors
-from optfuse._kfac.gradients import precondition
+from optfuse._kfac.gradients import not_finite, precondition
 from optfuse._kfac.inverses import Factor, factored, invert, owners
 from optfuse._kfac.layers import FACTORS, Preconditioned, sorted_layers
 from optfuse._layers import check_skip
@@ -239,6 +239,7 @@ class KFAC:
         inverts = self._inverses is None or self._is_on("inverses_every", self.steps)
         damping = float(self._scheduled("damping", self.steps)) if inverts else 0.0
         collects = self._is_on("factors_every", self.steps + 1)
+        self._check_finite()
         with torch.no_grad():
             missing = self._commit() if self._collects else set()
             if inverts:
@@ -268,6 +269,17 @@ class KFAC:
                     f"optfuse: layer {layer.name!r} has got another weight since kfac(); call "
                     "remove() on the KFAC, then kfac() again"
                 )
+
+    def _check_finite(self) -> None:
+        """Of the gradients, which all processes share; in steps that collect no factors, too."""
+        layer = not_finite(self._layers)
+        if layer is not None:
+            self.discard()  # what comes now may be right
+            raise Error(
+                f"optfuse: the gradients of layer {layer.name!r} have infinities or NaN, and once "
+                "preconditioned more weights would. The factors and the weights are as they were; "
+                "leave out this step()"
+            )
 
     def _begin(self) -> None:
         if self._collects:
