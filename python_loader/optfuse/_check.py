@@ -28,6 +28,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+#: Steps of a delay, each of which may keep another version of a parameter.
+LONGEST = 1_000_000
+
+
 class Unfit(Exception):
     """The argument is something else. Its text is a hint, or empty."""
 
@@ -292,7 +296,7 @@ def _costs(value: Any, most: int) -> tuple[float, ...]:
 def _delay(value: Any) -> dict[Any, int]:
     need(isinstance(value, Mapping))
     need(all(isinstance(key, Tensor | nn.Module) for key in value))
-    steps = whole("", 0)
+    steps = whole("", 0, LONGEST)
     return {key: steps.take(delay) for key, delay in value.items()}
 
 
@@ -322,7 +326,9 @@ NETWORK_AND_PROCESSOR = Kind(
     lambda value: _costs(value, 3),
 )
 MEMORY = whole("a number of bytes", 0)
-DELAY = Kind("a mapping of parameters or modules to numbers of steps, at least 0", _delay)
+DELAY = Kind(
+    f"a mapping of parameters or modules to numbers of steps, from 0 to {LONGEST:,}", _delay
+)
 COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
 PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)

@@ -54,10 +54,11 @@ def delays_of(given: Mapping[Any, int], optimizer: Optimizer) -> tuple[tuple[Ten
     """The parameters with a delay above 0, in the optimizer's order. given: by parameter, or by
     module, which stands for all of its parameters; a parameter's own entry counts before a
     module's, and a smaller module's before one around it."""
-    entries = [(key, delay) for key, delay in given.items() if isinstance(key, nn.Module)]
-    entries.sort(key=lambda entry: -sum(1 for _ in entry[0].modules()))
+    modules = [(key, delay) for key, delay in given.items() if isinstance(key, nn.Module)]
+    modules.sort(key=lambda entry: -sum(1 for _ in entry[0].modules()))
+    _refuse_ambiguous(modules, given)
     found: dict[Tensor, int]
-    found = {p: delay for module, delay in entries for p in module.parameters()}
+    found = {p: delay for module, delay in modules for p in module.parameters()}
     found |= {key: delay for key, delay in given.items() if isinstance(key, Tensor)}
     params = parameters_of(optimizer)
     strange = [p for p in found if not any(p is q for q in params)]
@@ -69,6 +70,26 @@ def delays_of(given: Mapping[Any, int], optimizer: Optimizer) -> tuple[tuple[Ten
     delayed = tuple((p, found[p]) for p in params if found.get(p, 0) > 0)
     _refuse(delayed)
     return delayed
+
+
+def _refuse_ambiguous(modules: Sequence[tuple[nn.Module, int]], given: Mapping[Any, int]) -> None:
+    """modules: the largest first."""
+    said: dict[Tensor, tuple[nn.Module, int]] = {}
+    for module, delay in modules:
+        if delay and not any(True for _ in module.parameters()):
+            raise Error(
+                f"optfuse: delay= names a {type(module).__name__} without parameters, which has no "
+                "updates to delay; name the modules whose weights are to be late"
+            )
+        for param in module.parameters():
+            around, other = said.get(param, (module, delay))
+            if other != delay and param not in given and module not in set(around.modules()):
+                raise Error(
+                    f"optfuse: delay= says {other} of a {type(around).__name__} and {delay} of a "
+                    f"{type(module).__name__}, which share a parameter of shape "
+                    f"{tuple(param.shape)}; name that parameter, too"
+                )
+            said[param] = module, delay
 
 
 def _refuse(delayed: Sequence[tuple[Tensor, int]]) -> None:

@@ -99,6 +99,7 @@ WRONG = {
         "delay": (
             3, "0", [1], {0: 1}, {"0.weight": 1}, lambda w: {w.other: -1},
             lambda w: {w.other: 1.5}, lambda w: {w.other: True}, lambda w: {w.other: None},
+            lambda w: {w.other: 10**30},
         ),
         "weights": (None, "newest", "Stash", 3, ["stash"]),
     },

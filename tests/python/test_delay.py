@@ -423,6 +423,26 @@ def test_delay_by_parameter_and_nested_modules():
     assert {n: e["delay"] for n, e in entries.items()} == {0: 2, 1: 2, 2: 2, 4: 3, 5: 3}
 
 
+def overlapping(**more):
+    """Two blocks with one embedding, which neither has in the other."""
+    first, second = nn.Embedding(8, 4), nn.Linear(4, 8)
+    second.weight = first.weight
+    model = nn.ModuleDict({"in": nn.Sequential(first), "out": nn.Sequential(second)})
+    delay = {model["in"]: 1, model["out"]: 2, **{model["in"][0].weight: n for n in more.values()}}
+    return optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay=delay)
+
+
+def test_overlapping_modules_with_the_parameter_named():
+    entries = overlapping(shared=3).state_dict()["optfuse_delay"]["parameters"]
+    assert {n: e["delay"] for n, e in entries.items()} == {0: 3, 1: 2}
+
+
+def test_a_module_without_parameters_may_have_no_delay():
+    model = mlp()
+    delay = {module: int(isinstance(module, nn.Linear)) for module in model}
+    optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay=delay)
+
+
 def refusals():
     model = mlp()
     tied = nn.Parameter(torch.ones(4))
@@ -434,6 +454,13 @@ def refusals():
         ),
         "does not have": lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={tied: 1}),
         "share memory": lambda: optfuse.fuse(sgd([tied, alias], lr=0.1), delay={tied: 1, alias: 1}),
+        "names a Tanh without parameters": (
+            lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={model[1]: 1, model[0]: 2})
+        ),
+        r"1 of a Sequential and 2 of a Sequential, which share a .* \(8, 4\); name": overlapping,
+        "from 0 to 1,000,000": (
+            lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={model: 10**30})
+        ),
         "goes with delay=": lambda: optfuse.fuse(sgd([tied], lr=0.1), weights="latest"),
     }
 
