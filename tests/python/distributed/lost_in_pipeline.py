@@ -24,8 +24,8 @@ from torch import nn
 from optfuse._pipeline.transport import Transport
 from optfuse.pipeline import Pipeline, plan
 
-PATIENCE = 40.0  # seconds that a process lives on
-LATE = 4.0  # seconds: the time-out where a process does not come
+PATIENCE = 300.0  # seconds: the time-out of a process group, and how long a process lives on
+LATE = 20.0  # seconds: that of process 0 where a process does not come
 COUNT = 8  # batches
 
 
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     where: str  # "layer", "loss", "optimizer", "inputs", "between"
     how: str = "raises"  # "killed", "stays away"
     strategy: str = "1f1b"
-    timeout: float = 30.0  # of the process group
+    timeout: float = PATIENCE  # of process 0, which is the first to wait
     store: str = "file"
     off: str = ""  # the guard that is off
 
@@ -120,7 +120,7 @@ def pipeline_of(case, check):
     return Pipeline(made, model, loss, Sgd(model.parameters(), check))
 
 
-def train(case, pipeline, check):
+def train(case, pipeline, check, stay_away):
     def inputs():
         for _ in range(COUNT):
             check("inputs")
@@ -131,7 +131,7 @@ def train(case, pipeline, check):
     if case.where == "between" and dist.get_rank() == case.wrong:
         if case.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(LATE + 1)
+        stay_away()
         return
     pipeline.run(inputs(), targets)
 
@@ -179,17 +179,19 @@ def play(folder, rank, name):
         store=store_of(folder, list(CASES).index(name), rank, case),
         rank=rank,
         world_size=case.world,
-        timeout=datetime.timedelta(seconds=case.timeout),
+        timeout=datetime.timedelta(seconds=PATIENCE if rank else case.timeout),
     )
+    others = [place(folder, other, name) for other in range(case.world) if other != rank]
+    stay_away = functools.partial(wait_for, others)
     check = GivesUp(case)
     pipeline = pipeline_of(case, check)
     began = time.monotonic()
-    told = {"error": attempt(lambda: train(case, pipeline, check))}
+    told = {"error": attempt(lambda: train(case, pipeline, check, stay_away))}
     told["seconds"] = time.monotonic() - began
     told["again"] = attempt(lambda: pipeline.run([], []))
     told["saved"] = attempt(pipeline.state_dict)
     write(folder, rank, name, told)
-    wait_for([place(folder, other, name) for other in range(case.world)])
+    wait_for(others)
     os._exit(0)
 
 

@@ -12,7 +12,7 @@ import lost_in_pipeline
 import pytest
 from lost_in_pipeline import CASES, LATE
 
-SOON = 10.0  # seconds; the process group's time-out is 30
+SOON = 60.0  # seconds, on a busy machine; the process group's time-out is 300
 SCRIPT = Path(lost_in_pipeline.__file__)
 
 
@@ -23,7 +23,7 @@ def told(tmp_path_factory):
     command = [sys.executable, str(SCRIPT), str(folder)]
     ranks = [subprocess.Popen([*command, str(rank), *CASES]) for rank in range(3)]
     for process in ranks:
-        assert process.wait(timeout=300) == 0
+        assert process.wait(timeout=900) == 0
 
     def read(rank, name):
         return json.loads(lost_in_pipeline.place(folder, rank, name).read_text("utf-8"))
