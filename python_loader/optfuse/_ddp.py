@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from optfuse import _consumed
 from optfuse._check import parameters_of
 from optfuse._link import Link
 from optfuse._native import Error
@@ -303,6 +305,27 @@ def _register_builtin(
     stock(self, comm_hook_type)
 
 
+# Where gradients are views of buckets, DDP copies those that are there when it makes a bucket.
+
+
+def _init_helper(
+    stock: Callable[..., None], self: DistributedDataParallel, parameters: Any, *rest: Any
+) -> None:
+    """Makes the buckets."""
+    with _consumed.aside(parameters):
+        stock(self, parameters, *rest)
+
+
+def _pre_forward(
+    stock: Callable[..., Any], self: DistributedDataParallel, *inputs: Any, **kwargs: Any
+) -> Any:
+    """Rearranges the buckets, once, after the first backward pass."""
+    if self._has_rebuilt_buckets or self not in _reductions:
+        return stock(self, *inputs, **kwargs)
+    with _consumed.aside(_reduced(self)):
+        return stock(self, *inputs, **kwargs)
+
+
 def known_reduction(model: DistributedDataParallel) -> Reduction | None:
     return _reductions.get(model)
 
@@ -312,15 +335,19 @@ def install() -> None:
     for name, ours in (
         ("register_comm_hook", _register),
         ("_register_builtin_comm_hook", _register_builtin),
+        ("_ddp_init_helper", _init_helper),
     ):
         replace(
             DistributedDataParallel, name, _method(ours, getattr(DistributedDataParallel, name))
         )
+    # As _post_forward in _await.py: what dynamo would trace here takes microseconds.
+    before = torch._dynamo.disable(_method(_pre_forward, DistributedDataParallel._pre_forward))
+    replace(DistributedDataParallel, "_pre_forward", before)
 
 
-def _method(ours: Callable[..., None], stock: Callable[..., None]) -> Callable[..., None]:
+def _method(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def call(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        ours(stock, self, *args, **kwargs)
+    def call(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        return ours(stock, self, *args, **kwargs)
 
     return call

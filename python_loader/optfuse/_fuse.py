@@ -268,7 +268,8 @@ def _refuse_to_be_early(delay: Mapping[Any, int] | None) -> None:
 @checked(optimizer=FUSED)
 def unfuse(optimizer: OptimizerT) -> OptimizerT:
     """Launches what is pending, also what fuse(delay=...) holds back, and makes the optimizer
-    the stock one again, with its state. Raises optfuse.Error if it is not fused."""
+    the stock one again, with its state. A gradient that backward fusion has used becomes None, once
+    step() was called. Raises optfuse.Error if it is not fused."""
     if is_fused(optimizer):  # else OPTFUSE_DISABLE=1
         become_stock(optimizer)
     return optimizer

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from optfuse import _compiled, _gpu, _scaled, _shared_state
+from optfuse import _compiled, _consumed, _gpu, _scaled, _shared_state
 from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
 from optfuse._dtensor import Sharded, check_layout, is_dtensor, local_of
@@ -159,8 +159,15 @@ class Link:
             self.delayed.close()
         if self.mode == BACKWARD:
             self._detach()
+            self._drop_consumed()
         links.pop(self.plan, None)
         self._free()
+
+    def _drop_consumed(self) -> None:
+        """Nobody can read what the updates have used up. What step() has not confirmed stays: at
+        such a gradient stock's step() raises."""
+        confirmed = [p for slot, p in enumerate(self._params) if not self.is_ahead(slot)]
+        _consumed.drop([*confirmed, *map(local_of, confirmed)])
 
     # ---- parameters and groups
 

@@ -127,6 +127,19 @@ PATCHES = (
         "a model has one communication hook, which is ours: call the user's from there",
         ("self", "state", "hook"),
     ),
+    *(
+        Patch(
+            f"torch.nn.parallel.DistributedDataParallel.{name}",
+            "where gradients are views of buckets DDP copies those that are there when it makes a "
+            "bucket, and what backward fusion has consumed can't be copied: put it aside",
+            takes,
+            asked_by=f"torch.nn.parallel.DistributedDataParallel.{caller}",
+        )
+        for name, takes, caller in (
+            ("_ddp_init_helper", ("self", "parameters"), "__init__"),
+            ("_pre_forward", ("self",), "forward"),
+        )
+    ),
     Patch(
         "torch.nn.parallel.DistributedDataParallel._post_forward",
         "from here on DDP may write into its buckets: wait for what is still on its way from them",
@@ -166,6 +179,12 @@ PLACES = (
         "the updates have used them; we hand out the others",
         "torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers",
         ("_set_optimizer_in_backward",),
+    ),
+    (
+        "nothing, but asks whether that model has rearranged its buckets,",
+        "it does so once, and needs consumed gradients put aside then",
+        "torch.nn.parallel.DistributedDataParallel._pre_forward",
+        ("_has_rebuilt_buckets",),
     ),
     (
         "the reduction of that model",

@@ -248,6 +248,36 @@ def test_groups_changed_inside_backward_are_refused():
     assert len(seen) == 2 and len(optimizer.param_groups) == 1
 
 
+def test_unfuse_leaves_no_consumed_gradient_behind():
+    """What nobody can read any more is as after zero_grad(); the others keep theirs."""
+    model, optimizer = fused_backward()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    train(model, optimizer, 0)
+    kept = model[0].weight.grad = torch.ones_like(model[0].weight)
+    optfuse.unfuse(optimizer)
+    gradients = [p.grad for p in model.parameters()]
+    assert gradients[0] is kept and gradients[1:] == [None] * (len(gradients) - 1)
+    assert all(p.grad is not None for p in other.parameters())
+    before = weights(model)
+    optimizer.step()  # stock's: of the gradient that is there
+    changed = [name for name in before if not torch.equal(weights(model)[name], before[name])]
+    assert changed == ["0.weight"]
+
+
+def test_unfuse_before_step_leaves_gradients_at_which_stock_raises():
+    """step() would count, and find nothing to do."""
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optfuse.unfuse(optimizer)
+    assert all(p.grad is not None for p in model.parameters())
+    refused(optimizer.step, way_out=AGAIN)
+    optimizer.zero_grad()
+    train(model, optimizer, 2)
+
+
 def test_an_interrupt_inside_backward_stays_an_interrupt():
     model, optimizer = fused_backward()
     before = weights(model)

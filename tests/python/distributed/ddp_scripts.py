@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -348,6 +349,54 @@ def unfused_again(mode):
             if i == 10:
                 wrap(optimizer, **ddp_of(wrap, wrapped))
             yield "loss", train(wrapped, optimizer, i)
+        yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+@scenario("backward", copies={"views": False}, views={"views": True})
+def wrapped_anew(mode, views):
+    """A model whose gradients updates have consumed gets another DDP and another optimizer."""
+
+    def script(wrap, unfused, zeroed):
+        model = Net()
+        wrapped = DDP(model, bucket_cap_mb=SMALL, gradient_as_bucket_view=views)
+        optimizer = wrap(adamw(model.parameters()), **ddp_of(wrap, wrapped))
+        for i in range(3):
+            yield "loss", train(wrapped, optimizer, i)
+        if wrap.fused and unfused:
+            wrap.prove()
+            wrap.optimizers.clear()
+            optfuse.unfuse(optimizer)
+            assert all(p.grad is None for p in model.parameters())
+        if zeroed:
+            optimizer.zero_grad()
+        wrapped = DDP(model, bucket_cap_mb=SMALL, gradient_as_bucket_view=views)
+        if not unfused:
+            optimizer = adamw(model.parameters())
+        for i in range(3, 6):
+            yield "loss", train(wrapped, optimizer, i)
+        yield from everything(model, optimizer)
+
+    for unfused, zeroed in itertools.product((True, False), repeat=2):
+        arguments = {"unfused": unfused, "zeroed": zeroed}
+        same(functools.partial(script, **arguments), mode, prove=not unfused)
+
+
+@scenario("forward", "backward", copies={"views": False}, views={"views": True})
+def zeroed_after_the_forward_pass(mode, views):
+    """DDP arranges its buckets anew in a forward pass that finds gradients there."""
+
+    def script(wrap):
+        model = Net()
+        wrapped = DDP(model, bucket_cap_mb=SMALL, gradient_as_bucket_view=views)
+        optimizer = wrap(adamw(model.parameters()), **ddp_of(wrap, wrapped))
+        for i in range(STEPS):
+            loss = loss_of(wrapped, i)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
         yield from everything(model, optimizer)
 
     same(script, mode)

@@ -26,6 +26,16 @@ def test_training_is_as_in_stock(world, scenario, played):
     assert played is None, played
 
 
+@pytest.mark.parametrize(
+    "scenario",
+    ["wrapped_anew copies backward", "wrapped_anew views backward"]
+    + [f"zeroed_after_the_forward_pass views {mode}" for mode in ("forward", "backward")],
+)
+def test_buckets_that_are_made_beside_consumed_gradients(gloo, scenario):
+    torch.manual_seed(0)
+    ddp_scripts.SCENARIOS[scenario]()
+
+
 def refuses(model, *words, way_out='mode="forward"', parameters=None, **options):
     optimizer = adamw((parameters or model).parameters())
     refused(
