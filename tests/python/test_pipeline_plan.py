@@ -72,12 +72,10 @@ def test_only_plain_linear_and_conv2d_are_movable():
         pass
 
     frozen = nn.Linear(16, 16).requires_grad_(False)
-    pruned = prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5)
     model = nn.Sequential(
         nn.Linear(16, 16),
         Mine(16, 16),
         frozen,
-        pruned,
         spectral_norm(nn.Linear(16, 16)),
         nn.Unflatten(1, (4, 2, 2)),
         nn.Conv2d(4, 8, 1, groups=2),
@@ -85,7 +83,7 @@ def test_only_plain_linear_and_conv2d_are_movable():
         nn.Conv2d(8, 4, 1),
     )
     made = pipeline.plan(model, torch.zeros(2, 16), 2, network=FREE, costs="analytic")
-    assert [la.channels for la in made.layers] == [16, 0, 0, 0, 0, 0, 0, 0, 8]
+    assert [la.channels for la in made.layers] == [16, 0, 0, 0, 0, 0, 0, 8]
     assert [la.movable for la in made.layers] == [bool(la.channels) for la in made.layers]
     assert made.layers[2].parameters == 0 and made.layers[2].input_gradient > 0
     assert made.layers[2].weight_gradient == 0
@@ -254,9 +252,16 @@ def tied():
     return nn.Sequential(layer, nn.ReLU(), layer)
 
 
+def pruned():
+    return nn.Sequential(
+        nn.Linear(4, 4), prune.l1_unstructured(nn.Linear(4, 4), name="weight", amount=0.5)
+    )
+
+
 REFUSED = {
     "entries '0' and '2' that share a parameter": lambda: tied(),
     "entry '1' that returns tuple": lambda: nn.Sequential(nn.Linear(4, 4), Pair()),
+    "entry '1' that .* can't copy: Only Tensors created explicitly": lambda: pruned(),
     "without layers": lambda: nn.Sequential(),
     "entry '1' whose output needs no gradient": lambda: nn.Sequential(nn.Linear(4, 4), Cut()),
 }

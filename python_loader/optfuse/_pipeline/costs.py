@@ -77,8 +77,16 @@ def entries_of(model: nn.Sequential, example: Tensor) -> list[Entry]:
 
 
 def _output(name: str, module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        copied = copy.deepcopy(module)
+    except Exception as error:
+        raise Error(
+            f"optfuse: plan() got an entry {name!r} that copy.deepcopy() can't copy: {error}. Hooks "
+            "that make a weight (pruning, torch.nn.utils.weight_norm) do that: remove them first, "
+            "or use torch.nn.utils.parametrizations"
+        ) from error
     with torch.random.fork_rng(_devices(x)), torch.no_grad():
-        y = copy.deepcopy(module)(x.clone())
+        y = copied(x.clone())
     if not isinstance(y, Tensor):
         raise Error(
             f"optfuse: plan() got an entry {name!r} that returns {type(y).__name__}; an entry of "
