@@ -53,7 +53,8 @@ class Count(NamedTuple):
     def cells(self) -> tuple[str, ...]:
         verdict = "" if self.budget is None else "within" if self.share <= self.budget else "OVER"
         budget = "" if self.budget is None else percent(self.budget)
-        return (self.what, f"{self.instructions:,.0f}", percent(round(self.share, 3)), budget, verdict)
+        counted = (f"{self.instructions:,.0f}", percent(round(self.share, 3)))
+        return (self.what, *counted, budget, verdict)
 
 
 def percent(share: float) -> str:

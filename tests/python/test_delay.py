@@ -423,12 +423,14 @@ def test_delay_by_parameter_and_nested_modules():
     assert {n: e["delay"] for n, e in entries.items()} == {0: 2, 1: 2, 2: 2, 4: 3, 5: 3}
 
 
-def overlapping(**more):
-    """Two blocks with one embedding, which neither has in the other."""
+def overlapping(shared=None):
+    """Two blocks with one embedding. shared: its own delay."""
     first, second = nn.Embedding(8, 4), nn.Linear(4, 8)
     second.weight = first.weight
     model = nn.ModuleDict({"in": nn.Sequential(first), "out": nn.Sequential(second)})
-    delay = {model["in"]: 1, model["out"]: 2, **{model["in"][0].weight: n for n in more.values()}}
+    delay = {model["in"]: 1, model["out"]: 2}
+    if shared is not None:
+        delay[first.weight] = shared
     return optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay=delay)
 
 

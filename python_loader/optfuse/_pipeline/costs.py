@@ -81,9 +81,9 @@ def _output(name: str, module: nn.Module, x: Tensor) -> Tensor:
         copied = copy.deepcopy(module)
     except Exception as error:
         raise Error(
-            f"optfuse: plan() got an entry {name!r} that copy.deepcopy() can't copy: {error}. Hooks "
-            "that make a weight (pruning, torch.nn.utils.weight_norm) do that: remove them first, "
-            "or use torch.nn.utils.parametrizations"
+            f"optfuse: plan() got an entry {name!r} that copy.deepcopy() can't copy: {error}. That "
+            "is so where hooks make a weight (pruning, torch.nn.utils.weight_norm): remove them "
+            "first, or use torch.nn.utils.parametrizations"
         ) from error
     with torch.random.fork_rng(_devices(x)), torch.no_grad():
         y = copied(x.clone())
