@@ -17,7 +17,7 @@ from common import assert_same
 from several import TAKEN_DOWN
 
 HERE = Path(__file__).parent
-SLACK = 5.0  # seconds beyond the time-out of the process group
+SLACK = 60.0  # seconds beyond the time-out of the process group, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def told(tmp_path_factory):
     command = [sys.executable, str(HERE / "failing.py"), str(folder)]
     ranks = [subprocess.Popen([*command, str(rank), *failing.CASES]) for rank in range(2)]
     for process in ranks:
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=600) == 0
 
     def read(rank, name):
         return json.loads(Path(folder, f"{rank}-{name}").read_text("utf-8"))
