@@ -38,3 +38,10 @@ if not missing:
         gc.collect()
         found = fakecuda.races()
         assert not found, "nothing puts in order:\n" + "\n".join(found)
+
+    @pytest.fixture
+    def rounds_as_cuda():
+        """Whatever instructions the CPU's operators take."""
+        fakecuda.round_as_cuda()
+        yield
+        fakecuda.round_as_cuda(False)

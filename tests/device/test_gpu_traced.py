@@ -32,6 +32,7 @@ from optfuse._link import link_of
 from optfuse._process import drain_all
 from optfuse._traced import foreach
 
+pytestmark = pytest.mark.usefixtures("rounds_as_cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (1, 5, 16, 37, 1003, 9001)
 FORMULAS = {**OPERATORS, **POWERS}
@@ -43,13 +44,6 @@ LISTS = {
     "addcmul": lambda p, g: torch._foreach_addcmul([p], [g], [g], 1.0)[0],
 }
 FORMULAS |= {f"{name} of lists": formula for name, formula in LISTS.items()}
-
-
-@pytest.fixture(autouse=True)
-def rounding():
-    fakecuda.round_as_cuda()
-    yield
-    fakecuda.round_as_cuda(False)
 
 
 class EachGroup(Base):
