@@ -70,7 +70,7 @@ def test_fused_where_new_tensors_go_to_the_gpu_by_default():
 
 
 def test_what_else_draws_numbers_does_so_on_the_cpu():
-    _clip._our_norm_is_torchs.cache_clear()
+    on_the_cpu = _clip._our_norm_is_torchs.__wrapped__()  # as this CPU's operators sum
     with torch.device(NAME):
-        assert _clip._our_norm_is_torchs()
+        assert _clip._our_norm_is_torchs.__wrapped__() == on_the_cpu
         assert result.median_interval([2.0, 4.0]).median == 3.0
