@@ -183,7 +183,7 @@ PLACES = (
     (
         "nothing, but asks whether that model has rearranged its buckets,",
         "it does so once, and needs consumed gradients put aside then",
-        "torch.nn.parallel.DistributedDataParallel._pre_forward",
+        "torch.nn.parallel.DistributedDataParallel._update_process_group",
         ("_has_rebuilt_buckets",),
     ),
     (

@@ -106,8 +106,8 @@ def test_other_parameters_are_noticed(patch, monkeypatch):
 
 @pytest.mark.parametrize("patch", ASKED, ids=lambda patch: patch.target)
 def test_a_function_that_is_no_longer_asked_is_noticed(patch, monkeypatch):
-    (change,) = changed_by(monkeypatch, patch.asked_by, other)
-    assert change.startswith(f"{patch.target} is not called by")
+    changes = changed_by(monkeypatch, patch.asked_by, other)  # it may ask for several
+    assert sum(change.startswith(f"{patch.target} is not called by") for change in changes) == 1
 
 
 @pytest.mark.parametrize("place", _patches.PLACES, ids=lambda place: place[2])
