@@ -138,6 +138,16 @@ OF_API bool of_shim_inputs_are_profiled(void);
  * default, or a null pointer. */
 OF_API void of_shim_seal_consumed(bool sealed);
 
+/* Whether that is so of this storage, a StorageImpl of PyTorch. */
+OF_API bool of_shim_is_sealed(void *storage);
+
+/* From here on a function of Python that is written in C calls `first`, a callable: with self, if
+ * it is a method, and with the arguments, before it does anything. What `first` makes of self, if
+ * not None, is used in its place. name: of the function; head_bytes: of an object without
+ * attributes. With the GIL; OF_REFUSED if it is called in no known way. */
+OF_API int of_shim_call_first(void *function, const char *name, size_t head_bytes, bool is_method,
+                              void *first);
+
 #ifdef __cplusplus
 }
 #endif

@@ -76,12 +76,14 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_is_profiled": (_Bool, []),
     "of_shim_inputs_are_profiled": (_Bool, []),
     "of_shim_seal_consumed": (None, [_Bool]),
+    "of_shim_is_sealed": (_Bool, [ctypes.c_void_p]),
 }
 _WITH_GIL: _Prototypes = {
     "of_shim_drop_gradients": (None, [_Plan]),
     "of_shim_same_items": (_Bool, [_Object] * 2),
     "of_shim_same_groups": (_Bool, [_Object] * 4),
     "of_shim_same_state": (_Bool, [_Object] * 4),
+    "of_shim_call_first": (_Int, [_Object, _Text, _Size, _Bool, _Object]),
 }
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Everything of PyTorch that optfuse replaces or reaches into, and why.
 
-PATCHES: what Python code exchanges. replace() exchanges nothing that is not listed, and
-before the first exchange changes() compares each with what the tested releases have.
+PATCHES: what Python code exchanges. replace() and call_first() exchange nothing that is not
+listed, and before the first exchange changes() compares each with what the tested releases have.
 PLACES: where Python code stands in an object of PyTorch's. NATIVE: what the compiled
 library replaces, or uses although it is private, and what notices that it has changed."""
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from optfuse._log import warn
-from optfuse._native import Error
+from optfuse._native import OK, Error, lib_with_gil, message
 from optfuse._releases import TESTED
 
 
@@ -46,6 +46,9 @@ class Native:
     since: str = TESTED[0]
 
 
+_MAY_DIFFER = (
+    f"Results may differ from stock PyTorch: use torch {TESTED[0]} to {TESTED[-1]}, or don't fuse"
+)
 _RAW = "gives raw memory to whoever asks, without an operator: launch what is pending first"
 _SAVED = "TorchScript reads the memory of a whole module in C++: launch what is pending first"
 _GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
@@ -60,14 +63,31 @@ PATCHES = (
         "every compiled callable asks it on entry, before its guards compare dispatch keys",
         asked_by="torch._dynamo.eval_frame._TorchDynamoContext.__call__",
     ),
-    Patch("torch.Tensor.data_ptr", _RAW),
-    Patch("torch.Tensor.untyped_storage", _RAW),
+    *(
+        Patch(f"torch.Tensor.{name}", _RAW)
+        for name in ("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_")
+    ),
+    *(
+        Patch(
+            f"torch._C.StorageBase.{name}",
+            "it reads a storage that may be sealed, and is_shared() ends the process then: raise "
+            "an error that says why",
+        )
+        for name in ("data_ptr", "is_shared", "copy_", "_share_fd_cpu_", "_share_filename_cpu_")
+    ),
     Patch("torch.Tensor.__dlpack__", _RAW, ("self",)),
     Patch("torch.Tensor.share_memory_", _RAW, ("self",)),
-    Patch("torch._C._to_dlpack", _RAW, optional=True),
-    Patch("torch._C._to_dlpack_versioned", _RAW, optional=True),
-    Patch("torch.to_dlpack", _RAW, optional=True),
-    Patch("torch.utils.dlpack.to_dlpack", _RAW, optional=True),
+    *(
+        Patch(f"torch._C.{name}", _RAW, optional=True)
+        for name in ("_to_dlpack", "_to_dlpack_versioned", "_data_address", "_is_cow_tensor")
+    ),
+    *(
+        Patch(
+            f"torch.Tensor.{name}",
+            "it takes the dispatch key of a pending tensor for a device: give it another tensor",
+        )
+        for name in ("new", "new_tensor")
+    ),
     Patch("torch._C.ScriptModule.save", _SAVED),
     Patch("torch._C.ScriptModule.save_to_buffer", _SAVED),
     Patch("torch._C.ScriptModule._save_for_mobile", _SAVED, optional=True),
@@ -317,6 +337,12 @@ NATIVE = (
         "our hook takes a parameter's one place for such hooks, and calls what was there",
         _BUILD,
     ),
+    Native(
+        "PyMethodDef",
+        "python/call_first.c",
+        "Python's record of a function that is written in C: all that stand for it go by it",
+        "call_first(), which compares the name in it",
+    ),
     *(
         Native(
             name,
@@ -412,6 +438,31 @@ def call_before(owner: Any, name: str, work: Callable[..., None]) -> None:
         replace(owner, name, after(work, function))
 
 
+_called_later: list[Any] = []  # functions that call one of ours first
+
+
+def call_first(owner: Any, name: str, work: Callable[..., Any]) -> None:
+    """Has a listed function that is written in C call `work` before it does anything, under
+    whichever name it is called, and if a script has bound it long ago: with self, if it is a
+    method, and with its arguments. What `work` makes of self, if not None, is used in its place."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return
+    if (id(owner), name) not in _listed(EVERYWHERE):
+        raise Error(f"optfuse: {owner.__name__}.{name} is changed, but _patches.py has no entry")
+    is_method = isinstance(function, types.MethodDescriptorType)
+    arguments = function, function.__name__.encode(), object.__basicsize__, is_method, work
+    if lib_with_gil.of_shim_call_first(*arguments) != OK:
+        warn(f"{message()}. {_MAY_DIFFER}", RuntimeWarning, stacklevel=2)
+        return
+    _called_later.append(function)
+
+
+def is_replaced(function: Any) -> bool:
+    """Whether another function takes its place, or comes before it."""
+    return hasattr(function, "__wrapped__") or any(function is known for known in _called_later)
+
+
 def _stock(function: Any) -> Any:
     """Without what was put around it."""
     while hasattr(function, "__wrapped__"):
@@ -467,8 +518,7 @@ def warn_of_changes(lists: Lists | None = None) -> None:
     """Before anything is replaced."""
     for change in changes(lists):
         warn(
-            f"in torch {torch.__version__} {change}. Results may differ from stock "
-            f"PyTorch: use torch {TESTED[0]} to {TESTED[-1]}, or don't fuse",
+            f"in torch {torch.__version__} {change}. {_MAY_DIFFER}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* interpreter.h: the functions of Python that the shim calls. Nothing of Python is
- * linked: the process has them. All but _Py_NoneStruct are of the stable ABI. */
+ * linked: the process has them. All but _Py_NoneStruct are of the stable ABI, PyObject_Vectorcall
+ * from 3.12 on. */
 #ifndef OPTFUSE_SHIM_INTERPRETER_H
 #define OPTFUSE_SHIM_INTERPRETER_H
 
@@ -22,6 +23,12 @@ typedef struct _object of_object;
     X("PyEval_SaveThread", void *(*save_thread)(void))                                             \
     X("PyEval_RestoreThread", void (*restore_thread)(void *thread))                                \
     X("PyObject_CallFunction", of_object *(*call)(of_object *callable, const char *format, ...))   \
+    X("PyObject_Call",                                                                             \
+      of_object *(*call_with)(of_object *callable, of_object *tuple, of_object *keywords))         \
+    X("PyObject_CallFunctionObjArgs",                                                              \
+      of_object *(*call_objects)(of_object *callable, ... /* NULL at the end */))                  \
+    X("PyObject_Vectorcall", of_object *(*call_array)(of_object *callable, void *array, size_t n,  \
+                                                      of_object *names))                           \
     X("Py_AddPendingCall", int (*call_later)(int (*function)(void *), void *argument))             \
     X("PyErr_CheckSignals", int (*run_signal_handlers)(void))                                      \
     X("Py_IncRef", void (*keep)(of_object *object))                                                \

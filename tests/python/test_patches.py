@@ -75,7 +75,61 @@ def test_a_listed_function_is_replaced_by_the_first_fuse(patch):
     function = _patches.find(patch.target)
     if patch.optional and (function is None or "CUDAGraph" in patch.target):
         pytest.skip("this build has none, or no use for it")
-    assert hasattr(function, "__wrapped__"), f"{patch.target} is listed, but nobody replaces it"
+    assert _patches.is_replaced(function), f"{patch.target} is listed, but nobody replaces it"
+
+
+def pending():
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = optfuse.fuse(torch.optim.SGD([weight], lr=0.25))
+    weight.sum().backward()
+    optimizer.step()
+    assert optfuse.summary(optimizer).pending == 1
+    return weight, optimizer
+
+
+TAKEN = {
+    "nothing": lambda t: t.new().shape == (0,),
+    "a number": lambda t: t.new(3).shape == (3,),
+    "a list": lambda t: t.new([2.0]).tolist() == [2],
+    "a name": lambda t: t.new_tensor(data=[2.0]).tolist() == [2],
+    "a name and more": lambda t: t.new_tensor([2], dtype=torch.int8).dtype == torch.int8,
+    "another pending tensor": lambda t: t.new_tensor(pending()[0].data).tolist() == [0.75] * 4,
+    "one object": lambda t: t.data.apply_(lambda x: x * 2).tolist() == [1.5] * 4,
+    "names of two": lambda t: t.data.map_(other=t.data, callable=max).tolist() == [0.75] * 4,
+    "an array": lambda t: torch._C._is_cow_tensor(t) is False,
+    "a storage": lambda t: t.new(2).untyped_storage().copy_(src=t.new(2).untyped_storage()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("arguments", TAKEN)
+def test_functions_written_in_c_take_their_arguments_as_before(arguments):
+    weight, _optimizer = pending()
+    assert TAKEN[arguments](weight)
+
+
+def test_functions_written_in_c_refuse_arguments_as_before():
+    weight, _optimizer = pending()
+    for wrong in (lambda: weight.new_tensor(), lambda: weight.data_ptr(1), lambda: weight.map_(1)):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_a_method_that_was_bound_before_launches_too():
+    weight = torch.nn.Parameter(torch.ones(4))
+    like = weight.new_tensor
+    optimizer = optfuse.fuse(torch.optim.SGD([weight], lr=0.25))
+    weight.sum().backward()
+    optimizer.step()
+    assert like([1.0]).tolist() == [1]
+
+
+def test_a_function_that_is_called_in_another_way_is_warned_of(monkeypatch):
+    monkeypatch.setattr(_patches, "_listed", lambda _: {(id(torch), "add")})
+    monkeypatch.setattr(_patches.lib_with_gil, "of_shim_call_first", lambda *_: 1)
+    with pytest.warns(RuntimeWarning, match="don't fuse"):
+        _patches.call_first(torch, "add", print)
+    assert not _patches.is_replaced(torch.add)
 
 
 def other(*_args, **_options):
@@ -132,6 +186,8 @@ def test_the_first_fuse_says_what_has_changed():
 
 
 def test_nothing_is_replaced_that_is_not_listed():
+    with pytest.raises(optfuse.Error, match="no entry"):
+        _patches.call_first(torch.Tensor, "add_", other)
     with pytest.raises(optfuse.Error, match="no entry"):
         _patches.replace(torch.nn.Module, "forward", other)
     assert torch.nn.Module.forward is not other

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* call_first.c: functions that are written in C call one of Python's before they do anything.
+ * Python calls such a function by a record, which all that stand for it share: a method of a class
+ * and of its instances, an attribute of a module, and what a script has imported from there long
+ * ago. So the record is changed, and no name. */
+#include <stdint.h>
+#include <string.h>
+
+#include "optfuse.h"
+#include "python/interpreter.h"
+#include "shim.h"
+
+/* PyCFunction, whatever its arguments: the functions below pass on what they got. */
+typedef of_object *(*function)(of_object *self, void *a, void *b, void *c);
+
+/* PyMethodDef */
+typedef struct record {
+    const char *name;
+    function call;
+    int flags;
+    const char *doc;
+} record;
+
+/* How a function takes its arguments, after self: METH_ of Python. */
+enum {
+    TUPLE = 1,    /* a: a tuple; b: with KEYWORDS, a dict or NULL */
+    KEYWORDS = 2, /* b or c has them */
+    NO_ARGUMENTS = 4,
+    ONE = 8,         /* a: it */
+    COEXISTS = 0x40, /* says nothing of arguments */
+    ARRAY = 0x80     /* a: objects, b: how many, c: with KEYWORDS, a tuple of names or NULL */
+};
+
+/* Written once, with the GIL. */
+typedef struct changed {
+    function stock;
+    of_object *first;
+    int kind;
+    bool is_method; /* self is an argument, too */
+} changed;
+
+/* Of Python: what `first` returns, or NULL after an error. */
+static of_object *call_with_arguments(const changed *f, void *a, void *b, void *c) {
+    const bool keywords = f->kind & KEYWORDS;
+    switch (f->kind & ~KEYWORDS) {
+    case TUPLE:
+        return of_interpreter.call_with(f->first, a, keywords ? b : NULL);
+    case ONE:
+        return of_interpreter.call_objects(f->first, a, NULL);
+    case ARRAY:
+        return of_interpreter.call_array(f->first, a, (size_t)b, keywords ? c : NULL);
+    default:
+        of_interpreter.keep(of_interpreter.none);
+        return of_interpreter.none;
+    }
+}
+
+static of_object *first_then_stock(const changed *f, of_object *self, void *a, void *b, void *c) {
+    of_object *const other =
+        f->is_method ? of_interpreter.call_objects(f->first, self, NULL) : NULL;
+    if (f->is_method && !other)
+        return NULL;
+    of_object *result = call_with_arguments(f, a, b, c);
+    if (result) {
+        of_interpreter.drop(result);
+        result = f->stock(other && other != of_interpreter.none ? other : self, a, b, c);
+    }
+    if (other)
+        of_interpreter.drop(other);
+    return result;
+}
+
+/* A record has no room for more than the address of a function: each gets one of its own. */
+#define EIGHT(X, i) X(i##0) X(i##1) X(i##2) X(i##3) X(i##4) X(i##5) X(i##6) X(i##7)
+#define EACH(X) EIGHT(X, 0) EIGHT(X, 01) EIGHT(X, 02) EIGHT(X, 03) /* octal numbers */
+static changed changes[32];
+static size_t n_changed;
+#define CALLING(i)                                                                                 \
+    static of_object *calling_##i(of_object *self, void *a, void *b, void *c) {                    \
+        return first_then_stock(&changes[i], self, a, b, c);                                       \
+    }
+EACH(CALLING)
+#define NAME_OF(i) calling_##i,
+static const function callings[] = {EACH(NAME_OF)};
+#undef EACH
+#undef EIGHT
+#undef CALLING
+#undef NAME_OF
+_Static_assert(sizeof callings / sizeof *callings == sizeof changes / sizeof *changes,
+               "one function each");
+
+/* PyMethodDescrObject and PyCFunctionObject: the record comes after the object's head, and in a
+ * method after its class and two names. */
+static record *record_of(void *of, const char *name, size_t head_bytes, bool is_method) {
+    record *found;
+    memcpy(&found, (char *)of + head_bytes + (is_method ? 3 : 0) * sizeof(void *), sizeof found);
+    return strcmp(found->name, name) == 0 ? found : NULL;
+}
+
+int of_shim_call_first(void *of, const char *name, size_t head_bytes, bool is_method, void *first) {
+    record *const found = record_of(of, name, head_bytes, is_method);
+    const int kind = found ? found->flags & ~COEXISTS : 0;
+    const bool is_known = kind == NO_ARGUMENTS || kind == ONE || kind == TUPLE || kind == ARRAY ||
+                          kind == (TUPLE | KEYWORDS) || kind == (ARRAY | KEYWORDS);
+    if (!is_known || n_changed == sizeof changes / sizeof *changes) {
+        of_set_error("%s is called in a way that optfuse does not know", name);
+        return OF_REFUSED;
+    }
+    of_interpreter.keep(first);
+    changes[n_changed] = (changed){found->call, first, kind, is_method};
+    found->call = callings[n_changed++];
+    return OF_OK;
+}

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whatever Python can do with a pending tensor launches its update first: sweep_uses.py does all of
+that, by functions that were bound before optfuse was imported."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from common import HERE
+
+
+def swept(*arguments):
+    """What the sweep says, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", str(HERE / "sweep_uses.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def count(said, what):
+    return int(re.search(rf"^{what}: (\d+)", said, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], pytest.param(["--full"], marks=pytest.mark.full)], ids=("one sample", "all")
+)
+def test_every_use_of_a_pending_tensor_is_that_of_stock(arguments):
+    """One call each with a sample of PyTorch's own where it has some; or with all samples."""
+    said = swept(*arguments)
+    assert count(said, "called") > 1200
+    assert count(said, "excepted") <= 20
+    assert count(said, "never reached") < 200
