@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "autograd/consumed.h"
 #include "autograd/heap.h"
 #include "external/native.h"
 #include "gpu/scalars.h"
@@ -105,6 +106,8 @@ struct Plan {
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
     std::atomic<size_t> backwards{0};   // that did not only add
+    // Of step(), and one for the end of the plan: none of its consumed gradients waits after that.
+    const std::shared_ptr<Steps> steps = std::make_shared<Steps>(0);
     std::atomic<bool> uses_heap{false}; // heap.h
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.

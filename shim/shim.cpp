@@ -130,6 +130,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
 void of_shim_plan_free(of_shim_plan *handle) {
     optfuse::Plan *plan = plan_of(handle);
     plan->closed.store(true, std::memory_order_release);
+    plan->steps->fetch_add(1, std::memory_order_release);
     of_plan_clear(plan->core);
     plan->slots.clear();
     const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
@@ -222,8 +223,10 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
         return OF_INVALID;
     const optfuse::SteadyStreams inside_step;
     const int status = of_plan_step(plan->core, needs, capacity, n_needs);
-    if (status == OF_OK)
-        take_marks_off(plan);
+    if (status != OF_OK)
+        return status;
+    plan->steps->fetch_add(1, std::memory_order_release);
+    take_marks_off(plan);
     return status;
 }
 

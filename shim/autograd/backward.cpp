@@ -86,7 +86,8 @@ bool is_gradient_shared(const Slot *slot, const at::Tensor &grad) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (slot->gradient_is_known)
         return false;
-    if (grad.use_count() > 1 + idle_references(*g))
+    const size_t ours = slot->consumed.is_same(grad) ? 1 : 0; // overwritten after it was consumed
+    if (grad.use_count() > 1 + ours + idle_references(*g))
         return true;
     c10::StorageImpl *memory = storage_of(g);
     return memory != nullptr && OF_GUARD(buffer) && !is_private(memory, 0);

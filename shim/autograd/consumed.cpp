@@ -3,27 +3,39 @@
 // it. Metadata (shape, dtype, device) reads as usual; any operator that would
 // read numbers raises, because no numbers are left.
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zero.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <mutex>
-#include <unordered_map>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
+#include "guard.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
 namespace {
 
-// A consumed gradient is known by its storage's deleter.
-void nothing_to_free(void *) {}
+// What a consumed gradient has in the place of memory, in a storage of its own: aliases, such as
+// .data and detach(), have the same, so that numbers which are put there are those of all.
+struct Consumed {
+    // That has it, unless Python has exchanged two.
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::shared_ptr<const Steps> steps; // of the optimizer; null: nobody knows
+    std::atomic<uint64_t> step;         // how many there were when the gradient was consumed
+};
 
 // What a DTensor that reads as one has in the place of its storage.
 struct Wrapped {
@@ -37,41 +49,77 @@ c10::DataPtr &memory_of(const c10::TensorImpl *impl) {
     return storage_of(impl)->_mutable_data_ptr_no_checks();
 }
 
-// The consumed gradients of a device share an empty storage, which is sealed: an access past the
-// dispatcher raises. While a profiler notes the addresses of tensors, it may have theirs.
-struct ConsumedStorages {
+// Those of the process. Their storages are sealed: an access past the dispatcher raises. While a
+// profiler notes the addresses of tensors, it may have theirs.
+struct AllConsumed {
     std::mutex lock; // guards the rest
-    std::unordered_map<c10::Device, c10::Storage> of;
+    std::unordered_set<Consumed *> living;
     bool sealed = true;
 };
 
-ConsumedStorages &consumed_storages() {
-    static auto *storages = new ConsumedStorages; // leaked: tensors may outlive destructors
-    return *storages;
+AllConsumed &all_consumed() {
+    static auto *all = new AllConsumed; // leaked: tensors may outlive destructors
+    return *all;
 }
 
-const c10::Storage &consumed_storage(const c10::Device &device) {
-    ConsumedStorages &storages = consumed_storages();
-    const std::lock_guard<std::mutex> guard(storages.lock);
-    c10::Storage &storage = storages.of[device];
-    if (!storage) {
-        storage = c10::Storage(c10::Storage::use_byte_size_t(), 0,
-                               c10::DataPtr(nullptr, nullptr, nothing_to_free, device));
-        set_seal(storage.unsafeGetStorageImpl(), storages.sealed);
-    }
-    return storage;
+// A consumed gradient is known by this deleter.
+void free_consumed(void *consumed) {
+    AllConsumed &all = all_consumed();
+    const std::lock_guard<std::mutex> guard(all.lock);
+    all.living.erase(static_cast<Consumed *>(consumed));
+    delete static_cast<Consumed *>(consumed);
 }
 
-bool is_zeroing(const char *op) {
-    return std::strcmp(op, "aten::zero_") == 0 || std::strcmp(op, "aten::_foreach_zero_") == 0;
+// Null: it has memory.
+Consumed *consumed_of(const c10::TensorImpl *impl) {
+    return memory_of(impl).get_deleter() == free_consumed
+               ? static_cast<Consumed *>(memory_of(impl).get_context())
+               : nullptr;
+}
+
+const Wrapped *wrapped_of(const c10::TensorImpl *impl) {
+    return memory_of(impl).get_deleter() == free_wrapped
+               ? static_cast<const Wrapped *>(memory_of(impl).get_context())
+               : nullptr;
+}
+
+c10::Storage consumed_storage(const c10::Device &device, std::shared_ptr<const Steps> steps) {
+    const auto made = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
+        device.is_meta() ? nullptr : c10::GetAllocator(device.type()), /*resizable=*/false);
+    auto *consumed =
+        new Consumed{c10::weak_intrusive_ptr<c10::StorageImpl>(made), std::move(steps), {0}};
+    made->set_data_ptr_noswap(c10::DataPtr(nullptr, consumed, free_consumed, device));
+    AllConsumed &all = all_consumed();
+    const std::lock_guard<std::mutex> guard(all.lock);
+    all.living.insert(consumed);
+    set_seal(made.get(), all.sealed);
+    return c10::Storage(made);
+}
+
+bool is_one_of(const char *op, std::initializer_list<const char *> names) {
+    return std::any_of(names.begin(), names.end(),
+                       [op](const char *name) { return std::strcmp(op, name) == 0; });
+}
+
+// Operators that write all of their first argument and read nothing of it.
+bool overwrites(const char *op) {
+    return is_one_of(op, {"aten::zero_", "aten::fill_", "aten::copy_", "aten::normal_",
+                          "aten::uniform_", "aten::_foreach_zero_", "aten::_foreach_copy_"});
 }
 
 bool reads_no_numbers(const char *op) {
-    return std::strcmp(op, "aten::detach_") == 0 || std::strcmp(op, "aten::requires_grad_") == 0 ||
-           std::strcmp(op, "optfuse::launch") == 0 ||
-           std::strcmp(op, "optfuse::consume_wrapper") == 0 ||
-           std::strcmp(op, "optfuse::are_consumed") == 0 ||
-           std::strcmp(op, "optfuse::complete") == 0; // knows which are
+    return is_one_of(op, {"aten::detach_", "aten::requires_grad_", "aten::zeros_like",
+                          "aten::ones_like", "aten::empty_like", "aten::full_like",
+                          "aten::rand_like", "aten::randn_like", "aten::new_zeros",
+                          "aten::new_ones", "aten::new_empty", "aten::new_full",
+                          "aten::new_empty_strided", "optfuse::launch", "optfuse::consume_wrapper",
+                          "optfuse::are_consumed", "optfuse::complete"}); // knows which are
+}
+
+// An alias, which is consumed, too. (A DTensor makes another one.)
+bool makes_alias(const char *op, const c10::TensorImpl *impl) {
+    return std::strcmp(op, "aten::detach") == 0 && !impl->key_set().has(c10::DispatchKey::Python);
 }
 
 // What Module.to() and the like ask of each gradient; aten::to() gives the same tensor, or
@@ -97,44 +145,94 @@ std::string shape_of(const c10::TensorImpl *impl) {
     return "(" + shape + (impl->dim() == 1 ? ",)" : ")");
 }
 
-void make_zeros(c10::TensorImpl *impl) {
-    const auto sizes = impl->sizes().vec();
-    const auto strides = impl->strides().vec();
-    PlainMode plain;
-    const at::Tensor zeros =
-        at::empty_strided(sizes, strides,
-                          at::TensorOptions().dtype(impl->dtype()).device(impl->device()))
-            .zero_();
-    impl->set_storage_keep_dtype(zeros.storage());
-    impl->set_sizes_and_strides(zeros.sizes(), zeros.strides());
-    unmark(impl);
+// The tensor that has the numbers of one: itself, or of a DTensor its local tensor.
+c10::TensorImpl *local_of(c10::TensorImpl *impl) {
+    const Wrapped *wrapped = wrapped_of(impl);
+    return wrapped == nullptr ? impl : wrapped->local.unsafeGetTensorImpl();
 }
 
-// zero_grad(set_to_none=False): the gradient becomes a real tensor again.
-void make_real_zeros(c10::TensorImpl *impl) {
-    if (memory_of(impl).get_deleter() != free_wrapped) {
-        make_zeros(impl);
+// Whether no step() has come since.
+bool is_unconfirmed(const c10::TensorImpl *impl) {
+    const Consumed *consumed = consumed_of(impl);
+    return consumed && consumed->steps &&
+           consumed->steps->load(std::memory_order_acquire) ==
+               consumed->step.load(std::memory_order_relaxed);
+}
+
+// Such a DTensor is what it was before.
+void unwrap(c10::TensorImpl *impl) {
+    const Wrapped *wrapped = wrapped_of(impl);
+    if (wrapped == nullptr)
         return;
-    }
-    const auto *wrapped = static_cast<Wrapped *>(memory_of(impl).get_context());
-    if (is_consumed(wrapped->local.unsafeGetTensorImpl()))
-        make_zeros(wrapped->local.unsafeGetTensorImpl());
     const c10::Storage before = wrapped->before;
     impl->set_storage_keep_dtype(before);
     unmark(impl);
 }
 
-at::Tensor without_shape(const c10::Device &device, at::ScalarType dtype) {
+// A consumed gradient and a tensor exchange their memory, and what one has in the place of it.
+void exchange(const c10::TensorImpl *consumed, const c10::TensorImpl *tensor) {
+    c10::StorageImpl *a = storage_of(consumed), *b = storage_of(tensor);
+    const std::lock_guard<std::mutex> guard(all_consumed().lock);
+    consumed_of(consumed)->storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(b));
+    std::swap(a->_mutable_data_ptr_no_checks(), b->_mutable_data_ptr_no_checks());
+    const size_t bytes = a->nbytes();
+    a->set_nbytes(b->nbytes());
+    b->set_nbytes(bytes);
+    const bool resizable = a->resizable(), sealed = is_sealed(a);
+    a->set_resizable(b->resizable());
+    b->set_resizable(resizable);
+    set_seal(a, is_sealed(b));
+    set_seal(b, sealed);
+}
+
+// Consumed gradients that an operator overwrites: they have memory from here on. Without keep()
+// they are consumed again, as where the operator has failed.
+class Overwriting {
+  public:
+    Overwriting() = default;
+    Overwriting(const Overwriting &) = delete;
+    Overwriting &operator=(const Overwriting &) = delete;
+    ~Overwriting() {
+        for (const auto &[gradient, before] : made)
+            if (before.defined())
+                exchange(before.unsafeGetTensorImpl(), local_of(gradient.unsafeGetTensorImpl()));
+    }
+    void begin(const at::Tensor &gradient) {
+        at::Tensor memory;
+        const c10::TensorImpl *impl = local_of(gradient.unsafeGetTensorImpl());
+        if (consumed_of(impl) != nullptr) {
+            const PlainMode plain;
+            const auto like = at::TensorOptions().dtype(impl->dtype()).device(impl->device());
+            memory = at::empty_strided(impl->sizes(), impl->strides(), like);
+            exchange(impl, memory.unsafeGetTensorImpl());
+        }
+        made.emplace_back(gradient, memory);
+    }
+    void keep() {
+        for (const auto &[gradient, before] : made) {
+            unmark(local_of(gradient.unsafeGetTensorImpl()));
+            unwrap(gradient.unsafeGetTensorImpl());
+        }
+        made.clear();
+    }
+
+  private:
+    std::vector<std::pair<at::Tensor, at::Tensor>> made;
+};
+
+at::Tensor without_shape(const c10::Device &device, at::ScalarType dtype,
+                         std::shared_ptr<const Steps> steps) {
     return at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(consumed_storage(device)),
+        consumed_storage(device, std::move(steps)),
         c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, device)),
         c10::scalarTypeToTypeMeta(dtype));
 }
 
 } // namespace
 
-at::Tensor make_consumed(const at::Tensor &param) {
-    at::Tensor consumed = without_shape(param.device(), param.scalar_type());
+at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> steps) {
+    at::Tensor consumed = without_shape(param.device(), param.scalar_type(), std::move(steps));
     // As autograd lays gradients out.
     if (param.is_non_overlapping_and_dense())
         consumed.unsafeGetTensorImpl()->set_sizes_and_strides(param.sizes(), param.strides());
@@ -142,6 +240,17 @@ at::Tensor make_consumed(const at::Tensor &param) {
         consumed.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
     mark(consumed.unsafeGetTensorImpl());
     return consumed;
+}
+
+void consume_again(const c10::TensorImpl *impl) {
+    Consumed *consumed = consumed_of(impl);
+    consumed->step.store(consumed->steps->load(std::memory_order_relaxed),
+                         std::memory_order_relaxed);
+}
+
+bool has_aliases(const c10::TensorImpl *impl) {
+    c10::StorageImpl *storage = storage_of(impl);
+    return c10::raw::intrusive_ptr::use_count(storage) > 1 + idle_references(*storage);
 }
 
 void convert_consumed(torch::jit::Stack *stack) {
@@ -154,8 +263,10 @@ void convert_consumed(torch::jit::Stack *stack) {
     const auto device = argument(DEVICE).toOptional<c10::Device>().value_or(self.device());
     const auto format =
         argument(MEMORY_FORMAT).toOptional<at::MemoryFormat>().value_or(at::MemoryFormat::Preserve);
-    at::Tensor consumed = without_shape(with_index(device), dtype);
+    const Consumed *before = consumed_of(self.unsafeGetTensorImpl());
+    at::Tensor consumed = without_shape(with_index(device), dtype, before->steps);
     c10::TensorImpl *impl = consumed.unsafeGetTensorImpl();
+    consumed_of(impl)->step = before->step.load();
     impl->set_sizes_and_strides(self.sizes(), self.strides());
     if (format != at::MemoryFormat::Preserve)
         impl->empty_tensor_restride(format);
@@ -164,19 +275,36 @@ void convert_consumed(torch::jit::Stack *stack) {
     stack->push_back(std::move(consumed));
 }
 
+void overwrite_consumed(const c10::OperatorHandle &op, c10::DispatchKeySet keys,
+                        torch::jit::Stack *stack) {
+    const c10::IValue target = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+    Overwriting overwriting;
+    if (target.isTensor())
+        overwriting.begin(target.toTensor());
+    else
+        for (const c10::IValue &element : target.toListRef())
+            overwriting.begin(element.toTensor());
+    op.redispatchBoxed(keys, stack);
+    overwriting.keep();
+}
+
 void seal_consumed(bool sealed) {
-    ConsumedStorages &storages = consumed_storages();
-    const std::lock_guard<std::mutex> guard(storages.lock);
-    storages.sealed = sealed;
-    for (const auto &[device, storage] : storages.of)
-        set_seal(storage.unsafeGetStorageImpl(), sealed);
+    AllConsumed &all = all_consumed();
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> held; // may be the last: dropped unlocked
+    const std::lock_guard<std::mutex> guard(all.lock);
+    all.sealed = sealed;
+    for (const Consumed *consumed : all.living) {
+        held.push_back(consumed->storage.lock());
+        if (held.back())
+            set_seal(held.back().get(), sealed);
+    }
 }
 
 bool is_consumed(const c10::TensorImpl *impl) {
     if (!impl->has_storage())
         return false;
     const c10::DeleterFnPtr deleter = memory_of(impl).get_deleter();
-    return deleter == nothing_to_free || deleter == free_wrapped;
+    return deleter == free_consumed || deleter == free_wrapped;
 }
 
 void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local) {
@@ -188,26 +316,45 @@ void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local) {
     mark(impl);
 }
 
-bool answer_consumed(const char *op, c10::TensorImpl *impl) {
-    if (is_zeroing(op)) {
-        make_real_zeros(impl);
-        return false;
-    }
-    if (reads_no_numbers(op) || moves(op))
-        return false;
-    if (converts(op) && !impl->key_set().has(c10::DispatchKey::Python))
-        return true;
+namespace {
+
+[[noreturn]] void refuse_overwriting(const char *op, const c10::TensorImpl *impl) {
+    fail(std::string("optfuse: ") + op + " would overwrite the gradient of a parameter of shape " +
+         shape_of(impl) +
+         " between backward() and step(), but backward fusion has already applied it. Overwrite it "
+         "after step(). Backward passes whose gradients are thrown away belong inside `with "
+         "optfuse.accumulate(optimizer):`. Where gradients are changed, use "
+         "optfuse.fuse(optimizer, mode=\"forward\").");
+}
+
+[[noreturn]] void refuse_reading(const char *op, const c10::TensorImpl *impl) {
     const bool raw = std::strcmp(op, "optfuse::access") == 0;
-    fail(std::string("optfuse: ") +
-         (raw ? "an access to raw memory (such as data_ptr)" : op) +
+    const bool writes = op[std::strlen(op) - 1] == '_';
+    fail(std::string("optfuse: ") + (raw ? "an access to raw memory (such as data_ptr)" : op) +
          " read the gradient of a parameter of shape " + shape_of(impl) +
          ", but backward fusion has already applied it and freed it. Call step() and "
-         "zero_grad() before the next backward that reaches this parameter. Backward "
-         "passes that only add to the gradients, or whose gradients for this optimizer are "
-         "thrown away (as those of a GAN's generator loss for the discriminator), belong "
+         "zero_grad() before the next backward that reaches this parameter. " +
+         (writes ? "To set a gradient to zero by hand, call its zero_() after step(). " : "") +
+         "Backward passes that only add to the gradients, or whose gradients for this optimizer "
+         "are thrown away (as those of a GAN's generator loss for the discriminator), belong "
          "inside `with optfuse.accumulate(optimizer):`. Clipping, loss scaling and anything "
          "else that needs gradients after backward work with optfuse.fuse(optimizer, "
          "mode=\"forward\").");
+}
+
+} // namespace
+
+Answer answer_consumed(const char *op, c10::TensorImpl *impl, bool is_target) {
+    if (is_target && overwrites(op)) {
+        if (is_unconfirmed(local_of(impl)) && OF_GUARD(overwritten))
+            refuse_overwriting(op, impl);
+        return Answer::OVERWRITE;
+    }
+    if (reads_no_numbers(op) || moves(op) || makes_alias(op, impl))
+        return Answer::PASS;
+    if (converts(op) && !impl->key_set().has(c10::DispatchKey::Python))
+        return Answer::CONVERT;
+    refuse_reading(op, impl);
 }
 
 } // namespace optfuse

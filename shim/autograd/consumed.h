@@ -5,18 +5,39 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+namespace c10 {
+class OperatorHandle;
+}
+
 namespace optfuse {
 
-at::Tensor make_consumed(const at::Tensor &param);
+// How many steps of an optimizer have confirmed what backward fusion has done before them.
+using Steps = std::atomic<uint64_t>;
+
+// steps: without them nobody knows whether one has confirmed it.
+at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> steps = nullptr);
+// It stands for the gradient of a later backward pass from here on. Of one that knows the steps.
+void consume_again(const c10::TensorImpl *impl);
+// Whether there are others with its memory, as .data and detach() are.
+bool has_aliases(const c10::TensorImpl *impl);
 // Whether C++ code that asks for the address of one gets an error, or a null pointer.
 void seal_consumed(bool sealed);
 bool is_consumed(const c10::TensorImpl *impl);
 // A DTensor reads as a consumed gradient from here on. local: its local tensor, which is one.
 void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local);
-// Answers an operator that received a consumed gradient: real zeros for zero_(), an error for
-// what reads numbers. True: convert_consumed() gives its result.
-bool answer_consumed(const char *op, c10::TensorImpl *impl);
+
+// What becomes of an operator that received a consumed gradient.
+enum class Answer { PASS, CONVERT, OVERWRITE };
+// An error for what reads numbers. is_target: the gradient is the first argument, or in it.
+Answer answer_consumed(const char *op, c10::TensorImpl *impl, bool is_target);
 // aten::_to_copy: its copy on another device or in another dtype is consumed, too.
 void convert_consumed(torch::jit::Stack *stack);
+// zero_() and the like: what they write to has memory again, and so have its aliases.
+void overwrite_consumed(const c10::OperatorHandle &op, c10::DispatchKeySet keys,
+                        torch::jit::Stack *stack);
 
 } // namespace optfuse

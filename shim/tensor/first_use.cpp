@@ -8,6 +8,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "autograd/consumed.h"
@@ -43,13 +44,13 @@ of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
          std::exchange(raised_in_python, nullptr));
 }
 
-// Whether the operator is answered with a consumed gradient.
-bool use(const char *op, const at::Tensor &tensor) {
+// is_target: the tensor is the operator's first argument, or in it.
+Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     if (!has_mark(impl) || !impl->has_storage())
-        return false;
+        return Answer::PASS;
     if (is_consumed(impl))
-        return answer_consumed(op, impl);
+        return answer_consumed(op, impl, is_target);
     const bool stranger = called_by_stranger();
     const of_accessed accessed = access_without_gil(impl, stranger);
     if (accessed == OF_ACCESS_FAILED)
@@ -58,32 +59,34 @@ bool use(const char *op, const at::Tensor &tensor) {
     // key set is no atomic: only the threads that train write it.
     if (!stranger && accessed != OF_IN_FLIGHT)
         unmark(impl);
-    return false;
+    return Answer::PASS;
 }
 
-bool use_value(const char *op, const c10::IValue &value) {
+Answer use_value(const char *op, const c10::IValue &value, bool is_target) {
     if (value.isTensor())
-        return use(op, value.toTensor());
+        return use(op, value.toTensor(), is_target);
+    Answer answer = Answer::PASS;
     if (value.isList())
         for (const c10::IValue &element : value.toListRef())
             if (element.isTensor())
-                use(op, element.toTensor());
-    return false;
+                answer = std::max(answer, use(op, element.toTensor(), is_target));
+    return answer;
 }
 
 void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
     const auto &schema = op.schema();
     const char *name = schema.operator_name().name.c_str();
     const size_t n = schema.arguments().size();
-    bool is_converted = false;
-    for (const c10::IValue &value : torch::jit::last(*stack, n))
-        is_converted |= use_value(name, value);
-    if (is_converted) {
+    const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey);
+    Answer answer = Answer::PASS;
+    for (size_t i = 0; i < n; i++)
+        answer = std::max(answer, use_value(name, torch::jit::peek(*stack, i, n), i == 0));
+    if (answer == Answer::CONVERT)
         convert_consumed(stack);
-        return;
-    }
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey),
-                       stack);
+    else if (answer == Answer::OVERWRITE)
+        overwrite_consumed(op, below, stack);
+    else
+        op.redispatchBoxed(below, stack);
 }
 
 } // namespace

@@ -142,9 +142,10 @@ bool defer(void *, void *opaque) {
 bool can_reuse_consumed(const at::Tensor &consumed, const at::Tensor &param) {
     return consumed.defined() &&
            consumed.use_count() == 1 + idle_references(*consumed.unsafeGetTensorImpl()) &&
-           is_consumed(consumed.unsafeGetTensorImpl()) && !consumed.requires_grad() &&
-           consumed.device() == param.device() && consumed.dtype() == param.dtype() &&
-           consumed.sizes() == param.sizes() &&
+           is_consumed(consumed.unsafeGetTensorImpl()) &&
+           !(has_aliases(consumed.unsafeGetTensorImpl()) && OF_GUARD(consumed_alias)) &&
+           !consumed.requires_grad() && consumed.device() == param.device() &&
+           consumed.dtype() == param.dtype() && consumed.sizes() == param.sizes() &&
            (consumed.strides() == param.strides() || !param.is_non_overlapping_and_dense());
 }
 
@@ -161,8 +162,9 @@ void consume_gradient(References *refs) {
     }
     if (!can_reuse_consumed(slot->consumed, refs->param)) {
         refs->old_consumed = std::move(slot->consumed);
-        slot->consumed = make_consumed(refs->param);
+        slot->consumed = make_consumed(refs->param, slot->plan->steps);
     }
+    consume_again(slot->consumed.unsafeGetTensorImpl());
     grad = slot->consumed;
 }
 

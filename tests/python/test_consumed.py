@@ -343,3 +343,179 @@ def test_a_consumed_gradient_that_was_told_to_require_one_is_not_used_again():
     optimizer.zero_grad()
     p.sum().backward()
     assert not p.grad.requires_grad
+
+
+# Gradients that are overwritten by hand.
+
+
+def with_all(value):
+    """`p.grad[...] = value`"""
+    return lambda p: p.grad.__setitem__(..., value)
+
+
+def replace_by_zeros(p):
+    p.grad = torch.zeros_like(p.grad)
+
+
+def draw(p):
+    torch.manual_seed(3)
+    p.grad.normal_()
+
+
+OVERWRITES = {
+    "zero_": lambda p: p.grad.zero_(),
+    "zero_ of data": lambda p: p.grad.data.zero_(),
+    "zero_ of detach()": lambda p: p.grad.detach().zero_(),
+    "detach_, zero_": lambda p: p.grad.detach_().zero_(),
+    "fill_": lambda p: p.grad.fill_(0.5),
+    "fill_ with a tensor": lambda p: p.grad.data.fill_(torch.tensor(0.5)),
+    "copy_": lambda p: p.grad.copy_(torch.linspace(0, 1, p.numel()).view_as(p)),
+    "copy_ of a number": lambda p: p.grad.detach().copy_(torch.tensor(2.0)),
+    "[...] = number": with_all(0.25),
+    "[...] = tensor": with_all(torch.tensor(0.25)),
+    "[:] =": lambda p: p.grad.data.__setitem__(slice(None), 0.0),
+    "normal_": draw,
+    "init.uniform_": lambda p: (torch.manual_seed(3), nn.init.uniform_(p.grad)),
+    "_foreach_zero_": lambda p: torch._foreach_zero_([p.grad]),
+    "_foreach_zero_ of aliases": lambda p: torch._foreach_zero_([p.grad.data, p.grad.detach()]),
+    "_foreach_copy_": lambda p: torch._foreach_copy_([p.grad], [torch.ones_like(p)]),
+    "zeros_like": replace_by_zeros,
+    "data =": lambda p: setattr(p.grad, "data", torch.zeros_like(p)),
+}
+IN_PLACE = [name for name in OVERWRITES if name not in ("zeros_like", "data =")]
+
+
+def overwriting(write, aliases=False):
+    """A script that overwrites all gradients after each step(); the next ones are added."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(sgd(model.parameters()))
+        for i in range(4):
+            loss_of(model, i).backward()
+            optimizer.step()
+            held = [(p.grad.data, p.grad.detach()) for p in model.parameters() if aliases]
+            with torch.no_grad():
+                for p in model.parameters():
+                    write(p)
+            yield "gradients", [p.grad for p in model.parameters()]
+            yield "aliases", held
+        yield from everything(model, optimizer)
+
+    return script
+
+
+@pytest.mark.parametrize("way", OVERWRITES)
+def test_gradients_overwritten_after_step(way):
+    same(overwriting(OVERWRITES[way]), mode="backward")
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_aliases_of_an_overwritten_gradient_have_its_numbers(way):
+    same(overwriting(OVERWRITES[way], aliases=True), mode="backward")
+
+
+def test_gradients_zeroed_by_hand_are_updated_in_backward_all_the_same():
+    model, optimizer = fused_backward()
+    for i in range(4):
+        before = weights(model)
+        loss_of(model, i).backward()
+        assert not any(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+        optimizer.step()
+        for p in model.parameters():
+            p.grad.zero_()
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_gradients_overwritten_between_backward_and_step_are_refused(way):
+    """The gradient stays as it is, and so does the training."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(sgd(model.parameters()))
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            if wrap.fused:
+                for p in model.parameters():
+                    refused(lambda p=p: OVERWRITES[way](p), "between backward() and step()")
+                    refused(p.grad.sum, "already applied")
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward")
+
+
+def test_zeros_may_be_made_like_a_consumed_gradient_at_any_time():
+    model, optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    for p in model.parameters():
+        assert torch.equal(torch.zeros_like(p.grad), torch.zeros_like(p))
+        assert torch.equal(p.grad.new_ones(3), torch.ones(3))
+        assert p.grad.new_tensor([2.0]).tolist() == [2.0]
+        assert torch.empty_like(p.grad).shape == p.shape
+    optimizer.step()
+
+
+TIMES_ZERO = {
+    "mul_": lambda g: g.mul_(0),
+    "*=": lambda g: g.__imul__(0),
+    "mul_ of data": lambda g: g.data.mul_(0),
+}
+
+
+@pytest.mark.parametrize("way", TIMES_ZERO)
+def test_a_product_with_zero_needs_the_numbers_and_names_zero_(way):
+    """Stock leaves -0.0 and NaN."""
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    refused(lambda: TIMES_ZERO[way](model[0].weight.grad), "already applied", way_out="zero_()")
+
+
+def test_a_gradient_that_could_not_be_overwritten_is_still_consumed():
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    grad = model[0].weight.grad
+    with pytest.raises(RuntimeError, match="must match"):
+        grad.copy_(torch.ones(5, 7))
+    refused(grad.sum, "already applied")
+    refused(lambda: grad.copy_(grad), "already applied")
+    refused(lambda: torch._foreach_copy_([grad], [model[2].weight.grad]), "already applied")
+    assert grad.zero_().count_nonzero() == 0
+
+
+def test_an_alias_that_someone_keeps_is_none_of_the_next_gradient():
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    kept = [p.grad.data for p in model.parameters()]
+    train(model, optimizer, 1)
+    for alias, p in zip(kept, model.parameters(), strict=True):
+        alias.zero_()
+        refused(p.grad.sum, "already applied")
+
+
+def test_a_gradient_that_outlives_its_optimizer_may_be_overwritten():
+    model, optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    del optimizer
+    assert model[0].weight.grad.fill_(2.0).mean() == 2
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_the_storage_of_a_consumed_gradient_has_an_error_of_ours():
+    """PyTorch's is_shared() would end the process."""
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    grad = model[0].weight.grad
+    storage = grad.untyped_storage()
+    for ask in (
+        grad.is_shared,
+        storage.is_shared,
+        storage.data_ptr,
+        storage.clone,
+        storage.share_memory_,
+    ):
+        refused(ask, "already applied and freed")
+    grad.zero_()
+    assert storage.nbytes() == grad.numel() * 4 and not storage.is_shared()
+    storage.resize_(0)

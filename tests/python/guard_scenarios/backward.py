@@ -41,6 +41,23 @@ def a_gradient_thrown_away_after_it_was_applied_raises():
     must_raise(pair.fused.step, "step() after the gradients were thrown away")
 
 
+@guards("overwritten", "discarded")
+def a_gradient_overwritten_between_backward_and_step_raises():
+    pair = Pair(mode="backward")
+    loss_of(pair.ours, 0).backward()
+    must_raise(pair.ours[0].weight.grad.zero_, "zero_() before step()")
+
+
+@guards("consumed_alias")
+def an_alias_of_an_old_gradient_is_none_of_the_next_one():
+    pair = Pair(mode="backward")
+    pair.train(0)
+    kept = pair.ours[0].weight.grad.data
+    pair.train(1)
+    kept.zero_()
+    must_raise(pair.ours[0].weight.grad.sum, "a gradient that was zeroed through an older one")
+
+
 @guards("late")
 def a_learning_rate_changed_after_backward_is_not_ignored():
     pair = Pair(mode="backward")
