@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from optfuse import _compiled, _consumed, _gpu, _scaled, _shared_state
+from optfuse import _by_hand, _compiled, _consumed, _gpu, _scaled, _shared_state
 from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
 from optfuse._dtensor import Sharded, check_layout, is_dtensor, local_of
@@ -125,7 +125,7 @@ class Link:
         self.compiled = False  # compiled code stopped the deferring
         self.unasked: Callable[[], None] | None = None  # run fused it: whom to tell
         self.delayed: Delayed | None = None  # parameters whose updates arrive late
-        self._scalars = DeviceScalars(self.plan)
+        self._scalars = DeviceScalars(self.plan, self.rule.scales)
         self._params: list[Tensor] = []
         self._locals: list[Tensor] = []  # what the library sees of them
         self.sharded: Sharded | None = None  # the DTensors among them
@@ -487,6 +487,9 @@ class Link:
         if not same_groups:
             self.sync_params(optimizer)
             self._refuse_late_change(groups)
+        if _by_hand.has_scale(optimizer, self.rule) and not lib.of_shim_unconfirmed(self.plan):
+            self._step_scaled(optimizer)
+            return
         todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
         if self.own is not None:
             self._begin_own(self.own, optimizer)
@@ -520,6 +523,15 @@ class Link:
                 self._end_traced(self.traced, optimizer, done)
         if _compiled.running() or _gpu.replays_are_unseen():
             self.flush()
+
+    def _step_scaled(self, optimizer: Optimizer) -> None:
+        """With a scale that was set by hand; backward fusion has left all gradients."""
+        self.flush()
+        self.adopt_state(optimizer)
+        self._order.check()
+        _by_hand.step_with_scale(optimizer, self.stock, self.rule)
+        self._state_snapshot.forget()
+        lib.of_shim_restart_count(self.plan)
 
     def begin_backward(self, only_adds: bool) -> None:
         """At the first complete gradient of a backward pass."""

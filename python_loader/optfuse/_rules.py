@@ -138,6 +138,7 @@ class Rule:
     shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
     fuses_dtensors: bool = False  # PyTorch's fused=True takes DTensors
+    scales: bool = False  # step() reads the optimizer's grad_scale and found_inf
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
     entries: tuple[tuple[str, ...], ...] = ()
@@ -236,15 +237,15 @@ def _rule(name: str, **more: Any) -> Rule:
     return Rule(name, **ROWS[name], **more)
 
 
-_ADAM = _rule("adam", fuses_dtensors=True)
+_ADAM = _rule("adam", fuses_dtensors=True, scales=True)
 _loop = functools.partial(_rule, reference="foreach=False", tried=True)
 _own = functools.partial(_rule, reference="own step()")
 
 RULES: dict[type[Optimizer], Rule] = {
-    SGD: _rule("sgd", make_state=_sgd_state),
+    SGD: _rule("sgd", make_state=_sgd_state, scales=True),
     Adam: _ADAM,
     AdamW: _ADAM,
-    Adagrad: _rule("adagrad", tried=True),
+    Adagrad: _rule("adagrad", tried=True, scales=True),
     RMSprop: _loop("rmsprop"),
     Adadelta: _loop("adadelta"),
     NAdam: _loop("nadam", lr_makes_scalars=True),

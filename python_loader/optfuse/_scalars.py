@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Scalars of an optimizer that are on a GPU: learning rates that are tensors, and what GradScaler
-hands over. They are copied there when updates are created, for updates that run later."""
+or a script hands over. They are copied there when updates are created, for updates that run
+later."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from optfuse._snapshot import Groups
 class DeviceScalars:
     """Of one plan: what the library has of them."""
 
-    def __init__(self, plan: int) -> None:
+    def __init__(self, plan: int, scales: bool) -> None:
+        """scales: the class reads grad_scale and found_inf."""
         self.plan = plan
+        self._scales = scales
         self._some = False  # the library has some
         self._rates: list[tuple[int, int]] = []  # of the groups
 
     def tell(self, optimizer: Optimizer, same_groups: bool) -> None:
         """same_groups: they were found as they had been."""
-        attributes = optimizer.__dict__
+        attributes = optimizer.__dict__ if self._scales else {}
         scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
         if same_groups and scale is None and inf is None and not self._some:
             return  # groups that can be found the same have no tensors in them

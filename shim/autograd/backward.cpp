@@ -151,7 +151,8 @@ const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure
 // Others may see the parameter's memory (another parameter, a graph that is kept, an alias of
 // the user's) or the gradient. Such an update is left to step(), so that others see the weight
 // change when stock changes it, and parameters that overlap change in stock's order. So is an
-// update whose state others have, too: two optimizers use it in the order of their step().
+// update whose state others have, too: two optimizers use it in the order of their step(). On the
+// CPU so is one with a loss scale, which the owner's own step() knows how to apply.
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
     if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
         of_set_error("the gradient of %s is changed after it is complete (DistributedDataParallel "
@@ -163,6 +164,8 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
     }
     // A reduced one lies in a bucket of DistributedDataParallel, which others read no more.
     if (slot->plan->is_left || (OF_GUARD(shared_state) && shares_state(*slot)))
+        return OF_FOUND_NOTHING;
+    if (slot->plan->scalars.scale_gradients() && p->device().is_cpu())
         return OF_FOUND_NOTHING;
     const bool is_left = OF_GUARD(postpone) && (!is_private(storage_of(p), slot->aliases.size()) ||
                                                 (!slot->reduced && is_gradient_shared(slot, grad)));

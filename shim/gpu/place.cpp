@@ -107,9 +107,9 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *
     if (!is_gpu(p->device()))
         return !plan->scalars.scale_gradients()
                    ? OF_FOUND_INPUTS
-                   : refuse(slot, "", "is on the CPU, but GradScaler left unscaling to the update",
-                            ", which does it on GPUs only: call scaler.unscale_(optimizer) before "
-                            "scaler.step(optimizer)");
+                   : refuse(slot, "", "is on the CPU, but others on a GPU were updated in backward",
+                            " with the grad_scale or found_inf that was set, which the CPU's "
+                            "updates obey with mode=\"forward\" only");
     refs->on_gpu = true;
     in->device = OF_CUDA;
     in->ready = current_stream(p->device().index());

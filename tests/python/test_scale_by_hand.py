@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""optimizer.grad_scale and found_inf, set by a script: on the CPU fused=True divides the gradients
+or leaves out the step, and so does a fused optimizer."""
+
+import pytest
+import torch
+from common import everything, loss_of, net, same
+
+import optfuse
+
+both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
+CLASSES = {
+    "SGD": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, **kw),
+    "SGD with momentum": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **kw),
+    "Adam": lambda ps, **kw: torch.optim.Adam(ps, lr=0.1, **kw),
+    "AdamW": lambda ps, **kw: torch.optim.AdamW(ps, lr=0.1, amsgrad=True, **kw),
+    "Adagrad": lambda ps, **kw: torch.optim.Adagrad(ps, lr=0.1, **kw),
+}
+every_class = pytest.mark.parametrize("name", CLASSES)
+#: What is set in each iteration; None: nothing.
+SCALES = {
+    "scale": [{"grad_scale": 8.0}] * 4,
+    "overflow": [{}, {"found_inf": 1.0}, {"found_inf": 0.0}, {}],
+    "both": [{"grad_scale": 3.0, "found_inf": float(i == 2)} for i in range(4)],
+    "now and then": [{}, {"grad_scale": 0.1}, {}, {"grad_scale": 2.0, "found_inf": 1.0}, {}],
+}
+
+
+def set_scale(optimizer, scales):
+    for name in ("grad_scale", "found_inf"):
+        setattr(optimizer, name, torch.tensor(scales[name]) if name in scales else None)
+
+
+def scaled(make, iterations, before_backward=True, zeroes=True):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters(), fused=True))
+        for i, scales in enumerate(iterations):
+            if zeroes:
+                optimizer.zero_grad()
+            if before_backward:
+                set_scale(optimizer, scales)
+            loss_of(model, i).backward()
+            set_scale(optimizer, scales)
+            optimizer.step()
+            if scales:
+                yield "gradients", [p.grad for p in model.parameters()]
+            yield from everything(model, optimizer)
+
+    return script
+
+
+@both_modes
+@every_class
+@pytest.mark.parametrize("scales", SCALES)
+def test_a_scale_that_is_set_before_backward_is_obeyed(scales, name, mode):
+    same(scaled(CLASSES[name], SCALES[scales]), mode, prove={} in SCALES[scales])
+
+
+@every_class
+@pytest.mark.parametrize("scales", SCALES)
+def test_forward_mode_obeys_one_that_is_set_before_step(scales, name):
+    script = scaled(CLASSES[name], SCALES[scales], before_backward=False, zeroes=False)
+    same(script, prove={} in SCALES[scales])
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad"])
+@both_modes
+def test_an_overflow_in_the_first_step_leaves_new_state(name, mode):
+    """SGD's buffer has no numbers then, in stock."""
+    same(scaled(CLASSES[name], [{"found_inf": 1.0}, {"grad_scale": 2.0}, {}]), mode)
+
+
+@both_modes
+def test_options_that_select_another_implementation_stay(mode):
+    """Stock raises an AssertionError where it would take one that knows no scale."""
+
+    def script(wrap):
+        model = net()
+        flags = {} if wrap.fused else {"fused": True}
+        optimizer = wrap(torch.optim.Adam(model.parameters(), **flags))
+        set_scale(optimizer, {"grad_scale": 4.0})
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            assert optimizer.param_groups[0]["fused"] is (None if wrap.fused else True)
+            yield "weights", list(model.parameters())
+
+    same(script, mode, prove=False)
+
+
+@both_modes
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.NAdam])
+def test_a_class_that_reads_none_ignores_one(make, mode):
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters(), foreach=False))
+        for i in range(3):
+            optimizer.zero_grad()
+            set_scale(optimizer, {"grad_scale": 8.0, "found_inf": 1.0})
+            loss_of(model, i).backward()
+            optimizer.step()
+            yield from everything(model, optimizer)
+
+    same(script, mode)
+
+
+def test_accumulated_passes_are_counted_after_such_a_step():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(CLASSES["AdamW"](model.parameters(), fused=True))
+        for i in range(4):
+            optimizer.zero_grad()
+            set_scale(optimizer, {"grad_scale": 2.0} if i == 1 else {})
+            for part in range(2):
+                loss_of(model, 2 * i + part).backward()
+            optimizer.step()
+            yield from everything(model, optimizer)
+
+    same(script, "backward", accumulate=2)
+
+
+def test_a_scale_and_a_delay():
+    model = net()
+    optimizer = optfuse.fuse(
+        CLASSES["SGD"](model.parameters(), fused=True), delay={model[0].weight: 1}
+    )
+    before = model[0].weight.detach().clone()
+    set_scale(optimizer, {"grad_scale": 1e30})
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optfuse.drain(optimizer)
+    assert torch.equal(model[0].weight, before)
+    assert model[0].weight.grad.abs().max() < 1e-20
