@@ -110,6 +110,37 @@ def test_schedulers(mode):
     same(script, mode)
 
 
+class WritesBack(Tensors):
+    """Its learning rate times a number that is 1, as Pyro's ClippedAdam has it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 1.0
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n_groups", [1, 2])
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_an_option_written_back_with_an_equal_value_is_no_change(is_scheduled, n_groups, mode):
+    def script(wrap):
+        model = net()
+        params = list(model.parameters())
+        groups = [{"params": params}] if n_groups == 1 else [{"params": [p]} for p in params]
+        optimizer = wrap(WritesBack(groups, lr=1e-3))
+        warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / 5))
+        for i in range(7):
+            train(model, optimizer, i)
+            if is_scheduled:
+                warm.step()
+            yield "lr", [group["lr"] for group in optimizer.param_groups]
+        yield from everything(model, optimizer)
+
+    optfuse.register(WritesBack)
+    same(script, mode)
+
+
 def test_a_change_of_options_after_backward_is_refused():
     model, optimizer = fused_backward(Adafactor)
     loss_of(model, 0).backward()

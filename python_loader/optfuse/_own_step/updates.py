@@ -193,7 +193,7 @@ def _changed(
         if name in names:
             if difference("", value, expected.get(name)) is not None:
                 yield name
-        elif value is not before.get(name, after):
+        elif difference("", value, before.get(name, after)) is not None:
             yield name
 
 
