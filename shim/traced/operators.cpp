@@ -107,8 +107,9 @@ void set_program_with_calls(int64_t address, int64_t cohort,
                             int64_t touches, int64_t writes, const std::vector<int64_t> &forms,
                             const std::vector<std::string> &words, const std::vector<int64_t> &code,
                             const std::vector<double> &numbers) {
+    const Forms made = make_forms(forms);
     give(address, cohort, slots,
-         make_program(make_parts(words, code, numbers, n_registers), make_forms(forms),
+         make_program(make_parts(words, code, numbers, made, n_registers), made,
                       static_cast<size_t>(n_registers), static_cast<unsigned>(touches),
                       static_cast<unsigned>(writes)));
 }

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "error.h"
+#include "guard.h"
 
 namespace optfuse {
 namespace {
@@ -32,6 +33,7 @@ struct Reader {
     const std::vector<int64_t> &code;
     const std::vector<double> &numbers;
     const int64_t n_registers;
+    std::vector<bool> whole; // registers: as many elements as the parameter, of its dtype
     size_t next_word = 0, next = 0, next_number = 0;
 
     bool at_end() const { return next == code.size(); }
@@ -79,11 +81,21 @@ struct Reader {
         return list;
     }
 
+    void set_whole(const std::vector<int64_t> &list) {
+        for (const int64_t value : list)
+            if (value >= 0)
+                whole[static_cast<size_t>(value)] = true;
+    }
+
     Segment segment() {
         Segment made;
         for (int64_t &value : made.memory)
             value = known(integer());
         made.makes = registers();
+        set_whole(made.makes);
+        for (const int64_t value : made.memory)
+            if (value >= 0 && !whole[static_cast<size_t>(value)] && OF_GUARD(elements))
+                fail("optfuse: a program combines tensors of different numbers of elements");
         made.patches.resize(static_cast<size_t>(integer()));
         for (Segment::Patch &patch : made.patches) {
             patch.instruction = static_cast<size_t>(integer());
@@ -124,6 +136,7 @@ struct Reader {
                   {},
                   {},
                   registers()};
+        set_whole(registers());
         const auto &schema = made.operation.schema();
         if (made.results.size() > schema.returns().size() && schema.returns().size() != 1)
             fail("optfuse: a program has an operator with too many results");
@@ -226,8 +239,14 @@ at::Tensor over(const void *memory, const c10::TensorImpl *like,
     return over(memory, dtype, like->sizes(), like->strides());
 }
 
-void *memory_of(const Registers &at, int64_t number) {
-    return number < 0 ? nullptr : at[static_cast<size_t>(number)].mutable_data_ptr();
+// The kernels read and write as many elements there as the parameter has.
+void *memory_of(const Registers &at, int64_t number, const c10::TensorImpl *like) {
+    if (number < 0)
+        return nullptr;
+    const at::Tensor &tensor = at[static_cast<size_t>(number)];
+    if (OF_GUARD(elements) && (tensor.numel() != like->numel() || tensor.dtype() != like->dtype()))
+        fail("optfuse: a program would read or write beyond the end of a tensor");
+    return tensor.mutable_data_ptr();
 }
 
 void run(of_plan *plan, const Segment &segment, Registers &at, const of_inputs &in,
@@ -251,10 +270,10 @@ void run(of_plan *plan, const Segment &segment, Registers &at, const of_inputs &
     part.dtype = in.dtype;
     part.device = in.device;
     part.program = &program;
-    part.param = memory_of(at, segment.memory[OF_REGISTER_PARAM]);
-    part.grad = memory_of(at, segment.memory[OF_REGISTER_GRAD]);
+    part.param = memory_of(at, segment.memory[OF_REGISTER_PARAM], like);
+    part.grad = memory_of(at, segment.memory[OF_REGISTER_GRAD], like);
     for (size_t i = 0; i < OF_MAX_STATE; i++)
-        part.state[i] = memory_of(at, segment.memory[OF_REGISTER_STATE + i]);
+        part.state[i] = memory_of(at, segment.memory[OF_REGISTER_STATE + i], like);
     if (of_plan_run_program(plan, &part) != OF_OK)
         fail(of_error_message());
 }
@@ -295,9 +314,15 @@ void run(const Call &call, Registers &at) {
 
 std::vector<Part> make_parts(const std::vector<std::string> &words,
                              const std::vector<int64_t> &code, const std::vector<double> &numbers,
-                             int64_t n_registers) {
+                             const Forms &forms, int64_t n_registers) {
     std::vector<Part> parts;
-    Reader reader{words, code, numbers, n_registers};
+    Reader reader{words, code, numbers, n_registers, {}};
+    if (n_registers < OF_REGISTER_TEMPORARY)
+        fail("optfuse: a program has too few registers");
+    reader.whole.resize(static_cast<size_t>(n_registers));
+    reader.set_whole({OF_REGISTER_PARAM, OF_REGISTER_GRAD});
+    for (size_t i = 0; i < forms.size(); i++)
+        reader.whole[OF_REGISTER_STATE + i] = !forms[i];
     while (!reader.at_end())
         parts.push_back(reader.part());
     return parts;

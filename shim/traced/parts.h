@@ -64,7 +64,7 @@ struct Part {
 // As _traced/parts.py writes them. Raises Error if they can't be run.
 std::vector<Part> make_parts(const std::vector<std::string> &words,
                              const std::vector<int64_t> &code, const std::vector<double> &numbers,
-                             int64_t n_registers);
+                             const Forms &forms, int64_t n_registers);
 
 // words: for each form its place among the state tensors, its dtype (c10::ScalarType), the number
 // of dimensions, sizes and strides; or -1, if these are the parameter's.

@@ -296,7 +296,7 @@ def _try_without_data(tape: Tape, func: Any, args: tuple[Any, ...], options: dic
 
 def _is_plain(x: Standin) -> bool:
     """Whether its shape is the parameter's, or none."""
-    return x.form is None or x.form is POINT
+    return x.form is None or x.form == POINT
 
 
 def _is_of_whole(schema: Any, given: dict[str, Any], operands: list[Standin]) -> bool:
@@ -330,7 +330,9 @@ def _like(tape: Tape, made: Any, is_fixed: bool) -> Any:
         return type(made)(_like(tape, item, is_fixed) for item in made)
     form: Form = tuple(made.shape), made.stride()
     is_params = not is_fixed and form == tape.form()
-    x = tape.new(made.dtype, None if is_params else POINT if form == POINT else form)
+    x = tape.new(made.dtype, None if is_params else form)
+    if made.dtype != tape.dtype:
+        tape.apart.add(x.register)
     x.in_bytes = made.dtype == torch.bool
     x.is_fixed = is_fixed
     return x

@@ -25,6 +25,7 @@ from optfuse._traced.program import (
     Program,
     check_fits_gpu,
     make_program,
+    reads_a_number,
 )
 from optfuse._traced.standin import (
     CPU,
@@ -37,6 +38,7 @@ from optfuse._traced.standin import (
     Tape,
     Untraceable,
     own_attributes,
+    requires_grad_of,
 )
 
 
@@ -59,6 +61,7 @@ class Recorded:
     options: Group
     attributes: dict[str, Any]
     looked_at_shape: bool
+    looked_at_requires_grad: bool
 
     def shaped(self) -> set[str]:
         """The names of state tensors that have another shape than the parameter."""
@@ -151,16 +154,19 @@ def record(
     del guide  # and its stand-ins
     if any(reference() is not None for reference in tape.alive):
         raise Untraceable("it keeps a tensor of this step somewhere else than in its state")
-    if any(isinstance(line, Call) for line in tape.lines):
+    lines = [line for line in tape.lines if not isinstance(line, Call)]
+    if len(lines) < len(tape.lines) or any(map(reads_a_number, lines)):
+        if device != CPU:
+            raise Untraceable("it takes a number from a tensor on a GPU")
         program: Program | Parts = make_parts(
             tape, frozenset(fresh), len(order), _forms(tape, kept)
         )
     else:
-        lines = [line for line in tape.lines if not isinstance(line, Call)]
-        program = make_program(lines, frozenset(fresh), len(order))
+        program = make_program(lines, frozenset(fresh), len(order), frozenset(tape.apart))
         if device != CPU:
             check_fits_gpu(program)
-    return Recorded(program, kept, tuple(order), options, after, looked)
+    looks = looked, tape.looked_at_requires_grad
+    return Recorded(program, kept, tuple(order), options, after, *looks)
 
 
 def _forms(tape: Tape, entry: Entry | None) -> Forms:
@@ -218,10 +224,11 @@ class _Guide:
     def _standin(self, key: Any, place: Place) -> Standin:
         """For a state tensor, in its register."""
         dtype = place.dtype or self._tape.dtype
-        form = POINT if place.form == POINT else place.form
-        made = Standin(self._tape, STATE + self._place(key), dtype, form)
+        made = Standin(self._tape, STATE + self._place(key), dtype, place.form)
+        if place.dtype is not None:
+            self._tape.apart.add(made.register)
         made.in_bytes = dtype == torch.bool
-        made.is_fixed = form is POINT  # else step() has looked at the shape when it made it
+        made.is_fixed = place.form == POINT  # else step() has looked at the shape when it made it
         return made
 
     def _place(self, key: Any) -> int:
@@ -238,7 +245,7 @@ class _Guide:
             raise Untraceable("it keeps state for what is no parameter")
         if param.grad is not self._grad:
             raise Untraceable("it puts another gradient into the place of the one that there is")
-        if not param.requires_grad or self._grad.requires_grad:
+        if not requires_grad_of(param) or requires_grad_of(self._grad):
             raise Untraceable("it changes requires_grad")
         for reference in self._tape.alive:
             alive = reference()

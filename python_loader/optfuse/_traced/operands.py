@@ -17,6 +17,7 @@ from optfuse._traced.standin import (
     Handler,
     Later,
     NotElementwise,
+    Number,
     Standin,
     put_handler,
 )
@@ -50,19 +51,19 @@ def _put(func: Any, name: str, handler: Handler) -> None:
 def is_operand(x: Any) -> bool:
     """Whether it has the parameter's shape. What else a step() makes without dimensions is a
     number, and everything else an operand of calls."""
-    return isinstance(x, Standin) and x.form is not POINT
+    return isinstance(x, Standin) and x.form != POINT
 
 
-def number(x: Any, like: Standin) -> float:
+def number(x: Any, like: Standin) -> Number:
     """A number, or a tensor without dimensions; of one that never saw data the value."""
     if isinstance(x, bool | int | float):
         return float(x)
     tape = like.tape
     if isinstance(x, Standin):
         mixed = not tape.sizes and x.dtype != like.dtype
-        if x.form is not POINT or x.tape is not tape or mixed:
+        if x.form != POINT or x.tape is not tape or mixed:
             raise NotElementwise("a tensor stands where a number is usual")
-        return Later.of(x.register)
+        return Later(x.register)
     if not isinstance(x, Tensor):
         tape.refuse(f"it combines a parameter with an object of {type(x).__name__}")
     if x.ndim:
@@ -75,7 +76,7 @@ def number(x: Any, like: Standin) -> float:
     return float(x)
 
 
-def number_or_known(x: Any, like: Standin) -> float:
+def number_or_known(x: Any, like: Standin) -> Number:
     """The same for an operator to which it makes no difference whether a number is a tensor on a
     GPU, as PyTorch may have made of it."""
     _, value = like.tape.known.get(id(x), (None, None))

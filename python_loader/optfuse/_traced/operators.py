@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from optfuse._traced.operands import Args, Options, is_operand, mask, number, on, real, result
-from optfuse._traced.standin import CPU, Called, Handler, NotElementwise, Standin, times
+from optfuse._traced.standin import CPU, Called, Handler, Later, NotElementwise, Standin, times
 
 _POWERS = {
     2.0: "square",
@@ -46,7 +46,7 @@ def _pow(called: Called, args: Args, options: Options) -> Any:
     is_narrow_root = name == "rsqrt" and x.dtype.itemsize == 2
     is_of_library = x.dtype == torch.float16 and name not in ("square", "copy")
     if name is None or (x.tape.device == CPU and (is_narrow_root or is_of_library)):
-        raise NotElementwise(f"{x.dtype} to the power of {exponent}")
+        raise NotElementwise(f"{called.full_name} of {x.dtype}")
     return _unary(name)(called, args, options)
 
 
@@ -92,7 +92,7 @@ def _add(called: Called, args: Args, options: Options, sign: float = 1.0) -> Any
     like = x if is_operand(x) else y
     real(like)
     given = args[2] if len(args) > 2 else options.get("alpha")
-    alpha = sign if given is None else sign * number(given, like)
+    alpha = sign if given is None else times(sign, number(given, like))
     if is_operand(x) and is_operand(y):
         real(x, y)
         return x.tape.write("add", result(called, args, options, x), x, y, s=alpha)
@@ -100,7 +100,7 @@ def _add(called: Called, args: Args, options: Options, sign: float = 1.0) -> Any
     if like is y:
         s = number(x, y)
         return tape.write("number_add", result(called, args, options, y), y, s=s, t=alpha)
-    if abs(alpha) != 1.0:
+    if isinstance(alpha, Later) or abs(alpha) != 1.0:
         raise NotElementwise("a number times alpha")
     s = times(alpha, number(y, x))
     return tape.write("add_number", result(called, args, options, x), x, s=s)

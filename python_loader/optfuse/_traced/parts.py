@@ -4,6 +4,7 @@ program of its own (program.py) over at most as many tensors as an update has.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,10 +18,11 @@ from optfuse._traced.program import (
     code_of,
     inputs_of,
     needed,
+    refuse_mixed,
     shown_line,
     with_few_registers,
 )
-from optfuse._traced.standin import DTYPES, Call, Form, Later, Line, Tape, Untraceable
+from optfuse._traced.standin import DTYPES, Call, Form, Later, Line, Number, Tape, Untraceable
 
 # A line without its numbers, and where these are registers: (s or t, register, sign); or a call
 # without its numbers.
@@ -67,7 +69,7 @@ class Parts:
         found: list[float] = []
         for i in self.structure.of:
             step = self.tape[i]
-            found += step.numbers if isinstance(step, Call) else step[5:]
+            found += step.numbers if isinstance(step, Call) else map(_known, step[5:])
         return found
 
     def shown(self, state: list[str]) -> str:
@@ -76,6 +78,11 @@ class Parts:
             _shown_call(step, state) if isinstance(step, Call) else shown_line(step, state)
             for step in self.tape
         )
+
+
+def _known(x: Number) -> float:
+    """What stands in a number's place until its register is read (_segment()'s patches)."""
+    return math.nan if isinstance(x, Later) else x
 
 
 def _shown_call(call: Call, state: list[str]) -> str:
@@ -93,7 +100,8 @@ def make_parts(tape: Tape, made: frozenset[int], n_state: int, forms: Forms) -> 
     """made: the registers of state that have no values before."""
     lines = tuple(tape.lines)
     steps = tuple(_step(line) for line in lines)
-    structure = _structure(steps, made, n_state, frozenset(tape.written), tape.n)
+    written, apart = frozenset(tape.written), frozenset(tape.apart)
+    structure = _structure(steps, made, n_state, written, apart, tape.n)
     words: list[int] = []
     for place, (dtype, form) in forms.items():
         sizes, strides = form or ((), ())
@@ -110,11 +118,17 @@ def _step(line: Line | Call) -> Step:
 
 @cache
 def _structure(
-    steps: tuple[Step, ...], made: frozenset[int], n_state: int, written: frozenset[int], n: int
+    steps: tuple[Step, ...],
+    made: frozenset[int],
+    n_state: int,
+    written: frozenset[int],
+    apart: frozenset[int],
+    n: int,
 ) -> Structure:
     in_memory = set(range(STATE + n_state))
     _check_values(steps, in_memory, made)
-    parts = list(_parts(steps, in_memory))[::-1]
+    refuse_mixed((step[0] for step in steps if not isinstance(step, Call)), apart)
+    parts = list(_parts(steps, in_memory, apart))[::-1]
     last = {r: i for i, part in enumerate(parts) for r in part.uses}
     code: list[int] = []
     touched: set[int] = set()
@@ -159,7 +173,7 @@ def _check_values(steps: tuple[Step, ...], in_memory: set[int], made: frozenset[
         raise Untraceable("it makes state without values")
 
 
-def _parts(steps: tuple[Step, ...], in_memory: set[int]) -> Iterator[_Part]:
+def _parts(steps: tuple[Step, ...], in_memory: set[int], apart: frozenset[int]) -> Iterator[_Part]:
     """From the last to the first."""
     live = set(in_memory)
     end = len(steps)
@@ -171,7 +185,8 @@ def _parts(steps: tuple[Step, ...], in_memory: set[int]) -> Iterator[_Part]:
         if step is not None:
             live -= _makes(step)
             live |= _reads(step)
-            code = [1, len(step.makes), *step.makes, *step.code]
+            whole = [r for r in step.makes if r not in apart]
+            code = [1, len(step.makes), *step.makes, len(whole), *whole, *step.code]
             yield _Part(code, {*step.reads, *step.makes}, step.words, [i])
         end = i
 

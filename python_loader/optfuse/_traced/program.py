@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from optfuse._native import lib
-from optfuse._traced.standin import Later, Line, Untraceable
+from optfuse._native import guard, lib
+from optfuse._traced.standin import Later, Line, Number, Untraceable
 
 NAMES = lib.of_shim_operators().decode().split()
 _NUMBER = {name: i for i, name in enumerate(NAMES)}
@@ -67,7 +67,8 @@ class Program:
     """One update, in the library's registers."""
 
     structure: Structure
-    pairs: tuple[tuple[float, float], ...]  # s and t of each line
+    # s and t of each line; the library takes no Later
+    pairs: tuple[tuple[Number, Number], ...]
 
     @property
     def instructions(self) -> list[Line]:
@@ -79,7 +80,7 @@ class Program:
     def code(self) -> list[int]:
         return self.structure.code
 
-    def numbers(self) -> list[float]:
+    def numbers(self) -> list[Number]:
         return [x for pair in self.pairs for x in pair]
 
     def shown(self, state: Iterable[str]) -> str:
@@ -107,7 +108,7 @@ def shown_line(line: Line, state: list[str]) -> str:
     def name(r: int) -> str:
         return names.get(r, f"t{r - TEMPORARY}")
 
-    def number(value: float) -> str:
+    def number(value: Number) -> str:
         if isinstance(value, Later):
             return ("-" if value.sign < 0 else "") + name(value.register)
         return f"{value:g}"
@@ -119,16 +120,36 @@ def shown_line(line: Line, state: list[str]) -> str:
     return f"{x} = {found}"
 
 
-def make_program(lines: list[Line], made: frozenset[int], n_state: int) -> Program:
+def reads_a_number(line: Line) -> bool:
+    """Whether one of its numbers is known when the program runs only, as parts.py has them."""
+    return isinstance(line[5], Later) or isinstance(line[6], Later)
+
+
+def refuse_mixed(lines: Iterable[Shape], apart: frozenset[int]) -> None:
+    """Raises Untraceable if a line has a register of another number of elements or dtype than the
+    parameter's: it would be read or written beyond its end."""
+    if any(not apart.isdisjoint((q[1], *inputs_of(q))) for q in lines) and guard("elements"):
+        raise Untraceable(
+            "a line of its program combines tensors of different sizes or dtypes, which is an "
+            "error of optfuse"
+        )
+
+
+def make_program(
+    lines: list[Line], made: frozenset[int], n_state: int, apart: frozenset[int] = frozenset()
+) -> Program:
     """lines: in registers of which the first are those of parameter, gradient and n_state state
     tensors, and none from there to TEMPORARY. made: those of the state that have no values
-    before. What nobody sees is left out."""
-    structure = _structure(tuple(q[:5] for q in lines), made, n_state)
+    before. apart: registers that are not as the parameter. What nobody sees is left out."""
+    structure = _structure(tuple(q[:5] for q in lines), made, n_state, apart)
     return Program(structure, tuple(lines[i][5:] for i in structure.of))
 
 
 @cache
-def _structure(lines: tuple[Shape, ...], made: frozenset[int], n_state: int) -> Structure:
+def _structure(
+    lines: tuple[Shape, ...], made: frozenset[int], n_state: int, apart: frozenset[int]
+) -> Structure:
+    refuse_mixed(lines, apart)
     in_memory = range(STATE + n_state)
     of = needed(lines, set(in_memory))
     kept = [lines[i] for i in of]

@@ -4,6 +4,7 @@ writes a line on a tape."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-# operator, to, a, b, c: registers of the tape; s, t: numbers
-Line = tuple[str, int, int, int, int, float, float]
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
 CPU = torch.device("cpu")
@@ -45,27 +44,26 @@ class NotElementwise(Exception):
     """Why an operator is none that a kernel runs."""
 
 
-class Later(float):
-    """A number that is known when the program runs: sign times the value of a register without
-    dimensions."""
+@dataclass(frozen=True)
+class Later:
+    """A number that is known when the program runs: sign times the value of a register of one
+    element, for all elements of an instruction. No float: what can't wait for it fails."""
 
     register: int
-    sign: int
-
-    @classmethod
-    def of(cls, register: int, sign: int = 1) -> Later:
-        made = cls("nan")
-        made.register, made.sign = register, sign
-        return made
-
-    def times(self, factor: float) -> Later:
-        if factor not in (1.0, -1.0):
-            raise NotElementwise("a number times another one")
-        return Later.of(self.register, int(factor) * self.sign)
+    sign: int = 1
 
 
-def times(factor: float, x: float) -> float:
-    return x.times(factor) if isinstance(x, Later) else factor * x
+Number = float | Later
+# operator, to, a, b, c: registers of the tape; s, t: numbers
+Line = tuple[str, int, int, int, int, Number, Number]
+
+
+def times(factor: float, x: Number) -> Number:
+    if not isinstance(x, Later):
+        return factor * x
+    if factor not in (1.0, -1.0):
+        raise NotElementwise("a number times another one")
+    return Later(x.register, int(factor) * x.sign)
 
 
 @dataclass(frozen=True)
@@ -100,11 +98,14 @@ class Tape:
         self.roots: dict[int, int] = {}  # of views: the register whose memory it is
         self.shared: set[int] = set()  # registers whose memory another one has, too
         self.written: set[int] = set()  # registers that calls write
+        # Registers of another number of elements or dtype than the parameter's: not for lines.
+        self.apart: set[int] = set()
         self.n = 0  # registers
         self.alive: list[weakref.ref[Standin]] = []
         # Tensors without dimensions on a GPU that PyTorch makes of numbers, by their ids.
         self.known: dict[int, tuple[Tensor, float]] = {}
         self.looked_at_shape = False
+        self.looked_at_requires_grad = False
         # The first reason, also if step() caught it; no exception, which would keep the frames
         # that it came through, and with them the optimizer.
         self.why: tuple[type[Untraceable], str] | None = None
@@ -121,8 +122,8 @@ class Tape:
         a: Standin | None = None,
         b: Standin | None = None,
         c: Standin | None = None,
-        s: float = 0.0,
-        t: float = 0.0,
+        s: Number = 0.0,
+        t: Number = 0.0,
     ) -> Standin:
         x = 0 if a is None else a.register
         y = 0 if b is None else b.register
@@ -211,6 +212,17 @@ def _refusing(name: str) -> Any:
     return refuse if callable(getattr(Tensor, name, refuse)) else property(refuse)
 
 
+_dict_of = Tensor.__dict__["__dict__"].__get__  # a stand-in's own, which it refuses to show
+_of_parameters = type(torch.nn.Parameter).__instancecheck__.__code__
+
+
+def _class_of(x: Standin) -> type[Standin]:
+    """Python asks for it in isinstance() where the type says no."""
+    if sys._getframe(1).f_code is _of_parameters:
+        x.tape.refuse("it asks whether a tensor is of a subclass of Parameter")
+    return Standin
+
+
 def _set_data(x: Standin, value: Any) -> NoReturn:
     x.tape.refuse("it puts another tensor into .data, where it could write into the one there")
 
@@ -224,6 +236,19 @@ def _set_grad(x: Standin, value: Any) -> None:
     x.of_grad = value
 
 
+_requires_grad: Any = torch._C.TensorBase.requires_grad
+
+
+def requires_grad_of(x: Standin) -> bool:
+    return bool(_requires_grad.__get__(x))
+
+
+def _look_at_requires_grad(x: Standin) -> bool:
+    """A parameter that has a gradient need not require one."""
+    x.tape.looked_at_requires_grad = True
+    return requires_grad_of(x)
+
+
 # What a stand-in says where PyTorch would look at what it has not.
 _ANSWERS = {
     "grad": property(_grad_of, _set_grad, lambda x: _set_grad(x, None)),
@@ -235,9 +260,12 @@ _ANSWERS = {
             *("storage_offset", "_typed_storage", "__array__", "__dlpack__"),
             *("__reduce_ex__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
             *("__contains__", "__repr__", "__format__", "_version"),
+            *("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks"),
             *("register_hook", "backward", "is_set_to", "share_memory_", "const_data_ptr"),
         )
     },
+    "__class__": property(_class_of),
+    "requires_grad": property(_look_at_requires_grad, lambda x, to: _requires_grad.__set__(x, to)),
     "data": property(torch._C.TensorBase.data.__get__, _set_data),
 }
 _Answers: Any = type("_Answers", (), _ANSWERS)
@@ -276,6 +304,7 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         made.is_real = dtype == tape.dtype
         if form is not None:
             made.form = form
+            tape.apart.add(register)
         tape.alive.append(weakref.ref(made))
         return made
 
@@ -298,7 +327,7 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         return otherwise[0](func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.requires_grad:
+        if requires_grad_of(self):
             self.tape.refuse("it copies a parameter")
         return memo.setdefault(id(self), self.clone())
 
@@ -324,9 +353,10 @@ _OURS = {"tape", "register", "form", "is_real", "in_bytes", "is_fixed", "of_grad
 
 def own_attributes(x: Standin) -> set[str]:
     """Names of those that step() gave it."""
-    if vars(x).keys() <= _OURS:
+    names = _dict_of(x).keys()
+    if names <= _OURS:
         return set()
-    return {k for k in vars(x).keys() - _OURS if not k.startswith(_OF_PYTORCH)}
+    return {k for k in names - _OURS if not k.startswith(_OF_PYTORCH)}
 
 
 def tape_of(*values: Any) -> Tape:
