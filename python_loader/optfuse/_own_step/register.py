@@ -15,21 +15,22 @@ from torch.optim import Optimizer
 
 from optfuse._check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._native import Error
+from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.trial import name_of, try_promise
 from optfuse._own_step.twin import HIDDEN, Group, own_options, step_of
 from optfuse._rules import RULES
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_registered: set[type[Optimizer]] = set()
+_registered: dict[type[Optimizer], bool] = {}  # whether for subclasses of Tensor, too
 _known: dict[tuple[type[Optimizer], str], Promise] = {}  # what was tried -> what was found
 
 # The classes of torch.optim that step a parameter without looking at others.
 INDEPENDENT = {cls for cls in RULES if cls.__module__.startswith("torch.optim")}
 
 
-@checked(cls=OPTIMIZER_CLASS, per_parameter=FLAG)
-def register(cls: type[Optimizer], per_parameter: bool = True) -> None:
+@checked(cls=OPTIMIZER_CLASS, per_parameter=FLAG, subclasses=FLAG)
+def register(cls: type[Optimizer], per_parameter: bool = True, *, subclasses: bool = False) -> None:
     """Lets fuse() take optimizers of this class, for which optfuse has no kernels.
 
     cls: a torch.optim.Optimizer subclass; those derived from it, or from which
@@ -39,6 +40,8 @@ def register(cls: type[Optimizer], per_parameter: bool = True) -> None:
         its group and on attributes of the optimizer. Options and attributes may
         change with a step, as counters do, if the change depends on no parameter.
         False takes the registration back.
+    subclasses: your promise that step() does to parameters of a subclass of Tensor or Parameter
+        what it does to others. Without it fuse() refuses them.
 
     The update is the class's own step(), run on one parameter when fuse()'s mode
     says so. fuse() first tries the promise on small copies of the parameters, with
@@ -54,14 +57,14 @@ def register(cls: type[Optimizer], per_parameter: bool = True) -> None:
     global variables.
     """
     if not per_parameter:
-        _registered.discard(cls)
+        _registered.pop(cls, None)
         return
     if _needs_closure(cls):
         raise Error(
             f"optfuse: can't register {name_of(cls)}: its step() needs a closure, so it evaluates "
             "the loss itself and needs all gradients at once. Use the optimizer as it is"
         )
-    _registered.add(cls)
+    _registered[cls] = subclasses
 
 
 def is_registered(cls: type[Optimizer]) -> bool:
@@ -102,6 +105,9 @@ def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
                 "it belongs to something else, which a copy for a trial would share. Use the "
                 "optimizer as it is"
             )
+    why = why_looked_at(optimizer, stock, _registered.get(stock, False))
+    if why is not None:
+        raise Error(f"optfuse: can't fuse {name_of(stock)}: {why}. Use the optimizer as it is")
     kind = _kind(optimizer)
     if kind is None:
         return try_promise(optimizer, stock)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a class's step() could see of a parameter itself, beside its data: a subclass, attributes,
+hooks and the identity. Small copies and stand-ins have none of these, so that no trial tells
+whether step() goes another way by them. Kernels look at nothing of it."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from optfuse._dtensor import is_dtensor
+from optfuse._native import guard
+from optfuse._own_step.reach import reachable
+from optfuse._own_step.twin import own_attributes, own_options
+
+_PLAIN = (Tensor, Parameter)  # torch.nn.Buffer() makes a Tensor
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_LISTS = (list, tuple, deque)
+_HOLDS = (*_LISTS, dict, set, frozenset)
+_ALL = {"__dict__", "vars", "dir"}  # names by which code sees all attributes
+
+
+def why_looked_at(optimizer: Optimizer, stock: type, subclasses: bool) -> str | None:
+    """What step() may see of some parameter. subclasses: those of Tensor are promised to make no
+    difference."""
+    if not guard("looks"):
+        return None
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    functions = list(_functions(stock))
+    return (
+        (None if subclasses else _why_type(params))
+        or _why_attributes(params, _names(functions))
+        or _why_identity(optimizer, params, functions)
+        or _why_position(optimizer, params)
+    )
+
+
+def _why_type(params: list[Tensor]) -> str | None:
+    for p in params:
+        if type(p) not in _PLAIN and not is_dtensor(p):
+            return (
+                f"a parameter is of the class {type(p).__name__}, which its step() may treat "
+                "otherwise. If it does not, register the class with "
+                "optfuse.register(cls, subclasses=True)"
+            )
+    return None
+
+
+def _why_attributes(params: list[Tensor], names: set[str]) -> str | None:
+    for p in params:
+        for name in p.__dict__:
+            if name in names or not names.isdisjoint(_ALL):
+                return (
+                    f"a parameter has the attribute {name!r}, and code of the class has "
+                    f"{'that name' if name in names else 'a look at all attributes'}, too"
+                )
+        for name in _HOOKS:
+            if name in names and getattr(p, name):
+                return f"a parameter has hooks, and code of the class has {name}"
+    return None
+
+
+def _why_identity(
+    optimizer: Optimizer, params: list[Tensor], functions: list[types.FunctionType]
+) -> str | None:
+    ids = {id(p) for p in params}
+    known = [f.__globals__.get(name) for f in functions for name in _names([f])]
+    options = [own_options(group) for group in optimizer.param_groups]
+    for place, start in (
+        ("an attribute", own_attributes(optimizer.__dict__)),
+        ("an option", options),
+        ("its code's reach", [*functions, [x for x in known if _may_hold(x)]]),
+    ):
+        for found in reachable(start):
+            if isinstance(found, _HOLDS) and any(
+                type(x) is int and x in ids for x in _items(found)
+            ):
+                return f"{place} holds the id() of a parameter, by which its step() may tell it"
+            if isinstance(found, types.CellType) and _content(found) in ids:
+                return "a closure of its code holds the id() of a parameter"
+    return None
+
+
+def _may_hold(x: Any) -> bool:
+    return isinstance(x, (*_HOLDS, int)) and not isinstance(x, bool)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return None
+    return content if type(content) is int else None
+
+
+def _items(found: Any) -> Iterable[Any]:
+    return [*found.keys(), *found.values()] if isinstance(found, dict) else found
+
+
+def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
+    """A container with a place for each parameter: a step on one of them would take the first."""
+    state, ids = optimizer.__dict__["state"], {id(p) for p in params}
+    places = [("attribute", v, len(params)) for v in own_attributes(optimizer.__dict__).items()]
+    for group in optimizer.param_groups:
+        for n in (len(params), len(group["params"])):
+            places += [("option", v, n) for v in own_options(group).items()]
+    for p in params:
+        places += [("state entry", v, len(params)) for v in (state.get(p) or {}).items()]
+    for what, (name, value), n in places:
+        if n > 1 and isinstance(value, (*_LISTS, dict)) and len(value) == n:
+            held = value.values() if isinstance(value, dict) else value
+            if all(x is None or (isinstance(x, Tensor) and id(x) not in ids) for x in held):
+                return (
+                    f"the {what} {name!r} has as many places as there are parameters, with "
+                    "tensors or None in them: read by position, a step on one parameter would "
+                    "take another one's"
+                )
+    return None
+
+
+# ---- the class's code
+
+
+def _functions(stock: type) -> Iterator[types.FunctionType]:
+    """Of the class and its bases, without those of PyTorch, and what they call in their modules."""
+    todo: deque[Any] = deque(v for cls in stock.__mro__ for v in vars(cls).values())
+    seen: set[int] = set()
+    while todo:
+        value = todo.popleft()
+        if isinstance(value, property):
+            todo.extend((value.fget, value.fset))
+        value = getattr(value, "__func__", value)
+        while hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
+        if not isinstance(value, types.FunctionType) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        module = value.__module__ or ""
+        if module == "torch" or module.startswith("torch."):
+            todo.extend(map(_content_of, value.__closure__ or ()))
+            continue
+        yield value
+        todo.extend(map(_content_of, value.__closure__ or ()))
+        todo.extend(value.__globals__.get(name) for name in _names([value]))
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _names(functions: Iterable[types.FunctionType]) -> set[str]:
+    """Names and strings in their code."""
+    found: set[str] = set()
+    todo = [f.__code__ for f in functions]
+    while todo:
+        code = todo.pop()
+        found.update(code.co_names)
+        for x in code.co_consts:
+            if isinstance(x, str):
+                found.add(x)
+            elif isinstance(x, types.CodeType):
+                todo.append(x)
+    return found

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A step() that looks at the parameter itself, and not only at its data, sees in a trial a small
+copy or a stand-in. fuse() refuses where it could see a difference. docs/traced.md"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_traced_adversaries import refused
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import optfuse
+
+MODES = ("forward", "backward")
+
+
+class MyParameter(nn.Parameter):
+    pass
+
+
+class Marks(Optimizer):
+    """Ten times the rate for marked parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.prepare([p for group in self.param_groups for p in group["params"]])
+
+    def prepare(self, params: list[Tensor]) -> None:
+        pass
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * (10 if self.mark(p) else 1))
+
+    def mark(self, p: Any) -> bool:
+        raise NotImplementedError
+
+
+class ByClass(Marks):
+    def mark(self, p: Any) -> bool:
+        return isinstance(p, MyParameter)
+
+
+class ByType(Marks):
+    def mark(self, p: Any) -> bool:
+        return type(p) is MyParameter
+
+
+class ByAttribute(Marks):
+    def mark(self, p: Any) -> bool:
+        return bool(getattr(p, "special", False))
+
+
+class ByDict(Marks):
+    def mark(self, p: Any) -> bool:
+        return "special" in p.__dict__
+
+
+class ByVars(Marks):
+    def mark(self, p: Any) -> bool:
+        return bool(vars(p))
+
+
+class ByHook(Marks):
+    def mark(self, p: Any) -> bool:
+        return bool(p._backward_hooks)
+
+
+class ById(Marks):
+    def prepare(self, params: list[Tensor]) -> None:
+        self.special = {id(p) for p in params}
+
+    def mark(self, p: Any) -> bool:
+        return id(p) in self.special
+
+
+_by_id: dict[int, bool] = {}
+
+
+class ByGlobalId(Marks):
+    def prepare(self, params: list[Tensor]) -> None:
+        _by_id.update({id(p): True for p in params})
+
+    def mark(self, p: Any) -> bool:
+        return _by_id.get(id(p), False)
+
+
+class ByKey(Marks):
+    def prepare(self, params: list[Tensor]) -> None:
+        self.names = dict.fromkeys(params, 1)
+
+    def mark(self, p: Any) -> bool:
+        return p in self.names
+
+
+class ByKind(Marks):
+    def mark(self, p: Any) -> bool:
+        return isinstance(p, nn.Parameter)
+
+
+class ByLeaf(Marks):
+    def mark(self, p: Any) -> bool:
+        return bool(p.is_leaf and p.requires_grad)
+
+
+class ByShape(Marks):
+    def mark(self, p: Any) -> bool:
+        return p.ndim == 2
+
+
+def by_closure(params: list[Tensor]) -> type[Marks]:
+    marked = [id(p) for p in params]
+    (one,) = marked
+
+    class ByClosure(Marks):
+        def mark(self, p: Any) -> bool:
+            return id(p) == one
+
+    return ByClosure
+
+
+def plain() -> nn.Parameter:
+    return nn.Parameter(torch.randn(4, 5))
+
+
+def marked() -> nn.Parameter:
+    p = MyParameter(torch.randn(4, 5))
+    p.special = True  # type: ignore[attr-defined]
+    p.register_hook(lambda g: g)
+    return p
+
+
+def trained(cls: type[Marks], make: Callable[[], nn.Parameter], mode: str | None) -> Any:
+    torch.manual_seed(0)
+    p = make()
+    optimizer = cls([p])
+    if mode is not None:
+        optfuse.fuse(optimizer, mode=mode)
+    for _ in range(3):
+        optimizer.zero_grad()
+        p.square().sum().backward()
+        optimizer.step()
+    return p.detach().as_subclass(Tensor).clone()
+
+
+WORDS: dict[type[Marks], str] = {
+    ByClass: "subclass of Parameter",
+    ByType: "equal",
+    ByAttribute: "attribute 'special'",
+    ByDict: "__dict__",
+    ByVars: "__dict__",
+    ByHook: "_backward_hooks",
+    ById: r"an attribute holds the id\(\)",
+    ByGlobalId: r"reach holds the id\(\)",
+    ByKey: "holds parameters",
+    ByKind: "attribute '_is_param'",
+    ByLeaf: "equal",
+    ByShape: "equal",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", WORDS)
+def test_a_parameter_like_any_other(cls: type[Marks], mode: str) -> None:
+    if WORDS[cls] == "equal":
+        assert torch.equal(trained(cls, plain, mode), trained(cls, plain, None))
+    else:
+        with pytest.raises(optfuse.Error, match=WORDS[cls]):
+            trained(cls, plain, mode)
+    _by_id.clear()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", WORDS)
+def test_a_parameter_with_a_class_of_its_own(cls: type[Marks], mode: str) -> None:
+    with pytest.raises(optfuse.Error, match="of the class MyParameter"):
+        trained(cls, marked, mode)
+
+
+def test_kernels_look_at_nothing() -> None:
+    optfuse.fuse(torch.optim.AdamW([marked()]))
+
+
+def test_a_registered_class_may_promise_to_take_subclasses() -> None:
+    class Registered(ByShape):
+        pass
+
+    optfuse.register(Registered)
+    with pytest.raises(optfuse.Error, match="of the class MyParameter"):
+        trained(Registered, marked, "forward")
+    optfuse.register(Registered, subclasses=True)
+    for mode in MODES:
+        assert torch.equal(trained(Registered, marked, mode), trained(Registered, marked, None))
+
+
+def named() -> nn.Parameter:
+    p = plain()
+    p.special = True  # type: ignore[attr-defined]
+    return p
+
+
+def hooked() -> nn.Parameter:
+    p = plain()
+    p.register_hook(lambda g: g)
+    return p
+
+
+@pytest.mark.parametrize(
+    "cls, make, why",
+    [
+        (ByAttribute, named, "has the attribute 'special', and code of the class has that name"),
+        (ByDict, named, "has the attribute 'special', and code of the class has that name"),
+        (ByVars, named, "has a look at all attributes"),
+        (ByHook, hooked, "has hooks"),
+        (ById, plain, r"holds the id\(\)"),
+    ],
+)
+def test_registered_classes(cls: type[Marks], make: Callable[[], nn.Parameter], why: str) -> None:
+    registered = type("Registered", (cls,), {})
+    optfuse.register(registered)
+    with pytest.raises(optfuse.Error, match=why):
+        optfuse.fuse(registered([make()]))
+    optimizer = registered([nn.Parameter(torch.randn(3))]) if cls is not ById else None
+    if optimizer is not None:
+        optfuse.fuse(optimizer)
+        with pytest.raises(optfuse.Error, match=why):
+            optimizer.add_param_group({"params": [make()]})
+
+
+def test_an_attribute_that_no_code_names_is_no_obstacle() -> None:
+    p = plain()
+    p.of_somebody_else = True  # type: ignore[attr-defined]
+    optfuse.fuse(ByAttributeOfOthers([p]))
+
+
+class ByAttributeOfOthers(Marks):
+    def mark(self, p: Any) -> bool:
+        return False
+
+
+def test_identities_in_closures() -> None:
+    p = plain()
+    with pytest.raises(optfuse.Error, match=r"closure of its code holds the id\(\)"):
+        optfuse.fuse(by_closure([p])([p]))
+
+
+class ByRequiresGrad(Marks):
+    def mark(self, p: Any) -> bool:
+        return not p.requires_grad
+
+
+def test_a_frozen_parameter_that_has_a_gradient() -> None:
+    """Only step()s that ask see it."""
+
+    def trained(cls: type[Marks], wrap: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        params = [plain(), plain()]
+        optimizer = wrap(cls(params))
+        for i in range(4):
+            for p in params:
+                p.grad = torch.full_like(p, 0.5 + i)
+            params[0].requires_grad_(i == 0)
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    for cls in (ByRequiresGrad, ByShape):
+        ours, stock = trained(cls, optfuse.fuse), trained(cls, lambda optimizer: optimizer)
+        assert all(map(torch.equal, ours, stock))
+
+
+class ByTextOfId(Marks):
+    def prepare(self, params: list[Tensor]) -> None:
+        self.special = {f"{id(p)}" for p in params}
+
+    def mark(self, p: Any) -> bool:
+        return f"{id(p)}" in self.special
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_made_of_an_id_is_not_seen(mode: str) -> None:
+    """A row of docs/hazards.md."""
+    ours, stock = trained(ByTextOfId, plain, mode), trained(ByTextOfId, plain, None)
+    assert not torch.equal(ours, stock)
+
+
+LOOKS: dict[str, tuple[Any, str]] = {
+    "attributes": (lambda o, p, g, s: p.__dict__, "__dict__"),
+    "vars": (lambda o, p, g, s: vars(p), "__dict__"),
+    "hooks": (lambda o, p, g, s: p._backward_hooks, "_backward_hooks"),
+    "later hooks": (lambda o, p, g, s: p._post_accumulate_grad_hooks, "_post_accumulate_grad"),
+    "class": (lambda o, p, g, s: isinstance(p, MyParameter), "subclass of Parameter"),
+    "classes": (lambda o, p, g, s: isinstance(g, int | MyParameter), "subclass of Parameter"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_stand_ins_refuse(name: str) -> None:
+    refused(*LOOKS[name])
+
+
+def test_stand_ins_answer_what_is_the_same_for_all() -> None:
+    from test_traced_recorder import recorded_of
+
+    def update(o: Any, group: Any, p: Tensor, state: Any) -> None:
+        assert isinstance(p, Tensor) and not isinstance(p, int | float | list)
+        assert p.__class__ is type(p)
+        p.add_(p.grad)  # type: ignore[arg-type]
+
+    recorded_of(update)
+
+
+# ---- containers with a place for each parameter
+
+
+class ByPosition(Optimizer):
+    """Keeps what belongs to parameters where their numbers are, from a step on that no trial
+    meets."""
+
+    def __init__(self, params: Any, place: str, kind: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        n = sum(len(group["params"]) for group in self.param_groups)
+        kept = kind([None] * n) if kind is not dict else dict.fromkeys(range(n))
+        if place == "attribute":
+            self.kept = kept
+        elif place == "option":
+            self.param_groups[0]["kept"] = kept
+        else:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["kept"] = kept
+        self.n = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple, dict, deque])
+@pytest.mark.parametrize("place", ["attribute", "option", "state entry"])
+def test_what_is_read_by_position_is_refused(place: str, kind: Any, is_registered: bool) -> None:
+    cls = type("Positions", (ByPosition,), {})
+    if is_registered:
+        optfuse.register(cls)
+    params = [nn.Parameter(torch.randn(4)) for _ in range(3)]
+    with pytest.raises(optfuse.Error, match=f"the {place} 'kept' has as many places as there are"):
+        optfuse.fuse(cls(params, place, kind))
+
+
+def test_other_lists_are_taken() -> None:
+    params = [nn.Parameter(torch.randn(4)) for _ in range(3)]
+    optimizer = ByPosition(params, "attribute", list)
+    optimizer.kept = [1.0, 2.0, 3.0]  # type: ignore[assignment]
+    optfuse.fuse(optimizer)
+
+
+def test_the_frame_that_stand_ins_look_at_is_that_of_torch() -> None:
+    """Who asks in isinstance() is told by the code that asks."""
+    seen = []
+
+    class Asks:
+        @property
+        def __class__(self) -> Any:
+            seen.append(sys._getframe(1).f_code.co_name)
+            return Asks
+
+    isinstance(Asks(), MyParameter)
+    assert seen == ["__instancecheck__"]
