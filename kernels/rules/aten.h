@@ -80,10 +80,11 @@ OF_RULE_FN of_real aten_divide(of_real self, double number) {
     return aten_div_number(self, number);
 }
 
-/* For a type of 16 bits the scalar code rounds the root, too. */
+/* For a type of 16 bits the scalar code rounds the root, too, and so does all code on CPUs without
+ * an FMA unit. */
 OF_RULE_FN of_real aten_rsqrt(of_form form, of_real x) {
     const of_real root = of_square_root(x);
-    return aten_round((of_real)1 / (form.tail ? aten_round(root) : root));
+    return aten_round((of_real)1 / (form.tail || !form.fused ? aten_round(root) : root));
 }
 
 #endif

@@ -40,7 +40,7 @@ def _each(handler: Handler, one: Called) -> Handler:
         if "out" in options or not lists:
             raise NotElementwise(called.full_name)
         on_cpu = tape.device == CPU
-        if multiplies and tape.dtype.itemsize == 2 and len(lists) == 1 and on_cpu:
+        if multiplies and tape.dtype.itemsize == 2 and not _of_tensors(args[1]) and on_cpu:
             raise NotElementwise(f"{called.full_name} rounds numbers to {tape.dtype} first")
         n = len(tape.lines)
         made = [
@@ -56,6 +56,10 @@ def _each(handler: Handler, one: Called) -> Handler:
         return None if called.in_place else made
 
     return for_each
+
+
+def _of_tensors(x: Any) -> bool:
+    return type(x) in _LISTS and all(isinstance(item, torch.Tensor) for item in x)
 
 
 # What is another operator on lists.
