@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from optfuse import _stock_trial
+from optfuse._dtensor import has_holes
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._rules import OWN, RULES, Group, Rule
 
@@ -25,6 +26,10 @@ def rule_of(optimizer: Optimizer) -> Rule:
     return rule.on_gpus() if rule.tried and _any_on_gpu(optimizer.param_groups) else rule
 
 
+def _is_narrow_with_holes(param: Tensor) -> bool:
+    return param.dtype.itemsize == 2 and has_holes(param)
+
+
 def _any_on_gpu(groups: list[Group]) -> bool:
     return any(is_gpu(p.device) for group in groups for p in group["params"])
 
@@ -34,6 +39,9 @@ def why_own_step(optimizer: Optimizer) -> list[str]:
     stock, groups = type(optimizer), optimizer.param_groups
     if stock not in RULES:
         return []
+    params = [p for group in groups for p in group["params"]]
+    if RULES[stock].reference != "fused=True" and any(map(_is_narrow_with_holes, params)):
+        return ["some parameters of 16 bits have holes, where PyTorch's operators round more often"]
     return why_not_tried(RULES[stock], stock, groups, optimizer.__dict__["state"])
 
 

@@ -26,7 +26,7 @@ from optfuse._rules import OWN, RULES, Group, Rule
 from optfuse._scheduler import rewrap
 from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
-from optfuse._traced.trial import try_traced
+from optfuse._traced.trial import try_first, try_traced
 from optfuse._wrappers import unwrapped
 
 _AMP = "_step_supports_amp_scaling"
@@ -113,7 +113,7 @@ def _try_again(optimizer: Optimizer, link: Link) -> TracedRule:
     twin = link.stock.__new__(link.stock)
     hidden = (LINK, _AMP)
     twin.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in hidden}
-    return try_to_trace(twin)
+    return try_to_trace(twin, link.mode == BACKWARD)
 
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
@@ -215,13 +215,16 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
     return True
 
 
-def try_to_trace(optimizer: Optimizer) -> TracedRule:
+def try_to_trace(optimizer: Optimizer, in_backward: bool = False) -> TracedRule:
     """By which an optimizer of no known class is fused. Raises optfuse.Error if it can't be."""
     stock = type(optimizer)
     try:
-        return try_traced(
+        rule = try_traced(
             optimizer, stock, lambda small, rule: become_fused(small, Options(), rule)
         )
+        if in_backward:
+            try_first(optimizer, stock, rule)
+        return rule
     except Untraceable as error:
         refuse_untraceable(stock, str(error))
 

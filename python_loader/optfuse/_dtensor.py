@@ -53,6 +53,19 @@ def why_not(param: Any) -> str | None:
     return None
 
 
+def has_holes(param: Tensor) -> bool:
+    """Whether its elements are not all that is in its span of memory, or overlap."""
+    local: Tensor = local_of(param)
+    if local.is_contiguous():
+        return False
+    filled = 1
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return True
+        filled *= size
+    return False
+
+
 def laid_out_as(param: Any, local: Tensor) -> Any:
     """A tensor as this process's part of a DTensor that is laid out as param, if that is one."""
     if not is_dtensor(param):

@@ -196,7 +196,7 @@ def fuse(
     if may_be_traced(type(optimizer)):
         check_params(optimizer)  # else the trial could fail at what one of them is
         _process.start()
-        traced = try_to_trace(optimizer)
+        traced = try_to_trace(optimizer, in_backward=mode == "backward")
     check_optimizer(optimizer, strict, traced)
     check_step(optimizer)
     delays = delays_of(delay or {}, optimizer)

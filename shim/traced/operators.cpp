@@ -31,11 +31,15 @@ int64_t kind_of(const Slot *slot) {
     const auto dtype = static_cast<int64_t>(c10::typeMetaToScalarType(param->dtype()));
     const c10::Device device = param->device();
     const auto of_gpu = static_cast<int64_t>(device.is_cpu() ? 0 : device.index() + 1);
-    return static_cast<int64_t>(slot->index) << 32 | dtype << 24 | of_gpu << 8 | param->dim();
+    const int64_t has_holes = param->is_non_overlapping_and_dense() ? 0 : 1 << 23;
+    const int64_t has_strides = param->is_contiguous() ? 0 : 1 << 7;
+    return static_cast<int64_t>(slot->index) << 32 | dtype << 24 | has_holes | of_gpu << 8 |
+           has_strides | param->dim();
 }
 
 // Flat, for each parameter that this step may update: a word of its slot (from bit 32 on),
-// dtype, device and, in the last byte, number of dimensions, and, if by_shape, sizes and strides.
+// dtype, whether it has holes (bit 23), device and, in the last byte, whether it is not contiguous
+// and the number of dimensions, and, if by_shape, sizes and strides.
 // To take(), until it returns false.
 template <typename Take>
 bool each_word(const Plan &plan, bool whole, bool by_shape, const Take &take) {

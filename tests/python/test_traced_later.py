@@ -2,6 +2,8 @@
 """Traced optimizers whose parameters or state become others in the middle of training. Forward
 mode leaves such a step to the class; backward mode refuses it."""
 
+import copy
+
 import pytest
 import torch
 import traced_classes
@@ -9,6 +11,8 @@ from common import assert_same, same
 from torch import nn
 
 import optfuse
+from optfuse._link import link_of
+from optfuse._values import difference
 
 
 def convolution():
@@ -120,3 +124,177 @@ def test_state_with_shapes_of_its_own_from_before(mode, cls):
         yield from everything(model, optimizer)
 
     same(script, mode)
+
+
+# ---- strides by which PyTorch's operators go another way
+
+
+class ThroughFlat(traced_classes.Base):
+    """Halves what flatten() shows: the update itself, or a copy of it."""
+
+    def update(self, p, grad, state, group):
+        update = grad * 1.0
+        update.flatten().mul_(0.5)
+        p.add_(update, alpha=-group["lr"])
+
+
+class ThroughContiguous(traced_classes.Base):
+    def update(self, p, grad, state, group):
+        update = grad * 1.0
+        update.contiguous().mul_(0.5)
+        update.reshape(-1).add_(0.1)
+        made = p.new_ones(p.shape)
+        made.flatten().mul_(group["lr"])
+        p.sub_(update * made)
+
+
+class OfHalves(traced_classes.Base):
+    """In 16 bits PyTorch rounds once more where strides keep it from its vectors."""
+
+    def update(self, p, grad, state, group):
+        if not state:
+            state["n"], state["sum"] = 0, torch.zeros_like(p)
+        state["n"] += 1
+        state["sum"].add_(p, alpha=state["n"])
+        p.add_(grad, alpha=-group["lr"])
+
+
+def transposed(x):
+    return x.t().contiguous().t()
+
+
+def plain(x):
+    return x
+
+
+def with_holes(x):
+    wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def trains_as_stock(cls, layouts, mode, dtype=torch.float32):
+    """With parameters of these shapes, each laid out by a function. The fused optimizer."""
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        params = [nn.Parameter(lay(torch.randn(shape).to(dtype))) for shape, lay in layouts]
+        optimizer = wrap(cls(params))
+        for _ in range(4):
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in params).backward()
+            optimizer.step()
+        return [p.detach() for p in params], [optimizer.state[p] for p in params], optimizer
+
+    ours = trained(lambda optimizer: optfuse.fuse(optimizer, mode=mode))
+    stock = trained(plain)
+    assert difference("", ours[:2], stock[:2]) is None
+    return ours[2]
+
+
+MIXES = [
+    [((8, 8), transposed)],
+    [((8, 8), plain), ((8, 8), transposed)],
+    [((8, 8), transposed), ((8, 8), plain)],
+    [((5, 7), plain), ((4, 3), transposed)],
+    [((5,), plain), ((4, 3), transposed)],
+    [((5,), plain), ((6, 3), plain), ((4, 3), transposed), ((2, 3, 4, 5), in_channels_last)],
+]
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("layouts", MIXES)
+@pytest.mark.parametrize("cls", [ThroughFlat, ThroughContiguous])
+def test_views_and_copies_are_those_of_each_parameters_strides(cls, layouts, mode):
+    optimizer = trains_as_stock(cls, layouts, mode)
+    assert not link_of(optimizer).traced.untraced
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("shape", [(7,), (100,), (1000,), (9, 130)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_with_holes_each_step_is_the_classes_own(dtype, shape):
+    optimizer = trains_as_stock(OfHalves, [(shape, with_holes), (shape, plain)], "forward", dtype)
+    assert link_of(optimizer).traced.untraced == 4
+    assert "holes" in link_of(optimizer).traced.why_not[1]
+
+
+def test_backward_mode_refuses_in_fuse_what_it_would_refuse_later():
+    optimizer = OfHalves([nn.Parameter(with_holes(torch.randn(5, 4)))])
+    with pytest.raises(optfuse.Error, match="holes"):
+        optfuse.fuse(optimizer, mode="backward")
+    optimizer = optfuse.fuse(OfHalves([nn.Parameter(torch.randn(5, 4))]), mode="backward")
+    with pytest.raises(optfuse.Error, match="holes"):
+        optimizer.add_param_group({"params": [nn.Parameter(with_holes(torch.randn(5, 4)))]})
+
+
+def test_holes_that_come_later():
+    """`p.data =` of other strides."""
+
+    def script(wrap):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(9, 130).half())
+        optimizer = wrap(OfHalves([p]))
+        for i in range(6):
+            if i == 3:
+                p.data = with_holes(p.detach().clone())
+            p.grad = torch.randn(9, 130, generator=torch.Generator().manual_seed(i)).half()
+            optimizer.step()
+            yield "weights", p.detach().clone()
+        yield "state", optimizer.state[p]["sum"].clone()
+
+    same(script)
+
+
+LOOPS = [
+    lambda params: torch.optim.RMSprop(params, foreach=False, momentum=0.9),
+    lambda params: torch.optim.ASGD(params, foreach=False),
+    lambda params: torch.optim.Adadelta(params, foreach=False, weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("make", LOOPS)
+def test_classes_with_kernels_too(make, dtype, mode):
+    def trained(wrap):
+        torch.manual_seed(0)
+        p = nn.Parameter(with_holes(torch.randn(9, 130).to(dtype)))
+        optimizer = wrap(make([p]))
+        for _ in range(5):
+            optimizer.zero_grad()
+            p.square().sum().backward()
+            optimizer.step()
+        return p.detach().clone(), dict(optimizer.state[p])
+
+    assert difference("", trained(lambda o: optfuse.fuse(o, mode=mode)), trained(plain)) is None
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("shapes", [((),), ((), (3, 4)), ((5,), ())])
+@pytest.mark.parametrize("cls", [traced_classes.AdaBelief, traced_classes.TensorCounter])
+def test_parameters_without_dimensions_are_resumed(cls, shapes, mode):
+    """Their state looks like counters."""
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        optimizer = cls(params)
+        for i in range(8):
+            if i == 4:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = cls(params)
+                optimizer.load_state_dict(saved)
+                optimizer = wrap(optimizer)
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in params).backward()
+            optimizer.step()
+        return [p.detach() for p in params], [optimizer.state[p] for p in params], optimizer
+
+    ours, stock = trained(lambda o: optfuse.fuse(o, mode=mode)), trained(plain)
+    assert difference("", ours[:2], stock[:2]) is None
+    traced = link_of(ours[2]).traced
+    assert not traced.untraced
+    assert set(traced.names) >= {"exp_avg"} or "square" in traced.names

@@ -20,10 +20,19 @@ def _dtype(x: Standin, options: Options) -> torch.dtype:
     return options.get("dtype") or x.dtype
 
 
+def _keeps_strides(x: Standin, options: Options) -> None:
+    """That a tensor which is made like x gets the parameter's."""
+    if options.get("memory_format") in (None, torch.preserve_format):
+        return
+    if x.tape.strides is not None or options["memory_format"] != torch.contiguous_format:
+        raise NotElementwise("a tensor of other strides")
+
+
 @on("clone.default", "_to_copy.default")
 def _copy(called: Called, args: Args, options: Options) -> Any:
     x = args[0]
     in_room(x)
+    _keeps_strides(x, options)
     dtype = _dtype(x, options)
     if dtype not in (x.dtype, x.tape.dtype) or x.dtype not in (torch.bool, x.tape.dtype):
         raise NotElementwise(f"{x.dtype} to {dtype}")
@@ -55,6 +64,9 @@ def _make(called: Called, args: Args, options: Options) -> Any:
     is_new = called.name.startswith("new_")
     if tuple(args[1]) != tape.sizes if is_new else not is_operand(x) or x.form is not None:
         raise NotElementwise("another shape")
+    if is_new and tape.strides is not None:
+        raise NotElementwise("a contiguous tensor beside a parameter that is not")
+    _keeps_strides(x, options)
     dtype = _dtype(x, options)
     if dtype != tape.dtype:
         raise NotElementwise(f"{dtype} beside a parameter of {tape.dtype}")

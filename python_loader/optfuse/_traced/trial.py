@@ -63,6 +63,16 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     return _try(optimizer, stock, fuse, traced_rule(promise, everything))
 
 
+def try_first(optimizer: Optimizer, stock: type[Optimizer], rule: TracedRule) -> None:
+    """A trial is on contiguous copies, and its gradients come by step(): in backward mode, where
+    the class's own step() can't take a step instead, raises Untraceable for what can't be traced of
+    the parameters themselves. Not of an optimizer that may have to enter training first."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(map(is_dtensor, params)) and not callable(getattr(optimizer, "train", None)):
+        with random_as_it_was():
+            Traced(0, stock, rule.promise, rule.made, in_backward=True).check(optimizer)
+
+
 def _try(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse, rule: TracedRule) -> TracedRule:
     random = torch.Generator().manual_seed(0)
     with random_as_it_was(), warnings.catch_warnings():

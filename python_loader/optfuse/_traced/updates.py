@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._dtensor import is_dtensor
+from optfuse._dtensor import has_holes, is_dtensor
 from optfuse._native import lib
 from optfuse._own_step import twin
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
@@ -34,6 +34,11 @@ from optfuse._values import difference
 State = dict[Tensor, Entry]
 _kinds, _set_program = torch.ops.optfuse.kinds.default, torch.ops.optfuse.set_program.default
 _hold = torch.ops.optfuse.hold.default
+_HOLES = 1 << 23  # in a word of kinds()
+HOLES = (
+    "a parameter has holes between its elements, or they overlap: PyTorch computes some of its "
+    "operators there by code that rounds otherwise"
+)
 
 
 @dataclass
@@ -127,6 +132,8 @@ class Traced:
         for number, cohort in enumerate(self._cohorts):
             assert cohort.recorded is not None
             program = cohort.recorded.program
+            if cohort.recorded.looked_at_requires_grad and not whole:
+                _refuse_frozen(params[slot] for slot in cohort.slots)
             if isinstance(program, Parts):
                 _refuse_parts_of_tensors(params[slot] for slot in cohort.slots)
                 if not whole:
@@ -219,7 +226,7 @@ class Traced:
         kinds = set()
         for slot in taking if not self.names else ():
             param = params[slot]
-            others = [x for x in (state.get(param) or {}).values() if _is_other(x, param)]
+            others = [x for x in (state.get(param) or {}).values() if _is_unclear(x, param)]
             place = param.dtype, param.device
             kind = self._group_of[slot], place, tuple(param.shape), param.stride()
             if others and kind not in kinds:
@@ -249,9 +256,8 @@ class Traced:
         found: dict[Any, Cohort] = {}
         for slot in taking:
             param, group = params[slot], self._group_of[slot]
-            # Without dimensions it takes part in how PyTorch chooses a result's dtype.
             by_shape = self._by_shape[group]
-            shape = (tuple(param.shape), param.stride()) if by_shape else param.dim() == 0
+            shape = (tuple(param.shape), param.stride()) if by_shape else _kind_of_shape(param)
             place = param.dtype, param.device
             key = (group, place, shape, self._signature(state.get(param), param))
             if key not in found:
@@ -352,6 +358,17 @@ class Traced:
             else:
                 entry[key] = copy.deepcopy(value)
             made.append(key)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raises Untraceable if the first step of all parameters would."""
+        groups = optimizer.param_groups
+        params = [p for group in groups for p in group["params"]]
+        self.layout(groups)
+        self._before = twin.attributes_of(optimizer)
+        taking = [slot for slot, p in enumerate(params) if p.requires_grad]
+        if any(has_holes(params[slot]) for slot in taking):
+            raise Untraceable(HOLES)
+        self._record_all(optimizer, params, taking, same=False)
 
     def abandon(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         """State of updates that never came has no values."""
@@ -461,6 +478,11 @@ def _room(param: Tensor, place: Place) -> Tensor:
     return torch.empty_like(param, dtype=place.dtype, memory_format=torch.preserve_format)
 
 
+def _refuse_frozen(params: Iterable[Tensor]) -> None:
+    if not all(param.requires_grad for param in params):
+        raise Untraceable("it looks at requires_grad, and a parameter with a gradient has it off")
+
+
 def _refuse_parts_of_tensors(params: Iterable[Tensor]) -> None:
     if any(map(is_dtensor, params)):
         raise Untraceable(
@@ -469,16 +491,28 @@ def _refuse_parts_of_tensors(params: Iterable[Tensor]) -> None:
         )
 
 
-def _is_other(x: Any, param: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.shape != param.shape
+def _is_unclear(x: Any, param: Tensor) -> bool:
+    """Whether a tensor in a state entry may be a counter."""
+    return isinstance(x, Tensor) and (x.shape != param.shape or not x.dim())
+
+
+def _kind_of_shape(param: Tensor) -> Any:
+    """What of it leads PyTorch's operators another way even where step() asks for no shape: without
+    dimensions a parameter takes part in how a result's dtype is chosen, and whether flatten() and
+    the like are views or copies depends on strides."""
+    if param.dim() == 0:
+        return None
+    return True if param.is_contiguous() else param.dim()
 
 
 def _slots(kinds: list[int], by_shape: bool) -> Iterator[int]:
     """Those in an answer of the library's kinds()."""
     i = 0
     while i < len(kinds):
+        if kinds[i] & _HOLES:
+            raise Untraceable(HOLES)
         yield kinds[i] >> 32
-        i += 1 + (2 * (kinds[i] & 255) if by_shape else 0)
+        i += 1 + (2 * (kinds[i] & 127) if by_shape else 0)
 
 
 def _is_known(cohort: Cohort) -> bool:
