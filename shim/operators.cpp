@@ -58,6 +58,7 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
                  labels[i]);
         if (updated[i] != 0)
             of_plan_set_updated(plan.core, i);
+        note_versions(*plan.slots[i]);
     }
 }
 
@@ -86,12 +87,15 @@ void tell_state(int64_t address, int64_t index, const std::vector<std::optional<
         set_own_state(slot, state);
     else
         set_state(slot, state, step, first);
+    note_versions(slot);
 }
 
 // Of a rule that runs programs: the tensors of a slot's state that are no operands.
 void know_counters(int64_t address, int64_t index, const std::vector<at::Tensor> &counters) {
     refuse_fake_tensors("optimizer state is told");
-    slot_at(plan_at(address), index).own = counters;
+    Slot &slot = slot_at(plan_at(address), index);
+    slot.own = counters;
+    note_versions(slot);
 }
 
 // For the next step, or the backward pass that begins: scalars that are on a

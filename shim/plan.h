@@ -7,6 +7,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -55,6 +56,10 @@ struct Slot {
     // and of Plan::tried_on_cpu everywhere. Module.to() brings the parameter to another one
     // without anybody being told.
     int64_t tried = ANYWHERE;
+    // Backward mode: what the parameter's version and state_version() were after the last update,
+    // or when they were told since. Others mean that somebody has written.
+    uint64_t version = 0;
+    uint64_t state_version = 0;
     bool first = false; // rules without a counter: the next update is the first
     // Backward mode: the gradient that autograd completes is reduced between processes before
     // it is that of the update.

@@ -19,6 +19,7 @@
 #include "python/gil.h"
 #include "python/interpreter.h"
 #include "python/log.h"
+#include "slots.h"
 #include "start.h"
 #include "tensor/arrival.h"
 #include "tensor/first_use.h"
@@ -300,6 +301,23 @@ size_t of_shim_sharing_state(of_shim_plan *handle, size_t *slots, size_t capacit
             slots[n++] = slot->index;
     plan->is_left = n > 0 && plan->rule->runs_programs && OF_GUARD(shared_state);
     return n;
+}
+
+// What is still in a bucket on a GPU is launched first: its update notes the versions then.
+size_t of_shim_written(of_shim_plan *handle, bool of_state, size_t first) {
+    const optfuse::Plan *plan = plan_of(handle);
+    if (optfuse::is_updating_here(plan))
+        return SIZE_MAX; // of_shim_step() says what is wrong
+    of_plan_close(plan->core);
+    const bool all = all_updated(plan);
+    for (size_t i = first; i < plan->slots.size(); i++) {
+        const optfuse::Slot *slot = plan->slots[i];
+        const bool same = of_state ? slot->state_version == optfuse::state_version(*slot)
+                                   : slot->version == optfuse::version_of(slot->param);
+        if (!same && (all || of_plan_is_updated(plan->core, i)))
+            return i;
+    }
+    return SIZE_MAX;
 }
 
 int of_shim_todo(of_shim_plan *handle) {

@@ -43,6 +43,26 @@ bool shares_state(const Slot &slot) {
            is_shared(slot.step) || std::any_of(slot.own.begin(), slot.own.end(), is_shared);
 }
 
+uint64_t state_version(const Slot &slot) {
+    const auto version = [](const at::Tensor &tensor) {
+        return tensor.defined() ? version_of(tensor.unsafeGetTensorImpl()) : 0;
+    };
+    const of_rule *rule = slot.plan->rule;
+    uint64_t sum = version(slot.step);
+    for (size_t i = 0; i < rule->n_state; i++)
+        sum += version(slot.state[i]);
+    for (size_t i = 0; i < rule->n_counters; i++)
+        sum += version(slot.counters[i]);
+    for (const at::Tensor &tensor : slot.own)
+        sum += version(tensor);
+    return sum;
+}
+
+void note_versions(Slot &slot) {
+    slot.version = version_of(slot.param);
+    slot.state_version = state_version(slot);
+}
+
 void attach(Plan &plan, const std::vector<at::Tensor> &params) {
     for (size_t i = 0; i < params.size(); i++)
         if (has_other_gradient_hook(&plan, params[i]))

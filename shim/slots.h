@@ -22,6 +22,15 @@ void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
 // Whether others hold a tensor of the state beside the slot and the owner's entry: another optimizer
 // that was given it, or another slot.
 bool shares_state(const Slot &slot);
+// Of an inference tensor, which has none: 0.
+inline uint64_t version_of(const c10::TensorImpl *impl) {
+    const c10::VariableVersion &version = impl->version_counter();
+    return version.enabled() ? version.current_version() : 0;
+}
+// The sum of the versions of the state's tensors: each write that PyTorch sees makes it larger.
+uint64_t state_version(const Slot &slot);
+// Whoever writes to the parameter or its state from here on has written since the update.
+void note_versions(Slot &slot);
 // Our gradient hook of every parameter of the plan, in the order of its slots.
 void attach(Plan &plan, const std::vector<at::Tensor> &params);
 

@@ -27,6 +27,7 @@ from optfuse._check import label
 from optfuse._choice import rule_of, why_own_step
 from optfuse._dtensor import Sharded, check_layout, is_dtensor, local_of
 from optfuse._gpu import is_gpu, is_on_gpu
+from optfuse._late import Told, Used
 from optfuse._native import (
     ATTACH,
     BACKWARD,
@@ -41,11 +42,12 @@ from optfuse._native import (
 )
 from optfuse._options import LINK, Options
 from optfuse._own_step import updates
+from optfuse._own_step.noted import Noted
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.twin import step_of
 from optfuse._rules import OWN, Rule
 from optfuse._scalars import DeviceScalars
-from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot, params_of
+from optfuse._snapshot import Groups, GroupsSnapshot, State, StateSnapshot, params_of
 from optfuse._stock_trial import flags_of, unknown_dtypes
 from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
@@ -74,11 +76,6 @@ class Delayed(Protocol):
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _State = tuple[Tensor | None, ...]
-_LATE = (
-    "optfuse: an option of parameter group {} (such as lr) was changed between backward() and "
-    "step(), but backward fusion has already updated with the old value; change it before "
-    'backward() or after step(), or use optfuse.fuse(optimizer, mode="forward")'
-)
 _FLAGS = (
     "optfuse: foreach, capturable or fused of a parameter group was changed after fuse(), or its "
     "lr has become a tensor or its alpha negative: its step() would now go another way, whose bits "
@@ -135,6 +132,7 @@ class Link:
         self._flags: list[tuple[Any, ...]] = []  # of each group
         self.snapshot = GroupsSnapshot()
         self._state_snapshot = StateSnapshot()
+        self._used = Used()  # backward mode: by the updates since step()
         links[self.plan] = self
         if options.reduction is not None:
             options.reduction.add(self)
@@ -176,9 +174,12 @@ class Link:
         it fails the next sync_params() does it again. tried: those that are new, and that
         fuse() or add_param_group() has looked at."""
         self._refuse_in_backward("a change of param_groups")
+        is_late = self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan)
         if self.traced is not None:
             self._refuse_unconfirmed()
             self.traced.abandon(optimizer, self._params)
+        if is_late:
+            self._used.keep_changes(self._told(optimizer), optimizer)
         groups = optimizer.param_groups
         params = list(chain.from_iterable(map(params_of, groups)))
         self._group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
@@ -231,7 +232,11 @@ class Link:
             self.traced.layout(groups)
         if self.mode == BACKWARD:
             self.attach()
-        self.adopt_state(optimizer)
+        self.adopt_state(optimizer, is_late)
+        if is_late:
+            self._used.begin(optimizer, State(optimizer.__dict__["state"]))
+            if self.own is not None:
+                self.own.noted = Noted(optimizer)
 
     def attach(self) -> None:
         """Chains our gradient hook with whatever each parameter has. The
@@ -326,10 +331,11 @@ class Link:
             return lib.of_shim_unconfirmed(self.plan)  # type: ignore[no-any-return]
         return lib.of_shim_is_updated(self.plan, slot)  # type: ignore[no-any-return]
 
-    def adopt_state(self, optimizer: Optimizer) -> None:
+    def adopt_state(self, optimizer: Optimizer, is_late: bool = False) -> None:
         """Takes the state over now where another optimizer may have its tensors: that one must
-        know before the next backward pass."""
-        if not any(BACKWARD in (self.mode, other.mode) for other in self._others()):
+        know before the next backward pass. is_late: between backward() and step(), where it must
+        be known who writes to it."""
+        if not is_late and not any(BACKWARD in (self.mode, other.mode) for other in self._others()):
             return
         try:
             self._flush(drain=False)
@@ -392,7 +398,7 @@ class Link:
             self._state_snapshot.forget()  # the next sync looks at all of it once
             for slot in slots:
                 param = self._params[slot]
-                is_new = not optimizer.state.get(param)
+                is_new, is_absent = not optimizer.state.get(param), param not in optimizer.state
                 try:
                     if self.traced is None:
                         group = groups[self._group_of[slot]]
@@ -404,6 +410,8 @@ class Link:
                     if is_new:  # the library may not know that it is fresh
                         optimizer.state.pop(param, None)
                     raise
+                if self.mode == BACKWARD:
+                    self._used.make(param, optimizer.state[param], is_absent, is_over=False)
 
     # ---- the two schedules
 
@@ -414,6 +422,9 @@ class Link:
         return optimizer
 
     def sync_params(self, optimizer: Optimizer) -> None:
+        """Programs have counters in them, which step() advances for the parameters they are for."""
+        if self.traced is not None and self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan):
+            return
         if not self.snapshot.have_same_params(optimizer.param_groups):
             self.rebuild(optimizer)
 
@@ -434,28 +445,46 @@ class Link:
             own.changed = False
         self._sync_inputs(optimizer, False)
 
-    def _refuse_late_change(self, groups: Groups) -> None:
+    def _refuse_late_change(
+        self, optimizer: Optimizer, same_groups: bool, at_step: bool = False
+    ) -> None:
         """Between backward() and step(), where stock would still obey it."""
-        if self.mode != BACKWARD or not lib.of_shim_unconfirmed(self.plan) or not guard("late"):
-            return
-        if self.own is not None:
-            changed = self.own.late_change(groups)
-            if changed is not None:
-                raise Error(_LATE.format(changed))
-            return
-        if self.traced is not None:
-            changed = self.traced.late_change(groups)
-            if changed is not None:
-                raise Error(_LATE.format(changed))
-            return
-        same_rates = self._scalars.have_same_rates(groups)
-        for i, (group, known) in enumerate(zip(groups, self._hyper, strict=False)):
-            if self.rule.hyper(group) != known or not all(same_rates[i : i + 1]):
-                raise Error(_LATE.format(i))
+        if self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan) and guard("late"):
+            told = self._told(optimizer)
+            self._used.refuse_changes(told, optimizer, same_groups, at_step)
+
+    def _told(self, optimizer: Optimizer) -> Told:
+        rule = self.rule
+        all_keys = self.own is not None or self.traced is not None
+        return Told(
+            self.plan,
+            self._params,
+            self._labels,
+            self._group_of,
+            self.snapshot.have_same_params,
+            self.traced is not None,
+            self._changed_option,
+            self._changed_attribute,
+            rule.reads_scale,
+            None if all_keys else (*rule.state, *rule.counters, *(["step"] * rule.counts_steps)),
+        )
+
+    def _changed_option(self, number: int, group: dict[str, Any]) -> str | None:
+        updater = self.own or self.traced
+        if updater is not None:
+            return updater.noted and updater.noted.changed_option(number, group)
+        changed = self.rule.changed_option(self._hyper[number], group)
+        return changed or self._scalars.changed_option(number, group)
+
+    def _changed_attribute(self, optimizer: Optimizer) -> str | None:
+        updater = self.own or self.traced
+        return updater and updater.noted and updater.noted.changed_attribute(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
+        same_groups = self._are_same(optimizer.param_groups)
+        self._refuse_late_change(optimizer, same_groups, at_step=True)
         if self.sharded is None:
-            self._step(optimizer)
+            self._step(optimizer, same_groups)
         else:
             self._step_sharded(optimizer, self.sharded)
 
@@ -464,13 +493,13 @@ class Link:
             self.snapshot.forget()
         self.sync_params(optimizer)
         if self.sharded is None:
-            self._step(optimizer)
+            self._step(optimizer, self._are_same(optimizer.param_groups))
             return
         sharded, stepped = self.sharded, False
         sharded.follow()
         sharded.lend()
         try:
-            self._step(optimizer)
+            self._step(optimizer, self._are_same(optimizer.param_groups))
             stepped = True
         finally:
             sharded.take_back(stepped)
@@ -481,12 +510,9 @@ class Link:
             return self.snapshot.have_same_params(groups)
         return self.snapshot.are_same(groups)
 
-    def _step(self, optimizer: Optimizer) -> None:
-        groups = optimizer.param_groups
-        same_groups = self._are_same(groups)
+    def _step(self, optimizer: Optimizer, same_groups: bool) -> None:
         if not same_groups:
             self.sync_params(optimizer)
-            self._refuse_late_change(groups)
         if _by_hand.has_scale(optimizer, self.rule) and not lib.of_shim_unconfirmed(self.plan):
             self._step_scaled(optimizer)
             return
@@ -517,10 +543,16 @@ class Link:
                 raise_failure(self.own)
         finally:
             done = bool(status) and status[-1] == OK
+            if done and self.mode == BACKWARD:
+                self._used.put_in_order(optimizer.__dict__["state"], self._slots)
             if done and self.own is not None:
                 self.own.advance(optimizer)
             if self.traced is not None and self.traced.begun:
                 self._end_traced(self.traced, optimizer, done)
+                if done:
+                    self.sync_params(optimizer)
+            if done:
+                self._used.confirm()
         if _compiled.running() or _gpu.replays_are_unseen():
             self.flush()
 
@@ -551,8 +583,7 @@ class Link:
                 "backward pass can't start to update; call zero_grad() after changing "
                 "param_groups. Nothing was updated"
             )
-        if not same_groups:
-            self._refuse_late_change(groups)
+        self._refuse_late_change(optimizer, same_groups)
         if self.own is not None:
             self._begin_own(self.own, optimizer)
         else:
@@ -566,6 +597,7 @@ class Link:
                 self._scalars.tell(optimizer, same_groups)
             else:
                 self._sharing()
+        self._used.begin(optimizer, self._state_snapshot.told)
         self.marked = True
 
     def _begin_programs(self, traced: Traced, optimizer: Optimizer, whole: bool) -> None:
@@ -600,7 +632,10 @@ class Link:
             # In forward mode the guide was the last that could change the state; it was looked at
             # after that, and make_state() has the snapshot forgotten.
             same = snapshot.is_same(state) if self.mode == BACKWARD else not snapshot.is_empty()
-            if not traced.advance(optimizer, self._params, same):
+            kept = traced.advance(optimizer, self._params, same)
+            if self._used.has_changed():
+                snapshot.forget()
+            elif not kept:
                 snapshot.remember(state)
         elif self.mode != BACKWARD:
             self._flush(drain=False)
@@ -614,10 +649,17 @@ class Link:
 
     def apply(self, slot: int) -> None:
         """One update by the class's own step(). Under the plan's lock."""
-        made = updates.apply(self.plan, slot, self._params[slot])
+        param = self._params[slot]
+        made = updates.apply(self.plan, slot, param)
         optimizer = self._optimizer()
-        if made is not None and optimizer is not None:
-            optimizer.__dict__["state"][self._params[slot]] = made
+        if optimizer is None:
+            return
+        state = optimizer.__dict__["state"]
+        is_absent = param not in state
+        if made is not None:
+            state[param] = made
+        if self.mode == BACKWARD:
+            self._used.make(param, state.get(param, {}), is_absent, is_over=True)
 
     def add_only(self, entered: int) -> None:
         """Enters (+1) or leaves (-1) a context whose passes only add."""

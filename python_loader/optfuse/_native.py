@@ -44,6 +44,7 @@ class Counts(ctypes.Structure):
 _Bool, _Int, _Size, _Text = ctypes.c_bool, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
 _Plan, _Object = ctypes.c_void_p, ctypes.py_object
 _Bools, _Sizes, _Plans = map(ctypes.POINTER, (_Bool, _Size, _Plan))  # type: ignore[arg-type]
+_Objects = ctypes.c_void_p, _Size  # an array of them
 _Prototypes = dict[str, tuple[object, list[object]]]
 
 _PROTOTYPES: _Prototypes = {
@@ -67,6 +68,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),
     "of_shim_unconfirmed": (_Bool, [_Plan]),
     "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
+    "of_shim_written": (_Size, [_Plan, _Bool, _Size]),
     "of_shim_update_beside": (None, [_Plan]),
     "of_shim_add_only": (None, [_Plan, _Int]),
     "of_shim_restart_count": (None, [_Plan]),
@@ -80,9 +82,9 @@ _PROTOTYPES: _Prototypes = {
 }
 _WITH_GIL: _Prototypes = {
     "of_shim_drop_gradients": (None, [_Plan]),
-    "of_shim_same_items": (_Bool, [_Object] * 2),
-    "of_shim_same_groups": (_Bool, [_Object] * 4),
-    "of_shim_same_state": (_Bool, [_Object] * 4),
+    "of_shim_same_items": (_Bool, [_Object, *_Objects]),
+    "of_shim_same_groups": (_Bool, [_Object, *_Objects, _Object, *_Objects]),
+    "of_shim_same_state": (_Bool, [_Object, *_Objects, *_Objects]),
     "of_shim_call_first": (_Int, [_Object, _Text, _Size, _Bool, _Object]),
 }
 

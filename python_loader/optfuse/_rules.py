@@ -168,6 +168,12 @@ class Rule:
         except (TypeError, ValueError, LookupError) as error:
             raise type(error)(self._named(group)) from None
 
+    def changed_option(self, known: tuple[float, ...], group: Group) -> str | None:
+        """The first option of a group that is no longer as hyper() has found it."""
+        pairs = zip(self.options, known, self.hyper(group), strict=True)
+        changed = (name for name, a, b in pairs if a is not b and a != b)
+        return next((name.partition(".")[0] for name in changed), None)
+
     def _named(self, group: Group) -> str:
         """Says which option is no number."""
         for key, i in self._where:
@@ -186,6 +192,11 @@ class Rule:
         if not self.external:
             wanted |= {"fused": self.reference == "fused=True", "foreach": False}
         return {flag: value for flag, value in wanted.items() if flag in group}
+
+    @property
+    def reads_scale(self) -> bool:
+        """Whether its fused=True divides by grad_scale and skips the step at found_inf."""
+        return self.reference == "fused=True"
 
     def on_gpus(self) -> Rule:
         """Where the trial was passed."""

@@ -5,11 +5,12 @@ later."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 
 from optfuse._gpu import is_on_gpu
-from optfuse._snapshot import Groups
 
 
 class DeviceScalars:
@@ -29,19 +30,19 @@ class DeviceScalars:
         if same_groups and scale is None and inf is None and not self._some:
             return  # groups that can be found the same have no tensors in them
         rates = [g["lr"] if is_on_gpu(g.get("lr")) else None for g in optimizer.param_groups]
-        self._rates = _identities(optimizer.param_groups)
+        self._rates = list(map(_identity, optimizer.param_groups))
         some = scale is not None or inf is not None or any(r is not None for r in rates)
         if some or self._some:
             torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
             self._some = some
 
-    def have_same_rates(self, groups: Groups) -> list[bool]:
-        """Of each group that was told."""
-        rates = zip(_identities(groups), self._rates, strict=False)
-        return [now == before for now, before in rates]
+    def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
+        """In which a group differs from what was told of group `number`."""
+        same = [_identity(group)] == self._rates[number : number + 1] or not self._rates
+        return None if same else "lr"
 
 
-def _identities(groups: Groups) -> list[tuple[int, int]]:
+def _identity(group: dict[str, Any]) -> tuple[int, int]:
     """What tells whether a learning rate on a GPU was changed, without a look at it."""
-    rates = [group.get("lr") for group in groups]  # a class of other packages may have none
-    return [(id(rate), rate._version) if is_on_gpu(rate) else (0, 0) for rate in rates]
+    rate = group.get("lr")  # a class of other packages may have none
+    return (id(rate), rate._version) if is_on_gpu(rate) else (0, 0)

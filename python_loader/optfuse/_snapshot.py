@@ -4,11 +4,11 @@ quickly that all of it is still there: by the identity of objects, in C."""
 
 from __future__ import annotations
 
-from itertools import chain
+from array import array
+from collections.abc import Iterable
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
-
-from torch import Tensor
 
 from optfuse._native import lib_with_gil
 
@@ -16,6 +16,19 @@ Groups = list[dict[str, Any]]
 
 params_of = itemgetter("params")
 _CONSTANT = {bool, int, float, complex, str, type(None)}
+_END = object()  # of what one list or dict has
+
+
+class _Objects:
+    """Objects, kept alive, and the array in which C reads their addresses."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.kept = list(objects)
+        self._addresses = array("Q", [0 if x is _END else id(x) for x in self.kept])
+        self.array = self._addresses.buffer_info()  # its address, and how many
+
+
+_NONE = _Objects((_END,))  # never the same as what is there
 
 
 class GroupsSnapshot:
@@ -25,33 +38,33 @@ class GroupsSnapshot:
         self.forget()
 
     def forget(self) -> None:
-        self._items: list[Tensor | None] = []  # not those of any groups
+        self._items = _NONE
         self.forget_options()
 
     def forget_options(self) -> None:
         self._lists: list[Any] = []
-        self._entries: list[list[Any]] = []
+        self._entries = _NONE
 
     def remember_params(self, groups: Groups) -> None:
-        self._items = [item for group in groups for item in (*group["params"], None)]
+        self._items = _Objects(item for group in groups for item in (*group["params"], _END))
 
     def remember(self, groups: Groups) -> None:
         """With the parameters that are remembered. Groups that could become others without
         another object in them are never found the same."""
         self._lists = list(map(params_of, groups))
-        self._entries = [
-            list(chain.from_iterable(group.items())) if _is_constant(group) else []
-            for group in groups
-        ]
+        items = [group.items() if _is_constant(group) else () for group in groups]
+        self._entries = _Objects(
+            chain.from_iterable((*chain.from_iterable(of_one), _END) for of_one in items)
+        )
 
     def have_same_params(self, groups: Groups) -> bool:
         lists = [p if type(p) is list else list(p) for p in map(params_of, groups)]
-        return lib_with_gil.of_shim_same_items(lists, self._items)
+        return lib_with_gil.of_shim_same_items(lists, *self._items.array)
 
     def are_same(self, groups: Groups) -> bool:
         """False may also mean that this can't be told quickly."""
         return type(groups) is list and lib_with_gil.of_shim_same_groups(
-            groups, self._entries, self._lists, self._items
+            groups, *self._entries.array, self._lists, *self._items.array
         )
 
 
@@ -66,26 +79,46 @@ def _is_constant_entry(name: str, value: Any) -> bool:
     return kind in _CONSTANT or name in ("params", "param_names")
 
 
+class State:
+    """The state's entries, and what is in them, at one time."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self._entries = _Objects(chain.from_iterable(state.items()))
+        # Under other keys than parameters there may be anything, as in stock.
+        entries = [entry if isinstance(entry, dict) else {} for entry in state.values()]
+        self._lengths = list(map(len, entries))
+        self._values = _Objects(chain.from_iterable(chain.from_iterable(map(dict.items, entries))))
+
+    def is_empty(self) -> bool:
+        return not self._lengths
+
+    def is_same(self, state: dict[Any, Any]) -> bool:
+        return lib_with_gil.of_shim_same_state(state, *self._entries.array, *self._values.array)
+
+    def entries(self) -> dict[int, dict[Any, Any]]:
+        """What was in each entry, by the id of its key."""
+        parts = iter(self._values.kept)
+        keys = self._entries.kept[::2]
+        return {
+            id(key): dict(islice(zip(parts, parts, strict=False), n))
+            for key, n in zip(keys, self._lengths, strict=True)
+        }
+
+
 class StateSnapshot:
-    """The state's entries, and what is in them."""
+    """The state as the library was told of it."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        self._keys: list[Any] = []
-        self._entries: list[Any] = []
-        self._values: list[Any] = [None]  # never equal to what is there
+        self.told: State | None = None
 
     def is_empty(self) -> bool:
-        return not self._keys
+        return self.told is None or self.told.is_empty()
 
     def remember(self, state: dict[Any, Any]) -> None:
-        self._keys = list(state)
-        self._entries = list(state.values())
-        # Under other keys than parameters there may be anything, as in stock.
-        entries = (entry for entry in self._entries if isinstance(entry, dict))
-        self._values = list(chain.from_iterable(map(dict.values, entries)))
+        self.told = State(state)
 
     def is_same(self, state: dict[Any, Any]) -> bool:
-        return lib_with_gil.of_shim_same_state(state, self._keys, self._entries, self._values)
+        return self.told is not None and self.told.is_same(state)

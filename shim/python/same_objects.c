@@ -4,51 +4,63 @@
 #include "python/interpreter.h"
 #include "shim.h"
 
-/* A list that is read from its start. */
+/* What is remembered: objects, whose owner keeps them alive. */
 typedef struct reading {
-    void *list;
-    ssize_t size;
-    ssize_t at;
+    const void *const *at;
+    const void *const *end;
 } reading;
 
-static reading read_list(void *list) {
-    return (reading){list, of_interpreter.list_size(list), 0};
+static reading read_objects(const void *const *objects, size_t n) {
+    return (reading){objects, objects + n};
 }
 
 static bool next_is(reading *from, const void *object) {
-    return from->at < from->size && of_interpreter.list_item(from->list, from->at++) == object;
+    return from->at < from->end && *from->at++ == object;
 }
 
 static bool at_end(const reading *from) {
-    return from->at == from->size;
+    return from->at == from->end;
 }
 
-bool of_shim_same_state(void *state, void *keys, void *entries, void *values) {
-    if (!of_python_find())
-        return false;
-    reading key_list = read_list(keys), entry_list = read_list(entries),
-            value_list = read_list(values);
-    struct _object *key, *entry, *value;
-    for (ssize_t i = 0; of_interpreter.dict_next(state, &i, &key, &entry);) {
-        if (!next_is(&key_list, key) || !next_is(&entry_list, entry))
+/* The entries of a dict; anything else has none. */
+static bool next_are_entries(reading *from, void *dict) {
+    int (*const next)(of_object *, ssize_t *, of_object **, of_object **) =
+        of_interpreter.dict_next;
+    const void *const *at = from->at;
+    of_object *key, *value;
+    for (ssize_t i = 0; next(dict, &i, &key, &value); at += 2)
+        if (from->end - at < 2 || at[0] != key || at[1] != value)
             return false;
-        for (ssize_t k = 0; of_interpreter.dict_next(entry, &k, NULL, &value);)
-            if (!next_is(&value_list, value))
-                return false;
-    }
-    return at_end(&key_list) && at_end(&entry_list) && at_end(&value_list);
+    from->at = at;
+    return true;
 }
 
-bool of_shim_same_items(void *lists, void *items) {
+bool of_shim_same_state(void *state, const void *const *entries, size_t n_entries,
+                        const void *const *values, size_t n_values) {
     if (!of_python_find())
         return false;
-    reading item_list = read_list(items);
-    for (reading outer = read_list(lists); !at_end(&outer); outer.at++) {
-        reading inner = read_list(of_interpreter.list_item(outer.list, outer.at));
-        for (; !at_end(&inner); inner.at++)
-            if (!next_is(&item_list, of_interpreter.list_item(inner.list, inner.at)))
+    reading entry_list = read_objects(entries, n_entries);
+    reading value_list = read_objects(values, n_values);
+    if (!next_are_entries(&entry_list, state) || !at_end(&entry_list))
+        return false;
+    for (size_t i = 1; i < n_entries; i += 2)
+        if (!next_are_entries(&value_list, (void *)entries[i]))
+            return false;
+    return at_end(&value_list);
+}
+
+bool of_shim_same_items(void *lists, const void *const *items, size_t n) {
+    if (!of_python_find())
+        return false;
+    reading item_list = read_objects(items, n);
+    const ssize_t n_lists = of_interpreter.list_size(lists);
+    for (ssize_t l = 0; l < n_lists; l++) {
+        struct _object *const list = of_interpreter.list_item(lists, l);
+        const ssize_t n_items = of_interpreter.list_size(list);
+        for (ssize_t i = 0; i < n_items; i++)
+            if (!next_is(&item_list, of_interpreter.list_item(list, i)))
                 return false;
-        if (!next_is(&item_list, of_interpreter.none))
+        if (!next_is(&item_list, NULL))
             return false;
     }
     return at_end(&item_list);
@@ -61,26 +73,20 @@ static bool is_plain_dict(void *object) {
     return type == of_interpreter.dict_type;
 }
 
-static bool same_entries(void *dict, void *entries) {
-    if (!is_plain_dict(dict))
-        return false;
-    reading entry_list = read_list(entries);
-    struct _object *key, *value;
-    for (ssize_t i = 0; of_interpreter.dict_next(dict, &i, &key, &value);)
-        if (!next_is(&entry_list, key) || !next_is(&entry_list, value))
+static bool same_dicts(void *dicts, const void *const *entries, size_t n) {
+    reading entry_list = read_objects(entries, n);
+    const ssize_t n_dicts = of_interpreter.list_size(dicts);
+    for (ssize_t i = 0; i < n_dicts; i++) {
+        struct _object *const dict = of_interpreter.list_item(dicts, i);
+        if (!is_plain_dict(dict) || !next_are_entries(&entry_list, dict) ||
+            !next_is(&entry_list, NULL))
             return false;
+    }
     return at_end(&entry_list);
 }
 
-static bool same_dicts(void *dicts, void *entries) {
-    reading dict_list = read_list(dicts), entries_list = read_list(entries);
-    for (; !at_end(&dict_list) && !at_end(&entries_list); dict_list.at++, entries_list.at++)
-        if (!same_entries(of_interpreter.list_item(dict_list.list, dict_list.at),
-                          of_interpreter.list_item(entries_list.list, entries_list.at)))
-            return false;
-    return at_end(&dict_list) && at_end(&entries_list);
-}
-
-bool of_shim_same_groups(void *groups, void *entries, void *lists, void *items) {
-    return of_python_find() && same_dicts(groups, entries) && of_shim_same_items(lists, items);
+bool of_shim_same_groups(void *groups, const void *const *entries, size_t n_entries, void *lists,
+                         const void *const *items, size_t n_items) {
+    return of_python_find() && same_dicts(groups, entries, n_entries) &&
+           of_shim_same_items(lists, items, n_items);
 }

@@ -19,6 +19,7 @@
 #include "guard.h"
 #include "plan.h"
 #include "python/log.h"
+#include "slots.h"
 #include "tensor/arrival.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
@@ -177,8 +178,10 @@ void settle(void *, void *opaque, bool was_deferred) {
         record_all(refs);
     else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner
         record_on_stream(storage_of(refs->grad), refs->ready);
-    if (refs->consumes)
+    if (refs->consumes) {
         consume_gradient(refs);
+        note_versions(*refs->slot);
+    }
 }
 
 void release(void *, void *opaque) {

@@ -64,8 +64,7 @@ def assert_same(name, ours, stock):
     if isinstance(stock, torch.Tensor):
         assert_same_tensor(name, ours, stock)
     elif isinstance(stock, dict):
-        # In any order: backward fusion makes state in the order of the gradients.
-        assert set(ours) == set(stock), f"{name}: keys {list(ours)}, in stock {list(stock)}"
+        assert list(ours) == list(stock), f"{name}: keys {list(ours)}, in stock {list(stock)}"
         for key in stock:
             assert_same(f"{name}[{key!r}]", ours[key], stock[key])
     elif isinstance(stock, list | tuple):

@@ -6,7 +6,19 @@ import ctypes
 
 import pytest
 import torch
-from common import adamw, batch, everything, fused_backward, loss_of, net, same, sgd, train, weights
+from common import (
+    adamw,
+    batch,
+    everything,
+    fused_backward,
+    loss_of,
+    net,
+    refused,
+    same,
+    sgd,
+    train,
+    weights,
+)
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
@@ -101,7 +113,7 @@ def clear_averages(optimizer):
 
 
 def test_state_between_backward_and_step_is_the_new_one():
-    """In backward mode; in forward mode it is stock's."""
+    """In backward mode, where a write to it raises; in forward mode it is stock's."""
 
     def change(_, optimizer):
         yield "state", optimizer.state_dict()
@@ -114,6 +126,7 @@ def test_state_between_backward_and_step_is_the_new_one():
     loss_of(model, 1).backward()
     assert {entry["step"].item() for entry in optimizer.state.values()} == {2}
     clear_averages(optimizer)
+    refused(optimizer.step, "the state of", "was written in place")
     optimizer.step()
     assert not any(entry["exp_avg"].any() for entry in optimizer.state.values())
 
@@ -137,7 +150,7 @@ def test_load_between_backward_and_step():
 
 
 def test_weights_between_backward_and_step_are_the_new_ones():
-    """In backward mode; in forward mode they are stock's."""
+    """In backward mode, where a write to them raises; in forward mode they are stock's."""
 
     def change(model, optimizer):
         yield "weights", weights(model)
@@ -156,6 +169,7 @@ def test_weights_between_backward_and_step_are_the_new_ones():
     optimizer.zero_grad()
     loss_of(model, 2).backward()
     write(model, optimizer)
+    refused(optimizer.step, "was written in place")
     optimizer.step()
     assert torch.equal(model[2].weight, torch.ones_like(model[2].weight))
 

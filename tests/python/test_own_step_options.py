@@ -145,7 +145,7 @@ def test_a_change_of_options_after_backward_is_refused():
     model, optimizer = fused_backward(Adafactor)
     loss_of(model, 0).backward()
     optimizer.param_groups[0]["d"] = 2.0
-    refused(optimizer.step, "parameter group 0")
+    refused(optimizer.step, "option 'd' of parameter 0 of group 0")
 
 
 @pytest.mark.parametrize("act", ["read", "zero", "hold", "replace", "reload", "save"])

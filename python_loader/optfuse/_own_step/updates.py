@@ -12,21 +12,21 @@ from __future__ import annotations
 import operator
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, guard, lib
+from optfuse._native import Error, lib
 from optfuse._own_step import twin
+from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._values import difference
 
 owns: dict[int, Own] = {}  # plan -> what its updates need, until it is freed
-_FEW = 1024  # numbers in a tensor
 _thread = threading.local()
 _late: list[int] = []  # plans of optimizers that died during an update
 
@@ -72,7 +72,7 @@ class Own:
         self._native_entries = entries  # those that the library updates itself
         self._attributes: dict[str, Any] = {}
         self._options: list[Group] = []
-        self._versions: list[dict[str, Any]] = []
+        self.noted: Noted | None = None  # backward mode: of what updates use
         self._after = Settings({}, {})  # what a step makes of copies of those
         self._copies = Copies()
         self.layout([])
@@ -95,7 +95,7 @@ class Own:
         self._attributes = fresh(twin.attributes_of(optimizer), self.promise.attributes)
         alone = [twin.options_alone(group, before_gradients) for group in optimizer.param_groups]
         self._options = [fresh(options, self.promise.options) for options in alone]
-        self._versions = [_versions(group) for group in optimizer.param_groups]
+        self.noted = Noted(optimizer) if before_gradients else None
         if self.promise.changes():
             self._after = self._without_gradients(optimizer)
 
@@ -121,14 +121,6 @@ class Own:
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
                 self._copies.put(group, self._after.options[i], name)
-
-    def late_change(self, groups: list[Group]) -> int | None:
-        """The first group whose options are no longer those of begin()."""
-        for i, (group, known) in enumerate(zip(groups, self._versions, strict=False)):
-            if difference("", _versions(group), known) is not None:
-                self._versions[i] = _versions(group)
-                return i
-        return None
 
     def take_state(self, slot: int, entry: Entry | None) -> list[Tensor | None]:
         """The state of a slot, as the library's set_state() wants it."""
@@ -208,30 +200,6 @@ def _equal(a: Any, b: Any) -> bool:
         return type(a) is type(b) and bool(a == b)
     except Exception:  # arrays and the like have no one answer
         return False
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _versions(group: Group) -> dict[str, Any]:
-    """What tells whether an option was changed."""
-    return {
-        key: list(map(_version, _tensors(value))) or twin.copied(value)
-        for key, value in twin.own_options(group).items()
-    }
-
-
-def _version(tensor: Tensor) -> Any:
-    """A write through .data or NumPy leaves a tensor's version as it is. But values on a GPU would
-    have to be waited for, and many numbers copied."""
-    if tensor.device.type == "cpu" and tensor.numel() <= _FEW and guard("late_values"):
-        return tensor.detach().clone()
-    return id(tensor), tensor._version
 
 
 def apply(plan: int, slot: int, known: Tensor | None) -> Entry | None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from optfuse._dtensor import has_holes, is_dtensor
 from optfuse._native import lib
 from optfuse._own_step import twin
+from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import CONSTANT, Entry, Group
 from optfuse._traced.counting import Counting, advance, find_counters
@@ -84,6 +85,7 @@ class Traced:
         self.guides = 0  # at the last step
         self.untraced = 0  # steps that were the class's own
         self.why_not: tuple[type[Untraceable], str] | None = None  # the last of them
+        self.noted: Noted | None = None  # backward mode: of what updates use
         self._made: dict[int, list[str]] = {}  # slot -> keys of its entry since begin()
         self.layout([])
 
@@ -119,8 +121,7 @@ class Traced:
             self.abandon(optimizer, params)
             same_state = False
         self._before = twin.attributes_of(optimizer)
-        groups = optimizer.param_groups if self._in_backward else ()
-        self._versions = list(map(twin.options_of, groups))
+        self.noted = Noted(optimizer) if self._in_backward else None
         self._whole = whole
         by_shape = list(self._by_shape)
         kept, self._kept = self._kept, None
@@ -394,7 +395,8 @@ class Traced:
             self._copies.put(optimizer.__dict__, self._after.attributes, name)
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
-                self._copies.put(group, self._after.options[i], name)
+                if i in self._after.options:  # else it was added since, and step() has said so
+                    self._copies.put(group, self._after.options[i], name)
         kept = Kept([], [])
         known = [cohort.counting for cohort in self._cohorts]
         for cohort in self._done:
@@ -428,10 +430,13 @@ class Traced:
         reached = cohort.slots
         if not all_reached:
             reached = [slot for slot in cohort.slots if params[slot].grad is not None]
+        if not same_state:
+            state: State = optimizer.__dict__["state"]
+            reached = [slot for slot in reached if _is_whole(state.get(params[slot]), after)]
         is_whole = len(reached) == len(cohort.slots)
         counting = cohort.counting
         if counting is None or not is_whole or not same_state or counting.keys != list(after):
-            state = optimizer.state
+            state = optimizer.__dict__["state"]
             counting = find_counters([state[params[slot]] for slot in reached], after)
         cohort.counting = counting if is_whole else None
         counters, values = advance(counting, after)
@@ -460,14 +465,11 @@ class Traced:
         guides = f"{len(sizes)} guide{'s' if len(sizes) > 1 else ''} a step"
         return f"traced: {max(sizes, default=0)} operators, {guides}"
 
-    def late_change(self, groups: list[Group]) -> int | None:
-        """The first group whose options are no longer those of begin()."""
-        if not self.begun:
-            return None
-        for i, (group, known) in enumerate(zip(groups, self._versions, strict=False)):
-            if difference("", twin.options_of(group), known) is not None:
-                return i
-        return None
+
+def _is_whole(entry: Entry | None, after: Entry) -> bool:
+    """Whether it has what the update filled: not if somebody has thrown it away since."""
+    filled = (key for key, value in after.items() if isinstance(value, Place))
+    return entry is not None and all(key in entry for key in filled)
 
 
 def _room(param: Tensor, place: Place) -> Tensor:

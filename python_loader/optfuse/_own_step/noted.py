@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What tells, between backward() and step(), whether options of a group or attributes of an
+optimizer are still those that a class's updates used."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse._native import guard
+from optfuse._own_step.twin import Group, own_attributes, own_options
+from optfuse._values import difference
+
+_FEW = 1024  # numbers in a tensor
+_LISTS = (list, tuple, deque)
+_DEFAULTS = "defaults"  # of groups that are still to come
+
+
+class Noted:
+    """The options and attributes of an optimizer at one time."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._options = [_noted(own_options(group)) for group in optimizer.param_groups]
+        self._attributes = _attributes(optimizer)
+
+    def changed_option(self, number: int, group: Group) -> str | None:
+        """The first in which a group differs from what group `number` was."""
+        return _first_difference(_noted(own_options(group)), self._options[number])
+
+    def changed_attribute(self, optimizer: Optimizer) -> str | None:
+        return _first_difference(_attributes(optimizer), self._attributes)
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    own = own_attributes(optimizer.__dict__)
+    return {name: _noted(value) for name, value in own.items() if name != _DEFAULTS}
+
+
+def _first_difference(now: dict[str, Any], then: dict[str, Any]) -> str | None:
+    for name in {**then, **now}:
+        is_missing = (name in now) != (name in then)
+        if is_missing or difference("", now.get(name), then.get(name)) is not None:
+            return name
+    return None
+
+
+def _noted(value: Any) -> Any:
+    """Numbers and the like can't change, and other objects are told by their identity."""
+    if isinstance(value, Tensor):
+        return _noted_tensor(value)
+    if type(value) in _LISTS:
+        return type(value)(map(_noted, value))
+    if isinstance(value, dict):
+        return {key: _noted(item) for key, item in value.items()}
+    return value
+
+
+def _noted_tensor(tensor: Tensor) -> Any:
+    """A write through .data or NumPy leaves a tensor's version as it is. But values on a GPU would
+    have to be waited for, and many numbers copied."""
+    if tensor.device.type == "cpu" and tensor.numel() <= _FEW and guard("late_values"):
+        return tensor.detach().clone()
+    return id(tensor), tensor._version
