@@ -70,6 +70,7 @@ void set_own_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &sta
         if (tensor)
             slot.own.push_back(*tensor);
     }
+    note_versions(slot);
 }
 
 // The very tensor that set_slots() was given.
@@ -87,7 +88,6 @@ void tell_state(int64_t address, int64_t index, const std::vector<std::optional<
         set_own_state(slot, state);
     else
         set_state(slot, state, step, first);
-    note_versions(slot);
 }
 
 // Of a rule that runs programs: the tensors of a slot's state that are no operands.

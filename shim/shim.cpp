@@ -304,17 +304,19 @@ size_t of_shim_sharing_state(of_shim_plan *handle, size_t *slots, size_t capacit
 }
 
 // What is still in a bucket on a GPU is launched first: its update notes the versions then.
-size_t of_shim_written(of_shim_plan *handle, bool of_state, size_t first) {
+size_t of_shim_written(of_shim_plan *handle, size_t first, bool *of_state) {
     const optfuse::Plan *plan = plan_of(handle);
-    if (optfuse::is_updating_here(plan))
-        return SIZE_MAX; // of_shim_step() says what is wrong
+    if (optfuse::is_updating_here(plan) || !OF_GUARD(written))
+        return SIZE_MAX; // in an update of_shim_step() says what is wrong
     of_plan_close(plan->core);
     const bool all = all_updated(plan);
     for (size_t i = first; i < plan->slots.size(); i++) {
         const optfuse::Slot *slot = plan->slots[i];
-        const bool same = of_state ? slot->state_version == optfuse::state_version(*slot)
-                                   : slot->version == optfuse::version_of(slot->param);
-        if (!same && (all || of_plan_is_updated(plan->core, i)))
+        const bool same = slot->version == optfuse::version_of(slot->param);
+        if (same && slot->state_version == optfuse::state_version(*slot))
+            continue;
+        *of_state = same;
+        if (all || of_plan_is_updated(plan->core, i))
             return i;
     }
     return SIZE_MAX;

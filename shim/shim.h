@@ -76,9 +76,9 @@ OF_API void of_shim_plan_free(of_shim_plan *plan);
 OF_API int of_shim_clear(of_shim_plan *plan);
 OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, size_t n_hyper);
 
-/* Whether a dict of dicts (the optimizer's state) has these keys and entries, key by key, and the
- * entries these keys and values: by identity and in this order. state: a borrowed PyObject*; the
- * arrays: PyObject*s that their owner keeps alive. Needs the GIL (ctypes.PyDLL); runs no Python
+/* Whether a dict of dicts (the optimizer's state) has these keys and entries, and then NULL; and
+ * each entry these keys and values, and then NULL: by identity and in this order. state: a borrowed
+ * PyObject*; the arrays: PyObject*s that their owner keeps alive. Needs the GIL (ctypes.PyDLL); runs no Python
  * code. */
 OF_API bool of_shim_same_state(void *state, const void *const *entries, size_t n_entries,
                                const void *const *values, size_t n_values);
@@ -116,9 +116,9 @@ OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 OF_API size_t of_shim_sharing_state(of_shim_plan *plan, size_t *slots, size_t capacity);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
-/* Backward mode: the first slot, from `first` on, whose parameter (or, of_state, a tensor of whose
- * state) was written since backward updated it, as its version says; SIZE_MAX: none. */
-OF_API size_t of_shim_written(of_shim_plan *plan, bool of_state, size_t first);
+/* Backward mode: the first slot, from `first` on, whose parameter or else a tensor of whose state
+ * (*of_state) was written since backward updated it, as its version says; SIZE_MAX: none. */
+OF_API size_t of_shim_written(of_shim_plan *plan, size_t first, bool *of_state);
 /* Backward mode, for step(): what there is to do, of of_shim_todo. */
 enum of_shim_todo {
     OF_SHIM_UPDATE = 1, /* there is a gradient that backward has not used */

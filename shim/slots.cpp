@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "slots.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -32,29 +31,37 @@ void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
         slot.counters[i] = state[rule->n_state + i] ? *state[rule->n_state + i] : at::Tensor();
     slot.step = step ? *step : at::Tensor();
     slot.first = first;
+    note_versions(slot);
 }
+
+namespace {
+
+template <class Visit> void each_of_state(const Slot &slot, Visit visit) {
+    const of_rule *rule = slot.plan->rule;
+    for (size_t i = 0; i < rule->n_state; i++)
+        if (slot.state[i].defined())
+            visit(slot.state[i]);
+    for (size_t i = 0; i < rule->n_counters; i++)
+        if (slot.counters[i].defined())
+            visit(slot.counters[i]);
+    if (slot.step.defined())
+        visit(slot.step);
+    for (const at::Tensor &tensor : slot.own)
+        visit(tensor);
+}
+
+} // namespace
 
 bool shares_state(const Slot &slot) {
     constexpr size_t kOwn = 2;
-    const auto is_shared = [](const at::Tensor &t) { return t.defined() && t.use_count() > kOwn; };
-    const of_rule *rule = slot.plan->rule;
-    return std::any_of(slot.state, slot.state + rule->n_state, is_shared) ||
-           std::any_of(slot.counters, slot.counters + rule->n_counters, is_shared) ||
-           is_shared(slot.step) || std::any_of(slot.own.begin(), slot.own.end(), is_shared);
+    bool is_shared = false;
+    each_of_state(slot, [&is_shared](const at::Tensor &t) { is_shared |= t.use_count() > kOwn; });
+    return is_shared;
 }
 
 uint64_t state_version(const Slot &slot) {
-    const auto version = [](const at::Tensor &tensor) {
-        return tensor.defined() ? version_of(tensor.unsafeGetTensorImpl()) : 0;
-    };
-    const of_rule *rule = slot.plan->rule;
-    uint64_t sum = version(slot.step);
-    for (size_t i = 0; i < rule->n_state; i++)
-        sum += version(slot.state[i]);
-    for (size_t i = 0; i < rule->n_counters; i++)
-        sum += version(slot.counters[i]);
-    for (const at::Tensor &tensor : slot.own)
-        sum += version(tensor);
+    uint64_t sum = 0;
+    each_of_state(slot, [&sum](const at::Tensor &t) { sum += version_of(t.unsafeGetTensorImpl()); });
     return sum;
 }
 

@@ -5,6 +5,7 @@ parameter, with what step() would use now."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, lib
+from optfuse._native import Error, guard, lib
 from optfuse._snapshot import Groups, State
 from optfuse._values import difference
 
@@ -50,12 +51,13 @@ class Told:
             if is_bound or lib.of_shim_is_updated(self.plan, slot):
                 yield slot
 
-    def written(self, of_state: bool) -> Iterator[int]:
-        """Slots whose parameter or state has been written since its update."""
-        slot = lib.of_shim_written(self.plan, of_state, 0)
+    def written(self) -> Iterator[tuple[int, bool]]:
+        """Slots whose parameter has been written since its update, or else (True) its state."""
+        of_state = ctypes.c_bool()
+        slot = lib.of_shim_written(self.plan, 0, ctypes.byref(of_state))
         while slot < len(self.params):
-            yield slot
-            slot = lib.of_shim_written(self.plan, of_state, slot + 1)
+            yield slot, of_state.value
+            slot = lib.of_shim_written(self.plan, slot + 1, ctypes.byref(of_state))
 
 
 class Used:
@@ -118,7 +120,7 @@ class Used:
     def _changes(self, told: Told, optimizer: Optimizer, same_groups: bool) -> Iterator[str]:
         yield from self._kept
         name = told.changed_attribute(optimizer)
-        if name is None and told.reads_scale:
+        if name is None and told.reads_scale and guard("late_scale"):
             name = self._changed_scale(optimizer)
         if name is not None:
             user = told.labels[next(told.updated(), 0)]
@@ -126,10 +128,9 @@ class Used:
         if not same_groups:
             yield from _changed_groups(told, optimizer.param_groups)
         yield from self._changed_state(told, optimizer.__dict__["state"])
-        for slot in told.written(of_state=False):
-            yield f"{told.labels[slot]} was written in place"
-        for slot in told.written(of_state=True):
-            yield f"the state of {told.labels[slot]} was written in place"
+        for slot, of_state in told.written():
+            what = "the state of " if of_state else ""
+            yield f"{what}{told.labels[slot]} was written in place"
 
     def _changed_scale(self, optimizer: Optimizer) -> str | None:
         for name, then, now in zip(_SCALE, self._scale, _scale_of(optimizer), strict=False):
@@ -138,7 +139,7 @@ class Used:
         return None
 
     def _changed_state(self, told: Told, state: dict[Any, Any]) -> Iterator[str]:
-        if self._state is None or (not self._made and self._state.is_same(state)):
+        if self._state is None or not guard("late_state") or (not self._made and self._state.is_same(state)):
             return
         entries = self._state.entries()
         for slot in told.updated():
@@ -163,8 +164,9 @@ def _changed_groups(told: Told, groups: Groups) -> Iterator[str]:
     changed: dict[tuple[int, int], str | None] = {}
     for slot in told.updated():
         now = place.get(id(told.params[slot]))
-        if now is None:
+        if now is None and guard("late_groups"):
             yield f"{told.labels[slot]} was taken out of param_groups"
+        if now is None:
             continue
         pair = told.group_of[slot], now
         if pair not in changed:

@@ -68,7 +68,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),
     "of_shim_unconfirmed": (_Bool, [_Plan]),
     "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
-    "of_shim_written": (_Size, [_Plan, _Bool, _Size]),
+    "of_shim_written": (_Size, [_Plan, _Size, _Bools]),
     "of_shim_update_beside": (None, [_Plan]),
     "of_shim_add_only": (None, [_Plan, _Int]),
     "of_shim_restart_count": (None, [_Plan]),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -52,10 +52,8 @@ class GroupsSnapshot:
         """With the parameters that are remembered. Groups that could become others without
         another object in them are never found the same."""
         self._lists = list(map(params_of, groups))
-        items = [group.items() if _is_constant(group) else () for group in groups]
-        self._entries = _Objects(
-            chain.from_iterable((*chain.from_iterable(of_one), _END) for of_one in items)
-        )
+        constant = [group if _is_constant(group) else {} for group in groups]
+        self._entries = _Objects(chain.from_iterable(map(_items, constant)))
 
     def have_same_params(self, groups: Groups) -> bool:
         lists = [p if type(p) is list else list(p) for p in map(params_of, groups)]
@@ -66,6 +64,10 @@ class GroupsSnapshot:
         return type(groups) is list and lib_with_gil.of_shim_same_groups(
             groups, *self._entries.array, self._lists, *self._items.array
         )
+
+
+def _items(of_one: dict[Any, Any]) -> tuple[Any, ...]:
+    return (*chain.from_iterable(of_one.items()), _END)
 
 
 def _is_constant(group: dict[str, Any]) -> bool:
@@ -83,26 +85,25 @@ class State:
     """The state's entries, and what is in them, at one time."""
 
     def __init__(self, state: dict[Any, Any]) -> None:
-        self._entries = _Objects(chain.from_iterable(state.items()))
+        self._entries = _Objects((*chain.from_iterable(state.items()), _END))
         # Under other keys than parameters there may be anything, as in stock.
         entries = [entry if isinstance(entry, dict) else {} for entry in state.values()]
-        self._lengths = list(map(len, entries))
-        self._values = _Objects(chain.from_iterable(chain.from_iterable(map(dict.items, entries))))
+        self._values = _Objects(chain.from_iterable(map(_items, entries)))
 
     def is_empty(self) -> bool:
-        return not self._lengths
+        return len(self._entries.kept) == 1
 
     def is_same(self, state: dict[Any, Any]) -> bool:
         return lib_with_gil.of_shim_same_state(state, *self._entries.array, *self._values.array)
 
     def entries(self) -> dict[int, dict[Any, Any]]:
         """What was in each entry, by the id of its key."""
-        parts = iter(self._values.kept)
-        keys = self._entries.kept[::2]
-        return {
-            id(key): dict(islice(zip(parts, parts, strict=False), n))
-            for key, n in zip(keys, self._lengths, strict=True)
-        }
+        parts, found = iter(self._values.kept), {}
+        for key in self._entries.kept[:-1:2]:
+            found[id(key)] = entry = {}
+            while (name := next(parts)) is not _END:
+                entry[name] = next(parts)
+        return found
 
 
 class StateSnapshot:

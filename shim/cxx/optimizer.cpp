@@ -122,10 +122,6 @@ void FusedOptimizer::check_bits(const at::Tensor &param,
 // Tells the plan about all parameters and groups from the start. After a failure the next step
 // does it again.
 void FusedOptimizer::rebuild() {
-    if (of_shim_unconfirmed(handle))
-        fail("optfuse: param_groups() were changed between backward() and step(), but backward "
-             "fusion has already updated their parameters; change them before backward() or after "
-             "step()");
     std::vector<Member> found;
     std::unordered_set<const c10::TensorImpl *> known;
     const auto &groups = optimizer.param_groups();
@@ -189,22 +185,43 @@ void FusedOptimizer::attach_hooks() {
 // ---- options
 
 // Between backward() and step(), where stock would still obey it.
-void FusedOptimizer::refuse_late_change() const {
-    if (shared->mode != OF_BACKWARD || !of_shim_unconfirmed(handle))
-        return;
+std::vector<std::string> FusedOptimizer::late_changes() const {
+    if (!has_same_params())
+        return {"param_groups() were changed"};
+    std::vector<std::string> found;
     const auto &groups = optimizer.param_groups();
     for (size_t g = 0; g < hyper.size(); g++)
         if (row.hyper(groups[g].options()) != hyper[g])
-            fail("optfuse: an option of parameter group " + std::to_string(g) +
-                 " (such as lr) was changed between backward() and step(), but backward fusion has "
-                 "already updated with the old value; change it before backward() or after step(), "
-                 "or use forward mode");
+            found.push_back("an option of parameter group " + std::to_string(g) +
+                            " (such as lr) was changed");
     for (size_t slot = 0; slot < members.size(); slot++)
         if (of_shim_is_updated(handle, slot) && !is_told(slot, entry_of(slot)))
-            fail("optfuse: the state of " + shared->slots[slot]->label +
-                 " was replaced between backward() and step(), but backward fusion has already "
-                 "updated with the old one; load it before backward() or after step(), or use "
-                 "forward mode");
+            found.push_back("the state of " + shared->slots[slot]->label + " was replaced");
+    bool of_state = false;
+    for (size_t slot = of_shim_written(handle, 0, &of_state); slot != SIZE_MAX;
+         slot = of_shim_written(handle, slot + 1, &of_state))
+        found.push_back((of_state ? "the state of " : "") + shared->slots[slot]->label +
+                        " was written in place");
+    return found;
+}
+
+// at_step: what this says, the next step() does not say again.
+void FusedOptimizer::refuse_late_changes(bool at_step) {
+    if (shared->mode != OF_BACKWARD || !of_shim_unconfirmed(handle))
+        return;
+    const std::vector<std::string> found = late_changes();
+    std::string first;
+    for (const std::string &text : found)
+        if (first.empty() && said.count(text) == 0)
+            first = text;
+    if (first.empty())
+        return;
+    if (at_step)
+        said.insert(found.begin(), found.end());
+    fail("optfuse: " + first +
+         " between backward() and step(), but backward fusion has already updated with the old "
+         "value; do this after step(), or use forward mode. The update stands, and the next step() "
+         "confirms it");
 }
 
 void FusedOptimizer::tell_options() {
@@ -233,17 +250,21 @@ int FusedOptimizer::step_plan() {
 }
 
 void FusedOptimizer::step() {
-    if (!has_same_params())
+    refuse_late_changes(true);
+    if (said.empty() && !has_same_params())
         rebuild();
-    refuse_late_change();
+    const bool same_params = said.empty() || has_same_params();
     const int todo = shared->mode == OF_BACKWARD ? of_shim_todo(handle) : OF_SHIM_UPDATE;
-    if ((todo & OF_SHIM_UPDATE) != 0) { // else the next backward does it
+    if (same_params && (todo & OF_SHIM_UPDATE) != 0) { // else the next backward does it
         tell_options();
         tell_state();
     }
     if ((todo & OF_SHIM_ATTACH) != 0)
         attach_hooks();
     check_status(step_plan());
+    said.clear();
+    if (!same_params)
+        rebuild();
     write_counters();
     if (of_shim_inputs_are_profiled()) // profilers look at addresses, past the dispatcher
         flush();
@@ -280,7 +301,7 @@ bool FusedOptimizer::begin_backward(Plan *, bool only_adds) {
             fail("param_groups() have other parameters than at the last step(), which a backward "
                  "pass can't start to update; call zero_grad() after changing them. Nothing was "
                  "updated");
-        refuse_late_change();
+        refuse_late_changes(false);
         tell_options();
         tell_state();
     });

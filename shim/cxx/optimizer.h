@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "cxx/classes.h"
@@ -52,7 +53,8 @@ class FusedOptimizer final : public Owner {
     void rebuild();
     void add_members(std::vector<Member> found);
     void attach_hooks();
-    void refuse_late_change() const;
+    std::vector<std::string> late_changes() const;
+    void refuse_late_changes(bool at_step);
     void tell_options();
     void tell_state();
     void tell_entry(size_t slot, const std::optional<StateEntry> &entry, bool is_new);
@@ -71,6 +73,8 @@ class FusedOptimizer final : public Owner {
     std::vector<Member> members;
     std::vector<std::vector<double>> hyper; // of each group
     std::vector<size_t> needs;              // room for step()
+    // What has been said since the last step() that was not refused.
+    std::unordered_set<std::string> said;
     std::mutex telling;                     // what the plan is told inside backward
 };
 

@@ -46,6 +46,7 @@ typedef struct _object of_object;
     X("PyErr_GivenExceptionMatches", int (*matches)(of_object *type, of_object *other))            \
     X("PyDict_Next",                                                                               \
       int (*dict_next)(of_object *dict, ssize_t *position, of_object **key, of_object **value))    \
+    X("PyDict_Size", ssize_t (*dict_size)(of_object *dict))                                        \
     X("PyList_Size", ssize_t (*list_size)(of_object *list))                                        \
     X("PyList_GetItem", of_object *(*list_item)(of_object *list, ssize_t i) /* borrowed */)        \
     X("PyExc_Exception", of_object **exception)                                                    \

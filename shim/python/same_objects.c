@@ -22,17 +22,21 @@ static bool at_end(const reading *from) {
     return from->at == from->end;
 }
 
-/* The entries of a dict; anything else has none. */
-static bool next_are_entries(reading *from, void *dict) {
+/* The keys and values of a dict, and then NULL. What is no dict has none. */
+static bool next_is_dict(reading *from, void *dict) {
     int (*const next)(of_object *, ssize_t *, of_object **, of_object **) =
         of_interpreter.dict_next;
     const void *const *at = from->at;
     of_object *key, *value;
-    for (ssize_t i = 0; next(dict, &i, &key, &value); at += 2)
-        if (from->end - at < 2 || at[0] != key || at[1] != value)
+    ssize_t n = 0;
+    for (ssize_t i = 0; at < from->end && *at != NULL; at += 2, n++)
+        if (!next(dict, &i, &key, &value) || at[0] != key || at[1] != value)
             return false;
-    from->at = at;
-    return true;
+    if (at == from->end)
+        return false;
+    from->at = at + 1;
+    ssize_t start = 0;
+    return n != 0 ? of_interpreter.dict_size(dict) == n : !next(dict, &start, &key, &value);
 }
 
 bool of_shim_same_state(void *state, const void *const *entries, size_t n_entries,
@@ -41,10 +45,10 @@ bool of_shim_same_state(void *state, const void *const *entries, size_t n_entrie
         return false;
     reading entry_list = read_objects(entries, n_entries);
     reading value_list = read_objects(values, n_values);
-    if (!next_are_entries(&entry_list, state) || !at_end(&entry_list))
+    if (!next_is_dict(&entry_list, state) || !at_end(&entry_list))
         return false;
     for (size_t i = 1; i < n_entries; i += 2)
-        if (!next_are_entries(&value_list, (void *)entries[i]))
+        if (!next_is_dict(&value_list, (void *)entries[i]))
             return false;
     return at_end(&value_list);
 }
@@ -78,8 +82,7 @@ static bool same_dicts(void *dicts, const void *const *entries, size_t n) {
     const ssize_t n_dicts = of_interpreter.list_size(dicts);
     for (ssize_t i = 0; i < n_dicts; i++) {
         struct _object *const dict = of_interpreter.list_item(dicts, i);
-        if (!is_plain_dict(dict) || !next_are_entries(&entry_list, dict) ||
-            !next_is(&entry_list, NULL))
+        if (!is_plain_dict(dict) || !next_is_dict(&entry_list, dict))
             return false;
     }
     return at_end(&entry_list);

@@ -30,7 +30,7 @@ namespace {
 
 // Of tensors with the same sizes.
 bool same_strides(const c10::TensorImpl *a, const c10::TensorImpl *b) {
-    return !OF_GUARD(dense) || a->strides() == b->strides();
+    return !OF_GUARD(dense) || equal(a->strides(), b->strides());
 }
 
 bool state_is_missing(const Slot *slot, unsigned used) {

@@ -146,8 +146,8 @@ bool can_reuse_consumed(const at::Tensor &consumed, const at::Tensor &param) {
            is_consumed(consumed.unsafeGetTensorImpl()) &&
            !(has_aliases(consumed.unsafeGetTensorImpl()) && OF_GUARD(consumed_alias)) &&
            !consumed.requires_grad() && consumed.device() == param.device() &&
-           consumed.dtype() == param.dtype() && consumed.sizes() == param.sizes() &&
-           (consumed.strides() == param.strides() || !param.is_non_overlapping_and_dense());
+           consumed.dtype() == param.dtype() && equal(consumed.sizes(), param.sizes()) &&
+           (equal(consumed.strides(), param.strides()) || !param.is_non_overlapping_and_dense());
 }
 
 void consume_gradient(References *refs) {

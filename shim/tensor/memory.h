@@ -20,6 +20,15 @@ inline c10::StorageImpl *storage_of(const c10::TensorImpl *impl) {
            impl->dtype().itemsize() * static_cast<size_t>(impl->storage_offset());
 }
 
+// Sizes or strides. They are a few numbers each, and every update compares some; a call of memcmp()
+// takes longer.
+inline bool equal(c10::IntArrayRef a, c10::IntArrayRef b) {
+    bool same = a.size() == b.size();
+    for (size_t i = 0; same && i < a.size(); i++)
+        same = a[i] == b[i];
+    return same;
+}
+
 // Allocated by PyTorch for one process alone.
 inline bool is_own(const c10::DataPtr &data) {
     static const c10::DeleterFnPtr own_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter();

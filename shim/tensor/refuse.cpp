@@ -9,6 +9,7 @@
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
+#include "tensor/memory.h"
 #include "tensor/refuse.h"
 
 namespace optfuse {
@@ -128,7 +129,7 @@ of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::T
         return refuse(slot, which, "is on another device: ", g->device().str());
     if (g->dtype() != p->dtype())
         return refuse(slot, which, "has another dtype: ", std::string(g->dtype().name()));
-    if (g->sizes() != p->sizes())
+    if (!equal(g->sizes(), p->sizes()))
         return refuse(slot, which, "has another shape", "");
     if (is_written && is_expanded(g))
         return refuse(slot, which, "is expanded",
@@ -144,7 +145,7 @@ bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *fo
     if (s->dtype().toScalarType() != dtype)
         return false;
     if (form == nullptr || form->is_of_param)
-        return s->sizes() == p->sizes();
+        return equal(s->sizes(), p->sizes());
     return s->sizes() == form->sizes && s->strides() == form->strides;
 }
 

@@ -168,6 +168,8 @@ void refuse_in_backward_mode() {
     opt.add_param_group(OptimizerParamGroup({more}));
     expect_error("a late group", "param_groups() were changed between", [&] { fused.step(); });
     opt.param_groups().pop_back();
+    w.detach().mul_(0.5);
+    expect_error("a late write", "was written in place between", [&] { fused.step(); });
     fused.step();
     fused.zero_grad();
     opt.add_param_group(OptimizerParamGroup({more}));

@@ -84,6 +84,7 @@ class Own:
         n = len(self._group_of)
         self._entries: list[Entry | None] = [None] * n
         self._stepped = [False] * n  # so that its state is made, if it has any
+        self._stateless = [False] * n  # its last step has made none
         self._replaced = [self.promise.replaces_state] * n  # tensors of the state are exchanged
         self._idle: list[list[Tensor]] = []
         self.changed = True  # the library must be told of state again
@@ -130,7 +131,7 @@ class Own:
             names = next((n for n in self._native_entries if entry.keys() == set(n)), None)
             values = [None, *values] if names is None else [entry[name] for name in names]
         tensors: list[Tensor | None] = [v for v in values if isinstance(v, Tensor)]
-        is_known = bool(values) or self._stepped[slot]
+        is_known = bool(values) or self._stateless[slot]
         if not is_known or self._replaced[slot] or len(tensors) < len(values):
             tensors.append(None)
         return tensors
@@ -152,6 +153,7 @@ class Own:
             self._replaced[slot] = True
         self.changed |= not self._stepped[slot] or made is not entry
         self._stepped[slot] = True
+        self._stateless[slot] = not made
         self._entries[slot] = made
         return made if made is not entry else None
 

@@ -66,6 +66,42 @@ def a_learning_rate_changed_after_backward_is_not_ignored():
     must_raise(pair.fused.step, "step() with another learning rate than backward used")
 
 
+def between_backward_and_step():
+    pair = Pair(mode="backward")
+    pair.train(0)
+    pair.fused.zero_grad()
+    loss_of(pair.ours, 1).backward()
+    return pair
+
+
+@guards("late_groups")
+def a_parameter_taken_out_after_backward_is_not_updated_in_silence():
+    pair = between_backward_and_step()
+    pair.fused.param_groups[0]["params"].pop()
+    must_raise(pair.fused.step, "step() without a parameter that backward has updated")
+
+
+@guards("late_state")
+def a_state_thrown_away_after_backward_is_not_ignored():
+    pair = between_backward_and_step()
+    pair.fused.state.clear()
+    must_raise(pair.fused.step, "step() with another state than backward used")
+
+
+@guards("late_scale")
+def an_overflow_said_after_backward_is_not_ignored():
+    pair = between_backward_and_step()
+    pair.fused.found_inf = torch.tensor(1.0)
+    must_raise(pair.fused.step, "step() that stock would skip")
+
+
+@guards("written")
+def a_state_written_after_backward_is_not_left_as_it_is():
+    pair = between_backward_and_step()
+    next(iter(pair.fused.state.values()))["exp_avg"].zero_()
+    must_raise(pair.fused.step, "step() with state that was written since backward")
+
+
 @guards("late_load")
 def a_state_loaded_after_backward_is_not_left_without_its_update():
     pair = Pair(mode="backward")

@@ -8,6 +8,7 @@ import hazard.adding  # noqa: F401
 import hazard.clipping  # noqa: F401
 import hazard.faults  # noqa: F401
 import hazard.keeping  # noqa: F401
+import hazard.late  # noqa: F401
 import hazard.reading  # noqa: F401
 import hazard.reshaping  # noqa: F401
 import hazard.training  # noqa: F401

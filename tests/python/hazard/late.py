@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions between two calls of the training loop, on what step() will read: groups, state and
+attributes of optimizers, and weights. Backward mode compares them at step()."""
+
+import collections
+import copy
+
+import torch
+from torch import nn
+
+from hazard.registry import INDEX, action
+from hazard.writing import WRITES
+
+# Those that PyTorch's versions tell; the others are a row of docs/hazards.md.
+SEEN = [
+    way
+    for way in WRITES
+    if way not in ("copy_ into data", "mul_ of data", "data =", "numpy", "storage")
+]
+
+
+def tensors_in(entry):
+    return [key for key, value in entry.items() if torch.is_tensor(value)]
+
+
+@action(weight=6, between=True, what=("weight", "state"), index=INDEX, way=SEEN)
+@torch.no_grad()
+def write_before_step(world, what, index, way):
+    tensor = world.tensor(what, index)
+    if tensor is not None:
+        WRITES[way](tensor)
+
+
+# ---- groups
+
+
+def replaced(world, optimizer, group, i):
+    """As 3D Gaussian splatting densifies."""
+    old = group["params"][i]
+    new = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+    new.grad = None
+    for model in world.models:
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is old:
+                    module._parameters[name] = new
+    group["params"][i] = new
+    optimizer.state.pop(old, None)
+
+
+def removed(world, optimizer, group, i):
+    group["params"].pop(i).requires_grad_(False)
+
+
+def emptied(world, optimizer, group, i):
+    for p in group["params"]:
+        p.requires_grad_(False)
+    group["params"] = []
+
+
+def moved(world, optimizer, group, i):
+    optimizer.param_groups.append({**group, "lr": 0.2, "params": [group["params"].pop(i)]})
+
+
+def moved_with_its_options(world, optimizer, group, i):
+    optimizer.param_groups.append({**group, "params": [group["params"].pop(i)]})
+
+
+def lists_copied(world, optimizer, group, i):
+    for one in optimizer.param_groups:
+        one["params"] = list(one["params"])
+
+
+def groups_copied(world, optimizer, group, i):
+    optimizer.param_groups = [dict(one) for one in optimizer.param_groups]
+
+
+def groups_by_dict(world, optimizer, group, i):
+    optimizer.__dict__.update(param_groups=list(optimizer.param_groups))
+
+
+def groups_reversed(world, optimizer, group, i):
+    optimizer.param_groups.reverse()
+
+
+def params_reversed(world, optimizer, group, i):
+    group["params"].reverse()
+
+
+def frozen(world, optimizer, group, i):
+    group["params"][i].requires_grad_(False)
+
+
+def defaults(world, optimizer, group, i):
+    optimizer.defaults["lr"] = 7.0
+
+
+GROUPS = {
+    change.__name__: change
+    for change in (
+        replaced,
+        removed,
+        emptied,
+        moved,
+        moved_with_its_options,
+        lists_copied,
+        groups_copied,
+        groups_by_dict,
+        groups_reversed,
+        params_reversed,
+        frozen,
+        defaults,
+    )
+}
+
+
+@action(weight=8, between=True, optimizer=INDEX, group=INDEX, index=INDEX, kind=GROUPS)
+def change_groups(world, optimizer, group, index, kind):
+    chosen = world.optimizer(optimizer)
+    one = chosen.param_groups[group % len(chosen.param_groups)]
+    if one["params"]:
+        GROUPS[kind](world, chosen, one, index % len(one["params"]))
+
+
+@action(weight=2, between=True, optimizer=INDEX, rows=(1, 3))
+def add_a_group_before_step(world, optimizer, rows):
+    p = nn.Parameter(torch.linspace(-1, 1, rows * 3).view(rows, 3))
+    world.extra.append(p)
+    world.optimizer(optimizer).add_param_group({"params": [p], "lr": 0.2})
+
+
+# ---- state
+
+
+def cleared(optimizer, p):
+    optimizer.state.clear()
+
+
+def exchanged(optimizer, p):
+    optimizer.state = collections.defaultdict(dict)
+
+
+def copied(optimizer, p):
+    optimizer.state = collections.defaultdict(dict, optimizer.state)
+
+
+def by_dict(optimizer, p):
+    optimizer.__dict__.update(state=collections.defaultdict(dict))
+
+
+def popped(optimizer, p):
+    optimizer.state.pop(p, None)
+
+
+def entry_cleared(optimizer, p):
+    optimizer.state[p].clear()
+
+
+def entry_copied(optimizer, p):
+    if p in optimizer.state:
+        optimizer.state[p] = dict(optimizer.state[p])
+
+
+def entry_cloned(optimizer, p):
+    if p in optimizer.state:
+        optimizer.state[p] = copy.deepcopy(optimizer.state[p])
+
+
+def value_of_zeros(optimizer, p):
+    entry = optimizer.state.get(p, {})
+    for key in tensors_in(entry)[-1:]:
+        entry[key] = torch.zeros_like(entry[key])
+
+
+def value_cloned(optimizer, p):
+    entry = optimizer.state.get(p, {})
+    for key in tensors_in(entry)[:1]:
+        entry[key] = entry[key].clone()
+
+
+def extra_key(optimizer, p):
+    if p in optimizer.state:
+        optimizer.state[p]["a note"] = 1
+
+
+def own_tensors_loaded(optimizer, p):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+STATES = {
+    change.__name__: change
+    for change in (
+        cleared,
+        exchanged,
+        copied,
+        by_dict,
+        popped,
+        entry_cleared,
+        entry_copied,
+        entry_cloned,
+        value_of_zeros,
+        value_cloned,
+        extra_key,
+        own_tensors_loaded,
+    )
+}
+
+
+@action(weight=8, between=True, optimizer=INDEX, index=INDEX, kind=STATES)
+def change_state(world, optimizer, index, kind):
+    chosen = world.optimizer(optimizer)
+    params = [p for group in chosen.param_groups for p in group["params"]]
+    if params:
+        STATES[kind](chosen, params[index % len(params)])
+
+
+# ---- hooks and closures that do so in step()
+
+
+@action(weight=3, between=True, optimizer=INDEX, index=INDEX, groups=GROUPS, state=STATES)
+def step_with_a_hook_that_changes(world, optimizer, index, groups, state):
+    def hook(chosen, args, kwargs):
+        change_state(world, optimizer, index, state)
+        change_groups(world, optimizer, index, index, groups)
+
+    handle = world.optimizer(optimizer).register_step_pre_hook(hook)
+    for reference in world.references:
+        reference.last()
+    try:
+        world.step(optimizer)
+    finally:
+        handle.remove()
+
+
+@action(weight=3, between=True, optimizer=INDEX, model=INDEX, index=INDEX, kind=STATES)
+def step_with_a_closure_that_changes(world, optimizer, model, index, kind):
+    def closure():
+        for one in world.optimizers:
+            one.zero_grad()
+        loss = world.loss(model, index)
+        world.backward(loss)
+        change_state(world, optimizer, index, kind)
+        return loss
+
+    world.see("loss", world.step(optimizer, closure))
+
+
+@action(weight=4, between=True, optimizer=INDEX, scale=(None, 8.0), inf=(None, 0.0, 1.0))
+def step_with_scale(world, optimizer, scale, inf):
+    """As GradScaler hands them over to stock's fused kernels."""
+    chosen = world.optimizer(optimizer)
+    given = {"grad_scale": scale, "found_inf": inf}
+    for name, value in given.items():
+        if value is not None:
+            setattr(chosen, name, torch.tensor(value))
+    try:
+        world.step(optimizer)
+    finally:
+        for name in given:
+            chosen.__dict__.pop(name, None)
