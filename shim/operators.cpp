@@ -212,6 +212,12 @@ std::vector<int64_t> complete(int64_t address, const std::vector<int64_t> &slots
     return updated;
 }
 
+// After the wrappers of these DTensors have got the versions of the updates.
+void note_versions_of(int64_t address, const std::vector<int64_t> &slots) {
+    for (const int64_t slot : slots)
+        note_versions(slot_at(plan_at(address), slot));
+}
+
 void know_aliases(int64_t address, int64_t index, const std::vector<at::Tensor> &candidates) {
     set_aliases(slot_at(plan_at(address), index), candidates);
 }
@@ -353,6 +359,7 @@ TORCH_LIBRARY(optfuse, m) {
           torch::CppFunction::makeFromBoxedFunction<&optfuse::expect_gradients>());
     m.def("lend(int plan, int[] slots, Tensor[] grads, Tensor[] wrappers) -> ()", optfuse::lend);
     m.def("know_wrappers(int plan, int slot, Tensor[] wrappers) -> ()", optfuse::know_wrappers);
+    m.def("note_versions(int plan, int[] slots) -> ()", optfuse::note_versions_of);
     m.def("discard(int plan, int[] slots) -> ()", optfuse::discard);
     m.def("take_back(int plan, int[] slots) -> ()", optfuse::take_back);
     m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings, bool only_kept) "

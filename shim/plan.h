@@ -56,8 +56,8 @@ struct Slot {
     // and of Plan::tried_on_cpu everywhere. Module.to() brings the parameter to another one
     // without anybody being told.
     int64_t tried = ANYWHERE;
-    // Backward mode: what the parameter's version and state_version() were after the last update,
-    // or when they were told since. Others mean that somebody has written.
+    // Backward mode: param_version() and state_version() after the last update, or when they were
+    // told since. Others mean that somebody has written.
     uint64_t version = 0;
     uint64_t state_version = 0;
     bool first = false; // rules without a counter: the next update is the first
@@ -70,8 +70,8 @@ struct Slot {
     // memory, and whether lent.cpp knows all users of its gradient's, which is complete now.
     std::vector<at::Tensor> aliases;
     bool gradient_is_known = false;
-    // The DTensors of the parameter and its state, which the loader keeps alive, and, during
-    // step(), that of the gradient.
+    // The DTensors of the parameter, which comes first, and its state, which the loader keeps
+    // alive, and, during step(), that of the gradient.
     std::vector<c10::TensorImpl *> wrappers;
     c10::TensorImpl *gradient_wrapper = nullptr;
 

@@ -312,7 +312,7 @@ size_t of_shim_written(of_shim_plan *handle, size_t first, bool *of_state) {
     const bool all = all_updated(plan);
     for (size_t i = first; i < plan->slots.size(); i++) {
         const optfuse::Slot *slot = plan->slots[i];
-        const bool same = slot->version == optfuse::version_of(slot->param);
+        const bool same = slot->version == optfuse::param_version(*slot);
         if (same && slot->state_version == optfuse::state_version(*slot))
             continue;
         *of_state = same;

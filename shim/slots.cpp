@@ -59,14 +59,20 @@ bool shares_state(const Slot &slot) {
     return is_shared;
 }
 
+uint64_t param_version(const Slot &slot) {
+    return version_of(slot.param) + (slot.wrappers.empty() ? 0 : version_of(slot.wrappers[0]));
+}
+
 uint64_t state_version(const Slot &slot) {
     uint64_t sum = 0;
     each_of_state(slot, [&sum](const at::Tensor &t) { sum += version_of(t.unsafeGetTensorImpl()); });
+    for (size_t i = 1; i < slot.wrappers.size(); i++)
+        sum += version_of(slot.wrappers[i]);
     return sum;
 }
 
 void note_versions(Slot &slot) {
-    slot.version = version_of(slot.param);
+    slot.version = param_version(slot);
     slot.state_version = state_version(slot);
 }
 

@@ -27,7 +27,9 @@ inline uint64_t version_of(const c10::TensorImpl *impl) {
     const c10::VariableVersion &version = impl->version_counter();
     return version.enabled() ? version.current_version() : 0;
 }
-// The sum of the versions of the state's tensors: each write that PyTorch sees makes it larger.
+// The sums of the versions of what stands for the parameter, and for its state: each write that
+// PyTorch sees makes one larger. Of a DTensor the writes are the wrapper's.
+uint64_t param_version(const Slot &slot);
 uint64_t state_version(const Slot &slot);
 // Whoever writes to the parameter or its state from here on has written since the update.
 void note_versions(Slot &slot);

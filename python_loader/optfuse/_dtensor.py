@@ -267,6 +267,7 @@ class Sharded:
                 self._consumed[slot] = _consumed(param, self._locals[slot])
             param.grad = self._consumed[slot]
         torch.autograd.graph.increment_version([self._params[slot] for slot in slots])
+        torch.ops.optfuse.note_versions(self.plan, slots)
 
 
 def _consumed(param: Any, local: Tensor) -> Any:

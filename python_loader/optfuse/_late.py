@@ -6,9 +6,9 @@ parameter, with what step() would use now."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +27,17 @@ _SCALE = ("grad_scale", "found_inf")
 _ABSENT = object()
 
 
+class Holder(Protocol):
+    """A fused optimizer's link."""
+
+    def have_same_params(self, groups: Groups) -> bool: ...
+
+    def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
+        """The first option in which a group differs from what updates of group `number` used."""
+
+    def changed_attribute(self, optimizer: Optimizer) -> str | None: ...
+
+
 @dataclass
 class Told:
     """What the library was told of an optimizer, as far as updates use it."""
@@ -35,13 +46,9 @@ class Told:
     params: list[Tensor]  # of the slots
     labels: list[str]
     group_of: list[int]
-    have_same_params: Callable[[Groups], bool]
     # A traced class: the updates that step() makes are of the programs of backward(), too, and
     # step() advances the counters of all.
     counts_together: bool
-    # The first option in which a group differs from what the updates of group `number` used.
-    changed_option: Callable[[int, dict[str, Any]], str | None]
-    changed_attribute: Callable[[Optimizer], str | None]
     reads_scale: bool  # the class has a use for grad_scale and found_inf
     state_keys: tuple[str, ...] | None  # of an entry, that an update uses; None: all
 
@@ -68,6 +75,7 @@ class Used:
 
     def confirm(self) -> None:
         """step() has taken place."""
+        self.has_begun = False  # a backward pass that may update
         self._state: State | None = None
         # Entries made or run through since then, and the versions of their tensors if these are
         # not known in C; by the id of a parameter.
@@ -79,6 +87,7 @@ class Used:
 
     def begin(self, optimizer: Optimizer, state: State | None) -> None:
         """A backward pass begins, or the library has been told of all anew."""
+        self.has_begun = True
         self._state = state
         self._made = {}
         self._scale = _scale_of(optimizer)
@@ -100,15 +109,15 @@ class Used:
         """Whether an error has said so."""
         return bool(self._said)
 
-    def keep_changes(self, told: Told, optimizer: Optimizer) -> None:
+    def keep_changes(self, told: Told, holder: Holder, optimizer: Optimizer) -> None:
         """Before the library is told of all anew."""
-        self._kept = list(self._changes(told, optimizer, same_groups=False))
+        self._kept = list(self._changes(told, holder, optimizer, same_groups=False))
 
     def refuse_changes(
-        self, told: Told, optimizer: Optimizer, same_groups: bool, at_step: bool
+        self, told: Told, holder: Holder, optimizer: Optimizer, same_groups: bool, at_step: bool
     ) -> None:
         """at_step: what this says, the next step() does not say again."""
-        texts = list(dict.fromkeys(self._changes(told, optimizer, same_groups)))
+        texts = list(dict.fromkeys(self._changes(told, holder, optimizer, same_groups)))
         new = [text for text in texts if text not in self._said]
         if not new:
             return
@@ -117,16 +126,18 @@ class Used:
         more = f" (one of {len(new)} such changes)" if len(new) > 1 else ""
         raise Error(_LATE.format(new[0], more))
 
-    def _changes(self, told: Told, optimizer: Optimizer, same_groups: bool) -> Iterator[str]:
+    def _changes(
+        self, told: Told, holder: Holder, optimizer: Optimizer, same_groups: bool
+    ) -> Iterator[str]:
         yield from self._kept
-        name = told.changed_attribute(optimizer)
+        name = holder.changed_attribute(optimizer)
         if name is None and told.reads_scale and guard("late_scale"):
             name = self._changed_scale(optimizer)
         if name is not None:
             user = told.labels[next(told.updated(), 0)]
             yield f"the optimizer's attribute {name!r}, which {user} depends on, was changed"
         if not same_groups:
-            yield from _changed_groups(told, optimizer.param_groups)
+            yield from _changed_groups(told, holder, optimizer.param_groups)
         yield from self._changed_state(told, optimizer.__dict__["state"])
         for slot, of_state in told.written():
             what = "the state of " if of_state else ""
@@ -139,7 +150,11 @@ class Used:
         return None
 
     def _changed_state(self, told: Told, state: dict[Any, Any]) -> Iterator[str]:
-        if self._state is None or not guard("late_state") or (not self._made and self._state.is_same(state)):
+        if (
+            self._state is None
+            or not guard("late_state")
+            or (not self._made and self._state.is_same(state))
+        ):
             return
         entries = self._state.entries()
         for slot in told.updated():
@@ -153,9 +168,9 @@ class Used:
                 yield f"the state of {told.labels[slot]} was written in place"
 
 
-def _changed_groups(told: Told, groups: Groups) -> Iterator[str]:
-    same_params = told.have_same_params(groups)
-    if same_params and not any(map(told.changed_option, range(len(groups)), groups)):
+def _changed_groups(told: Told, holder: Holder, groups: Groups) -> Iterator[str]:
+    same_params = holder.have_same_params(groups)
+    if same_params and not any(map(holder.changed_option, range(len(groups)), groups)):
         return
     if told.counts_together and not same_params:
         yield f"param_groups, with which {told.labels[next(told.updated(), 0)]} counts, was changed"
@@ -170,7 +185,7 @@ def _changed_groups(told: Told, groups: Groups) -> Iterator[str]:
             continue
         pair = told.group_of[slot], now
         if pair not in changed:
-            changed[pair] = told.changed_option(pair[0], groups[now])
+            changed[pair] = holder.changed_option(pair[0], groups[now])
         if changed[pair] is not None:
             yield f"the option {changed[pair]!r} of {told.labels[slot]} was changed"
 

@@ -133,6 +133,7 @@ class Link:
         self.snapshot = GroupsSnapshot()
         self._state_snapshot = StateSnapshot()
         self._used = Used()  # backward mode: by the updates since step()
+        self._told: Told
         links[self.plan] = self
         if options.reduction is not None:
             options.reduction.add(self)
@@ -179,7 +180,7 @@ class Link:
             self._refuse_unconfirmed()
             self.traced.abandon(optimizer, self._params)
         if is_late:
-            self._used.keep_changes(self._told(optimizer), optimizer)
+            self._used.keep_changes(self._told, self, optimizer)
         groups = optimizer.param_groups
         params = list(chain.from_iterable(map(params_of, groups)))
         self._group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
@@ -222,6 +223,7 @@ class Link:
         self._places = dict(zip(map(id, params), places, strict=True))
         self._slots = {id(p): i for i, p in enumerate(params)}
         self._labels = labels
+        self._told = self._all_told()
         self.snapshot.remember_params(groups)
         self._needs = (ctypes.c_size_t * max(1, len(params)))()
         self.slot_states: list[_State | None] = [None] * len(params)
@@ -449,36 +451,34 @@ class Link:
         self, optimizer: Optimizer, same_groups: bool, at_step: bool = False
     ) -> None:
         """Between backward() and step(), where stock would still obey it."""
-        if self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan) and guard("late"):
-            told = self._told(optimizer)
-            self._used.refuse_changes(told, optimizer, same_groups, at_step)
+        used = self._used
+        if used.has_begun and lib.of_shim_unconfirmed(self.plan) and guard("late"):
+            used.refuse_changes(self._told, self, optimizer, same_groups, at_step)
 
-    def _told(self, optimizer: Optimizer) -> Told:
-        rule = self.rule
-        all_keys = self.own is not None or self.traced is not None
-        return Told(
-            self.plan,
-            self._params,
-            self._labels,
-            self._group_of,
-            self.snapshot.have_same_params,
-            self.traced is not None,
-            self._changed_option,
-            self._changed_attribute,
-            rule.reads_scale,
-            None if all_keys else (*rule.state, *rule.counters, *(["step"] * rule.counts_steps)),
-        )
+    def _all_told(self) -> Told:
+        rule, is_traced = self.rule, self.traced is not None
+        counters = (*rule.counters, "step") if rule.counts_steps else rule.counters
+        keys = None if is_traced or self.own is not None else (*rule.state, *counters)
+        of_slots = self._params, self._labels, self._group_of
+        return Told(self.plan, *of_slots, is_traced, rule.reads_scale, keys)
 
-    def _changed_option(self, number: int, group: dict[str, Any]) -> str | None:
+    def have_same_params(self, groups: Groups) -> bool:
+        return self.snapshot.have_same_params(groups)
+
+    def _noted(self) -> Noted | None:
         updater = self.own or self.traced
-        if updater is not None:
-            return updater.noted and updater.noted.changed_option(number, group)
+        return None if updater is None else updater.noted
+
+    def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
+        noted = self._noted()
+        if noted is not None:
+            return noted.changed_option(number, group)
         changed = self.rule.changed_option(self._hyper[number], group)
         return changed or self._scalars.changed_option(number, group)
 
-    def _changed_attribute(self, optimizer: Optimizer) -> str | None:
-        updater = self.own or self.traced
-        return updater and updater.noted and updater.noted.changed_attribute(optimizer)
+    def changed_attribute(self, optimizer: Optimizer) -> str | None:
+        noted = self._noted()
+        return None if noted is None else noted.changed_attribute(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         same_groups = self._are_same(optimizer.param_groups)

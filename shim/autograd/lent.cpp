@@ -7,6 +7,7 @@
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
 #include "guard.h"
+#include "slots.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
 
@@ -126,6 +127,7 @@ void set_wrappers(Slot &slot, const std::vector<at::Tensor> &wrappers) {
     slot.wrappers.clear();
     for (const at::Tensor &wrapper : wrappers)
         slot.wrappers.push_back(wrapper.unsafeGetTensorImpl());
+    note_versions(slot);
 }
 
 void take_gradients_back(Plan &plan, const std::vector<size_t> &slots) {

@@ -115,11 +115,11 @@ void await_now(const at::Tensor &grad) {
         throw std::runtime_error(of_error_message());
 }
 
-// The gradient with the parameter's strides; a copy if it has others.
+// The gradient with the parameter's strides; a copy if it has others. is_like_it: it has these.
 const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
-                          const at::Tensor &grad) {
+                          const at::Tensor &grad, bool is_like_it) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    if (same_strides(p, g) && !is_lazy(g)) {
+    if (is_like_it) {
         if (in->in_backward)
             await_now(grad);
         else if (is_on_its_way(storage_of(g)))
@@ -229,7 +229,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     if (refs->consumes)
         refs->grad = grad.unsafeGetTensorImpl();
     if (dense)
-        in->grad = gradient_data(refs, in, p, grad);
+        in->grad = gradient_data(refs, in, p, grad, grad_is_like_it);
     for (size_t i = 0; i < slot->plan->rule->n_state; i++)
         if (in->state[i] != nullptr)
             take_part(refs, in, slot->state[i].unsafeGetTensorImpl());

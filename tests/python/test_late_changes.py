@@ -18,6 +18,7 @@ from common import (
     fused_backward,
     loss_of,
     net,
+    one_process,
     refused,
     same,
     sgd,
@@ -27,6 +28,7 @@ from common import (
 )
 from own_classes import Counter, NewTensors, Numbers, Tensors
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, RMSprop, Rprop
 
 import optfuse
@@ -343,6 +345,34 @@ def test_late_state_of_an_update_that_a_traced_class_leaves_to_step():
             optimizer.state[two]["exp_avg"] = torch.zeros(4)
             refused(optimizer.step, LATE, "state['exp_avg'] of parameter 1 of group 0")
         optimizer.step()
+
+
+def weight_of_dtensor(optimizer):
+    first(optimizer).mul_(0.5)
+
+
+def state_of_dtensor(optimizer):
+    entry_of(optimizer)["exp_avg"].zero_()
+
+
+def local_state_of_dtensor(optimizer):
+    entry_of(optimizer)["exp_avg"].to_local().zero_()
+
+
+@pytest.mark.parametrize("write", (weight_of_dtensor, state_of_dtensor, local_state_of_dtensor))
+def test_late_writes_to_dtensors(write):
+    with one_process():
+        mesh = init_device_mesh("cpu", (1,))
+        p = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        optimizer = optfuse.fuse(adamw([p]), mode="backward")
+        for i in range(3):
+            optimizer.zero_grad()
+            p.square().sum().backward()
+            if i == 2:
+                with torch.no_grad():
+                    write(optimizer)
+                refused(optimizer.step, LATE, "was written in place")
+            optimizer.step()
 
 
 # What is equal
