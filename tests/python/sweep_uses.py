@@ -475,7 +475,7 @@ def main(arguments):
     for label, function in bound.items():
         if names and label not in names:
             continue
-        for use in uses(label, function, ops, 30 if full else 1):
+        for use in uses(label, function, ops, 6 if full else 1):
             counts[use.how] = counts.get(use.how, 0) + 1
             if use.how == "never":
                 never.append(label)
