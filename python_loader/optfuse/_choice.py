@@ -27,7 +27,8 @@ def rule_of(optimizer: Optimizer) -> Rule:
 
 
 def _is_narrow_with_holes(param: Tensor) -> bool:
-    return param.dtype.itemsize == 2 and has_holes(param)
+    is_on_cpu = param.device.type == "cpu"
+    return is_on_cpu and param.dtype.itemsize == 2 and has_holes(param)
 
 
 def _any_on_gpu(groups: list[Group]) -> bool:
@@ -39,9 +40,6 @@ def why_own_step(optimizer: Optimizer) -> list[str]:
     stock, groups = type(optimizer), optimizer.param_groups
     if stock not in RULES:
         return []
-    params = [p for group in groups for p in group["params"]]
-    if RULES[stock].reference != "fused=True" and any(map(_is_narrow_with_holes, params)):
-        return ["some parameters of 16 bits have holes, where PyTorch's operators round more often"]
     return why_not_tried(RULES[stock], stock, groups, optimizer.__dict__["state"])
 
 
@@ -49,6 +47,9 @@ def why_not_tried(
     rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
 ) -> list[str]:
     """Why an update that has to pass a trial is not used for these groups."""
+    params = [p for group in groups for p in group["params"]]
+    if rule.reference != "fused=True" and any(map(_is_narrow_with_holes, params)):
+        return ["some parameters of 16 bits have holes, where PyTorch's operators round more often"]
     if rule.tried and not rule.external and _any_on_gpu(groups):
         return _reasons_on_gpu(rule, stock, groups, state)
     # An external update leaves to the class's step() whatever is not as usual.

@@ -272,6 +272,13 @@ def test_classes_with_kernels_too(make, dtype, mode):
     assert difference("", trained(lambda o: optfuse.fuse(o, mode=mode)), trained(plain)) is None
 
 
+def test_nor_is_a_group_with_holes_added_to_kernels():
+    p = nn.Parameter(torch.randn(9, 130).half())
+    optimizer = optfuse.fuse(torch.optim.RMSprop([p], foreach=False))
+    with pytest.raises(optfuse.Error, match="holes.*fuse it again with all groups"):
+        optimizer.add_param_group({"params": [nn.Parameter(with_holes(p.detach().clone()))]})
+
+
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 @pytest.mark.parametrize("shapes", [((),), ((), (3, 4)), ((5,), ())])
 @pytest.mark.parametrize("cls", [traced_classes.AdaBelief, traced_classes.TensorCounter])
