@@ -279,6 +279,22 @@ def test_nor_is_a_group_with_holes_added_to_kernels():
         optimizer.add_param_group({"params": [nn.Parameter(with_holes(p.detach().clone()))]})
 
 
+def test_holes_that_come_later_are_not_seen_by_kernels():
+    """A row of docs/hazards.md."""
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(9, 130).half())
+        optimizer = wrap(torch.optim.RMSprop([p], foreach=False, momentum=0.9, weight_decay=0.1))
+        p.data = with_holes(p.detach().clone())
+        for _ in range(5):
+            p.grad = torch.randn(9, 130).half()
+            optimizer.step()
+        return p.detach().clone()
+
+    assert not torch.equal(trained(optfuse.fuse), trained(plain))
+
+
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 @pytest.mark.parametrize("shapes", [((),), ((), (3, 4)), ((5,), ())])
 @pytest.mark.parametrize("cls", [traced_classes.AdaBelief, traced_classes.TensorCounter])
