@@ -7,7 +7,8 @@ mixes elements up or writes past the end. So such tensors are laid out densely
 for the time of a stock step(), by hooks around it.
 
 Stock's fused SGD fails with a TypeError where some parameters have a momentum
-buffer and others not yet. There each is updated by itself.
+buffer and others not yet. There each is updated by itself, and the state is put into
+the order that step() gives it.
 
 They also leave the version counters of parameters as they are, so that autograd
 does not notice a backward through weights which have changed since. It does with
@@ -30,6 +31,7 @@ class Dense:
         self.optimizer = optimizer
         self.max_norm = max_norm  # as fuse(max_grad_norm=)
         self.updated = []
+        self.known = set()  # parameters that had state
         self.swapped = []  # (tensor to write back to, what took its place, how to put it back)
         self.before_step = optimizer.register_step_pre_hook(self.before)
         self.after_step = optimizer.register_step_post_hook(self.after)
@@ -64,6 +66,7 @@ class Dense:
             return  # the for-loop is right as it is
         self.swapped.extend(lay_out(self.optimizer))
         if isinstance(self.optimizer, torch.optim.SGD):
+            self.known = set(self.optimizer.state)
             for group in groups:
                 self.swapped.extend(one_by_one(self.optimizer, group))
 
@@ -71,6 +74,11 @@ class Dense:
         self.put_back()
         for p in self.updated:
             torch.autograd.graph.increment_version(p)
+        if isinstance(self.optimizer, torch.optim.SGD):
+            state = self.optimizer.state
+            for p in self.updated:
+                if p in state and p not in self.known:
+                    state[p] = state.pop(p)
         self.updated = []
 
     @torch.no_grad()
