@@ -34,10 +34,7 @@ OFTEN = {
     "postpone": (),
     "discarded": ("discarded_backward",),
     "late": ("hook_before_step",),
-    "late_groups": ("change_groups",),
     "late_state": ("change_state",),
-    "late_scale": ("step_with_scale",),
-    "written": ("write_before_step",),
     "factors": ("clipped_by_optfuse",),
     "unread": ("clipped_by_optfuse", "clip_by_optfuse"),
     "clip": ("set_gradient", "clip_by_optfuse"),
@@ -62,6 +59,10 @@ OUT_OF_REACH = {
         ("order", "hand_on", "task_version", "budget"), "programs run backward in stock's order"
     ),
     **dict.fromkeys(("late_write", "exchange"), "programs delay no updates"),
+    **dict.fromkeys(
+        ("late_groups", "late_scale", "written"),
+        "programs with it off have raised for other reasons so far; its scenario shows it",
+    ),
     "late_load": "programs load states between two iterations",
     "copy_on_write": "programs make no lazy clones",
     "create_graph": "programs drop such gradients, to end their cycle, which raises at step()",
