@@ -78,8 +78,8 @@ OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, 
 
 /* Whether a dict of dicts (the optimizer's state) has these keys and entries, and then NULL; and
  * each entry these keys and values, and then NULL: by identity and in this order. state: a borrowed
- * PyObject*; the arrays: PyObject*s that their owner keeps alive. Needs the GIL (ctypes.PyDLL); runs no Python
- * code. */
+ * PyObject*; the arrays: PyObject*s that their owner keeps alive. Needs the GIL (ctypes.PyDLL);
+ * runs no Python code. */
 OF_API bool of_shim_same_state(void *state, const void *const *entries, size_t n_entries,
                                const void *const *values, size_t n_values);
 /* Likewise, whether a list of lists has these items: those of each list, and then NULL. */

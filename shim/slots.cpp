@@ -65,7 +65,8 @@ uint64_t param_version(const Slot &slot) {
 
 uint64_t state_version(const Slot &slot) {
     uint64_t sum = 0;
-    each_of_state(slot, [&sum](const at::Tensor &t) { sum += version_of(t.unsafeGetTensorImpl()); });
+    each_of_state(slot,
+                  [&sum](const at::Tensor &t) { sum += version_of(t.unsafeGetTensorImpl()); });
     for (size_t i = 1; i < slot.wrappers.size(); i++)
         sum += version_of(slot.wrappers[i]);
     return sum;

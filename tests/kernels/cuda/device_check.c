@@ -164,9 +164,11 @@ enum { LANES = 1024 };
  * is 0, elsewhere 2^-24; beta1 is 0, so the average becomes the gradient. */
 static bool rounds_l2(int major, bool maximize, size_t n, bool (*is_rounded)(size_t)) {
     static float param[LANES + 3], grad[LANES + 3], average[LANES + 3], square[LANES + 3];
-    const double hyper[OF_MAX_HYPER] = {
-        [adam_lr] = 0.1, [adam_beta2] = 0.9, [adam_eps] = 1e-8, [adam_weight_decay] = 1 + 0x1p-12,
-        [adam_maximize] = maximize};
+    const double hyper[OF_MAX_HYPER] = {[adam_lr] = 0.1,
+                                        [adam_beta2] = 0.9,
+                                        [adam_eps] = 1e-8,
+                                        [adam_weight_decay] = 1 + 0x1p-12,
+                                        [adam_maximize] = maximize};
     const of_cuda_update update = {.rule = "adam", .dtype = OF_FLOAT32, .hyper = hyper};
     const of_cuda_entry entry = {
         .param = param, .grad = grad, .state = {average, square}, .n = n, .step = 1};
@@ -183,10 +185,18 @@ static bool rounds_l2(int major, bool maximize, size_t n, bool (*is_rounded)(siz
     return right;
 }
 
-static bool is_first_of_four(size_t i) { return i % 4 == 0; }
-static bool is_in_first_block(size_t i) { return i / 512 % 4 == 0; }
-static bool is_any(size_t i) { return i < SIZE_MAX; }
-static bool is_none(size_t i) { return i == SIZE_MAX; }
+static bool is_first_of_four(size_t i) {
+    return i % 4 == 0;
+}
+static bool is_in_first_block(size_t i) {
+    return i / 512 % 4 == 0;
+}
+static bool is_any(size_t i) {
+    return i < SIZE_MAX;
+}
+static bool is_none(size_t i) {
+    return i == SIZE_MAX;
+}
 
 /* As read off PyTorch's machine code and seen on an H200 (docs/numerics.md). */
 static void check_lanes(void) {

@@ -232,11 +232,14 @@ static CUresult host_exchange(CUstreamCaptureMode *mode) {
 }
 
 of_cuda_status of_driver_find(of_driver *out, char *why, size_t size) {
-    const of_driver driver = {
-        host_init,    host_version,     host_error_string,   host_attribute,    host_device_get,
-        host_current, host_set_current, host_context_device, host_retain,       host_load,
-        host_kernel,  host_function,    host_launch,         host_capture_info, host_exchange,
-        host.no_function_load ? NULL : host_function_load};
+    const of_driver driver = {host_init,         host_version,
+                              host_error_string, host_attribute,
+                              host_device_get,   host_current,
+                              host_set_current,  host_context_device,
+                              host_retain,       host_load,
+                              host_kernel,       host_function,
+                              host_launch,       host_capture_info,
+                              host_exchange,     host.no_function_load ? NULL : host_function_load};
     snprintf(why, size, "the test took the driver away");
     *out = driver;
     return host.missing ? OF_CUDA_NO_DRIVER : OF_CUDA_OK;
