@@ -72,15 +72,20 @@ def delays_of(given: Mapping[Any, int], optimizer: Optimizer) -> tuple[tuple[Ten
     return delayed
 
 
+def _has_updates(key: Any) -> bool:
+    return isinstance(key, Tensor) or any(True for _ in key.parameters())
+
+
 def _refuse_ambiguous(modules: Sequence[tuple[nn.Module, int]], given: Mapping[Any, int]) -> None:
     """modules: the largest first."""
     said: dict[Tensor, tuple[nn.Module, int]] = {}
+    late = [module for module, delay in modules if delay]
+    if late and not any(given[key] for key in given if _has_updates(key)):
+        raise Error(
+            f"optfuse: delay= names a {type(late[0]).__name__} without parameters and nothing else "
+            "that has updates to delay; name the modules whose weights are to be late"
+        )
     for module, delay in modules:
-        if delay and not any(True for _ in module.parameters()):
-            raise Error(
-                f"optfuse: delay= names a {type(module).__name__} without parameters, which has no "
-                "updates to delay; name the modules whose weights are to be late"
-            )
         for param in module.parameters():
             around, other = said.get(param, (module, delay))
             if other != delay and param not in given and module not in set(around.modules()):

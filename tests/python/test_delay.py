@@ -439,9 +439,11 @@ def test_overlapping_modules_with_the_parameter_named():
     assert {n: e["delay"] for n, e in entries.items()} == {0: 3, 1: 2}
 
 
-def test_a_module_without_parameters_may_have_no_delay():
+@pytest.mark.parametrize("tanh", [0, 1])
+def test_modules_without_parameters_beside_others(tanh):
+    """A plan has a delay for each layer, whether it has weights or not."""
     model = mlp()
-    delay = {module: int(isinstance(module, nn.Linear)) for module in model}
+    delay = {module: 1 if isinstance(module, nn.Linear) else tanh for module in model}
     optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay=delay)
 
 
@@ -457,7 +459,7 @@ def refusals():
         "does not have": lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={tied: 1}),
         "share memory": lambda: optfuse.fuse(sgd([tied, alias], lr=0.1), delay={tied: 1, alias: 1}),
         "names a Tanh without parameters": (
-            lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={model[1]: 1, model[0]: 2})
+            lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={model[1]: 1, model[0]: 0})
         ),
         r"1 of a Sequential and 2 of a Sequential, which share a .* \(8, 4\); name": overlapping,
         "from 0 to 1,000,000": (

@@ -87,6 +87,7 @@ class Traced:
         self.why_not: tuple[type[Untraceable], str] | None = None  # the last of them
         self.noted: Noted | None = None  # backward mode: of what updates use
         self._made: dict[int, list[str]] = {}  # slot -> keys of its entry since begin()
+        self._inserted: set[int] = set()  # slots whose entry is new in the state since begin()
         self.layout([])
 
     def layout(self, groups: list[Group]) -> None:
@@ -348,6 +349,8 @@ class Traced:
         """The state entry that this step makes; its program fills it."""
         cohort = self._cohort_of[slot]
         assert cohort is not None and cohort.recorded is not None
+        if param not in optimizer.state:
+            self._inserted.add(slot)
         entry = optimizer.state[param]
         made = self._made.setdefault(slot, [])
         for key, value in (cohort.recorded.entry or {}).items():
@@ -383,6 +386,7 @@ class Traced:
             if not entry:
                 state.pop(params[slot], None)
         self._made.clear()
+        self._inserted.clear()
         self.begun = False
 
     def advance(self, optimizer: Optimizer, params: list[Tensor], same_state: bool) -> bool:
@@ -399,17 +403,34 @@ class Traced:
                     self._copies.put(group, self._after.options[i], name)
         kept = Kept([], [])
         known = [cohort.counting for cohort in self._cohorts]
-        for cohort in self._done:
-            reached = not self._whole
-            self._advance_entries(cohort, optimizer, params, same_state, reached, kept)
+        reached = [(cohort, _reached(cohort, params, not self._whole)) for cohort in self._done]
         for number, cohort in enumerate(self._cohorts):
-            reached = not self._whole or lib.of_shim_have_gradients(self._plan, number)
-            self._advance_entries(cohort, optimizer, params, same_state, reached, kept)
+            all_reached = not self._whole or lib.of_shim_have_gradients(self._plan, number)
+            reached.append((cohort, _reached(cohort, params, all_reached)))
+        if not same_state or not all(map(_is_known, self._cohorts)):
+            self._insert(optimizer.__dict__["state"], params, reached)
+        for cohort, slots in reached:
+            self._advance_entries(cohort, optimizer, params, same_state, slots, kept)
         if not self._done and all(map(_is_known, self._cohorts)):
             self._kept = kept
         same = same_state and not self._done and all(map(_counts_in_place, self._cohorts, known))
         self._done = []
         return same
+
+    def _insert(
+        self, state: State, params: list[Tensor], reached: list[tuple[Cohort, list[int]]]
+    ) -> None:
+        """Entries in which step() puts nothing; then all new ones are brought into the order of
+        the parameters, in which stock's step() inserts them."""
+        for cohort, slots in reached:
+            if cohort.recorded is not None and cohort.recorded.entry == {}:
+                absent = [slot for slot in slots if params[slot] not in state]
+                state.update((params[slot], {}) for slot in absent)
+                self._inserted.update(absent)
+        for slot in sorted(self._inserted):
+            if params[slot] in state:
+                state[params[slot]] = state.pop(params[slot])
+        self._inserted.clear()
 
     def _advance_entries(
         self,
@@ -417,19 +438,16 @@ class Traced:
         optimizer: Optimizer,
         params: list[Tensor],
         same_state: bool,
-        all_reached: bool,
+        reached: list[int],
         kept: Kept,
     ) -> None:
-        """Of the parameters of a cohort that have a gradient. kept gets the tensors that count.
-        all_reached: all of them are known to have one."""
+        """The entries of those parameters of a cohort that the step has reached. kept gets the
+        tensors that count."""
         assert cohort.recorded is not None
         after = cohort.recorded.entry
         if after is None:
             cohort.counting = Counting([], [], {})
             return
-        reached = cohort.slots
-        if not all_reached:
-            reached = [slot for slot in cohort.slots if params[slot].grad is not None]
         if not same_state:
             state: State = optimizer.__dict__["state"]
             reached = [slot for slot in reached if _is_whole(state.get(params[slot]), after)]
@@ -464,6 +482,13 @@ class Traced:
         sizes = [len(c.recorded.program) for c in self._cohorts if c.recorded]
         guides = f"{len(sizes)} guide{'s' if len(sizes) > 1 else ''} a step"
         return f"traced: {max(sizes, default=0)} operators, {guides}"
+
+
+def _reached(cohort: Cohort, params: list[Tensor], all_reached: bool) -> list[int]:
+    """The slots with a gradient. all_reached: each is known to have one."""
+    if all_reached:
+        return cohort.slots
+    return [slot for slot in cohort.slots if params[slot].grad is not None]
 
 
 def _is_whole(entry: Entry | None, after: Entry) -> bool:
