@@ -320,7 +320,8 @@ def _pre_forward(
     stock: Callable[..., Any], self: DistributedDataParallel, *inputs: Any, **kwargs: Any
 ) -> Any:
     """Rearranges the buckets, once, after the first backward pass."""
-    if self._has_rebuilt_buckets or self not in _reductions:
+    keeps_them = self.find_unused_parameters and not self.static_graph
+    if self._has_rebuilt_buckets or keeps_them or self not in _reductions:
         return stock(self, *inputs, **kwargs)
     with _consumed.aside(_reduced(self)):
         return stock(self, *inputs, **kwargs)

@@ -513,7 +513,7 @@ class Link:
     def _step(self, optimizer: Optimizer, same_groups: bool) -> None:
         if not same_groups:
             self.sync_params(optimizer)
-        if _by_hand.has_scale(optimizer, self.rule) and not lib.of_shim_unconfirmed(self.plan):
+        if _by_hand.has_scale(optimizer, self.rule):
             self._step_scaled(optimizer)
             return
         todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
@@ -557,12 +557,19 @@ class Link:
             self.flush()
 
     def _step_scaled(self, optimizer: Optimizer) -> None:
-        """With a scale that was set by hand; backward fusion has left all gradients."""
+        """With a scale that was set by hand; backward fusion has left all gradients to it."""
+        if lib.of_shim_unconfirmed(self.plan):
+            raise Error(
+                "optfuse: grad_scale or found_inf of the optimizer was set after backward() had "
+                "made updates without it. Set both to None and call step(), which confirms these; "
+                "set them before backward(), or use mode=\"forward\""
+            )
         self.flush()
         self.adopt_state(optimizer)
         self._order.check()
         _by_hand.step_with_scale(optimizer, self.stock, self.rule)
         self._state_snapshot.forget()
+        self._used.confirm()
         lib.of_shim_restart_count(self.plan)
 
     def begin_backward(self, only_adds: bool) -> None:

@@ -439,6 +439,7 @@ def call_before(owner: Any, name: str, work: Callable[..., None]) -> None:
 
 
 _called_later: list[Any] = []  # functions that call one of ours first
+_IN_C = types.MethodDescriptorType | types.BuiltinFunctionType
 
 
 def call_first(owner: Any, name: str, work: Callable[..., Any]) -> None:
@@ -450,6 +451,9 @@ def call_first(owner: Any, name: str, work: Callable[..., Any]) -> None:
         return
     if (id(owner), name) not in _listed(EVERYWHERE):
         raise Error(f"optfuse: {owner.__name__}.{name} is changed, but _patches.py has no entry")
+    if not isinstance(function, _IN_C):  # another library has put its own there
+        call_before(owner, name, work)
+        return
     is_method = isinstance(function, types.MethodDescriptorType)
     arguments = function, function.__name__.encode(), object.__basicsize__, is_method, work
     if lib_with_gil.of_shim_call_first(*arguments) != OK:

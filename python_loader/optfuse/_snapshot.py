@@ -28,7 +28,7 @@ class _Objects:
         self.array = self._addresses.buffer_info()  # its address, and how many
 
 
-_NONE = _Objects((_END,))  # never the same as what is there
+_NONE = _Objects((object(),))  # never the same as what is there
 
 
 class GroupsSnapshot:

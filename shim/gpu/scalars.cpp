@@ -52,9 +52,10 @@ void DeviceScalars::give(size_t group, of_inputs *in, References *refs) {
 }
 
 void DeviceScalars::set_factor(at::Tensor by) {
+    std::vector<std::pair<of_stream, at::Tensor>> dropped; // after the lock
     const std::lock_guard<std::mutex> guard(lock);
-    factor = std::move(by);
-    factors.clear();
+    factor.swap(by);
+    factors.swap(dropped);
 }
 
 void DeviceScalars::give_factor(of_inputs *in, References *refs) {

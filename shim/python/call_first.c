@@ -102,8 +102,12 @@ int of_shim_call_first(void *of, const char *name, size_t head_bytes, bool is_me
     const int kind = found ? found->flags & ~COEXISTS : 0;
     const bool is_known = kind == NO_ARGUMENTS || kind == ONE || kind == TUPLE || kind == ARRAY ||
                           kind == (TUPLE | KEYWORDS) || kind == (ARRAY | KEYWORDS);
-    if (!is_known || n_changed == sizeof changes / sizeof *changes) {
+    if (!is_known) {
         of_set_error("%s is called in a way that optfuse does not know", name);
+        return OF_REFUSED;
+    }
+    if (n_changed == sizeof changes / sizeof *changes) {
+        of_set_error("no function is left that could come before %s", name);
         return OF_REFUSED;
     }
     of_interpreter.keep(first);

@@ -257,6 +257,21 @@ def test_what_a_grad_scaler_hands_over_late_is_refused(make, name):
     goes_on(model, optimizer)
 
 
+def test_a_late_scale_beside_a_gradient_that_is_left_to_step():
+    """Whose update would obey the scale, where the others have not."""
+    model, held = net(), []
+    last = list(model.parameters())[-1]
+    last.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward")
+    loss_of(model, 0).backward()
+    optimizer.grad_scale = torch.tensor(2.0)
+    refused(optimizer.step, LATE, "grad_scale")
+    for _ in range(2):
+        refused(optimizer.step, "Set both to None and call step()")
+    optimizer.grad_scale = None
+    goes_on(model, optimizer)
+
+
 @pytest.mark.parametrize("make", (RMSprop, Rprop, Adadelta))
 def test_classes_that_do_not_read_them_ignore_them(make):
     def script(wrap):

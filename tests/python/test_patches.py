@@ -132,6 +132,25 @@ def test_a_function_that_is_called_in_another_way_is_warned_of(monkeypatch):
     assert not _patches.is_replaced(torch.add)
 
 
+REPLACED_BEFORE = """
+import torch
+stock = torch.Tensor.data_ptr
+torch.Tensor.data_ptr = lambda self: stock(self)
+import optfuse
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = optfuse.fuse(torch.optim.SGD([weight], lr=0.25))
+weight.sum().backward()
+optimizer.step()
+print(optfuse.summary(optimizer).pending)
+weight.data_ptr()
+print(optfuse.summary(optimizer).pending)
+"""
+
+
+def test_a_function_that_another_library_has_replaced_launches_first_too():
+    assert python_ok(REPLACED_BEFORE, fresh=True).split() == ["1", "0"]
+
+
 def other(*_args, **_options):
     """What a release has made of a function."""
 
