@@ -23,11 +23,15 @@ uint64_t graph_of(void *handle) {
     return stream == 0 ? 0 : capture_of(stream);
 }
 
+int device_now() { return current_device(); }
+
 // For fake_optfuse_watch().
 std::vector<int64_t> watcher() {
     fake_launched *const told = launched;
     fake_graph_of *const asked = graph_of;
-    return {reinterpret_cast<int64_t>(told), reinterpret_cast<int64_t>(asked)};
+    fake_device_now *const now = device_now;
+    return {reinterpret_cast<int64_t>(told), reinterpret_cast<int64_t>(asked),
+            reinterpret_cast<int64_t>(now)};
 }
 
 void set_capture_of(c10::Stream stream, int64_t id) {

@@ -133,8 +133,10 @@ static void tell(const char *kernel, const void *table, void *stream) {
     free(r);
 }
 
-VISIBLE void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of) {
+VISIBLE void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of,
+                                fake_device_now *device_now) {
     watcher = launched;
     host.launched = tell;
     host.graph_of = graph_of;
+    host.device_now = device_now;
 }

@@ -67,7 +67,7 @@ class Other(torch.optim.NAdam):
     """With a step() that nobody knows."""
 
 
-optfuse.register(Other)
+optfuse.register(Other, subclasses=True)
 
 
 def plain(device=NAME):

@@ -25,8 +25,12 @@ typedef void fake_launched(void *stream, const char *kernel, const fake_range *r
 /* The graph that is being captured on the stream; 0: none. */
 typedef uint64_t fake_graph_of(void *stream);
 
+/* The device whose context is current. */
+typedef int fake_device_now(void);
+
 /* The library with the kernels: whom to tell, NULL: nobody, and whom to ask. */
-void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of);
+void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of,
+                        fake_device_now *device_now);
 
 #ifdef __cplusplus
 }

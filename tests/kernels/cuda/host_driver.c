@@ -125,7 +125,7 @@ static CUresult host_set_current(CUcontext context) {
 }
 
 static CUresult host_context_device(CUdevice *device) {
-    *device = host.device;
+    *device = host.device_now ? host.device_now() : host.device;
     return host.context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 

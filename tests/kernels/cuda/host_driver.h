@@ -15,6 +15,7 @@ typedef struct host_driver {
     bool missing;
     bool context; /* whether one is current */
     int device;   /* whose context is current */
+    int (*device_now)(void); /* instead; NULL: it is the one above */
     int retained; /* how often a primary context was */
     int fail_load;         /* what loading code gives, a CUresult */
     bool no_function_load; /* as drivers before CUDA 12.4 */
