@@ -4,6 +4,7 @@ copy or a stand-in. fuse() refuses where it could see a difference. docs/traced.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import python_ok
 from test_traced_adversaries import refused
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -251,6 +253,68 @@ def test_identities_in_closures() -> None:
     p = plain()
     with pytest.raises(optfuse.Error, match=r"closure of its code holds the id\(\)"):
         optfuse.fuse(by_closure([p])([p]))
+
+
+class Answers:
+    """Has an attribute of any name, as unittest.mock.call and addict.Dict have."""
+
+    def __getattr__(self, name: str) -> Answers:
+        return Answers()
+
+
+ANSWERS = Answers()
+
+
+def endless() -> None:
+    pass
+
+
+endless.__wrapped__ = endless  # type: ignore[attr-defined]
+
+
+class ByAnswers(Marks):
+    def mark(self, p: Any) -> bool:
+        endless()
+        return ANSWERS is None
+
+
+def test_a_global_that_answers_to_any_name() -> None:
+    python_ok(
+        "import optfuse, torch\n"
+        "from test_looks import ByAnswers, plain\n"
+        "optfuse.fuse(ByAnswers([plain()]))",
+        timeout=60,
+    )
+
+
+def asks(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(self: Any, p: Any) -> Any:
+        return getattr(p, "special", False) or function(self, p)
+
+    return wrapper
+
+
+@functools.lru_cache
+def is_special(p: Any) -> bool:
+    return bool(getattr(p, "special", False))
+
+
+class ByWrapper(Marks):
+    @asks
+    def mark(self, p: Any) -> bool:
+        return False
+
+
+class ByCache(Marks):
+    def mark(self, p: Any) -> bool:
+        return is_special(p)
+
+
+@pytest.mark.parametrize("cls", (ByWrapper, ByCache))
+def test_wrappers_are_code_of_the_class(cls: type[Marks]) -> None:
+    with pytest.raises(optfuse.Error, match="has the attribute 'special'"):
+        optfuse.fuse(cls([named()]))
 
 
 class ByRequiresGrad(Marks):

@@ -5,6 +5,7 @@ whether step() goes another way by them. Kernels look at nothing of it."""
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ _PLAIN = (Tensor, Parameter)  # torch.nn.Buffer() makes a Tensor
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _LISTS = (list, tuple, deque)
 _HOLDS = (*_LISTS, dict, set, frozenset)
+_CACHED = type(functools.lru_cache(len))
 _ALL = {"__dict__", "vars", "dir"}  # names by which code sees all attributes
 
 
@@ -128,26 +130,29 @@ def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
 
 
 def _functions(stock: type) -> Iterator[types.FunctionType]:
-    """Of the class and its bases, without those of PyTorch, and what they call in their modules."""
+    """Those of the class and its bases, without PyTorch's, and what they call in their modules.
+    Looks at functions only: other objects may answer to any name, by code of their own."""
     todo: deque[Any] = deque(v for cls in stock.__mro__ for v in vars(cls).values())
     seen: set[int] = set()
     while todo:
         value = todo.popleft()
-        if isinstance(value, property):
-            todo.extend((value.fget, value.fset))
-        value = getattr(value, "__func__", value)
-        while hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
-        if not isinstance(value, types.FunctionType) or id(value) in seen:
+        kind = type(value)
+        if id(value) in seen:
             continue
         seen.add(id(value))
-        module = value.__module__ or ""
-        if module == "torch" or module.startswith("torch."):
-            todo.extend(map(_content_of, value.__closure__ or ()))
+        if issubclass(kind, property):
+            todo.extend((value.fget, value.fset))
+        elif issubclass(kind, (staticmethod, classmethod, types.MethodType)):
+            todo.append(value.__func__)
+        elif kind in (types.FunctionType, _CACHED):
+            todo.append(value.__dict__.get("__wrapped__"))
+        if kind is not types.FunctionType:
             continue
-        yield value
         todo.extend(map(_content_of, value.__closure__ or ()))
-        todo.extend(value.__globals__.get(name) for name in _names([value]))
+        module = value.__globals__.get("__name__") or ""  # that of a wrapper, not of the wrapped
+        if module != "torch" and not module.startswith("torch."):
+            yield value
+            todo.extend(value.__globals__.get(name) for name in _names([value]))
 
 
 def _content_of(cell: types.CellType) -> Any:
