@@ -389,10 +389,13 @@ class ByPosition(Optimizer):
     """Keeps what belongs to parameters where their numbers are, from a step on that no trial
     meets."""
 
+    kept: Any
+
     def __init__(self, params: Any, place: str, kind: Any) -> None:
         super().__init__(params, {"lr": 0.1})
         n = sum(len(group["params"]) for group in self.param_groups)
-        kept = kind([None] * n) if kind is not dict else dict.fromkeys(range(n))
+        places = [None] * (n - 1) + [torch.ones(4)]
+        kept = kind(places) if kind is not dict else dict(enumerate(places))
         if place == "attribute":
             self.kept = kept
         elif place == "option":
@@ -422,11 +425,37 @@ def test_what_is_read_by_position_is_refused(place: str, kind: Any, is_registere
         optfuse.fuse(cls(params, place, kind))
 
 
-def test_other_lists_are_taken() -> None:
+@pytest.mark.parametrize("kept", ([1.0, 2.0, 3.0], [None] * 3, {"a": None, "b": None, "c": None}))
+def test_other_lists_are_taken(kept: Any) -> None:
     params = [nn.Parameter(torch.randn(4)) for _ in range(3)]
     optimizer = ByPosition(params, "attribute", list)
-    optimizer.kept = [1.0, 2.0, 3.0]  # type: ignore[assignment]
+    optimizer.kept = kept
     optfuse.fuse(optimizer)
+
+
+class FilledByPosition(ByPosition):
+    """Fills at its first step what it reads by position afterwards."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    if self.kept[i] is None:
+                        self.kept[i] = torch.zeros_like(p)
+                    self.kept[i].add_(p.grad)
+                    p.add_(self.kept[i], alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_a_list_that_is_filled_by_position_is_refused(is_registered: bool) -> None:
+    cls = type("Filled", (FilledByPosition,), {})
+    if is_registered:
+        optfuse.register(cls)
+    optimizer = cls([nn.Parameter(torch.randn(4)) for _ in range(3)], "attribute", list)
+    optimizer.kept = [None] * 3
+    with pytest.raises(optfuse.Error, match="does not treat parameters independently"):
+        optfuse.fuse(optimizer)
 
 
 def test_the_frame_that_stand_ins_look_at_is_that_of_torch() -> None:

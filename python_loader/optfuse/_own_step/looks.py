@@ -105,8 +105,14 @@ def _items(found: Any) -> Iterable[Any]:
     return [*found.keys(), *found.values()] if isinstance(found, dict) else found
 
 
+def _values(found: Any) -> Iterable[Any]:
+    return found.values() if isinstance(found, dict) else found
+
+
 def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
-    """A container with a place for each parameter: a step on one of them would take the first."""
+    """A container with a place for each parameter: a step on one of them would take the first.
+    Without a tensor in it the number of places may be a coincidence; the trial sees how it is
+    filled."""
     state, ids = optimizer.__dict__["state"], {id(p) for p in params}
     places = [("attribute", v, len(params)) for v in own_attributes(optimizer.__dict__).items()]
     for group in optimizer.param_groups:
@@ -116,12 +122,12 @@ def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
         places += [("state entry", v, len(params)) for v in (state.get(p) or {}).items()]
     for what, (name, value), n in places:
         if n > 1 and isinstance(value, (*_LISTS, dict)) and len(value) == n:
-            held = value.values() if isinstance(value, dict) else value
-            if all(x is None or (isinstance(x, Tensor) and id(x) not in ids) for x in held):
+            held = [x for x in _values(value) if x is not None]
+            if held and all(isinstance(x, Tensor) and id(x) not in ids for x in held):
                 return (
                     f"the {what} {name!r} has as many places as there are parameters, with "
-                    "tensors or None in them: read by position, a step on one parameter would "
-                    "take another one's"
+                    "tensors in them: read by position, a step on one parameter would take "
+                    "another one's"
                 )
     return None
 
