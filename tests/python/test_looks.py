@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import optfuse
+from optfuse._own_step import reach
 
 MODES = ("forward", "backward")
 
@@ -380,6 +381,32 @@ def test_stand_ins_answer_what_is_the_same_for_all() -> None:
         p.add_(p.grad)  # type: ignore[arg-type]
 
     recorded_of(update)
+
+
+class Full(Marks):
+    kept: Any = ()
+
+    def prepare(self, params: list[Tensor]) -> None:
+        self.kept = [[] for _ in range(100)]
+
+    def mark(self, p: Any) -> bool:
+        return not self.kept
+
+
+KEPT: list[list[int]] = [[] for _ in range(100)]
+
+
+class FullModule(Marks):
+    def mark(self, p: Any) -> bool:
+        return not KEPT
+
+
+@pytest.mark.parametrize("cls", (Full, FullModule))
+def test_more_than_can_be_looked_at(cls: type[Marks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error does not say where so much is found: reachable() does not know."""
+    monkeypatch.setattr(reach, "MOST", 90)
+    with pytest.raises(optfuse.Error, match="attributes, options, state or code, too many"):
+        optfuse.fuse(cls([plain()]))
 
 
 # ---- containers with a place for each parameter

@@ -49,8 +49,9 @@ def reachable(*start: Any) -> Iterator[Any]:
         if len(seen) >= MOST:
             raise Error(
                 f"optfuse: more than {MOST:,} objects can be reached from the optimizer's "
-                "attributes, too many to find out whether step() could change one of them in a "
-                "trial. Use the optimizer as it is"
+                "attributes, options, state or code, too many to find out whether step() could "
+                "change one of them in a trial or tell a parameter by one. Use the optimizer as "
+                "it is"
             )
         seen[id(value)] = value
         yield value
