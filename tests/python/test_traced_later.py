@@ -12,6 +12,7 @@ from torch import nn
 
 import optfuse
 from optfuse._link import link_of
+from optfuse._traced.updates import _kind_of_shape
 from optfuse._values import difference
 
 
@@ -200,6 +201,11 @@ MIXES = [
     [((5,), plain), ((4, 3), transposed)],
     [((5,), plain), ((6, 3), plain), ((4, 3), transposed), ((2, 3, 4, 5), in_channels_last)],
 ]
+
+
+def test_kinds_of_shape_are_unlike():
+    shapes = torch.ones(()), torch.ones(3), torch.ones(6)[::2], torch.ones(2, 3).T
+    assert len(set(map(_kind_of_shape, shapes))) == 4
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

@@ -524,12 +524,12 @@ def _is_unclear(x: Any, param: Tensor) -> bool:
 
 
 def _kind_of_shape(param: Tensor) -> Any:
-    """What of it leads PyTorch's operators another way even where step() asks for no shape: without
+    """PyTorch's operators go another way by it even where step() asks for no shape: without
     dimensions a parameter takes part in how a result's dtype is chosen, and whether flatten() and
     the like are views or copies depends on strides."""
     if param.dim() == 0:
         return None
-    return True if param.is_contiguous() else param.dim()
+    return True if param.is_contiguous() else -param.dim()  # 1 equals True
 
 
 def _slots(kinds: list[int], by_shape: bool) -> Iterator[int]:
