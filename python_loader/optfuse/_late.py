@@ -131,11 +131,13 @@ class Used:
     ) -> Iterator[str]:
         yield from self._kept
         name = holder.changed_attribute(optimizer)
-        if name is None and told.reads_scale and guard("late_scale"):
-            name = self._changed_scale(optimizer)
         if name is not None:
-            user = told.labels[next(told.updated(), 0)]
-            yield f"the optimizer's attribute {name!r}, which {user} depends on, was changed"
+            yield f"the optimizer's attribute {name!r}, which its step() may read, was changed"
+        elif told.reads_scale and guard("late_scale"):
+            name = self._changed_scale(optimizer)
+            if name is not None:
+                user = told.labels[next(told.updated(), 0)]
+                yield f"the optimizer's attribute {name!r}, which {user} depends on, was changed"
         if not same_groups:
             yield from _changed_groups(told, holder, optimizer.param_groups)
         yield from self._changed_state(told, optimizer.__dict__["state"])

@@ -238,7 +238,7 @@ class Link:
         if is_late:
             self._used.begin(optimizer, State(optimizer.__dict__["state"]))
             if self.own is not None:
-                self.own.noted = Noted(optimizer)
+                self.own.note(optimizer)
 
     def attach(self) -> None:
         """Chains our gradient hook with whatever each parameter has. The

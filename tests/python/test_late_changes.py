@@ -295,6 +295,63 @@ def test_an_attribute_of_a_registered_class():
     goes_on(model, optimizer)
 
 
+class ByName(Tensors):
+    """Reads an option and an attribute by names that are made at run time."""
+
+    def update(self, group, p, state):
+        rates = dict(group.items())
+        p.add_(p.grad, alpha=-rates["l" + "r"] * getattr(self, "fact" + "or", 1.0))
+
+
+@pytest.mark.parametrize("is_option", (False, True))
+@pytest.mark.parametrize("make", (Tensors, Counter, traced_classes.AdaBelief))
+def test_notes_of_a_script_are_nobodys_business(make, is_option):
+    """Names that the class's code does not have."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            if is_option:
+                optimizer.param_groups[0]["last_loss"] = loss.item()
+            else:
+                optimizer.last_loss = loss.item()
+            optimizer.step()
+        yield "parameters", weights(model)
+
+    same(script, "backward")
+
+
+@pytest.mark.parametrize("is_option", (False, True))
+def test_names_that_its_code_may_make_are_its_own(is_option):
+    optfuse.register(ByName)
+    model, optimizer = begun(ByName)
+    if is_option:
+        optimizer.param_groups[0]["factor"] = 2.0
+    else:
+        optimizer.factor = 2.0
+    refused(optimizer.step, LATE, "'factor'")
+    goes_on(model, optimizer)
+
+
+def test_options_that_only_torchs_code_reads():
+    """A subclass of PyTorch's."""
+
+    class Own(RMSprop):
+        @torch.no_grad()
+        def step(self, closure=None):
+            return super().step(closure)
+
+    optfuse.register(Own)
+    model, optimizer = begun(Own)
+    optimizer.param_groups[0]["alpha"] = 0.5
+    refused(optimizer.step, LATE, "'alpha'")
+    goes_on(model, optimizer)
+
+
 def test_the_error_counts_the_changes_and_each_is_said_once():
     model, optimizer = begun(adamw)
     another_rate(optimizer)

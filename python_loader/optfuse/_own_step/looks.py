@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from optfuse._dtensor import is_dtensor
 from optfuse._native import guard
 from optfuse._own_step.reach import reachable
-from optfuse._own_step.twin import own_attributes, own_options
+from optfuse._own_step.twin import own_attributes, own_options, step_of
 
 _PLAIN = (Tensor, Parameter)  # torch.nn.Buffer() makes a Tensor
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -26,6 +26,7 @@ _LISTS = (list, tuple, deque)
 _HOLDS = (*_LISTS, dict, set, frozenset)
 _CACHED = type(functools.lru_cache(len))
 _ALL = {"__dict__", "vars", "dir"}  # names by which code sees all attributes
+_ANY = _ALL | {"getattr", "items", "keys", "values"}  # attributes and options
 
 
 def why_looked_at(optimizer: Optimizer, stock: type, subclasses: bool) -> str | None:
@@ -133,6 +134,22 @@ def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
 
 
 # ---- the class's code
+
+
+@functools.cache
+def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
+    """Names of attributes and options that the class's code may read, arguments included, as
+    options may become those. None: any, as it is not all in Python or looks at all names."""
+    functions = list(_functions(stock))
+    names = _names(functions)
+    if not isinstance(step_of(stock), types.FunctionType) or not names.isdisjoint(_ANY):
+        return None
+    return frozenset(names.union(*map(_arguments, functions)))
+
+
+def _arguments(function: types.FunctionType) -> tuple[str, ...]:
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _functions(stock: type) -> Iterator[types.FunctionType]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tells, between backward() and step(), whether options of a group or attributes of an
-optimizer are still those that a class's updates used."""
+"""Tells, between backward() and step(), whether options of a group or attributes of an optimizer
+are still those that a class's updates used. A name that its code does not have belongs to the
+script, which may keep notes there."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._native import guard
+from optfuse._own_step.looks import names_read
 from optfuse._own_step.twin import Group, own_attributes, own_options
 from optfuse._values import difference
 
@@ -22,21 +24,35 @@ _DEFAULTS = "defaults"  # of groups that are still to come
 class Noted:
     """The options and attributes of an optimizer at one time."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._options = [_noted(own_options(group)) for group in optimizer.param_groups]
-        self._attributes = _attributes(optimizer)
+    def __init__(self, optimizer: Optimizer, stock: type[Optimizer]) -> None:
+        self._read = names_read(stock)
+        self._defaults = frozenset(optimizer.__dict__.get(_DEFAULTS, ()))
+        self._options = [self._options_of(group) for group in optimizer.param_groups]
+        self._attributes = self._attributes_of(optimizer)
 
     def changed_option(self, number: int, group: Group) -> str | None:
         """The first in which a group differs from what group `number` was."""
-        return _first_difference(_noted(own_options(group)), self._options[number])
+        return _first_difference(self._options_of(group), self._options[number])
 
     def changed_attribute(self, optimizer: Optimizer) -> str | None:
-        return _first_difference(_attributes(optimizer), self._attributes)
+        return _first_difference(self._attributes_of(optimizer), self._attributes)
 
+    def _options_of(self, group: Group) -> dict[str, Any]:
+        """PyTorch's code, in which nobody looks for names, reads those with a default."""
+        own, read = own_options(group), self._read
+        return {
+            name: _noted(value)
+            for name, value in own.items()
+            if read is None or name in read or name in self._defaults
+        }
 
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    own = own_attributes(optimizer.__dict__)
-    return {name: _noted(value) for name, value in own.items() if name != _DEFAULTS}
+    def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        own, read = own_attributes(optimizer.__dict__), self._read
+        return {
+            name: _noted(value)
+            for name, value in own.items()
+            if name != _DEFAULTS and (read is None or name in read)
+        }
 
 
 def _first_difference(now: dict[str, Any], then: dict[str, Any]) -> str | None:

@@ -96,9 +96,15 @@ class Own:
         self._attributes = fresh(twin.attributes_of(optimizer), self.promise.attributes)
         alone = [twin.options_alone(group, before_gradients) for group in optimizer.param_groups]
         self._options = [fresh(options, self.promise.options) for options in alone]
-        self.noted = Noted(optimizer) if before_gradients else None
+        self.noted = None
+        if before_gradients:
+            self.note(optimizer)
         if self.promise.changes():
             self._after = self._without_gradients(optimizer)
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Later changes of what updates use are told by this."""
+        self.noted = Noted(optimizer, self._stock)
 
     def _without_gradients(self, optimizer: Optimizer) -> Settings:
         """What this step makes of options and attributes."""

@@ -122,7 +122,7 @@ class Traced:
             self.abandon(optimizer, params)
             same_state = False
         self._before = twin.attributes_of(optimizer)
-        self.noted = Noted(optimizer) if self._in_backward else None
+        self.noted = Noted(optimizer, self._stock) if self._in_backward else None
         self._whole = whole
         by_shape = list(self._by_shape)
         kept, self._kept = self._kept, None
