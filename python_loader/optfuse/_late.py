@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a script changes between backward() and step() in backward mode, where stock's step() would
-still obey it and the update has been made: what the updates used is compared, parameter by
-parameter, with what step() would use now."""
+"""Changes by a script between backward() and step() in backward mode, which stock's step() would
+obey but come after the update: what the updates used is compared, parameter by parameter, with
+what step() would use now."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Holder(Protocol):
 
 @dataclass
 class Told:
-    """What the library was told of an optimizer, as far as updates use it."""
+    """As much of an optimizer as updates use, as the library was told."""
 
     plan: int
     params: list[Tensor]  # of the slots
@@ -68,7 +68,7 @@ class Told:
 
 
 class Used:
-    """What the updates of one optimizer have used since its last step()."""
+    """The values that updates of one optimizer have used since its last step()."""
 
     def __init__(self) -> None:
         self.confirm()

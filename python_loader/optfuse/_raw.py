@@ -37,7 +37,7 @@ def _is_marked(tensor: Any) -> bool:
 
 
 def _launch(op: str) -> Callable[..., None]:
-    """What to do before a function that takes tensors."""
+    """Does op to marked tensors that a function is about to take."""
 
     def launch(*values: Any, **named: Any) -> None:
         if not guard("raw"):

@@ -97,7 +97,7 @@ class State:
         return lib_with_gil.of_shim_same_state(state, *self._entries.array, *self._values.array)
 
     def entries(self) -> dict[int, dict[Any, Any]]:
-        """What was in each entry, by the id of its key."""
+        """The keys and values that each had, by the id of its parameter."""
         parts, found = iter(self._values.kept), {}
         for key in self._entries.kept[:-1:2]:
             found[id(key)] = entry = {}

@@ -271,7 +271,7 @@ class KFAC:
                 )
 
     def _check_finite(self) -> None:
-        """Of the gradients, which all processes share; in steps that collect no factors, too."""
+        """Looks at gradients, which all processes share; in steps that collect no factors, too."""
         layer = not_finite(self._layers)
         if layer is not None:
             self.discard()  # what comes now may be right

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a class's step() could see of a parameter itself, beside its data: a subclass, attributes,
+"""Refuses what a class's step() could see of a parameter beside its data: a subclass, attributes,
 hooks and the identity. Small copies and stand-ins have none of these, so that no trial tells
 whether step() goes another way by them. Kernels look at nothing of it."""
 
@@ -30,8 +30,8 @@ _ANY = _ALL | {"getattr", "items", "keys", "values"}  # attributes and options
 
 
 def why_looked_at(optimizer: Optimizer, stock: type, subclasses: bool) -> str | None:
-    """What step() may see of some parameter. subclasses: those of Tensor are promised to make no
-    difference."""
+    """Names something of a parameter that step() may see. subclasses: those of Tensor are promised
+    to make no difference."""
     if not guard("looks"):
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]

@@ -119,7 +119,7 @@ def _multiply_adds(module: nn.Module, x: Tensor) -> int:
 
 
 def _multiply_adds_of_one(layer: nn.Linear | nn.Conv2d) -> int:
-    """Of an element of the output; a parametrization would make the weight anew for each look."""
+    """For one element of the output. Not by the weight: a parametrization makes it at each look."""
     if isinstance(layer, nn.Linear):
         return layer.in_features
     return layer.in_channels // layer.groups * math.prod(layer.kernel_size)

@@ -81,7 +81,7 @@ class Parts:
 
 
 def _known(x: Number) -> float:
-    """What stands in a number's place until its register is read (_segment()'s patches)."""
+    """The number; NaN stands in its place until its register is read (_segment()'s patches)."""
     return math.nan if isinstance(x, Later) else x
 
 
