@@ -420,10 +420,11 @@ class Traced:
     def _insert(
         self, state: State, params: list[Tensor], reached: list[tuple[Cohort, list[int]]]
     ) -> None:
-        """Entries in which step() puts nothing; then all new ones are brought into the order of
-        the parameters, in which stock's step() inserts them."""
+        """Entries without tensors that an update fills; then all new ones are brought into the
+        order of the parameters, in which stock's step() inserts them."""
         for cohort, slots in reached:
-            if cohort.recorded is not None and cohort.recorded.entry == {}:
+            entry = cohort.recorded and cohort.recorded.entry
+            if entry is not None and not any(_filled(entry)):
                 absent = [slot for slot in slots if params[slot] not in state]
                 state.update((params[slot], {}) for slot in absent)
                 self._inserted.update(absent)
@@ -491,10 +492,14 @@ def _reached(cohort: Cohort, params: list[Tensor], all_reached: bool) -> list[in
     return [slot for slot in cohort.slots if params[slot].grad is not None]
 
 
+def _filled(entry: Entry) -> list[str]:
+    """The keys whose tensors an update fills."""
+    return [key for key, value in entry.items() if isinstance(value, Place)]
+
+
 def _is_whole(entry: Entry | None, after: Entry) -> bool:
     """Whether it has what the update filled: not if somebody has thrown it away since."""
-    filled = (key for key, value in after.items() if isinstance(value, Place))
-    return entry is not None and all(key in entry for key in filled)
+    return entry is not None and all(key in entry for key in _filled(after))
 
 
 def _room(param: Tensor, place: Place) -> Tensor:

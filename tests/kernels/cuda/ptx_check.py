@@ -27,8 +27,9 @@ OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
 CHIPS = ("sm_90", "sm_75")
 SPILLS = ("adam", "sgd", "rmsprop", "nadam", "traced", "packing")
 # Of one element, in that order, by the state in use. All branches count: both
-# ways of adding L2 decay (of which amsgrad has one), of filling SGD's buffer, of taking a step. One product
-# is the gradient's by the factor of clipping, one division that by the loss scale.
+# ways of adding L2 decay (amsgrad has one), of filling SGD's buffer, of taking a
+# step. One product is the gradient's by the factor of clipping, one division that
+# by the loss scale.
 ELEMENT = {
     "adam-float32": {3: (6, 4, 3, 3, 1), 7: (6, 3, 2, 3, 1)},
     "adam-float64": {3: (6, 3, 2, 3, 1), 7: (6, 3, 2, 3, 1)},
