@@ -485,6 +485,42 @@ def test_a_list_that_is_filled_by_position_is_refused(is_registered: bool) -> No
         optfuse.fuse(optimizer)
 
 
+class FilledLate(FilledByPosition):
+    """Begins with it after all trials."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["n"] = self.state[p].get("n", 0) + 1
+            if any(self.state[p]["n"] > 120 for p in group["params"] if p.grad is not None):
+                super().step()
+
+
+@pytest.mark.parametrize("place", ["attribute", "option"])
+def test_a_list_that_is_filled_after_the_trial_is_refused_then(place: str) -> None:
+    class Filled(FilledLate):
+        def __getattribute__(self, name: str) -> Any:
+            is_option = name == "kept" and "kept" in self.param_groups[0]
+            return self.param_groups[0]["kept"] if is_option else super().__getattribute__(name)
+
+    optfuse.register(Filled)
+    params = [nn.Parameter(torch.randn(4)) for _ in range(3)]
+    optimizer = Filled(params, "attribute", list)
+    optimizer.kept = [None] * 3
+    if place == "option":
+        del optimizer.kept
+        optimizer.param_groups[0]["kept"] = [None] * 3
+    optfuse.fuse(optimizer)
+    for _ in range(120):
+        for p in params:
+            p.grad = torch.ones(4)
+        optimizer.step()
+    with pytest.raises(optfuse.Error, match="it changed 'kept' of the optimizer"):
+        optimizer.step()
+        optfuse.flush(optimizer)
+
+
 def test_the_frame_that_stand_ins_look_at_is_that_of_torch() -> None:
     """Who asks in isinstance() is told by the code that asks."""
     seen = []

@@ -112,8 +112,8 @@ def _values(found: Any) -> Iterable[Any]:
 
 def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
     """A container with a place for each parameter: a step on one of them would take the first.
-    Without a tensor in it the number of places may be a coincidence; the trial sees how it is
-    filled."""
+    Without a tensor in it the number of places may be a coincidence; the trial, and updates after
+    it, see it filled."""
     state, ids = optimizer.__dict__["state"], {id(p) for p in params}
     places = [("attribute", v, len(params)) for v in own_attributes(optimizer.__dict__).items()]
     for group in optimizer.param_groups:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +28,10 @@ from optfuse._values import difference
 
 owns: dict[int, Own] = {}  # plan -> what its updates need, until it is freed
 _thread = threading.local()
+_CHANGED = (
+    "it changed {!r} of the optimizer, as it did not when fuse() tried it; "
+    "use the optimizer as it is"
+)
 _late: list[int] = []  # plans of optimizers that died during an update
 
 
@@ -72,6 +76,7 @@ class Own:
         self._native_entries = entries  # those that the library updates itself
         self._attributes: dict[str, Any] = {}
         self._options: list[Group] = []
+        self._empty: list[tuple[str, Any]] = []  # lists and dicts in those with None only
         self.noted: Noted | None = None  # backward mode: of what updates use
         self._after = Settings({}, {})  # what a step makes of copies of those
         self._copies = Copies()
@@ -96,6 +101,9 @@ class Own:
         self._attributes = fresh(twin.attributes_of(optimizer), self.promise.attributes)
         alone = [twin.options_alone(group, before_gradients) for group in optimizer.param_groups]
         self._options = [fresh(options, self.promise.options) for options in alone]
+        holders = self._attributes, *self._options
+        pairs = (pair for holder in holders for pair in holder.items())
+        self._empty = [pair for pair in pairs if _has_only_none(pair[1])]
         self.noted = None
         if before_gradients:
             self.note(optimizer)
@@ -153,6 +161,9 @@ class Own:
         made, *after = done
         if not all(map(_are_kept, (attributes, options), after, (2, 1))):
             self._refuse_changes(group, Settings(after[0], {group: after[1]}))
+        for name, value in self._empty:
+            if not _has_only_none(value):
+                raise Error(_CHANGED.format(name))
         after = list(made.values()) if made else []
         if before and not _same(before, after):
             self.changed |= not self._replaced[slot]
@@ -174,10 +185,14 @@ class Own:
             *_changed(self._options[group], options, expected, self.promise.options),
         ]
         if places:
-            raise Error(
-                f"it changed {places[0]!r} of the optimizer, as it did not when fuse() tried it; "
-                "use the optimizer as it is"
-            )
+            raise Error(_CHANGED.format(places[0]))
+
+
+def _has_only_none(value: Any) -> bool:
+    """Whether it is a container with places that are still to be filled."""
+    if not isinstance(value, (list, dict, deque)) or not value:
+        return False
+    return all(x is None for x in (value.values() if isinstance(value, dict) else value))
 
 
 def _are_kept(before: dict[str, Any], after: dict[str, Any], more: int) -> bool:
