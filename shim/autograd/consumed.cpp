@@ -198,7 +198,10 @@ class Overwriting {
             if (before.defined())
                 exchange(before.unsafeGetTensorImpl(), local_of(gradient.unsafeGetTensorImpl()));
     }
+    // Nothing, for what else is in a list: it may have no storage, and its mark is none of ours.
     void begin(const at::Tensor &gradient) {
+        if (!is_consumed(gradient.unsafeGetTensorImpl()))
+            return;
         at::Tensor memory;
         const c10::TensorImpl *impl = local_of(gradient.unsafeGetTensorImpl());
         if (consumed_of(impl) != nullptr) {

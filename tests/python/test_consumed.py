@@ -484,6 +484,21 @@ def test_a_gradient_that_could_not_be_overwritten_is_still_consumed():
     assert grad.zero_().count_nonzero() == 0
 
 
+def test_gradients_without_storage_are_overwritten_in_one_list_with_consumed_ones():
+    def script(wrap):
+        model, sparse = net(), nn.Embedding(4, 3, sparse=True)
+        optimizer = wrap(sgd(model.parameters()))
+        for i in range(3):
+            (loss_of(model, i) + sparse(torch.tensor([1, 2])).sum()).backward()
+            optimizer.step()
+            grads = [sparse.weight.grad, *(p.grad for p in model.parameters())]
+            torch._foreach_zero_(grads)
+            yield "gradients", [grad.to_dense() for grad in grads]
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward")
+
+
 def test_an_alias_that_someone_keeps_is_none_of_the_next_gradient():
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
