@@ -12,7 +12,7 @@ from tree import ROOT, files
 
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 HAZARDS = ROOT / "docs" / "hazards.md"
-LAYERS = ("plugin", "shim", "python_loader")
+LAYERS = ("kernels", "plugin", "shim", "python_loader")
 # PyTorch's and pip's own, and the tests in which they are raised.
 NOT_OURS = {
     "is not a supported wheel on this platform": "test_pip_refuses_a_wheel_for_another_system",
