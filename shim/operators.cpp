@@ -226,8 +226,13 @@ void know_wrappers(int64_t address, int64_t index, const std::vector<at::Tensor>
     set_wrappers(slot_at(plan_at(address), index), wrappers);
 }
 
-at::Tensor consumed_like(const at::Tensor &local) {
-    return make_consumed(local);
+at::Tensor consumed_like(int64_t address, const at::Tensor &local) {
+    return make_consumed(local, plan_at(address).steps);
+}
+
+void consume_all_again(const std::vector<at::Tensor> &gradients) {
+    for (const at::Tensor &gradient : gradients)
+        consume_again(gradient.unsafeGetTensorImpl());
 }
 
 c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
@@ -366,7 +371,8 @@ TORCH_LIBRARY(optfuse, m) {
           "-> int[]",
           optfuse::complete);
     m.def("know_aliases(int plan, int slot, Tensor[] candidates) -> ()", optfuse::know_aliases);
-    m.def("consumed_like(Tensor local) -> Tensor", optfuse::consumed_like);
+    m.def("consumed_like(int plan, Tensor local) -> Tensor", optfuse::consumed_like);
+    m.def("consume_again(Tensor[] gradients) -> ()", optfuse::consume_all_again);
     m.def("are_consumed(Tensor[] gradients) -> bool[]", optfuse::are_consumed);
     m.def("consume_wrapper(Tensor wrapper, Tensor local) -> ()", optfuse::consume_wrapper);
     m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);

@@ -264,15 +264,16 @@ class Sharded:
         for slot in slots:
             param = self._params[slot]
             if slot not in self._consumed:
-                self._consumed[slot] = _consumed(param, self._locals[slot])
+                self._consumed[slot] = _consumed(self.plan, param, self._locals[slot])
             param.grad = self._consumed[slot]
+        torch.ops.optfuse.consume_again([self._consumed[slot]._local_tensor for slot in slots])
         torch.autograd.graph.increment_version([self._params[slot] for slot in slots])
         torch.ops.optfuse.note_versions(self.plan, slots)
 
 
-def _consumed(param: Any, local: Tensor) -> Any:
+def _consumed(plan: int, param: Any, local: Tensor) -> Any:
     """A DTensor that reads as a consumed gradient."""
-    consumed = torch.ops.optfuse.consumed_like(local)
+    consumed = torch.ops.optfuse.consumed_like(plan, local)
     wrapper: Any = _class()(consumed, param._spec, requires_grad=False)
     with torch._C._DisableTorchDispatch():
         torch.ops.optfuse.consume_wrapper(wrapper, consumed)

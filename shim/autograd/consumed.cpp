@@ -33,7 +33,7 @@ namespace {
 struct Consumed {
     // That has it, unless Python has exchanged two.
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    std::shared_ptr<const Steps> steps; // of the optimizer; null: nobody knows
+    std::shared_ptr<const Steps> steps; // of the optimizer
     std::atomic<uint64_t> step;         // how many there were when the gradient was consumed
 };
 
@@ -114,7 +114,8 @@ bool reads_no_numbers(const char *op) {
                           "aten::rand_like", "aten::randn_like", "aten::new_zeros",
                           "aten::new_ones", "aten::new_empty", "aten::new_full",
                           "aten::new_empty_strided", "optfuse::launch", "optfuse::consume_wrapper",
-                          "optfuse::are_consumed", "optfuse::complete"}); // knows which are
+                          "optfuse::consume_again", "optfuse::are_consumed",
+                          "optfuse::complete"}); // knows which are
 }
 
 // An alias, which is consumed, too. (A DTensor makes another one.)
@@ -154,7 +155,7 @@ c10::TensorImpl *local_of(c10::TensorImpl *impl) {
 // Whether no step() has come since.
 bool is_unconfirmed(const c10::TensorImpl *impl) {
     const Consumed *consumed = consumed_of(impl);
-    return consumed && consumed->steps &&
+    return consumed &&
            consumed->steps->load(std::memory_order_acquire) ==
                consumed->step.load(std::memory_order_relaxed);
 }
@@ -247,6 +248,8 @@ at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> s
 
 void consume_again(const c10::TensorImpl *impl) {
     Consumed *consumed = consumed_of(impl);
+    if (consumed == nullptr)
+        return;
     consumed->step.store(consumed->steps->load(std::memory_order_relaxed),
                          std::memory_order_relaxed);
 }

@@ -18,9 +18,8 @@ namespace optfuse {
 // How many steps of an optimizer have confirmed what backward fusion has done before them.
 using Steps = std::atomic<uint64_t>;
 
-// steps: without them nobody knows whether one has confirmed it.
-at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> steps = nullptr);
-// It stands for the gradient of a later backward pass from here on. Of one that knows the steps.
+at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> steps);
+// It stands for the gradient of a later backward pass from here on, unless it has memory again.
 void consume_again(const c10::TensorImpl *impl);
 // Whether there are others with its memory, as .data and detach() are.
 bool has_aliases(const c10::TensorImpl *impl);

@@ -21,6 +21,7 @@ from common import (
     weights,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
 
 import optfuse
 
@@ -426,13 +427,10 @@ def test_gradients_zeroed_by_hand_are_updated_in_backward_all_the_same():
             p.grad.zero_()
 
 
-@pytest.mark.parametrize("way", IN_PLACE)
-def test_gradients_overwritten_between_backward_and_step_are_refused(way):
-    """The gradient stays as it is, and so does the training."""
-
+def refused_before_step(way, model_of, optimizer_of):
     def script(wrap):
-        model = net()
-        optimizer = wrap(sgd(model.parameters()))
+        model = model_of()
+        optimizer = wrap(optimizer_of(model.parameters()))
         for i in range(3):
             optimizer.zero_grad()
             loss_of(model, i).backward()
@@ -441,6 +439,61 @@ def test_gradients_overwritten_between_backward_and_step_are_refused(way):
                     refused(lambda p=p: OVERWRITES[way](p), "between backward() and step()")
                     refused(p.grad.sum, "already applied")
             optimizer.step()
+        yield from everything(model, optimizer)
+
+    return script
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_gradients_overwritten_between_backward_and_step_are_refused(way):
+    """The gradient stays as it is, and so does the training."""
+    same(refused_before_step(way, net, sgd), mode="backward")
+
+
+def replicated():
+    """Its parameters are DTensors."""
+    mesh = init_device_mesh("cpu", (1,))
+    return distribute_module(
+        net(),
+        mesh,
+        input_fn=lambda _, inputs, mesh: DTensor.from_local(*inputs, mesh),
+        output_fn=lambda _, output, mesh: output.to_local(),
+    )
+
+
+ON_ALIASES = (
+    "zero_ of data",
+    "zero_ of detach()",
+    "fill_ with a tensor",
+    "copy_ of a number",
+    "[:] =",
+    "_foreach_zero_ of aliases",
+)
+
+
+@pytest.mark.parametrize("way", [way for way in IN_PLACE if way not in ON_ALIASES])
+def test_dtensors_overwritten_between_backward_and_step_are_refused(way, gloo):
+    same(refused_before_step(way, replicated, adamw), mode="backward")
+
+
+@pytest.mark.parametrize("way", ON_ALIASES)
+@pytest.mark.parametrize("when", ("before step", "after step"))
+def test_aliases_of_a_consumed_dtensor_can_not_be_overwritten(way, when, gloo):
+    def script(wrap):
+        model = replicated()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            if when == "after step":
+                optimizer.step()
+            if wrap.fused:
+                for p in model.parameters():
+                    with pytest.raises(RuntimeError):
+                        OVERWRITES[way](p)
+                    refused(p.grad.sum, "already applied")
+            if when == "before step":
+                optimizer.step()
         yield from everything(model, optimizer)
 
     same(script, mode="backward")
