@@ -111,7 +111,7 @@ struct Plan {
     std::vector<Slot *> slots;     // owned by the core, in its order
     std::atomic<bool> closed{false};
     std::atomic<size_t> backwards{0};   // that did not only add
-    // Of step(), and one for the end of the plan: none of its consumed gradients waits after that.
+    // Counts step(), and the end of the plan: none of its consumed gradients waits after that.
     const std::shared_ptr<Steps> steps = std::make_shared<Steps>(0);
     std::atomic<bool> uses_heap{false}; // heap.h
     // The thread that called step() last: the one that may take marks off the

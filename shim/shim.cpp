@@ -303,7 +303,7 @@ size_t of_shim_sharing_state(of_shim_plan *handle, size_t *slots, size_t capacit
     return n;
 }
 
-// What is still in a bucket on a GPU is launched first: its update notes the versions then.
+// Launches first what is still in a bucket on a GPU: its update notes the versions then.
 size_t of_shim_written(of_shim_plan *handle, size_t first, bool *of_state) {
     const optfuse::Plan *plan = plan_of(handle);
     if (optfuse::is_updating_here(plan) || !OF_GUARD(written))

@@ -22,7 +22,7 @@ void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
 // Whether others hold a tensor of the state beside the slot and the owner's entry: another optimizer
 // that was given it, or another slot.
 bool shares_state(const Slot &slot);
-// Of an inference tensor, which has none: 0.
+// 0 for an inference tensor, which has none.
 inline uint64_t version_of(const c10::TensorImpl *impl) {
     const c10::VariableVersion &version = impl->version_counter();
     return version.enabled() ? version.current_version() : 0;

@@ -28,7 +28,7 @@
 namespace optfuse {
 namespace {
 
-// What a consumed gradient has in the place of memory, in a storage of its own: aliases, such as
+// Stands in the place of a consumed gradient's memory, in a storage of its own: aliases, such as
 // .data and detach(), have the same, so that numbers which are put there are those of all.
 struct Consumed {
     // That has it, unless Python has exchanged two.
@@ -37,7 +37,7 @@ struct Consumed {
     std::atomic<uint64_t> step;         // how many there were when the gradient was consumed
 };
 
-// What a DTensor that reads as one has in the place of its storage.
+// Stands in the place of the memory of a DTensor that reads as one.
 struct Wrapped {
     at::Tensor local;    // its local tensor, which is consumed, too
     c10::Storage before; // its own

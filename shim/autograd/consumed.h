@@ -29,7 +29,7 @@ bool is_consumed(const c10::TensorImpl *impl);
 // A DTensor reads as a consumed gradient from here on. local: its local tensor, which is one.
 void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local);
 
-// What becomes of an operator that received a consumed gradient.
+// How an operator that received a consumed gradient goes on.
 enum class Answer { PASS, CONVERT, OVERWRITE };
 // An error for what reads numbers. is_target: the gradient is the first argument, or in it.
 Answer answer_consumed(const char *op, c10::TensorImpl *impl, bool is_target);

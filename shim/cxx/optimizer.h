@@ -73,7 +73,7 @@ class FusedOptimizer final : public Owner {
     std::vector<Member> members;
     std::vector<std::vector<double>> hyper; // of each group
     std::vector<size_t> needs;              // room for step()
-    // What has been said since the last step() that was not refused.
+    // Messages since the last step() that was not refused.
     std::unordered_set<std::string> said;
     std::mutex telling;                     // what the plan is told inside backward
 };

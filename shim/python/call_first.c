@@ -39,7 +39,7 @@ typedef struct changed {
     bool is_method; /* self is an argument, too */
 } changed;
 
-/* Of Python: what `first` returns, or NULL after an error. */
+/* Calls `first` as Python would: what that returns, or NULL after an error. */
 static of_object *call_with_arguments(const changed *f, void *a, void *b, void *c) {
     const bool keywords = f->kind & KEYWORDS;
     switch (f->kind & ~KEYWORDS) {

@@ -4,7 +4,7 @@
 #include "python/interpreter.h"
 #include "shim.h"
 
-/* What is remembered: objects, whose owner keeps them alive. */
+/* The objects that are remembered; their owner keeps them alive. */
 typedef struct reading {
     const void *const *at;
     const void *const *end;
