@@ -109,13 +109,13 @@ bool overwrites(const char *op) {
 }
 
 bool reads_no_numbers(const char *op) {
-    return is_one_of(op, {"aten::detach_", "aten::requires_grad_", "aten::zeros_like",
-                          "aten::ones_like", "aten::empty_like", "aten::full_like",
-                          "aten::rand_like", "aten::randn_like", "aten::new_zeros",
-                          "aten::new_ones", "aten::new_empty", "aten::new_full",
-                          "aten::new_empty_strided", "optfuse::launch", "optfuse::consume_wrapper",
-                          "optfuse::consume_again", "optfuse::are_consumed",
-                          "optfuse::complete"}); // knows which are
+    return is_one_of(op,
+                     {"aten::detach_", "aten::requires_grad_", "aten::zeros_like",
+                      "aten::ones_like", "aten::empty_like", "aten::full_like", "aten::rand_like",
+                      "aten::randn_like", "aten::new_zeros", "aten::new_ones", "aten::new_empty",
+                      "aten::new_full", "aten::new_empty_strided", "optfuse::launch",
+                      "optfuse::consume_wrapper", "optfuse::consume_again", "optfuse::are_consumed",
+                      "optfuse::complete"}); // knows which are
 }
 
 // An alias, which is consumed, too. (A DTensor makes another one.)
@@ -155,9 +155,8 @@ c10::TensorImpl *local_of(c10::TensorImpl *impl) {
 // Whether no step() has come since.
 bool is_unconfirmed(const c10::TensorImpl *impl) {
     const Consumed *consumed = consumed_of(impl);
-    return consumed &&
-           consumed->steps->load(std::memory_order_acquire) ==
-               consumed->step.load(std::memory_order_relaxed);
+    return consumed && consumed->steps->load(std::memory_order_acquire) ==
+                           consumed->step.load(std::memory_order_relaxed);
 }
 
 // Such a DTensor is what it was before.
