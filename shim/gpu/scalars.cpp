@@ -54,7 +54,7 @@ void DeviceScalars::give(size_t group, of_inputs *in, References *refs) {
 void DeviceScalars::set_factor(at::Tensor by) {
     std::vector<std::pair<of_stream, at::Tensor>> dropped; // after the lock
     const std::lock_guard<std::mutex> guard(lock);
-    factor.swap(by);
+    std::swap(factor, by);
     factors.swap(dropped);
 }
 
