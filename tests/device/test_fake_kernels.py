@@ -194,12 +194,11 @@ def test_a_default_stream_is_that_of_the_current_device():
     """As on a real GPU: its handle does not say which device is meant."""
     other = torch.device(NAME, 1)
     p, grad = torch.ones(4, device=other), torch.ones(4, device=other)
-    kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [(p, grad, [None] * 3, 1.0)], fakecuda.current(1))
-    expect_race("another device")
+    entry = p, grad, [None] * 3, 1.0
+    with pytest.raises(RuntimeError, match="is another GPU's: make GPU 1 current"):
+        kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [entry], fakecuda.current(1))
     torch.accelerator.set_device_index(1)
     try:
-        kernels.launch(
-            "sgd", [0.1, 0, 0, 0, 0, 0], [(p, grad, [None] * 3, 1.0)], fakecuda.current(1)
-        )
+        kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [entry], fakecuda.current(1))
     finally:
         torch.accelerator.set_device_index(0)
