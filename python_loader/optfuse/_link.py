@@ -81,6 +81,11 @@ _FLAGS = (
     "lr has become a tensor or its alpha negative: its step() would now go another way, whose bits "
     "the kernels on the GPU do not have. Call optfuse.unfuse() and fuse it again"
 )
+_LATE_SCALE = (
+    "optfuse: grad_scale or found_inf of the optimizer was set after backward() had made updates "
+    "without it. Set both to None and call step(), which confirms these; set them before "
+    'backward(), or use mode="forward"'
+)
 _UNTRACEABLE = (
     "optfuse: this step() of {} can't be traced: {}. Nothing was updated. Use "
     'optfuse.fuse(optimizer, mode="forward"), which leaves such steps to the class'
@@ -514,8 +519,11 @@ class Link:
         if not same_groups:
             self.sync_params(optimizer)
         if _by_hand.has_scale(optimizer, self.rule):
-            self._step_scaled(optimizer)
-            return
+            if not lib.of_shim_unconfirmed(self.plan):
+                self._step_scaled(optimizer)
+                return
+            if guard("late_scale"):
+                raise Error(_LATE_SCALE)
         todo = lib.of_shim_todo(self.plan) if self.mode == BACKWARD else UPDATE
         if self.own is not None:
             self._begin_own(self.own, optimizer)
@@ -558,12 +566,6 @@ class Link:
 
     def _step_scaled(self, optimizer: Optimizer) -> None:
         """With a scale that was set by hand; backward fusion has left all gradients to it."""
-        if lib.of_shim_unconfirmed(self.plan):
-            raise Error(
-                "optfuse: grad_scale or found_inf of the optimizer was set after backward() had "
-                "made updates without it. Set both to None and call step(), which confirms these; "
-                "set them before backward(), or use mode=\"forward\""
-            )
         self.flush()
         self.adopt_state(optimizer)
         self._order.check()

@@ -171,7 +171,7 @@ def a_scaled_loss_is_refused():
     must_raise(lambda: scaler.scale(loss_of(pair.ours, 0)).backward(), "a scaled loss")
 
 
-@guards("shared_state", "early_state")
+@guards("shared_state", "early_state", "written")
 def a_state_that_another_optimizer_has_is_used_in_the_order_of_step():
     a, b = Pair(mode="backward"), Pair(mode="backward")
     for i in range(4):

@@ -40,7 +40,7 @@ def a_parameter_with_holes_is_updated():
     assert_same("weights", snapshot(p.detach()), q.detach())
 
 
-@guards("postpone")
+@guards("postpone", "written")
 def parameters_that_overlap_are_updated_in_order():
     def build():
         model = nn.Module()

@@ -26,7 +26,6 @@ OFTEN = {
     "twice": ("discarded_backward",),
     "consumed": ("clipped",),
     "consumed_twice": ("step_twice",),
-    "groups": ("take_a_group_away", "iteration_with_zero_grad_of_the_model"),
     "lazy": ("step_with_negated_gradients",),
     "clear": ("replace_the_optimizer",),
     "dense": ("new_data", "set_gradient"),
@@ -62,6 +61,12 @@ OUT_OF_REACH = {
     **dict.fromkeys(
         ("late_groups", "late_scale", "written"),
         "programs with it off have raised for other reasons so far; its scenario shows it",
+    ),
+    "groups": "step() refuses late changes of groups by themselves; its scenario shows it",
+    "elements": "it is about traced classes; programs have those of torch.optim",
+    "looks": "it is about traced and registered classes",
+    **dict.fromkeys(
+        ("overwritten", "consumed_alias"), "programs overwrite no gradient that was consumed"
     ),
     "late_load": "programs load states between two iterations",
     "copy_on_write": "programs make no lazy clones",

@@ -251,6 +251,9 @@ def step_with_scale(world, optimizer, scale, inf):
     chosen = world.optimizer(optimizer)
     if not chosen.param_groups[0].get("fused"):
         return  # others assert that there is none, or ignore it
+    grads = [p.grad for group in chosen.param_groups for p in group["params"]]
+    if not all(grad is None or grad.is_contiguous() for grad in grads):
+        return  # stock's kernel takes a gradient's memory as if it had no holes
     given = {"grad_scale": scale, "found_inf": inf}
     for name, value in given.items():
         if value is not None:

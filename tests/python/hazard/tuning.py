@@ -138,9 +138,12 @@ def flush_everything(world):
 
 @action(gentle=True, optimizer=INDEX)
 def unfuse_and_fuse_again(world, optimizer):
+    """unfuse() drops the gradients that backward fusion has consumed (docs/hazards.md)."""
+    chosen = world.optimizer(optimizer)
     if world.fused:
-        optfuse.unfuse(world.optimizer(optimizer))
-        world.wrap(world.optimizer(optimizer))
+        optfuse.unfuse(chosen)
+        world.wrap(chosen)
+    chosen.zero_grad()
 
 
 @action(gentle=True, optimizer=INDEX, model=INDEX, batch=(0, 1))
