@@ -38,7 +38,7 @@ PARTS = (
     Part("first use by view, with the update", ("view, pending", "view, nothing pending"), 0.09),
     Part("step() in forward mode, in C", ("step in C",), 0.1),
     Part("step() in forward mode, in all", ("step",), 0.16),
-    Part("step() in backward mode, in all", ("step, backward fusion",), 0.0125),
+    Part("step() in backward mode, in all", ("step, backward fusion",), 0.03),
     Part("the update itself, launched by flush()", ("flush",), 0.055),
     Part("step() of fused=True, with the update", (WHOLE,)),
 )
