@@ -66,8 +66,8 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
     return OF_CUDA_OK;
 }
 
-/* A thread takes one vector of each array; two where there are blocks for the whole chip all the
- * same, except of float32: the fastest of one to eight on an H200 (docs/performance.md). */
+/* A thread takes one vector of each array. Of dtypes other than float32 it takes two if that
+ * leaves blocks enough for the whole chip. Measured on an H200 (docs/performance.md). */
 static uint32_t chunk_of(const call *c) {
     const size_t size = of_dtype_size(c->update->dtype);
     const uint64_t wanted = (uint64_t)BLOCKS_EACH * (uint64_t)c->multiprocessors;

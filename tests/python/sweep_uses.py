@@ -207,7 +207,7 @@ def guesses(function, names):
 
 
 def parameters_of(function):
-    """Of an overridable function: the names of its required parameters after the first one."""
+    """The names of an overridable function's required parameters after the first one."""
     dummy = torch.overrides.get_testing_overrides().get(function)
     if dummy is None:
         return ()
@@ -358,7 +358,7 @@ def result_of(call, tensor):
 
 
 def after(use, role, fuse):
-    """What the call gives, and all that there is then."""
+    """Calls it; the result, and all that there is then."""
     weight, optimizer = trained(use.values, fuse)
     if fuse is not None and role != "consumed":
         assert is_pending(optimizer), "nothing is pending: the call would prove nothing"
@@ -436,7 +436,7 @@ def shown(value):
 
 
 def compared(use, role, optfuse):
-    """What differs; empty: nothing."""
+    """Names the differences; empty: there is none."""
     mode = "backward" if role == "consumed" else "forward"
     stock, stock_left = after(use, role, None)
     ours, left = after(use, role, lambda optimizer: optfuse.fuse(optimizer, mode=mode))

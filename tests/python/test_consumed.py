@@ -250,7 +250,7 @@ def test_groups_changed_inside_backward_are_refused():
 
 
 def test_unfuse_leaves_no_consumed_gradient_behind():
-    """What nobody can read any more is as after zero_grad(); the others keep theirs."""
+    """A gradient that nobody can read any more is as after zero_grad(); the others stay."""
     model, optimizer = fused_backward()
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()

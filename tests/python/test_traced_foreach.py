@@ -35,7 +35,7 @@ OTHERS = {"_foreach_mm"}  # of matrices
 
 
 def _operands(kind: str, name: str) -> dict[str, Any]:
-    """What stands for an argument: it gets the lists of parameters and gradients."""
+    """Stands for an argument: it gets the lists of parameters and gradients."""
     if kind == "number":
         return {k: lambda p, g, x=x: x for k, x in NUMBERS.items()}
     if kind == "List[number]":

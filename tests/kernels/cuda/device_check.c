@@ -151,7 +151,7 @@ static void check_blocks(void) {
     check(blocks_for(OF_FLOAT32, 5 * bucket, 0) * 1024 == 5 * bucket &&
               blocks_for(OF_FLOAT64, bucket, 0) * 1024 == bucket &&
               blocks_for(OF_BFLOAT16, 5 * bucket, 0) * 4096 == 5 * bucket,
-          "but of float32 twice as much where the chip is busy all the same");
+          "and 32 of other dtypes than float32, if that leaves blocks enough for the chip");
     check(blocks_for(OF_FLOAT32, bucket, 4096) == 256,
           "whoever measures says how many elements it has");
     check(blocks_for(OF_FLOAT32, bucket, 4100) == 0 && strstr(of_cuda_error(), "4100"),
