@@ -240,8 +240,8 @@ def test_steps_with_a_closure_are_refused():
 @pytest.mark.parametrize("collects", (True, False))
 @pytest.mark.parametrize("kl_clip", (1e-3, None))
 def test_infinities_and_nan_are_refused_in_every_step(kl_clip, collects, where, bad):
-    """One layer's NaN kl_clip would carry them into the weights of all. The step that is
-    left out, and what its passes have contributed, change nothing."""
+    """kl_clip would carry those of one layer into all weights. The step that is left out,
+    and what its passes have contributed, change nothing."""
 
     def trained(disturbed):
         model, optimizer = model_and_optimizer()
