@@ -27,6 +27,7 @@
 #include <stdalign.h>
 #include <stdatomic.h>
 
+#include "fail.h"
 #include "guard.h"
 #include "optfuse.h"
 #include "scale.h"
@@ -180,11 +181,11 @@ struct of_plan {
     of_pass *passes;           /* under way */
     of_pass *spare_pass;       /* NULL, or one to use again; and likewise a batch */
     of_batch spare_batch;
-    size_t n_passes;   /* begun since step() */
-    int add_only;      /* contexts entered and not left */
-    size_t n_updated;  /* slots */
-    of_list forked;    /* launched in of_fork_prepare(), to be released after it */
-    bool stopped;      /* no more deferring */
+    size_t n_passes;  /* begun since step() */
+    int add_only;     /* contexts entered and not left */
+    size_t n_updated; /* slots */
+    of_list forked;   /* launched in of_fork_prepare(), to be released after it */
+    bool stopped;     /* no more deferring */
     of_queue *queues;
     size_t n_queues;
     of_store_policy store_policy; /* of what is on the CPU, in backward mode */
@@ -245,16 +246,11 @@ enum { OF_LOG_ERROR, OF_LOG_WARNING, OF_LOG_INFO, OF_LOG_DEBUG };
 void of_log(const of_host *host, int level, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* error.c */
-of_status of_fail(of_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* error.c, and of_fail() of fail.h */
 of_status of_check_slot(const of_plan *plan, size_t slot); /* whether there is such a one */
 void of_plan_fail(of_plan *plan); /* a launch has failed: notes the message of this thread */
 /* The status of whoever launched: OF_REFUSED and the message after a failure. */
 of_status of_plan_health(const of_plan *plan);
-
-/* link.c, reorder.c, reorder_simulate.c, kfac_fusion.c, kfac_placement.c, factors.c,
- * pipeline_tasks.c, pipeline_cut.c, pipeline_placement.c, pipeline_slots.c, pipeline_schedule.c,
- * pipeline_simulate.c, pipeline_verify.c: see their headers; they know nothing of plans */
 
 /* registry.c: memory identity -> update, or scaling */
 typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;

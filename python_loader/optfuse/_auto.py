@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """reorder(schedule="auto"): times a few iterations in stock's order, then takes the k of
-"reverse_first" with which the simulator (plugin/reorder_simulate.c) finds them shortest."""
+"reverse_first" with which the simulator (plugin/planners/reorder/simulate.c) finds them shortest."""
 
 from __future__ import annotations
 

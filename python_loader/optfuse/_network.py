@@ -26,8 +26,8 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, flo
     rounds = [[_seconds(group, message) for message in messages] for _ in range(_ROUNDS)]
     of_each = list(zip(*rounds, strict=True))
     took, busy = ([min(times[i] for times in of) for of in of_each] for i in range(2))
-    latency, per_byte = torch.ops.optfuse.fit_link(list(_SIZES), took)
-    processor, _ = torch.ops.optfuse.fit_link(list(_SIZES), busy)
+    latency, per_byte = torch.ops.optfuse.fit_network_link(list(_SIZES), took)
+    processor, _ = torch.ops.optfuse.fit_network_link(list(_SIZES), busy)
     return latency, per_byte, processor
 
 

@@ -32,7 +32,7 @@ from optfuse._log import warn
 from optfuse._native import Error
 from optfuse._profiling import remove_retired, retire
 
-#: of_reorder_schedule of plugin/reorder.h, in its order.
+#: of_reorder_schedule of plugin/planners/reorder/reorder.h, in its order.
 SCHEDULES = ("stock", "last", "reverse_first", "budget", "chosen")
 #: What a schedule needs, and what it may have beside.
 _ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -107,7 +107,7 @@ class Reordering:
     @property
     def extra_bytes(self) -> int:
         """How much higher the peak of a backward pass is than stock's, in bytes: by a model
-        (plugin/reorder.h), known after the forward pass. Raises optfuse.Error before the first."""
+        (plugin/planners/reorder/reorder.h), known after the forward pass. Raises optfuse.Error before the first."""
         return self._used()[-1]
 
     @property

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // collector.h: watches the layers of a model and sums up their Kronecker factors, of which
-// plugin/factors.h decides when they are sent. Slot 2 l is A of layer l, slot 2 l + 1 is G.
+// plugin/planners/kfac/factors.h decides when they are sent. Slot 2 l is A of layer l, slot 2 l + 1
+// is G.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "factors.h"
 #include "layers/layer.h"
+#include "planners/kfac/factors.h"
 
 namespace optfuse {
 

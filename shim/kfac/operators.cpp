@@ -7,7 +7,7 @@
 #include "error.h"
 #include "kfac/collector.h"
 #include "kfac/packed.h"
-#include "kfac_plan.h"
+#include "planners/kfac/plan.h"
 
 namespace optfuse {
 namespace {
@@ -109,11 +109,11 @@ at::Tensor pack_factor(const at::Tensor &matrix) {
 }
 
 // Latency, and seconds a byte, of the link that fits these messages best.
-std::tuple<double, double> fit_link(const std::vector<int64_t> &bytes,
-                                    const std::vector<double> &seconds) {
+std::tuple<double, double> fit_network_link(const std::vector<int64_t> &bytes,
+                                            const std::vector<double> &seconds) {
     const std::vector<uint64_t> sizes(bytes.begin(), bytes.end());
-    of_link link = {};
-    check(of_fit_link(sizes.data(), seconds.data(), sizes.size(), &link));
+    of_network_link link = {};
+    check(of_fit_network_link(sizes.data(), seconds.data(), sizes.size(), &link));
     return {link.latency, link.seconds_per_byte};
 }
 
@@ -122,7 +122,7 @@ std::vector<int64_t> fuse_messages(int64_t how, const std::vector<double> &ready
                                    const std::vector<int64_t> &bytes, double latency,
                                    double seconds_per_byte, double processor, int64_t threshold) {
     const std::vector<uint64_t> sizes(bytes.begin(), bytes.end());
-    const of_link link = {latency, seconds_per_byte};
+    const of_network_link link = {latency, seconds_per_byte};
     std::vector<uint32_t> group(sizes.size());
     size_t n = 0;
     check(of_fuse_messages(static_cast<of_fusion>(how), ready.data(), sizes.data(), sizes.size(),
@@ -136,7 +136,7 @@ double fused_finish(const std::vector<double> &ready, const std::vector<int64_t>
                     double processor) {
     const std::vector<uint64_t> sizes(bytes.begin(), bytes.end());
     const std::vector<uint32_t> groups(group.begin(), group.end());
-    const of_link link = {latency, seconds_per_byte};
+    const of_network_link link = {latency, seconds_per_byte};
     double finish = 0;
     check(of_fused_finish(ready.data(), sizes.data(), groups.data(), sizes.size(), &link, processor,
                           &finish));
@@ -191,7 +191,8 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
           optfuse::merge_factor);
     m.def("unpack_factor(Tensor packed, int d, float damping) -> Tensor", optfuse::unpack_factor);
     m.def("pack_factor(Tensor matrix) -> Tensor", optfuse::pack_factor);
-    m.def("fit_link(int[] bytes, float[] seconds) -> (float, float)", optfuse::fit_link);
+    m.def("fit_network_link(int[] bytes, float[] seconds) -> (float, float)",
+          optfuse::fit_network_link);
     m.def("fuse_messages(int how, float[] ready, int[] bytes, float latency, "
           "float seconds_per_byte, float processor, int threshold) -> int[]",
           optfuse::fuse_messages);

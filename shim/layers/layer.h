@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "layer_user.h"
+#include "planners/layer_user.h"
 
 namespace optfuse {
 

@@ -6,7 +6,7 @@
 
 #include "error.h"
 #include "layers/layer.h"
-#include "reordering.h"
+#include "planners/reorder/reordering.h"
 
 namespace optfuse {
 namespace {

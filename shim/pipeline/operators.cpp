@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// operators.cpp: the operators through which Python plans layer pipelines (plugin/pipeline.h).
-// Lists are flat: of each layer 4 costs (forward, dX, dW, update, in seconds) and 5 sizes (bytes
-// in, out, of weights; channels; 1 if movable), of each place its 6 numbers, of each task its
-// kind, layer, batch and process.
+// operators.cpp: the operators through which Python plans layer pipelines
+// (plugin/planners/pipeline/pipeline.h). Lists are flat: of each layer 4 costs (forward, dX, dW,
+// update, in seconds) and 5 sizes (bytes in, out, of weights; channels; 1 if movable), of each
+// place its 6 numbers, of each task its kind, layer, batch and process.
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include "pipeline.h"
+#include "planners/pipeline/pipeline.h"
 
 namespace optfuse {
 namespace {
@@ -85,7 +85,7 @@ struct Pipeline {
     }
 };
 
-of_link link_of(const Seconds &network) {
+of_network_link network_link_of(const Seconds &network) {
     TORCH_CHECK(network.size() == 2,
                 "optfuse: a network is two numbers, the seconds a message and a byte");
     return {network[0], network[1]};
@@ -109,7 +109,7 @@ std::vector<of_pipeline_task> tasks_of(const Numbers &flat) {
 std::tuple<Numbers, double> place_pipeline(const Numbers &settings, const Seconds &costs,
                                            const Numbers &sizes, const Seconds &network) {
     Pipeline p(settings, costs, sizes);
-    const of_link link = link_of(network);
+    const of_network_link link = network_link_of(network);
     double largest = 0;
     check_core(of_pipeline_place_layers(&p.view, &link, p.places.data(), &largest));
     Numbers flat;
@@ -148,7 +148,7 @@ std::tuple<Seconds, Seconds, int64_t> simulate_pipeline(const Numbers &settings,
                                                         const Numbers &flat,
                                                         const Seconds &network) {
     const Pipeline p(settings, costs, sizes, places);
-    const of_link link = link_of(network);
+    const of_network_link link = network_link_of(network);
     const auto n = static_cast<size_t>(batches);
     std::vector<of_pipeline_task> tasks = tasks_of(flat);
     std::vector<uint32_t> delays(p.view.n);

@@ -5,7 +5,7 @@
 #ifndef BY_EVENTS_H
 #define BY_EVENTS_H
 
-#include "reorder.h"
+#include "planners/reorder/reorder.h"
 
 /* The times of an iteration; at most 16 layers. Stops the test if an iteration differs from the
  * one before it. */

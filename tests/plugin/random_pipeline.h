@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "fixture.h"
-#include "pipeline.h"
+#include "planners/pipeline/pipeline.h"
 #include "random_work.h"
 
 enum { MOST_STAGES = 6, MOST_BATCHES = 14 };
@@ -15,7 +15,7 @@ enum { MOST_STAGES = 6, MOST_BATCHES = 14 };
 /* A pipeline whose parts live in the struct; see own(). */
 typedef struct drawn {
     of_pipeline p;
-    of_link link;
+    of_network_link link;
     size_t batches;
     of_pipeline_layer layers[MOST_LAYERS];
     of_pipeline_place places[MOST_LAYERS];

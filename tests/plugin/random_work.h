@@ -4,7 +4,7 @@
 #ifndef RANDOM_WORK_H
 #define RANDOM_WORK_H
 
-#include "reorder.h"
+#include "planners/reorder/reorder.h"
 
 enum { MOST_LAYERS = 12 };
 

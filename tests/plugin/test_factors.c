@@ -3,8 +3,8 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "factors.h"
 #include "fixture.h"
+#include "planners/kfac/factors.h"
 
 enum { SLOTS = 4, MOST = 64, THREADS = 4, ROUNDS = 500 };
 static const size_t elements[SLOTS] = {3, 1, 6, 10};

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "fixture.h"
-#include "kfac_plan.h"
+#include "planners/kfac/plan.h"
 #include "random_work.h"
 
 enum { MANY = 4000, MOST = 12, PROCESSES = 5, RESNET_FACTORS = 108 };
@@ -233,7 +233,7 @@ START_TEST(the_seconds_of_inverses_are_those_counted_by_hand) {
     cost.descending = true;
     ck_assert_double_eq(simulate(&w, cost), 77);
     /* Nothing to send: process 0 has its two and the one that all invert. */
-    cost.link = (of_link){.latency = 0};
+    cost.link = (of_network_link){.latency = 0};
     ck_assert_double_eq(simulate(&w, cost), 27 + 1 + 1);
     cost.link.latency = 10;
     const work alone = {.sizes = {3, 1}, .owner = {0, -1}, .n = 2, .processes = 1};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Which messages are fused, and when the last of them is through. */
-#include "kfac_plan.h"
+#include "planners/kfac/plan.h"
 
 #include <math.h>
 #include <string.h>
@@ -14,7 +14,7 @@ typedef struct work {
     double ready[MOST];
     uint64_t bytes[MOST];
     size_t n;
-    of_link link;
+    of_network_link link;
     double processor;
 } work;
 
@@ -218,7 +218,7 @@ static double random_fraction(void) {
 START_TEST(a_plan_of_any_numbers_is_as_good_up_to_rounding) {
     for (int round = 0; round < MANY; round++) {
         work w = random_messages();
-        w.link = (of_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
+        w.link = (of_network_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
         for (size_t i = 0; i < w.n; i++) {
             w.ready[i] = (i ? w.ready[i - 1] : 0) + 1e-2 * random_fraction();
             w.bytes[i] = random_below(40 << 20);
@@ -264,7 +264,7 @@ END_TEST
 START_TEST(a_plan_of_any_costs_is_as_good_up_to_rounding) {
     for (int round = 0; round < MANY; round++) {
         work w = random_messages();
-        w.link = (of_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
+        w.link = (of_network_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
         w.processor = 1e-3 * random_fraction();
         for (size_t i = 0; i < w.n; i++) {
             w.ready[i] = (i ? w.ready[i - 1] : 0) + 1e-2 * random_fraction();
@@ -302,7 +302,7 @@ START_TEST(no_other_fusion_beats_a_plan) {
 END_TEST
 
 START_TEST(no_message_is_a_plan_of_no_group) {
-    const of_link link = {.latency = 1};
+    const of_network_link link = {.latency = 1};
     for (int how = 0; how <= OF_FUSION_PLANNED; how++) {
         size_t n_groups = 7;
         ck_assert_int_eq(
@@ -322,7 +322,7 @@ typedef struct call {
     double ready[2];
     uint64_t bytes[2];
     size_t n;
-    of_link link;
+    of_network_link link;
     double processor;
 } call;
 

@@ -6,11 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "factors.h"
 #include "fake_device.h"
 #include "fixture.h"
-#include "kfac_plan.h"
-#include "reorder.h"
+#include "planners/kfac/factors.h"
+#include "planners/kfac/plan.h"
+#include "planners/reorder/reorder.h"
 
 static int until_failure = -1; /* allocations that still succeed; -1: all */
 static bool failed;
@@ -305,7 +305,7 @@ END_TEST
 static const double ready_at[] = {0, 1};
 static const uint64_t message_bytes[] = {1, 1};
 static const uint32_t factor_sizes[] = {2, 3};
-static const of_link factor_link = {.latency = 1};
+static const of_network_link factor_link = {.latency = 1};
 
 START_TEST(plans_of_factors_report_it) {
     const of_inversion cost = {.cubic_coefficient = 1};

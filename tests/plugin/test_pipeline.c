@@ -159,7 +159,7 @@ START_TEST(replicated_stages_are_the_best_of_all) {
         own(&d);
         d.p.n = 1 + random_below(6);
         d.p.processes = 1 + random_below(5);
-        d.link = (of_link){(double)random_below(3), (double)random_below(2) / 8};
+        d.link = (of_network_link){(double)random_below(3), (double)random_below(2) / 8};
         for (size_t i = 0; i < d.p.n; i++) {
             d.layers[i] = random_pipeline_layer(0);
             d.layers[i].weight_bytes += 1;

@@ -30,7 +30,7 @@ static void two_stages(drawn *d, of_strategy strategy) {
     own(d);
     d->p = (of_pipeline){strategy, 3, 1, d->layers, d->places, 2};
     d->batches = 3;
-    d->link = (of_link){1, 0.25};
+    d->link = (of_network_link){1, 0.25};
     d->layers[0] = (of_pipeline_layer){2, 9, 3, 1, 8, 4, 12, 64, true};
     d->layers[1] = (of_pipeline_layer){4, 6, 5, 1, 4, 8, 16, 64, true};
     d->places[0] = (of_pipeline_place){0, 0, 0, OF_NO_PROCESS, 0, 1};
@@ -147,7 +147,7 @@ START_TEST(the_period_is_the_load_of_the_slowest_where_messages_cost_nothing) {
         double largest;
         draw(&d, 1);
         free(d.tasks);
-        d.link = (of_link){0, 0};
+        d.link = (of_network_link){0, 0};
         d.batches = 90;
         d.p.strategy = (of_strategy)(OF_PIPELINE_1F1B + random_below(4));
         d.p.micro_batches = 1;

@@ -3,8 +3,8 @@
 #include <string.h>
 
 #include "fixture.h"
+#include "planners/reorder/reorder.h"
 #include "random_work.h"
-#include "reorder.h"
 
 enum { MANY = 4000 };
 static const uint32_t NOW = OF_REORDER_AT_ONCE;

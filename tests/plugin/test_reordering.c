@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Layers in training under a schedule: forward passes, plans, and who waits how long. */
 #include "fixture.h"
-#include "reordering.h"
+#include "planners/reorder/reordering.h"
 
 enum { N = 5, X = 100, Y = 40 };
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls between the files of the C core go downwards. Every file includes internal.h, so the
-symbols of the compiled objects say who uses what another one defines."""
+"""Calls between the files of the C core go downwards, and those of planners to the core. Every
+file of the core includes internal.h, so the symbols of the compiled objects say who uses what
+another one defines."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from tree import CC, INCLUDES, ROOT, WARNINGS, output, sources
 
 # Circles that are there for a reason: {frozenset of files: the reason}. There are none.
 ALLOWED: dict[frozenset[str], str] = {}
+CORE = ROOT / "plugin"
+PLANNERS = "planners/"
 Calls = dict[str, set[str]]
 
 
@@ -23,20 +25,24 @@ def symbols(path: Path) -> tuple[set[str], set[str]]:
     return defined, {name for kind, name in lines if kind == "U"}
 
 
+def compiled(source: Path, folder: Path) -> Path:
+    target = folder / source.relative_to(CORE).with_suffix(".o")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    output(*CC, "-std=gnu11", "-c", *WARNINGS, *INCLUDES, source, "-o", target)
+    return target
+
+
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Calls:
-    """Of each file of the core, the others of which it uses something."""
+    """Of each file of the core and the planners, the others of which it uses something."""
     folder = tmp_path_factory.mktemp("core")
     files = [path for path in sources("plugin") if path.suffix == ".c" and path.stem != "guard"]
-    command = [*CC, "-std=gnu11", "-c", *WARNINGS, *INCLUDES, *map(str, files)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = {path.stem: symbols(path) for path in folder.glob("*.o")}
-    assert len(found) == len(files)
-    home = {name: stem for stem, (defined, _) in found.items() for name in defined}
+    objects = [compiled(path, folder) for path in files]
+    found = {str(path.relative_to(folder).with_suffix("")): symbols(path) for path in objects}
+    home = {name: file for file, (defined, _) in found.items() for name in defined}
     return {
-        stem: {home[name] for name in used if name in home} - {stem}
-        for stem, (_, used) in found.items()
+        file: {home[name] for name in used if name in home} - {file}
+        for file, (_, used) in found.items()
     }
 
 
@@ -72,6 +78,13 @@ def test_the_core_has_no_circle_of_files(calls: Calls) -> None:
     new = [sorted(circle) for circle in found - ALLOWED.keys()]
     assert not new, f"circles of files in plugin/: {new}; their calls: {calls}"
     assert found == ALLOWED.keys(), "a circle is written down that is not there"
+
+
+def test_the_core_calls_no_planner_and_planners_only_say_that_they_failed(calls: Calls) -> None:
+    planners = {file for file in calls if file.startswith(PLANNERS)}
+    assert len(planners) > 10 and len(calls) - len(planners) > 15
+    assert not {file for file in calls.keys() - planners if calls[file] & planners}
+    assert {other for file in planners for other in calls[file]} - planners == {"error"}
 
 
 def test_the_order_of_internal_h_is_that_of_the_calls(calls: Calls) -> None:

@@ -35,6 +35,12 @@ def outside(path: Path, layer: str) -> list[str]:
     return found
 
 
+def folders_of_the_core() -> tuple[list[Path], list[Path]]:
+    """Its own files, and those of the planners."""
+    planners = sources("plugin/planners")
+    return [path for path in sources("plugin") if path not in planners], planners
+
+
 def matching(path: Path, *patterns: re.Pattern[str]) -> list[str]:
     return [i for i in includes(path) if any(pattern.search(i) for pattern in patterns)]
 
@@ -45,6 +51,26 @@ def test_layer_includes_only_itself_and_those_below(layer: str) -> None:
     assert files, f"{layer} has no sources"
     wrong = {name(path): found for path in files if (found := outside(path, layer))}
     assert not wrong, f"{layer} includes from outside: {wrong}"
+
+
+def test_the_core_includes_no_planner() -> None:
+    core, planners = folders_of_the_core()
+    assert core and planners
+    names = {f'"{path.relative_to(ROOT / "plugin")}"' for path in planners}
+    wrong = {name(path): found for path in core if (found := names & set(includes(path)))}
+    assert not wrong, f"the core includes planners: {wrong}"
+
+
+def test_planners_include_of_the_core_what_says_that_they_failed() -> None:
+    _, planners = folders_of_the_core()
+    own = {f'"{path.relative_to(ROOT / "plugin")}"' for path in planners}
+    allowed = own | {'"fail.h"', '"guard.h"', '"optfuse.h"'}
+    wrong = {
+        name(path): found
+        for path in planners
+        if (found := {i for i in includes(path) if i.startswith('"')} - allowed)
+    }
+    assert not wrong, f"planners include {wrong}"
 
 
 @pytest.mark.parametrize("layer", ["kernels", "plugin"])

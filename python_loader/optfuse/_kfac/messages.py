@@ -10,7 +10,7 @@ import torch
 
 from optfuse._kfac.layers import Preconditioned
 
-#: of_fusion of plugin/kfac_plan.h, in its order.
+#: of_fusion of plugin/planners/kfac/plan.h, in its order.
 FUSIONS = ("each", "all", "threshold", "paper", "planned")
 
 

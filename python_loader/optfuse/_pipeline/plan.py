@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Plans of a layer pipeline: which process runs which task of which layer, and in which order.
-What is decided here is decided by the core (plugin/pipeline.h)."""
+What is decided here is decided by the core (plugin/planners/pipeline/pipeline.h)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optfuse._check import argument, whole
 from optfuse._native import Error
 from optfuse._pipeline.gantt import Bar, draw
 
-#: In the order of of_strategy of plugin/pipeline.h.
+#: In the order of of_strategy of plugin/planners/pipeline/pipeline.h.
 STRATEGIES = ("gpipe", "1f1b", "pipedream_replicated", "intra", "layerpipe")
 #: In the order of of_task_kind there.
 KINDS = ("forward", "input_gradient", "second_input_gradient", "weight_gradient", "update")

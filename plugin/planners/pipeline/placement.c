@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_placement.c: which process has which tasks of which layer. */
+/* placement.c: which process has which tasks of which layer. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
-#include "pipeline_cut.h"
-#include "pipeline_tasks.h"
+#include "fail.h"
+#include "planners/pipeline/cut.h"
+#include "planners/pipeline/tasks.h"
 
 /* Of how many limits between the mean load and that of stages the first that holds is taken:
  * filling is not monotone in the limit, so that it can't be bisected. */
@@ -30,7 +30,7 @@ static double seconds_of(const of_pipeline *p, size_t first_trained, size_t laye
 
 typedef struct stage_costs {
     const of_pipeline *p;
-    const of_link *link;
+    const of_network_link *link;
     double *seconds; /* of the first i layers */
     double *bytes;   /* of weights of the first i layers */
     size_t *trained; /* of the first i layers, how many have weights */
@@ -256,11 +256,11 @@ static of_status place(stage_costs *c, of_pipeline_place *places, double *larges
     return place_tasks(c, places, largest);
 }
 
-of_status of_pipeline_place_layers(const of_pipeline *p, const of_link *link,
+of_status of_pipeline_place_layers(const of_pipeline *p, const of_network_link *link,
                                    of_pipeline_place *places, double *largest) {
     of_status status = of_check_pipeline_layers(p);
     if (status == OF_OK)
-        status = of_check_link(link);
+        status = of_check_network_link(link);
     if (status != OF_OK)
         return status;
     if (!places)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_schedule.c: the order in which processes run their tasks. */
+/* schedule.c: the order in which processes run their tasks. */
 #include <stdlib.h>
 
-#include "internal.h"
-#include "pipeline_slots.h"
+#include "fail.h"
+#include "planners/pipeline/slots.h"
 
 typedef struct emission {
     const of_pipeline *p;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_cut.h: cutting layers into stages, with replicas or without. */
-#ifndef OPTFUSE_PIPELINE_CUT_H
-#define OPTFUSE_PIPELINE_CUT_H
+/* cut.h: cutting layers into stages, with replicas or without. */
+#ifndef OPTFUSE_PLANNERS_PIPELINE_CUT_H
+#define OPTFUSE_PLANNERS_PIPELINE_CUT_H
 
-#include "pipeline.h"
+#include "planners/pipeline/pipeline.h"
 
 /* What of_cut_stages() cuts. load: of the layers [from, to) on each of r processes that share
  * them; for r = 1 finite. */

@@ -14,11 +14,11 @@
  * The functions keep nothing, and any thread may call them. Their errors are those of
  * optfuse.h: on anything but OF_OK of_error_message() says what to do, and no output has been
  * written. */
-#ifndef OPTFUSE_REORDER_H
-#define OPTFUSE_REORDER_H
+#ifndef OPTFUSE_PLANNERS_REORDER_REORDER_H
+#define OPTFUSE_PLANNERS_REORDER_REORDER_H
 
-#include "link.h"
 #include "optfuse.h"
+#include "planners/network_link.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -90,7 +90,7 @@ OF_API uint64_t of_reorder_extra_bytes(const of_layer_work *layers, size_t n,
  * whole layers in the order in which gradients are complete, and closed by the layer with which
  * they reach their cap, or by the end of the backward pass. */
 typedef struct of_network {
-    of_link link;
+    of_network_link link;
     uint64_t bucket_bytes;       /* 0: a message for each layer */
     uint64_t first_bucket_bytes; /* the cap of the first bucket */
 } of_network;

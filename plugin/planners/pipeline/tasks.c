@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_tasks.c: the tasks of a pipeline's layers, and what a pipeline has to keep to. */
-#include "pipeline_tasks.h"
+/* tasks.c: the tasks of a pipeline's layers, and what a pipeline has to keep to. */
+#include "planners/pipeline/tasks.h"
 
-#include "internal.h"
+#include "fail.h"
 
 static of_status check_layer(const of_pipeline_layer *l, size_t i) {
     if (!of_is_time(l->forward) || !of_is_time(l->input_gradient) ||

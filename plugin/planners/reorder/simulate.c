@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* reorder_simulate.c: how long an iteration of data parallel training takes whose weight
+/* simulate.c: how long an iteration of data parallel training takes whose weight
  * gradients run at given places.
  *
  * Every layer of a forward pass waits for its bucket, so when the next backward pass begins, the
@@ -7,8 +7,8 @@
  * from the beginning of its backward pass to the end of the next forward pass. */
 #include <stdlib.h>
 
-#include "internal.h"
-#include "reorder.h"
+#include "fail.h"
+#include "planners/reorder/reorder.h"
 
 typedef struct bucket {
     double through; /* when its message is */
@@ -118,7 +118,7 @@ static of_status check(const of_layer_work *layers, size_t n, const of_network *
         return of_fail(OF_INVALID, "a simulation needs layers, a network and an output");
     if (n >= OF_REORDER_AT_ONCE)
         return of_fail(OF_INVALID, "%zu layers are more than there are turns", n);
-    const of_status status = of_check_link(&network->link);
+    const of_status status = of_check_network_link(&network->link);
     return status == OF_OK ? check_layers(layers, n) : status;
 }
 

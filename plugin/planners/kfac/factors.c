@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* factors.c: see factors.h. */
-#include "factors.h"
+#include "planners/kfac/factors.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* link.c: the link that measured messages went over. */
-#include "link.h"
+/* network_link.c: the link that measured messages went over. */
+#include "planners/network_link.h"
 
-#include "internal.h"
+#include "fail.h"
 
-of_status of_check_link(const of_link *link) {
+of_status of_check_network_link(const of_network_link *link) {
     if (!link)
         return of_fail(OF_INVALID, "messages need a link that they are sent over");
     if (!of_is_time(link->latency) || !of_is_time(link->seconds_per_byte))
@@ -40,7 +40,7 @@ static moments moments_of(const uint64_t *bytes, const double *seconds, size_t n
 }
 
 static of_status check_measured(const uint64_t *bytes, const double *seconds, size_t n,
-                                const of_link *out) {
+                                const of_network_link *out) {
     if (!out || (n && (!bytes || !seconds)))
         return of_fail(OF_INVALID, "a link needs bytes and seconds of messages and an output");
     bool differ = false;
@@ -60,17 +60,18 @@ static of_status check_measured(const uint64_t *bytes, const double *seconds, si
 }
 
 /* Where a number of the best link of all is negative, the best allowed link has 0 there. */
-of_status of_fit_link(const uint64_t *bytes, const double *seconds, size_t n, of_link *out) {
+of_status of_fit_network_link(const uint64_t *bytes, const double *seconds, size_t n,
+                              of_network_link *out) {
     const of_status status = check_measured(bytes, seconds, n, out);
     if (status != OF_OK)
         return status;
     const moments m = moments_of(bytes, seconds, n);
     if (!of_is_time(m.products))
         return of_fail(OF_INVALID, "the seconds of %zu messages are out of range: check them", n);
-    of_link link = {.seconds_per_byte = of_later(m.together / m.variance, 0)};
+    of_network_link link = {.seconds_per_byte = of_later(m.together / m.variance, 0)};
     link.latency = m.seconds - link.seconds_per_byte * m.bytes;
     if (link.latency < 0)
-        link = (of_link){.seconds_per_byte = m.products / m.squares};
+        link = (of_network_link){.seconds_per_byte = m.products / m.squares};
     *out = link;
     return OF_OK;
 }

@@ -2,7 +2,7 @@
 /* reordering.c: see reordering.h. Priorities: those that wait have a range each, the first
  * turn the highest. Within its range a later use of the layer comes first, as in stock, so
  * that its gradients are added up in the same order. */
-#include "reordering.h"
+#include "planners/reorder/reordering.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

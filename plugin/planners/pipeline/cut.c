@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_cut.c: the exact min-max cut of a row of layers into stages, by dynamic programming
+/* cut.c: the exact min-max cut of a row of layers into stages, by dynamic programming
  * over how many processes the first layers take. */
-#include "pipeline_cut.h"
+#include "planners/pipeline/cut.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-#include "internal.h"
+#include "fail.h"
 
 /* The best way to have the first layers on so many processes: its last stage. */
 typedef struct cell {

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_verify.c: counts what is wrong with a schedule, from its times alone. It has its own
+/* verify.c: counts what is wrong with a schedule, from its times alone. It has its own
  * rules of what a task needs: were they those of the simulator, its mistakes would be right. */
 #include <stdlib.h>
 
-#include "internal.h"
-#include "pipeline_tasks.h"
+#include "fail.h"
+#include "planners/pipeline/tasks.h"
 
 typedef struct verification {
     const of_pipeline *p;
-    const of_link *link;
+    const of_network_link *link;
     const uint32_t *delays;
     size_t first_trained;
     size_t batches;
@@ -204,11 +204,11 @@ static void verify_all(verification *v, size_t n_tasks) {
         }
 }
 
-static of_status check(const of_pipeline *p, const of_link *link, const uint32_t *delays,
+static of_status check(const of_pipeline *p, const of_network_link *link, const uint32_t *delays,
                        size_t batches, const void *tasks, size_t n_tasks, const void *violations) {
     of_status status = of_pipeline_check(p);
     if (status == OF_OK)
-        status = of_check_link(link);
+        status = of_check_network_link(link);
     if (status == OF_OK)
         status = of_check_batches(p, batches);
     if (status == OF_OK && (!delays || (n_tasks && !tasks) || !violations))
@@ -216,9 +216,9 @@ static of_status check(const of_pipeline *p, const of_link *link, const uint32_t
     return status;
 }
 
-of_status of_pipeline_verify(const of_pipeline *p, const of_link *link, const uint32_t *delays,
-                             size_t batches, const of_pipeline_task *tasks, size_t n_tasks,
-                             size_t *violations) {
+of_status of_pipeline_verify(const of_pipeline *p, const of_network_link *link,
+                             const uint32_t *delays, size_t batches, const of_pipeline_task *tasks,
+                             size_t n_tasks, size_t *violations) {
     const of_status status = check(p, link, delays, batches, tasks, n_tasks, violations);
     if (status != OF_OK)
         return status;

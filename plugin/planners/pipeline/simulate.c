@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_simulate.c: when the tasks of a schedule run, and what is sent between processes. */
+/* simulate.c: when the tasks of a schedule run, and what is sent between processes. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
-#include "pipeline_tasks.h"
+#include "fail.h"
+#include "planners/pipeline/tasks.h"
 
 #define NO_TASK SIZE_MAX
 
 typedef struct simulation {
     const of_pipeline *p;
-    const of_link *link;
+    const of_network_link *link;
     size_t first_trained;
     size_t batches;
     of_pipeline_task *tasks;
@@ -287,11 +287,11 @@ static void release(simulation *s) {
     free(s->free_at);
 }
 
-static of_status check(const of_pipeline *p, const of_link *link, size_t batches, const void *tasks,
-                       const void *report) {
+static of_status check(const of_pipeline *p, const of_network_link *link, size_t batches,
+                       const void *tasks, const void *report) {
     of_status status = of_pipeline_check(p);
     if (status == OF_OK)
-        status = of_check_link(link);
+        status = of_check_network_link(link);
     if (status == OF_OK)
         status = of_check_batches(p, batches);
     if (status == OF_OK && (!tasks || !report))
@@ -299,7 +299,7 @@ static of_status check(const of_pipeline *p, const of_link *link, size_t batches
     return status;
 }
 
-of_status of_pipeline_simulate(const of_pipeline *p, const of_link *link, size_t batches,
+of_status of_pipeline_simulate(const of_pipeline *p, const of_network_link *link, size_t batches,
                                of_pipeline_task *tasks, size_t n_tasks,
                                of_pipeline_report *report) {
     of_status status = check(p, link, batches, tasks, report);

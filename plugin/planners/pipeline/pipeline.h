@@ -23,11 +23,11 @@
  * The functions keep nothing, and any thread may call them. Their errors are those of
  * optfuse.h: on anything but OF_OK of_error_message() says what to do, and no output has been
  * written. */
-#ifndef OPTFUSE_PIPELINE_H
-#define OPTFUSE_PIPELINE_H
+#ifndef OPTFUSE_PLANNERS_PIPELINE_PIPELINE_H
+#define OPTFUSE_PLANNERS_PIPELINE_PIPELINE_H
 
-#include "link.h"
 #include "optfuse.h"
+#include "planners/network_link.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -111,7 +111,7 @@ OF_API of_status of_pipeline_cut(const double *costs, size_t n, size_t parts, si
  * fits; stages, if that is not better. LAYERPIPE's plan is never worse than INTRA's. What a split
  * puts on a process is rounded down to OF_SPLIT_MULTIPLE channels.
  * OF_INVALID: what of_pipeline_check() says of the layers. OF_NO_MEMORY. */
-OF_API of_status of_pipeline_place_layers(const of_pipeline *p, const of_link *link,
+OF_API of_status of_pipeline_place_layers(const of_pipeline *p, const of_network_link *link,
                                           of_pipeline_place *places, double *largest);
 
 /* OF_INVALID, with the layer and the reason: layers or places that can't be, as a part of a layer
@@ -149,8 +149,8 @@ typedef struct of_pipeline_report {
  * another is sent once.
  * OF_INVALID: see of_pipeline_check(); a task that is unknown, doubled, on another process than
  * its place, or one that can never start. OF_NO_MEMORY. */
-OF_API of_status of_pipeline_simulate(const of_pipeline *p, const of_link *link, size_t batches,
-                                      of_pipeline_task *tasks, size_t n_tasks,
+OF_API of_status of_pipeline_simulate(const of_pipeline *p, const of_network_link *link,
+                                      size_t batches, of_pipeline_task *tasks, size_t n_tasks,
                                       of_pipeline_report *report);
 
 /* Counts what is wrong with a schedule that has times: tasks that are unknown, doubled, missing,
@@ -158,7 +158,7 @@ OF_API of_status of_pipeline_simulate(const of_pipeline *p, const of_link *link,
  * met in time; an F that sees other updates than D says; updates of a layer out of order. Any
  * values may be in the tasks. Relative tolerance of times: 1e-9.
  * OF_INVALID: see of_pipeline_check(). OF_NO_MEMORY. */
-OF_API of_status of_pipeline_verify(const of_pipeline *p, const of_link *link,
+OF_API of_status of_pipeline_verify(const of_pipeline *p, const of_network_link *link,
                                     const uint32_t *delays, size_t batches,
                                     const of_pipeline_task *tasks, size_t n_tasks,
                                     size_t *violations);

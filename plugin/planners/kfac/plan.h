@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kfac_plan.h: plans of a distributed K-FAC (SPD-KFAC, arXiv 2107.06533): which factors are
+/* plan.h: plans of a distributed K-FAC (SPD-KFAC, arXiv 2107.06533): which factors are
  * reduced in one message, and which process inverts which of them.
  *
  * Factors are summed over processes while the forward and the backward pass run, so each is
@@ -9,11 +9,11 @@
  * The functions keep nothing, and any thread may call them. Their errors are those of
  * optfuse.h: on anything but OF_OK of_error_message() says what to do, and no output has been
  * written. Arrays of n elements may be NULL for n = 0. */
-#ifndef OPTFUSE_KFAC_PLAN_H
-#define OPTFUSE_KFAC_PLAN_H
+#ifndef OPTFUSE_PLANNERS_KFAC_PLAN_H
+#define OPTFUSE_PLANNERS_KFAC_PLAN_H
 
-#include "link.h"
 #include "optfuse.h"
+#include "planners/network_link.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -49,14 +49,15 @@ typedef enum of_fusion {
  * a time that is negative or not finite, or sums of bytes or seconds that are out of range.
  * OF_NO_MEMORY. */
 OF_API of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes,
-                                  size_t n, const of_link *link, double processor,
+                                  size_t n, const of_network_link *link, double processor,
                                   uint64_t threshold_bytes, uint32_t *group, size_t *n_groups);
 
 /* When the last group is through, 0 for n = 0: a group starts when the group before it is through
  * and all messages up to its last one are ready, which the groups before it delay. OF_INVALID also:
  * the groups are not contiguous and numbered from 0 in ascending order. */
 OF_API of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
-                                 size_t n, const of_link *link, double processor, double *finish);
+                                 size_t n, const of_network_link *link, double processor,
+                                 double *finish);
 
 typedef enum of_placement {
     OF_PLACEMENT_BALANCED,    /* the largest factor first, each on the least loaded process */
@@ -84,7 +85,7 @@ OF_API of_status of_place_inverses(of_placement how, const uint32_t *sizes, size
 typedef struct of_inversion {
     double cubic_coefficient; /* a factor of size d is inverted in this * d^3 seconds */
     uint64_t element_bytes;   /* an inverse is sent as d(d+1)/2 elements of so many bytes */
-    of_link link;             /* of all broadcasts */
+    of_network_link link;     /* of all broadcasts */
     bool descending;          /* the largest first, for comparison; else the smallest */
 } of_inversion;
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_slots.h: how far apart the tasks of a batch are. Of pipelines that have been checked. */
-#ifndef OPTFUSE_PIPELINE_SLOTS_H
-#define OPTFUSE_PIPELINE_SLOTS_H
+/* slots.h: how far apart the tasks of a batch are. Of pipelines that have been checked. */
+#ifndef OPTFUSE_PLANNERS_PIPELINE_SLOTS_H
+#define OPTFUSE_PLANNERS_PIPELINE_SLOTS_H
 
-#include "pipeline_tasks.h"
+#include "planners/pipeline/tasks.h"
 
 /* Of batch 0, the slot of each kind of task of each layer: slots[layer * OF_TASK_KINDS + kind], 0
  * for kinds that it does not have, but those of a dW and U also where there are no weights.

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* reorder.c: which weight gradients are held in a backward pass, in which turn, and what they
  * keep in memory. */
-#include "reorder.h"
+#include "planners/reorder/reorder.h"
 
 #include <stdlib.h>
 
-#include "internal.h"
+#include "fail.h"
 
 static void place_at_once(size_t n, uint32_t *places) {
     for (size_t i = 0; i < n; i++)

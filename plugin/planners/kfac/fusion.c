@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kfac_fusion.c: which messages are fused, and when the last of them is through. */
+/* fusion.c: which messages are fused, and when the last of them is through. */
 #include <math.h>
 #include <stdlib.h>
 
-#include "internal.h"
-#include "kfac_plan.h"
+#include "fail.h"
+#include "planners/kfac/plan.h"
 
 /* Messages that were checked: no sum of their bytes or seconds overflows. */
 typedef struct messages {
     const double *ready;
     const uint64_t *bytes;
     size_t n;
-    of_link link;
+    of_network_link link;
     double processor; /* seconds that each message takes of it */
 } messages;
 
@@ -44,14 +44,15 @@ static of_status check_sums(const messages *m) {
 }
 
 static of_status check(messages *m, const double *ready, const uint64_t *bytes, size_t n,
-                       const of_link *link, double processor, const void *group, const void *out) {
+                       const of_network_link *link, double processor, const void *group,
+                       const void *out) {
     if (!out || (n && (!ready || !bytes || !group)))
         return of_fail(OF_INVALID,
                        "messages need ready times, bytes, groups and a place for the result");
     if (n > UINT32_MAX)
         return of_fail(OF_INVALID, "%zu messages are more than there are groups: at most %u", n,
                        (unsigned)UINT32_MAX);
-    const of_status status = of_check_link(link);
+    const of_status status = of_check_network_link(link);
     if (status != OF_OK)
         return status;
     if (!of_is_time(processor))
@@ -187,7 +188,7 @@ static size_t number_groups(const bool *last, size_t n, uint32_t *group) {
 }
 
 of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *bytes, size_t n,
-                           const of_link *link, double processor, uint64_t threshold_bytes,
+                           const of_network_link *link, double processor, uint64_t threshold_bytes,
                            uint32_t *group, size_t *n_groups) {
     messages m = {0};
     of_status status = check(&m, ready, bytes, n, link, processor, group, n_groups);
@@ -220,7 +221,7 @@ static of_status check_groups(const uint32_t *group, size_t n) {
 }
 
 of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
-                          size_t n, const of_link *link, double processor, double *finish) {
+                          size_t n, const of_network_link *link, double processor, double *finish) {
     messages m = {0};
     of_status status = check(&m, ready, bytes, n, link, processor, group, finish);
     if (status == OF_OK)

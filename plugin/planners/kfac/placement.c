@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kfac_placement.c: which process inverts which factor, and when all have all inverses. */
+/* placement.c: which process inverts which factor, and when all have all inverses. */
 #include <stdlib.h>
 
-#include "internal.h"
-#include "kfac_plan.h"
+#include "fail.h"
+#include "planners/kfac/plan.h"
 
 typedef struct factor {
     uint32_t size;
@@ -133,7 +133,7 @@ static of_status check_cost(const of_inversion *cost) {
                        "an inverse of a factor of size d takes %g * d^3 s: that may be neither "
                        "negative nor infinite",
                        cost->cubic_coefficient);
-    return of_check_link(&cost->link);
+    return of_check_network_link(&cost->link);
 }
 
 static of_status check_factors(const of_inversion *cost, const uint32_t *sizes,

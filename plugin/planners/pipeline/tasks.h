@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_tasks.h: which tasks a layer has, where they run and what they take. Of pipelines that
+/* tasks.h: which tasks a layer has, where they run and what they take. Of pipelines that
  * have been checked. */
-#ifndef OPTFUSE_PIPELINE_TASKS_H
-#define OPTFUSE_PIPELINE_TASKS_H
+#ifndef OPTFUSE_PLANNERS_PIPELINE_TASKS_H
+#define OPTFUSE_PLANNERS_PIPELINE_TASKS_H
 
-#include "pipeline.h"
+#include "planners/pipeline/pipeline.h"
 
 /* Of the layers alone, and the counts; places are not read. */
 of_status of_check_pipeline_layers(const of_pipeline *p);

@@ -10,8 +10,8 @@
  * buffer, which is sent at the end (arXiv 2107.06533).
  *
  * Any thread may contribute. One at a time does, and launches. */
-#ifndef OPTFUSE_FACTORS_H
-#define OPTFUSE_FACTORS_H
+#ifndef OPTFUSE_PLANNERS_KFAC_FACTORS_H
+#define OPTFUSE_PLANNERS_KFAC_FACTORS_H
 
 #include "optfuse.h"
 

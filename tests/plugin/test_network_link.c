@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* The link that measured messages went over. */
-#include "link.h"
+#include "planners/network_link.h"
 
 #include <math.h>
 #include <string.h>
@@ -10,7 +10,8 @@
 
 enum { MANY = 4000 };
 
-static double squared_error(const uint64_t *bytes, const double *seconds, size_t n, of_link link) {
+static double squared_error(const uint64_t *bytes, const double *seconds, size_t n,
+                            of_network_link link) {
     double sum = 0;
     for (size_t i = 0; i < n; i++) {
         const double error = link.latency + link.seconds_per_byte * (double)bytes[i] - seconds[i];
@@ -24,8 +25,8 @@ START_TEST(a_link_is_found_by_the_messages_that_went_over_it) {
     double seconds[5];
     for (size_t i = 0; i < 5; i++)
         seconds[i] = 9.29e-4 + 3.58375e-10 * (double)bytes[i];
-    of_link link;
-    ck_assert_int_eq(of_fit_link(bytes, seconds, 5, &link), OF_OK);
+    of_network_link link;
+    ck_assert_int_eq(of_fit_network_link(bytes, seconds, 5, &link), OF_OK);
     ck_assert_double_eq_tol(link.latency, 9.29e-4, 1e-15);
     ck_assert_double_eq_tol(link.seconds_per_byte, 3.58375e-10, 1e-22);
 }
@@ -41,18 +42,18 @@ START_TEST(no_link_that_is_allowed_fits_better) {
             bytes[i] = i + random_below(8);
             seconds[i] = (double)random_below(6) * (random_below(2) ? (double)bytes[i] : 1);
         }
-        of_link best;
+        of_network_link best;
         if (bytes[0] == bytes[1]) /* of two at least two sizes */
             bytes[1]++;
-        ck_assert_int_eq(of_fit_link(bytes, seconds, n, &best), OF_OK);
+        ck_assert_int_eq(of_fit_network_link(bytes, seconds, n, &best), OF_OK);
         const double least = squared_error(bytes, seconds, n, best);
         ck_assert(best.latency >= 0 && best.seconds_per_byte >= 0);
         at_border[0] += best.latency == 0;
         at_border[1] += best.seconds_per_byte == 0;
         for (int step = 0; step < 9; step++) {
-            const of_link other = {.latency = fmax(0, best.latency + 1e-3 * (step % 3 - 1)),
-                                   .seconds_per_byte =
-                                       fmax(0, best.seconds_per_byte + 1e-3 * (step / 3 % 3 - 1))};
+            const of_network_link other = {
+                .latency = fmax(0, best.latency + 1e-3 * (step % 3 - 1)),
+                .seconds_per_byte = fmax(0, best.seconds_per_byte + 1e-3 * (step / 3 % 3 - 1))};
             ck_assert_double_ge(squared_error(bytes, seconds, n, other), least - 1e-9);
         }
     }
@@ -61,24 +62,24 @@ START_TEST(no_link_that_is_allowed_fits_better) {
 END_TEST
 
 START_TEST(a_link_of_bad_measurements_is_refused) {
-    of_link out = {.latency = 71, .seconds_per_byte = 72};
+    of_network_link out = {.latency = 71, .seconds_per_byte = 72};
     const uint64_t bytes[] = {5, 5, 6};
     double seconds[] = {1, 2, 3};
-    ck_assert_int_eq(of_fit_link(bytes, seconds, 2, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_network_link(bytes, seconds, 2, &out), OF_INVALID);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "2 messages of one size"));
-    ck_assert_int_eq(of_fit_link(bytes, seconds, 1, &out), OF_INVALID);
-    ck_assert_int_eq(of_fit_link(NULL, NULL, 0, &out), OF_INVALID);
-    ck_assert_int_eq(of_fit_link(NULL, seconds, 3, &out), OF_INVALID);
-    ck_assert_int_eq(of_fit_link(bytes, NULL, 3, &out), OF_INVALID);
-    ck_assert_int_eq(of_fit_link(bytes, seconds, 3, NULL), OF_INVALID);
+    ck_assert_int_eq(of_fit_network_link(bytes, seconds, 1, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_network_link(NULL, NULL, 0, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_network_link(NULL, seconds, 3, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_network_link(bytes, NULL, 3, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_network_link(bytes, seconds, 3, NULL), OF_INVALID);
     static const double bad[] = {-1, NAN, INFINITY, -INFINITY};
     for (size_t i = 0; i < 4; i++) {
         seconds[2] = bad[i];
-        ck_assert_int_eq(of_fit_link(bytes, seconds, 3, &out), OF_INVALID);
+        ck_assert_int_eq(of_fit_network_link(bytes, seconds, 3, &out), OF_INVALID);
         ck_assert_ptr_nonnull(strstr(of_error_message(), "message 2 took"));
     }
     seconds[0] = seconds[1] = seconds[2] = 1e308;
-    ck_assert_int_eq(of_fit_link(bytes, seconds, 3, &out), OF_INVALID);
+    ck_assert_int_eq(of_fit_network_link(bytes, seconds, 3, &out), OF_INVALID);
     ck_assert_ptr_nonnull(strstr(of_error_message(), "out of range"));
     ck_assert(out.latency == 71 && out.seconds_per_byte == 72);
 }

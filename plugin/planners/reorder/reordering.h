@@ -3,12 +3,12 @@
  *
  * The order and the sizes of the layers are those of the last forward pass. The plan is made
  * when they are asked for, or when backward begins, and again when they have changed. */
-#ifndef OPTFUSE_REORDERING_H
-#define OPTFUSE_REORDERING_H
+#ifndef OPTFUSE_PLANNERS_REORDER_REORDERING_H
+#define OPTFUSE_PLANNERS_REORDER_REORDERING_H
 
-#include "layer_user.h"
 #include "optfuse.h"
-#include "reorder.h"
+#include "planners/layer_user.h"
+#include "planners/reorder/reorder.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -7,8 +7,8 @@
  * The host (shim/layers) finds the uses of a layer's weight in the forward pass and calls a
  * user of the layer, which says when dW runs. Any thread may call; none holds a lock of the
  * core. Out-of-order backprop: Oh et al., EuroSys'22 (arXiv 2110.00929). */
-#ifndef OPTFUSE_LAYER_USER_H
-#define OPTFUSE_LAYER_USER_H
+#ifndef OPTFUSE_PLANNERS_LAYER_USER_H
+#define OPTFUSE_PLANNERS_LAYER_USER_H
 
 #include <stdbool.h>
 #include <stddef.h>

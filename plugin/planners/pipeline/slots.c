@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pipeline_slots.c: the slots of a pipeline's tasks, and how late gradients are.
+/* slots.c: the slots of a pipeline's tasks, and how late gradients are.
  *
  * Batch 0 is in slot s of a task if s processes lie before it on its longest way; batch b is in
  * slot s + b. In a slot a process has its tasks of one batch after the other's: each F, and then
  * the gradients from the last layer down, each as soon as those above it. */
 #include <stdlib.h>
 
-#include "internal.h"
-#include "pipeline_slots.h"
+#include "fail.h"
+#include "planners/pipeline/slots.h"
 
 static int32_t *slot_of(int32_t *slots, size_t layer, int kind) {
     return &slots[layer * OF_TASK_KINDS + (size_t)kind];
