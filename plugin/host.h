@@ -66,7 +66,7 @@ typedef struct of_inputs {
     const void *grad_key;          /* that of the gradient, if `grad` points to what is there: then
                                       factors of of_plan_scale() are applied to it; or NULL */
     size_t n_keys;
-    const void *awaits; /* the gradient's values are not there yet: of_arrival_host.await() of this
+    const void *awaits; /* the gradient's values are not there yet: of_await_host.await() of this
                            comes before the launch; or NULL */
     bool in_backward; /* set before collect(): created inside backward, so that the gradient
                          may go with it; else by step() */
@@ -112,15 +112,15 @@ typedef struct of_scaling_host {
 
 /* Optional: for gradients whose values arrive after step(), as those do that are reduced between
  * processes. key: of_inputs.awaits. Must do without a plan, which may be freed meanwhile. */
-typedef struct of_arrival_host {
-    uint32_t struct_size; /* sizeof(of_arrival_host) of the host's build */
+typedef struct of_await_host {
+    uint32_t struct_size; /* sizeof(of_await_host) of the host's build */
     /* Whether the values are there, in the memory that of_inputs.grad points to. Does not
      * wait; under the lock of a plan. */
     bool (*has_arrived)(const void *key);
     /* Waits until they are; no lock held. False after of_set_error(): they will never be. Every
      * later call says so again, and the update is never launched. */
     bool (*await)(const void *key);
-} of_arrival_host;
+} of_await_host;
 
 /* Optional: for the rules that have no kernels, and programs of which the host runs parts. */
 typedef struct of_external_host {
@@ -191,7 +191,7 @@ typedef struct of_host {
     const of_gpu_host *gpu; /* without it collect() must give updates on the CPU only */
     const of_scaling_host *scaling;
     const of_external_host *external;
-    const of_arrival_host *arrival; /* without it no update awaits anything */
+    const of_await_host *await; /* without it no update awaits anything */
 } of_host;
 
 #ifdef __cplusplus

@@ -296,7 +296,7 @@ void of_plans_unlock(void);
 void of_plans_adopt(void); /* in a forked child, with all of them locked */
 bool of_is_forked(void);   /* this process, since the library was loaded */
 
-/* arrival.c: updates whose gradient is still on its way */
+/* await.c: updates whose gradient is still on its way */
 bool of_is_missing(const of_plan *plan, of_update *update); /* is its; plan->lock held */
 /* Waits for what has this key. plan->lock is let go meanwhile: no update is what it was before.
  * False: it will never come. */

@@ -229,7 +229,7 @@ typedef enum of_accessed {
 OF_API of_accessed of_launch_at(const void *key, bool foreign);
 /* Launches the update that is pending on this memory, if there is one, and what
  * belongs into a bucket with it; then the memory's scaling, if any. Waits for the
- * update's gradient if that is still on its way (of_arrival_host). foreign: the
+ * update's gradient if that is still on its way (of_await_host). foreign: the
  * calling thread is neither the one that called step() nor one of the host's
  * engine threads. */
 OF_API of_accessed of_access(const void *key, bool foreign);

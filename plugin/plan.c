@@ -30,7 +30,7 @@ static bool sizes_fit(const of_host *host) {
            check_table("of_gpu_host", SIZE_OF(host->gpu)) == OF_OK &&
            check_table("of_scaling_host", SIZE_OF(host->scaling)) == OF_OK &&
            check_table("of_external_host", SIZE_OF(host->external)) == OF_OK &&
-           check_table("of_arrival_host", SIZE_OF(host->arrival)) == OF_OK;
+           check_table("of_await_host", SIZE_OF(host->await)) == OF_OK;
 }
 
 /* The first with a function that is not optional and NULL; or NULL. */
@@ -49,8 +49,8 @@ static const char *table_with_a_hole(const of_host *h) {
     if (s && (!s->collect || !s->defer || !s->settle || !s->is_alive || !s->keep ||
               (g && !s->share_factor)))
         return "of_scaling_host";
-    if (h->arrival && (!h->arrival->has_arrived || !h->arrival->await))
-        return "of_arrival_host";
+    if (h->await && (!h->await->has_arrived || !h->await->await))
+        return "of_await_host";
     return h->external && !h->external->apply ? "of_external_host" : NULL;
 }
 

@@ -6,7 +6,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
-#include "autograd/lent.h"
+#include "autograd/dtensor_gradients.h"
 #include "clipping/pending.h"
 #include "error.h"
 #include "matrix/newton_schulz.h"
@@ -14,7 +14,7 @@
 #include "plan.h"
 #include "python/gil.h"
 #include "slots.h"
-#include "tensor/arrival.h"
+#include "tensor/await.h"
 #include "tensor/exchange.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
@@ -176,7 +176,7 @@ std::vector<size_t> numbers_of(const Plan &plan, const std::vector<int64_t> &slo
     return numbers;
 }
 
-// Of the local parameters of DTensors: see autograd/lent.h.
+// Of the local parameters of DTensors: see autograd/dtensor_gradients.h.
 void lend(int64_t address, const std::vector<int64_t> &slots, const std::vector<at::Tensor> &grads,
           const std::vector<at::Tensor> &wrappers) {
     refuse_fake_tensors("gradients are told");

@@ -67,7 +67,8 @@ struct Slot {
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     at::Tensor consumed; // backward mode: what .grad becomes
     // Of a DTensor, whose local tensor is `param`: other tensors that are known to use its
-    // memory, and whether lent.cpp knows all users of its gradient's, which is complete now.
+    // memory, and whether dtensor_gradients.cpp knows all users of its gradient's, which is
+    // complete now.
     std::vector<at::Tensor> aliases;
     bool gradient_is_known = false;
     // The DTensors of the parameter, which comes first, and its state, which the loader keeps

@@ -21,7 +21,7 @@
 #include "python/log.h"
 #include "slots.h"
 #include "start.h"
-#include "tensor/arrival.h"
+#include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"

@@ -6,7 +6,7 @@
 #include "optfuse.h"
 #include "python/gil.h"
 #include "start.h"
-#include "tensor/arrival.h"
+#include "tensor/await.h"
 #include "tensor/first_use.h"
 
 namespace optfuse {

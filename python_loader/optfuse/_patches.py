@@ -371,7 +371,7 @@ NATIVE = (
         "tests/python/test_reorder.py, which reads the order from a trace",
     ),
     *(
-        Native(name, "tensor/roots.cpp", why, "its first use, which compares or does without")
+        Native(name, "tensor/square_roots.cpp", why, "its first use; it compares or does without")
         for name, why in (
             ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),
             ("VMSSQRT_64_", "square roots of float32 with the bits of torch.sqrt()"),

@@ -17,7 +17,7 @@
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
-#include "tensor/arrival.h"
+#include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"

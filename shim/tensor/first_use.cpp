@@ -18,10 +18,10 @@
 #include "plan.h"
 #include "python/callback.h"
 #include "python/gil.h"
-#include "tensor/arrival.h"
+#include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/memory.h"
-#include "tensor/stand_for.h"
+#include "tensor/proxies.h"
 
 namespace optfuse {
 namespace {
@@ -95,7 +95,7 @@ of_accessed use_memory(const c10::TensorImpl *impl, bool foreign, decltype(&of_a
     if (how == of_access && !await_arrival(storage_of(impl)))
         return OF_ACCESS_FAILED;
     const of_accessed accessed = how(storage_of(impl), foreign);
-    const c10::StorageImpl *key = accessed == OF_NOTHING_PENDING ? stands_for(impl) : nullptr;
+    const c10::StorageImpl *key = accessed == OF_NOTHING_PENDING ? key_of_proxy(impl) : nullptr;
     return key == nullptr ? accessed : how(key, foreign);
 }
 

@@ -13,8 +13,8 @@ struct Plan;
 
 int register_first_use();
 // of_access() or of_launch_at() for what is pending on this tensor's memory, or for the update
-// that the tensor stands for (stand_for.h). Before of_access() a gradient that is still on its
-// way is waited for (arrival.h).
+// that the tensor stands for (proxies.h). Before of_access() a gradient that is still on its
+// way is waited for (await.h).
 of_accessed use_memory(const c10::TensorImpl *impl, bool foreign,
                        decltype(&of_access) how = of_access);
 void note_stepping_thread(); // that steps, or multiplies gradients before a step

@@ -20,13 +20,13 @@
 #include "plan.h"
 #include "python/log.h"
 #include "slots.h"
-#include "tensor/arrival.h"
+#include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
-#include "tensor/roots.h"
+#include "tensor/square_roots.h"
 
 namespace optfuse {
 // Tells the allocator that a stream uses the memory: the memory's owner does not know of a launch
@@ -106,7 +106,7 @@ bool is_private_part(const References *refs, size_t i) {
 void mark_stands(References *refs) {
     const Slot *slot = refs->slot;
     const auto add = [refs](c10::TensorImpl *impl) {
-        refs->stands.push_back(impl);
+        refs->proxies.push_back(impl);
         mark(impl);
     };
     if (refs->shared_grad.defined() && OF_GUARD(bucket))
@@ -119,8 +119,8 @@ void mark_stands(References *refs) {
         if (slot->gradient_wrapper != nullptr)
             add(slot->gradient_wrapper);
     }
-    if (!refs->stands.empty())
-        stand_for(refs->storages[0].get(), refs->stands);
+    if (!refs->proxies.empty())
+        add_proxies(refs->storages[0].get(), refs->proxies);
 }
 
 bool defer(void *, void *opaque) {
@@ -193,7 +193,7 @@ void release(void *, void *opaque) {
             refs->stand_ins[i].first.copy_(refs->stand_ins[i].second);
     }
     const SteadyStreams not_here(false); // what dies may have finalizers
-    stand_no_more(refs->storages[0].get(), refs->stands);
+    remove_proxies(refs->storages[0].get(), refs->proxies);
     refs->~References();
 }
 
@@ -258,7 +258,7 @@ of_host make_host(Plan *plan) {
     host.gpu = &gpu_host;
     host.scaling = &scaling_host;
     host.external = &external_host;
-    host.arrival = &arrival_host;
+    host.await = &await_host;
     return host;
 }
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "optfuse.h"
-#include "tensor/stand_for.h"
+#include "tensor/proxies.h"
 
 namespace optfuse {
 
@@ -48,7 +48,7 @@ struct References {
     bool grad_mode = true;
     bool as_is = false;
     std::shared_ptr<const Program> program; // of a rule that runs programs
-    Stands stands; // a deferred update's
+    Proxies proxies; // a deferred update's
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
     of_stream ready = {};   // and if not

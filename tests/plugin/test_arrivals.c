@@ -42,7 +42,7 @@ static bool await(const void *key) {
     return here;
 }
 
-static const of_arrival_host arrivals = {sizeof arrivals, has_arrived, await};
+static const of_await_host arrivals = {sizeof arrivals, has_arrived, await};
 
 static fixture *late(size_t bucket_bytes) {
     fake_host *host = fake_host_new();
@@ -268,8 +268,8 @@ START_TEST(a_step_that_waits_in_vain_says_so) {
 END_TEST
 
 START_TEST(a_table_with_a_hole_is_refused) {
-    static const of_arrival_host hole = {.struct_size = sizeof hole, .await = await};
-    static const of_arrival_host small = {.struct_size = 8, .await = await};
+    static const of_await_host hole = {.struct_size = sizeof hole, .await = await};
+    static const of_await_host small = {.struct_size = 8, .await = await};
     fake_host *host = fake_host_new();
     of_plan *plan = NULL;
     host->table.arrival = &hole;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// arrival.cpp: a table of what is on its way, by the memory of the gradient. It is no part of a
+// await.cpp: a table of what is on its way, by the memory of the gradient. It is no part of a
 // plan: gradients of several optimizers come in one bucket, and a gradient is looked at without
 // any optimizer.
-#include "tensor/arrival.h"
+#include "tensor/await.h"
 
 #include <ATen/Parallel.h>
 
@@ -237,7 +237,7 @@ std::vector<Shared> all_of(int64_t group) {
 
 } // namespace
 
-const of_arrival_host arrival_host = {sizeof(of_arrival_host), has_arrived, await};
+const of_await_host await_host = {sizeof(of_await_host), has_arrived, await};
 
 std::vector<int64_t> expect(const Bucket &bucket) {
     updates_take_the_gil(); // to complete a reduction may need it

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* arrival.c: updates whose gradient is still on its way, from other processes for example. Such
+/* await.c: updates whose gradient is still on its way, from other processes for example. Such
  * an update is created and left pending like any other, and is launched when the gradient is
  * there. To wait for that takes as long as a network does, so nobody waits under a lock. */
 #include "internal.h"
@@ -7,7 +7,7 @@
 bool of_is_missing(const of_plan *plan, of_update *update) {
     if (!update->in.awaits || !OF_GUARD(await))
         return false;
-    if (!plan->host.arrival->has_arrived(update->in.awaits))
+    if (!plan->host.await->has_arrived(update->in.awaits))
         return true;
     update->in.awaits = NULL;
     return false;
@@ -15,7 +15,7 @@ bool of_is_missing(const of_plan *plan, of_update *update) {
 
 bool of_await(of_plan *plan, const void *key) {
     pthread_mutex_unlock(&plan->lock);
-    const bool arrived = plan->host.arrival->await(key);
+    const bool arrived = plan->host.await->await(key);
     pthread_mutex_lock(&plan->lock);
     return arrived;
 }

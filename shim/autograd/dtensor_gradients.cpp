@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// lent.cpp: the gradients of DTensor parameters, as the library gets to see them.
-#include "autograd/lent.h"
+// dtensor_gradients.cpp: the gradients of DTensor parameters, as the library gets to see them.
+#include "autograd/dtensor_gradients.h"
 
 #include <algorithm>
 

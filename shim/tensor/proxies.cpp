@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// stand_for.cpp: a table beside the core's own (plugin/registry.c), whose keys are memory.
-#include "tensor/stand_for.h"
+// proxies.cpp: a table beside the core's own (plugin/registry.c), whose keys are memory.
+#include "tensor/proxies.h"
 
 #include <atomic>
 #include <mutex>
@@ -23,7 +23,7 @@ Table &table() {
 
 } // namespace
 
-void stand_for(const c10::StorageImpl *key, const Stands &tensors) {
+void add_proxies(const c10::StorageImpl *key, const Proxies &tensors) {
     Table &all = table();
     const std::lock_guard<std::mutex> guard(all.lock);
     for (const c10::TensorImpl *tensor : tensors)
@@ -31,7 +31,7 @@ void stand_for(const c10::StorageImpl *key, const Stands &tensors) {
     all.n.store(all.entries.size(), std::memory_order_release);
 }
 
-void stand_no_more(const c10::StorageImpl *key, const Stands &tensors) {
+void remove_proxies(const c10::StorageImpl *key, const Proxies &tensors) {
     if (tensors.empty())
         return;
     Table &all = table();
@@ -44,7 +44,7 @@ void stand_no_more(const c10::StorageImpl *key, const Stands &tensors) {
     all.n.store(all.entries.size(), std::memory_order_release);
 }
 
-const c10::StorageImpl *stands_for(const c10::TensorImpl *tensor) {
+const c10::StorageImpl *key_of_proxy(const c10::TensorImpl *tensor) {
     Table &all = table();
     if (all.n.load(std::memory_order_acquire) == 0)
         return nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// roots.h: square roots with the bits of PyTorch's operator.
+// square_roots.h: square roots with the bits of PyTorch's operator.
 #pragma once
 
 #include <cstddef>

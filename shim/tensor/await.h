@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// arrival.h: gradients whose values are still on their way. DistributedDataParallel reduces them
+// await.h: gradients whose values are still on their way. DistributedDataParallel reduces them
 // between processes, in buckets. Whoever looks at such a gradient comes here first, by the mark on
 // its tensor; an update that was created meanwhile waits just before it is launched
 // (of_inputs.awaits).
@@ -40,6 +40,6 @@ bool await_arrival(const c10::StorageImpl *memory);
 constexpr int64_t ALL_GROUPS = -1;
 bool await_arrivals(int64_t group);
 
-extern const of_arrival_host arrival_host;
+extern const of_await_host await_host;
 
 } // namespace optfuse

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// roots.cpp: square roots as torch.sqrt() takes them on contiguous float32 and
+// square_roots.cpp: square roots as torch.sqrt() takes them on contiguous float32 and
 // float64. It calls Intel's vector math library, which does not round every
 // root correctly and whose code depends on the processor, so that only the
 // library itself has its bits. libtorch_cpu carries it and exports its Fortran
@@ -17,7 +17,7 @@
 #include <ATen/ops/sqrt.h>
 
 #include "tensor/plain_mode.h"
-#include "tensor/roots.h"
+#include "tensor/square_roots.h"
 
 namespace optfuse {
 namespace {

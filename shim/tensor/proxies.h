@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// stand_for.h: tensors that are not the memory of a pending update, and yet have to launch it
+// proxies.h: tensors that are not the memory of a pending update, and yet have to launch it
 // when they are used: a DTensor for its local tensor, and a gradient whose memory many share.
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace optfuse {
 
-using Stands = std::vector<const c10::TensorImpl *>;
+using Proxies = std::vector<const c10::TensorImpl *>;
 
 // From here on each of these tensors stands for the update that has this key.
-void stand_for(const c10::StorageImpl *key, const Stands &tensors);
+void add_proxies(const c10::StorageImpl *key, const Proxies &tensors);
 // They no longer do, unless they stand for another one by now.
-void stand_no_more(const c10::StorageImpl *key, const Stands &tensors);
+void remove_proxies(const c10::StorageImpl *key, const Proxies &tensors);
 // The key of the update that a tensor stands for, or nullptr. The tensor may be another one
 // than the one that was told, at the same address.
-const c10::StorageImpl *stands_for(const c10::TensorImpl *tensor);
+const c10::StorageImpl *key_of_proxy(const c10::TensorImpl *tensor);
 
 } // namespace optfuse

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// lent.h: DTensor parameters. A slot has the local tensor of one, whose .grad is lent while
-// the library looks: the local tensor of the DTensor's gradient.
+// dtensor_gradients.h: DTensor parameters. A slot has the local tensor of one, whose .grad is lent
+// while the library looks: the local tensor of the DTensor's gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
