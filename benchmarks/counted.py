@@ -72,7 +72,7 @@ def forward_parts(n: int, count: Count) -> None:
     needs, missing = (ctypes.c_size_t * n)(), ctypes.c_size_t()
 
     def in_c() -> None:
-        _native.check(_native.lib.of_shim_step(link.plan, needs, n, ctypes.byref(missing)))
+        bindings.check(bindings.lib.of_shim_step(link.plan, needs, n, ctypes.byref(missing)))
 
     def use(op: Callable[[Tensor], Tensor]) -> None:
         for p in params:
@@ -136,7 +136,7 @@ if __name__ == "__main__":
 
         fakecuda.load()
     import optfuse
-    from optfuse import _native
+    from optfuse._library import bindings
     from optfuse._link import link_of
     from optfuse._process import drain_all
 

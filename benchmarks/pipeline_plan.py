@@ -12,7 +12,7 @@ from typing import Any
 from figures import columns, title
 from pipeline_shapes import MODELS, layers
 
-from optfuse._pipeline.plan import Plan, placed
+from optfuse._layers.pipeline.plan import Plan, placed
 
 PROCESSES = range(2, 10)
 MANY = (7, 8, 9)

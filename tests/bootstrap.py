@@ -30,7 +30,7 @@ BUILD = ROOT / "build"
 # What pip builds. It belongs to this .venv's Python and torch and lives on, so
 # that only what changed is compiled again.
 INSTALLED = VENV / "build"
-RELEASES = runpy.run_path(str(ROOT / "python_loader/optfuse/_releases.py"))["TESTED"]
+RELEASES = runpy.run_path(str(ROOT / "python_loader/optfuse/_library/releases.py"))["TESTED"]
 TORCH = f"torch=={ASKED}.*" if ASKED else "torch==2.13.0"
 # Installed even if the calling Python has them: their commands must be in .venv.
 TOOLS = ["meson>=1.3", "meson-python>=0.18", "mypy", "ninja", "pytest", "ruff"]

@@ -15,7 +15,7 @@ typedef struct asgd_schedule {
 
 /* pow(x, exponent) of a float32 tensor and a number, which has code of its own for some
  * exponents. (Also for negative ones: these kernels are not launched with such an alpha,
- * _stock_trial.py.) */
+ * _trials/stock_trial.py.) */
 OF_RULE_FN float asgd_power(float x, double exponent) {
     const float single = (float)exponent;
     if (exponent == 0.0)

@@ -6,22 +6,22 @@
 
 Everything else in the training loop stays as it is."""
 
-from optfuse._started import as_command
+from optfuse._library.started import as_command
 
 if not as_command():  # whose commands import what they need, and may find that it can't be loaded
-    from optfuse import _library
+    from optfuse._library import loader
 
-    _library.here()  # says what to do where torch can't be used; the modules just import it
+    loader.here()  # says what to do where torch can't be used; the modules just import it
     from optfuse import optim, pipeline
     from optfuse._ab.ab import ab
-    from optfuse._clip import clip_grad_norm_
-    from optfuse._delay import drain
+    from optfuse._accumulate import accumulate
+    from optfuse._clipping.clip_norm import clip_grad_norm_
     from optfuse._fuse import flush, fuse, unfuse
-    from optfuse._kfac.kfac import KFAC, KFACSummary, kfac
-    from optfuse._native import Error
+    from optfuse._layers.delay.delayed_updates import drain
+    from optfuse._layers.kfac.kfac import KFAC, KFACSummary, kfac
+    from optfuse._layers.reorder.reorder import Reordering, reorder
+    from optfuse._library.bindings import Error
     from optfuse._own_step.register import register
-    from optfuse._passes import accumulate
-    from optfuse._reorder import Reordering, reorder
     from optfuse._summary import Summary, explain, summary
 
 __version__ = "0.1.0"

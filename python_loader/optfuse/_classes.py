@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from optfuse import _delay, _products, _step, _stock_trial
-from optfuse._check import parameters_of
-from optfuse._choice import other_counters, why_not_tried
+from optfuse import _step
+from optfuse._arguments.check import parameters_of
+from optfuse._arguments.wrappers import unwrapped
 from optfuse._gpu import is_gpu
+from optfuse._layers.delay import delayed_updates
+from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard, lib
 from optfuse._link import Link, link_of
-from optfuse._native import BACKWARD, FORWARD, Error, guard, lib
 from optfuse._options import LINK, MADE, Options, is_fused
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.updates import running
@@ -27,7 +28,8 @@ from optfuse._scheduler import rewrap
 from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
 from optfuse._traced.trial import try_first, try_traced
-from optfuse._wrappers import unwrapped
+from optfuse._trials import products, stock_trial
+from optfuse._trials.rule_choice import other_counters, why_not_tried
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -62,14 +64,14 @@ class _Fused:
         link = link_of(optimizer)
         found: dict[str, Any] = link.stock.state_dict(optimizer)
         if link.delayed is not None:
-            found[_delay.KEY] = link.delayed.state(optimizer)
+            found[delayed_updates.KEY] = link.delayed.state(optimizer)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link = link_of(optimizer)
         _refuse_late_load(link)
-        late = state_dict.get(_delay.KEY) if link.delayed is not None else None
+        late = state_dict.get(delayed_updates.KEY) if link.delayed is not None else None
         if link.delayed is not None:
             link.delayed.check(optimizer, late)
         link.stock.load_state_dict(optimizer, state_dict)
@@ -201,17 +203,17 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
     """Tries whether our update has the bits of the class's own step(), where that is not known;
     once for each kind of parameters. False: it was known of all."""
     rule = RULES.get(stock)
-    if rule is None or not any(_stock_trial.kinds(rule, stock, groups)):
+    if rule is None or not any(stock_trial.kinds(rule, stock, groups)):
         return False
 
     def fuse_for_trial(small: Optimizer) -> Optimizer:
-        _products.make(rule, small.param_groups)
+        products.make(rule, small.param_groups)
         on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
         return become_fused(small, Options(), rule.on_gpus() if on_gpu else rule)
 
-    _stock_trial.make(stock, groups, rule, fuse_for_trial)
-    if not _stock_trial.verdicts(rule, stock, groups):
-        _products.make(rule, groups)
+    stock_trial.make(stock, groups, rule, fuse_for_trial)
+    if not stock_trial.verdicts(rule, stock, groups):
+        products.make(rule, groups)
     return True
 
 
@@ -234,7 +236,7 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule | None = No
     stock = type(optimizer)
     link = Link(optimizer, options, rule)
     if options.delays:
-        link.delayed = _delay.Delayed(link, optimizer, options)
+        link.delayed = delayed_updates.Delayed(link, optimizer, options)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = fused_class(stock, link.rule.external)  # type: ignore[assignment, arg-type]
     rewrap(optimizer)

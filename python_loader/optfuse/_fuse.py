@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from optfuse import _process
-from optfuse._await import AwaitedLater
-from optfuse._check import (
+from optfuse._arguments.check import (
     COMM_HOOK,
     DATA_PARALLEL,
     DELAY,
@@ -26,7 +25,7 @@ from optfuse._check import (
     optional,
     whole,
 )
-from optfuse._choice import rule_of
+from optfuse._arguments.wrappers import returns_the_wrapper
 from optfuse._classes import (
     become_fused,
     become_stock,
@@ -34,13 +33,14 @@ from optfuse._classes import (
     try_to_trace,
     try_with_stock,
 )
-from optfuse._ddp import Reduction, check_model, reduction_of
-from optfuse._delay import delays_of
+from optfuse._clipping.preconditioners import kfac_of
+from optfuse._ddp.await_reduction import AwaitedLater
+from optfuse._ddp.reduction import Reduction, check_model, reduction_of
+from optfuse._layers.delay.delayed_updates import delays_of
+from optfuse._library.bindings import BACKWARD, FORWARD, Error
+from optfuse._library.log import warn
 from optfuse._link import link_of
-from optfuse._log import warn
-from optfuse._native import BACKWARD, FORWARD, Error
 from optfuse._options import Options, is_disabled, is_fused
-from optfuse._preconditioned import kfac_of
 from optfuse._refuse import (
     check_class,
     check_eager,
@@ -51,7 +51,7 @@ from optfuse._refuse import (
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step
 from optfuse._selfcheck import gpu_bits_differ
-from optfuse._wrappers import returns_the_wrapper
+from optfuse._trials.rule_choice import rule_of
 
 _MODES = {"forward": FORWARD, "backward": BACKWARD}
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, guard, lib
+from optfuse._library.bindings import Error, guard, lib
 from optfuse._snapshot import Groups, State
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 Entry = dict[Any, Any]
 _LATE = (

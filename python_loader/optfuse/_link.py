@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from optfuse import _by_hand, _compiled, _consumed, _gpu, _scaled, _shared_state
-from optfuse._check import label
-from optfuse._choice import rule_of, why_own_step
-from optfuse._dtensor import Sharded, check_layout, is_dtensor, local_of
+from optfuse import _gpu, _shared_state
+from optfuse._arguments.check import label
+from optfuse._backward import consumed_gradients, loss_scale
+from optfuse._dtensor.local_tensors import Sharded, check_layout, is_dtensor, local_of
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._late import Told, Used
-from optfuse._native import (
+from optfuse._library.bindings import (
     ATTACH,
     BACKWARD,
     NEEDS_STATE,
@@ -41,17 +41,19 @@ from optfuse._native import (
     message,
 )
 from optfuse._options import LINK, Options
-from optfuse._own_step import updates
+from optfuse._own_step import hand_set_scale, updates
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.twin import step_of
+from optfuse._patches import compiled
 from optfuse._rules import OWN, Rule
 from optfuse._scalars import DeviceScalars
 from optfuse._snapshot import Groups, GroupsSnapshot, State, StateSnapshot, params_of
-from optfuse._stock_trial import flags_of, unknown_dtypes
 from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
 from optfuse._traced.updates import Traced
+from optfuse._trials.rule_choice import rule_of, why_own_step
+from optfuse._trials.stock_trial import flags_of, unknown_dtypes
 
 
 class Delayed(Protocol):
@@ -171,7 +173,7 @@ class Link:
         """Nobody can read what the updates have used up. What step() has not confirmed stays: at
         such a gradient stock's step() raises."""
         confirmed = [p for slot, p in enumerate(self._params) if not self.is_ahead(slot)]
-        _consumed.drop([*confirmed, *map(local_of, confirmed)])
+        consumed_gradients.drop([*confirmed, *map(local_of, confirmed)])
 
     # ---- parameters and groups
 
@@ -518,7 +520,7 @@ class Link:
     def _step(self, optimizer: Optimizer, same_groups: bool) -> None:
         if not same_groups:
             self.sync_params(optimizer)
-        if _by_hand.has_scale(optimizer, self.rule):
+        if hand_set_scale.has_scale(optimizer, self.rule):
             if not lib.of_shim_unconfirmed(self.plan):
                 self._step_scaled(optimizer)
                 return
@@ -561,7 +563,7 @@ class Link:
                     self.sync_params(optimizer)
             if done:
                 self._used.confirm()
-        if _compiled.running() or _gpu.replays_are_unseen():
+        if compiled.running() or _gpu.replays_are_unseen():
             self.flush()
 
     def _step_scaled(self, optimizer: Optimizer) -> None:
@@ -569,7 +571,7 @@ class Link:
         self.flush()
         self.adopt_state(optimizer)
         self._order.check()
-        _by_hand.step_with_scale(optimizer, self.stock, self.rule)
+        hand_set_scale.step_with_scale(optimizer, self.stock, self.rule)
         self._state_snapshot.forget()
         self._used.confirm()
         lib.of_shim_restart_count(self.plan)
@@ -577,13 +579,13 @@ class Link:
     def begin_backward(self, only_adds: bool) -> None:
         """At the first complete gradient of a backward pass."""
         if self.options.accumulate != 1:
-            _scaled.refuse_nested()
+            loss_scale.refuse_nested()
         if not only_adds:
             with self._telling:
                 self._tell_all(self.optimizer())
 
     def _tell_all(self, optimizer: Optimizer) -> None:
-        _scaled.refuse_if_scaled()
+        loss_scale.refuse_if_scaled()
         groups = optimizer.param_groups
         same_groups = self.snapshot.are_same(groups)
         if not same_groups and guard("groups") and not self.snapshot.have_same_params(groups):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import FORWARD
+from optfuse._library.bindings import FORWARD
 
 LINK = "_optfuse_link"  # the attribute of a fused optimizer that holds its Link
 MADE = "_optfuse_made"  # and of one that has been made and fused, but Python calls __init__() again

@@ -13,21 +13,12 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import (
-    _await,
-    _compiled,
-    _ddp,
-    _fold,
-    _gpu,
-    _patches,
-    _preconditioned,
-    _profiling,
-    _raw,
-    _scaled,
-)
-from optfuse._dtensor import local_of
-from optfuse._link import Link, links
-from optfuse._native import (
+from optfuse import _gpu
+from optfuse._backward import loss_scale
+from optfuse._clipping import preconditioners, unscale
+from optfuse._ddp import await_reduction, reduction
+from optfuse._dtensor.local_tensors import local_of
+from optfuse._library.bindings import (
     BACKWARD,
     DONE,
     EVENT_APPLY,
@@ -37,8 +28,10 @@ from optfuse._native import (
     guard,
     lib,
 )
-from optfuse._native import start as start_library
+from optfuse._library.bindings import start as start_library
+from optfuse._link import Link, links
 from optfuse._own_step import updates
+from optfuse._patches import compiled, listed, profiling, raw_memory
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:
@@ -55,7 +48,7 @@ def flush_all() -> None:
     _each_marked(Link.flush)
     if updates.running():
         return
-    _await.await_all()
+    await_reduction.await_all()
     if lib.of_any_pending():  # of an extension in C++
         check(lib.of_flush_all())
 
@@ -133,15 +126,15 @@ def start() -> None:
     if _started:
         return
     start_library(_on_event)
-    _patches.warn_of_changes()
+    listed.warn_of_changes()
     os.register_at_fork(before=_flush_before_fork)
-    _raw.install(flush_all, _swap_and_tell)
-    _compiled.install(lambda: _each_marked(Link.flush_for_compiled))
+    raw_memory.install(flush_all, _swap_and_tell)
+    compiled.install(lambda: _each_marked(Link.flush_for_compiled))
     _gpu.install(flush_all, drain_all)
-    _profiling.install(flush_all)
-    _scaled.install()
-    _fold.install()
-    _ddp.install()
-    _await.install()
-    _preconditioned.install()
+    profiling.install(flush_all)
+    loss_scale.install()
+    unscale.install()
+    reduction.install()
+    await_reduction.install()
+    preconditioners.install()
     _started = True

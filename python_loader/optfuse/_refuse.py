@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse import optim
-from optfuse._check import label
-from optfuse._choice import rule_of
-from optfuse._dtensor import is_dtensor, local_of, why_not
+from optfuse._arguments.check import label
+from optfuse._dtensor.local_tensors import is_dtensor, local_of, why_not
 from optfuse._gpu import is_gpu
-from optfuse._native import Error
+from optfuse._library.bindings import Error
 from optfuse._own_step.reach import inner_optimizer, span_of
 from optfuse._own_step.register import INDEPENDENT, is_registered
 from optfuse._rules import RULES, Rule
+from optfuse._trials.rule_choice import rule_of
 
 _REGISTER = (
     "If its step() treats each parameter by itself, say so with optfuse.register(cls, "

@@ -27,11 +27,11 @@ from torch.optim.rmsprop import RMSprop
 from torch.optim.rprop import Rprop
 from torch.optim.sgd import SGD
 
-from optfuse._check import shown
-from optfuse._dtensor import is_dtensor
+from optfuse._arguments.check import shown
+from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._gpu import lr_of
-from optfuse._library import REBUILD
-from optfuse._native import lib
+from optfuse._library.bindings import lib
+from optfuse._library.loader import REBUILD
 from optfuse.optim import CLASSES
 
 Group = dict[str, Any]

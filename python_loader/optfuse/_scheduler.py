@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from optfuse._native import Error
-from optfuse._profiling import stranger
+from optfuse._library.bindings import Error
+from optfuse._patches.profiling import stranger
 from optfuse._rules import RULES
 
 _WRAPPED = "_wrapped_by_lr_sched"

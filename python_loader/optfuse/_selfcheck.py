@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._clip import clip_grad_norm_
+from optfuse._clipping.clip_norm import clip_grad_norm_
 from optfuse._gpu import is_gpu
-from optfuse._native import Error
+from optfuse._library.bindings import Error
 
 STEPS = 3
 SIZES = (1, 7, 64, 1003, 8196, 9001)  # in fours and not; all threads of a block, several times

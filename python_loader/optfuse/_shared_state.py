@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from optfuse._native import Error, guard
+from optfuse._library.bindings import Error, guard
 
 _TWICE = (
     "optfuse: {} and {} have a tensor of their state in common, so that each step would use it "

@@ -10,7 +10,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from optfuse._native import lib_with_gil
+from optfuse._library.bindings import lib_with_gil
 
 Groups = list[dict[str, Any]]
 

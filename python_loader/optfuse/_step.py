@@ -12,12 +12,12 @@ import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from optfuse._check import parameters_of
-from optfuse._clip import clip
+from optfuse._arguments.check import parameters_of
+from optfuse._arguments.wrappers import unwrapped
+from optfuse._clipping.clip_norm import clip
+from optfuse._library.bindings import BACKWARD, Error, lib, lib_with_gil
 from optfuse._link import Link, link_of
-from optfuse._native import BACKWARD, Error, lib, lib_with_gil
-from optfuse._profiling import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
-from optfuse._wrappers import unwrapped
+from optfuse._patches.profiling import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
 
 
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

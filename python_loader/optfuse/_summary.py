@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _products
-from optfuse._check import FUSED, checked
+from optfuse._arguments.check import FUSED, checked
 from optfuse._gpu import is_gpu
+from optfuse._library.bindings import DTYPES, FORWARD, Counts, check, lib
 from optfuse._link import link_of
-from optfuse._native import DTYPES, FORWARD, Counts, check, lib
 from optfuse._options import is_fused
 from optfuse._rules import Group, Rule
+from optfuse._trials import products
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def summary(optimizer: Optimizer) -> Summary:
         gpu_bits_differ=link.gpu_bits_differ,
         own_step_because=link.own_step_because,
         traced=link.traced.described() if link.traced is not None else "",
-        products_because=tuple(_products.reasons(link.rule, groups)),
+        products_because=tuple(products.reasons(link.rule, groups)),
         isa={
             name: _external_updates(link.rule, groups, name)
             if link.rule.external

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from optfuse._pipeline.plan import Layer, Place, Plan, Simulated, Task
-from optfuse._pipeline.planning import plan
+from optfuse._layers.pipeline.plan import Layer, Place, Plan, Simulated, Task
+from optfuse._layers.pipeline.planning import plan
 
 if TYPE_CHECKING:
-    from optfuse._pipeline.runtime import Pipeline
+    from optfuse._layers.pipeline.runtime import Pipeline
 
 __all__ = ["Layer", "Pipeline", "Place", "Plan", "Simulated", "Task", "plan"]
 
@@ -19,6 +19,6 @@ def __getattr__(name: str) -> Any:
     operators when it is imported."""
     if name != "Pipeline":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from optfuse._pipeline.runtime import Pipeline
+    from optfuse._layers.pipeline.runtime import Pipeline
 
     return Pipeline

@@ -30,7 +30,7 @@ struct CxxClass {
     // What new state tensors are filled with; defaults: the optimizer's.
     double (*initial)(const torch::optim::OptimizerOptions &defaults);
     // The last release, 2.x, whose fused operator rounds in 16 bits on the CPU as our update, as
-    // in _releases.py; 0: all do.
+    // in _library/releases.py; 0: all do.
     int same_16_bits_up_to;
 };
 

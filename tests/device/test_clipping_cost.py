@@ -11,8 +11,8 @@ from legal import backward, legal, net, settle, train
 from test_captures import captured
 
 import optfuse
+from optfuse._library.bindings import lib
 from optfuse._link import link_of
-from optfuse._native import lib
 from optfuse._process import drain_all
 
 

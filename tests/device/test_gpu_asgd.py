@@ -14,8 +14,8 @@ from legal import backward, host_waits, legal, net, races_without, train
 from torch.optim import ASGD
 
 import optfuse
-from optfuse import _stock_trial
 from optfuse._process import drain_all
+from optfuse._trials import stock_trial
 
 NUMBERS = ("step", "eta", "mu")
 QUICK = {"lambd": 3.0, "alpha": 0.3, "t0": 2.0}  # numbers that change from step to step
@@ -26,8 +26,8 @@ OWN = {"float32": "own step()"}
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
     """Of their own, and quick."""
-    monkeypatch.setattr(_stock_trial, "known", {})
-    monkeypatch.setattr(_stock_trial, "SIZES", (1, 7, 64))
+    monkeypatch.setattr(stock_trial, "known", {})
+    monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64))
 
 
 def parameters(sizes=(7, 64), dtype=torch.float32):

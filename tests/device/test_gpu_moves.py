@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Adafactor, Adagrad, Muon, NAdam, RMSprop
 
 import optfuse
-from optfuse import _stock_trial
 from optfuse._rules import RULES
+from optfuse._trials import stock_trial
 
 TRIED = [cls for cls in RULES if cls.__name__ in ENTRIES]
 MODES = ("forward", "backward")
@@ -24,9 +24,9 @@ OWN, KERNELS = {"float32": "own step()"}, {"float32": "cuda"}
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
     """Of their own, and quick."""
-    monkeypatch.setattr(_stock_trial, "known", {})
-    monkeypatch.setattr(_stock_trial, "SIZES", (1, 7, 64))
-    monkeypatch.setattr(_stock_trial, "STEPS", 3)
+    monkeypatch.setattr(stock_trial, "known", {})
+    monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64))
+    monkeypatch.setattr(stock_trial, "STEPS", 3)
 
 
 def model_on(device, dtype=torch.float32):
@@ -191,5 +191,5 @@ def test_a_copy_of_a_cast_model_is_of_the_kind_that_it_is_now():
     moved(model, torch.float64)
     twin_of, twin = copy.deepcopy((model, optimizer))
     train(twin_of, twin, 2)
-    tried = {kind[1] for kind in _stock_trial.known}
+    tried = {kind[1] for kind in stock_trial.known}
     assert tried == {torch.float32, torch.float64} and isa(twin) == {"float64": "cuda"}

@@ -12,8 +12,9 @@ from legal import host_waits, legal, net, races_without, train
 from torch.optim import Adafactor, Muon
 
 import optfuse
-from optfuse import _rules, _stock_trial
+from optfuse import _rules
 from optfuse._process import drain_all
+from optfuse._trials import stock_trial
 
 MODES = ("forward", "backward")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -35,8 +36,8 @@ OWN = {"float32": "own step()"}
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
     """Of their own, and quick."""
-    monkeypatch.setattr(_stock_trial, "known", {})
-    monkeypatch.setattr(_stock_trial, "STEPS", 3)
+    monkeypatch.setattr(stock_trial, "known", {})
+    monkeypatch.setattr(stock_trial, "STEPS", 3)
 
 
 def parameters(cls, dtype=torch.float32, shapes=None):
@@ -189,15 +190,15 @@ def test_without_the_trial_other_bits_are_trained_with(monkeypatch):
 @pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
 def test_the_trial_ends_with_numbers(cls, dtype, monkeypatch):
     """NaN equals NaN: of an overflow nothing could be seen."""
-    monkeypatch.setattr(_stock_trial, "STEPS", 8)
+    monkeypatch.setattr(stock_trial, "STEPS", 8)
     ends = []
-    made = _stock_trial._made
+    made = stock_trial._made
 
     def and_kept(stock, options, params):
         ends.append(params)
         return made(stock, options, params)
 
-    monkeypatch.setattr(_stock_trial, "_made", and_kept)
+    monkeypatch.setattr(stock_trial, "_made", and_kept)
     optfuse.fuse(cls(parameters(cls, dtype)))
     assert len(ends) >= 6, "three variations, both ways"
     for param in (param for params in ends for param in params):
@@ -206,7 +207,7 @@ def test_the_trial_ends_with_numbers(cls, dtype, monkeypatch):
 
 def test_a_group_whose_trial_fails_is_refused(monkeypatch):
     optimizer = optfuse.fuse(Muon(parameters(Muon)))
-    monkeypatch.setattr(_stock_trial, "_compare", lambda *_: "the parameter")
+    monkeypatch.setattr(stock_trial, "_compare", lambda *_: "the parameter")
     with pytest.raises(optfuse.Error, match="by torch's operators, but .* fuse it again with all"):
         optimizer.add_param_group({"params": parameters(Muon), "weight_decay": 0.3})
     assert len(optimizer.param_groups) == 1

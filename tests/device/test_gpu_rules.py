@@ -15,8 +15,9 @@ from optim_entries import ENTRIES
 from torch.optim import Adagrad, Adamax, NAdam, RAdam, RMSprop
 
 import optfuse
-from optfuse import _stock_trial, optim
+from optfuse import optim
 from optfuse._rules import RULES
+from optfuse._trials import stock_trial
 from optfuse.optim import Lion
 
 pytestmark = pytest.mark.usefixtures("rounds_as_cuda")
@@ -32,12 +33,12 @@ KERNELS = {"float32": "cuda"}
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(_stock_trial, "known", {})
+    monkeypatch.setattr(stock_trial, "known", {})
 
 
 @pytest.fixture
 def small_trials(monkeypatch):
-    monkeypatch.setattr(_stock_trial, "SIZES", (1, 7, 64))
+    monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64))
 
 
 def parameters(dtype=torch.float32, sizes=(1, 7, 64, 1003, 9001)):
@@ -173,7 +174,7 @@ def test_a_way_that_only_other_options_take_is_tried(monkeypatch, small_trials):
             param.view(torch.int32)[0] ^= 1
 
     assert isa(optfuse.fuse(optim.Adan(parameters(sizes=(9,)), lr=1e-2))) == KERNELS
-    _stock_trial.known.clear()
+    stock_trial.known.clear()
     monkeypatch.setattr(optim.Adan, "_update", with_another_bit)
     assert isa(optfuse.fuse(optim.Adan(parameters(sizes=(9,)), lr=1e-2))) == OWN
 
@@ -182,7 +183,7 @@ def test_a_trial_that_fails_leaves_the_class_its_step(monkeypatch, small_trials)
     def fail(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(_stock_trial, "_compare", fail)
+    monkeypatch.setattr(stock_trial, "_compare", fail)
     optimizer = optfuse.fuse(RMSprop(parameters()))
     assert isa(optimizer) == OWN
     assert "the trial of the kernels failed: RuntimeError: no such kernel" in str(
@@ -229,8 +230,8 @@ def test_foreach_that_was_asked_for_is_for_subclasses_too(small_trials):
 
 
 def test_a_trial_that_ends_in_nothing_but_nan_proves_nothing(monkeypatch, small_trials):
-    monkeypatch.setattr(_stock_trial, "SPECIAL", ())
-    monkeypatch.setattr(_stock_trial, "_numbers", lambda like, *_: torch.full_like(like, torch.nan))
+    monkeypatch.setattr(stock_trial, "SPECIAL", ())
+    monkeypatch.setattr(stock_trial, "_numbers", lambda like, *_: torch.full_like(like, torch.nan))
     optimizer = optfuse.fuse(RMSprop(parameters(sizes=(7,))))
     assert isa(optimizer) == OWN
     assert "could not be compared with it: all numbers" in str(optfuse.summary(optimizer))
@@ -238,7 +239,7 @@ def test_a_trial_that_ends_in_nothing_but_nan_proves_nothing(monkeypatch, small_
 
 def test_each_kind_is_tried_once(monkeypatch, small_trials):
     optfuse.fuse(RMSprop(parameters(), lr=1.0))
-    monkeypatch.setattr(_stock_trial, "_compare", lambda *_: pytest.fail("tried again"))
+    monkeypatch.setattr(stock_trial, "_compare", lambda *_: pytest.fail("tried again"))
     assert isa(optfuse.fuse(RMSprop(parameters(), lr=2.0))) == KERNELS
     assert isa(copy.deepcopy(optfuse.fuse(RMSprop(parameters())))) == KERNELS
 
@@ -255,7 +256,7 @@ def check_guard(name, monkeypatch):
 
     own = final()
     monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", name)
-    _stock_trial.known.clear()
+    stock_trial.known.clear()
     kernels = final()
     with pytest.raises(AssertionError):
         assert_same("parameters", kernels, own)

@@ -8,8 +8,9 @@ from common import adamw
 from fakecuda import NAME
 
 import optfuse
-from optfuse import _clip, _selfcheck
+from optfuse import _selfcheck
 from optfuse._ab import result
+from optfuse._clipping import clip_norm
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_fused_where_new_tensors_go_to_the_gpu_by_default():
 
 
 def test_what_else_draws_numbers_does_so_on_the_cpu():
-    on_the_cpu = _clip._our_norm_is_torchs.__wrapped__()  # as this CPU's operators sum
+    on_the_cpu = clip_norm._our_norm_is_torchs.__wrapped__()  # as this CPU's operators sum
     with torch.device(NAME):
-        assert _clip._our_norm_is_torchs.__wrapped__() == on_the_cpu
+        assert clip_norm._our_norm_is_torchs.__wrapped__() == on_the_cpu
         assert result.median_interval([2.0, 4.0]).median == 3.0

@@ -31,7 +31,7 @@ from torch.testing._internal.common_optimizers import (
 )
 
 import optfuse
-from optfuse import _releases
+from optfuse._library import releases
 from optfuse._rules import RULES
 from optfuse.optim import CLASSES
 
@@ -135,9 +135,9 @@ def make(one, params, **flags):
 def falls_back(one, params):
     """Whether these parameters get the class's own step(), with the flags it has, because
     their release has other bits than the kernels."""
-    release = _releases.release_of(torch.__version__)
+    release = releases.release_of(torch.__version__)
     dtype = str(params[0].dtype).removeprefix("torch.")
-    if _releases.holds(RULES[INFOS[one.name].optim_cls].name, dtype, release):
+    if releases.holds(RULES[INFOS[one.name].optim_cls].name, dtype, release):
         return False
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
     return optfuse.summary(optfuse.fuse(make(one, copies))).isa[dtype] == "own step()"

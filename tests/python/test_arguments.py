@@ -14,7 +14,7 @@ from common import adamw, assert_same, loss_of, net, python_ok, same, snapshot, 
 from torch import nn
 
 import optfuse
-from optfuse import _check
+from optfuse._arguments import check
 
 NAN = math.nan
 NO_LIMIT = (None, "1", True, [1.0], 1j, torch.ones(2))
@@ -210,7 +210,7 @@ def test_every_public_parameter_is_in_the_table():
 def test_a_parameter_without_a_kind_is_noticed_when_the_function_is_made():
     with pytest.raises(TypeError, match="strict"):
 
-        @_check.checked(optimizer=_check.OPTIMIZER)
+        @check.checked(optimizer=check.OPTIMIZER)
         def fuse(optimizer, strict=False):
             pass
 

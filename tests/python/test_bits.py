@@ -18,7 +18,7 @@ import torch
 from common import assert_same_tensor, python_ok
 
 import optfuse
-from optfuse import _releases
+from optfuse._library import releases
 
 SIZES = (1, 7, 8, 15, 16, 17, 31, 64, 1003)
 LARGE = 100_000
@@ -71,8 +71,8 @@ def normal(sizes, dtype, seed, scale=1.0):
 
 
 def broken(name, dtype):
-    release = _releases.release_of(torch.__version__)
-    in_release = _releases.holds("sgd", "bfloat16", release)
+    release = releases.release_of(torch.__version__)
+    in_release = releases.holds("sgd", "bfloat16", release)
     return in_release and name == "SGD" and dtype in (torch.bfloat16, torch.float16)
 
 

@@ -23,7 +23,7 @@ from common import (
 from torch import nn
 
 import optfuse
-from optfuse import _clip
+from optfuse._clipping import clip_norm
 
 
 @pytest.mark.parametrize("make", (adamw, sgd))
@@ -69,7 +69,7 @@ def test_our_norms_are_those_of_torch(several_threads):
     and on three, with infinities and NaN among them."""
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("PyTorch's norm has other roundings here; its operator is used")
-    assert _clip._our_norm_is_torchs()
+    assert clip_norm._our_norm_is_torchs()
     sizes = (*range(1, 130), 1000, 4095, 33_333, 400_001)
     for spread in (1.0, 1e-30, 1e25):
         params = [nn.Parameter(torch.zeros(n)) for n in sizes]
@@ -79,7 +79,7 @@ def test_our_norms_are_those_of_torch(several_threads):
         params[50].grad[3], params[60].grad[4] = math.inf, math.nan
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            ours = _clip.Gradients(params).norms()
+            ours = clip_norm.Gradients(params).norms()
             stock = torch.stack([torch.linalg.vector_norm(p.grad, 2.0) for p in params])
             assert_same_tensor(f"norms of {spread}", ours, stock)
             stock = torch.stack(torch._foreach_norm([p.grad for p in params], 2.0))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import optfuse
-from optfuse import _started
 from optfuse._doctor import assumptions, bits, privacy
+from optfuse._library import started
 
 PACKAGE = Path(optfuse.__file__).parent
 
@@ -145,7 +145,7 @@ def test_only_the_command_is_left_without_the_names_of_the_package(tmp_path, mon
     run = [sys.executable, "-m", "myoptfuse"]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for started, is_it in (
+    for command, is_it in (
         ("-m optfuse run", True),
         ("-um optfuse", True),
         ("-moptfuse run", True),
@@ -153,14 +153,14 @@ def test_only_the_command_is_left_without_the_names_of_the_package(tmp_path, mon
         ("-m other optfuse", False),
         ("-X dev -m optfuse.other", False),
     ):
-        words = started.split()
+        words = command.split()
         module = next(i for i, word in enumerate(words) if re.match("-[a-z]*m", word))
         module += words[module].endswith("m")
         monkeypatch.setattr(sys, "orig_argv", ["python", *words])
         monkeypatch.setattr(sys, "argv", ["-m", *words[module + 1 :]])
-        assert _started.as_command() is is_it, started
+        assert started.as_command() is is_it, command
         monkeypatch.setattr(sys, "argv", ["elsewhere", *words[module + 1 :]])
-        assert not _started.as_command()
+        assert not started.as_command()
 
 
 def test_numbers_that_differ_are_a_problem():

@@ -14,7 +14,7 @@ import guard_scenarios
 import pytest
 from common import HERE, python
 
-from optfuse._native import lib
+from optfuse._library.bindings import lib
 
 ROOT = HERE.parents[1]
 

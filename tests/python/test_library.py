@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from optfuse import _library
+from optfuse._library import loader
 
 GOOD_PLATFORM = {
     "system": "linux",
@@ -23,13 +23,13 @@ GOOD_PLATFORM = {
     "gil": True,
     "main_interpreter": True,
 }
-TORCH = _library.Torch("2.13.0+cpu", True)
+TORCH = loader.Torch("2.13.0+cpu", True)
 STEM = "liboptfuse_torch-2.13-cxx11abi1-linux_x86_64"
 
 
 def make_library(folder: Path, stem: str = STEM, **changes: object) -> Path:
     """A file that is no library, with a JSON beside it. Returns the .so."""
-    fields = {"torch": "2.13", "cxx11_abi": True, "platform": "linux_x86_64", "abi": _library.ABI}
+    fields = {"torch": "2.13", "cxx11_abi": True, "platform": "linux_x86_64", "abi": loader.ABI}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.json").write_text(json.dumps(fields | changes))
     library = folder / f"{stem}.so"
@@ -38,7 +38,7 @@ def make_library(folder: Path, stem: str = STEM, **changes: object) -> Path:
 
 
 def test_supported_platform_passes() -> None:
-    _library.check_platform(**GOOD_PLATFORM)
+    loader.check_platform(**GOOD_PLATFORM)
 
 
 @pytest.mark.parametrize(
@@ -55,24 +55,24 @@ def test_supported_platform_passes() -> None:
 )
 def test_other_platforms_are_refused(field: str, value: object, says: str) -> None:
     with pytest.raises(ImportError, match=says):
-        _library.check_platform(**(GOOD_PLATFORM | {field: value}))
+        loader.check_platform(**(GOOD_PLATFORM | {field: value}))
 
 
 def test_this_process_is_a_supported_platform() -> None:
-    assert _library._libc() == "glibc"
-    assert _library._has_gil()
-    assert _library._in_main_interpreter()
+    assert loader._libc() == "glibc"
+    assert loader._has_gil()
+    assert loader._in_main_interpreter()
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0a0+git1234", "2.15.0+cu132"])
 def test_supported_releases_pass(version: str) -> None:
-    _library.check_release(_library.Torch(version, True))
+    loader.check_release(loader.Torch(version, True))
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.1.0", "2.10.0+cpu"])
 def test_older_releases_are_refused_with_what_to_do(version: str) -> None:
     with pytest.raises(ImportError) as caught:
-        _library.check_release(_library.Torch(version, True))
+        loader.check_release(loader.Torch(version, True))
     message = str(caught.value)
     assert "2.11 to 2.15" in message and version in message
     assert "`pip install 'torch==2.15.*'`" in message
@@ -83,26 +83,26 @@ def test_older_releases_are_refused_with_what_to_do(version: str) -> None:
 def test_a_release_that_came_later_needs_a_library_that_was_built_for_it(
     version: str, tmp_path: Path
 ) -> None:
-    torch = _library.Torch(version, True)
+    torch = loader.Torch(version, True)
     make_library(tmp_path)
     with pytest.raises(ImportError, match=r"built for torch 2\.13, and this is torch") as caught:
-        _library.find(torch, {}, tmp_path)
+        loader.find(torch, {}, tmp_path)
     message = str(caught.value)
     assert version in message and "pip install --no-build-isolation ." in message
     library = make_library(tmp_path, "liboptfuse_torch-later", torch=torch.release)
-    assert _library.find(torch, {}, tmp_path) == library
+    assert loader.find(torch, {}, tmp_path) == library
 
 
 def test_a_library_for_this_torch_is_chosen(tmp_path: Path) -> None:
     library = make_library(tmp_path)
-    assert _library.find(TORCH, {}, tmp_path) == library
+    assert loader.find(TORCH, {}, tmp_path) == library
 
 
 def test_of_several_libraries_the_one_for_this_torch_is_chosen(tmp_path: Path) -> None:
     make_library(tmp_path, "liboptfuse_torch-2.11-cxx11abi1-linux_x86_64", torch="2.11")
     make_library(tmp_path, "liboptfuse_torch-2.13-cxx11abi0-linux_x86_64", cxx11_abi=False)
     library = make_library(tmp_path)
-    assert _library.find(TORCH, {}, tmp_path) == library
+    assert loader.find(TORCH, {}, tmp_path) == library
 
 
 def test_where_all_are_for_other_releases_one_clause_names_them_and_one_a_torch(
@@ -111,7 +111,7 @@ def test_where_all_are_for_other_releases_one_clause_names_them_and_one_a_torch(
     for release in ("2.11", "2.12", "2.13"):
         make_library(tmp_path, f"liboptfuse_torch-{release}-cxx11abi1-linux_x86_64", torch=release)
     with pytest.raises(ImportError) as caught:
-        _library.find(_library.Torch("2.14.1", True), {}, tmp_path)
+        loader.find(loader.Torch("2.14.1", True), {}, tmp_path)
     message = str(caught.value)
     assert message.startswith("optfuse is built for torch 2.11, 2.12, 2.13, and this is torch 2.14")
     assert "`pip install 'torch==2.13.*'`" in message and "built for torch 2.14" in message
@@ -129,8 +129,8 @@ import types
 package = types.ModuleType("optfuse")
 package.__path__ = [{package!r}]
 sys.modules["optfuse"] = package
-import optfuse._library
-optfuse._library.load()
+import optfuse._library.loader
+optfuse._library.loader.load()
 """
 
 
@@ -145,7 +145,7 @@ optfuse._library.load()
 def test_a_torch_that_is_missing_or_broken_is_told_apart(
     module: str, error: str, says: str
 ) -> None:
-    package = str(Path(_library.__file__).parent)
+    package = str(Path(loader.__file__).parent.parent)
     message = run_load(NO_TORCH.format(module=module, error=error, package=package))
     assert says in message and "'torch==2.15.*'" in message
 
@@ -156,7 +156,7 @@ def test_a_torch_that_is_missing_or_broken_is_told_apart(
         ({"torch": "2.12"}, "built for torch 2.12", "torch 2.13.0+cpu"),
         ({"cxx11_abi": False}, "C++11 ABI 0", "C++11 ABI 1"),
         ({"platform": "linux_aarch64"}, "linux_aarch64", "linux_x86_64"),
-        ({"abi": _library.ABI + 1}, f"ABI {_library.ABI + 1}", f"ABI {_library.ABI}"),
+        ({"abi": loader.ABI + 1}, f"ABI {loader.ABI + 1}", f"ABI {loader.ABI}"),
     ],
 )
 def test_a_library_for_another_torch_is_refused(
@@ -164,7 +164,7 @@ def test_a_library_for_another_torch_is_refused(
 ) -> None:
     make_library(tmp_path, **changes)
     with pytest.raises(ImportError) as caught:
-        _library.find(TORCH, {}, tmp_path)
+        loader.find(TORCH, {}, tmp_path)
     message = str(caught.value)
     assert built in message and here in message
     assert "pip install --no-build-isolation ." in message
@@ -173,7 +173,7 @@ def test_a_library_for_another_torch_is_refused(
 
 def test_no_library_at_all_says_where_it_looked_and_how_to_build(tmp_path: Path) -> None:
     with pytest.raises(ImportError) as caught:
-        _library.find(TORCH, {}, tmp_path)
+        loader.find(TORCH, {}, tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "pip install --no-build-isolation ." in str(caught.value)
 
@@ -181,20 +181,20 @@ def test_no_library_at_all_says_where_it_looked_and_how_to_build(tmp_path: Path)
 def test_a_description_without_its_library_is_refused(tmp_path: Path) -> None:
     make_library(tmp_path).unlink()
     with pytest.raises(ImportError, match="missing"):
-        _library.find(TORCH, {}, tmp_path)
+        loader.find(TORCH, {}, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"torch": "2.13"}'])
 def test_an_unreadable_description_is_refused(tmp_path: Path, text: str) -> None:
     make_library(tmp_path).with_suffix(".json").write_text(text)
     with pytest.raises(ImportError, match="can't read"):
-        _library.find(TORCH, {}, tmp_path)
+        loader.find(TORCH, {}, tmp_path)
 
 
 def test_test_only_builds_are_never_chosen_by_themselves(tmp_path: Path) -> None:
     make_library(tmp_path, STEM + "-guards")
     with pytest.raises(ImportError, match="no compiled library"):
-        _library.find(TORCH, {}, tmp_path)
+        loader.find(TORCH, {}, tmp_path)
 
 
 def test_a_source_checkout_finds_its_own_build(tmp_path: Path) -> None:
@@ -202,21 +202,21 @@ def test_a_source_checkout_finds_its_own_build(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     library = make_library(tmp_path / "build" / "shim")
     with pytest.raises(ImportError, match="no compiled library"):
-        _library.find(TORCH, {}, package)
+        loader.find(TORCH, {}, package)
     (tmp_path / "meson.build").touch()
-    assert _library.find(TORCH, {}, package) == library
+    assert loader.find(TORCH, {}, package) == library
 
 
 def test_the_environment_names_a_library_that_is_compared_too(tmp_path: Path) -> None:
     make_library(tmp_path / "package")
     package = tmp_path / "package"
     mine = make_library(tmp_path / "mine", STEM + "-guards")
-    assert _library.find(TORCH, {"OPTFUSE_LIBRARY": str(mine)}, package) == mine
+    assert loader.find(TORCH, {"OPTFUSE_LIBRARY": str(mine)}, package) == mine
     other = make_library(tmp_path / "other", torch="2.12")
     with pytest.raises(ImportError, match=r"built for torch 2\.12"):
-        _library.find(TORCH, {"OPTFUSE_LIBRARY": str(other)}, package)
+        loader.find(TORCH, {"OPTFUSE_LIBRARY": str(other)}, package)
     with pytest.raises(ImportError, match="not a file"):
-        _library.find(TORCH, {"OPTFUSE_LIBRARY": str(tmp_path / "none.so")}, package)
+        loader.find(TORCH, {"OPTFUSE_LIBRARY": str(tmp_path / "none.so")}, package)
 
 
 def run_load(code: str, **environment: str) -> str:
@@ -237,7 +237,7 @@ def run_load(code: str, **environment: str) -> str:
 def test_the_wrong_library_is_refused_before_it_is_opened(tmp_path: Path) -> None:
     # The file is no library: opening it would raise OSError instead.
     library = make_library(tmp_path, torch="2.0")
-    last = run_load("import optfuse._library as l; l.load()", OPTFUSE_LIBRARY=str(library))
+    last = run_load("import optfuse._library.loader as l; l.load()", OPTFUSE_LIBRARY=str(library))
     assert last.startswith("ImportError: ") and "built for torch 2.0" in last
 
 
@@ -245,14 +245,14 @@ def test_the_wrong_library_is_refused_before_it_is_opened(tmp_path: Path) -> Non
 def test_a_subinterpreter_is_refused() -> None:
     module = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
     importlib.import_module(module)
-    package = str(Path(_library.__file__).parent)
+    package = str(Path(loader.__file__).parent.parent)
     inside = (
         "import sys, types\n"
         "package = types.ModuleType('optfuse')\n"  # optfuse itself would import torch
         f"package.__path__ = [{package!r}]\n"
         "sys.modules['optfuse'] = package\n"
-        "from optfuse import _library\n"
-        "try:\n    _library.load()\n"
+        "from optfuse._library import loader\n"
+        "try:\n    loader.load()\n"
         "except ImportError as error:\n    print('ImportError:', error, flush=True)\n"
     )
     create = "create('legacy')" if sys.version_info >= (3, 13) else "create(isolated=False)"

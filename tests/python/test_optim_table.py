@@ -5,7 +5,7 @@ import pytest
 from torch.optim import SGD
 
 from optfuse import _rules
-from optfuse._native import lib
+from optfuse._library.bindings import lib
 from optfuse.optim import Lion
 
 TEXT = lib.of_shim_rules().decode()

@@ -19,8 +19,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import optfuse
 from optfuse import pipeline
-from optfuse._pipeline.costs import MULTIPLY_ADDS_A_SECOND
-from optfuse._pipeline.plan import KINDS, STRATEGIES, placed
+from optfuse._layers.pipeline.costs import MULTIPLY_ADDS_A_SECOND
+from optfuse._layers.pipeline.plan import KINDS, STRATEGIES, placed
 from optfuse.pipeline import Layer, Plan, Task
 
 ROOT = Path(__file__).parents[2]

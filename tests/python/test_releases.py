@@ -14,10 +14,12 @@ from optim_classes import CLASSES, build, model_for
 from torch.optim import SGD, Adafactor, Adam, AdamW, RMSprop
 
 import optfuse
-from optfuse import _releases, _rules, _stock_trial
-from optfuse._native import DTYPES
+from optfuse import _rules
+from optfuse._library import releases
+from optfuse._library.bindings import DTYPES
+from optfuse._trials import stock_trial
 
-RELEASE = _releases.release_of(torch.__version__)
+RELEASE = releases.release_of(torch.__version__)
 MODES = ("forward", "backward")
 OWN = {"float32": "own step()"}
 
@@ -25,13 +27,13 @@ OWN = {"float32": "own step()"}
 @pytest.fixture
 def unknown(monkeypatch):
     """Each trial is made anew, and quickly."""
-    monkeypatch.setattr(_releases, "TESTED", ("2.0",))
-    monkeypatch.setattr(_stock_trial, "known", {})
-    monkeypatch.setattr(_stock_trial, "SIZES", (1, 7, 64, 1003))
+    monkeypatch.setattr(releases, "TESTED", ("2.0",))
+    monkeypatch.setattr(stock_trial, "known", {})
+    monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64, 1003))
 
 
 #: PyTorch's fused SGD in 16 bits, which even reads past the end.
-BROKEN = [(SGD, dtype) for dtype in DTYPES[2:] if _releases.holds("sgd", dtype, RELEASE)]
+BROKEN = [(SGD, dtype) for dtype in DTYPES[2:] if releases.holds("sgd", dtype, RELEASE)]
 
 
 def updates_by(optimizer):
@@ -51,11 +53,11 @@ def planted(**options):
 
 
 def test_of_a_known_release_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(_stock_trial, "known", {})
+    monkeypatch.setattr(stock_trial, "known", {})
     for cls in CLASSES:
-        if cls in _rules.RULES and not _stock_trial.unknown_dtypes(_rules.RULES[cls]):
+        if cls in _rules.RULES and not stock_trial.unknown_dtypes(_rules.RULES[cls]):
             optfuse.fuse(build(cls, model_for(cls).parameters()))
-    assert not _stock_trial.known
+    assert not stock_trial.known
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -79,22 +81,22 @@ def test_where_this_release_rounds_otherwise_the_class_steps(cls, dtype, mode):
         same(script, mode)
     optimizer = build(cls, model_for(cls).to(getattr(torch, dtype)).parameters())
     by_class = updates_by(optfuse.fuse(optimizer, mode)) == {"own step()"}
-    assert by_class == (not _releases.holds(rule.name, dtype, RELEASE))
+    assert by_class == (not releases.holds(rule.name, dtype, RELEASE))
 
 
-@pytest.mark.skipif(RELEASE not in _releases.TESTED, reason="not among the tested releases")
-@pytest.mark.parametrize("rule, dtype", _releases._LAST)
+@pytest.mark.skipif(RELEASE not in releases.TESTED, reason="not among the tested releases")
+@pytest.mark.parametrize("rule, dtype", releases._LAST)
 def test_what_is_noted_of_releases_is_so(rule, dtype, monkeypatch):
     """A trial, whatever the list says, finds the difference where it is noted."""
-    if rule == "sgd" and _releases.holds(rule, dtype, RELEASE):
+    if rule == "sgd" and releases.holds(rule, dtype, RELEASE):
         pytest.skip("PyTorch's fused SGD in 16 bits is broken in this release")
-    monkeypatch.setattr(_releases, "_LAST", {(rule, dtype): "2.0"})
-    monkeypatch.setattr(_stock_trial, "known", {})
+    monkeypatch.setattr(releases, "_LAST", {(rule, dtype): "2.0"})
+    monkeypatch.setattr(stock_trial, "known", {})
     cls = next(cls for cls, one in _rules.RULES.items() if one.name == rule)
     optimizer = optfuse.fuse(build(cls, model_for(cls).to(getattr(torch, dtype)).parameters()))
     monkeypatch.undo()
     differs = bool(optfuse.summary(optimizer).own_step_because)
-    assert differs == (not _releases.holds(rule, dtype, RELEASE))
+    assert differs == (not releases.holds(rule, dtype, RELEASE))
 
 
 # A release that is not in the list
@@ -106,10 +108,10 @@ def test_kernels_run_where_a_trial_finds_stocks_bits(cls, dtype, unknown, monkey
     if (cls, dtype) in BROKEN:
         pytest.skip("PyTorch's fused SGD in 16 bits is broken in this release")
     optimizer = optfuse.fuse(build(cls, model_for(cls).to(getattr(torch, dtype)).parameters()))
-    assert _stock_trial.known, "there was no trial"
+    assert stock_trial.known, "there was no trial"
     found = optfuse.summary(optimizer)
     monkeypatch.undo()
-    if _releases.holds(_rules.RULES[cls].name, dtype, RELEASE):
+    if releases.holds(_rules.RULES[cls].name, dtype, RELEASE):
         assert not found.own_step_because and "own step()" not in found.isa.values(), str(found)
     else:
         assert found.isa == {dtype: "own step()"}
@@ -139,7 +141,7 @@ def test_an_update_with_other_bits_gives_way_to_the_class(mode, unknown, monkeyp
 @pytest.mark.parametrize("cls", (SGD, AdamW))
 def test_a_class_whose_own_step_is_fused(cls, mode, unknown, monkeypatch):
     """It notes in an attribute that it has looked at its parameters."""
-    monkeypatch.setattr(_stock_trial, "_compare", lambda *_: "the parameter")
+    monkeypatch.setattr(stock_trial, "_compare", lambda *_: "the parameter")
 
     def script(wrap):
         model = net()
@@ -206,7 +208,7 @@ def test_flags_that_select_another_implementation_matter_as_before(unknown):
 
 def test_each_kind_is_tried_once(unknown, monkeypatch):
     optimizer = optfuse.fuse(RMSprop(net().parameters(), lr=1.0))
-    monkeypatch.setattr(_stock_trial, "_compare", lambda *_: pytest.fail("tried again"))
+    monkeypatch.setattr(stock_trial, "_compare", lambda *_: pytest.fail("tried again"))
     for other in (optfuse.fuse(RMSprop(net().parameters(), lr=2.0)), copy.deepcopy(optimizer)):
         assert updates_by(other).isdisjoint({"own step()"})
 
@@ -240,7 +242,7 @@ def test_of_a_known_release_a_model_may_be_cast():
 
 
 def test_only_a_cast_to_a_dtype_that_is_not_known_is_refused(monkeypatch):
-    monkeypatch.setattr(_releases, "_LAST", {("rmsprop", "bfloat16"): "2.0"})
+    monkeypatch.setattr(releases, "_LAST", {("rmsprop", "bfloat16"): "2.0"})
     for dtype in (torch.float64, torch.bfloat16):
         model = net()
         optimizer = optfuse.fuse(RMSprop(model.parameters()))

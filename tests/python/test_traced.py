@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from traced_classes import CALLING, TRACEABLE, UNTRACEABLE, Base
 
 import optfuse
+from optfuse._library.bindings import BACKWARD
 from optfuse._link import link_of
-from optfuse._native import BACKWARD
 from optfuse._options import is_fused
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 Wrap = Callable[[Optimizer], Optimizer]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

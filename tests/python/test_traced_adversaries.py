@@ -24,7 +24,7 @@ from optfuse._traced.guide import Place, like
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import Program
 from optfuse._traced.standin import Untraceable
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 # What a step() does: it gets the optimizer, a parameter, its gradient and its state.
 Act = Callable[[Any, Tensor, Tensor, dict[str, Any]], Any]

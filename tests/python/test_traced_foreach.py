@@ -17,7 +17,7 @@ from traced_classes import Base
 
 import optfuse
 from optfuse._link import link_of
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 Formula = Callable[[list[Tensor], list[Tensor]], Any]
 PREFIX = "_foreach_"

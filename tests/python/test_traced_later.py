@@ -13,7 +13,7 @@ from torch import nn
 import optfuse
 from optfuse._link import link_of
 from optfuse._traced.updates import _kind_of_shape
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 
 def convolution():

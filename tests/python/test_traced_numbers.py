@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import optfuse
+from optfuse._library.bindings import Error
 from optfuse._link import link_of
-from optfuse._native import Error
 from optfuse._traced.guide import Place
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import NAMES, Program, make_program
 from optfuse._traced.standin import Later, Untraceable
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 MODES = ("forward", "backward")
 # How the state begins, and a line of step().

@@ -19,7 +19,7 @@ from optfuse._own_step.twin import Twin, attributes_of, options_of, own_attribut
 from optfuse._traced.guide import Place, Recorded, record
 from optfuse._traced.program import GRAD, NAMES, PARAM, STATE, TEMPORARY
 from optfuse._traced.standin import Untraceable
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 Make = Callable[[Any], Optimizer]
 SHAPES = ((7, 5), (33,), (2, 3, 4, 1), (1,))

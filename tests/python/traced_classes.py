@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import optfuse
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 
 class Base(Optimizer):

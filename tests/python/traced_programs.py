@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import optfuse
 from optfuse._link import link_of
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 STEPS = 44
 LATE = (0, 20, 40)

@@ -26,20 +26,29 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
     },
     ("optfuse._script_ab.command", "optfuse._script_ab.work"): "arguments are looked at before "
     "torch is imported, and the library may be missing",
-    ("optfuse._library", "torch"): "the platform is looked at before torch is imported, which "
-    "would not survive a subinterpreter; and a torch that is missing gets our sentence",
-    ("optfuse._pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be installed, "
-    "and takes long to import",
+    ("optfuse._library.loader", "torch"): "the platform is looked at before torch is imported, "
+    "which would not survive a subinterpreter; and a torch that is missing gets our sentence",
+    ("optfuse._layers.pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be "
+    "installed, and takes long to import",
     **{
         ("optfuse._script_ab.plots", f"matplotlib.{name}"): "matplotlib need not be installed"
         for name in ("rc_context", "figure.Figure")
     },
-    ("optfuse.pipeline", "optfuse._pipeline.runtime.Pipeline"): "it needs "
+    ("optfuse.pipeline", "optfuse._layers.pipeline.runtime.Pipeline"): "it needs "
     "torch.distributed.pipelining, which registers operators when it is imported",
 }
 
 #: From the bottom to the top. None reaches one that comes later, by whatever way.
-ROOMS = "_options", "_rules", "_own_step.trial", "_choice", "_link", "_classes", "_fuse", "_ab.ab"
+ROOMS = (
+    "_options",
+    "_rules",
+    "_own_step.trial",
+    "_trials.rule_choice",
+    "_link",
+    "_classes",
+    "_fuse",
+    "_ab.ab",
+)
 
 
 def modules(package: Path) -> dict[str, ast.Module]:

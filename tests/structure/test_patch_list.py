@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is replaced of PyTorch, or used although it is private, is listed in
-python_loader/optfuse/_patches.py."""
+python_loader/optfuse/_patches/listed.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tree import ROOT, name, sources
 
 PACKAGE = ROOT / "python_loader" / "optfuse"
-LIST = PACKAGE / "_patches.py"
+LIST = PACKAGE / "_patches/listed.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 
 
@@ -67,7 +67,7 @@ def patches(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name)
 def test_python_code_replaces_nothing_past_the_list(path: Path) -> None:
     found = [] if path == LIST else list(patches(path.read_text("utf-8")))
-    assert not found, f"{name(path)} has to call replace() of _patches.py: {found}"
+    assert not found, f"{name(path)} has to call replace() of _patches/listed.py: {found}"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def used_by_the_shim() -> set[tuple[str, str]]:
 
 
 def test_what_the_shim_uses_that_is_private_is_listed() -> None:
-    from optfuse._patches import NATIVE
+    from optfuse._patches.listed import NATIVE
 
     assert {(entry.name, entry.file) for entry in NATIVE} == used_by_the_shim()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The list of tested releases (python_loader/optfuse/_releases.py) and what other files,
+"""The list of tested releases (python_loader/optfuse/_library/releases.py) and what other files,
 which can't read it, say of releases."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import runpy
 
 from tree import ROOT
 
-LIST = runpy.run_path(str(ROOT / "python_loader" / "optfuse" / "_releases.py"))
+LIST = runpy.run_path(str(ROOT / "python_loader" / "optfuse" / "_library/releases.py"))
 TESTED = LIST["TESTED"]
 RANGE = f"torch {TESTED[0]} to {TESTED[-1]}"
 

@@ -20,7 +20,7 @@ from optfuse._ab.progress import Progress
 from optfuse._ab.result import Comparison, compare_parameters, judge, undecided
 from optfuse._ab.run import Run
 from optfuse._ab.variants import VARIANTS, BuildFn, NoOptimizer, Wrap, reference, reference_flags
-from optfuse._check import (
+from optfuse._arguments.check import (
     AB_VARIANTS,
     BUILD_FN,
     FUNCTION,
@@ -31,8 +31,8 @@ from optfuse._check import (
     text,
     whole,
 )
-from optfuse._native import Error
-from optfuse._random import random_state, set_random_state
+from optfuse._library.bindings import Error
+from optfuse._trials.random_state import random_state, set_random_state
 
 FEWEST_ROUNDS = 5  # whatever ab()'s limit in seconds
 REFERENCE = "reference"

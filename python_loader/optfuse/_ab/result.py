@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from optfuse._values import same_bits
+from optfuse._trials.compare import same_bits
 
 RESAMPLES = 4000  # of the bootstrap
 LOSS, GAIN = 0.9, 1.1  # a speed that may be both is not known

@@ -14,10 +14,10 @@ from optfuse import _fuse
 from optfuse._ab.clock import Clock, Seconds, page_faults, seed_all
 from optfuse._ab.result import Row, equal_bits
 from optfuse._ab.variants import BuildFn, NoOptimizer, Wrap
-from optfuse._check import OPTIMIZER, argument, refusal
+from optfuse._arguments.check import OPTIMIZER, argument, refusal
 from optfuse._classes import give_up_unasked
-from optfuse._native import Error
-from optfuse._random import random_state, set_random_state
+from optfuse._library.bindings import Error
+from optfuse._trials.random_state import random_state, set_random_state
 
 
 class Refused(Exception):

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optfuse import _patches, _process
+from optfuse import _process
 from optfuse._classes import become_fused
 from optfuse._doctor.finding import Finding, in_words
+from optfuse._library.bindings import Counts, check, lib
 from optfuse._link import link_of
-from optfuse._native import Counts, check, lib
 from optfuse._options import Options
+from optfuse._patches import listed
 
 SIZE = 20_000  # elements, above what small updates wait for
 _KEEP = "use one of the releases above, or don't fuse"
@@ -26,10 +27,10 @@ _KEEP = "use one of the releases above, or don't fuse"
 
 def findings() -> Iterator[Finding]:
     """The library is connected with torch here."""
-    lists = [_patches.EVERYWHERE, _patches.WATCHED]
+    lists = [listed.EVERYWHERE, listed.WATCHED]
     if torch.distributed.is_available():
-        lists.append(_patches.DISTRIBUTED)
-    changed = [change for each in lists for change in _patches.changes(each)]
+        lists.append(listed.DISTRIBUTED)
+    changed = [change for each in lists for change in listed.changes(each)]
     for change in changed:
         yield Finding("torch differs", f"{change}: {_KEEP}", is_problem=True)
     if not changed:

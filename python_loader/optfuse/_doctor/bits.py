@@ -17,9 +17,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from optfuse._ab.result import equal_bits
 from optfuse._doctor.finding import Finding, in_words
 from optfuse._fuse import fuse
-from optfuse._random import random_as_it_was
 from optfuse._rules import RULES
 from optfuse._summary import summary
+from optfuse._trials.random_state import random_as_it_was
 
 STEPS = 4
 SHAPES = ((3, 7), (64, 33), (129, 300))  # small, in bits and pieces, and with several threads

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from optfuse import _library
 from optfuse._doctor.facts import environment, libraries, versions
 from optfuse._doctor.finding import Finding, in_words
 from optfuse._doctor.privacy import without_names
+from optfuse._library import loader
 
 _ADVICE = (
     "What to do stands behind each problem. To ask for help, paste the block above: it has no "
@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
 
 def _checks() -> Iterator[Finding]:
     try:
-        _library.load()  # which says what is wrong with torch or the library
+        loader.load()  # which says what is wrong with torch or the library
         from optfuse._doctor import assumptions, bits, gpus
     except Exception as error:
         yield Finding("loading", in_words(error), is_problem=True)

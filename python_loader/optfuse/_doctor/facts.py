@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optfuse import __version__, _library
+from optfuse import __version__
 from optfuse._doctor.finding import Finding, in_words
-from optfuse._releases import TESTED
+from optfuse._library import loader
+from optfuse._library.releases import TESTED
 
-PACKAGE = Path(_library.__file__).resolve().parent
+PACKAGE = Path(loader.__file__).resolve().parent.parent
 _SETTINGS = ("OPTFUSE_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_TF32", "PYTORCH_")
 _PRELOADED = ("LD_PRELOAD", "MALLOC_CONF")
 
@@ -68,15 +69,15 @@ def libraries() -> Iterator[Finding]:
     """The file that would be opened; why none would is said by who loads it."""
     torch = _torch()
     try:
-        here = _library.Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))
-        library = _library.find(here, os.environ, PACKAGE)
+        here = loader.Torch(str(torch.__version__), bool(torch.compiled_with_cxx11_abi()))
+        library = loader.find(here, os.environ, PACKAGE)
         fields = json.loads(library.with_suffix(".json").read_text(encoding="utf-8"))
         built = ", ".join(f"{name} {value}" for name, value in sorted(fields.items()))
         yield Finding("library", f"{library} ({built})")
-        kernels = _library.find_cuda(library, os.environ)
+        kernels = loader.find_cuda(library, os.environ)
         yield Finding("CUDA kernels", str(kernels or "none: it was built without nvcc"))
     except Exception as error:
-        known = [str(path.with_suffix(".so")) for path in _library.descriptions(PACKAGE)]
+        known = [str(path.with_suffix(".so")) for path in loader.descriptions(PACKAGE)]
         reason = in_words(error) if isinstance(error, ImportError) else "torch can't be imported"
         found = ", ".join(known) or f"none in {PACKAGE}"
         yield Finding("library", f"not found, because {reason}; there is {found}")

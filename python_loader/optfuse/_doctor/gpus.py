@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from optfuse._doctor.finding import Finding
-from optfuse._library import find_cuda
-from optfuse._native import lib
+from optfuse._library.bindings import lib
+from optfuse._library.loader import find_cuda
 
 
 def findings() -> Iterator[Finding]:

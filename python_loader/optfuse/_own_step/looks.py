@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from optfuse._dtensor import is_dtensor
-from optfuse._native import guard
+from optfuse._dtensor.local_tensors import is_dtensor
+from optfuse._library.bindings import guard
 from optfuse._own_step.reach import reachable
 from optfuse._own_step.twin import own_attributes, own_options, step_of
 

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import guard
+from optfuse._library.bindings import guard
 from optfuse._own_step.looks import names_read
 from optfuse._own_step.twin import Group, own_attributes, own_options
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 _FEW = 1024  # numbers in a tensor
 _LISTS = (list, tuple, deque)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, guard
+from optfuse._library.bindings import Error, guard
 from optfuse._own_step.twin import HIDDEN
 
 MOST = 200_000  # objects that are looked at

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._check import FLAG, OPTIMIZER_CLASS, checked
-from optfuse._native import Error
+from optfuse._arguments.check import FLAG, OPTIMIZER_CLASS, checked
+from optfuse._library.bindings import Error
 from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.trial import name_of, try_promise

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optfuse._own_step.twin import Group
-from optfuse._values import deep_copy, difference, same_bits
+from optfuse._trials.compare import deep_copy, difference, same_bits
 
 SETTINGS = "the optimizer's options or attributes"
 

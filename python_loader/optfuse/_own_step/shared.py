@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import guard
+from optfuse._library.bindings import guard
 from optfuse._own_step.reach import reachable, span_of
 from optfuse._own_step.twin import own_attributes, own_options
 

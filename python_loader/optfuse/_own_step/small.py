@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._check import label
-from optfuse._dtensor import local_of
+from optfuse._arguments.check import label
+from optfuse._dtensor.local_tensors import local_of
 from optfuse._own_step.twin import Entry, Group
-from optfuse._values import deep_copy
+from optfuse._trials.compare import deep_copy
 
 SHORT = 8  # elements of a dimension, where a copy is as small as can be
 LARGE = 16_384  # elements that a large copy exceeds, if its parameter does

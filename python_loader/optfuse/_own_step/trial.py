@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, guard
+from optfuse._library.bindings import Error, guard
 from optfuse._own_step import twin
 from optfuse._own_step.reach import why_reaches_too_much
 from optfuse._own_step.settings import SETTINGS, Promise, Settings, changes, copied_settings
@@ -39,8 +39,8 @@ from optfuse._own_step.small import (
 )
 from optfuse._own_step.twin import Entry
 from optfuse._own_step.untouched import untouched
-from optfuse._random import random_as_it_was
-from optfuse._values import deep_copy, difference
+from optfuse._trials.compare import deep_copy, difference
+from optfuse._trials.random_state import random_as_it_was
 
 STEPS = 100  # of one run at most
 T = TypeVar("T")

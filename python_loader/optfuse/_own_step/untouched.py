@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, guard
+from optfuse._library.bindings import Error, guard
 from optfuse._own_step.reach import is_wrapper, reachable, span_of
 from optfuse._own_step.twin import HIDDEN
-from optfuse._values import deep_copy, difference
+from optfuse._trials.compare import deep_copy, difference
 
 _CONTENTS = ("param_groups", "state")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

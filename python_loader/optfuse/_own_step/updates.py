@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._native import Error, lib
+from optfuse._library.bindings import Error, lib
 from optfuse._own_step import twin
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 owns: dict[int, Own] = {}  # plan -> what its updates need, until it is freed
 _thread = threading.local()

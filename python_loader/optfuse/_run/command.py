@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from optfuse._started import interpreter_flags
+from optfuse._library.started import interpreter_flags
 
 VARIABLE = "OPTFUSE_RUN"
 HERE = Path(__file__).resolve().parent

@@ -15,12 +15,12 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from optfuse._check import parameters_of
+from optfuse._arguments.check import parameters_of
 from optfuse._classes import become_stock
-from optfuse._ddp import reduces
+from optfuse._ddp.reduction import reduces
 from optfuse._fuse import fuse
+from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
-from optfuse._native import BACKWARD, Error
 from optfuse._options import is_disabled, is_fused
 from optfuse._own_step.reach import inner_optimizer
 from optfuse._own_step.register import is_registered, register

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from optfuse._library.started import interpreter_flags
 from optfuse._run.command import (
     add_fuse_options,
     add_target,
@@ -17,7 +18,6 @@ from optfuse._run.command import (
     target_of,
 )
 from optfuse._script_ab.child import Script
-from optfuse._started import interpreter_flags
 
 MODES = ("forward", "backward")
 FEWEST_STEPS = 8

@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from optfuse._ab.variants import reference_flags
+from optfuse._library.bindings import BACKWARD
 from optfuse._link import link_of
-from optfuse._native import BACKWARD
 from optfuse._options import is_fused
 from optfuse._run import session
 from optfuse._script_ab import probe

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import optfuse._traced.foreach  # noqa: F401  and with it all handlers
-from optfuse._dtensor import is_dtensor
+from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._own_step.twin import Entry, Group, Twin
 from optfuse._traced.calls import Making, Numbers
 from optfuse._traced.parts import Forms, Parts, make_parts

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from optfuse._native import guard, lib
+from optfuse._library.bindings import guard, lib
 from optfuse._traced.standin import Later, Line, Number, Untraceable
 
 NAMES = lib.of_shim_operators().decode().split()

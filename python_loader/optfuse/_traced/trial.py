@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._dtensor import is_dtensor, laid_out_as, local_of
+from optfuse._dtensor.local_tensors import is_dtensor, laid_out_as, local_of
 from optfuse._gpu import is_gpu
-from optfuse._native import guard
+from optfuse._library.bindings import guard
 from optfuse._options import LINK
 from optfuse._own_step import twin
 from optfuse._own_step.register import check_promise
@@ -32,11 +32,11 @@ from optfuse._own_step.small import RUNS, Run, Small, gradients, small_copies, w
 from optfuse._own_step.trial import enter_training
 from optfuse._own_step.twin import Entry
 from optfuse._own_step.untouched import untouched
-from optfuse._random import random_as_it_was
 from optfuse._traced.rule import TracedRule, traced_rule
 from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._traced.updates import Traced
-from optfuse._values import deep_copy, difference
+from optfuse._trials.compare import deep_copy, difference
+from optfuse._trials.random_state import random_as_it_was
 
 Fuse = Callable[[Optimizer, TracedRule], Optimizer]
 ODD = 7  # elements of a dimension: then some take the reference's scalar code

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._dtensor import has_holes, is_dtensor
-from optfuse._native import lib
+from optfuse._dtensor.local_tensors import has_holes, is_dtensor
+from optfuse._library.bindings import lib
 from optfuse._own_step import twin
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
@@ -30,7 +30,7 @@ from optfuse._traced.guide import Place, Recorded, like, place_of, record
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import MOST_STATE, Program
 from optfuse._traced.standin import ForeignTensor, Made, Untraceable
-from optfuse._values import difference
+from optfuse._trials.compare import difference
 
 State = dict[Tensor, Entry]
 _kinds, _set_program = torch.ops.optfuse.kinds.default, torch.ops.optfuse.set_program.default

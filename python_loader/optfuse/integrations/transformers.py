@@ -6,10 +6,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from optfuse._arguments.wrappers import unwrapped
 from optfuse._fuse import fuse
-from optfuse._native import Error
+from optfuse._library.bindings import Error
 from optfuse._options import is_disabled, is_fused
-from optfuse._wrappers import unwrapped
 
 _TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
 

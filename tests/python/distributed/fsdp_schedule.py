@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import optfuse
-from optfuse import _fsdp
+from optfuse._dtensor import fsdp
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
@@ -173,7 +173,7 @@ def a_second_backward_is_refused(mode):
 
 def updates_before_the_reduction(optimizer):
     """A mutant: each group is told to be reduced before it is, with this rank's gradients."""
-    group_class = optfuse._patches.find(_fsdp._GROUP)
+    group_class = optfuse._patches.listed.find(fsdp._GROUP)
     reduced = group_class.post_backward
 
     def mutant(group, *unused):
@@ -185,7 +185,7 @@ def updates_before_the_reduction(optimizer):
             unit.sharded_param.grad = unit.to_sharded_dtensor(own)
             for hook in unit.sharded_param._post_accumulate_grad_hooks.values():
                 hook(unit.sharded_param)
-        _fsdp._tell(group)
+        fsdp._tell(group)
         for unit in group.fsdp_params:
             unit.sharded_param.grad = None
         with optfuse.accumulate(optimizer):

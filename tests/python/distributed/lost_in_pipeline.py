@@ -21,7 +21,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from optfuse._pipeline.transport import Transport
+from optfuse._layers.pipeline.transport import Transport
 from optfuse.pipeline import Pipeline, plan
 
 PATIENCE = 300.0  # seconds: the time-out of a process group, and how long a process lives on

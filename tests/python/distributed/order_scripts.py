@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
-from optfuse import _network
+from optfuse._layers import communication
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
@@ -120,13 +120,14 @@ def what_the_first_rank_decides_holds_for_all(mode):
     alone = dist.new_group([world - 1])
     plan = {"order": list(range(3 + rank)), "seconds": 0.1 + rank}
     device = torch.device("cpu")
-    assert _network.agreed(plan, dist.group.WORLD, device) == {"order": [0, 1, 2], "seconds": 0.1}
+    agreed = communication.agreed(plan, dist.group.WORLD, device)
+    assert agreed == {"order": [0, 1, 2], "seconds": 0.1}
     if rank == world - 1:
-        assert _network.agreed(plan, alone, device) == plan
-    assert _network.agreed(plan, None, device) is plan
+        assert communication.agreed(plan, alone, device) == plan
+    assert communication.agreed(plan, None, device) is plan
 
 
 @scenario("forward")
 def a_measured_link_has_times_that_are_possible(mode):
-    for seconds in _network.measured(dist.group.WORLD, torch.device("cpu")):
+    for seconds in communication.measured(dist.group.WORLD, torch.device("cpu")):
         assert 0.0 <= seconds < 0.1, f"{seconds} s"

@@ -13,8 +13,8 @@ from ranks import scenario_of
 from torch import nn
 
 import optfuse
-from optfuse._pipeline.flow import behind
-from optfuse._pipeline.plan import STRATEGIES
+from optfuse._layers.pipeline.flow import behind
+from optfuse._layers.pipeline.plan import STRATEGIES
 from optfuse.pipeline import Pipeline, plan
 
 SCENARIOS = {}

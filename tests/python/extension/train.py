@@ -91,7 +91,7 @@ def check_both() -> None:
 def python_first() -> None:
     import optfuse
 
-    path = optfuse._library.here()
+    path = optfuse._library.loader.here()
     load()
     assert libraries() == [str(path.resolve())], libraries()
     check_both()

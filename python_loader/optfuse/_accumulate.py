@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradient accumulation in backward mode: the context that marks backward passes which
+only add to the gradients. The core counts passes (plugin/pass.c)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch.optim import Optimizer
+
+from optfuse._arguments.check import OPTIMIZER, checked
+from optfuse._library.bindings import BACKWARD, Error
+from optfuse._link import link_of
+from optfuse._options import LINK
+
+
+@checked(optimizers=OPTIMIZER)
+@contextlib.contextmanager
+def accumulate(*optimizers: Optimizer) -> Iterator[None]:
+    """Marks backward passes that only add to the gradients.
+
+        with optfuse.accumulate(optimizer):
+            loss_of(first_half).backward()
+        loss_of(second_half).backward()
+        optimizer.step()
+
+    In backward mode the update runs in the last pass, outside of the context;
+    parameters that get no gradient there are updated by step(). Without this,
+    a second pass before step() raises. In forward mode, and for optimizers that
+    are not fused, it does nothing. It may be nested and left by an exception.
+
+    Raises optfuse.Error for an optimizer whose passes fuse(accumulate=n)
+    counts, and in a pass of this kind that comes between the one that updated
+    and step().
+    """
+    links = [link_of(o) for o in optimizers if LINK in o.__dict__]
+    links = [link for link in links if link.mode == BACKWARD]
+    for link in links:
+        if link.options.accumulate != 1:
+            raise Error(
+                f"optfuse: this optimizer was fused with accumulate={link.options.accumulate}, "
+                "which counts its backward passes; fuse it without to use optfuse.accumulate()"
+            )
+    for link in links:
+        link.add_only(+1)
+    try:
+        yield
+    finally:
+        for link in links:
+            link.add_only(-1)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Clipping by the norm of all gradients, folded into the update: one pass that
+reads the gradients, and none that writes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TypeVar, cast
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optfuse import _link
+from optfuse._arguments.check import FLAG, PARAMETERS, checked, number, optional
+from optfuse._dtensor.local_tensors import is_dtensor
+from optfuse._gpu import is_on_gpu
+from optfuse._library.bindings import BACKWARD, Error, guard
+from optfuse._patches.profiling import addresses_are_noted
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def _owner(param: Tensor, links: list[_link.Link]) -> tuple[_link.Link, int] | None:
+    for link in links:
+        slot = link.slot_of(param)
+        if slot is not None:
+            return link, slot
+    return None
+
+
+def _folds(link: _link.Link, grad: Tensor) -> bool:
+    """Whether multiplying this gradient may be left to whoever reads it. On a GPU
+    an update by the optimizer's own operators would read it just the same."""
+    return link.options.fold and not (link.rule.external and is_on_gpu(grad))
+
+
+class Gradients:
+    """The gradients of these parameters: in slots of plans, or left to torch."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        links = sorted(_link.links.values(), key=lambda link: link.mode != BACKWARD)
+        self.plans: list[int] = []
+        self.slots: list[int] = []
+        self.plain: list[Tensor] = []  # parameters
+        self.on_gpu = False
+        for param in params:
+            owner = _owner(param, links)
+            if owner is not None:
+                _refuse_backward(*owner)
+            if param.grad is None:
+                continue
+            if owner is None or is_dtensor(param) or not _folds(owner[0], param.grad):
+                self.plain.append(param)
+                continue
+            self.on_gpu = self.on_gpu or is_on_gpu(param.grad)
+            owner[0].marked = True
+            self.plans.append(owner[0].plan)
+            self.slots.append(owner[1])
+
+    def norms(self) -> Tensor | None:
+        """Their 2-norms in this order, or None if an operator must find them."""
+        if self.plain or self.on_gpu or not _our_norm_is_torchs():
+            return None
+        norms: Tensor | None = torch.ops.optfuse.norms(self.plans, self.slots)
+        return norms
+
+    def _flush_if_noted(self) -> None:
+        if addresses_are_noted():
+            for plan in set(self.plans):
+                _link.links[plan].flush()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies the fused ones by a 0-dim tensor, when they are read."""
+        torch.ops.optfuse.scale(self.plans, self.slots, factor)
+        self._flush_if_noted()
+
+    def unscale(self, factor: Tensor) -> bool | None:
+        """The same, and whether all were finite; None, with nothing done, if an
+        operator must find out."""
+        if self.plain or not self.slots or not _our_norm_is_torchs():
+            return None
+        finite: bool | None = torch.ops.optfuse.unscale(self.plans, self.slots, factor)
+        self._flush_if_noted()
+        return finite
+
+
+def _refuse_backward(link: _link.Link, slot: int) -> None:
+    if link.mode == BACKWARD and guard("clip"):
+        raise Error(
+            f"optfuse: clipping and unscaling need all gradients at once, but {link.label(slot)} "
+            "belongs to an optimizer in backward mode, whose updates don't wait for them; "
+            'use optfuse.fuse(optimizer, mode="forward")'
+        )
+
+
+@functools.cache
+def _our_norm_is_torchs() -> bool:
+    """Our pass over the gradients adds up their squares in the order in which
+    this PyTorch does on this CPU. If it doesn't after all, PyTorch's operators
+    do the work."""
+    random = torch.Generator("cpu").manual_seed(0)
+    for n in (*range(1, 40), 1000, 1001, 1006, 1007, 5000):
+        for spread in (1.0, 1e-30):  # the squares of the latter vanish
+            x = torch.randn(n, generator=random, device="cpu") * spread
+            ours = torch.ops.optfuse.norm(x)
+            for theirs in (torch.linalg.vector_norm(x, 2.0), *torch._foreach_norm([x], 2.0)):
+                if guard("norm") and ours.item() != theirs.item():
+                    return False
+    return True
+
+
+def _total_norm(
+    gradients: Gradients,
+    params: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    if float(norm_type) == 2.0:
+        norms = gradients.norms()
+        if norms is not None:
+            total: Tensor = torch.linalg.vector_norm(norms, 2.0)
+            if not error_if_nonfinite or total.isfinite():
+                return total
+    grads = [p.grad for p in params if p.grad is not None]
+    return torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+
+
+def _untraced(function: Function) -> Function:
+    """torch._dynamo.disable(), which has no types."""
+    return cast(Function, torch._dynamo.disable(function))
+
+
+@_untraced
+@checked(
+    parameters=PARAMETERS,
+    max_norm=number("a number of at least 0", least=0.0, nan=True),
+    norm_type=number("a number, or 'inf'", names=("inf", "-inf")),
+    error_if_nonfinite=FLAG,
+    foreach=optional(FLAG),
+)
+def clip_grad_norm_(
+    parameters: Optimizer | Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ without its pass over the gradients.
+
+    parameters: an optimizer, or parameters of any shape. Gradients of fused
+        ones (forward mode, dense; float32, float64, bfloat16, float16) are
+        multiplied where the update reads them, or at their first use if that
+        comes earlier; all others at once, by torch's own function. On a GPU
+        that is so for optimizers with a CUDA kernel, and nothing waits for the
+        norm; while a CUDA graph is captured all are multiplied at once.
+    max_norm, norm_type, error_if_nonfinite, foreach: as torch's.
+
+    Returns the total norm, a 0-dim tensor of the dtype that torch gives it. The
+    norm, the gradients as anyone sees them and the updates have the bits of
+    torch's function followed by step().
+
+    Raises optfuse.Error for a parameter of an optimizer in backward mode, for a
+    negative max_norm, with which torch's function turns gradients round, and what
+    torch's function raises, before any gradient has changed.
+    """
+    assert isinstance(parameters, list)  # as checked() passes it on
+    return clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def clip(
+    params: list[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """clip_grad_norm_() of arguments that were checked, where dynamo does not trace."""
+    gradients = Gradients(params)
+    if not gradients.slots or any(map(is_dtensor, params)):
+        return torch.nn.utils.clip_grad_norm_(
+            params, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    norm = _total_norm(gradients, params, norm_type, error_if_nonfinite, foreach)
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    if is_on_gpu(factor) or factor.item() != 1.0:
+        gradients.scale(factor)
+    if gradients.plain:
+        torch.nn.utils.clip_grads_with_norm_(gradients.plain, max_norm, norm, foreach)
+    return norm

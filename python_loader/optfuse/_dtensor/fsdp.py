@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FSDP2 (fully_shard): what else uses a sharded parameter's memory, and when the gradients of
+a group of parameters have been reduced."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from optfuse._backward.loss_scale import is_part_of_a_node
+from optfuse._patches.listed import DISTRIBUTED, find, replace, warn_of_changes
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_COLLECTIVES = f"{_FSDP}._fsdp_collectives"
+
+Siblings = Callable[[], list[Tensor]]
+
+
+class Listener(Protocol):
+    """Whoever has parameters that FSDP2 reduces the gradients of."""
+
+    fresh: list[int]
+
+    def complete(self, siblings: Siblings, only_kept: bool) -> None: ...
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_listening = False
+
+
+def _groups() -> Iterable[Any]:
+    """All groups of parameters of the process."""
+    module = sys.modules.get("torch.distributed._composable_state")
+    states = getattr(module, "_module_state_mapping", {})
+    for reference in list(states.values()):
+        state = reference()
+        found = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
+        yield from [getattr(state, "_fsdp_param_group", None)] if found is None else found
+
+
+def units_of(params: Iterable[Tensor]) -> dict[int, Any]:
+    """What FSDP2 keeps for each of these parameters, by their ids."""
+    wanted = set(map(id, params))
+    units = [unit for group in _groups() if group is not None for unit in group.fsdp_params]
+    return {id(u.sharded_param): u for u in units if id(u.sharded_param) in wanted}
+
+
+def _candidates(unit: Any, local: Tensor) -> list[Tensor | None]:
+    flat = unit._sharded_param_data
+    return [flat, flat._base, local._base]
+
+
+def aliases_of(unit: Any, local: Tensor) -> list[Tensor]:
+    """Tensors that FSDP2 holds of the memory of this local tensor, and that it reads."""
+    return [tensor for tensor in _candidates(unit, local) if tensor is not None]
+
+
+def has_alias(unit: Any, known: list[Tensor]) -> bool:
+    return bool(known) and unit._sharded_param_data is known[0]
+
+
+def _reduces_alone(group: Any) -> bool:
+    """Whether nobody but FSDP2 gets to see the output of a reduction: no collective of the
+    user's allocates it, and no hook of the user's is called with it."""
+    by_fsdp = type(group._reduce_scatter_comm).__module__ == _COLLECTIVES
+    return by_fsdp and group._all_reduce_hook is None
+
+
+def _tell(group: Any) -> None:
+    def siblings() -> list[Tensor]:
+        grads = (unit.sharded_param.grad for unit in group.fsdp_params)
+        return [grad._local_tensor for grad in grads if grad is not None]
+
+    for listener in list(_listeners):
+        if listener.fresh:
+            listener.complete(siblings, _reduces_alone(group))
+
+
+def _reduced(post_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(post_backward)
+    def post_backward_and_tell(self: Any, *unused: Any) -> Any:
+        done = post_backward(self, *unused)
+        _tell(self)
+        return done
+
+    is_part_of_a_node(post_backward_and_tell)
+    return post_backward_and_tell
+
+
+def listen(listener: Listener) -> None:
+    """Its complete() is called when the gradients of a group have been reduced, if its hooks
+    have noted one of them: with a function that gives what shares their memory, and whether
+    whoever else may have that memory only keeps it."""
+    global _listening
+    _listeners.add(listener)
+    if _listening:
+        return
+    warn_of_changes(DISTRIBUTED)
+    group = find(_GROUP)
+    reduced = _reduced(group.post_backward)
+    replace(group, "post_backward", reduced, DISTRIBUTED)
+    _listening = True

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the arguments of Pipeline() must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from optfuse._arguments.check import FUNCTION, OPTIMIZER, Kind, Unfit, need, one_of, optional
+from optfuse._layers.pipeline.plan import Plan
+from optfuse._layers.pipeline.versions import MODES
+
+
+def _plan(value: Any) -> Plan:
+    need(isinstance(value, Plan), "optfuse.pipeline.plan() makes one")
+    return value  # type: ignore[no-any-return]
+
+
+def _sequential(value: Any) -> nn.Sequential:
+    if not isinstance(value, nn.Sequential):
+        raise Unfit("write a model as nn.Sequential(...), with blocks as entries")
+    return value
+
+
+def _loss(value: Any) -> Any:
+    return value if isinstance(value, nn.Module) else FUNCTION.take(value)
+
+
+def _group(value: Any) -> dist.ProcessGroup:
+    if not isinstance(value, dist.ProcessGroup):
+        raise Unfit("torch.distributed.new_group() makes one")
+    return value
+
+
+SEQUENTIAL = Kind("an nn.Sequential", _sequential)
+KINDS = {
+    "plan": Kind("a plan", _plan),
+    "module": SEQUENTIAL,
+    "loss_fn": Kind("a function of an output and a target", _loss),
+    "optimizer": OPTIMIZER,
+    "weights": one_of(*MODES),
+    "process_group": optional(Kind("a process group of torch.distributed", _group)),
+}

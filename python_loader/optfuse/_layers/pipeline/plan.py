@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Plans of a layer pipeline: which process runs which task of which layer, and in which order.
+Planners in C decide (plugin/planners/pipeline/pipeline.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+
+from optfuse._arguments.check import argument, whole
+from optfuse._layers.pipeline.gantt import Bar, draw
+from optfuse._library.bindings import Error
+
+#: In the order of of_strategy of plugin/planners/pipeline/pipeline.h.
+STRATEGIES = ("gpipe", "1f1b", "pipedream_replicated", "intra", "layerpipe")
+#: In the order of of_task_kind there.
+KINDS = ("forward", "input_gradient", "second_input_gradient", "weight_gradient", "update")
+SPLIT_MULTIPLE = 16  # OF_SPLIT_MULTIPLE there
+_NO_PROCESS = -1
+_BATCHES = whole("a number of batches, at least 1", 1, 2**31 - 1)
+
+
+class Task(NamedTuple):
+    kind: str  # of KINDS
+    layer: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What an entry of the model costs, for one batch (a micro-batch of "gpipe")."""
+
+    name: str
+    forward: float  # seconds
+    input_gradient: float
+    weight_gradient: float
+    update: float
+    in_elements: int
+    out_elements: int
+    parameters: int  # elements that are trained; 0: no weight gradient and no update
+    movable: bool  # dX and dW may run elsewhere than the forward, dX on two processes
+    channels: int  # of the input, or features: what `split` divides; 0 if not movable
+
+
+@dataclass(frozen=True)
+class Place:
+    """The processes of a layer's tasks. The update runs on `forward`'s, which owns the weight."""
+
+    forward: int
+    weight_gradient: int
+    input_gradient: int
+    second_input_gradient: int | None = None
+    split: int | None = None  # input channels of the first part of dX, a multiple of 16
+    #: The layer is on so many processes from `forward` on, and batch b on forward + b % replicas.
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated run takes. Messages don't wait for each other."""
+
+    makespan: float  # seconds of all batches
+    period: float  # seconds a batch, away from both ends; 0: too few batches
+    busy: float  # share of the makespan, mean over processes
+    messages: float  # a batch
+    bytes: float  # a batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What optfuse.pipeline.plan() returns. Equal if all values are. str() is a table."""
+
+    strategy: str  # of STRATEGIES
+    processes: int
+    micro_batches: int  # batches an update; 1 but for "gpipe"
+    network: tuple[float, float]  # seconds a message, and a byte
+    element_bytes: int
+    layers: tuple[Layer, ...]
+    places: tuple[Place, ...]
+    #: D(l): with g = micro_batches * replicas batches an update, the forward of batch b sees the
+    #: updates of all batches of the groups < b // g - D(l).
+    delays: tuple[int, ...]
+
+    def tasks(self, process: int, batches: int) -> tuple[Task, ...]:
+        """What this process does for so many batches, in this order. The update of a group of
+        batches is that of its last batch; the last group may be smaller."""
+        return tuple(
+            Task(KINDS[kind], layer, batch)
+            for kind, layer, batch, on in _rows(_scheduled(self, batches), 4)
+            if on == process
+        )
+
+    def simulated(self, batches: int) -> Simulated:
+        """What so many batches take, by the layers' seconds and the network."""
+        return Simulated(*_simulated(self, batches)[1])
+
+    def gantt(self, path: str | PathLike[str], batches: int = 8) -> None:
+        """Draws the simulated run of so many batches into a file, whose ending says how (.png,
+        .svg). Raises optfuse.Error where matplotlib is not installed."""
+        tasks, _, times = _simulated(self, batches)
+        bars = [
+            Bar(process, KINDS[kind], batch, *time)
+            for (kind, _, batch, process), time in zip(tasks, times, strict=True)
+        ]
+        draw(path, f"{self.strategy}, {batches} batches", self.processes, bars)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint or another process; see from_state()."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Plan:
+        """The plan with this state()."""
+        made = dict(state)
+        made["network"] = tuple(made["network"])
+        made["layers"] = tuple(Layer(**layer) for layer in made["layers"])
+        made["places"] = tuple(Place(**place) for place in made["places"])
+        made["delays"] = tuple(made["delays"])
+        return cls(**made)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("layer", "F", "dX", "dW", "D", "ms: F", "dX", "dW", "update")
+        ]
+        rows += [
+            (
+                layer.name,
+                *_where(layer, place, self._has_input_gradient(i)),
+                str(delay),
+                *_ms(layer),
+            )
+            for i, (layer, place, delay) in enumerate(
+                zip(self.layers, self.places, self.delays, strict=True)
+            )
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, self._bottom_line()])
+
+    def _bottom_line(self) -> str:
+        batches = 12 * self.processes * self.micro_batches
+        found = self.simulated(batches)
+        return (
+            f"{self.strategy} on {self.processes} processes, simulated: {1e3 * found.period:.3g} "
+            f"ms a batch; {found.bytes:,.0f} bytes in {found.messages:.1f} messages a batch"
+        )
+
+    def _has_input_gradient(self, index: int) -> bool:
+        return any(layer.parameters for layer in self.layers[:index])
+
+
+def _where(layer: Layer, place: Place, has_input_gradient: bool) -> tuple[str, str, str]:
+    """The processes of F, dX and dW."""
+    last = place.forward + place.replicas - 1
+    if last > place.forward:
+        both = f"{place.forward}-{last}"
+        return both, both if has_input_gradient else "-", both if layer.parameters else "-"
+    dx = str(place.input_gradient)
+    if place.split is not None:
+        dx += f" [0, {place.split}), {place.second_input_gradient}"
+    weight = str(place.weight_gradient) if layer.parameters else "-"
+    return str(place.forward), dx if has_input_gradient else "-", weight
+
+
+def _ms(layer: Layer) -> tuple[str, ...]:
+    times = layer.forward, layer.input_gradient, layer.weight_gradient, layer.update
+    return tuple(f"{1e3 * seconds:.3g}" for seconds in times)
+
+
+# What the core is asked. Its lists are flat.
+
+
+def _asked(name: str, *args: Any) -> Any:
+    try:
+        return getattr(torch.ops.optfuse, name)(*args)
+    except RuntimeError as error:
+        raise Error(str(error)) from None
+
+
+def _rows(flat: Sequence[Any], width: int) -> list[tuple[Any, ...]]:
+    return list(zip(*(flat[i::width] for i in range(width)), strict=True))
+
+
+def _settings(strategy: str, processes: int, micro_batches: int) -> list[int]:
+    return [STRATEGIES.index(strategy), processes, micro_batches]
+
+
+def _costs(layers: Sequence[Layer]) -> list[float]:
+    return [
+        seconds
+        for la in layers
+        for seconds in (la.forward, la.input_gradient, la.weight_gradient, la.update)
+    ]
+
+
+def _sizes(layers: Sequence[Layer], element_bytes: int) -> list[int]:
+    return [
+        number
+        for la in layers
+        for number in (
+            la.in_elements * element_bytes,
+            la.out_elements * element_bytes,
+            la.parameters * element_bytes,
+            la.channels,
+            la.movable,
+        )
+    ]
+
+
+def _flat(place: Place) -> list[int]:
+    second = _NO_PROCESS if place.second_input_gradient is None else place.second_input_gradient
+    return [
+        place.forward,
+        place.weight_gradient,
+        place.input_gradient,
+        second,
+        place.split or 0,
+        place.replicas,
+    ]
+
+
+def _place(row: tuple[int, ...]) -> Place:
+    forward, weight, first, second, split, replicas = row
+    if not split:
+        return Place(forward, weight, first, replicas=replicas)
+    return Place(forward, weight, first, second, split, replicas)
+
+
+def _of(plan: Plan) -> tuple[list[int], list[float], list[int], list[int]]:
+    return (
+        _settings(plan.strategy, plan.processes, plan.micro_batches),
+        _costs(plan.layers),
+        _sizes(plan.layers, plan.element_bytes),
+        [number for place in plan.places for number in _flat(place)],
+    )
+
+
+def _scheduled(plan: Plan, batches: int) -> list[int]:
+    batches = argument("Plan", "batches", batches, _BATCHES)
+    found: list[int] = _asked("schedule_pipeline", *_of(plan), batches)
+    return found
+
+
+def _simulated(
+    plan: Plan, batches: int
+) -> tuple[list[tuple[Any, ...]], list[float], list[tuple[Any, ...]]]:
+    """Tasks, the numbers of Simulated, and the tasks' times."""
+    tasks = _scheduled(plan, batches)
+    times, report, violations = _asked(
+        "simulate_pipeline", *_of(plan), batches, tasks, plan.network
+    )
+    if violations:
+        raise Error(f"optfuse: the simulator has made {violations} mistakes: please report this")
+    return _rows(tasks, 4), report, _rows(times, 2)
+
+
+def placed(
+    layers: Sequence[Layer],
+    strategy: str,
+    processes: int,
+    network: tuple[float, float],
+    micro_batches: int = 1,
+    element_bytes: int = 4,
+) -> Plan:
+    """The plan of these layers; of_pipeline_place_layers() says how they are placed."""
+    of = (
+        _settings(strategy, processes, micro_batches),
+        _costs(layers),
+        _sizes(layers, element_bytes),
+    )
+    flat, _ = _asked("place_pipeline", *of, network)
+    delays = _asked("delays_of_pipeline", *of, flat)
+    return Plan(
+        strategy,
+        processes,
+        micro_batches,
+        network,
+        element_bytes,
+        tuple(layers),
+        tuple(map(_place, _rows(flat, 6))),
+        tuple(delays),
+    )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a Pipeline refuses, before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from optfuse._arguments.check import parameters_of
+from optfuse._clipping.preconditioners import kfac_of
+from optfuse._layers.pipeline.flow import Flow
+from optfuse._layers.pipeline.plan import Plan
+from optfuse._layers.pipeline.shapes import Spec
+from optfuse._library.bindings import BACKWARD, Error
+from optfuse._link import link_of
+from optfuse._options import is_fused
+
+
+def check_module(plan: Plan, module: nn.Sequential) -> None:
+    if len(module) != len(plan.layers):
+        raise Error(
+            f"optfuse: this plan has {len(plan.layers)} layers and the module {len(module)}; make "
+            "a plan of this module"
+        )
+    seen: dict[int, int] = {}
+    for n, (layer, planned) in enumerate(zip(module, plan.layers, strict=True)):
+        trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+        if trained != planned.parameters:
+            raise Error(
+                f"optfuse: layer {n} ({type(layer).__name__}) has {trained:,} trained elements, in "
+                f"the plan {planned.parameters:,}; make a plan of this module"
+            )
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if seen.setdefault(id(tensor), n) != n:
+                raise Error(
+                    f"optfuse: {name!r} of layer {n} ({type(layer).__name__}) is also of layer "
+                    f"{seen[id(tensor)]}; a Pipeline can't share it between layers: make one "
+                    "entry of both, or copy it"
+                )
+
+
+def check_processes(plan: Plan, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group to use; None: there is one process."""
+    if plan.processes == 1 and group is None:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise Error(
+            f"optfuse: this plan has {plan.processes} processes, and torch.distributed is not "
+            "initialized; call torch.distributed.init_process_group() first"
+        )
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    if found.size() != plan.processes:
+        raise Error(
+            f"optfuse: this plan has {plan.processes} processes, and the process group "
+            f"{found.size()}; make a plan for as many"
+        )
+    return found
+
+
+def check_optimizer(module: nn.Sequential, layers: Iterable[int], optimizer: Optimizer) -> None:
+    """layers: those of this process."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Error("optfuse: LBFGS calls a closure in step(), which a Pipeline has none of")
+    if kfac_of(optimizer) is not None:
+        raise Error(
+            "optfuse: kfac() looks at whole backward passes, and a Pipeline runs them by layers; "
+            "call KFAC.remove() first"
+        )
+    if is_fused(optimizer):
+        link = link_of(optimizer)
+        if link.mode == BACKWARD:
+            raise Error(
+                "optfuse: a Pipeline calls step() for each layer, and backward mode updates "
+                'before it; use optfuse.fuse(optimizer, mode="forward")'
+            )
+        if link.delayed is not None:
+            raise Error(
+                "optfuse: a Pipeline delays updates by its plan; fuse this optimizer without delay="
+            )
+    known = set(map(id, parameters_of(optimizer)))
+    for n in layers:
+        for of, parameter in module[n].named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise Error(
+                    f"optfuse: parameter {of!r} of layer {n} is not in this {name}; give it "
+                    "module.parameters()"
+                )
+
+
+def check_divided(flow: Flow, module: nn.Sequential) -> None:
+    """Layers whose backward tasks are computed without autograd."""
+    hooks = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    for n, layer in enumerate(module):
+        if not flow.is_divided(n):
+            continue
+        if type(layer) not in (nn.Linear, nn.Conv2d):
+            raise Error(
+                f"optfuse: layer {n} ({type(layer).__name__}) is divided by this plan, which is "
+                "of a Linear or Conv2d there; make a plan of this module"
+            )
+        if any(getattr(layer, f"_{kind}") for kind in hooks):
+            raise Error(
+                f"optfuse: layer {n} ({type(layer).__name__}) has hooks, and this plan divides it "
+                "over processes, where they would not be seen in backward; remove them, or put "
+                "the layer into an entry of its own: nn.Sequential(layer)"
+            )
+
+
+def check_run(flow: Flow, told: list[dict[str, Any]]) -> list[list[Spec]]:
+    """Of each batch, what goes from layer to layer. told: by each process, about its arguments of
+    run(), so that all raise the same, or none. "state": what must be everybody's; "inputs" on a
+    process of the first layer: of each batch, what infer() says or why it does not."""
+    _check_states([one["state"] for one in told])
+    return _check_batches(flow, told)
+
+
+def _check_states(states: list[dict[str, Any]]) -> None:
+    for process, state in enumerate(states):
+        for name, value in state.items():
+            if value != states[0][name]:
+                raise Error(
+                    f"optfuse: processes 0 and {process} of a Pipeline differ in {name}; make it "
+                    "with the same arguments on all, and load the checkpoints of one moment"
+                )
+
+
+def _check_batches(flow: Flow, told: list[dict[str, Any]]) -> list[list[Spec]]:
+    first, last = _processes(flow, 0), _processes(flow, flow.n - 1)
+    for what, at, where in (("inputs", first, "first"), ("targets", last, "last")):
+        for process in at:
+            if told[process][what] is None:
+                raise Error(
+                    f"optfuse: run() got {what}=None on process {process}, which has the {where} "
+                    f"layer; pass the {what} there"
+                )
+    shapes: list[Any] = told[first[0]]["inputs"]
+    for found in shapes:
+        if isinstance(found, str):
+            raise Error(found)
+    for one in told:
+        for what, given in (("inputs", one["inputs"]), ("targets", one["targets"])):
+            count = len(given) if isinstance(given, list) else given
+            if count not in (None, len(shapes)):
+                raise Error(
+                    f"optfuse: run() got {len(shapes)} inputs on process {first[0]}, and {count} "
+                    f"{what} on process {one['process']}; give as many of each"
+                )
+    for process in first:
+        if told[process]["inputs"] != shapes:
+            raise Error(
+                f"optfuse: run() got inputs of other shapes on process {process} than on process "
+                f"{first[0]}; both have the first layer, so give them the same batches"
+            )
+    if not shapes or len(shapes) % flow.multiple:
+        raise Error(
+            f"optfuse: run() got {len(shapes)} batches; the batches of a run are a multiple of "
+            f"{flow.multiple}, which share an update in this plan"
+        )
+    return shapes
+
+
+def _processes(flow: Flow, layer: int) -> list[int]:
+    place = flow.plan.places[layer]
+    return list(range(place.forward, place.forward + place.replicas))

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Messages between the processes of a pipeline, by isend and irecv of torch.distributed.
+
+An edge goes one way, from one process to another, and is a process group of its own: NCCL works
+off what two processes exchange in one group in one order, in which messages that cross could wait
+for each other. Both ends know which messages come in which order (flow.py), so a message needs
+no header. No send is waited for before the end, and a receive is only waited for when its task
+comes: whatever the plan's order can do, this can.
+
+A process that fails says so in the store of torch.distributed, and closes its connections: so do
+those that lose it, one after the other, and each can say which process was the first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optfuse._layers.pipeline.flow import Key
+from optfuse._layers.pipeline.shapes import Spec
+from optfuse._library.bindings import Error
+
+AHEAD = 4  # messages of an edge that are received before their task comes
+TAGS = 1 << 15
+CPU = torch.device("cpu")
+STORE_LOST = (
+    "The store of torch.distributed is lost, too. It is on the process of rank 0, where no launcher"
+    " has it: so that one may have been the first"
+)
+
+
+class Lost(Error):
+    """Another process of the pipeline does not answer."""
+
+
+class Out:
+    """The sending end of an edge. What is on its way is held until it has been received: a thread
+    of gloo's waits for that, since a send of gloo's can't be asked whether it is done."""
+
+    def __init__(self, group: dist.ProcessGroup, to: int, device: torch.device) -> None:
+        self._group, self._to = group, to
+        self._number = 0
+        self._way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._waits = group._get_backend(device).name() == "gloo"
+        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
+        if self._waits:
+            threading.Thread(target=_reap, args=(self._queue,), daemon=True).start()
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._number += 1
+            whole = tensor.detach().contiguous()
+            work = dist.isend(whole, group=self._group, group_dst=self._to, tag=self._number % TAGS)
+            if self._waits:
+                self._queue.put((work, whole))
+            else:
+                self._way.append((work, whole))
+        while self._way and self._way[0][0].is_completed():
+            self._way.popleft()
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+
+def _reap(sent: queue.SimpleQueue[tuple[dist.Work, Tensor] | None]) -> None:
+    while (item := sent.get()) is not None:
+        try:
+            item[0].wait()
+        except Exception:  # its process has gone, which whoever waits for that one finds out
+            return
+        del item
+
+
+class In:
+    """The receiving end of an edge."""
+
+    def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+        self._group, self._source, self._device = group, source, device
+        self._number = 0
+        self._to_come: deque[Key] = deque()
+        self._posted: dict[Key, list[tuple[dist.Work, Tensor]]] = {}
+
+    def expect(self, keys: Iterable[Key], specs: Callable[[Key], list[Spec]]) -> None:
+        """The messages of a run, in the order of the sender."""
+        self._to_come.extend(keys)
+        self._specs = specs
+        self._post_ahead()
+
+    def receive(self, key: Key) -> list[Tensor]:
+        """Raises what torch.distributed raises."""
+        while key not in self._posted:
+            self._post()
+        found = self._posted.pop(key)
+        self._post_ahead()
+        for work, _ in found:
+            work.wait()
+        return [tensor for _, tensor in found]
+
+    def _post_ahead(self) -> None:
+        while self._to_come and len(self._posted) < AHEAD:
+            self._post()
+
+    def _post(self) -> None:
+        key = self._to_come.popleft()
+        works = []
+        for shape, dtype in self._specs(key):
+            self._number += 1
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            work = dist.irecv(
+                tensor, group=self._group, group_src=self._source, tag=self._number % TAGS
+            )
+            works.append((work, tensor))
+        self._posted[key] = works
+
+
+class Transport:
+    """The edges of this process, and a group of all processes, by gloo, for what they agree on.
+    All processes make it, with the same edges."""
+
+    def __init__(
+        self, edges: list[tuple[int, int]], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """device: of all messages of this process."""
+        self._group, self._device = group, device
+        self._timeout = group._get_backend(device).options._timeout  # type: ignore[attr-defined]
+        self.process = dist.get_rank(group)
+        self._groups: list[dist.ProcessGroup] = []
+        self._out: dict[int, Out] = {}
+        self.sources: dict[int, In] = {}
+        # What local synchronization calls a group depends on how many its processes know, and
+        # they wait for ever if that differs. Where all processes are here, names are counted.
+        self._of_all = group.size() == dist.get_world_size()
+        self._here = dist.get_process_group_ranks(group)
+        self._everybody = self._made(self._here, "gloo")
+        for source, to in edges:
+            is_mine = self.process in (source, to)
+            if not is_mine and not self._of_all:
+                continue
+            edge = self._edge(source, to)
+            if not is_mine:
+                continue
+            first = dist.get_process_group_ranks(edge)[0]
+            place = {self._here[p]: int(self._here[p] != first) for p in (source, to)}
+            if self.process == source:
+                self._out[to] = Out(edge, place[to], device)
+            else:
+                self.sources[source] = In(edge, place[source], device)
+
+    def _edge(self, source: int, to: int) -> dist.ProcessGroup:
+        backend = dist.get_backend_config(self._group)
+        return self._made([self._here[source], self._here[to]], backend)
+
+    def _made(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
+        made = dist.new_group(
+            ranks,
+            timeout=self._timeout,
+            backend=backend,
+            use_local_synchronization=not self._of_all,
+        )
+        if dist.get_rank() in ranks:
+            self._groups.append(made)
+        return made
+
+    def send(self, to: int, tensors: Iterable[Tensor], doing: str) -> None:
+        try:
+            self._out[to].send(tensors)
+        except RuntimeError as error:
+            raise self._lost(to, doing, error) from error
+
+    def receive(self, source: int, key: Key, doing: str) -> list[Tensor]:
+        try:
+            return self.sources[source].receive(key)
+        except RuntimeError as error:
+            raise self._lost(source, f"{doing}, waiting for {key}", error) from error
+
+    def gather(self, told: Any, doing: str) -> list[Any]:
+        """What each process tells; all call it. Process 0 hears the others one by one, so that the
+        one that does not answer can be named, and tells them all."""
+        if self.process > 0:
+            self._tell(0, told, doing)
+            return self._hear(0, doing)  # type: ignore[no-any-return]
+        others = range(1, self._group.size())
+        found = [told, *(self._hear(process, doing) for process in others)]
+        for process in others:
+            self._tell(process, found, doing)
+        return found
+
+    def _tell(self, to: int, told: Any, doing: str) -> None:
+        try:
+            dist.send_object_list([told], group=self._everybody, group_dst=to, device=CPU)
+        except RuntimeError as error:
+            raise self._lost(to, doing, error) from error
+
+    def _hear(self, source: int, doing: str) -> Any:
+        found: list[Any] = [None]
+        try:
+            dist.recv_object_list(found, group=self._everybody, group_src=source, device=CPU)
+        except RuntimeError as error:
+            raise self._lost(source, doing, error) from error
+        return found[0]
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the pipeline for all: whoever waits for this process gets an error, now or later."""
+        self._first(self.process, error)
+        for out in self._out.values():
+            out.close()
+        for group in self._groups:
+            _abort(group, self._device)
+        self._groups.clear()
+
+    def _lost(self, process: int, doing: str, error: Exception) -> Lost:
+        """The error of a process that has waited for another one."""
+        first, why = self._first(process, error)
+        return Lost(
+            f"optfuse: process {self.process} of the pipeline has lost process {first} {doing}: "
+            f"{why}. Start all processes again, from a checkpoint of Pipeline.state_dict()"
+        )
+
+    def _first(self, process: int, error: BaseException) -> tuple[int, str]:
+        """The process that failed first, and why, as the first to see it has said. Whoever fails
+        says so before its connections end, so who has said nothing has ended without a word."""
+        why = f"{type(error).__name__}: {_first_sentence(error)}"
+        seen = process, why
+        store = dist.distributed_c10d._get_process_group_store(self._everybody)
+        try:
+            told = store.compare_set("failed", "", json.dumps(seen))
+        except RuntimeError:
+            return process, f"{why}. {STORE_LOST}"
+        first, first_why = json.loads(told)
+        if first == self.process != process:  # which was late
+            return process, f"{why}; others had lost this process before: {first_why}"
+        return first, first_why
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].partition(". ")[0]
+
+
+def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    """gloo has no abort(): it ends all connections of a group in which a message is late."""
+    if group._get_backend(device).name() != "gloo":
+        group.abort()
+        return
+    for peer in range(group.size()):
+        if peer != dist.get_rank(group):
+            with contextlib.suppress(RuntimeError):
+                never = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAGS)
+                never.wait(timedelta(milliseconds=1))

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The compiled library's C functions (shim/shim.h), typed for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from optfuse._library.loader import load
+from optfuse._library.log import configure, receive
+
+FORWARD, BACKWARD = 0, 1
+OK, NEEDS_STATE = 0, 3
+EVENT_BACKWARD, EVENT_STATE, EVENT_REDUCED, EVENT_APPLY = range(4)
+DONE = 1  # what the callback returns
+UPDATE, ATTACH = 1, 2  # what of_shim_todo() says
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class Error(RuntimeError):
+    """What optfuse refuses to do, with the parameter, the reason and what to do."""
+
+    __module__ = "optfuse"  # where users find it, and tracebacks name it
+
+
+class Counts(ctypes.Structure):
+    """of_counts of plugin/optfuse.h."""
+
+    _fields_ = [
+        ("created", ctypes.c_uint64),
+        ("at_once", ctypes.c_uint64),
+        ("at_use", ctypes.c_uint64),
+        ("at_close", ctypes.c_uint64),
+        ("pending", ctypes.c_uint64),
+        ("launches", ctypes.c_uint64),
+        ("in_flight", ctypes.c_uint64),
+        ("threads_seen", ctypes.c_bool),
+        ("past_caches", ctypes.c_bool),
+    ]
+
+
+_Bool, _Int, _Size, _Text = ctypes.c_bool, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
+_Plan, _Object = ctypes.c_void_p, ctypes.py_object
+_Bools, _Sizes, _Plans = map(ctypes.POINTER, (_Bool, _Size, _Plan))  # type: ignore[arg-type]
+_Objects = ctypes.c_void_p, _Size  # an array of them
+_Prototypes = dict[str, tuple[object, list[object]]]
+
+_PROTOTYPES: _Prototypes = {
+    "of_error_message": (_Text, []),
+    "of_any_pending": (_Bool, []),
+    "of_flush_all": (_Int, []),
+    "of_shim_init": (_Int, [ctypes.c_void_p, _Object]),
+    "of_shim_log_to": (None, [_Object]),
+    "of_shim_rules": (_Text, []),
+    "of_shim_operators": (_Text, []),
+    "of_shim_plan_new": (_Int, [_Text, _Int, _Text, _Size, _Size, _Plans]),
+    "of_shim_plan_free": (None, [_Plan]),
+    "of_shim_clear": (_Int, [_Plan]),
+    "of_shim_group": (_Int, [_Plan, _Size, ctypes.POINTER(ctypes.c_double), _Size]),
+    "of_shim_step": (_Int, [_Plan, _Sizes, _Size, _Sizes]),
+    "of_shim_flush": (_Int, [_Plan, _Bool, _Bools]),
+    "of_shim_same_kinds": (_Bool, [_Plan, _Bool, _Bool]),
+    "of_shim_have_gradients": (_Bool, [_Plan, _Size]),
+    "of_shim_await": (_Int, [ctypes.c_int64]),
+    "of_shim_todo": (_Int, [_Plan]),
+    "of_shim_is_updated": (_Bool, [_Plan, _Size]),
+    "of_shim_unconfirmed": (_Bool, [_Plan]),
+    "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
+    "of_shim_written": (_Size, [_Plan, _Size, _Bools]),
+    "of_shim_update_beside": (None, [_Plan]),
+    "of_shim_add_only": (None, [_Plan, _Int]),
+    "of_shim_restart_count": (None, [_Plan]),
+    "of_shim_stop_deferring": (None, [_Plan]),
+    "of_shim_counts": (_Int, [_Plan, ctypes.POINTER(Counts)]),
+    "of_shim_isa": (_Text, [_Plan, _Int]),
+    "of_shim_is_profiled": (_Bool, []),
+    "of_shim_inputs_are_profiled": (_Bool, []),
+    "of_shim_seal_consumed": (None, [_Bool]),
+    "of_shim_is_sealed": (_Bool, [ctypes.c_void_p]),
+}
+_WITH_GIL: _Prototypes = {
+    "of_shim_drop_gradients": (None, [_Plan]),
+    "of_shim_same_items": (_Bool, [_Object, *_Objects]),
+    "of_shim_same_groups": (_Bool, [_Object, *_Objects, _Object, *_Objects]),
+    "of_shim_same_state": (_Bool, [_Object, *_Objects, *_Objects]),
+    "of_shim_call_first": (_Int, [_Object, _Text, _Size, _Bool, _Object]),
+}
+
+
+def _typed(library: ctypes.CDLL, prototypes: _Prototypes) -> ctypes.CDLL:
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+lib = _typed(load(), _PROTOTYPES)
+lib_with_gil = _typed(ctypes.PyDLL(lib._name, handle=lib._handle), _WITH_GIL)
+
+
+def message() -> str:
+    """The text of the last failure on this thread."""
+    return str(lib.of_error_message(), errors="replace")
+
+
+def check(status: int) -> None:
+    if status != OK:
+        raise Error(f"optfuse: {message()}")
+
+
+_SWITCHABLE = hasattr(lib, "of_guard_enabled")  # a look-up in vain takes microseconds
+if _SWITCHABLE:
+    _typed(lib, {"of_guard_enabled": (ctypes.c_bool, [ctypes.c_char_p])})
+
+
+def guard(name: str) -> bool:
+    """True, unless a test-only build of the library switched this check off."""
+    return not _SWITCHABLE or lib.of_guard_enabled(name.encode())
+
+
+_on_event: Callable[[int, int, int], int] | None = None  # so that it lives
+
+
+def start(on_event: Callable[[int, int, int], int]) -> None:
+    """Once per process: registers the first-use fallback with PyTorch, and
+    checks that errors raised in the library arrive as optfuse.Error."""
+    global _on_event
+    _on_event = on_event
+    if lib.of_shim_init(id(Error), on_event) != OK:
+        raise ImportError(f"optfuse: {message()}")
+    configure()
+    lib.of_shim_log_to(receive)
+    try:
+        torch.ops.optfuse.raise_error("check")
+    except Error:
+        return
+    except RuntimeError as error:
+        raise ImportError(
+            "optfuse: this torch does not pass on the library's errors; rebuild with "
+            "`pip install --no-build-isolation .`"
+        ) from error
+    raise ImportError("optfuse: the library's own check did not raise")

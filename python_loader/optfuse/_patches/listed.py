@@ -1,0 +1,528 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Everything of PyTorch that optfuse replaces or reaches into, and why.
+
+PATCHES: what Python code exchanges. replace() and call_first() exchange nothing that is not
+listed, and before the first exchange changes() compares each with what the tested releases have.
+PLACES: where Python code stands in an object of PyTorch's. NATIVE: what the compiled
+library replaces, or uses although it is private, and what notices that it has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from optfuse._library.bindings import OK, Error, lib_with_gil, message
+from optfuse._library.log import warn
+from optfuse._library.releases import TESTED
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of PyTorch that another one takes the place of, which calls it."""
+
+    target: str
+    why: str
+    takes: tuple[str, ...] = ()  # its first parameters; (): any, or written in C++
+    asked_by: str = ""  # the function of PyTorch that has to look it up by its name
+    since: str = TESTED[0]  # seen in the releases from this one to TESTED[-1]
+    optional: bool = False  # some builds have none, and need no patch
+
+
+@dataclass(frozen=True)
+class Native:
+    """What C++ code uses. noticed: who notices that a release has changed it."""
+
+    name: str
+    file: str  # of shim/
+    why: str
+    noticed: str
+    since: str = TESTED[0]
+
+
+_MAY_DIFFER = (
+    f"Results may differ from stock PyTorch: use torch {TESTED[0]} to {TESTED[-1]}, or don't fuse"
+)
+_RAW = "gives raw memory to whoever asks, without an operator: launch what is pending first"
+_SAVED = "TorchScript reads the memory of a whole module in C++: launch what is pending first"
+_GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
+_PROFILER = "a profiler that notes addresses asks the tensors past the dispatcher"
+_GRAPHS = (("torch.cuda.CUDAGraph", TESTED[0]), ("torch.accelerator.Graph", "2.12"))
+#: What gives a graph's handle away.
+GRAPH_HANDLES = ("raw_cuda_graph", "raw_cuda_graph_exec")
+
+PATCHES = (
+    Patch(
+        "torch._dynamo.eval_frame._is_skip_guard_eval_unsafe_stance",
+        "every compiled callable asks it on entry, before its guards compare dispatch keys",
+        asked_by="torch._dynamo.eval_frame._TorchDynamoContext.__call__",
+    ),
+    *(
+        Patch(f"torch.Tensor.{name}", _RAW)
+        for name in ("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_")
+    ),
+    *(
+        Patch(
+            f"torch._C.StorageBase.{name}",
+            "it reads a storage that may be sealed, and is_shared() ends the process then: raise "
+            "an error that says why",
+        )
+        for name in ("data_ptr", "is_shared", "copy_", "_share_fd_cpu_", "_share_filename_cpu_")
+    ),
+    Patch("torch.Tensor.__dlpack__", _RAW, ("self",)),
+    Patch("torch.Tensor.share_memory_", _RAW, ("self",)),
+    *(
+        Patch(f"torch._C.{name}", _RAW, optional=True)
+        for name in ("_to_dlpack", "_to_dlpack_versioned", "_data_address", "_is_cow_tensor")
+    ),
+    *(
+        Patch(
+            f"torch.Tensor.{name}",
+            "it takes the dispatch key of a pending tensor for a device: give it another tensor",
+        )
+        for name in ("new", "new_tensor")
+    ),
+    Patch("torch._C.ScriptModule.save", _SAVED),
+    Patch("torch._C.ScriptModule.save_to_buffer", _SAVED),
+    Patch("torch._C.ScriptModule._save_for_mobile", _SAVED, optional=True),
+    Patch("torch._C.ScriptModule._save_to_buffer_for_mobile", _SAVED, optional=True),
+    Patch("torch._C._freeze_module", _SAVED, asked_by="torch.jit.freeze"),
+    Patch(
+        "torch._C._swap_tensor_impl",
+        "it exchanges what is behind two tensors that plans may know: tell these",
+        asked_by="torch.utils.swap_tensors",
+    ),
+    *(
+        Patch(f"{graph}.{name}", _GRAPH, ("self",), since=since, optional=True)
+        for graph, since in _GRAPHS
+        for name in ("capture_begin", "capture_end", "replay")
+    ),
+    *(
+        Patch(
+            f"torch.cuda.CUDAGraph.{name}",
+            "whoever has a graph's handle replays it unseen: leave nothing pending from then on",
+            ("self",),
+            optional=True,
+        )
+        for name in GRAPH_HANDLES
+    ),
+    Patch(
+        "torch.autograd.profiler.profile._start_trace",
+        _PROFILER,
+        ("self",),
+        asked_by="torch.autograd.profiler.profile.__enter__",
+    ),
+    Patch(
+        "torch.autograd.profiler.profile.toggle_collection_dynamic",
+        _PROFILER,
+        ("self",),
+        optional=True,
+    ),
+    Patch("torch.profiler.ExecutionTraceObserver.start", _PROFILER, ("self",)),
+    Patch(
+        "torch.amp.GradScaler.scale",
+        "backward fusion must not update with gradients of a scaled loss: mark its backward",
+        ("self", "outputs"),
+    ),
+    Patch(
+        "torch.amp.GradScaler._unscale_grads_",
+        "the division by the scale is left to the update, which reads the gradients anyway; and "
+        "K-FAC has to know the scale",
+        ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
+        asked_by="torch.amp.GradScaler.unscale_",
+    ),
+    Patch(
+        "torch.amp.GradScaler.step",
+        "K-FAC drops what it has seen if the optimizer's step is left out",
+        ("self", "optimizer"),
+    ),
+    Patch(
+        "torch.nn.parallel.DistributedDataParallel.register_comm_hook",
+        "a model has one communication hook, which is ours: call the user's from there",
+        ("self", "state", "hook"),
+    ),
+    *(
+        Patch(
+            f"torch.nn.parallel.DistributedDataParallel.{name}",
+            "where gradients are views of buckets DDP copies those that are there when it makes a "
+            "bucket, and what backward fusion has consumed can't be copied: put it aside",
+            takes,
+            asked_by=f"torch.nn.parallel.DistributedDataParallel.{caller}",
+        )
+        for name, takes, caller in (
+            ("_ddp_init_helper", ("self", "parameters"), "__init__"),
+            ("_pre_forward", ("self",), "forward"),
+        )
+    ),
+    Patch(
+        "torch.nn.parallel.DistributedDataParallel._post_forward",
+        "from here on DDP may write into its buckets: wait for what is still on its way from them",
+        ("self", "output"),
+        asked_by="torch.nn.parallel.DistributedDataParallel.forward",
+    ),
+    Patch(
+        "torch.nn.parallel.DistributedDataParallel._register_builtin_comm_hook",
+        "likewise, for hooks that have no Python function: refuse them",
+        ("self", "comm_hook_type"),
+    ),
+)
+
+#: (what is replaced, why, the function of PyTorch that puts it there or uses it, the names
+#: that this function has to mention)
+PLACES = (
+    (
+        "an optimizer's __class__",
+        "step(), zero_grad() and the like of a fused optimizer are its own",
+        "torch.optim.Optimizer.profile_hook_step",
+        ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    ),
+    (
+        "the step() that a scheduler has put into an optimizer",
+        "it calls the stock class's step(): wrap the fused one instead, and count likewise",
+        "torch.optim.lr_scheduler.LRScheduler.__init__",
+        ("_wrapped_by_lr_sched", "_opt_called"),
+    ),
+    (
+        "the communication hook of a model that fuse(ddp=) gets",
+        "an update runs as soon as the reduction of its bucket is done",
+        "torch.nn.parallel.DistributedDataParallel._register_accum_grad_hook",
+        ("_comm_hooks",),
+    ),
+    (
+        "what that model does with the reduced gradients",
+        "the updates have used them; we hand out the others",
+        "torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers",
+        ("_set_optimizer_in_backward",),
+    ),
+    (
+        "nothing, but asks whether that model has rearranged its buckets,",
+        "it does so once, and needs consumed gradients put aside then",
+        "torch.nn.parallel.DistributedDataParallel._update_process_group",
+        ("_has_rebuilt_buckets",),
+    ),
+    (
+        "the reduction of that model",
+        "a communication hook has to start it by itself",
+        "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks."
+        "_apply_optim_in_backward_hook",
+        ("_run_allreduce_hook",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What is looked at together."""
+
+    patches: tuple[Patch, ...]
+    places: tuple[tuple[str, str, str, tuple[str, ...]], ...]
+
+
+#: What the first fuse() looks at.
+EVERYWHERE = Lists(PATCHES, PLACES)
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_LOCAL = "the library updates the local tensors of a DTensor's parameter, gradient and state"
+_SHARD = "an update that is not seen by all who read the shard would be missed"
+
+#: What is looked at where a DTensor is fused: its modules take long to import.
+DISTRIBUTED = Lists(
+    (
+        Patch(
+            f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward",
+            "the gradients of a group have been reduced when it returns: backward fusion updates",
+            ("self",),
+            asked_by=f"{_FSDP}._fsdp_param_group.RegisterPostBackwardFunction.backward",
+        ),
+    ),
+    (
+        (
+            "the .grad of a DTensor's local tensor",
+            _LOCAL,
+            "torch.distributed.tensor.DTensor.__repr__",
+            ("_local_tensor", "_spec", "mesh", "placements"),
+        ),
+        (
+            "nothing, but asks which modules FSDP2 shards,",
+            _SHARD,
+            "torch.distributed._composable_state._insert_module_state",
+            ("_module_state_mapping",),
+        ),
+        (
+            "nothing, but asks for the tensors that FSDP2 reads,",
+            _SHARD,
+            f"{_FSDP}._fsdp_param.FSDPParam.reset_sharded_param",
+            ("_sharded_param_data", "sharded_param", "_local_tensor"),
+        ),
+        (
+            "nothing, but has a hook called that notes a reduced gradient,",
+            "FSDP2 calls the hooks of a parameter itself",
+            f"{_FSDP}._fsdp_collectives.foreach_reduce",
+            ("_post_accumulate_grad_hooks",),
+        ),
+        *(
+            (
+                "nothing, but asks who else gets a reduced gradient,",
+                "whoever writes to it before step() is obeyed",
+                f"{_FSDP}._fully_shard.FSDPModule.{function}",
+                (attribute,),
+            )
+            for function, attribute in (
+                ("set_custom_reduce_scatter", "_reduce_scatter_comm"),
+                ("set_all_reduce_hook", "_all_reduce_hook"),
+            )
+        ),
+    ),
+)
+
+#: What _run/watch.py replaces in a script's process, before this file can be imported.
+WATCHED = Lists(
+    (
+        Patch(
+            "torch.optim.Optimizer.__init_subclass__",
+            "each class gets an __init__() that says when an optimizer has been made: fuse it then",
+        ),
+        Patch(
+            "torch.nn.parallel.DistributedDataParallel.__init__",
+            "backward mode has to know the model that reduces an optimizer's gradients",
+            ("self", "module"),
+        ),
+    ),
+    (),
+)
+
+_BUILD = "the compiler, when the library is built for a release"
+NATIVE = (
+    Native(
+        "TESTING_ONLY_GenericWrapper",
+        "compat.h",
+        "a backend fallback for this dispatch key sees every operator that gets a pending tensor",
+        "of_shim_init(), if somebody else has one",
+    ),
+    Native("key_set_", "compat.h", "marks a pending tensor by that key", _BUILD),
+    Native(
+        "throw_on_immutable_data_ptr_",
+        "compat.h",
+        "seals a storage: an address that is asked for past the dispatcher is refused",
+        _BUILD + "; tests/python/test_patches.py, if a seal has no effect",
+    ),
+    Native("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
+    Native(
+        "has_unique_reference",
+        "compat.h",
+        "tells a Python wrapper that nobody holds from another owner of a tensor",
+        _BUILD,
+    ),
+    Native(
+        "load_pyobj",
+        "compat.h",
+        "tells a reference of Python's to a gradient from that of DistributedDataParallel",
+        _BUILD,
+    ),
+    Native(
+        "PyTorchError",
+        "error.h",
+        "a copy of the class by which PyTorch raises a Python type of the thrower's choice",
+        "the first fuse(), which raises one and looks how it arrives",
+    ),
+    Native(
+        "post_acc_grad_hooks_",
+        "autograd/gradient_hook.cpp",
+        "our hook takes a parameter's one place for such hooks, and calls what was there",
+        _BUILD,
+    ),
+    Native(
+        "PyMethodDef",
+        "python/call_first.c",
+        "Python's record of a function that is written in C: all that stand for it go by it",
+        "call_first(), which compares the name in it",
+    ),
+    *(
+        Native(
+            name,
+            "layers/tap.cpp",
+            "a composite operator, with kernels of ours at autograd's keys while layers are known",
+            "the first step() after reorder(), if no layer was seen",
+        )
+        for name in ("linear", "conv2d")
+    ),
+    Native(
+        "ToCopyBackward0",
+        "layers/tap.cpp",
+        "autocast hands over a copy of a weight: its node leads to the weight",
+        "the first step() after reorder(), if no layer was seen",
+    ),
+    Native(
+        "ToCopyBackward0",
+        "layers/beside.cpp",
+        "such a copy's node runs where dW does: on the side stream, if dW has one",
+        "tests/device/test_side_stream.py, where the plan must say that dW is there",
+    ),
+    Native(
+        "set_sequence_nr",
+        "layers/tasks.cpp",
+        "autograd's engine runs what is ready by this number: a dW that waits gets a low one",
+        "tests/python/test_reorder.py, which reads the order from a trace",
+    ),
+    *(
+        Native(name, "tensor/square_roots.cpp", why, "its first use; it compares or does without")
+        for name, why in (
+            ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),
+            ("VMSSQRT_64_", "square roots of float32 with the bits of torch.sqrt()"),
+            ("VMDSQRT_64_", "square roots of float64 with the bits of torch.sqrt()"),
+        )
+    ),
+    *(
+        Native(name, "matrix/blas_find.c", why, "its first use, after which operators multiply")
+        for name, why in (
+            ("torch_get_current_cuda_blas_handle", "PyTorch's cuBLAS handle and workspace"),
+            ("_ZN2at4cuda7tunable16getTuningContextEv", "whether TunableOp chooses products"),
+            ("_ZNK2at4cuda7tunable13TuningContext18IsTunableOpEnabledEv", "likewise"),
+        )
+    ),
+)
+
+
+def find(path: str) -> Any:
+    """What a dotted name stands for; None: there is no such thing."""
+    parts = path.split(".")
+    found: Any = torch
+    for n, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part) and isinstance(found, types.ModuleType):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(".".join(parts[:n]))
+        found = getattr(found, part, None)
+    return found
+
+
+@functools.cache
+def _listed(lists: Lists) -> frozenset[tuple[int, str]]:
+    places = (patch.target.rpartition(".") for patch in lists.patches)
+    return frozenset((id(find(owner)), name) for owner, _, name in places)
+
+
+def _is_of_torch(owner: Any) -> bool:
+    home: str = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return home.split(".")[0] == "torch"
+
+
+def replace(owner: Any, name: str, function: Any, lists: Lists | None = None) -> None:
+    """Puts a function in the place of a listed one of a class or module, which it has as its
+    __wrapped__ (functools.wraps)."""
+    if _is_of_torch(owner) and (id(owner), name) not in _listed(lists or EVERYWHERE):
+        raise Error(f"optfuse: {owner.__name__}.{name} is replaced, but _patches has no entry")
+    setattr(owner, name, function)
+
+
+def after(work: Callable[..., None], function: Any) -> Any:
+    """The function, which calls `work` with its arguments before it does anything."""
+
+    @functools.wraps(function)
+    def work_first(*args: Any, **kwargs: Any) -> Any:
+        work(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return work_first
+
+
+def call_before(owner: Any, name: str, work: Callable[..., None]) -> None:
+    """Puts `work` before a listed function, where this PyTorch has that one."""
+    function = getattr(owner, name, None)
+    if function is not None:
+        replace(owner, name, after(work, function))
+
+
+_called_later: list[Any] = []  # functions that call one of ours first
+_IN_C = types.MethodDescriptorType | types.BuiltinFunctionType
+
+
+def call_first(owner: Any, name: str, work: Callable[..., Any]) -> None:
+    """Has a listed function that is written in C call `work` before it does anything, under
+    whichever name it is called, and if a script has bound it long ago: with self, if it is a
+    method, and with its arguments. What `work` makes of self, if not None, is used in its place."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return
+    if (id(owner), name) not in _listed(EVERYWHERE):
+        raise Error(f"optfuse: {owner.__name__}.{name} is changed, but _patches has no entry")
+    if not isinstance(function, _IN_C):  # another library has put its own there
+        call_before(owner, name, work)
+        return
+    is_method = isinstance(function, types.MethodDescriptorType)
+    arguments = function, function.__name__.encode(), object.__basicsize__, is_method, work
+    if lib_with_gil.of_shim_call_first(*arguments) != OK:
+        warn(f"{message()}. {_MAY_DIFFER}", RuntimeWarning, stacklevel=2)
+        return
+    _called_later.append(function)
+
+
+def is_replaced(function: Any) -> bool:
+    """Whether another function takes its place, or comes before it."""
+    return hasattr(function, "__wrapped__") or any(function is known for known in _called_later)
+
+
+def _stock(function: Any) -> Any:
+    """Without what was put around it."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from (code.co_name, *code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, str):
+            yield constant
+
+
+def _mentions(path: str, name: str) -> bool:
+    code = getattr(_stock(find(path)), "__code__", None)
+    return code is not None and name in _names_in(code)
+
+
+def _how(patch: Patch) -> str | None:
+    """How it differs from what the tested releases have."""
+    function = _stock(find(patch.target))
+    if function is None:
+        return None if patch.optional else "is not there"
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_varnames[: len(patch.takes)] != patch.takes:
+        return f"does not take {', '.join(patch.takes)}"
+    if patch.asked_by and not _mentions(patch.asked_by, patch.target.rpartition(".")[2]):
+        return f"is not called by {patch.asked_by}"
+    return None
+
+
+def changes(lists: Lists | None = None) -> list[str]:
+    """What this PyTorch has otherwise than the tested releases, in sentences."""
+    lists = lists or EVERYWHERE
+    found = [
+        f"{patch.target} {how} (seen in torch {patch.since} to {TESTED[-1]}); optfuse replaces "
+        f"it because: {patch.why}"
+        for patch in lists.patches
+        if (how := _how(patch)) is not None
+    ]
+    return found + [
+        f"{path} does not mention {name}; optfuse replaces {what} because: {why}"
+        for what, why, path, names in lists.places
+        for name in names
+        if not _mentions(path, name)
+    ]
+
+
+def warn_of_changes(lists: Lists | None = None) -> None:
+    """Before anything is replaced."""
+    for change in changes(lists):
+        warn(
+            f"in torch {torch.__version__} {change}. {_MAY_DIFFER}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ways from Python past the dispatcher: to a tensor's raw memory, and to its dispatch key.
+
+An operator on a pending tensor launches its update by itself. These few are none, so each launches
+first. Most are written in C, and a script may have bound them before optfuse came (`from
+torch.utils.dlpack import to_dlpack`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function_unary
+
+from optfuse._library.bindings import Error, guard, lib
+from optfuse._patches.listed import call_before, call_first, replace
+
+_KEY = "TESTING_ONLY_GenericWrapper"
+_IN_C = {
+    Tensor: ("data_ptr", "const_data_ptr", "apply_", "map_", "map2_"),
+    torch._C: ("_to_dlpack", "_to_dlpack_versioned", "_data_address", "_is_cow_tensor"),
+}
+#: A storage whose memory others may still read past the dispatcher is that of a consumed gradient.
+_OF_STORAGES = ("data_ptr", "is_shared", "copy_", "_share_fd_cpu_", "_share_filename_cpu_")
+
+
+@functools.cache
+def _key() -> Any:
+    return torch._C._parse_dispatch_key(_KEY)
+
+
+def _is_marked(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and torch._C._dispatch_keys(tensor).has(_key())
+
+
+def _launch(op: str) -> Callable[..., None]:
+    """Does op to marked tensors that a function is about to take."""
+
+    def launch(*values: Any, **named: Any) -> None:
+        if not guard("raw"):
+            return
+        for value in (*values, *named.values()) if named else values:
+            if _is_marked(value):
+                getattr(torch.ops.optfuse, op)(value)
+
+    return launch
+
+
+def _refuse_sealed(*values: Any, **named: Any) -> None:
+    """Before a storage's function that reads its memory: is_shared() would end the process."""
+    for value in (*values, *named.values()):
+        if isinstance(value, torch._C.StorageBase) and lib.of_shim_is_sealed(value._cdata):
+            raise Error(
+                "optfuse: this is the memory of a gradient that backward fusion has already "
+                "applied and freed; call zero_grad() after step(), or use "
+                'optfuse.fuse(optimizer, mode="forward")'
+            )
+
+
+def _like(tensor: Any = None, *_: Any, **__: Any) -> Tensor | None:
+    """For a function that makes a tensor of this one's dtype on its device, and takes the mark for
+    a device: a tensor without the mark. Not for a class that answers the function by itself."""
+    if not guard("raw") or not _is_marked(tensor) or has_torch_function_unary(tensor):
+        return None
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) -> None:
+    """Once per process."""
+
+    def flush(*_: Any, **__: Any) -> None:
+        flush_all()
+
+    access = _launch("access")
+    for owner, names in _IN_C.items():
+        for name in names:
+            call_first(owner, name, access)
+    # torch.compile asks for it without reading numbers, so a consumed gradient passes.
+    call_first(Tensor, "untyped_storage", _launch("launch"))
+    for name in ("new", "new_tensor"):
+        call_first(Tensor, name, _like)
+    for name in _OF_STORAGES:
+        call_first(torch._C.StorageBase, name, _refuse_sealed)
+    for name in ("__dlpack__", "share_memory_"):
+        call_before(Tensor, name, access)
+
+    # TorchScript's serializer reads the memory of a whole module in C++.
+    for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
+        call_before(torch._C.ScriptModule, name, flush)
+    call_before(torch._C, "_freeze_module", flush)
+    replace(torch._C, "_swap_tensor_impl", swap_and_tell(torch._C._swap_tensor_impl))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which rule updates an optimizer: that of its class where this is known to have the class's
+bits for all of its parameters, else OWN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from optfuse._dtensor.local_tensors import has_holes
+from optfuse._gpu import is_gpu, is_on_gpu
+from optfuse._rules import OWN, RULES, Group, Rule
+from optfuse._trials import stock_trial
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    """The rule for an optimizer that is not fused; OWN if there are no kernels for all
+    of its parameters."""
+    rule = RULES.get(type(optimizer), OWN)
+    if why_own_step(optimizer):
+        return OWN
+    return rule.on_gpus() if rule.tried and _any_on_gpu(optimizer.param_groups) else rule
+
+
+def _is_narrow_with_holes(param: Tensor) -> bool:
+    is_on_cpu = param.device.type == "cpu"
+    return is_on_cpu and param.dtype.itemsize == 2 and has_holes(param)
+
+
+def _any_on_gpu(groups: list[Group]) -> bool:
+    return any(is_gpu(p.device) for group in groups for p in group["params"])
+
+
+def why_own_step(optimizer: Optimizer) -> list[str]:
+    """Why an optimizer with another update does without it."""
+    stock, groups = type(optimizer), optimizer.param_groups
+    if stock not in RULES:
+        return []
+    return why_not_tried(RULES[stock], stock, groups, optimizer.__dict__["state"])
+
+
+def why_not_tried(
+    rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
+) -> list[str]:
+    """Why an update that has to pass a trial is not used for these groups."""
+    params = [p for group in groups for p in group["params"]]
+    if rule.reference != "fused=True" and any(map(_is_narrow_with_holes, params)):
+        return ["some parameters of 16 bits have holes, where PyTorch's operators round more often"]
+    if rule.tried and not rule.external and _any_on_gpu(groups):
+        return _reasons_on_gpu(rule, stock, groups, state)
+    # An external update leaves to the class's step() whatever is not as usual.
+    return stock_trial.verdicts(rule, stock, groups)
+
+
+def _reasons_on_gpu(
+    rule: Rule, stock: type[Optimizer], groups: list[Group], state: dict[Any, Any]
+) -> list[str]:
+    """Why the class's own step() has to update there; empty if kernels may."""
+    counts_on_gpu = rule.numbers_on_gpu()
+    found = sorted({f"of {way}" for group in groups for way in stock_trial.other_ways(group)})
+    params = [p for group in groups for p in group["params"]]
+    if counts_on_gpu:
+        found += other_counters(params, state, counts_on_gpu)
+    elif any(is_on_gpu(state[p].get("step")) for p in params if p in state):
+        found.append("its step counters are on the GPU")
+    if not all(is_gpu(p.device) for p in params):
+        found.append("some parameters are on the CPU")
+    if any(map(_has_subclasses, groups)):
+        found.append("some parameters are of a subclass")
+    return found or stock_trial.verdicts(rule, stock, groups)
+
+
+def _has_subclasses(group: Group) -> bool:
+    """Whether PyTorch, where it may choose, takes its for-loop because of a subclass."""
+    chooses = "foreach" in group and group["foreach"] is None
+    return chooses and any(type(p) not in (Tensor, Parameter) for p in group["params"])
+
+
+def other_counters(
+    params: list[Tensor], state: dict[Any, Any], names: tuple[str, ...]
+) -> list[str]:
+    """What counters on the GPU are not as they usually are. They meet parameters in
+    operators, which convert them to the parameter's dtype if that one has dimensions."""
+    found = []
+    counters = [state[p].get(name) for p in params if state.get(p) for name in names]
+    usual = all(is_on_gpu(c) and c.dtype is torch.float32 and c.dim() == 0 for c in counters)
+    if not usual or torch.get_default_dtype() is not torch.float32:
+        found.append(f"its {', '.join(names)} are not all float32 on the GPU")
+    if any(p.dim() == 0 for p in params):
+        found.append("some parameters have no dimensions")
+    return found
