@@ -195,7 +195,7 @@ def timed(best: list[Line], make_kfac: MakeKfac) -> list[Line]:
 
 def reference() -> MakeKfac:
     """Ours in plain torch, of the tests."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "python"))
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "python" / "kfac"))
     from kfac_reference import Reference
 
     return Reference

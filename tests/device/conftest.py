@@ -19,6 +19,7 @@ collect_ignore_glob = ["test_*.py"] if missing else []
 if not missing:
     os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
     import fakecuda
+    import folders  # noqa: F401 - tests import modules of its folders
     import torch
     import torch._dynamo
     from watched import python_updates  # noqa: F401

@@ -220,8 +220,8 @@ def transparency(plan: Plan) -> Part:
 
 def layers(plan: Plan) -> Part:
     """Those tests of layers that the played GPU passes, too; see tests/run."""
-    names = ("kfac", "kfac_training", "reorder")
-    files = [str(plan.root / "tests" / "python" / f"test_{name}.py") for name in names]
+    names = ("kfac/test_kfac", "kfac/test_kfac_training", "reorder/test_reorder")
+    files = [str(plan.root / "tests" / "python" / f"{name}.py") for name in names]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     where = {"OPTFUSE_TEST_ON": "cuda"} if plan.on_gpu else {}
     return Part("K-FAC and another order of backward", [Command(pytest, where)], 150.0, CHECKS)

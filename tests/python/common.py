@@ -18,6 +18,7 @@ import tempfile
 import types
 from pathlib import Path
 
+import folders  # noqa: F401 - tests import modules of other folders
 import forked_python
 import torch
 import torch.distributed as dist

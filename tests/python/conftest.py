@@ -2,6 +2,7 @@
 import gc
 from pathlib import Path
 
+import folders  # noqa: F401 - tests import modules of other folders
 import on_device
 import pytest
 import torch

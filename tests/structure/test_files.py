@@ -37,3 +37,17 @@ def test_python_is_clean() -> None:
         [sys.executable, "-m", "ruff", "check", "--quiet", ROOT], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_folder_of_tests_is_on_their_page_and_each_module_has_a_name_of_its_own() -> None:
+    top = ROOT / "tests" / "python"
+    modules = [path for path in files() if path.match("tests/python/*/*.py")]
+    named = re.findall(
+        r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", (top / "README.md").read_text(), re.M))
+    )
+    assert {path.parent.name for path in modules} == set(named)
+    packages = {path.parent for path in modules if path.name == "__init__.py"}
+    names = [path.name for path in modules if path.parent not in packages]
+    names += [path.name for path in files() if path.match("tests/python/*.py")]
+    twice = {name for name in names if names.count(name) > 1} - {"conftest.py"}
+    assert not twice, f"another folder's module, too: {twice}"

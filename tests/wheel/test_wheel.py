@@ -162,7 +162,7 @@ def test_training_has_the_bits_of_stock(python: Python) -> None:
     """The suite's own test of whole models, with this suite's pytest."""
     ours = f"import sys, optfuse; sys.path.append({sysconfig.get_path('purelib')!r}); import pytest"
     run = "sys.exit(pytest.main(sys.argv[1:]))"
-    models = ROOT / "tests" / "python" / "test_models.py"
+    models = ROOT / "tests" / "python" / "training" / "test_models.py"
     options = ["-q", "-p", "no:cacheprovider", "-k", "gpt or mlp"]
     done = python("-c", f"{ours}; {run}", *options, models)
     assert done.returncode == 0 and re.search(r"\d+ passed", done.stdout), done.stdout + done.stderr

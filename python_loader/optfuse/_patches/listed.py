@@ -310,7 +310,7 @@ NATIVE = (
         "throw_on_immutable_data_ptr_",
         "compat.h",
         "seals a storage: an address that is asked for past the dispatcher is refused",
-        _BUILD + "; tests/python/test_patches.py, if a seal has no effect",
+        _BUILD + "; tests/python/installation/test_patches.py, if a seal has no effect",
     ),
     Native("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
     Native(
@@ -368,7 +368,7 @@ NATIVE = (
         "set_sequence_nr",
         "layers/tasks.cpp",
         "autograd's engine runs what is ready by this number: a dW that waits gets a low one",
-        "tests/python/test_reorder.py, which reads the order from a trace",
+        "tests/python/reorder/test_reorder.py, which reads the order from a trace",
     ),
     *(
         Native(name, "tensor/square_roots.cpp", why, "its first use; it compares or does without")

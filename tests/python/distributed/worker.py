@@ -15,6 +15,7 @@ from pathlib import Path
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import folders  # noqa: F401 - scenarios import modules of other folders
 import torch
 import torch.distributed as dist
 

@@ -75,7 +75,7 @@ OUT_OF_REACH = {
     "norm": "it matters on CPUs only where PyTorch's operator has other roundings",
     "added_late": "step() then finds the added gradients and raises: later, with no wrong bits",
     "nested": "a pass that is counted twice updates too early, and the next one raises",
-    "interrupts": "programs are not interrupted; tests/python/test_interrupts.py does that",
+    "interrupts": "programs are not interrupted; tests/python/process/test_interrupts.py does that",
     "gil": "it prevents a deadlock of two threads; a program has one at a time",
     "independent": "it is about classes; programs have those of torch.optim",
     "traced_bits": "it is about classes; programs have those of torch.optim",

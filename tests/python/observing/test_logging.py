@@ -62,7 +62,7 @@ def test_a_message_of_another_thread_arrives_on_the_main_thread(caplog):
 
 
 FAILS = """
-import logging, sys
+import folders, logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s %(message)s")
 import own_scripts  # registers Flaky
 from common import loss_of, net, train

@@ -34,7 +34,7 @@ def regions(tmp_path_factory):
     counter = tmp_path_factory.mktemp("regions") / "counter.so"
     compile_it = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(counter), "-ldl"]
     subprocess.run(compile_it, input=COUNTER, text=True, check=True)
-    code = "import json, test_regions as t; print(json.dumps(t.counted()))"
+    code = "import folders, json, test_regions as t; print(json.dumps(t.counted()))"
     return json.loads(python_ok(code, fresh=True, LD_PRELOAD=str(counter), OMP_NUM_THREADS="2"))
 
 

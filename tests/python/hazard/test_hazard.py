@@ -11,6 +11,7 @@ from collections import Counter
 import guard_scenarios
 import pytest
 from common import HERE
+
 from hazard import runner
 from hazard.controls import OFTEN, OUT_OF_REACH
 from hazard.play import Run, difference, judge
@@ -160,9 +161,8 @@ def test_an_update_that_raises_late_excuses_nothing_else(monkeypatch):
 @pytest.mark.parametrize("ours", (None, 3, 4))
 def test_an_exception_that_only_stock_raises_is_a_failure(ours, monkeypatch):
     """Whether ours then raises nothing or raises in another step()."""
-    from hazard.world import World
-
     import optfuse
+    from hazard.world import World
 
     step = World.step
 

@@ -23,7 +23,7 @@ from optfuse._layers.pipeline.costs import MULTIPLY_ADDS_A_SECOND
 from optfuse._layers.pipeline.plan import KINDS, STRATEGIES, placed
 from optfuse.pipeline import Layer, Plan, Task
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FREE = (0.0, 0.0)
 
 

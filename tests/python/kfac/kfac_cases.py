@@ -151,7 +151,7 @@ def conv_loss(model, i, n=6):
 
 def gpt():
     """The benchmark's, small: a block, an embedding, and a head."""
-    path = Path(__file__).parents[2] / "benchmarks" / "models.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "models.py"
     spec = importlib.util.spec_from_file_location("benchmark_models", path)
     models = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(models)

@@ -3,7 +3,7 @@
 """A long training run with pauses, checkpoints and resumes at random moments:
 the same bits as stock at every checkpoint, and memory that stays flat.
 
-    python tests/python/long_run.py --steps 5000"""
+    python tests/python/training/long_run.py --steps 5000"""
 
 import argparse
 import gc
@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from common import Fused, Stock, adamw, loss_of, net, sgd

@@ -5,6 +5,9 @@ cases under all schedules and says how many there were."""
 
 import itertools
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from common import differing

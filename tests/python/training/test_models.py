@@ -11,7 +11,7 @@ import torch
 from common import Fused, Stock, assert_same, run
 from torch.nn.functional import cross_entropy
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 STEPS = 200
 SIZE, LENGTH = 32, 16
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import guard_scenarios
 import pytest
 from common import HERE, python
 
+import guard_scenarios
 from optfuse._library.bindings import lib
 
 ROOT = HERE.parents[1]

@@ -281,7 +281,7 @@ class ByAnswers(Marks):
 
 def test_a_global_that_answers_to_any_name() -> None:
     python_ok(
-        "import optfuse, torch\n"
+        "import folders, optfuse, torch\n"
         "from test_looks import ByAnswers, plain\n"
         "optfuse.fuse(ByAnswers([plain()]))",
         timeout=60,

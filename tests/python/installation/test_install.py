@@ -26,7 +26,7 @@ from installed import (
     skip_unless_built,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 LIBRARY = f"liboptfuse_torch-{RELEASE}-cxx11abi1-linux_x86_64.so"

@@ -5,15 +5,17 @@ that, by functions that were bound before optfuse was imported."""
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from common import HERE
+
+SWEEP = Path(__file__).with_name("sweep_uses.py")
 
 
 def swept(*arguments):
     """What the sweep says, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(HERE / "sweep_uses.py"), *arguments],
+        [sys.executable, "-X", "faulthandler", str(SWEEP), *arguments],
         capture_output=True,
         text=True,
         timeout=3000,

@@ -11,7 +11,7 @@ from optfuse._ab.result import Interval
 from optfuse._own_step.register import INDEPENDENT
 from optfuse._rules import RULES
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2
 
 @pytest.mark.parametrize("isa", ("", "baseline"))
 def test_a_process_that_flushes_from_its_start_has_the_bits_of_stock(isa):
-    code = "import test_flush_denormal as t; t.differences(t.DTYPES)"
+    code = "import folders, test_flush_denormal as t; t.differences(t.DTYPES)"
     out = python_ok(LIMIT + code, OPTFUSE_ISA=isa)
     assert not out, out
 
@@ -119,7 +119,7 @@ def started_before(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_threads_that_started_before_compute_as_step_does(mode):
-    out = python_ok(f"import test_flush_denormal as t; t.started_before({mode!r})")
+    out = python_ok(f"import folders, test_flush_denormal as t; t.started_before({mode!r})")
     assert out.strip() == "equal", out
 
 

@@ -201,7 +201,7 @@ def test_a_dying_optimizer_still_updates():
 
 
 DYING = """
-import torch, optfuse
+import folders, torch, optfuse
 from own_classes import Tensors
 
 class Last(Tensors):
@@ -234,7 +234,7 @@ def test_an_optimizer_that_dies_in_the_update_of_another():
 def test_a_step_that_compiles_a_part_of_itself():
     """As many write Muon. Entering compiled code launches what is pending."""
     out = python_ok(
-        "import torch, optfuse\n"
+        "import folders, torch, optfuse\n"
         "from own_classes import Tensors\n"
         "double = torch.compile(lambda x: x * 2, backend='eager')\n"
         "class Compiled(Tensors):\n"

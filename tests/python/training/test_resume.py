@@ -121,7 +121,7 @@ def test_a_hundred_steps_with_saves_and_resumes(make, mode):
 def test_memory_stays_flat():
     """Of resumes too, each of which makes an optimizer anew."""
     done = python_ok(
-        "import torch; torch.set_num_threads(1)\n"
+        "import folders, torch; torch.set_num_threads(1)\n"
         "from long_run import MAKE, compare\n"
         "for mode in ('forward', 'backward'):\n"
         "    warm, end = compare(mode, MAKE['adamw'], 400, 1)\n"
