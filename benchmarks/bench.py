@@ -31,6 +31,7 @@ import reorder
 import survey
 import torch
 import traced
+import trips
 from cells import MODELS, OPTIMIZERS
 from data import handwritten
 from figures import title
@@ -44,6 +45,7 @@ SECTIONS = {
     "kernels": kernels.section,
     "memory": memory.section,
     "launch": launch.section,
+    "trips": trips.section,
     "survey": survey.section,
     "traced": traced.section,
     "distributed": distributed.section,
@@ -59,6 +61,7 @@ SMOKE = ("cells", "memory", "kernels")
 OF_ANY_OPTIMIZER = (
     "survey",
     "traced",
+    "trips",
     "kernels",
     "reorder",
     "kfac",
@@ -73,6 +76,7 @@ HELP = """sections:
   kernels  the update alone: every optimizer against stock and the floor
   memory   peak memory of tensors and of the whole process
   launch   instructions of the host around an update, for a CPU and for a GPU
+  trips    Python functions that an iteration enters, and its calls of the library
   survey   which optimizers of other packages fuse, traced or registered; see --packages
   traced   step() of ten classes of another package, by itself and traced; see --packages
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp

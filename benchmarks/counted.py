@@ -109,8 +109,8 @@ def train(name: str, n: int, count: Count) -> None:
     params = parameters(n, fakecuda.NAME)
     optimizer = AdamW(params, fused=name == "fused=True")
     if name != "fused=True":
-        mode = "forward" if name == "forward fusion" else "backward"
-        optfuse.fuse(optimizer, mode=mode, side_stream=name == "side stream")
+        backward = optfuse.Backward(side_stream=name == "side stream")
+        optfuse.fuse(optimizer, "forward" if name == "forward fusion" else backward)
 
     def use() -> None:
         for p in params:

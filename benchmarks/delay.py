@@ -61,7 +61,8 @@ def accuracy(make: Any, rate: float, delay: int, weights: str, seed: int, steps:
     torch.manual_seed(seed)
     model = conv_net()
     images, labels, held, right = parts(seed)
-    opt = optfuse.fuse(make(model.parameters(), lr=rate), delay={model: delay}, weights=weights)
+    late = optfuse.Forward(delay=optfuse.Delay({model: delay}, weights))
+    opt = optfuse.fuse(make(model.parameters(), lr=rate), late)
     stream = batches(images, labels, seed)
     for _ in range(steps):
         x, y = next(stream)
@@ -115,9 +116,11 @@ def cost(smoke: bool) -> list[dict[str, Any]]:
         return iteration
 
     def late(delay: int) -> Callable[[Any], Any]:
-        return lambda opt: optfuse.fuse(
-            opt, delay={p: delay for group in opt.param_groups for p in group["params"]}
-        )
+        def fuse(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
+            steps = {p: delay for group in opt.param_groups for p in group["params"]}
+            return optfuse.fuse(opt, optfuse.Forward(delay=steps))
+
+        return fuse
 
     variants = {"fuse": optfuse.fuse, "D = 0": late(0), "D = 1": late(1), "D = 4": late(4)}
     rounds = {"rounds": 2, "iterations": 1} if smoke else {"rounds": 30}

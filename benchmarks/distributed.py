@@ -92,9 +92,9 @@ def data_parallel(run: Run, cell: Cell, optimizer: str) -> tuple[nn.Module, torc
     model = DistributedDataParallel(run.model, **how)
     opt, hook = OPTIMIZERS[optimizer](model.parameters()), (run.link, mean_over_link)
     if run.name == "backward fusion":
-        return model, optfuse.fuse(opt, mode="backward", ddp=model, comm_hook=hook)
+        return model, optfuse.fuse(opt, optfuse.Backward(ddp=optfuse.DDPModel(model, hook)))
     if run.name == LATE:
-        return model, optfuse.fuse(opt, ddp=model, await_reduction="first_use", comm_hook=hook)
+        return model, optfuse.fuse(opt, optfuse.Forward(ddp=optfuse.DDPModel(model, hook)))
     model.register_comm_hook(*hook)
     return model, VARIANTS[NONE if run.name == FAST else run.name](opt)
 

@@ -87,7 +87,7 @@ class Run:
         opt = torch.optim.SGD(wrapped.parameters(), lr=3e-3, momentum=0.9, fused=True)
         hook = link, mean_over_link
         if name.endswith(AWAITED):
-            opt = optfuse.fuse(opt, ddp=wrapped, await_reduction="first_use", comm_hook=hook)
+            opt = optfuse.fuse(opt, optfuse.Forward(ddp=optfuse.DDPModel(wrapped, hook)))
         else:
             wrapped.register_comm_hook(*hook)
         self.iterate = iteration(wrapped, opt, islice(way.batches(), dist.get_rank(), None, WORLD))

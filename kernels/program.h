@@ -9,6 +9,8 @@
 
 #include "kernels.h"
 
+#include <stdint.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -21,6 +23,16 @@ enum {
     OF_REGISTER_TEMPORARY = OF_REGISTER_STATE + OF_MAX_STATE,
     OF_REGISTERS = 24
 };
+
+/* Where a register of span's memory begins; NULL if there is none. number: below
+ * OF_REGISTER_TEMPORARY. A program may write the gradient, as PyTorch's operators would. */
+static inline void *of_register_memory(const of_span *span, unsigned number) {
+    if (number == OF_REGISTER_PARAM)
+        return span->param;
+    if (number == OF_REGISTER_GRAD)
+        return (void *)(uintptr_t)span->grad;
+    return span->state[number - OF_REGISTER_STATE];
+}
 
 typedef enum of_operator {
 #define OF_OPERATOR(name, inputs, result) OF_OPERATOR_##name,

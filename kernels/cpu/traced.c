@@ -86,15 +86,6 @@ static void run_code(const of_span *span, const of_program *program, of_real *co
     }
 }
 
-/* Where a register of span's memory begins; NULL if there is none. */
-static void *memory_of(const of_span *span, unsigned number) {
-    if (number == OF_REGISTER_PARAM)
-        return span->param;
-    if (number == OF_REGISTER_GRAD)
-        return (void *)(uintptr_t)span->grad; /* a program may write it, as PyTorch's would */
-    return span->state[number - OF_REGISTER_STATE];
-}
-
 static void scale(of_real *to, const of_real *from, const double *factors, size_t n) {
     const double first = factors[0], second = factors[1];
     OF_NO_ALIAS
@@ -110,13 +101,13 @@ static void run_block(const of_span *span, const of_program *program, of_real *c
     const size_t n = length(block);
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++)
         if (program->reads >> k & 1u)
-            widen(at[k], (const of_stored *)memory_of(span, k) + block->begin, n);
+            widen(at[k], (const of_stored *)of_register_memory(span, k) + block->begin, n);
     if (span->factors)
         scale(at[OF_REGISTER_GRAD], at[OF_REGISTER_GRAD], span->factors, n);
     run_code(span, program, at, block);
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++)
         if (program->writes >> k & 1u)
-            narrow((of_stored *)memory_of(span, k) + block->begin, at[k], n);
+            narrow((of_stored *)of_register_memory(span, k) + block->begin, at[k], n);
 }
 
 #else
@@ -126,7 +117,7 @@ static void run_block(const of_span *span, const of_program *program, of_real *c
     of_real *at[OF_REGISTERS];
     memcpy(at, rows, sizeof at);
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++) {
-        of_real *memory = memory_of(span, k);
+        of_real *memory = of_register_memory(span, k);
         if (memory)
             at[k] = memory + block->begin;
     }

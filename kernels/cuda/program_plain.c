@@ -7,20 +7,12 @@
 
 of_kernel_fn OF_KERNEL_NAME(op_by_op);
 
-static void *memory_of(const of_span *span, unsigned number) {
-    if (number == OF_REGISTER_PARAM)
-        return span->param;
-    if (number == OF_REGISTER_GRAD)
-        return (void *)(uintptr_t)span->grad;
-    return span->state[number - OF_REGISTER_STATE];
-}
-
 static void update_one(const of_span *span, const of_program *program, size_t at) {
     of_real file[OF_REGISTERS] = {0};
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++)
         if (program->reads >> k & 1u)
             file[k] = k == OF_REGISTER_GRAD ? of_load_gradient(span, at)
-                                            : of_load(memory_of(span, k), at);
+                                            : of_load(of_register_memory(span, k), at);
     for (size_t i = 0; i < program->n; i++) {
         const of_instruction *q = &program->code[i];
         of_operate(q->operation, 1, &file[q->to], &file[q->a], &file[q->b], &file[q->c],
@@ -28,7 +20,7 @@ static void update_one(const of_span *span, const of_program *program, size_t at
     }
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++)
         if (program->writes >> k & 1u)
-            of_store(memory_of(span, k), at, file[k]);
+            of_store(of_register_memory(span, k), at, file[k]);
 }
 
 void OF_KERNEL_NAME(op_by_op)(const of_span *span, const void *scalars) {

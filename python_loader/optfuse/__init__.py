@@ -15,6 +15,7 @@ if not as_command():  # whose commands import what they need, and may find that 
     from optfuse import optim, pipeline
     from optfuse._ab.ab import ab
     from optfuse._accumulate import accumulate
+    from optfuse._arguments.modes import Backward, DDPModel, Delay, Forward
     from optfuse._clipping.clip_norm import clip_grad_norm_
     from optfuse._fuse import flush, fuse, unfuse
     from optfuse._layers.delay.delayed_updates import drain
@@ -27,7 +28,11 @@ if not as_command():  # whose commands import what they need, and may find that 
 __version__ = "0.1.0"
 __all__ = [
     "KFAC",
+    "Backward",
+    "DDPModel",
+    "Delay",
     "Error",
+    "Forward",
     "KFACSummary",
     "Reordering",
     "Summary",

@@ -30,7 +30,7 @@ def accumulate(*optimizers: Optimizer) -> Iterator[None]:
     a second pass before step() raises. In forward mode, and for optimizers that
     are not fused, it does nothing. It may be nested and left by an exception.
 
-    Raises optfuse.Error for an optimizer whose passes fuse(accumulate=n)
+    Raises optfuse.Error for an optimizer whose passes Backward(accumulate=n)
     counts, and in a pass of this kind that comes between the one that updated
     and step().
     """

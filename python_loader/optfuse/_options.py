@@ -37,15 +37,15 @@ class Reduction(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of fuse()."""
+    """The options of fuse() and of its mode."""
 
     mode: int = FORWARD
     eager: tuple[Tensor, ...] = ()
+    bucket_bytes: int = 0  # 0: the library's own
     side_stream: bool = False
     accumulate: int = 1
     max_grad_norm: float | None = None
     fold: bool = True  # clipping and unscaling by GradScaler into the update
-    bucket_bytes: int = 0  # 0: the library's own
     reduction: Reduction | None = None  # of a DistributedDataParallel model
     delays: tuple[tuple[Tensor, int], ...] = ()  # of parameters whose updates arrive late
     weights: str = "stash"  # what dX sees of those

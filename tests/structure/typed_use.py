@@ -13,7 +13,12 @@ import optfuse
 
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 stock = torch.optim.AdamW(model.parameters())
-optimizer = assert_type(optfuse.fuse(stock, mode="backward", accumulate=2), torch.optim.AdamW)
+delay = optfuse.Delay({model[0]: 2}, weights="latest")
+for mode in (optfuse.Backward(accumulate=2), optfuse.Forward(max_grad_norm=1.0, delay=delay)):
+    assert_type(optfuse.fuse(stock, mode), torch.optim.AdamW)
+parallel = optfuse.DDPModel(nn.parallel.DistributedDataParallel(model), comm_hook=None)
+assert_type(optfuse.fuse(stock, optfuse.Forward(ddp=parallel), strict=True), torch.optim.AdamW)
+optimizer = assert_type(optfuse.fuse(stock, mode="backward"), torch.optim.AdamW)
 assert_type(optfuse.unfuse(optimizer), torch.optim.AdamW)
 assert_type(optfuse.fuse(optfuse.optim.Lion(model.parameters(), lr=1e-3)), optfuse.optim.Lion)
 assert_type(optfuse.clip_grad_norm_(optimizer, 1.0), Tensor)

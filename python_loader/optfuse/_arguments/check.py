@@ -45,12 +45,14 @@ class Kind:
 
 
 def checked(**kinds: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Names a kind for every parameter. Arguments that are not given are not looked at."""
+    """Names a kind for every parameter but **keywords, which the function looks at. Arguments
+    that are not given are not looked at."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
-        if list(parameters) != list(kinds):
-            raise TypeError(f"{function.__name__}() has {[*parameters]}, checked are {[*kinds]}")
+        expected = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
+        if expected != list(kinds):
+            raise TypeError(f"{function.__name__}() has {expected}, checked are {[*kinds]}")
         named = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         rest = [n for n, p in parameters.items() if p.kind is p.VAR_POSITIONAL]
 
@@ -293,7 +295,7 @@ def _costs(value: Any, most: int) -> tuple[float, ...]:
     return found
 
 
-def _delay(value: Any) -> dict[Any, int]:
+def _delay_steps(value: Any) -> dict[Any, int]:
     need(isinstance(value, Mapping))
     need(all(isinstance(key, Tensor | nn.Module) for key in value))
     steps = whole("", 0, LONGEST)
@@ -326,8 +328,8 @@ NETWORK_AND_PROCESSOR = Kind(
     lambda value: _costs(value, 3),
 )
 MEMORY = whole("a number of bytes", 0)
-DELAY = Kind(
-    f"a mapping of parameters or modules to numbers of steps, from 0 to {LONGEST:,}", _delay
+DELAY_STEPS = Kind(
+    f"a mapping of parameters or modules to numbers of steps, from 0 to {LONGEST:,}", _delay_steps
 )
 COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)

@@ -53,7 +53,7 @@ def refuse_nested() -> None:
     """At the beginning of a pass that is counted."""
     if guard("nested") and _is_nested():
         raise Error(
-            "optfuse: fuse(accumulate=...) counts backward passes, and this one runs inside "
+            "optfuse: Backward(accumulate=...) counts backward passes, and this one runs inside "
             "another (reentrant checkpointing), so that the count would be wrong; use "
             "checkpoint(use_reentrant=False), or mark the passes that only add with "
             "optfuse.accumulate(optimizer). Nothing was updated"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forward mode under DistributedDataParallel with await_reduction="first_use".
+"""Forward mode under DistributedDataParallel: Forward(ddp=model).
 
 DDP waits for the reductions of all buckets at the end of a backward pass. Our communication
 hook tells it that a reduction is done as soon as the reduction has begun, and tells the library
@@ -22,7 +22,8 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from optfuse._ddp.reduction import CommHook, Reduction, known_reduction
+from optfuse._arguments.modes import CommHook
+from optfuse._ddp.reduction import Reduction, known_reduction
 from optfuse._library.bindings import check, guard, lib
 from optfuse._patches import compiled
 from optfuse._patches.listed import after, replace
@@ -50,8 +51,8 @@ class AwaitedLater(Reduction):
     """The communication hook of one model. A bucket with a parameter that no optimizer has which
     was fused with the model is waited for at the end of backward: nobody else would."""
 
-    taken_by = 'await_reduction="first_use"'
-    way_out = "; call optfuse.fuse(optimizer) without await_reduction= and ddp="
+    taken_by = "forward mode with ddp="
+    way_out = "; call optfuse.fuse(optimizer) without ddp="
 
     def __init__(self, model: DistributedDataParallel | None, comm_hook: CommHook | None) -> None:
         super().__init__(model, comm_hook)

@@ -23,12 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
+from optfuse._arguments.modes import CommHook, DDPModel
 from optfuse._backward import consumed_gradients
 from optfuse._library.bindings import Error
 from optfuse._link import Link
 from optfuse._patches.listed import replace
-
-CommHook = tuple[Any, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -204,13 +203,10 @@ def _why_not(model: DistributedDataParallel) -> str | None:
 
 
 def check_model(
-    model: DistributedDataParallel,
-    optimizer: Optimizer,
-    comm_hook: CommHook | None,
-    accumulate: int,
-    kind: type[Reduction] = Reduction,
+    ddp: DDPModel, optimizer: Optimizer, accumulate: int, kind: type[Reduction]
 ) -> None:
     """Raises optfuse.Error, with nothing changed, if what was asked for can't work with it."""
+    model, comm_hook = ddp.model, ddp.comm_hook
     reason = _why_not(model) or kind.why_not_model(model)
     if accumulate != 1 and model.static_graph and kind is Reduction:
         reason = (
@@ -238,7 +234,7 @@ def check_model(
     _check_hook(kind, comm_hook)
     if known is not None and comm_hook is not None:
         raise Error(
-            "optfuse: fuse() got comm_hook=, but another optimizer was fused with this model "
+            "optfuse: fuse() got a comm_hook, but another optimizer was fused with this model "
             "before; pass comm_hook to the first fuse() of the model, or call "
             "model.register_comm_hook()"
         )
@@ -246,8 +242,8 @@ def check_model(
 
 _REGISTERED = (
     "optfuse: this DDP model has a communication hook already, and PyTorch can't replace one; make "
-    "the model anew without it, and pass it as optfuse.fuse(..., ddp=model, comm_hook=(state, "
-    "hook)), or call model.register_comm_hook() after fuse()"
+    "the model anew without it, and pass it in optfuse.DDPModel(model, comm_hook=(state, hook)), "
+    "or call model.register_comm_hook() after fuse()"
 )
 
 
@@ -259,14 +255,13 @@ def _check_hook(kind: type[Reduction], comm_hook: CommHook | None) -> None:
         )
 
 
-def reduction_of(
-    model: DistributedDataParallel, comm_hook: CommHook | None, kind: type[Reduction] = Reduction
-) -> Reduction:
+def reduction_of(ddp: DDPModel, kind: type[Reduction]) -> Reduction:
     """That of this model; at the first call it becomes the model's communication hook, for as
     long as the model lives: PyTorch has no way to take one away."""
+    model = ddp.model
     if model in _reductions:
         return _reductions[model]
-    reduction = kind(model, comm_hook)
+    reduction = kind(model, ddp.comm_hook)
     register = DistributedDataParallel.register_comm_hook.__wrapped__  # type: ignore[attr-defined]
     try:
         register(model, reduction, _start)

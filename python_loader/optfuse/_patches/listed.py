@@ -189,7 +189,7 @@ PLACES = (
         ("_wrapped_by_lr_sched", "_opt_called"),
     ),
     (
-        "the communication hook of a model that fuse(ddp=) gets",
+        "the communication hook of a model of Backward(ddp=) and Forward(ddp=)",
         "an update runs as soon as the reduction of its bucket is done",
         "torch.nn.parallel.DistributedDataParallel._register_accum_grad_hook",
         ("_comm_hooks",),

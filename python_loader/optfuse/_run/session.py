@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
+from optfuse._arguments.modes import Backward, Forward
 from optfuse._classes import become_stock
 from optfuse._ddp.reduction import reduces
 from optfuse._fuse import fuse
@@ -26,7 +27,9 @@ from optfuse._own_step.reach import inner_optimizer
 from optfuse._own_step.register import is_registered, register
 
 Models = Iterable[DistributedDataParallel]
-_BACKWARD_ONLY = "side_stream", "accumulate"
+_OF_ANY_MODE = "bucket_bytes", "strict"
+_OF_FORWARD = "max_grad_norm", "fold"
+_OF_BACKWARD = "side_stream", "accumulate"
 
 
 def _line(error: Error) -> str:
@@ -142,8 +145,7 @@ class Session:
                 return ""
             except Error as error:
                 reason = _line(error)
-        options = {k: v for k, v in self._options.items() if k not in _BACKWARD_ONLY}
-        fuse(optimizer, **options)
+        fuse(optimizer, Forward(**self._chosen(_OF_FORWARD)), **self._chosen(_OF_ANY_MODE))
         return reason
 
     def _fuse_in_backward(self, optimizer: Optimizer) -> None:
@@ -158,7 +160,11 @@ class Session:
                 "optfuse: another optimizer has some of its parameters, and which one updates "
                 "them is known in step()"
             )
-        fuse(optimizer, mode="backward", ddp=self._model_of(optimizer), **self._options)
+        mode = Backward(ddp=self._model_of(optimizer), **self._chosen(_OF_BACKWARD))
+        fuse(optimizer, mode, **self._chosen(_OF_ANY_MODE))
+
+    def _chosen(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self._options[name] for name in names if name in self._options}
 
     def _model_of(self, optimizer: Optimizer) -> DistributedDataParallel | None:
         """Raises optfuse.Error if there are several."""

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from optfuse._arguments.check import argument
+from optfuse._arguments.modes import MODE, Backward, Forward, mode_of
+from optfuse._arguments.old_keywords import NAMES, with_old_keywords
 from optfuse._fuse import fuse
 from optfuse._options import is_fused
 
@@ -20,19 +23,21 @@ class OptfuseCallback(_Callback):  # type: ignore[misc]
     """Fuses the module's optimizers when fit() has made them:
     Trainer(callbacks=[OptfuseCallback()])."""
 
-    def __init__(self, mode: str = "forward", **options: Any) -> None:
+    def __init__(self, mode: str | Forward | Backward = "forward", **options: Any) -> None:
         """As fuse() takes them. In backward mode a DistributedDataParallel model is found."""
         super().__init__()
-        self._options = {"mode": mode, **options}
+        self._mode = mode_of(argument("OptfuseCallback", "mode", mode, MODE))
+        old = {name: options.pop(name) for name in NAMES if name in options}
+        if old:
+            self._mode = with_old_keywords(self._mode, old, stacklevel=2)
+        self._options = options
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        options = dict(self._options)
-        if options["mode"] == "backward" and isinstance(
-            trainer.strategy.model, DistributedDataParallel
-        ):
-            options.setdefault("ddp", trainer.strategy.model)
+        mode, model = self._mode, trainer.strategy.model
+        if isinstance(mode, Backward) and isinstance(model, DistributedDataParallel):
+            mode = mode.behind(model)
         for optimizer in trainer.strategy.optimizers:
             if not is_fused(optimizer):
-                fuse(optimizer, **options)
+                fuse(optimizer, mode, **self._options)
         # Lightning wraps each in a subclass of its class, which is another now.
         trainer.strategy.optimizers = trainer.strategy.optimizers

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from optfuse._arguments.check import argument
+from optfuse._arguments.modes import MODE, Backward, Forward, mode_of
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._fuse import fuse
 from optfuse._library.bindings import Error
@@ -18,9 +20,9 @@ class OptfuseCallback(_TrainerCallback):  # type: ignore[misc]
     """Fuses the Trainer's optimizer when training begins:
     Trainer(callbacks=[OptfuseCallback()])."""
 
-    def __init__(self, mode: str = "forward", **options: Any) -> None:
+    def __init__(self, mode: str | Forward | Backward = "forward", **options: Any) -> None:
         """As fuse() takes them."""
-        if mode == "backward":
+        if isinstance(mode_of(argument("OptfuseCallback", "mode", mode, MODE)), Backward):
             raise Error(
                 "optfuse: the Trainer reads the norm of all gradients after each backward pass, "
                 "even where it clips none, and backward mode has used them by then; use "

@@ -12,9 +12,11 @@ import pytest
 import torch
 from common import adamw, assert_same, loss_of, net, python_ok, same, snapshot, train, weights
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
 from optfuse._arguments import check
+from optfuse._link import link_of
 
 NAN = math.nan
 NO_LIMIT = (None, "1", True, [1.0], 1j, torch.ones(2))
@@ -67,6 +69,10 @@ def instance(world):
 # What else the call is given.
 RIGHT = {
     "fuse": lambda world: {"optimizer": world.stock},
+    "Forward": lambda world: {},
+    "Backward": lambda world: {},
+    "DDPModel": lambda world: {"model": DDP.__new__(DDP)},  # only its type is looked at
+    "Delay": lambda world: {"steps": {world.other: 1}},
     "unfuse": lambda world: {"optimizer": world.fused},
     "flush": lambda world: {"optimizer": world.fused},
     "drain": lambda world: {"optimizer": world.fused},
@@ -80,27 +86,40 @@ RIGHT = {
     "ab": lambda world: {"build_fn": build, "rounds": 1, "iterations": 1, "warmup": 0},
 }
 NOT_FUSED = (torch.optim.AdamW, net(), 3, "adamw", instance, lambda w: [w.fused])
+NO_DDP = (None, 3, "model", net(), [net()])
+NO_DELAY = (3, "0", [1], {0: 1}, {"0.weight": 1}, lambda w: {w.other: -1})
+NO_DELAY += (lambda w: {w.other: 1.5}, lambda w: {w.other: True}, lambda w: {w.other: None})
+NO_DELAY += (lambda w: {w.other: 10**30},)
 # Each parameter of each public function, with values that are refused. A function makes the
 # value from the World.
 WRONG = {
     "fuse": {
         "optimizer": (torch.optim.AdamW, net(), None, 3, lambda w: [w.stock]),
-        "mode": (None, "sideways", "Forward", "", 0, True, ["forward"], b"forward"),
+        "mode": (
+            None, "sideways", "Forward", "", 0, True, ["forward"], b"forward",
+            optfuse.Forward, optfuse.Backward,
+        ),
         "eager": (None, True, 3, "0.weight", ["0.weight"], [0], net(), lambda w: w.other[0].weight),
         "strict": NO_FLAG,
-        "side_stream": NO_FLAG,
-        "accumulate": (*NO_COUNT, 0, -1),
+        "bucket_bytes": (*NO_COUNT, -1, 1.5, 2**70),
+    },
+    "Forward": {
         "max_grad_norm": (*NO_NUMBER[1:], -1, -0.5, -math.inf, "inf"),
         "fold": NO_FLAG,
-        "bucket_bytes": (*NO_COUNT, -1, 1.5, 2**70),
-        "ddp": (3, "model", net(), [net()]),
+        "ddp": NO_DDP[1:],
+        "delay": NO_DELAY,
+    },
+    "Backward": {
+        "accumulate": (*NO_COUNT, 0, -1),
+        "side_stream": NO_FLAG,
+        "ddp": NO_DDP[1:],
+    },
+    "DDPModel": {
+        "model": NO_DDP,
         "comm_hook": (3, "hook", print, (print,), (None, None), (None, 3), (1, 2, print)),
-        "await_reduction": (None, "now", "First_use", "", 0, True, ["first_use"], b"backward"),
-        "delay": (
-            3, "0", [1], {0: 1}, {"0.weight": 1}, lambda w: {w.other: -1},
-            lambda w: {w.other: 1.5}, lambda w: {w.other: True}, lambda w: {w.other: None},
-            lambda w: {w.other: 10**30},
-        ),
+    },
+    "Delay": {
+        "steps": (None, *NO_DELAY),
         "weights": (None, "newest", "Stash", 3, ["stash"]),
     },
     "unfuse": {"optimizer": (None, *NOT_FUSED)},
@@ -196,9 +215,16 @@ def test_a_wrong_argument_is_named_and_changes_nothing(function, argument, value
     assert_same("the world", world.looks(), before)
 
 
+MADE_BY_USERS = ("Backward", "DDPModel", "Delay", "Forward")
+
+
 def public():
-    names = (name for name in optfuse.__all__ if inspect.isroutine(getattr(optfuse, name)))
-    return {name: inspect.signature(getattr(optfuse, name)).parameters for name in names}
+    """The parameters of each function, but for fuse()'s old keywords."""
+    names = [name for name in optfuse.__all__ if inspect.isroutine(getattr(optfuse, name))]
+    found = {n: inspect.signature(getattr(optfuse, n)).parameters for n in names}
+    found |= {n: inspect.signature(getattr(optfuse, n)).parameters for n in MADE_BY_USERS}
+    old = inspect.Parameter.VAR_KEYWORD
+    return {n: [p for p in ps if ps[p].kind != old] for n, ps in found.items()}
 
 
 def test_every_public_parameter_is_in_the_table():
@@ -221,7 +247,7 @@ def test_arguments_are_looked_at_in_every_place():
     stock = world.stock
     for call in (
         lambda: optfuse.fuse(stock, "sideways"),
-        lambda: optfuse.fuse(stock, "forward", (), False, False, 0),
+        lambda: optfuse.fuse(stock, "forward", (), 3),
         lambda: optfuse.clip_grad_norm_(stock, -1),
         lambda: optfuse.accumulate(world.fused, stock, world.model),
     ):
@@ -279,8 +305,8 @@ NUMBERS += (torch.tensor(0.25), torch.tensor([0.25]), np.array(0.25))
 def test_integers_of_every_type_are_numbers_of_passes_and_bytes(number):
     def script(wrap):
         model = net()
-        options = {"accumulate": number, "bucket_bytes": number} if wrap.fused else {}
-        optimizer = wrap(adamw(model.parameters()), **options)
+        mode = optfuse.Backward(accumulate=number)
+        optimizer = wrap(adamw(model.parameters()), mode=mode, bucket_bytes=number)
         for i in range(6):
             loss_of(model, i).backward()
             if i % 3 == 2:
@@ -295,8 +321,8 @@ def test_integers_of_every_type_are_numbers_of_passes_and_bytes(number):
 def test_numbers_of_every_type_are_norms(number):
     def script(wrap):
         model = net()
-        options = {"max_grad_norm": number} if wrap.fused else {}
-        optimizer = wrap(adamw(model.parameters()), **options)
+        mode = optfuse.Forward(max_grad_norm=number)
+        optimizer = wrap(adamw(model.parameters()), mode=mode)
         for i in range(3):
             optimizer.zero_grad()
             loss_of(model, i).backward()
@@ -347,7 +373,8 @@ def test_parameters_come_in_every_iterable(of):
 
 
 def test_numpys_truth_values_are_flags():
-    optimizer = optfuse.fuse(adamw(net().parameters()), fold=np.False_, strict=np.True_)
+    forward = optfuse.Forward(fold=np.False_)
+    optimizer = optfuse.fuse(adamw(net().parameters()), forward, strict=np.True_)
     assert optfuse.summary(optimizer).mode == "forward"
 
 
@@ -357,13 +384,13 @@ def test_a_script_runs_as_it_is_where_optfuse_is_disabled():
         "import torch, optfuse\n"
         "from common import adamw, net, train\n"
         "model = net(); stock = adamw(model.parameters())\n"
-        "optimizer = optfuse.fuse(stock, 'backward', accumulate=2)\n"
+        "optimizer = optfuse.fuse(stock, optfuse.Backward(accumulate=2))\n"
         "train(model, optimizer, 0)\n"
         "optfuse.flush(optimizer)\n"
         "with optfuse.accumulate(optimizer): pass\n"
         "assert 'disabled' in str(optfuse.summary(optimizer))\n"
         "assert optfuse.unfuse(optimizer) is stock and type(stock) is torch.optim.AdamW\n"
-        "for wrong in (lambda: optfuse.fuse(stock, max_grad_norm=1.0),\n"
+        "for wrong in (lambda: optfuse.fuse(stock, optfuse.Forward(max_grad_norm=1.0)),\n"
         "              lambda: optfuse.fuse(stock, mode='sideways'),\n"
         "              lambda: optfuse.flush(model)):\n"
         "    try: wrong()\n"
@@ -371,3 +398,56 @@ def test_a_script_runs_as_it_is_where_optfuse_is_disabled():
         "    raise SystemExit('not refused')\n",
         OPTFUSE_DISABLE="1",
     )
+
+
+# fuse()'s keywords of the last release
+
+LATE = {"delay": 2, "weights": "latest"}
+OLD = {
+    "accumulate": ("backward", {"accumulate": 3}, lambda p: optfuse.Backward(accumulate=3)),
+    "stream": ("backward", {"side_stream": True}, lambda p: optfuse.Backward(side_stream=True)),
+    "not looked at": ("backward", {"fold": False}, lambda p: optfuse.Backward()),
+    "neither": ("forward", {"accumulate": 3}, lambda p: optfuse.Forward()),
+    "norm": ("forward", {"max_grad_norm": 0.5}, lambda p: optfuse.Forward(max_grad_norm=0.5)),
+    "fold": ("forward", {"fold": False}, lambda p: optfuse.Forward(fold=False)),
+    "delay": ("forward", LATE, lambda p: optfuse.Forward(delay=optfuse.Delay({p: 2}, "latest"))),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_keyword_says_the_same_and_warns(name):
+    mode, old, new = OLD[name]
+    optimizer = adamw(net().parameters())
+    param = optimizer.param_groups[0]["params"][0]
+    if "delay" in old:
+        old = {**old, "delay": {param: old["delay"]}}
+    with pytest.warns(DeprecationWarning, match="in the next release") as warned:
+        optfuse.fuse(optimizer, mode, **old)
+    assert [warning.filename for warning in warned] == [__file__]
+    told = link_of(optimizer).options
+    optfuse.fuse(optfuse.unfuse(optimizer), new(param))
+    assert link_of(optimizer).options == told
+
+
+EXCLUDED = [
+    ("backward", {"max_grad_norm": 1.0}, "optfuse.Forward"),
+    ("backward", {"delay": {}}, "optfuse.Forward"),
+    ("backward", {"await_reduction": "first_use", "ddp": DDP.__new__(DDP)}, "optfuse.Forward"),
+    ("forward", {"side_stream": True}, "optfuse.Backward"),
+    ("forward", {"weights": "latest"}, "optfuse.Delay"),
+    ("forward", {"await_reduction": "first_use"}, "optfuse.DDPModel"),
+    ("backward", {"comm_hook": (None, print)}, "optfuse.DDPModel"),
+    ("forward", {"comm_hook": (None, print), "ddp": DDP.__new__(DDP)}, "optfuse.DDPModel"),
+    (optfuse.Backward(accumulate=2), {"accumulate": 2}, "all options in the mode"),
+    ("forward", {"fold": 3}, "Forward() got fold=3"),
+]
+
+
+@pytest.mark.parametrize("mode, old, words", EXCLUDED, ids=range(len(EXCLUDED)))
+def test_old_keywords_that_exclude_each_other_are_refused(mode, old, words):
+    world = World()
+    before = world.looks()
+    with pytest.raises(optfuse.Error) as caught:
+        optfuse.fuse(world.stock, mode, **old)
+    assert words in str(caught.value)
+    assert_same("the world", world.looks(), before)

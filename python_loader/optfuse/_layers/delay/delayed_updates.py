@@ -299,7 +299,7 @@ def _label(link: Link, param: Tensor) -> str:
 
 @checked(optimizer=FUSED)
 def drain(optimizer: Optimizer) -> None:
-    """Applies every update that fuse(optimizer, delay=...) still holds back, so that all
+    """Applies every update that Forward(delay=...) still holds back, so that all
     parameters are the newest; training may go on, with empty queues. Without delays it is
     flush(). Raises optfuse.Error if the optimizer is not fused."""
     if not is_fused(optimizer):

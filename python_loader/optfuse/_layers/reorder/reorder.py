@@ -361,7 +361,7 @@ def reorder(
         DDP's buckets in the old order, which takes the gain). Linear, Conv2d and the projections
         of MultiheadAttention are reordered wherever they are, other layers stay as they are.
     network: "auto": seconds a message and seconds a byte, instead of a measurement.
-    await_reduction: "auto": as fuse() has it.
+    await_reduction: "auto": "first_use" where the optimizer is fused with Forward(ddp=model).
     skip: names of modules that stay as they are, with all that is in them.
     side_stream: run dW, the adding up of the gradient and in backward fusion the update on a CUDA
         stream of their own, beside dX: those of all layers, or of the layers named. The schedule
