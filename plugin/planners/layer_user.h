@@ -29,9 +29,9 @@ typedef struct of_layer_use {
 } of_layer_use;
 
 typedef enum of_layer_task {
-    OF_TASK_FORWARD,
-    OF_TASK_INPUT_GRADIENT,
-    OF_TASK_WEIGHT_GRADIENT
+    OF_LAYER_FORWARD,
+    OF_LAYER_INPUT_GRADIENT,
+    OF_LAYER_WEIGHT_GRADIENT
 } of_layer_task;
 
 /* Tasks that run at once have higher priorities than these. */

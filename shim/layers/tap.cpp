@@ -94,7 +94,7 @@ LayerUse begin_use(Known known, const at::Tensor &x, const at::Tensor &w, const 
 // x and y of two dimensions.
 at::Tensor linear_2d(const LayerUse &use, const at::Tensor &x, const at::Tensor &w,
                      const at::Tensor &bias) {
-    const at::Tensor y = use.timed(OF_TASK_FORWARD, [&] {
+    const at::Tensor y = use.timed(OF_LAYER_FORWARD, [&] {
         const at::AutoDispatchBelowADInplaceOrView below;
         return bias.defined() ? at::addmm(bias, x, w.t()) : at::mm(x, w.t());
     });
@@ -167,7 +167,7 @@ at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b
     const LayerUse use = begin_use(known, x, w, bias, outputs);
     if (!use.known)
         return stock();
-    const at::Tensor y = use.timed(OF_TASK_FORWARD, [&] {
+    const at::Tensor y = use.timed(OF_LAYER_FORWARD, [&] {
         const at::AutoDispatchBelowADInplaceOrView below;
         return stock();
     });

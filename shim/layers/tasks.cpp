@@ -131,7 +131,7 @@ struct WeightTask final : Task {
             const bool beside = streams && is_on_side(*streams);
             if (beside)
                 borrow();
-            use.timed(OF_TASK_WEIGHT_GRADIENT, [&] { compute(g, out); });
+            use.timed(OF_LAYER_WEIGHT_GRADIENT, [&] { compute(g, out); });
             if (beside)
                 return_at_end(next_edges(), *streams);
         }
@@ -192,7 +192,7 @@ struct InputTask final : Task {
             show(g);
         if (!g.defined())
             return out;
-        use.timed(OF_TASK_INPUT_GRADIENT, [&] { compute(g, out); });
+        use.timed(OF_LAYER_INPUT_GRADIENT, [&] { compute(g, out); });
         if (task_should_compute_output(1) && OF_GUARD(hand_on)) {
             out[1] = g;
             weight->dy.note(g);

@@ -313,7 +313,7 @@ static void on_took(void *ctx, size_t number, of_layer_task task, double began, 
     of_reordering *r = ctx;
     of_layer_state *layer = &r->layers[number];
     pthread_mutex_lock(&r->lock);
-    const bool forward = task == OF_TASK_FORWARD;
+    const bool forward = task == OF_LAYER_FORWARD;
     const bool begins = forward != r->forward || (forward && r->order[0] == number);
     layer->seconds[task] += ended - (begins || r->ended > began ? began : r->ended);
     if (begins && !forward)
@@ -324,9 +324,9 @@ static void on_took(void *ctx, size_t number, of_layer_task task, double began, 
 }
 
 static void put_times(of_layer_work *work, const of_layer_state *layer, double n) {
-    work->forward = layer->seconds[OF_TASK_FORWARD] / n;
-    work->input_gradient = layer->seconds[OF_TASK_INPUT_GRADIENT] / n;
-    work->weight_gradient = layer->seconds[OF_TASK_WEIGHT_GRADIENT] / n;
+    work->forward = layer->seconds[OF_LAYER_FORWARD] / n;
+    work->input_gradient = layer->seconds[OF_LAYER_INPUT_GRADIENT] / n;
+    work->weight_gradient = layer->seconds[OF_LAYER_WEIGHT_GRADIENT] / n;
 }
 
 of_status of_reordering_best_k(of_reordering *r, const of_network *network, bool await_first_use,
