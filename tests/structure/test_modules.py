@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -99,11 +99,26 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same, with each sub-package as one."""
+    """The same, with each sub-package of the outermost as one."""
 
     def of(module: str) -> str:
         return ".".join(module.split(".")[:2])
 
+    return joined(graph, of)
+
+
+def rooms_of(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
+    """The same for the files and folders inside of a sub-package."""
+    depth = len(folder.split(".")) + 1
+    inside = {
+        module: {target for target in targets if target.startswith(f"{folder}.")}
+        for module, targets in graph.items()
+        if module.startswith(f"{folder}.")
+    }
+    return joined(inside, lambda module: ".".join(module.split(".")[:depth]))
+
+
+def joined(graph: dict[str, set[str]], of: Callable[[str], str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {of(module): set() for module in graph}
     for module, targets in graph.items():
         found[of(module)] |= set(map(of, targets)) - {of(module)}
@@ -126,6 +141,8 @@ def test_modules_form_no_circle() -> None:
         graph[importer].remove(target)
     assert not circle(graph), f"each is imported by the next one: {circle(graph)}"
     assert not circle(folders(graph)), f"of sub-packages: {circle(folders(graph))}"
+    layers = rooms_of(graph, f"{PACKAGE.name}._layers")
+    assert len(layers) > 4 and not circle(layers), f"in _layers: {circle(layers)}"
 
 
 def test_imports_stand_at_the_top() -> None:
