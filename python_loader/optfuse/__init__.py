@@ -9,9 +9,9 @@ Everything else in the training loop stays as it is."""
 from optfuse._library.started import as_command
 
 if not as_command():  # whose commands import what they need, and may find that it can't be loaded
-    from optfuse._library import loader
+    from optfuse._library.loader import here
 
-    loader.here()  # says what to do where torch can't be used; the modules just import it
+    here()  # says what to do where torch can't be used; the modules just import it
     from optfuse import optim, pipeline
     from optfuse._ab.ab import ab
     from optfuse._accumulate import accumulate

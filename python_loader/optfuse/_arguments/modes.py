@@ -33,8 +33,8 @@ class DDPModel:
     def __init__(self, model: DistributedDataParallel, comm_hook: CommHook | None = None) -> None:
         """model: several optimizers may name the same one.
         comm_hook: (state, hook); hook(state, bucket) gives a future, as
-            DistributedDataParallel.register_comm_hook() says. That function may be called after
-            fuse(), too. None: the mean, as DDP makes it.
+            DistributedDataParallel.register_comm_hook() says, which refuses another one
+            afterwards. None: the mean, as DDP makes it.
 
         Raises optfuse.Error for anything else."""
         self.model: DistributedDataParallel = argument("DDPModel", "model", model, DATA_PARALLEL)

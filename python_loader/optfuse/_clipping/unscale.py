@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
 from optfuse._clipping.clip_norm import Gradients
-from optfuse._clipping.preconditioners import note_scale
+from optfuse._clipping.preconditioners import kfac_of
 from optfuse._library.bindings import FORWARD
 from optfuse._link import link_of
 from optfuse._options import is_fused
@@ -48,9 +48,15 @@ def install() -> None:
     def unscale_grads(
         self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        note_scale(self, optimizer)
+        kfac = kfac_of(optimizer)
+        if kfac is not None:
+            kfac.scale = self.get_scale()
         if _folds(optimizer, inv_scale, found_inf) and _unscale(optimizer, inv_scale, found_inf):
-            return {found_inf.device: found_inf}
-        return stock(self, optimizer, inv_scale, found_inf, allow_fp16)
+            found = {found_inf.device: found_inf}
+        else:
+            found = stock(self, optimizer, inv_scale, found_inf, allow_fp16)
+        if kfac is not None and any(inf.item() for inf in found.values()):
+            kfac.discard()  # GradScaler.step() will leave out that of the optimizer
+        return found
 
     replace(torch.amp.GradScaler, "_unscale_grads_", unscale_grads)

@@ -70,6 +70,12 @@ class Reduction:
     def add(self, link: Link) -> None:
         self._links.add(link)
 
+    def watch(self, model: DistributedDataParallel) -> None:
+        """The hook has been registered with the model."""
+
+    def begin_forward(self) -> None:
+        """A forward pass of the model begins."""
+
     def start(self, bucket: Any) -> Any:
         """Starts the reduction of a bucket that is full; its future."""
         model = self.model()
@@ -235,15 +241,13 @@ def check_model(
     if known is not None and comm_hook is not None:
         raise Error(
             "optfuse: fuse() got a comm_hook, but another optimizer was fused with this model "
-            "before; pass comm_hook to the first fuse() of the model, or call "
-            "model.register_comm_hook()"
+            "before; pass comm_hook to the first fuse() of the model"
         )
 
 
 _REGISTERED = (
     "optfuse: this DDP model has a communication hook already, and PyTorch can't replace one; make "
-    "the model anew without it, and pass it in optfuse.DDPModel(model, comm_hook=(state, hook)), "
-    "or call model.register_comm_hook() after fuse()"
+    "the model anew without it, and pass it in optfuse.DDPModel(model, comm_hook=(state, hook))"
 )
 
 
@@ -262,42 +266,15 @@ def reduction_of(ddp: DDPModel, kind: type[Reduction]) -> Reduction:
     if model in _reductions:
         return _reductions[model]
     reduction = kind(model, ddp.comm_hook)
-    register = DistributedDataParallel.register_comm_hook.__wrapped__  # type: ignore[attr-defined]
     try:
-        register(model, reduction, _start)
+        model.register_comm_hook(reduction, _start)
     except RuntimeError as error:
         model._comm_hooks.pop()
         raise Error(_REGISTERED) from error
     model.reducer._set_optimizer_in_backward()  # DDP leaves .grad alone at the end of a pass
     _reductions[model] = reduction
+    reduction.watch(model)
     return reduction
-
-
-def _register(
-    stock: Callable[..., None], self: DistributedDataParallel, state: object, hook: Any
-) -> None:
-    """A hook that is registered after fuse() reduces, and the updates run behind it."""
-    reduction = _reductions.get(self)
-    if reduction is None:
-        stock(self, state, hook)
-        return
-    self._check_comm_hook(hook)
-    _check_hook(type(reduction), (state, hook))
-    if reduction.comm_hook is not None:
-        raise RuntimeError("register_comm_hook can only be called once.")
-    reduction.comm_hook = (state, hook)
-
-
-def _register_builtin(
-    stock: Callable[..., None], self: DistributedDataParallel, comm_hook_type: Any
-) -> None:
-    if self in _reductions:
-        raise Error(
-            f"optfuse: {comm_hook_type} is a hook without a Python function, which "
-            f"{_reductions[self].taken_by} can't call; register that of "
-            "torch.distributed.algorithms.ddp_comm_hooks"
-        )
-    stock(self, comm_hook_type)
 
 
 # Where gradients are views of buckets, DDP copies those that are there when it makes a bucket.
@@ -315,8 +292,11 @@ def _pre_forward(
     stock: Callable[..., Any], self: DistributedDataParallel, *inputs: Any, **kwargs: Any
 ) -> Any:
     """Rearranges the buckets, once, after the first backward pass."""
+    reduction = _reductions.get(self)
+    if reduction is not None:
+        reduction.begin_forward()
     keeps_them = self.find_unused_parameters and not self.static_graph
-    if self._has_rebuilt_buckets or keeps_them or self not in _reductions:
+    if self._has_rebuilt_buckets or keeps_them or reduction is None:
         return stock(self, *inputs, **kwargs)
     with consumed_gradients.aside(_reduced(self)):
         return stock(self, *inputs, **kwargs)
@@ -328,15 +308,12 @@ def known_reduction(model: DistributedDataParallel) -> Reduction | None:
 
 def install() -> None:
     """Once per process."""
-    for name, ours in (
-        ("register_comm_hook", _register),
-        ("_register_builtin_comm_hook", _register_builtin),
-        ("_ddp_init_helper", _init_helper),
-    ):
-        replace(
-            DistributedDataParallel, name, _method(ours, getattr(DistributedDataParallel, name))
-        )
-    # As _post_forward in _ddp/await_reduction.py: what dynamo would trace here takes microseconds.
+    replace(
+        DistributedDataParallel,
+        "_ddp_init_helper",
+        _method(_init_helper, DistributedDataParallel._ddp_init_helper),
+    )
+    # What dynamo would trace here takes microseconds.
     before = torch._dynamo.disable(_method(_pre_forward, DistributedDataParallel._pre_forward))
     replace(DistributedDataParallel, "_pre_forward", before)
 

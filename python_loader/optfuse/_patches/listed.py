@@ -90,9 +90,6 @@ PATCHES = (
     ),
     Patch("torch._C.ScriptModule.save", _SAVED),
     Patch("torch._C.ScriptModule.save_to_buffer", _SAVED),
-    Patch("torch._C.ScriptModule._save_for_mobile", _SAVED, optional=True),
-    Patch("torch._C.ScriptModule._save_to_buffer_for_mobile", _SAVED, optional=True),
-    Patch("torch._C._freeze_module", _SAVED, asked_by="torch.jit.freeze"),
     Patch(
         "torch._C._swap_tensor_impl",
         "it exchanges what is behind two tensors that plans may know: tell these",
@@ -133,19 +130,9 @@ PATCHES = (
     Patch(
         "torch.amp.GradScaler._unscale_grads_",
         "the division by the scale is left to the update, which reads the gradients anyway; and "
-        "K-FAC has to know the scale",
+        "K-FAC has to know the scale, and whether the optimizer's step will be left out",
         ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
         asked_by="torch.amp.GradScaler.unscale_",
-    ),
-    Patch(
-        "torch.amp.GradScaler.step",
-        "K-FAC drops what it has seen if the optimizer's step is left out",
-        ("self", "optimizer"),
-    ),
-    Patch(
-        "torch.nn.parallel.DistributedDataParallel.register_comm_hook",
-        "a model has one communication hook, which is ours: call the user's from there",
-        ("self", "state", "hook"),
     ),
     *(
         Patch(
@@ -159,17 +146,6 @@ PATCHES = (
             ("_ddp_init_helper", ("self", "parameters"), "__init__"),
             ("_pre_forward", ("self",), "forward"),
         )
-    ),
-    Patch(
-        "torch.nn.parallel.DistributedDataParallel._post_forward",
-        "from here on DDP may write into its buckets: wait for what is still on its way from them",
-        ("self", "output"),
-        asked_by="torch.nn.parallel.DistributedDataParallel.forward",
-    ),
-    Patch(
-        "torch.nn.parallel.DistributedDataParallel._register_builtin_comm_hook",
-        "likewise, for hooks that have no Python function: refuse them",
-        ("self", "comm_hook_type"),
     ),
 )
 

@@ -88,7 +88,6 @@ def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) 
         call_before(Tensor, name, access)
 
     # TorchScript's serializer reads the memory of a whole module in C++.
-    for name in ("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"):
+    for name in ("save", "save_to_buffer"):
         call_before(torch._C.ScriptModule, name, flush)
-    call_before(torch._C, "_freeze_module", flush)
     replace(torch._C, "_swap_tensor_impl", swap_and_tell(torch._C._swap_tensor_impl))

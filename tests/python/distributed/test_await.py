@@ -2,6 +2,7 @@
 """await_reduction="first_use": reductions are awaited in the next forward pass, with stock's
 bits, or fuse() refuses before anything has changed."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -69,11 +70,20 @@ def wrapped_chained(model):
 def test_hooks_that_communicate_twice_are_refused(gloo, make):
     wrapped = DDP(net())
     refuses(wrapped, "powerSGD_hook", "in another order", comm_hook=make(wrapped))
+
+
+def test_a_forward_pass_without_hooks_is_refused(gloo):
+    wrapped = DDP(net())
     optimizer = optfuse.fuse(adamw(wrapped.parameters()), ddp=wrapped, **LATE)
-    with pytest.raises(optfuse.Error, match="powerSGD_hook"):
-        wrapped.register_comm_hook(*make(wrapped))
-    wrapped(batch(0)[0]).sum().backward()
-    optimizer.step()
+    with pytest.raises(optfuse.Error, match="call model()"):
+        wrapped.forward(batch(0)[0]).sum().backward()
+    assert optfuse.summary(optimizer).created == 0
+
+
+def test_a_model_that_waits_at_first_use_can_be_pickled(gloo):
+    wrapped = DDP(net())
+    optfuse.fuse(adamw(wrapped.parameters()), ddp=wrapped, **LATE)
+    assert pickle.loads(pickle.dumps(wrapped))._forward_hooks
 
 
 def test_a_hook_that_was_registered_before_is_refused(gloo):
