@@ -257,6 +257,28 @@ DISTRIBUTED = Lists(
     ),
 )
 
+_BACKWARD = "torch.distributed.pipelining._backward"
+_APART = "it computes dX and dW of a layer apart, with the bits of one backward pass"
+
+#: What is looked at where a layer pipeline is made.
+PIPELINES = Lists(
+    (),
+    (
+        (
+            "nothing, but calls it for dX,",
+            _APART,
+            f"{_BACKWARD}.stage_backward_input",
+            ("stage_outputs_or_loss", "output_grads", "input_values", "weights"),
+        ),
+        (
+            "nothing, but calls it for dW,",
+            _APART,
+            f"{_BACKWARD}.stage_backward_weight",
+            ("weights", "param_groups"),
+        ),
+    ),
+)
+
 #: What _run/watch.py replaces in a script's process, before this file can be imported.
 WATCHED = Lists(
     (
@@ -451,7 +473,7 @@ def _stock(function: Any) -> Any:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from (code.co_name, *code.co_names)
+    yield from (code.co_name, *code.co_names, *code.co_varnames[: code.co_argcount])
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)

@@ -28,6 +28,7 @@ from optfuse._layers.pipeline.shapes import Spec, infer, spec_of
 from optfuse._layers.pipeline.transport import Transport
 from optfuse._layers.pipeline.versions import Weights
 from optfuse._library.bindings import Error
+from optfuse._patches.listed import PIPELINES, warn_of_changes
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 
@@ -76,6 +77,7 @@ class Pipeline:
         given = locals()
         for name, kind in KINDS.items():
             argument("Pipeline", name, given[name], kind)
+        warn_of_changes(PIPELINES)
         check_module(plan, module)
         self._group = check_processes(plan, process_group)
         self.plan, self.weights = plan, weights
