@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -302,6 +303,11 @@ def _delay_steps(value: Any) -> dict[Any, int]:
     return {key: steps.take(delay) for key, delay in value.items()}
 
 
+def _process_group(value: Any) -> dist.ProcessGroup:
+    need(isinstance(value, dist.ProcessGroup), "torch.distributed.new_group() makes one")
+    return value  # type: ignore[no-any-return]
+
+
 def _comm_hook(value: Any) -> tuple[Any, Any]:
     need(isinstance(value, tuple | list) and len(value) == 2, "the state may be None")
     state, hook = value
@@ -331,6 +337,7 @@ MEMORY = whole("a number of bytes", 0)
 DELAY_STEPS = Kind(
     f"a mapping of parameters or modules to numbers of steps, from 0 to {LONGEST:,}", _delay_steps
 )
+PROCESS_GROUP = Kind("a process group of torch.distributed", _process_group)
 COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
 PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)

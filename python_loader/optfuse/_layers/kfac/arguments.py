@@ -7,15 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from optfuse._arguments.check import (
     LAYER_NAMES,
     MODEL,
     NETWORK_AND_PROCESSOR,
     OPTIMIZER,
+    PROCESS_GROUP,
     Kind,
-    Unfit,
     need,
     number,
     one_of,
@@ -45,12 +43,6 @@ def _or_function(kind: Kind) -> Kind:
     )
 
 
-def _group(value: Any) -> dist.ProcessGroup:
-    if not isinstance(value, dist.ProcessGroup):
-        raise Unfit("torch.distributed.new_group() makes one")
-    return value
-
-
 def _rows(value: Any) -> list[float]:
     need(isinstance(value, list | tuple) and len(value) > 0)
     found = list(map(number("", 0.0).take, value))
@@ -77,7 +69,7 @@ OPTIONS = {
     "kl_clip": optional(POSITIVE),
     "factors_every": _or_function(STEPS),
     "inverses_every": _or_function(STEPS),
-    "process_group": optional(Kind("a process group", _group)),
+    "process_group": optional(PROCESS_GROUP),
     "fusion": _fusion(),
     "placement": one_of(*PLACEMENTS),
     "skip": LAYER_NAMES,

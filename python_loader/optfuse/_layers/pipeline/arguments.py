@@ -5,10 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from optfuse._arguments.check import FUNCTION, OPTIMIZER, Kind, Unfit, need, one_of, optional
+from optfuse._arguments.check import (
+    FUNCTION,
+    OPTIMIZER,
+    PROCESS_GROUP,
+    Kind,
+    Unfit,
+    need,
+    one_of,
+    optional,
+)
 from optfuse._layers.pipeline.plan import Plan
 from optfuse._layers.pipeline.versions import MODES
 
@@ -28,12 +36,6 @@ def _loss(value: Any) -> Any:
     return value if isinstance(value, nn.Module) else FUNCTION.take(value)
 
 
-def _group(value: Any) -> dist.ProcessGroup:
-    if not isinstance(value, dist.ProcessGroup):
-        raise Unfit("torch.distributed.new_group() makes one")
-    return value
-
-
 SEQUENTIAL = Kind("an nn.Sequential", _sequential)
 KINDS = {
     "plan": Kind("a plan", _plan),
@@ -41,5 +43,5 @@ KINDS = {
     "loss_fn": Kind("a function of an output and a target", _loss),
     "optimizer": OPTIMIZER,
     "weights": one_of(*MODES),
-    "process_group": optional(Kind("a process group of torch.distributed", _group)),
+    "process_group": optional(PROCESS_GROUP),
 }
