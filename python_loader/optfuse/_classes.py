@@ -50,11 +50,11 @@ class _Fused:
             groups = optimizer.param_groups
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            if link.own is not None:
-                link.own.promise = check_promise(optimizer, link.stock)
-            if link.traced is not None:
-                link.traced.promise = _try_again(optimizer, link).promise
-            link.rebuild(optimizer, groups[-1]["params"])
+            if link.rule.external:
+                link.ledger.updater.promise = check_promise(optimizer, link.stock)
+            if isinstance(link.rule, TracedRule):
+                link.ledger.updater.promise = _try_again(optimizer, link).promise
+            link.ledger.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
             raise
@@ -80,7 +80,7 @@ class _Fused:
         delayed = link_of(optimizer).delayed
         if delayed is not None:
             delayed.load(late)
-        link_of(optimizer).adopt_state(optimizer)
+        link_of(optimizer).ledger.adopt_state(optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self = unwrapped(self)  # type: ignore[type-var]
@@ -103,7 +103,7 @@ class _Fused:
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
-        become_fused(twin, options, link.rule if link.traced is not None else None)
+        become_fused(twin, options, link.rule if isinstance(link.rule, TracedRule) else None)
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin

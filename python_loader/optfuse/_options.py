@@ -5,6 +5,7 @@ called."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,26 @@ class Reduction(Protocol):
     def add(self, link: Any) -> None: ...
 
     def finish(self) -> None: ...
+
+
+class Delayed(Protocol):
+    """Parameters whose updates arrive late."""
+
+    def step(self, optimizer: Optimizer, link: Any) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]: ...
+
+    def check(self, optimizer: Optimizer, state: Mapping[str, Any] | None) -> None: ...
+
+    def load(self, state: Mapping[str, Any] | None) -> None: ...
+
+    def nbytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)

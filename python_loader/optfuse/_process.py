@@ -16,7 +16,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from optfuse import _gpu
 from optfuse._backward import loss_scale
 from optfuse._clipping import unscale
-from optfuse._ddp import await_reduction, reduction
+from optfuse._ddp.reduction import await_reduction, reduction
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._library.bindings import (
     BACKWARD,
@@ -31,7 +31,7 @@ from optfuse._library.bindings import (
 from optfuse._library.bindings import start as start_library
 from optfuse._link import Link, links
 from optfuse._own_step import updates
-from optfuse._patches import compiled, listed, profiling, raw_memory
+from optfuse._patches.listed import compiled, listed, profiling, raw_memory
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:
@@ -71,7 +71,7 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
 
     @functools.wraps(swap)
     def swap_and_rebuild(a: Tensor, b: Tensor) -> None:
-        concerned = [link for link in list(links.values()) if link.knows(a) or link.knows(b)]
+        concerned = [link for link in list(links.values()) if link.ledger.knows(a, b)]
         for link in concerned:
             link.flush()
             if link.mode == BACKWARD:
@@ -80,7 +80,7 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
             swap(a, b)
         finally:
             for link in concerned:
-                link.rebuild(link.optimizer())
+                link.ledger.rebuild(link.optimizer())
 
     return swap_and_rebuild
 
@@ -101,7 +101,7 @@ def _answer(plan: int, event: int, slot: int) -> int:
     if event == EVENT_REDUCED:
         link.await_reduction()
         return DONE
-    link.make_state(link.optimizer(), [slot])
+    link.ledger.make_state(link.optimizer(), [slot])
     return DONE
 
 

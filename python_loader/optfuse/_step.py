@@ -65,7 +65,7 @@ step = _make_step()
 
 def _may_zero_here(link: Link, set_to_none: bool) -> bool:
     """Whether stock's zero_grad() would only let go of gradients, seen by nobody."""
-    if get_eval_frame_callback() is not None or not set_to_none or not link.plain:
+    if get_eval_frame_callback() is not None or not set_to_none or not link.ledger.slots.are_plain:
         return False
     return ZERO_GRAD is not None and link.stock.zero_grad is ZERO_GRAD and not is_watched()
 
@@ -82,10 +82,10 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
             'optfuse.fuse(optimizer, mode="forward")'
         )
     if link.mode == BACKWARD:
-        link.sync_params(self)
+        link.ledger.sync_params(self)
         lib.of_shim_restart_count(link.plan)
     if _may_zero_here(link, set_to_none) and (
-        link.mode == BACKWARD or link.snapshot.have_same_params(self.param_groups)
+        link.mode == BACKWARD or link.ledger.have_same_params(self.param_groups)
     ):
         lib_with_gil.of_shim_drop_gradients(link.plan)
     else:

@@ -172,7 +172,7 @@ def summary(optimizer: Optimizer) -> Summary:
         reference_differs=tuple(i for i, group in enumerate(groups) if link.rule.difference(group)),
         gpu_bits_differ=link.gpu_bits_differ,
         own_step_because=link.own_step_because,
-        traced=link.traced.described() if link.traced is not None else "",
+        traced=link.ledger.updater.described(),
         products_because=tuple(products.reasons(link.rule, groups)),
         isa={
             name: _external_updates(link.rule, groups, name)
@@ -201,8 +201,4 @@ def explain(optimizer: Optimizer) -> str:
     if not is_fused(optimizer):
         return f"{name}: not fused, OPTFUSE_DISABLE is set"
     link = link_of(optimizer)
-    if link.traced is not None:
-        return f"{name}: {link.traced.shown(link.label)}"
-    if link.rule.external:
-        return f"{name}: {link.rule.reference}, on one parameter at a time"
-    return f"{name}: the rule {link.rule.name!r}, whose formula is in kernels/rules of the source"
+    return f"{name}: {link.ledger.updater.explained(link.label)}"

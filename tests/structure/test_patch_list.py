@@ -99,9 +99,9 @@ UNLISTED = {
 def from_private_modules(source: str) -> Iterator[str]:
     """The functions and classes that are imported by their names."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
-            if any(part.startswith("_") for part in node.module.split(".")):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if module.startswith("torch.") and any(p.startswith("_") for p in module.split(".")):
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def test_what_is_imported_from_private_modules_is_listed() -> None:

@@ -110,6 +110,13 @@ def check(status: int) -> None:
         raise Error(f"optfuse: {message()}")
 
 
+def flush(plan: int, drain: bool = False) -> bool:
+    """Launches what is pending; drain: waits for GPUs first. Whether no tensor has the mark now."""
+    cleaned = ctypes.c_bool()
+    check(lib.of_shim_flush(plan, drain, ctypes.byref(cleaned)))
+    return cleaned.value
+
+
 _SWITCHABLE = hasattr(lib, "of_guard_enabled")  # a look-up in vain takes microseconds
 if _SWITCHABLE:
     _typed(lib, {"of_guard_enabled": (ctypes.c_bool, [ctypes.c_char_p])})

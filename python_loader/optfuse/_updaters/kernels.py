@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Updates by the library's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from optfuse._gpu import is_on_gpu
+from optfuse._scalars import DeviceScalars
+from optfuse._trials.stock_trial import unknown_dtypes
+from optfuse._updaters import entries
+from optfuse._updaters.options import ToldOptions
+from optfuse._updaters.slots import Slots
+from optfuse._updaters.updater import Entry, Inputs, Updater
+
+
+class Kernels(Updater):
+    """By a rule that the library has kernels for."""
+
+    def __init__(self, stock: type[Optimizer], options: ToldOptions) -> None:
+        self._stock = stock
+        self._rule = options.rule
+        self._options = options
+        self._scalars = DeviceScalars(options.plan, options.rule.scales)
+
+    def explained(self, label: Callable[[int], str]) -> str:
+        return f"the rule {self._rule.name!r}, whose formula is in kernels/rules of the source"
+
+    def tried_on_cpu(self) -> int:
+        return unknown_dtypes(self._rule)
+
+    def is_tried(self) -> bool:
+        return self._rule.tried or bool(self.tried_on_cpu())
+
+    def tell_entry(
+        self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
+    ) -> bool:
+        rule, entry = self._rule, {} if entry is None else entry
+        if rule.as_made and not rule.counts_on_gpu:
+            _bring_to_cpu(entry, rule.counters)
+        tensors = tuple(map(entry.get, (*rule.state, *rule.counters)))
+        step = entry.get("step") if rule.counts_steps else None
+        found = entries.Found(tensors, len(rule.state), step)
+        return entries.tell(slots, slot, found, fresh, flushed)
+
+    def make_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
+        group = optimizer.param_groups[slots.group_of[slot]]
+        self._rule.make_state(optimizer, self._stock, group, slots.params[slot])
+
+    def state_keys(self) -> tuple[str, ...]:
+        rule = self._rule
+        return (*rule.state, *rule.counters, *(("step",) if rule.counts_steps else ()))
+
+    def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
+        changed = self._options.changed(number, group)
+        return changed or self._scalars.changed_option(number, group)
+
+    def changed_attribute(self, optimizer: Optimizer) -> None:
+        return None  # updates read none
+
+    def begin(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool, updates: bool) -> bool:
+        if updates:
+            inputs.sync_inputs(optimizer, same_groups)  # else the next backward does it
+        self._scalars.tell(optimizer, same_groups)
+        return True
+
+    def begin_pass(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool) -> None:
+        self.begin(optimizer, inputs, same_groups, updates=True)
+
+
+def _bring_to_cpu(entry: Entry, names: tuple[str, ...]) -> None:
+    """load_state_dict() moves counters to their parameter."""
+    for name in names:
+        if is_on_gpu(entry.get(name)):
+            entry[name] = entry[name].cpu()

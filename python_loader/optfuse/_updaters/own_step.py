@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Updates by the class's own step() on one parameter, or by torch's operators as it runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+
+import torch
+from torch.optim import Optimizer
+
+from optfuse._library.loader import bindings
+from optfuse._own_step import updates
+from optfuse._own_step.noted import Noted
+from optfuse._own_step.settings import Promise
+from optfuse._rules import OWN, Rule
+from optfuse._snapshot import Groups
+from optfuse._trials.stock_trial import unknown_dtypes
+from optfuse._updaters.slots import Slots
+from optfuse._updaters.updater import Entry, Inputs, Updater
+
+
+class OwnStep(Updater):
+    """By the class's own step()."""
+
+    may_share_state = True
+
+    def __init__(
+        self, stock: type[Optimizer], plan: int, rule: Rule, promise: Promise, in_backward: bool
+    ) -> None:
+        self._rule = rule
+        self._own = updates.Own(plan, stock, promise, rule.entries)
+        self._plan = plan
+        self._in_backward = in_backward
+
+    @property
+    def promise(self) -> Promise:  # type: ignore[override]
+        return self._own.promise
+
+    @promise.setter
+    def promise(self, promise: Promise) -> None:
+        self._own.promise = promise
+
+    def explained(self, label: Callable[[int], str]) -> str:
+        return f"{self._rule.reference}, on one parameter at a time"
+
+    def tried_on_cpu(self) -> int:
+        return 0 if self._rule is OWN else unknown_dtypes(self._rule)
+
+    def is_tried(self) -> bool:
+        return self._rule.tried or bool(self.tried_on_cpu())
+
+    def layout(self, groups: Groups) -> None:
+        self._own.layout(groups)
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        self._own.note(optimizer)
+
+    def tell_entry(
+        self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
+    ) -> bool:
+        tensors = self._own.take_state(slot, entry)
+        known = slots.states[slot]
+        if known is None or len(known) != len(tensors) or not all(map(is_, known, tensors)):
+            torch.ops.optfuse.set_state(slots.plan, slot, tensors, None, False)
+            slots.states[slot] = tuple(tensors)
+        return flushed
+
+    def noted(self) -> Noted | None:
+        return self._own.noted
+
+    def begin(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool, updates: bool) -> bool:
+        bindings.flush(self._plan)  # what is pending keeps its own options
+        own = self._own
+        own.begin(optimizer, self._in_backward)
+        if own.changed:
+            inputs.state.forget()
+            own.changed = False
+        inputs.sync_inputs(optimizer, False)
+        return True
+
+    def begin_pass(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool) -> None:
+        self.begin(optimizer, inputs, same_groups, updates=True)
+
+    def end(self, optimizer: Optimizer, inputs: Inputs, done: bool) -> None:
+        if done:
+            self._own.advance(optimizer)
+
+    def failure(self) -> BaseException | None:
+        return updates.interrupted()
