@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
 import common
+import scripts
 import torch
 from torch import nn
 
@@ -70,6 +71,10 @@ class On:
         loss.backward()
         optimizer.step()
         return loss
+
+    def trained(self, make: Any = common.adamw, model: Any = None, **more: Any) -> Script:
+        """scripts.trained() on this device."""
+        return scripts.trained(make, model or self.net, **{"loss": self.loss, **more})
 
     def same(self, script: Script, prove: bool = True, **options: Any) -> None:
         """The script yields the same bits with stock and with ours."""

@@ -72,17 +72,10 @@ WHOSE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def reading(on: On, read: Touch, of: Callable[[Any, Tensor], Tensor]) -> None:
-    def script(wrap: Any) -> Any:
-        model = on.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        for i in range(STEPS):
-            loss = on.train(model, optimizer, i)
-            wrap.pending()
-            yield "read", [read(of(optimizer, p)) for p in model.parameters()]
-            yield "loss", loss
-        yield from common.everything(model, optimizer)
+    def between(model: Any, optimizer: Any, i: int) -> Any:
+        return [read(of(optimizer, p)) for p in model.parameters()]
 
-    on.same(script)
+    on.same(on.trained(between=between))
 
 
 def half(p: Tensor) -> None:
@@ -109,19 +102,12 @@ WRITES: dict[str, Touch] = {
 
 
 def writing(on: On, write: Touch) -> None:
-    def script(wrap: Any) -> Any:
-        model = on.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        for i in range(STEPS):
-            loss = on.train(model, optimizer, i)
-            wrap.pending()
-            with torch.no_grad():
-                for p in model.parameters():
-                    write(p)
-            yield "loss", loss
-        yield from common.everything(model, optimizer)
+    def between(model: Any, optimizer: Any, i: int) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                write(p)
 
-    on.same(script)
+    on.same(on.trained(between=between))
 
 
 def add_all() -> None:
@@ -145,21 +131,15 @@ def bound(what: Callable[..., None], *given: Any) -> Callable[[On], None]:
 
 @scenario()
 def state_dicts_and_copies(on: On) -> None:
-    def script(wrap: Any) -> Any:
-        model = on.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        for i in range(STEPS):
-            on.train(model, optimizer, i)
-            wrap.pending()
-            if i % 2:
-                yield "model", model.state_dict()
-                yield "optimizer", optimizer.state_dict()
-            else:
-                twin = copy.deepcopy(model)
-                yield "copy", twin.state_dict()
-        yield from common.everything(model, optimizer)
+    def between(model: Any, optimizer: Any, i: int) -> Any:
+        if i % 2:
+            yield "model", model.state_dict()
+            yield "optimizer", optimizer.state_dict()
+        else:
+            twin = copy.deepcopy(model)
+            yield "copy", twin.state_dict()
 
-    on.same(script)
+    on.same(on.trained(between=between))
 
 
 @scenario()
@@ -245,18 +225,12 @@ def aliases_held_across_steps(on: On) -> None:
 
 @scenario()
 def evaluation_between_steps(on: On) -> None:
-    def script(wrap: Any) -> Any:
-        model = on.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        for i in range(STEPS):
-            on.train(model, optimizer, i)
-            wrap.pending()
-            guard = torch.inference_mode() if i % 2 else torch.no_grad()
-            with guard:
-                yield "loss", on.loss(model, 100 + i).clone()
-        yield from common.everything(model, optimizer)
+    def between(model: Any, optimizer: Any, i: int) -> Any:
+        guard = torch.inference_mode() if i % 2 else torch.no_grad()
+        with guard:
+            yield "loss", on.loss(model, 100 + i).clone()
 
-    on.same(script)
+    on.same(on.trained(between=between))
 
 
 add_all()

@@ -74,20 +74,19 @@ def first(y: Any) -> Tensor:
 def model_trains(on: On, kind: str, make: Callable[..., Any], amp: bool) -> None:
     build, inputs = MODELS[kind]
 
-    def script(wrap: Any) -> Any:
-        model = build().to(on.device)
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            with torch.autocast(on.device.type, torch.bfloat16) if amp else nullcontext():
-                loss = first(model(inputs(on, i))).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-        yield from common.everything(model, optimizer)
+    def iteration(model: Any, optimizer: Any, i: int) -> Any:
+        optimizer.zero_grad()
+        with torch.autocast(on.device.type, torch.bfloat16) if amp else nullcontext():
+            loss = first(model(inputs(on, i))).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        yield "loss", loss
 
     # cuDNN keeps a recurrent network's weights in one piece, so that they are shared.
-    on.same(script, prove=not (kind == "recurrent" and on.is_cuda))
+    on.same(
+        on.trained(make, lambda: build().to(on.device), iteration=iteration),
+        prove=not (kind == "recurrent" and on.is_cuda),
+    )
 
 
 def add_models() -> None:
@@ -107,18 +106,14 @@ def bound(what: Callable[..., None], *given: Any) -> Callable[[On], None]:
 
 @scenario(modes=("forward",))
 def clipping_and_accumulation(on: On) -> None:
-    def script(wrap: Any) -> Any:
-        model = on.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        for i in range(STEPS):
-            on.loss(model, 2 * i).backward()
-            on.loss(model, 2 * i + 1).backward()
-            yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=i % 2 == 0)
-        yield from common.everything(model, optimizer)
+    def iteration(model: Any, optimizer: Any, i: int) -> Any:
+        on.loss(model, 2 * i).backward()
+        on.loss(model, 2 * i + 1).backward()
+        yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
 
-    on.same(script)
+    on.same(on.trained(iteration=iteration))
 
 
 @contextmanager
@@ -136,27 +131,23 @@ def without_waiting(on: On) -> Iterator[None]:
 def clipped_training(on: On, make: Any, dtype: torch.dtype = torch.float32) -> None:
     """Now and then somebody looks at gradients, before step() or after it."""
 
-    def script(wrap: Any) -> Any:
-        model = on.net().to(dtype)
-        optimizer = wrap(make(model.parameters()))
-        for i in range(2 * STEPS):
-            optimizer.zero_grad()
-            x, y = (t.to(dtype) for t in on.batch(i))
-            nn.functional.mse_loss(model(x), y).backward()
-            with without_waiting(on):
-                norm = optfuse.clip_grad_norm_(optimizer, 0.05)
-                if i % 4 == 1:
-                    model[0].weight.grad.add_(0.25)
-                if i:  # the first one makes the state
-                    optimizer.step()
-            if not i:
+    def iteration(model: Any, optimizer: Any, i: int) -> Any:
+        optimizer.zero_grad()
+        x, y = (t.to(dtype) for t in on.batch(i))
+        nn.functional.mse_loss(model(x), y).backward()
+        with without_waiting(on):
+            norm = optfuse.clip_grad_norm_(optimizer, 0.05)
+            if i % 4 == 1:
+                model[0].weight.grad.add_(0.25)
+            if i:  # the first one makes the state
                 optimizer.step()
-            yield "norm", norm
-            if i % 4 == 2:
-                yield "gradients", [p.grad for p in model.parameters()]
-        yield from common.everything(model, optimizer)
+        if not i:
+            optimizer.step()
+        yield "norm", norm
+        if i % 4 == 2:
+            yield "gradients", [p.grad for p in model.parameters()]
 
-    on.same(script)
+    on.same(on.trained(make, lambda: on.net().to(dtype), iteration=iteration, steps=2 * STEPS))
 
 
 @scenario(modes=("forward",))
@@ -252,19 +243,15 @@ def a_scaled_loss_is_refused_before_any_update(on: On) -> None:
 
 @scenario()
 def both_forms_of_checkpointing(on: On) -> None:
-    def script(wrap: Any) -> Any:
-        model = on.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x, y = on.batch(i)
-            x.requires_grad_()
-            middle = checkpoint(model[:3], x, use_reentrant=i % 2 == 1)
-            nn.functional.mse_loss(model[3:](middle), y).backward()
-            optimizer.step()
-        yield from common.everything(model, optimizer)
+    def iteration(model: Any, optimizer: Any, i: int) -> Any:
+        optimizer.zero_grad()
+        x, y = on.batch(i)
+        x.requires_grad_()
+        middle = checkpoint(model[:3], x, use_reentrant=i % 2 == 1)
+        nn.functional.mse_loss(model[3:](middle), y).backward()
+        optimizer.step()
 
-    on.same(script)
+    on.same(on.trained(iteration=iteration))
 
 
 @scenario()
@@ -313,20 +300,14 @@ def gradients_by_transform(on: On, model: nn.Module, i: int) -> dict[str, Tensor
 
 @scenario()
 def functional_calls_and_transforms(on: On) -> None:
-    def script(wrap: Any) -> Any:
-        model = on.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        for i in range(STEPS):
-            on.train(model, optimizer, i)
-            wrap.pending()
-            if i % 2:
-                yield "gradients", gradients_by_transform(on, model, 50 + i)
-            else:
-                weights, x = dict(model.named_parameters()), on.batch(50 + i)[0]
-                yield "output", torch.func.functional_call(model, weights, (x,))
-        yield from common.everything(model, optimizer)
+    def between(model: Any, optimizer: Any, i: int) -> Any:
+        if i % 2:
+            yield "gradients", gradients_by_transform(on, model, 50 + i)
+        else:
+            weights, x = dict(model.named_parameters()), on.batch(50 + i)[0]
+            yield "output", torch.func.functional_call(model, weights, (x,))
 
-    on.same(script)
+    on.same(on.trained(between=between))
 
 
 @scenario(modes=("forward",))

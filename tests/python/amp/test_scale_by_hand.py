@@ -5,6 +5,7 @@ or leaves out the step, and so does a fused optimizer."""
 import pytest
 import torch
 from common import everything, loss_of, net, same
+from scripts import trained
 
 import optfuse
 
@@ -93,32 +94,30 @@ def test_options_that_select_another_implementation_stay(mode):
 @both_modes
 @pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.NAdam])
 def test_a_class_that_reads_none_ignores_one(make, mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters(), foreach=False))
-        for i in range(3):
-            optimizer.zero_grad()
-            set_scale(optimizer, {"grad_scale": 8.0, "found_inf": 1.0})
-            loss_of(model, i).backward()
-            optimizer.step()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        set_scale(optimizer, {"grad_scale": 8.0, "found_inf": 1.0})
+        loss_of(model, i).backward()
+        optimizer.step()
+        yield from everything(model, optimizer)
 
-    same(script, mode)
+    same(trained(lambda p: make(p, foreach=False), iteration=iteration), mode)
 
 
 def test_accumulated_passes_are_counted_after_such_a_step():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(CLASSES["AdamW"](model.parameters(), fused=True))
-        for i in range(4):
-            optimizer.zero_grad()
-            set_scale(optimizer, {"grad_scale": 2.0} if i == 1 else {})
-            for part in range(2):
-                loss_of(model, 2 * i + part).backward()
-            optimizer.step()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        set_scale(optimizer, {"grad_scale": 2.0} if i == 1 else {})
+        for part in range(2):
+            loss_of(model, 2 * i + part).backward()
+        optimizer.step()
+        yield from everything(model, optimizer)
 
-    same(script, "backward", accumulate=2)
+    same(
+        trained(lambda p: CLASSES["AdamW"](p, fused=True), iteration=iteration),
+        "backward",
+        accumulate=2,
+    )
 
 
 def test_a_scale_and_a_delay():

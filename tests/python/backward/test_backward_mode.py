@@ -17,6 +17,7 @@ from common import (
     train,
     weights,
 )
+from scripts import trained
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -97,32 +98,29 @@ def test_frozen_and_unused_parameters_stay():
 
 
 def test_requires_grad_switched_on_later():
-    def script(wrap):
+    def start(wrap):
         model = net()
         model[0].requires_grad_(False)
         optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            model[0].requires_grad_(i >= 2)
-            train(model, optimizer, i)
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode="backward")
+    def iteration(model, optimizer, i):
+        model[0].requires_grad_(i >= 2)
+        train(model, optimizer, i)
+
+    same(trained(start=start, iteration=iteration), mode="backward")
 
 
 def test_gradients_set_by_hand_are_applied_by_step():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            if i % 2:
-                train(model, optimizer, i)
-            else:
-                for p in model.parameters():
-                    p.grad = torch.full_like(p, 0.1 * i)
-                optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        if i % 2:
+            train(model, optimizer, i)
+        else:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1 * i)
+            optimizer.step()
 
-    same(script, mode="backward")
+    same(trained(iteration=iteration), mode="backward")
 
 
 def test_tied_weights():
@@ -159,16 +157,12 @@ def with_slope_of_the_input(model, i):
 
 @pytest.mark.parametrize("loss", (with_checkpoint, with_autocast, with_slope_of_the_input))
 def test_ways_to_reach_backward(loss):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss(model, i).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss(model, i).backward()
+        optimizer.step()
 
-    same(script, mode="backward")
+    same(trained(iteration=iteration), mode="backward")
 
 
 def test_autograd_grad_makes_no_update():
@@ -256,14 +250,10 @@ def test_hooks_removed_again_leave_ours():
 def test_an_evicted_hook_is_noticed_at_step():
     """Assigning this attribute drops every hook of the slot, ours included."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            if i == 2:
-                for p in model.parameters():
-                    p._post_accumulate_grad_hooks = {}
-            train(model, optimizer, i)
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        if i == 2:
+            for p in model.parameters():
+                p._post_accumulate_grad_hooks = {}
+        train(model, optimizer, i)
 
-    same(script, mode="backward")
+    same(trained(iteration=iteration), mode="backward")

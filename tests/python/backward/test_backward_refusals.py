@@ -20,6 +20,7 @@ from common import (
     train,
     weights,
 )
+from scripts import trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -192,18 +193,14 @@ def test_reentrant_checkpoint_with_a_shared_block_is_refused():
 
 
 def test_reentrant_checkpoint_of_separate_blocks_works():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = batch(i)[0].requires_grad_()
-            hidden = checkpoint(model[:3], x, use_reentrant=True)
-            checkpoint(model[3:], hidden, use_reentrant=True).square().mean().backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        x = batch(i)[0].requires_grad_()
+        hidden = checkpoint(model[:3], x, use_reentrant=True)
+        checkpoint(model[3:], hidden, use_reentrant=True).square().mean().backward()
+        optimizer.step()
 
-    same(script, mode="backward")
+    same(trained(iteration=iteration), mode="backward")
 
 
 def test_two_optimizers_on_one_parameter_are_refused():

@@ -20,6 +20,7 @@ from common import (
     train,
     weights,
 )
+from scripts import trained
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
 
@@ -117,20 +118,17 @@ def test_a_moved_model_has_consumed_gradients_there(move, swapping):
 
 @pytest.mark.parametrize("when", ("before step", "after step"))
 def test_training_goes_on_after_a_model_was_cast_to_and_fro(when, swapping):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(sgd(model.parameters()))
-        for i in range(4):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            if when == "before step":
-                model.double().float()
-            optimizer.step()
-            if when == "after step":
-                model.double().float()
-        yield from everything(model, optimizer)
+    def before_step(model, optimizer, i):
+        if when == "before step":
+            model.double().float()
 
-    same(script, mode="backward", prove=not swapping)
+    def between(model, optimizer, i):
+        if when == "after step":
+            model.double().float()
+
+    same(
+        trained(sgd, before_step=before_step, between=between), mode="backward", prove=not swapping
+    )
 
 
 def test_sharing_the_memory_of_consumed_gradients_names_the_way_out():
@@ -389,21 +387,17 @@ IN_PLACE = [name for name in OVERWRITES if name not in ("zeros_like", "data =")]
 def overwriting(write, aliases=False):
     """A script that overwrites all gradients after each step(); the next ones are added."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(sgd(model.parameters()))
-        for i in range(4):
-            loss_of(model, i).backward()
-            optimizer.step()
-            held = [(p.grad.data, p.grad.detach()) for p in model.parameters() if aliases]
-            with torch.no_grad():
-                for p in model.parameters():
-                    write(p)
-            yield "gradients", [p.grad for p in model.parameters()]
-            yield "aliases", held
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        loss_of(model, i).backward()
+        optimizer.step()
+        held = [(p.grad.data, p.grad.detach()) for p in model.parameters() if aliases]
+        with torch.no_grad():
+            for p in model.parameters():
+                write(p)
+        yield "gradients", [p.grad for p in model.parameters()]
+        yield "aliases", held
 
-    return script
+    return trained(sgd, iteration=iteration)
 
 
 @pytest.mark.parametrize("way", OVERWRITES)

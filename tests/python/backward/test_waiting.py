@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from common import adamw, assert_same, everything, loss_of, net, python_ok, same, sgd, weights
+from scripts import trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,22 +17,18 @@ import optfuse
 STEPS = 4
 
 
-def trained(change, make=adamw, zero=True):
+def changed(change, make=adamw, zero=True):
     """A script that calls change(model, optimizer, i) before each iteration."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS):
-            yield "change", change(model, optimizer, i)
-            if zero:
-                optimizer.zero_grad()
-            loss_of(model, i).backward()
-            optimizer.step()
+    def iteration(model, optimizer, i):
+        yield "change", change(model, optimizer, i)
+        if zero:
             optimizer.zero_grad()
-        yield from everything(model, optimizer)
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return script
+    return trained(make, iteration=iteration)
 
 
 def failing_backward(model, optimizer, i):
@@ -46,7 +43,7 @@ def failing_backward(model, optimizer, i):
 @pytest.mark.parametrize("zero", (True, False), ids=("zeroed", "added to"))
 def test_what_a_failed_backward_has_left(make, zero):
     """Its gradients are there, and thrown away or added to as in stock."""
-    same(trained(failing_backward, make, zero), "backward")
+    same(changed(failing_backward, make, zero), "backward")
 
 
 def test_step_after_a_failed_backward_applies_what_is_there():
@@ -56,7 +53,7 @@ def test_step_after_a_failed_backward_applies_what_is_there():
         optimizer.zero_grad()
         return seen
 
-    same(trained(change), "backward")
+    same(changed(change), "backward")
 
 
 def test_a_hook_sees_gradients_and_weights_as_in_stock():
@@ -84,7 +81,7 @@ def test_a_hook_sees_gradients_and_weights_as_in_stock():
 def test_a_gradient_that_a_hook_changes_meanwhile():
     """The last layer's has waited for a while when the first layer's is complete."""
 
-    def script(wrap):
+    def start(wrap):
         model = net()
         last = model[4].weight
         optimizer = wrap(adamw(model.parameters()))
@@ -93,13 +90,9 @@ def test_a_gradient_that_a_hook_changes_meanwhile():
             last.grad.mul_(2)
 
         model[0].weight.register_post_accumulate_grad_hook(double)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, "backward")
+    same(trained(start=start), "backward")
 
 
 def test_a_gradient_that_a_hook_keeps_is_left_to_step():
@@ -299,7 +292,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_by_a_hook_meanwhile(name):
-    def script(wrap):
+    def start(wrap):
         model = net()
         optimizer = wrap(adamw(model.parameters()))
 
@@ -307,11 +300,13 @@ def test_changes_by_a_hook_meanwhile(name):
             CHANGES[name](model, optimizer)
 
         model[0].weight.register_post_accumulate_grad_hook(hook)
-        for i in range(STEPS):
-            model[4].weight.requires_grad_(True)
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, "backward", prove=name != "zeroed")  # then nothing is left to update
+    def iteration(model, optimizer, i):
+        model[4].weight.requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        optimizer.step()
+
+    prove = name != "zeroed"  # then nothing is left to update
+    same(trained(start=start, iteration=iteration), "backward", prove=prove)

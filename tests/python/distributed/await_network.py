@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 from common import adamw, everything
-from ddp_scripts import SMALL, train
+from ddp_scripts import SMALL, Net, train
 from ranks import STEPS
+from scripts import trained
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -78,3 +79,19 @@ def training(wrapped, optimizer, network=None, wrap=None):
             assert network.is_busy(), "step() has waited: the test would prove nothing"
         yield "loss", loss
     yield from everything(wrapped.module, optimizer)
+
+
+def awaited(iteration=train, steps=STEPS, make=adamw, options=SLOW["copies"]["options"]):
+    """A script whose iterations are given DDP and its optimizer over a slow network."""
+
+    def start(wrap):
+        wrapped, optimizer, network = slow(wrap, Net(), make, **options)
+        wrapped.network = network if wrap.fused else None
+        return wrapped, optimizer
+
+    return trained(start=start, iteration=iteration, steps=steps)
+
+
+def assert_busy(wrapped, i):
+    if wrapped.network and i > 2:
+        assert wrapped.network.is_busy(), "it has waited: the test would prove nothing"

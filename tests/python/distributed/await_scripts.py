@@ -9,7 +9,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from await_looks import AFTER, LOOKS, a_thread, zeros_before
-from await_network import SLOW, Network, later, over, slow, training
+from await_network import SLOW, Network, assert_busy, awaited, later, over, slow, training
 from common import adamw, assert_same, everything, refused, same, sgd, weights
 from ddp_scripts import HOOKS, OPTIONS, SMALL, Net, loss_of, power_sgd, train
 from ranks import STEPS, scenario_of
@@ -40,12 +40,12 @@ def option(mode, options, make):
 
 @scenario(**SLOW)
 def backward_and_step_do_not_wait(mode, options):
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, network = slow(wrap, model, **options)
-        yield from training(wrapped, optimizer, network, wrap)
+    def iteration(wrapped, optimizer, i):
+        loss = train(wrapped, optimizer, i)
+        assert_busy(wrapped, i)
+        return loss
 
-    same(script, mode)
+    same(awaited(iteration, options=options), mode)
 
 
 @scenario(
@@ -65,39 +65,31 @@ def hook(mode, make):
 def no_sync(mode, options):
     """Three passes a step, of which the last one reduces."""
 
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, _ = slow(wrap, model, **options)
-        if options.get("static_graph"):
+    def iteration(wrapped, optimizer, i):
+        if i == 0 and options.get("static_graph"):
             train(wrapped, optimizer, 0)
-        for i in range(STEPS // 3):
-            optimizer.zero_grad()
-            for part in range(3):
-                with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
-                    loss_of(wrapped, 3 * i + part).backward()
-            optimizer.step()
-            if i % 4 == 0:
-                yield "parameters", dict(model.state_dict())
-        yield from everything(model, optimizer)
+        optimizer.zero_grad()
+        for part in range(3):
+            with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
+                loss_of(wrapped, 3 * i + part).backward()
+        optimizer.step()
+        if i % 4 == 0:
+            yield "parameters", dict(wrapped.state_dict())
 
-    same(script, mode)
+    same(awaited(iteration, STEPS // 3, options=options), mode)
 
 
 @scenario(**SLOW)
 def accumulation_without_no_sync(mode, options):
     """Every pass reduces, and adds to gradients that are on their way."""
 
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, _ = slow(wrap, model, **options)
-        for i in range(STEPS // 2):
-            optimizer.zero_grad(i % 2 == 0)
-            loss_of(wrapped, 2 * i).backward()
-            loss_of(wrapped, 2 * i + 1).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(wrapped, optimizer, i):
+        optimizer.zero_grad(i % 2 == 0)
+        loss_of(wrapped, 2 * i).backward()
+        loss_of(wrapped, 2 * i + 1).backward()
+        optimizer.step()
 
-    same(script, mode)
+    same(awaited(iteration, STEPS // 2, options=options), mode)
 
 
 @scenario(**SLOW)
@@ -163,20 +155,16 @@ def gradients_that_no_optimizer_of_ours_has_are_there_after_backward(mode):
     }
 )
 def look_before_step(mode, look, options):
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, network = slow(wrap, model, **options)
-        for i in range(8):
-            optimizer.zero_grad()
-            loss_of(wrapped, i).backward()
-            if wrap.fused and i > 2:
-                assert network.is_busy(), "backward() has waited: the test would prove nothing"
-            yield from look(model, optimizer)
-            if i != 5:  # a step that is skipped
-                optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(wrapped, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(wrapped, i).backward()
+        assert_busy(wrapped, i)
+        yield from look(wrapped.module, optimizer)
+        if i != 5:  # a step that is skipped
+            optimizer.step()
 
-    same(script, mode, prove=look not in (a_thread, zeros_before))  # these leave nothing to defer
+    prove = look not in (a_thread, zeros_before)  # these leave nothing to defer
+    same(awaited(iteration, 8, options=options), mode, prove)
 
 
 @scenario(
@@ -187,39 +175,28 @@ def look_before_step(mode, look, options):
     }
 )
 def look_after_step(mode, look, options):
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, network = slow(wrap, model, **options)
-        for i in range(8):
-            optimizer.zero_grad()
-            loss_of(wrapped, i).backward()
-            optimizer.step()
-            if wrap.fused and i > 2:
-                assert network.is_busy(), "step() has waited: the test would prove nothing"
-            yield from look(model, optimizer)
-        yield from everything(model, optimizer)
+    def iteration(wrapped, optimizer, i):
+        train(wrapped, optimizer, i)
+        assert_busy(wrapped, i)
+        yield from look(wrapped.module, optimizer)
 
-    same(script, mode)
+    same(awaited(iteration, 8, options=options), mode)
 
 
 @scenario()
 def a_gradient_that_is_kept(mode):
     """Beyond zero_grad(), and read when its bucket has been used again."""
 
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, _ = slow(wrap, model, **SLOW["copies"]["options"])
-        for i in range(6):
-            optimizer.zero_grad()
-            loss_of(wrapped, i).backward()
-            kept = [p.grad for p in model.parameters()]
-            optimizer.zero_grad()
-            loss_of(wrapped, i + 10).backward()
-            optimizer.step()
-            yield "kept", kept
-        yield from everything(model, optimizer)
+    def iteration(wrapped, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(wrapped, i).backward()
+        kept = [p.grad for p in wrapped.parameters()]
+        optimizer.zero_grad()
+        loss_of(wrapped, i + 10).backward()
+        optimizer.step()
+        yield "kept", kept
 
-    same(script, mode)
+    same(awaited(iteration, 6), mode)
 
 
 @scenario()
@@ -357,12 +334,7 @@ def loss_scaling(mode):
 def other_optimizers(mode, make):
     """Some of them have no kernels, and wait in step()."""
 
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, _ = slow(wrap, model, make=make, **SLOW["copies"]["options"])
-        yield from training(wrapped, optimizer)
-
-    same(script, mode)
+    same(awaited(make=make), mode)
 
 
 @scenario()
@@ -424,19 +396,12 @@ def optimizers_and_models_that_die(mode):
 
 @scenario()
 def a_profiler_that_notes_shapes(mode):
-    def script(wrap):
-        model = Net()
-        wrapped, optimizer, _ = slow(wrap, model, **SLOW["copies"]["options"])
-        for i in range(6):
-            with (
-                torch.profiler.profile(record_shapes=True)
-                if i in (2, 4)
-                else (contextlib.nullcontext())
-            ):
-                train(wrapped, optimizer, i)
-        yield from everything(model, optimizer)
+    def iteration(wrapped, optimizer, i):
+        profiled = torch.profiler.profile(record_shapes=True)
+        with profiled if i in (2, 4) else contextlib.nullcontext():
+            train(wrapped, optimizer, i)
 
-    same(script, mode)
+    same(awaited(iteration, 6), mode)
 
 
 @scenario()

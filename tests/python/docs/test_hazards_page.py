@@ -19,6 +19,7 @@ from common import (
     train,
     weights,
 )
+from scripts import trained
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
@@ -90,23 +91,6 @@ def test_what_is_done_after_step_is_equal_in_backward_mode(act):
     same(script, "backward")
 
 
-def between_backward_and_step(change):
-    """A script. change: a generator function of the model and the optimizer, which yields what
-    it sees and changes something."""
-
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            yield from change(model, optimizer)
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    return script
-
-
 def clear_averages(optimizer):
     for entry in optimizer.state.values():
         entry["exp_avg"].zero_()
@@ -115,11 +99,11 @@ def clear_averages(optimizer):
 def test_state_between_backward_and_step_is_the_new_one():
     """In backward mode, where a write to it raises; in forward mode it is stock's."""
 
-    def change(_, optimizer):
+    def change(_, optimizer, i):
         yield "state", optimizer.state_dict()
         clear_averages(optimizer)
 
-    same(between_backward_and_step(change))
+    same(trained(before_step=change))
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
     optimizer.zero_grad()
@@ -152,11 +136,11 @@ def test_load_between_backward_and_step():
 def test_weights_between_backward_and_step_are_the_new_ones():
     """In backward mode, where a write to them raises; in forward mode they are stock's."""
 
-    def change(model, optimizer):
+    def change(model, optimizer, i):
         yield "weights", weights(model)
         write(model, optimizer)
 
-    same(between_backward_and_step(change))
+    same(trained(before_step=change))
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
     old = weights(model)

@@ -5,32 +5,11 @@ forward, pending updates come first, as in stock."""
 import pytest
 import torch
 from common import Fused, Stock, adamw, batch, everything, loss_of, net, same, sgd, train
+from scripts import trained
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 STEPS = 5
-
-
-def training(change, make=adamw, before_step=None, **zeroing):
-    """A script that calls change(model, optimizer, i) after every step, while
-    its updates are pending; before_step is called with the gradients ready."""
-
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad(**zeroing)
-            loss = loss_of(model, i)
-            loss.backward()
-            if before_step:
-                yield "before step", before_step(model)
-            optimizer.step()
-            wrap.pending()
-            change(model, optimizer, i)
-            yield "loss", loss
-        yield from everything(model, optimizer)
-
-    return script
 
 
 def each_parameter(change):
@@ -83,24 +62,25 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_weights_written_while_pending(write):
-    same(training(each_parameter(WRITES[write])))
+    same(trained(between=each_parameter(WRITES[write])))
 
 
 def test_weights_renormalized_by_embedding_lookup():
     """embedding's max_norm writes into the weight during forward."""
 
-    def script(wrap):
-        model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 3))
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss = model(torch.tensor([[1, 2, i]])).square().sum()
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss = model(torch.tensor([[1, 2, i]])).square().sum()
+        loss.backward()
+        optimizer.step()
+        yield "loss", loss
 
-    same(script)
+    same(
+        trained(
+            model=lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 3)),
+            iteration=iteration,
+        )
+    )
 
 
 def other_gradient(p):
@@ -123,7 +103,7 @@ GRADIENT_WRITES = {
 @pytest.mark.parametrize("write", GRADIENT_WRITES)
 @pytest.mark.parametrize("make", (adamw, sgd))
 def test_gradients_written_while_pending(write, make):
-    same(training(each_parameter(GRADIENT_WRITES[write]), make))
+    same(trained(make, between=each_parameter(GRADIENT_WRITES[write])))
 
 
 def replace_state(p, optimizer):
@@ -150,11 +130,14 @@ def test_state_written_while_pending(write):
         for p in model.parameters():
             STATE_WRITES[write](p, optimizer)
 
-    same(training(change))
+    same(trained(between=change))
 
 
 def test_all_state_cleared_while_pending():
-    same(training(lambda model, optimizer, i: optimizer.state.clear()))
+    def clear(model, optimizer, i):
+        optimizer.state.clear()
+
+    same(trained(between=clear))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +151,7 @@ def test_all_state_cleared_while_pending():
     ids=("clip_grad_norm_", "without foreach", "clip_grad_value_", "get_total_norm"),
 )
 def test_clipping_before_step(clip):
-    same(training(lambda *_: None, before_step=clip))
+    same(trained(before_step=lambda model, *_: clip(model)))
 
 
 @pytest.mark.parametrize("set_to_none", (True, False))
@@ -177,13 +160,13 @@ def test_both_forms_of_zero_grad_right_after_step(set_to_none, through):
     def change(model, optimizer, i):
         (optimizer if through == "optimizer" else model).zero_grad(set_to_none)
 
-    same(training(change))
+    same(trained(between=change))
 
 
 @pytest.mark.parametrize("make", (adamw, sgd))
 def test_both_forms_of_zero_grad_before_backward(make):
     for set_to_none in (True, False):
-        same(training(lambda *_: None, make, set_to_none=set_to_none))
+        same(trained(make, zeroing=set_to_none))
 
 
 def test_gradients_read_after_step_and_zeroed():
@@ -192,7 +175,7 @@ def test_gradients_read_after_step_and_zeroed():
         optimizer.zero_grad(i % 2 == 0)
         assert sum(norms) > 0
 
-    same(training(change))
+    same(trained(between=change))
 
 
 @pytest.mark.parametrize("make", (adamw, sgd))
@@ -309,55 +292,38 @@ def test_weights_loaded_while_pending(whose):
 
 
 def test_weights_moved_by_swap_tensors_while_pending():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            if i == 2:
-                weight = model[2].weight
-                weight.grad = None
-                other = nn.Parameter(torch.full_like(weight, 0.1))
-                torch.utils.swap_tensors(weight, other)
-                yield "swapped out", other
-                del weight, other
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        if i == 2:
+            weight = model[2].weight
+            weight.grad = None
+            other = nn.Parameter(torch.full_like(weight, 0.1))
+            torch.utils.swap_tensors(weight, other)
+            yield "swapped out", other
+            del weight, other
 
-    same(script)
+    same(trained(between=between))
 
 
 def test_module_applied_under_swap_mode_while_pending():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            if i == 2:
-                optimizer.zero_grad()
-                torch.__future__.set_swap_module_params_on_conversion(True)
-                try:
-                    model._apply(lambda t: t * 0.5)
-                finally:
-                    torch.__future__.set_swap_module_params_on_conversion(False)
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        if i == 2:
+            optimizer.zero_grad()
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                model._apply(lambda t: t * 0.5)
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
 
-    same(script)
+    same(trained(between=between))
 
 
 def test_requires_grad_switched_off_and_on():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(2 * STEPS):
-            for p in model[0].parameters():
-                p.requires_grad_(i % 3 != 1)
-            train(model, optimizer, i)
-            wrap.pending()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        for p in model[0].parameters():
+            p.requires_grad_(i % 3 != 1)
+        train(model, optimizer, i)
 
-    same(script)
+    same(trained(iteration=iteration, steps=2 * STEPS, pending=True))
 
 
 def test_exception_in_forward():
@@ -384,15 +350,10 @@ def test_exception_in_forward():
 
 
 def test_exception_in_backward_and_another_try():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            hook = model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss_of(model, i).backward()
-            hook.remove()
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        hook = model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, i).backward()
+        hook.remove()
 
-    same(script)
+    same(trained(between=between))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from common import adamw, everything, loss_of, net, same, sgd, train
+from scripts import trained
 from torch import nn
 
 STEPS = 4
@@ -101,17 +102,11 @@ def dispatched(tensor):
 def read_while_pending(pick, read):
     """A script that reads, in every iteration, what pick() chooses."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            for tensor in pick(model, optimizer):
-                yield "read", read(tensor)
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        for tensor in pick(model, optimizer):
+            yield "read", read(tensor)
 
-    return script
+    return trained(between=between)
 
 
 every_way = pytest.mark.parametrize("way", READS)
@@ -163,28 +158,19 @@ WHOLE = {
 
 @pytest.mark.parametrize("what", WHOLE)
 def test_the_whole_read_while_pending(what):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            yield what, WHOLE[what](model, optimizer)
+    def between(model, optimizer, i):
+        yield what, WHOLE[what](model, optimizer)
 
-    same(script)
+    same(trained(between=between))
 
 
 def test_the_step_counter_is_exact_at_every_step():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            for state in optimizer.state.values():
-                assert state["step"].item() == i + 1, f"step {i + 1} reads {state['step']}"
-                yield "step", state["step"]
+    def between(model, optimizer, i):
+        for state in optimizer.state.values():
+            assert state["step"].item() == i + 1, f"step {i + 1} reads {state['step']}"
+            yield "step", state["step"]
 
-    same(script)
+    same(trained(between=between))
 
 
 HELD = {
@@ -261,11 +247,7 @@ def test_evaluation_between_steps(modes):
 
 
 def test_loss_curve_without_looking_at_anything():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(50):
-            yield "loss", train(model, optimizer, i).item()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        yield "loss", train(model, optimizer, i).item()
 
-    same(script)
+    same(trained(iteration=iteration, steps=50))

@@ -10,6 +10,7 @@ the parameter, or contiguous where the parameter's memory has holes.
 import pytest
 import torch
 from common import adamw, assert_same_tensor, everything, same, sgd
+from scripts import trained
 from torch import nn
 from torch.optim import Adam, AdamW
 
@@ -130,34 +131,37 @@ def test_state_in_another_layout(lay, mode):
 
 @both_modes
 def test_a_convolution_in_channels_last(mode):
-    def script(wrap):
+    def start(wrap):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
         model = model.to(memory_format=CHANNELS_LAST)
         optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss = model(last(numbers(i, 2, 3, 8, 8))).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss = model(last(numbers(i, 2, 3, 8, 8))).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield "loss", loss
+
+    same(trained(start=start, iteration=iteration), mode)
 
 
 @both_modes
 @pytest.mark.parametrize("shape", ((), (0,), (3, 0), (1, 1, 1)))
 def test_odd_sizes_between_ordinary_ones(shape, mode):
-    def script(wrap):
-        model = nn.ParameterList([numbers(1, 5), numbers(2, *shape), numbers(3, 4)])
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            sum((p * i).square().sum() for p in model).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        sum((p * i).square().sum() for p in model).backward()
+        optimizer.step()
 
-    same(script, mode)
+    same(
+        trained(
+            model=lambda: nn.ParameterList([numbers(1, 5), numbers(2, *shape), numbers(3, 4)]),
+            iteration=iteration,
+        ),
+        mode,
+    )
 
 
 @both_modes

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from common import adamw, everything, loss_of, net, python_ok, same, sgd, train
+from scripts import trained
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -47,48 +48,39 @@ def test_the_same_object_with_the_same_face_comes_back():
 @both_modes
 @pytest.mark.parametrize("make", (adamw, sgd))
 def test_several_groups(mode, make):
-    def script(wrap):
+    def start(wrap):
         model = net()
         optimizer = wrap(in_groups(model, make))
-        for i in range(STEPS):
-            yield "loss", train(model, optimizer, i)
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode)
+    same(trained(start=start), mode)
 
 
 @both_modes
 def test_hyper_parameters_changed_between_steps(mode):
     """A change after step() belongs to the next update, not to a pending one."""
 
-    def script(wrap):
+    def start(wrap):
         model = net()
         optimizer = wrap(in_groups(model))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.7
-                group["weight_decay"] += 0.1
-                group["betas"] = (0.9 - 0.1 * i, 0.99)
-                group["maximize"] = i % 2 == 0
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode)
+    def between(model, optimizer, i):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+            group["weight_decay"] += 0.1
+            group["betas"] = (0.9 - 0.1 * i, 0.99)
+            group["maximize"] = i % 2 == 0
+
+    same(trained(start=start, between=between), mode)
 
 
 @both_modes
 def test_lr_as_a_tensor_changed_in_place(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters(), lr=torch.tensor(0.05)))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        optimizer.param_groups[0]["lr"].mul_(0.5)
 
-    same(script, mode)
+    same(trained(lambda p: adamw(p, lr=torch.tensor(0.05)), between=between), mode)
 
 
 @both_modes
@@ -201,34 +193,26 @@ def test_a_hook_before_step_that_changes_gradients():
             for p in group["params"]:
                 p.grad.mul_(0.5)
 
-    def script(wrap):
+    def start(wrap):
         model = net()
         optimizer = wrap(sgd(model.parameters()))
         optimizer.register_step_pre_hook(halve)
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script)
+    same(trained(start=start))
 
 
 def test_a_closure():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
+    def iteration(model, optimizer, i):
+        def closure(i=i):
+            optimizer.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            return loss
 
-            def closure(i=i):
-                optimizer.zero_grad()
-                loss = loss_of(model, i)
-                loss.backward()
-                return loss
+        yield "loss", optimizer.step(closure)
 
-            yield "loss", optimizer.step(closure)
-        yield from everything(model, optimizer)
-
-    same(script)
+    same(trained(iteration=iteration))
 
 
 # State in and out, at any moment

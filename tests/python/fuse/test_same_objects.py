@@ -5,6 +5,7 @@ before or not: each step takes what is there."""
 import pytest
 import torch
 from common import adamw, everything, net, same, train
+from scripts import trained
 from torch import nn
 
 STEPS = 6
@@ -166,19 +167,18 @@ both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
 @both_modes
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_objects_changed_between_steps(change, mode):
-    def script(wrap):
+    def start(wrap):
         model = nn.Sequential(net(), nn.Linear(3, 3))
         groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.1}]
         optimizer = wrap(adamw(groups))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            optimizer.zero_grad()
-            if i in (2, 4):
-                change(optimizer)
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode)
+    def between(model, optimizer, i):
+        optimizer.zero_grad()
+        if i in (2, 4):
+            change(optimizer)
+
+    same(trained(start=start, between=between), mode)
 
 
 @both_modes

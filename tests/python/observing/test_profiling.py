@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from common import adamw, everything, fused_backward, loss_of, net, same, train
+from scripts import trained
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -96,25 +97,25 @@ def test_a_profiler_that_looks_at_tensors_sees_those_of_stock(look, mode, set_to
     """It asks for their addresses past the dispatcher, from an update that is pending when it
     begins until the first step() after it has ended."""
 
-    def script(wrap):
+    def start(wrap):
         model = net()
         optimizer = wrap(adamw(model.parameters()))
         train(model, optimizer, 0, set_to_none)
         wrap.pending()
-        for i in range(2):
-            with profile(activities=[ProfilerActivity.CPU], **LOOKS[look]) as profiler:
-                for k in range(3):
-                    train(model, optimizer, 3 * i + k, set_to_none)
-            shapes = shapes_of(profiler)
-            assert len(shapes) == 3 * 3
-            yield "shapes", shapes
-            optimizers = any("_optimizer_step_code" in e.name for e in profiler.events())
-            assert optimizers == ("with_stack" in LOOKS[look] and shows_python())
-            train(model, optimizer, 9, set_to_none)
-            wrap.pending()
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode)
+    def iteration(model, optimizer, i):
+        with profile(activities=[ProfilerActivity.CPU], **LOOKS[look]) as profiler:
+            for k in range(3):
+                train(model, optimizer, 3 * i + k, set_to_none)
+        shapes = shapes_of(profiler)
+        assert len(shapes) == 3 * 3
+        yield "shapes", shapes
+        optimizers = any("_optimizer_step_code" in e.name for e in profiler.events())
+        assert optimizers == ("with_stack" in LOOKS[look] and shows_python())
+        train(model, optimizer, 9, set_to_none)
+
+    same(trained(start=start, iteration=iteration, pending=True), mode)
 
 
 @both_modes

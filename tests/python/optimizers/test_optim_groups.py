@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import assert_same, same, snapshot, train
 from optim_classes import accepts, build, matrices, model_for, set_gradients
-from optim_scripts import STEPS, both_modes, every_class, go_on, trained
+from optim_scripts import STEPS, begun, both_modes, every_class, go_on, minimized
 
 import optfuse
 
@@ -28,12 +28,7 @@ def test_groups_with_options_of_their_own(cls, mode):
             {"params": params[2:]},
         ]  # fmt: skip
         optimizer = wrap(build(cls, groups))
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            sum((p * p).sum() for p in params).backward()
-            optimizer.step()
-        yield "parameters", params
-        yield "state", optimizer.state_dict()
+        yield from minimized(params, optimizer)
 
     same(script, mode)
 
@@ -165,7 +160,7 @@ def test_another_optimizer_made_of_its_class(cls, mode):
     """type(optimizer)(...) makes an optimizer that steps, fused or not."""
 
     def script(wrap):
-        _, optimizer = trained(cls, wrap)
+        _, optimizer = begun(cls, wrap)
         model = model_for(cls)
         defaults = {k: v for k, v in optimizer.defaults.items() if accepts(cls, k)}
         another = type(optimizer)(model.parameters(), **defaults)

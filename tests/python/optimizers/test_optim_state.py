@@ -9,9 +9,9 @@ import pickle
 
 import pytest
 import torch
-from common import everything, same, train
+from common import Stock, everything, same, train
 from optim_classes import build, matrices, model_for
-from optim_scripts import STEPS, both_modes, every_class, go_on, trained
+from optim_scripts import STEPS, begun, both_modes, every_class, go_on, resumed, saved_from
 
 import optfuse
 
@@ -20,16 +20,11 @@ import optfuse
 @both_modes
 def test_state_dict_goes_from_fused_to_stock_and_back(cls, mode):
     def script(wrap):
-        model, optimizer = trained(cls, wrap)
-        second = copy.deepcopy(model)
-        stock = build(cls, second.parameters())
-        stock.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model, optimizer = begun(cls, wrap)
+        second, stock = resumed(cls, model, saved_from(optimizer), Stock())
         yield from go_on(second, stock)
-        third = copy.deepcopy(second)
-        fused = wrap(build(cls, third.parameters()))
-        third.zero_grad()
-        fused.load_state_dict(copy.deepcopy(stock.state_dict()))
-        yield from go_on(third, fused, 20)
+        stock.zero_grad()
+        yield from go_on(*resumed(cls, second, saved_from(stock), wrap), 20)
         yield from go_on(model, optimizer)
 
     same(script, mode)
@@ -39,14 +34,11 @@ def test_state_dict_goes_from_fused_to_stock_and_back(cls, mode):
 @both_modes
 def test_state_loaded_by_an_optimizer_with_parameters_in_another_order(cls, mode):
     def script(wrap):
-        model, optimizer = trained(cls, wrap)
-        saved = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = begun(cls, wrap)
+        saved = saved_from(optimizer)
         n = len(saved["param_groups"][0]["params"])
         saved["state"] = {n - 1 - i: state for i, state in saved["state"].items()}
-        twin = copy.deepcopy(model)
-        other = wrap(build(cls, reversed(list(twin.parameters()))))
-        other.load_state_dict(saved)
-        yield from go_on(twin, other)
+        yield from go_on(*resumed(cls, model, saved, wrap, reversed))
 
     same(script, mode)
 
@@ -55,14 +47,12 @@ def test_state_loaded_by_an_optimizer_with_parameters_in_another_order(cls, mode
 @both_modes
 def test_state_dict_by_torch_save_with_weights_only(cls, mode):
     def script(wrap):
-        model, optimizer = trained(cls, wrap)
+        model, optimizer = begun(cls, wrap)
         buffer = io.BytesIO()
         torch.save(optimizer.state_dict(), buffer)
         buffer.seek(0)
-        twin = copy.deepcopy(model)
-        other = wrap(build(cls, twin.parameters()))
-        other.load_state_dict(torch.load(buffer, weights_only=True))
-        yield from go_on(twin, other)
+        loaded = torch.load(buffer, weights_only=True)
+        yield from go_on(*resumed(cls, model, loaded, wrap))
 
     same(script, mode)
 
@@ -87,8 +77,8 @@ def test_an_older_state_dict_without_the_newer_options(cls, mode):
     newer = ("foreach", "fused", "maximize", "capturable", "differentiable")
 
     def script(wrap):
-        model, optimizer = trained(cls, wrap)
-        saved = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = begun(cls, wrap)
+        saved = saved_from(optimizer)
         for option in newer:
             saved["param_groups"][0].pop(option, None)
         optimizer.load_state_dict(saved)
@@ -103,8 +93,8 @@ def test_an_older_state_dict_without_the_newer_options(cls, mode):
 @both_modes
 def test_a_loaded_step_that_is_a_number(cls, mode):
     def script(wrap):
-        model, optimizer = trained(cls, wrap)
-        saved = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = begun(cls, wrap)
+        saved = saved_from(optimizer)
         for state in saved["state"].values():
             if "step" in state:
                 state["step"] = state["step"].item()
@@ -142,7 +132,7 @@ def test_state_begins_when_stock_s_begins(cls, mode):
 @both_modes
 def test_deepcopy(cls, mode):
     def script(wrap):
-        model, optimizer = trained(cls, wrap)
+        model, optimizer = begun(cls, wrap)
         twin, twins = copy.deepcopy((model, optimizer))
         yield "public attributes", sorted(k for k in vars(twins) if not k.startswith("_"))
         yield from go_on(model, optimizer)
@@ -155,7 +145,7 @@ def test_deepcopy(cls, mode):
 @both_modes
 def test_pickle(cls, mode):
     def script(wrap):
-        model, optimizer = trained(cls, wrap)
+        model, optimizer = begun(cls, wrap)
         twin, twins = pickle.loads(pickle.dumps((model, optimizer)))
         assert type(twins) is cls, f"it came back as {type(twins)}"
         yield from go_on(model, optimizer)
@@ -180,7 +170,7 @@ def test_entries_of_state_that_are_no_parameters(entry, mode):
 
     def script(wrap):
         for cls in (torch.optim.AdamW, torch.optim.Adafactor):
-            model, optimizer = trained(cls, wrap)
+            model, optimizer = begun(cls, wrap)
             optimizer.register_step_post_hook(
                 lambda optimizer, *_: optimizer.state.__setitem__(*entry)
             )
@@ -198,7 +188,7 @@ def test_an_option_that_needs_other_state_leaves_the_state_that_there_is(mode):
     """amsgrad, switched on late, misses a tensor: every step raises, and loses nothing."""
 
     def script(wrap):
-        model, optimizer = trained(torch.optim.AdamW, wrap)
+        model, optimizer = begun(torch.optim.AdamW, wrap)
         optimizer.zero_grad()
         optimizer.param_groups[0]["amsgrad"] = True
         with pytest.raises((KeyError, optfuse.Error), match="max_exp_avg_sq"):

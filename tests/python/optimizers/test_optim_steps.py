@@ -7,6 +7,7 @@ import pytest
 from common import assert_same, everything, loss_of, same, snapshot, train
 from optim_classes import accepts, build, matrices, model_for, set_gradients
 from optim_scripts import STEPS, both_modes, every_class
+from scripts import trained
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -64,21 +65,19 @@ def test_hooks_of_this_and_of_all_optimizers(cls, mode):
 @every_class
 @both_modes
 def test_a_closure(cls, mode):
-    def script(wrap):
-        model = model_for(cls)
-        optimizer = wrap(build(cls, model.parameters()))
-        for i in range(STEPS):
+    def iteration(model, optimizer, i):
+        def closure(i=i):
+            optimizer.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            return loss
 
-            def closure(i=i):
-                optimizer.zero_grad()
-                loss = loss_of(model, i)
-                loss.backward()
-                return loss
+        yield "loss", optimizer.step(closure)
 
-            yield "loss", optimizer.step(closure)
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+    same(
+        trained(lambda p: build(cls, p), lambda: model_for(cls), iteration=iteration, steps=STEPS),
+        mode,
+    )
 
 
 @every_class

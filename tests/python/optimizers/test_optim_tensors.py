@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import Fused, Stock, assert_same, run, same, snapshot
 from optim_classes import FUSED, accepts, build, matrices
-from optim_scripts import STEPS, both_modes, every_class
+from optim_scripts import STEPS, both_modes, every_class, minimized
 from torch import nn
 
 import optfuse
@@ -19,12 +19,7 @@ def test_parameters_of_no_elements(cls, mode):
     def script(wrap):
         params = [*matrices(), nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.empty(2, 0))]
         optimizer = wrap(build(cls, params))
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            sum((p * p).sum() for p in params).backward()
-            optimizer.step()
-        yield "parameters", params
-        yield "state", optimizer.state_dict()
+        yield from minimized(params, optimizer)
 
     if cls.__name__ not in ("Adafactor", "Muon"):
         same(script, mode)
@@ -74,12 +69,7 @@ def test_parameters_of_several_dtypes(cls, mode):
         # By default Adafactor takes the epsilon of the first one's dtype for all.
         options = {"eps": (1e-20, 1e-3)} if cls.__name__ == "Adafactor" else {}
         optimizer = wrap(build(cls, params, **options))
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            sum((p * p).sum().double() for p in params).backward()
-            optimizer.step()
-        yield "parameters", params
-        yield "state", optimizer.state_dict()
+        yield from minimized(params, optimizer)
 
     same(script, mode)
 
@@ -92,12 +82,7 @@ def test_float64_as_the_default_dtype(cls, mode):
         try:
             params = matrices(torch.float64)
             optimizer = wrap(build(cls, params))
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                sum((p * p).sum() for p in params).backward()
-                optimizer.step()
-            yield "parameters", params
-            yield "state", optimizer.state_dict()
+            yield from minimized(params, optimizer)
         finally:
             torch.set_default_dtype(torch.float32)
 

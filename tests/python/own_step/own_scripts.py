@@ -2,8 +2,9 @@
 """What the tests of classes with their own step() share. Importing it registers
 the classes of OWN."""
 
-from common import everything, net, train
+from common import everything, net
 from own_classes import Abstract, Flaky, NewTensors, Numbers, Stateless, Tensors
+from scripts import trained
 from torch import nn
 
 import optfuse
@@ -20,16 +21,11 @@ def matrices():
 
 
 def training(make, build=net, steps=20, set_to_none=True):
-    def script(wrap):
-        model = build()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(steps):
-            train(model, optimizer, i, set_to_none)
-            if i % 7 == 3:
-                yield from everything(model, optimizer)
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        if i % 7 == 3:
+            yield from everything(model, optimizer)
 
-    return script
+    return trained(make, build, between=between, steps=steps, zeroing=set_to_none, pending=False)
 
 
 def momentum(parameters):

@@ -4,9 +4,10 @@ schedule says so, gives the bits of step() on all of them."""
 
 import pytest
 import torch
-from common import everything, net, same, train
+from common import net, same, train
 from own_classes import Abstract, NewTensors, Numbers, Stateless, Tensors
 from own_scripts import MODES, matrices, momentum, training
+from scripts import trained
 from torch.optim import ASGD, Adafactor, Muon, NAdam, Rprop
 
 import optfuse
@@ -40,17 +41,13 @@ def test_bits_are_those_of_the_class(name, mode):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [Adafactor, momentum])
 def test_bits_are_those_of_the_class_in_other_dtypes(make, dtype):
-    def script(wrap):
-        model = net().to(dtype)
-        optimizer = wrap(make(model.parameters()))
-        for i in range(20):
-            for k, p in enumerate(model.parameters()):
-                generator = torch.Generator().manual_seed(100 * i + k)
-                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        for k, p in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * i + k)
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+        optimizer.step()
 
-    same(script)
+    same(trained(make, lambda: net().to(dtype), iteration=iteration, steps=20))
 
 
 def summary_after(make, steps=5, build=net):

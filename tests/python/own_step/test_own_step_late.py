@@ -10,6 +10,7 @@ import torch
 from common import assert_same, everything, loss_of, net, python_ok, same, snapshot, train, weights
 from own_classes import Tensors
 from own_scripts import matrices
+from scripts import trained
 from torch.optim import Adafactor, Muon
 
 import optfuse
@@ -50,17 +51,13 @@ def test_modes_at_the_first_use_change_nothing(make, name):
 
 
 def test_modes_at_step_do_what_they_do_in_stock():
-    def script(wrap):
-        model = matrices()
-        optimizer = wrap(Muon(model.parameters()))
-        for i in range(4):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            with torch.autocast("cpu", torch.bfloat16):
-                optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            optimizer.step()
 
-    same(script, prove=False)
+    same(trained(Muon, matrices, iteration=iteration), prove=False)
 
 
 def test_a_trace_has_no_update_in_it():
@@ -134,7 +131,7 @@ def test_another_thread_sees_the_update():
 
 
 DEADLOCK = """
-import threading, time, torch, optfuse
+import folders, threading, time, torch, optfuse
 from own_classes import Tensors
 
 class Slow(Tensors):

@@ -10,6 +10,7 @@ import torch
 from common import everything, fused_backward, loss_of, net, refused, same, train
 from own_classes import Numbers, Tensors
 from own_scripts import MODES, momentum
+from scripts import trained
 from torch.optim import Adafactor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -51,17 +52,12 @@ CHANGES = [halve, halve_data, halve_by_numpy]
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_rate_that_is_a_tensor_changed_before_step(change):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(Tensors(model.parameters(), lr=torch.tensor(0.1)))
-        for i in range(4):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            change(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def before_step(model, optimizer, i):
+        change(optimizer.param_groups[0]["lr"])
 
-    same(script)
+    same(
+        trained(lambda p: Tensors(p, lr=torch.tensor(0.1)), before_step=before_step, pending=False)
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -80,17 +76,14 @@ def test_a_rate_that_is_a_tensor_changed_after_backward_is_refused_in_backward_m
 def test_state_that_is_cleared_before_each_step(make, mode):
     """With gradients set by hand, so that step() updates in both modes."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(4):
-            optimizer.state.clear()
-            for p in model.parameters():
-                p.grad = torch.full_like(p, 0.1 + i)
-            optimizer.step()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.state.clear()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1 + i)
+        optimizer.step()
+        yield from everything(model, optimizer)
 
-    same(script, mode, prove=False)
+    same(trained(make, iteration=iteration), mode, prove=False)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -261,18 +254,13 @@ def test_hooks_of_step_run_once_a_step():
 
 
 def test_closures():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(Tensors(model.parameters()))
-        for i in range(5):
+    def iteration(model, optimizer, i):
+        def closure(i=i):
+            optimizer.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            return loss
 
-            def closure(i=i):
-                optimizer.zero_grad()
-                loss = loss_of(model, i)
-                loss.backward()
-                return loss
+        yield "loss", optimizer.step(closure)
 
-            yield "loss", optimizer.step(closure)
-        yield from everything(model, optimizer)
-
-    same(script)
+    same(trained(Tensors, iteration=iteration))

@@ -10,6 +10,7 @@ import torch
 from common import everything, loss_of, net, refused, same, train
 from own_classes import Averaging, Counter, GroupCounter, NestedCounter, SetOnce, Tensors
 from own_scripts import MODES
+from scripts import trained
 
 import optfuse
 
@@ -34,13 +35,10 @@ def shown(model, optimizer):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_they_are_stocks_after_every_step(cls, mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(made(cls, model.parameters()))
-        for i in range(8):
-            train(model, optimizer, i)
-            yield from shown(model, optimizer)
+    def between(model, optimizer, i):
+        yield from shown(model, optimizer)
 
+    script = trained(lambda p: made(cls, p), between=between, steps=8, pending=False)
     same(script, mode, prove=False)
 
 
@@ -64,34 +62,33 @@ def test_updates_that_wait_use_those_of_their_own_step(cls):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_a_step_in_which_no_parameter_has_a_gradient_advances_them(cls, mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(made(cls, model.parameters()))
-        for i in range(6):
-            if i % 2:
-                train(model, optimizer, i)
-            else:
-                optimizer.zero_grad()
-                optimizer.step()
-            yield from shown(model, optimizer)
+    def iteration(model, optimizer, i):
+        if i % 2:
+            train(model, optimizer, i)
+        else:
+            optimizer.zero_grad()
+            optimizer.step()
+        yield from shown(model, optimizer)
 
-    same(script, mode, prove=False)
+    same(trained(lambda p: made(cls, p), iteration=iteration), mode, prove=False)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_their_own_and_some_without_gradients(mode):
-    def script(wrap):
+    def start(wrap):
         model = net()
         layers = [{"params": list(m.parameters())} for m in model if list(m.parameters())]
         optimizer = wrap(GroupCounter(layers))
-        for i in range(6):
-            optimizer.zero_grad()
-            part = model[2:] if i % 3 == 2 else model
-            part(torch.ones(2, 8 if i % 3 == 2 else 6)).sum().backward()
-            optimizer.step()
-            yield from shown(model, optimizer)
+        return model, optimizer
 
-    same(script, mode, prove=False)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        part = model[2:] if i % 3 == 2 else model
+        part(torch.ones(2, 8 if i % 3 == 2 else 6)).sum().backward()
+        optimizer.step()
+        yield from shown(model, optimizer)
+
+    same(trained(start=start, iteration=iteration), mode, prove=False)
 
 
 def test_a_step_that_the_scaler_skips_advances_nothing():
@@ -156,18 +153,15 @@ def test_a_scheduler_and_then_another_group(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_to_train_and_to_evaluate_in(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(Averaging(model.parameters()))  # before its first train()
-        for i in range(9):
-            optimizer.train()
-            train(model, optimizer, i)
-            if i % 3 == 2:
-                optimizer.eval()
-                yield "loss", loss_of(model, 0)
-                yield from shown(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.train()
+        train(model, optimizer, i)
+        if i % 3 == 2:
+            optimizer.eval()
+            yield "loss", loss_of(model, 0)
+            yield from shown(model, optimizer)
 
-    same(script, mode, prove=False)
+    same(trained(Averaging, iteration=iteration, steps=9), mode, prove=False)
 
 
 @pytest.mark.parametrize("mode", MODES)

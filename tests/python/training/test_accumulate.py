@@ -19,6 +19,7 @@ from common import (
     sgd,
     weights,
 )
+from scripts import trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,20 +37,17 @@ def gradients(model):
 @pytest.mark.parametrize("make", (adamw, sgd))
 @pytest.mark.parametrize("set_to_none", (True, False))
 def test_marked_passes_only_add(mode, make, set_to_none):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad(set_to_none)
-            with optfuse.accumulate(optimizer):
-                for micro in range(MICRO - 1):
-                    (loss_of(model, i * MICRO + micro) / MICRO).backward()
-                    yield "gradients", gradients(model)
-            (loss_of(model, i * MICRO + MICRO - 1) / MICRO).backward()
-            optimizer.step()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad(set_to_none)
+        with optfuse.accumulate(optimizer):
+            for micro in range(MICRO - 1):
+                (loss_of(model, i * MICRO + micro) / MICRO).backward()
+                yield "gradients", gradients(model)
+        (loss_of(model, i * MICRO + MICRO - 1) / MICRO).backward()
+        optimizer.step()
+        yield from everything(model, optimizer)
 
-    same(script, mode)
+    same(trained(make, iteration=iteration), mode)
 
 
 @pytest.mark.parametrize("mode", ("forward", "backward"))
@@ -57,17 +55,14 @@ def test_marked_passes_only_add(mode, make, set_to_none):
 def test_counted_passes(mode, make):
     """A loop that can't be edited; the last batches make a step of fewer passes."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS * MICRO + 2):
-            (loss_of(model, i) / MICRO).backward()
-            if i % MICRO == MICRO - 1 or i == STEPS * MICRO + 1:
-                optimizer.step()
-                optimizer.zero_grad()
-                yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        (loss_of(model, i) / MICRO).backward()
+        if i % MICRO == MICRO - 1 or i == STEPS * MICRO + 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            yield from everything(model, optimizer)
 
-    same(script, mode, accumulate=MICRO)
+    same(trained(make, iteration=iteration, steps=STEPS * MICRO + 2), mode, accumulate=MICRO)
 
 
 def test_the_update_runs_in_the_last_pass_only():
@@ -98,94 +93,84 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 @pytest.mark.parametrize("counted", (True, False))
 def test_a_parameter_without_a_gradient_in_the_last_pass(mode, counted):
-    def script(wrap):
+    def start(wrap):
         model = Branches()
         optimizer = wrap(adamw(model.parameters()), **({"accumulate": 2} if counted else {}))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            if counted:
-                model(torch.full((2, 6), 0.5 + i), 0).sum().backward()
-            else:
-                with optfuse.accumulate(optimizer):
-                    model(torch.full((2, 6), 0.5 + i), 0).sum().backward()
-            model(torch.full((2, 6), 0.1 - i), i % 2).sum().backward()
-            optimizer.step()
-            yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        if counted:
+            model(torch.full((2, 6), 0.5 + i), 0).sum().backward()
+        else:
+            with optfuse.accumulate(optimizer):
+                model(torch.full((2, 6), 0.5 + i), 0).sum().backward()
+        model(torch.full((2, 6), 0.1 - i), i % 2).sum().backward()
+        optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(trained(start=start, iteration=iteration), mode)
 
 
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 def test_a_step_without_a_last_pass(mode):
     """Every pass was marked: step() does it all, and shows the gradients."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            with optfuse.accumulate(optimizer):
-                loss_of(model, i).backward()
-                yield "gradients", gradients(model)
-                optimizer.step()
-                yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        with optfuse.accumulate(optimizer):
+            loss_of(model, i).backward()
+            yield "gradients", gradients(model)
+            optimizer.step()
+            yield from everything(model, optimizer)
 
-    same(script, mode, prove=mode == "forward")
+    same(trained(iteration=iteration), mode, prove=mode == "forward")
 
 
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 def test_zero_grad_inside_throws_the_passes_away(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            with optfuse.accumulate(optimizer):
-                loss_of(model, 2 * i).backward()
-                optimizer.zero_grad(set_to_none=i % 2 == 0)
-                loss_of(model, 2 * i + 100).backward()
-            loss_of(model, 2 * i + 1).backward()
-            optimizer.step()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        with optfuse.accumulate(optimizer):
+            loss_of(model, 2 * i).backward()
+            optimizer.zero_grad(set_to_none=i % 2 == 0)
+            loss_of(model, 2 * i + 100).backward()
+        loss_of(model, 2 * i + 1).backward()
+        optimizer.step()
+        yield from everything(model, optimizer)
 
-    same(script, mode)
+    same(trained(iteration=iteration), mode)
 
 
 def test_zero_grad_starts_the_count_over():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            loss_of(model, 10 + i).backward()  # a batch that is thrown away
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            loss_of(model, i + 100).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        loss_of(model, 10 + i).backward()  # a batch that is thrown away
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        loss_of(model, i + 100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield from everything(model, optimizer)
 
-    same(script, "backward", accumulate=2)
+    same(trained(iteration=iteration), "backward", accumulate=2)
 
 
 def test_nested_contexts_and_exceptions():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            with optfuse.accumulate(optimizer):
-                try:
-                    with optfuse.accumulate(optimizer):
-                        loss_of(model, i).backward()
-                        raise KeyError
-                except KeyError:
-                    pass
-                loss_of(model, i + 10).backward()  # still inside the outer one
-            loss_of(model, i + 20).backward()
-            optimizer.step()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        with optfuse.accumulate(optimizer):
+            try:
+                with optfuse.accumulate(optimizer):
+                    loss_of(model, i).backward()
+                    raise KeyError
+            except KeyError:
+                pass
+            loss_of(model, i + 10).backward()  # still inside the outer one
+        loss_of(model, i + 20).backward()
+        optimizer.step()
+        yield from everything(model, optimizer)
 
-    same(script, "backward")
+    same(trained(iteration=iteration), "backward")
 
 
 def test_several_optimizers_and_stock_ones():
@@ -240,32 +225,30 @@ class Half(nn.Module):
 
 @pytest.mark.parametrize("reentrant", (True, False))
 def test_under_checkpointing(reentrant):
-    def script(wrap):
-        model = Half(reentrant)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            with optfuse.accumulate(optimizer):
-                loss_of(model, i).backward()
-            loss_of(model, i + 10).backward()
-            optimizer.step()
-            yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        with optfuse.accumulate(optimizer):
+            loss_of(model, i).backward()
+        loss_of(model, i + 10).backward()
+        optimizer.step()
+        yield from everything(model, optimizer)
 
-    same(script, "backward")
+    same(trained(model=lambda: Half(reentrant), iteration=iteration), "backward")
 
 
 def test_counting_under_checkpointing():
-    def script(wrap):
-        model = Half(False)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(2 * STEPS):
-            loss_of(model, i).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-                yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        loss_of(model, i).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            yield from everything(model, optimizer)
 
-    same(script, "backward", accumulate=2)
+    same(
+        trained(model=lambda: Half(False), iteration=iteration, steps=2 * STEPS),
+        "backward",
+        accumulate=2,
+    )
 
 
 def test_counting_nested_passes_is_refused():

@@ -22,6 +22,7 @@ from common import (
     sgd,
     train,
 )
+from scripts import trained
 from torch import nn
 
 STEPS = 5
@@ -280,14 +281,7 @@ class TestTorchScript:
         same(script, prove=False)
 
     def test_a_scripted_model_trains(self):
-        def script(wrap):
-            model = torch.jit.script(net())
-            optimizer = wrap(adamw(model.parameters()))
-            for i in range(STEPS):
-                yield "loss", train(model, optimizer, i)
-            yield from everything(model, optimizer)
-
-        same(script)
+        same(trained(model=lambda: torch.jit.script(net())))
 
 
 def test_export_while_pending():

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from common import adamw, batch, everything, loss_of, net, same, sgd, train
+from scripts import trained
 from torch import nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
@@ -16,20 +17,15 @@ both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
 @both_modes
 @pytest.mark.parametrize("make", (adamw, sgd))
 def test_pruning_masks_set_and_made_permanent(make, mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            if i == 1:
-                prune.l1_unstructured(model[2], "weight", 0.5)
-                prune.random_structured(model[0], "weight", 0.3, dim=0)
-            if i == 3:
-                prune.remove(model[2], "weight")
-            yield "masked", [model[2].weight, model[0].weight]
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        if i == 1:
+            prune.l1_unstructured(model[2], "weight", 0.5)
+            prune.random_structured(model[0], "weight", 0.3, dim=0)
+        if i == 3:
+            prune.remove(model[2], "weight")
+        yield "masked", [model[2].weight, model[0].weight]
 
-    same(script, mode)
+    same(trained(make, between=between), mode)
 
 
 @both_modes
@@ -37,34 +33,27 @@ def test_pruning_masks_set_and_made_permanent(make, mode):
 def test_quantization_aware_training(mode):
     from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
-    def script(wrap):
+    def start(wrap):
         model = net().train()
         model.qconfig = get_default_qat_qconfig("x86")
         prepare_qat(model, inplace=True)
         optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            yield "loss", train(model, optimizer, i)
-        yield from everything(model, optimizer)
+        return model, optimizer
 
-    same(script, mode)
+    same(trained(start=start), mode)
 
 
 @both_modes
 def test_parameters_as_one_vector_and_back(mode):
     """Afterwards all of them are views of one memory."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            vector = parameters_to_vector(model.parameters())
-            yield "vector", vector
-            if i == 2:
-                vector_to_parameters(vector.detach() * 0.5, model.parameters())
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        vector = parameters_to_vector(model.parameters())
+        yield "vector", vector
+        if i == 2:
+            vector_to_parameters(vector.detach() * 0.5, model.parameters())
 
-    same(script, mode)
+    same(trained(between=between, pending=False), mode)
 
 
 @both_modes
@@ -123,19 +112,15 @@ def test_two_optimizers_over_one_graph():
 
 @both_modes
 def test_gradient_penalty(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = batch(i)[0].requires_grad_()
-            out = model(x)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            (out.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        x = batch(i)[0].requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
 
-    same(script, mode)
+    same(trained(iteration=iteration), mode)
 
 
 @both_modes
@@ -208,15 +193,10 @@ def test_an_interrupt_in_forward(mode):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            hook = model[2].register_forward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                loss_of(model, i)
-            hook.remove()
-        yield from everything(model, optimizer)
+    def between(model, optimizer, i):
+        hook = model[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, i)
+        hook.remove()
 
-    same(script, mode)
+    same(trained(between=between), mode)
