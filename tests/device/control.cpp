@@ -8,7 +8,7 @@
 namespace fake {
 namespace {
 
-void launched(void *handle, const char *kernel, const fake_range *ranges, size_t n) {
+void launched(void *handle, const char *kernel, const launch_range *ranges, size_t n) {
     const StreamNumber stream = stream_of(handle, current_device());
     if (stream == 0)
         return report(std::string(kernel) + " is launched on what is no stream");

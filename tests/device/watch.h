@@ -5,22 +5,17 @@
 #ifndef OPTFUSE_TEST_WATCH_H
 #define OPTFUSE_TEST_WATCH_H
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "../kernels/cuda/launch_ranges.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-typedef struct fake_range {
-    const void *address;
-    size_t bytes;
-    bool write;
-} fake_range;
-
 /* A kernel has run on the stream (a CUstream), and read and written these. */
-typedef void fake_launched(void *stream, const char *kernel, const fake_range *ranges, size_t n);
+typedef void fake_launched(void *stream, const char *kernel, const launch_range *ranges, size_t n);
 
 /* The graph that is being captured on the stream; 0: none. */
 typedef uint64_t fake_graph_of(void *stream);

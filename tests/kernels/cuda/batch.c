@@ -8,7 +8,13 @@
 
 #include "cuda/table.h"
 #include "rules/asgd_foreach.h"
+
+#define powf batch_powf
 #include "rules/asgd_next.h"
+#undef powf
+
+float (*batch_powf)(float x, float exponent) = powf;
+double (*batch_pow)(double x, double exponent) = pow;
 
 void batch_create(batch *b) {
     memset(b, 0, sizeof *b);
@@ -167,12 +173,11 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     }
 }
 
-/* As the kernels compute it, but by the C library's power function, which is
- * the one they get on the CPU. */
+/* As the kernels compute it. */
 static double correction(of_dtype dtype, double beta, float step) {
     if (dtype == OF_FLOAT64)
-        return 1.0 - pow(beta, (double)step);
-    return (double)(1.0f - powf((float)beta, step));
+        return 1.0 - batch_pow(beta, (double)step);
+    return (double)(1.0f - batch_powf((float)beta, step));
 }
 
 static double square_root(of_dtype dtype, double x) {

@@ -33,6 +33,10 @@ typedef struct batch {
     bool early;
 } batch;
 
+/* The powers that the kernels get: the C library's, or where translated PTX runs nvcc's own. */
+extern float (*batch_powf)(float x, float exponent);
+extern double (*batch_pow)(double x, double exponent);
+
 void batch_create(batch *b);
 void batch_destroy(batch *b);
 

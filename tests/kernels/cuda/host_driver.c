@@ -171,14 +171,25 @@ static CUresult host_function_load(CUfunction function) {
     return CUDA_SUCCESS;
 }
 
+/* Which of n is the i-th. The primes are larger than n and so divide it not. */
+static unsigned in_order(unsigned i, unsigned n) {
+    static const uint64_t primes[] = {1000003, 1000033, 1000037};
+    if (host.order < 2)
+        return host.order ? n - 1 - i : i;
+    return (unsigned)(i * primes[host.order - 2] % n);
+}
+
 static void run_block(const kernel_row *row, const void *table, unsigned block, unsigned threads) {
     host_block_index.x = block;
     host_block_size.x = threads;
-    for (host_phase = 0; host_phase <= row->barriers; host_phase++)
+    for (host_phase = 0; host_phase <= row->barriers; host_phase++) {
         for (unsigned i = 0; i < threads; i++) {
-            host_thread_index.x = host.backwards ? threads - 1 - i : i;
+            host_thread_index.x = in_order(i, threads);
             row->run(table);
         }
+        if (host.met)
+            host.met(threads, host_phase == row->barriers);
+    }
 }
 
 static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigned z,
@@ -201,8 +212,10 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
         exit(2);
     }
     memcpy(table, parameters[0], row->bytes);
+    if (host.launching)
+        host.launching(row->name, table, row->bytes);
     for (unsigned block = 0; block < x; block++)
-        run_block(row, table, host.backwards ? x - 1 - block : block, threads);
+        run_block(row, table, in_order(block, x), threads);
     if (host.launched)
         host.launched(row->name, table, stream);
     free(table);

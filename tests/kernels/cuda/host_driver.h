@@ -19,9 +19,12 @@ typedef struct host_driver {
     int retained; /* how often a primary context was */
     int fail_load;         /* what loading code gives, a CUresult */
     bool no_function_load; /* as drivers before CUDA 12.4 */
-    /* optional: told of each kernel that has run, with its arguments */
+    /* optional: told of each kernel before it runs and after, with its arguments; and when the
+     * threads of a block have come to a barrier or, last, to the end */
+    void (*launching)(const char *kernel, const void *table, size_t bytes);
     void (*launched)(const char *kernel, const void *table, void *stream);
-    bool backwards;  /* the last block and thread first */
+    void (*met)(unsigned threads, bool last);
+    unsigned order;  /* of blocks and threads: 0 forward, 1 reverse, 2 to 4 permuted */
     int fail_launch; /* the number of the launch that fails, from 1; 0: none */
     size_t launches;
     char found[512];  /* names of the kernels whose function was asked for */
@@ -35,6 +38,8 @@ typedef struct host_driver {
     bool implicit;                      /* asked about another stream, the driver says so */
     int mode;                           /* of capture, this driver's one thread's */
 } host_driver;
+
+enum { HOST_ORDERS = 5 };
 
 extern host_driver host;
 
