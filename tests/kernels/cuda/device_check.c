@@ -34,7 +34,7 @@ static bool round_agrees(batch *b, const of_rule *rule, of_dtype dtype, bool man
     static const int majors[] = {7, 9, 9, 10}, multiprocessors[] = {1, 2, 30};
     host.multiprocessors = multiprocessors[random_next(random) % 3];
     host.major = majors[random_next(random) % 4];
-    host.order = random_next(random) % HOST_ORDERS;
+    host.order = (unsigned)(random_next(random) % HOST_ORDERS);
     b->early = of_cuda_early(host.major, dtype);
     batch_expect(b);
     if (of_cuda_launch(&b->update, b->entries, b->n) != OF_CUDA_OK) {

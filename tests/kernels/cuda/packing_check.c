@@ -54,7 +54,7 @@ static void check_size(const of_packing_row *row, packing_memory pair[2], size_t
                        uint64_t *random) {
     for (int round = 0; round < 4; round++) {
         const size_t ld = d + (round % 2 ? 1 + random_next(random) % MOST_GAP : 0);
-        host.order = random_next(random) % HOST_ORDERS;
+        host.order = (unsigned)(random_next(random) % HOST_ORDERS);
         if (packing_row_agrees(row, &pair[0], &pair[1], d, ld, random))
             continue;
         printf("  %s, d = %zu, ld = %zu:\n", of_dtype_name(row->dtype), d, ld);

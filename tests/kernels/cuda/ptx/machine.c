@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "host_driver.h"
-
 enum { MOST_TURNS = 1 << 20 };
 
 _Thread_local ptx_launch ptx_now;
@@ -50,15 +48,14 @@ void ptx_alone(const char *kernel, const void *arguments, size_t bytes, void *ou
     host_block_size.x = 1;
 }
 
-static void launching(const char *kernel, const void *table, size_t bytes) {
+void ptx_launching(const char *kernel, const void *table, size_t bytes) {
     begin(kernel, table, bytes);
     if (!launch_ranges_read(&ptx_now.ranges, kernel, table))
         ptx_fail(0, "launch_ranges.c does not know this kernel");
     qsort(ptx_now.ranges.at, ptx_now.ranges.n, sizeof(launch_range), by_address);
 }
 
-/* All threads of a block are at the same barrier, and at the end none is. */
-static void met(unsigned threads, bool last) {
+void ptx_met(unsigned threads, bool last) {
     for (unsigned i = 0; i < threads; i++)
         if (ptx_now.place[i] != ptx_now.place[0] || (last && ptx_now.place[i] > 0))
             ptx_fail(0, "thread %u is at %d, the first at %d: not all reach the barrier", i,
@@ -66,11 +63,6 @@ static void met(unsigned threads, bool last) {
     ptx_now.turns = MOST_TURNS;
     if (last)
         memset(ptx_now.place, 0, sizeof ptx_now.place);
-}
-
-void ptx_install(void) {
-    host.launching = launching;
-    host.met = met;
 }
 
 static bool holds(const launch_range *range, uint64_t address, size_t bytes, bool write) {

@@ -29,8 +29,10 @@ typedef struct ptx_launch {
 
 extern _Thread_local ptx_launch ptx_now;
 
-/* Installs the machine in the driver (host_driver.h). */
-void ptx_install(void);
+/* For the driver: host_driver.h says when. All threads of a block have to be at the same barrier,
+ * and at the end none. */
+void ptx_launching(const char *kernel, const void *table, size_t bytes);
+void ptx_met(unsigned threads, bool last);
 
 /* Before a kernel is called beside the driver, by thread 0 of block 0: it may write to `out`. */
 void ptx_alone(const char *kernel, const void *arguments, size_t bytes, void *out,

@@ -58,6 +58,8 @@ PTX(mul_lo_s32, u32, (u32 a, u32 b), a * b)
 PTX(mul_lo_s64, u64, (u64 a, u64 b), a * b)
 PTX(mul_wide_u32, u64, (u32 a, u32 b), (u64)a * b)
 PTX(mad_lo_s32, u32, (u32 a, u32 b, u32 c), a * b + c)
+PTX(mad_lo_s64, u64, (u64 a, u64 b, u64 c), a * b + c)
+PTX(min_u64, u64, (u64 a, u64 b), a < b ? a : b)
 PTX(div_u32, u32, (u32 a, u32 b), b ? a / b : UINT32_MAX)
 PTX(neg_s32, u32, (u32 a), 0u - a)
 PTX(and_b16, u16, (u16 a, u16 b), a & b)
@@ -156,6 +158,7 @@ PTX_SELECT(u64, u64)
 PTX_SELECT(f64, u64)
 PTX(mov_pred, bool, (bool a), a)
 PTX(cvta_to_global_u64, u64, (u64 a), a)
+PTX(cvta_param_u64, u64, (u64 a), a)
 
 /* Arithmetic, rounded to nearest even. Without a rounding in its name an instruction rounds the
  * same: ptxas may then contract it, which translation does not (ptx_check.py). */
@@ -173,7 +176,12 @@ PTX_ARITHMETIC(f64, u64, b64, sqrt, fma)
 PTX(add_f64, u64, (u64 a, u64 b), ptx_add_rn_f64(a, b))
 PTX(sub_f64, u64, (u64 a, u64 b), ptx_sub_rn_f64(a, b))
 PTX(mul_f64, u64, (u64 a, u64 b), ptx_mul_rn_f64(a, b))
-PTX(max_f64, u64, (u64 a, u64 b), ptx_b64(fmax(ptx_f64(a), ptx_f64(b))))
+static inline u64 ptx_max_f64(u64 a, u64 b) {
+    const f64 x = ptx_f64(a), y = ptx_f64(b);
+    if (isunordered(x, y))
+        return isnan(x) ? b : a;
+    return x == y ? a & b : x > y ? a : b; /* of equals, 0 rather than -0 */
+}
 PTX(neg_f32, u32, (u32 a), a ^ 0x80000000u)
 PTX(abs_f32, u32, (u32 a), a & 0x7fffffffu)
 PTX(neg_f64, u64, (u64 a), a ^ 0x8000000000000000u)
@@ -269,6 +277,8 @@ PTX_MEMORY(u8, u16)
 PTX_MEMORY(u16, u16)
 PTX_MEMORY(u32, u32)
 PTX_MEMORY(u64, u64)
+#define ptx_get_b32 ptx_get_u32
+#define ptx_put_b32 ptx_put_u32
 #define ptx_get_f32 ptx_get_u32
 #define ptx_put_f32 ptx_put_u32
 #define ptx_get_f64 ptx_get_u64
