@@ -45,7 +45,12 @@ def load(blas: bool = True) -> None:
     torch._register_device_module(NAME, _device_module())
     if KERNELS in os.environ:
         watcher = map(ctypes.c_void_p, torch.ops.fakecuda.watcher())
-        ctypes.CDLL(os.environ[KERNELS]).fake_optfuse_watch(*watcher)
+        kernels = ctypes.CDLL(os.environ[KERNELS])
+        kernels.fake_optfuse_watch(*watcher)
+        if hasattr(kernels, "fake_optfuse_powf"):  # they are nvcc's, and so are their powers
+            powers = kernels.fake_optfuse_powf, kernels.fake_optfuse_pow
+            addresses = (ctypes.cast(power, ctypes.c_void_p).value for power in powers)
+            torch.ops.fakecuda.set_powers(*addresses)
     if blas:
         fake_blas()
     # A thread of the autograd engine that still lets go of a graph when Python

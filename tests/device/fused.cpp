@@ -10,6 +10,7 @@
 
 #include "aliases.h"
 #include "kernels.h"
+#include "powers.h"
 
 namespace fake {
 namespace {
@@ -61,8 +62,8 @@ of_dtype dtype_of(const at::Tensor &tensor) {
 // The device computes powers and roots in the type of the computation.
 double correction(of_dtype dtype, double beta, float step) {
     if (dtype == OF_FLOAT64)
-        return 1.0 - std::pow(beta, static_cast<double>(step));
-    return 1.0f - std::pow(static_cast<float>(beta), step);
+        return 1.0 - power(beta, static_cast<double>(step));
+    return 1.0f - power(static_cast<float>(beta), step);
 }
 
 double square_root(of_dtype dtype, double x) {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // powers.cpp: a float32 tensor to the power of a number, as PyTorch's CUDA has it: by
-// the C library's powf, which is what the kernels get that run on this device, and not
-// by the CPU operator's own; but for some exponents.
+// the power that the kernels get that run on this device, and not by the CPU operator's
+// own; but for some exponents.
+#include "powers.h"
+
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/pow.h>
 #include <torch/library.h>
@@ -11,6 +13,23 @@
 #include "aliases.h"
 
 namespace fake {
+
+namespace {
+
+float (*narrow_power)(float, float) = std::pow;
+double (*wide_power)(double, double) = std::pow;
+
+// Addresses of functions of the library with the kernels.
+void set_powers(int64_t narrow, int64_t wide) {
+    narrow_power = reinterpret_cast<float (*)(float, float)>(narrow);
+    wide_power = reinterpret_cast<double (*)(double, double)>(wide);
+}
+
+} // namespace
+
+float power(float x, float exponent) { return narrow_power(x, exponent); }
+double power(double x, double exponent) { return wide_power(x, exponent); }
+
 namespace {
 
 float power_of(float x, float exponent) {
@@ -26,7 +45,7 @@ float power_of(float x, float exponent) {
         return x * x;
     if (exponent == 3.0f)
         return x * x * x;
-    return std::pow(x, exponent); // right for 0 and 1, too
+    return power(x, exponent); // right for 0 and 1, too
 }
 
 at::Tensor powers_of(const at::Tensor &x, float exponent) {
@@ -47,7 +66,7 @@ bool is_pointwise(const at::Tensor &x, const at::Scalar &exponent) {
     return false;
 }
 
-at::Tensor power(const at::Tensor &x, const at::Scalar &exponent) {
+at::Tensor power_of_tensor(const at::Tensor &x, const at::Scalar &exponent) {
     if (is_pointwise(x, exponent)) {
         at::Tensor made = at::empty_like(x);
         return at::pow_out(made, x, exponent);
@@ -64,4 +83,5 @@ at::Tensor power(const at::Tensor &x, const at::Scalar &exponent) {
 } // namespace
 } // namespace fake
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("pow.Tensor_Scalar", fake::power); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("pow.Tensor_Scalar", fake::power_of_tensor); }
+TORCH_LIBRARY_FRAGMENT(fakecuda, m) { m.def("set_powers", fake::set_powers); }

@@ -16,23 +16,25 @@
 float (*batch_powf)(float x, float exponent) = powf;
 double (*batch_pow)(double x, double exponent) = pow;
 
-void batch_create(batch *b) {
+void batch_create(batch *b, size_t most, size_t longest) {
     memset(b, 0, sizeof *b);
-    b->tensors = calloc(MOST_TENSORS, sizeof *b->tensors);
-    b->entries = calloc(MOST_TENSORS, sizeof *b->entries);
+    b->most = most;
+    b->longest = longest;
+    b->tensors = calloc(most, sizeof *b->tensors);
+    b->entries = calloc(most, sizeof *b->entries);
     if (!b->tensors || !b->entries) {
         perror("batch");
         exit(2);
     }
-    for (size_t i = 0; i < MOST_TENSORS; i++) {
-        const size_t bytes = sizeof(double) * (i < LONG_TENSORS ? MOST_LENGTH : SHORT_LENGTH);
+    for (size_t i = 0; i < most; i++) {
+        const size_t bytes = sizeof(double) * (i < LONG_TENSORS ? longest : SHORT_LENGTH);
         arrays_create(&b->tensors[i].mine, bytes);
         arrays_create(&b->tensors[i].wanted, bytes);
     }
 }
 
 void batch_destroy(batch *b) {
-    for (size_t i = 0; i < MOST_TENSORS; i++) {
+    for (size_t i = 0; i < b->most; i++) {
         arrays_destroy(&b->tensors[i].mine);
         arrays_destroy(&b->tensors[i].wanted);
     }
@@ -61,8 +63,8 @@ static double random_hyper(const char *name, uint64_t *random) {
 }
 
 /* Often at the edge of a chunk, of a vector, or empty. */
-static size_t random_length(bool long_enough, uint64_t *random) {
-    if (!long_enough)
+static size_t random_length(size_t longest, uint64_t *random) {
+    if (longest == SHORT_LENGTH)
         return random_next(random) % SHORT_LENGTH;
     const uint64_t kind = random_next(random);
     const size_t chunk = kind >> 16 & 1 ? 4096 : 1024;
@@ -70,7 +72,7 @@ static size_t random_length(bool long_enough, uint64_t *random) {
     case 0:
         return chunk * (1 + random_next(random) % 4) - 3 + random_next(random) % 7;
     case 1:
-        return random_next(random) % MOST_LENGTH;
+        return random_next(random) % longest;
     case 2:
         return random_next(random) % 100 * 4;
     default:
@@ -97,7 +99,8 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     batch_tensor *t = &b->tensors[i];
     of_cuda_entry *entry = &b->entries[i];
     const of_dtype dtype = b->update.dtype;
-    const size_t n = random_length(i < LONG_TENSORS, random);
+    const size_t longest = i < LONG_TENSORS ? b->longest : SHORT_LENGTH;
+    const size_t n = random_length(longest, random) % (longest + 1);
     static const size_t alignments[] = {16, 16, 8, 1};
     arrays_place_aligned(&t->mine, dtype, n, used, alignments[random_next(random) % 4], random);
     arrays_place(&t->wanted, dtype, n, used, random);
@@ -165,7 +168,7 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
         prepare(b, random);
     if (rule->runs_programs)
         take_program(b, random);
-    b->n = many ? MOST_TENSORS : random_next(random) % LONG_TENSORS;
+    b->n = many ? b->most : random_next(random) % (b->most < LONG_TENSORS ? b->most : LONG_TENSORS);
     for (size_t i = 0; i < b->n; i++) {
         fill_tensor(b, i, state_used(b), random);
         if (rule->counts_on_gpu)

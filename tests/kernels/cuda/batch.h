@@ -20,7 +20,7 @@ typedef struct batch_tensor {
 typedef struct batch {
     batch_tensor *tensors;
     of_cuda_entry *entries;
-    size_t n;
+    size_t n, most, longest;
     const of_rule *rule;
     of_cuda_update update;
     double hyper[OF_MAX_HYPER];
@@ -37,7 +37,8 @@ typedef struct batch {
 extern float (*batch_powf)(float x, float exponent);
 extern double (*batch_pow)(double x, double exponent);
 
-void batch_create(batch *b);
+/* Room for so many tensors; the first LONG_TENSORS have up to `longest` elements. */
+void batch_create(batch *b, size_t most, size_t longest);
 void batch_destroy(batch *b);
 
 /* A random batch for a rule and dtype; `many`: more than a table holds. */

@@ -443,7 +443,7 @@ int main(int argc, char **argv) {
             return without_driver(argv[i + 1]);
     }
     static batch b;
-    batch_create(&b);
+    batch_create(&b, MOST_TENSORS, MOST_LENGTH);
     check_loading();
     for (const of_rule *rule = of_rules; rule->name; rule++)
         for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++)

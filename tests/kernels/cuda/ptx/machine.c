@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_TURNS = 1 << 20 };
+enum { MOST_TURNS = 1 << 18 };
 
 _Thread_local ptx_launch ptx_now;
 

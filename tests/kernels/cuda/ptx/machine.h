@@ -23,7 +23,7 @@ typedef struct ptx_launch {
     const launch_range *last[64]; /* the ranges that some instructions found */
     int place[PTX_THREADS]; /* PTX_BEGINS, the barrier that a thread waits at, or PTX_ENDED */
     int64_t turns;          /* of loops that a thread may still take */
-    int nudge;              /* approximations give their value, or the neighbour: -1, 0, 1 */
+    int nudge; /* approximations give a number that is so many units from their value */
     jmp_buf *caught;        /* optional: where to go on after an error; else the process ends */
 } ptx_launch;
 

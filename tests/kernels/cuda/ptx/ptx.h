@@ -187,17 +187,15 @@ PTX(abs_f32, u32, (u32 a), a & 0x7fffffffu)
 PTX(neg_f64, u64, (u64 a), a ^ 0x8000000000000000u)
 PTX(abs_f64, u64, (u64 a), a & 0x7fffffffffffffffu)
 
-/* Approximations: within a unit in the last place of this. ptx_now.nudge takes a neighbour. */
+/* Approximations: within a unit in the last place of this. ptx_now.nudge takes another number. */
 static inline f32 ptx_flush(f32 x) {
     return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x;
 }
 static inline f32 ptx_near(f32 x) {
-    const f32 to = ptx_now.nudge < 0 ? -INFINITY : INFINITY;
-    return ptx_now.nudge && isfinite(x) && x != 0 ? nextafterf(x, to) : x;
+    return isfinite(x) && x != 0 ? ptx_f32(ptx_b32(x) + (u32)ptx_now.nudge) : x;
 }
 static inline f64 ptx_nearby(f64 x) {
-    const f64 to = ptx_now.nudge < 0 ? -INFINITY : INFINITY;
-    return ptx_now.nudge && isfinite(x) && x != 0 ? nextafter(x, to) : x;
+    return isfinite(x) && x != 0 ? ptx_f64(ptx_b64(x) + (u64)ptx_now.nudge) : x;
 }
 PTX(rcp_approx_ftz_f32, u32, (u32 a), ptx_b32(ptx_flush(ptx_near(1 / ptx_flush(ptx_f32(a))))))
 PTX(rsqrt_approx_f32, u32, (u32 a), ptx_b32(ptx_near(1 / sqrtf(ptx_f32(a)))))

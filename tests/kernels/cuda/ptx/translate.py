@@ -79,7 +79,8 @@ class Writer:
             case "param.read":
                 return f"ptx_argument({address}, {size}, {line})"
             case "shared.read" | "shared.write" if shared:
-                return f"ptx_shared(shared, {shared}, (u32)({address}), {size}, {line})"
+                name = f"{self.function.name}_shared"
+                return f"ptx_shared({name}, {shared}, (u32)({address}), {size}, {line})"
         raise PtxError(f"{self.function.name}, line {line}: no {space}")
 
     def access(self, one: Instruction) -> str:
@@ -225,15 +226,20 @@ class Writer:
 
     def text(self) -> str:
         function, lines = self.function, self.state()
-        if function.shared_bytes:
-            size = function.shared_bytes
-            lines.insert(0, f"static _Thread_local _Alignas(16) unsigned char shared[{size}];")
+        declared = [self.declared]
+        if size := function.shared_bytes:
+            name = f"{function.name}_shared[{size}]"
+            declared.append(f"static _Thread_local _Alignas(16) unsigned char {name};")
         if function.kernel:
             lines.append("(void)arguments;")
         if function.result:
             lines.append(f"u64 {function.result} = 0;")
         lines += [self.statement(one) for one in function.body]
-        return "\n".join([self.declared, self.head(), "{", *lines, "}", ""])
+        return "\n".join([*declared, *self.between(), self.head(), "{", *lines, "}", ""])
+
+    def between(self) -> list[str]:
+        """What stands before the function and after its registers."""
+        return []
 
 
 def translated(text: str) -> str:

@@ -1,0 +1,264 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* mutants_check.c: runs every mutant of one kernel (mutate.py) on inputs that were chosen to reach
+ * all of its branches, and says which of them nothing shows.
+ *
+ *   mutants_check RULE DTYPE
+ *
+ * Inputs are drawn as device_check draws them, of few and short tensors. From a pool of them those
+ * are taken that reach what few before did, and more up to device_check's default rounds. A
+ * mutant is killed by a bit that differs, or by an error of the machine. */
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "batch.h"
+#include "host_driver.h"
+#include "mutation.h"
+#include "packing.h"
+
+enum { POOL = 1500, ENOUGH = 4, ROUNDS = 40, MOST_AREAS = 24, TENSORS = 4, SHORT = 1200, LONGEST = 5000, MOST_ROWS = 70 };
+
+ptx_mutation_state ptx_mutation = {.number = -1, .place = -1};
+
+typedef struct area {
+    unsigned char *at, *before, *after;
+    size_t bytes;
+} area;
+
+typedef struct input {
+    batch b;
+    of_cuda_packing packing;
+    bool packs;
+    int major, multiprocessors;
+    unsigned order;
+    size_t element;
+    area areas[MOST_AREAS];
+    size_t n_areas;
+} input;
+
+static bool ran; /* the kernel that is mutated */
+
+static void launched(const char *kernel, const void *table, void *stream) {
+    (void)table, (void)stream;
+    ran = ran || strcmp(kernel, ptx_mutated) == 0;
+}
+
+static void *allocated(size_t bytes) {
+    void *made = malloc(bytes + 1);
+    if (!made)
+        abort();
+    return made;
+}
+
+static void add_area(input *in, void *at, size_t bytes) {
+    area *a = &in->areas[in->n_areas++];
+    *a = (area){at, allocated(bytes), allocated(bytes), bytes};
+    memcpy(a->before, at, bytes);
+}
+
+static void fill_packing(input *in, of_dtype dtype, uint64_t *random) {
+    static const of_cuda_packing_task tasks[] = {OF_CUDA_PACKING_ADD, OF_CUDA_PACKING_MERGE,
+                                                 OF_CUDA_PACKING_UNPACK};
+    const size_t n = 1 + random_next(random) % MOST_ROWS, ld = n + random_next(random) % 3;
+    const size_t packed = of_packed_elements(n) * in->element, matrix = n * ld * in->element;
+    arrays *memory = &in->b.tensors[0].mine;
+    arrays_place(memory, dtype, n * ld, 0, random);
+    arrays_fill(memory, random);
+    const of_cuda_packing_task task = tasks[random_next(random) % 3];
+    const bool merges = task == OF_CUDA_PACKING_MERGE;
+    in->packing = (of_cuda_packing){.task = task,
+                                    .dtype = dtype,
+                                    .to = memory->at[0],
+                                    .from = memory->at[1],
+                                    .n = merges ? of_packed_elements(n) : n,
+                                    .ld = ld,
+                                    .numbers = {0.3 + random_real(random), 0.7}};
+    add_area(in, memory->at[0], task == OF_CUDA_PACKING_UNPACK ? matrix : packed);
+}
+
+static void fill_scaling(input *in, of_dtype dtype, uint64_t *random) {
+    batch *b = &in->b;
+    batch_fill(b, of_rule_find("sgd"), dtype, true, random);
+    b->update = (of_cuda_update){.rule = "scaling",
+                                 .dtype = dtype,
+                                 .hyper = b->hyper,
+                                 .factor_at = dtype == OF_FLOAT64 ? (void *)&b->wide_factor
+                                                                  : (void *)&b->factor};
+}
+
+static void add_arrays(input *in) {
+    for (size_t i = 0; i < in->b.n; i++)
+        for (int k = 0; k < N_ARRAYS; k++)
+            if (in->b.tensors[i].mine.at[k] && in->b.entries[i].param)
+                add_area(in, in->b.tensors[i].mine.at[k], in->b.entries[i].n * in->element);
+}
+
+static void fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
+    static const int majors[] = {7, 9, 9, 10}, multiprocessors[] = {1, 2, 30};
+    memset(in, 0, sizeof *in);
+    in->packs = strcmp(rule, "packing") == 0;
+    const size_t longest = random_next(&random) % 4 ? SHORT : LONGEST;
+    batch_create(&in->b, TENSORS, in->packs ? 2 * MOST_ROWS * MOST_ROWS : longest);
+    in->element = of_dtype_size(dtype);
+    in->major = majors[random_next(&random) % 4];
+    in->multiprocessors = multiprocessors[random_next(&random) % 3];
+    in->order = (unsigned)(random_next(&random) % HOST_ORDERS);
+    if (in->packs) {
+        fill_packing(in, dtype, &random);
+        return;
+    }
+    if (strcmp(rule, "scaling") == 0)
+        fill_scaling(in, dtype, &random);
+    else
+        batch_fill(&in->b, of_rule_find(rule), dtype, true, &random);
+    in->b.n = 1 + random_next(&random) % TENSORS;
+    in->b.update.chunk = random_next(&random) % 3 ? 0 : 512;
+    add_arrays(in);
+}
+
+static void drop(input *in) {
+    for (size_t i = 0; i < in->n_areas; i++) {
+        free(in->areas[i].before);
+        free(in->areas[i].after);
+    }
+    batch_destroy(&in->b);
+}
+
+/* False: the machine saw an error. */
+static bool run(input *in) {
+    jmp_buf caught;
+    for (size_t i = 0; i < in->n_areas; i++)
+        memcpy(in->areas[i].at, in->areas[i].before, in->areas[i].bytes);
+    host.major = in->major;
+    host.multiprocessors = in->multiprocessors;
+    host.order = in->order;
+    ptx_now.caught = &caught;
+    const bool failed = setjmp(caught) != 0;
+    if (!failed && in->packs && of_cuda_pack(&in->packing) != OF_CUDA_OK)
+        abort();
+    if (!failed && !in->packs &&
+        of_cuda_launch(&in->b.update, in->b.entries, in->b.n) != OF_CUDA_OK)
+        abort();
+    ptx_now.caught = NULL;
+    fesetround(FE_TONEAREST);
+    return !failed;
+}
+
+static bool is_nan(const unsigned char *at, of_dtype dtype) {
+    uint64_t bits = 0;
+    memcpy(&bits, at, of_dtype_size(dtype));
+    static const uint64_t infinities[] = {
+        [OF_FLOAT32] = 0x7f800000, [OF_FLOAT64] = 0x7ff0000000000000, [OF_BFLOAT16] = 0x7f80,
+        [OF_FLOAT16] = 0x7c00};
+    return (bits & (UINT64_MAX >> (64 - 8 * of_dtype_size(dtype) + 1))) > infinities[dtype];
+}
+
+static bool same(const input *in, of_dtype dtype) {
+    for (size_t i = 0; i < in->n_areas; i++) {
+        const area *a = &in->areas[i];
+        if (memcmp(a->at, a->after, a->bytes) == 0)
+            continue;
+        for (size_t k = 0; k < a->bytes; k += in->element)
+            if (memcmp(a->at + k, a->after + k, in->element) != 0 &&
+                !(is_nan(a->at + k, dtype) && is_nan(a->after + k, dtype)))
+                return false;
+    }
+    return true;
+}
+
+/* Whether the input reaches what less than ENOUGH before it did. */
+static bool is_new(unsigned char (*reached)[2]) {
+    bool found = false;
+    for (int i = 0; i < ptx_n_places; i++)
+        for (int way = 0; way < 2; way++)
+            found = found || (ptx_mutation.reached[i] >> way & 1 && reached[i][way] < ENOUGH);
+    return found;
+}
+
+/* Fills the input; whether it runs the kernel. */
+static bool drawn(input *in, const char *rule, of_dtype dtype, uint64_t seed) {
+    fill(in, rule, dtype, seed * 0x9e3779b97f4a7c15u | 1);
+    memset(ptx_mutation.reached, 0, sizeof ptx_mutation.reached);
+    ran = false;
+    if (!run(in))
+        abort();
+    return ran;
+}
+
+static void keep(input *in, unsigned char (*reached)[2]) {
+    for (int i = 0; i < ptx_n_places; i++)
+        for (int way = 0; way < 2; way++)
+            reached[i][way] += ptx_mutation.reached[i] >> way & 1;
+    for (size_t i = 0; i < in->n_areas; i++)
+        memcpy(in->areas[i].after, in->areas[i].at, in->areas[i].bytes);
+}
+
+/* Those that reach what few did, then others. */
+static size_t choose(input *inputs, const char *rule, of_dtype dtype, unsigned char (*reached)[2]) {
+    static bool taken[POOL];
+    size_t n = 0;
+    host.launched = launched;
+    for (int others = 0; others < 2; others++)
+        for (int seed = 0; seed < POOL && n < ROUNDS; seed++) {
+            if (taken[seed])
+                continue;
+            taken[seed] = drawn(&inputs[n], rule, dtype, (uint64_t)seed + 1) &&
+                          (is_new(reached) || others);
+            if (taken[seed])
+                keep(&inputs[n++], reached);
+            else
+                drop(&inputs[n]);
+        }
+    return n;
+}
+
+static void report(unsigned char (*reached)[2], size_t n) {
+    int ways = 0, seen = 0;
+    for (int i = 0; i < ptx_n_places; i++) {
+        const bool no = reached[i][0] > 0, yes = reached[i][1] > 0;
+        ways += no || yes ? 2 : 0;
+        seen += no + yes;
+        if (no != yes)
+            printf("  instruction %d: always %s\n", i, yes ? "true" : "false");
+    }
+    printf("%s: %zu inputs, %d of %d ways of its predicates reached\n", ptx_mutated, n, seen, ways);
+}
+
+static bool survives(int number, input *inputs, size_t n, of_dtype dtype) {
+    ptx_mutation.number = number;
+    ptx_mutation.place = ptx_mutants[number].place;
+    for (size_t i = 0; i < n; i++)
+        if (!run(&inputs[i]) || !same(&inputs[i], dtype))
+            return false;
+    return true;
+}
+
+int main(int argc, char **argv) {
+    static input inputs[ROUNDS];
+    static const char *const kinds[] = {"operand", "immediate", "predicate",
+                                        "rounding", "barrier",  "store"};
+    int all[6] = {0}, killed[6] = {0}, dtype = 0;
+    if (argc != 3)
+        return EXIT_FAILURE;
+    while (strcmp(of_dtype_name((of_dtype)dtype), argv[2]) != 0)
+        dtype++;
+    static unsigned char reached[PTX_MOST_PLACES][2];
+    const size_t n = choose(inputs, argv[1], (of_dtype)dtype, reached);
+    report(reached, n);
+    for (int i = 0; i < ptx_n_mutants; i++) {
+        int kind = 0;
+        while (strcmp(kinds[kind], ptx_mutants[i].kind) != 0)
+            kind++;
+        const bool survived = survives(i, inputs, n, (of_dtype)dtype);
+        all[kind]++;
+        killed[kind] += !survived;
+        if (survived)
+            printf("%s %d %s: %s\n",
+                   ptx_mutation.executed[ptx_mutants[i].place] ? "survived" : "unreached",
+                   ptx_mutants[i].place, kinds[kind], ptx_mutants[i].what);
+    }
+    for (int kind = 0; kind < 6; kind++)
+        printf("total %s %d %d\n", kinds[kind], killed[kind], all[kind]);
+    return EXIT_SUCCESS;
+}
