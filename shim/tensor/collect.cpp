@@ -170,6 +170,15 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
     return check_step(slot, p);
 }
 
+// Whether the gradient's memory is, or has a part that is, a state tensor's.
+bool is_in_state(const Slot *slot, unsigned used, const c10::TensorImpl *g) {
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if ((used >> i & 1u) != 0 &&
+            storage_of(slot->state[i].unsafeGetTensorImpl()) == storage_of(g))
+            return true;
+    return false;
+}
+
 // Whether the update applies the factors that clipping has left pending on its gradient.
 // PyTorch's operators don't, and no program that calls them. Neither does a kernel that writes the
 // gradient: divided, or as a program makes it.
@@ -224,6 +233,9 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     take_part(refs, in, p);
     const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
     in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
+    if ((in->exclusive || is_in_state(slot, used, g)) &&
+        check_apart(slot, p, g, used) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
     if (in->exclusive || refs->consumes)
         refs->param = reference_to(p);
     if (refs->consumes)

@@ -140,6 +140,21 @@ of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::T
 
 namespace {
 
+// One past the last byte that a tensor of positive strides uses.
+const char *end_of(const c10::TensorImpl *impl) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < impl->dim(); d++)
+        last += (impl->sizes()[d] - 1) * impl->strides()[d];
+    return static_cast<const char *>(data_of(impl)) +
+           static_cast<size_t>(last + 1) * impl->dtype().itemsize();
+}
+
+// Tensors with holes that lie in each other's are taken to meet, too.
+bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b) {
+    return storage_of(a) == storage_of(b) && a->numel() != 0 && b->numel() != 0 &&
+           data_of(a) < end_of(b) && data_of(b) < end_of(a);
+}
+
 bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *form) {
     const at::ScalarType dtype = form != nullptr ? form->dtype : p->dtype().toScalarType();
     if (s->dtype().toScalarType() != dtype)
@@ -208,6 +223,25 @@ of_found check_counters(const Slot *slot, const c10::TensorImpl *p) {
 }
 
 } // namespace
+
+of_found check_apart(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
+                     unsigned used) {
+    const char *remedy = ", so that the update would write one while it reads the other: put its "
+                         "clone() there";
+    if (!OF_GUARD(apart))
+        return OF_FOUND_INPUTS;
+    if (meet(p, g))
+        return refuse(slot, "the gradient of ", "shares memory with the parameter", remedy);
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
+        if ((used >> i & 1u) == 0)
+            continue;
+        const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
+        if (meet(s, p) || meet(s, g))
+            return refuse(slot, "the optimizer state of ",
+                          "shares memory with the parameter or its gradient", remedy);
+    }
+    return OF_FOUND_INPUTS;
+}
 
 of_found check_step(const Slot *slot, const c10::TensorImpl *p) {
     const char *which = "the step counter of ";

@@ -28,6 +28,10 @@ of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::T
                         bool is_written);
 // i: of the rule's state tensors, or of the program's.
 of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i);
+// A kernel reads an element of each tensor and then writes it; PyTorch's operators, one after the
+// other, see what the one before has written to shared memory.
+of_found check_apart(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
+                     unsigned used);
 of_found check_step(const Slot *slot, const c10::TensorImpl *p);
 // Elements are not what memory holds: negated or zero by a flag, and resolved
 // only by PyTorch's own operators.

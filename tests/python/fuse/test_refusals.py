@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from common import adamw, assert_same, net, python, python_ok, sgd, snapshot, train
+from common import adamw, assert_same, net, python, python_ok, same, sgd, snapshot, train
 from torch import nn
 
 import optfuse
@@ -257,6 +257,65 @@ def test_state_of_another_shape_changes_nothing():
     with pytest.raises(optfuse.Error, match="state of parameter 5 of group 0"):
         train(model, optimizer, 1)
     assert_same("weights", snapshot(dict(model.state_dict())), before)
+
+
+def overlapping(kind, param, state):
+    """(gradient, state) that an update can't read before it writes the other."""
+    if kind == "the parameter":
+        return param.detach(), state
+    if kind == "a part of the parameter's memory":
+        whole = param.new_zeros(param.numel() + 1)
+        whole[1:] = param.detach().view(-1)
+        param.data = whole[1:].view(param.shape)
+        return whole[:-1].view(param.shape), state
+    if kind == "the state":
+        return state.view(param.shape), state
+    return torch.ones_like(param), param.detach()
+
+
+OVERLAPS = ("the parameter", "a part of the parameter's memory", "the state", "state, parameter")
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+@pytest.mark.parametrize("clips", (False, True))
+def test_an_update_that_writes_what_it_reads_changes_nothing(kind, clips):
+    """PyTorch's operators see, one after the other, what the one before has written."""
+    p, q = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)), nn.Parameter(torch.ones(4))
+    optimizer = optfuse.fuse(torch.optim.ASGD([q, p], lr=0.1))
+    for param in (p, q):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    p.grad, optimizer.state[p]["ax"] = overlapping(kind, p, optimizer.state[p]["ax"])
+    if clips:
+        optfuse.clip_grad_norm_(optimizer, 1e-3)
+    before = snapshot([p, q])
+    with pytest.raises(optfuse.Error, match="of parameter 1 of group 0 .*shares memory with"):
+        optimizer.step()
+    assert_same("weights", snapshot([p, q]), before)
+    p.grad, optimizer.state[p]["ax"] = p.grad.clone(), optimizer.state[p]["ax"].clone()
+    optimizer.step()
+    assert (p != before[0]).any() and (q != before[1]).any()
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_gradients_and_state_beside_a_parameter_in_one_memory(mode):
+    """One flat buffer for all three."""
+
+    def script(wrap):
+        memory = torch.linspace(-1, 1, 36)
+        p = nn.Parameter(memory[:12])
+        optimizer = wrap(torch.optim.ASGD([p], lr=0.1))
+        for i in range(4):
+            if i == 1:
+                memory[12:24] = optimizer.state[p]["ax"]
+                optimizer.state[p]["ax"] = memory[12:24]
+            memory[24:] = i
+            p.grad = memory[24:]
+            optimizer.step()
+            p.grad = None
+            yield "all", memory
+
+    same(script, mode, prove=False)
 
 
 def test_a_replaced_step_method():

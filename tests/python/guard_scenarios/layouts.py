@@ -6,7 +6,7 @@ from common import adamw, assert_same, batch, loss_of, net, sgd, snapshot, train
 from torch import nn
 
 import optfuse
-from guard_scenarios.registry import Pair, guards
+from guard_scenarios.registry import Pair, guards, must_raise
 
 
 @guards("lazy")
@@ -27,6 +27,15 @@ def a_gradient_of_other_strides_is_read_in_order():
     pair.stock.step()
     pair.fused.step()
     pair.assert_same()
+
+
+@guards("apart")
+def a_gradient_that_is_the_weight_is_refused():
+    """Stock has decayed the weight, and with it the gradient, when it adds the gradient."""
+    p = nn.Parameter(torch.ones(4))
+    optimizer = optfuse.fuse(torch.optim.ASGD([p], lr=0.1, lambd=0.5))
+    p.grad = p.detach()
+    must_raise(optimizer.step, "a gradient in the memory of its weight")
 
 
 @guards("copyback")
