@@ -154,7 +154,9 @@ void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
         if (!grad.defined() || !is_gpu(grad.device())) {
             if (!number)
                 number = factor.item<double>();
-            scale_one(g, *number, unknown, factor);
+            of_dtype dtype;
+            if (*number != 1 || !can_scale(grad, &dtype)) // PyTorch's operator may refuse it
+                scale_one(g, *number, unknown, factor);
         } else if (scale_later(g, 1, unknown)) {
             continue;
         } else if (grad.layout() != at::kStrided || is_lazy(grad.unsafeGetTensorImpl())) {

@@ -187,8 +187,7 @@ def clip(
         )
     norm = _total_norm(gradients, params, norm_type, error_if_nonfinite, foreach)
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-    if is_on_gpu(factor) or factor.item() != 1.0:
-        gradients.scale(factor)
+    gradients.scale(factor)
     if gradients.plain:
         torch.nn.utils.clip_grads_with_norm_(gradients.plain, max_norm, norm, foreach)
     return norm

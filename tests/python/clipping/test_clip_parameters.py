@@ -123,6 +123,26 @@ def test_odd_gradients(name):
     same(script)
 
 
+@pytest.mark.parametrize("max_norm", (1e-3, 1e4), ids=("changed", "left as it is"))
+@pytest.mark.parametrize("norm_type", (1.0, 2.0, math.inf))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_that_can_not_be_multiplied(dtype, norm_type, max_norm):
+    """Stock multiplies by 1, too."""
+
+    def script(wrap):
+        params = [nn.Parameter(torch.ones(3, 4, dtype=dtype)) for _ in range(2)]
+        optimizer = wrap(adamw(params))
+        params[0].grad = torch.ones(3, 4, dtype=dtype)
+        params[1].grad = torch.tensor(0.5, dtype=dtype).expand(3, 4)
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            clip(wrap, params, max_norm, norm_type)
+        params[1].grad = params[1].grad.clone()
+        optimizer.step()
+        yield "params", params
+
+    same(script)
+
+
 def test_gradients_that_share_memory():
     """Views of one buffer, as in data-parallel training; and one tensor twice."""
 
