@@ -129,6 +129,7 @@ MODELS = {
     "branching": (Branching, rows),
     "alias": (WithAnAlias, rows),
 }
+LEAVE_OUT = ("odd", "branching")  # some of their parameters, in some passes
 SIXTEEN_BITS = ("mlp in bfloat16", "mlp in float16")
 
 

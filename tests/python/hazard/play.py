@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Plays a program with stock and with fused optimizers and judges the outcome."""
 
+import contextlib
 import warnings
 from dataclasses import dataclass
 
 import torch
-from common import assert_same
+from common import assert_same, one_process
 
 import optfuse
 from hazard.registry import ACTIONS, Action
@@ -67,6 +68,11 @@ def act(world, action, arguments):
 
 
 def play(program, mode, at_once=False):
+    with one_process() if "ddp" in program.setup else contextlib.nullcontext():
+        return played(program, mode, at_once)
+
+
+def played(program, mode, at_once):
     run = Run([])
     torch.manual_seed(program.seed)
     try:

@@ -10,6 +10,7 @@ import hazard.faults  # noqa: F401
 import hazard.keeping  # noqa: F401
 import hazard.late  # noqa: F401
 import hazard.reading  # noqa: F401
+import hazard.renewing  # noqa: F401
 import hazard.reshaping  # noqa: F401
 import hazard.training  # noqa: F401
 import hazard.tuning  # noqa: F401
@@ -90,8 +91,16 @@ SHARES = (
 )
 
 
-# max_grad_norm is refused in backward mode, so it is rare.
-OPTIONS_OF_FUSE = [{}] * 26 + [{"accumulate": 2}, {"accumulate": 3}] + [{"max_grad_norm": 0.05}] * 2
+# max_grad_norm is refused in backward mode, so it is rare. ddp: the first model is wrapped in
+# DistributedDataParallel, of one process; views: with gradient_as_bucket_view=True.
+OPTIONS_OF_FUSE = [
+    *[{}] * 25,
+    {"accumulate": 2},
+    {"accumulate": 3},
+    *[{"max_grad_norm": 0.05}] * 2,
+    {"ddp": "buckets"},
+    {"ddp": "views"},
+]
 
 
 def draw_setup(rng):

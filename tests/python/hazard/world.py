@@ -5,9 +5,10 @@ world for each run, and all worlds of a program go through the same states."""
 import torch
 from common import snapshot
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import optfuse
-from hazard.models import MODELS, inputs
+from hazard.models import LEAVE_OUT, MODELS, inputs
 from hazard.reference import FUSED, Dense
 
 
@@ -28,6 +29,13 @@ class World:
         self.label = "setup"
         self.kinds = list(setup["models"])
         self.models = [MODELS[kind][0]() for kind in self.kinds]
+        self.ddp = None
+        if "ddp" in setup:
+            self.ddp = self.models[0] = DistributedDataParallel(
+                self.models[0],
+                gradient_as_bucket_view=setup["ddp"] == "views",
+                find_unused_parameters=self.kinds[0] in LEAVE_OUT,
+            )
         self.extra = []  # parameters that are in no model
         self.unsettled = set()  # optimizers with a backward since their last step()
         self.in_backward = False
@@ -77,6 +85,7 @@ class World:
             accumulate=self.passes,
             max_grad_norm=self.max_norm,
             bucket_bytes=self.bucket_bytes,
+            ddp=self.ddp if self.mode == "backward" else None,
         )
 
     @property

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Actions between two calls of the training loop that make models, optimizers and their memory
+anew: casts, copies, swapped tensors, attributes of an optimizer put back."""
+
+import copy
+import io
+import pickle
+
+import torch
+from torch import nn
+
+from hazard.registry import INDEX, action
+
+CASTS = {
+    "to float64 and back": (lambda m: m.double(), lambda m, dtype: m.to(dtype)),
+    "half() and back": (lambda m: m.half(), lambda m, dtype: m.to(dtype)),
+    "bfloat16() and back": (lambda m: m.bfloat16(), lambda m, dtype: m.to(dtype)),
+    "to itself": (lambda m: m.to("cpu"), lambda m, dtype: m.to(dtype)),
+    "to channels_last": (lambda m: m.to(memory_format=torch.channels_last), lambda m, dtype: m),
+}
+
+
+@action(weight=3, between=True, model=INDEX, kind=CASTS)
+def cast_before_step(world, model, kind):
+    chosen = world.model(model)
+    dtype = next(chosen.parameters()).dtype
+    cast, back = CASTS[kind]
+    cast(chosen)
+    back(chosen, dtype)
+
+
+@action(weight=2, between=True, optimizer=INDEX, model=INDEX, dtype=(torch.float64, torch.float16))
+def step_in_another_dtype(world, optimizer, model, dtype):
+    chosen = world.model(model)
+    before = next(chosen.parameters()).dtype
+    chosen.to(dtype)
+    try:
+        world.step(optimizer)
+    finally:
+        chosen.to(before)
+
+
+@action(weight=3, between=True, index=INDEX, keep=("the gradient", "nothing"))
+def swap_tensors_before_step(world, index, keep):
+    """The new tensor's gradient comes with it."""
+    p = world.param(index)
+    if not (p.is_leaf and p.requires_grad):
+        return
+    world.losses.clear()  # a graph that holds the parameter forbids it
+    other = nn.Parameter(p.detach().clone())
+    if keep == "the gradient" and p.grad is not None:
+        other.grad = p.grad.clone()
+    torch.utils.swap_tensors(p, other)
+
+
+def deep_copied(together):
+    return copy.deepcopy(together)
+
+
+def pickled(together):
+    return pickle.loads(pickle.dumps(together))
+
+
+def saved_and_loaded(together):
+    memory = io.BytesIO()
+    torch.save(together, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=False)
+
+
+COPIES = {how.__name__: how for how in (deep_copied, pickled, saved_and_loaded)}
+
+
+@action(weight=3, between=True, how=COPIES, step=INDEX)
+def copy_before_step(world, how, step):
+    """The copy has no gradients, so that its step() makes none of the updates; it is dropped,
+    and the originals go on."""
+    models, optimizers, extra = COPIES[how]((world.models, world.optimizers, world.extra))
+    optimizers[step % len(optimizers)].step()
+    world.see("copies", [len(o.param_groups) for o in optimizers])
+
+
+@action(weight=3, between=True, optimizer=INDEX, kind=("itself", "a copy", "__setstate__"))
+def attributes_before_step(world, optimizer, kind):
+    chosen = world.optimizer(optimizer)
+    if kind == "itself":
+        chosen.__dict__.update(dict(chosen.__dict__))
+    elif kind == "a copy":
+        chosen.__dict__.update(
+            param_groups=[dict(group) for group in chosen.param_groups],
+            state=copy.copy(chosen.state),
+            defaults=dict(chosen.defaults),
+        )
+    else:
+        chosen.__setstate__(chosen.__getstate__())
