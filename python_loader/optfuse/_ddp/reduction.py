@@ -28,6 +28,7 @@ from optfuse._backward import consumed_gradients
 from optfuse._library.bindings import Error
 from optfuse._link import Link
 from optfuse._patches.listed import replace
+from optfuse._patches.raw_memory import launch_gradients
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,9 @@ def _pre_forward(
     stock: Callable[..., Any], self: DistributedDataParallel, *inputs: Any, **kwargs: Any
 ) -> Any:
     """Rearranges the buckets, once, after the first backward pass."""
+    if self.find_unused_parameters or self.static_graph:
+        # It reduces the gradients of those that this forward pass will not use, too.
+        launch_gradients(self.module.parameters())
     reduction = _reductions.get(self)
     if reduction is not None:
         reduction.begin_forward()

@@ -8,7 +8,7 @@ torch.utils.dlpack import to_dlpack`)."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ def _launch(op: str) -> Callable[..., None]:
                 getattr(torch.ops.optfuse, op)(value)
 
     return launch
+
+
+def launch_gradients(params: Iterable[Tensor]) -> None:
+    """Before C++ code asks the gradients of these parameters for their memory."""
+    _launch("access")(*(param.grad for param in params))
 
 
 def _refuse_sealed(*values: Any, **named: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from common import adamw, batch, net, refused
+from common import adamw, batch, everything, net, refused, same
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -44,6 +45,31 @@ def refuses(model, *words, way_out='mode="forward"', parameters=None, **options)
         way_out=way_out,
     )
     assert type(optimizer) is torch.optim.AdamW
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, head):
+        return self.heads[head](x)
+
+
+@pytest.mark.parametrize("options", ({}, {"gradient_as_bucket_view": True}), ids=str)
+def test_what_a_pass_does_not_use_is_reduced_with_the_gradient_of_the_one_before(gloo, options):
+    """DDP asks for the memory of that gradient in C++, and its update may be pending."""
+
+    def script(wrap):
+        wrapped = DDP(TwoHeads(), find_unused_parameters=True, **options)
+        optimizer = wrap(adamw(wrapped.parameters()))
+        for i in range(4):
+            wrapped(torch.ones(2, 4), i % 2).square().sum().backward()
+            yield "gradients", [p.grad for p in wrapped.parameters()] if i % 3 == 0 else []
+            optimizer.step()
+        yield from everything(wrapped, optimizer)
+
+    same(script)
 
 
 def test_unused_parameters_are_refused(gloo):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from liveness import live, registers
-from ptx_text import Function, Instruction, Label, Local, Scope, functions
+from ptx_text import Function, Instruction, functions
 from translate import Writer
 
 ROUNDINGS = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
@@ -199,9 +199,7 @@ class MutantWriter(Writer):
         return self.apart
 
     def text(self) -> str:
-        table = [
-            f'{{{mutant.at}, "{mutant.kind}", "{mutant.what}"}},' for mutant in self.mutants
-        ]
+        table = [f'{{{mutant.at}, "{mutant.kind}", "{mutant.what}"}},' for mutant in self.mutants]
         return "\n".join([
             super().text(),
             "const ptx_mutant ptx_mutants[] = {", *table, "};",

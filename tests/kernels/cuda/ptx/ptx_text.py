@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 WIDTHS = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "f32": 32, "b64": 64, "f64": 64}
 HEAD = re.compile(r"(?:\.visible |\.weak )?\.(entry|func)\b(.*?)([;{])", re.DOTALL)
 POINTER = r"(?:\.ptr (?:\.\w+ )?\.align \d+ )?"
-PARAMETER = re.compile(
-    rf"\.param (?:\.align (\d+) )?\.([bfsu])(\d+) {POINTER}(\w+)(?:\[(\d+)\])?"
-)
+PARAMETER = re.compile(rf"\.param (?:\.align (\d+) )?\.([bfsu])(\d+) {POINTER}(\w+)(?:\[(\d+)\])?")
 SHARED = re.compile(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\]")
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 IGNORED = (".pragma", ".loc")
