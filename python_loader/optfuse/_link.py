@@ -19,6 +19,7 @@ from optfuse import _gpu
 from optfuse._backward import consumed_gradients, loss_scale
 from optfuse._dtensor.local_tensors import Sharded, local_of
 from optfuse._gpu import is_gpu
+from optfuse._library import bindings
 from optfuse._library.bindings import (
     ATTACH,
     BACKWARD,
@@ -31,11 +32,10 @@ from optfuse._library.bindings import (
     lib,
     message,
 )
-from optfuse._library.loader import bindings
 from optfuse._options import LINK, Delayed, Options
 from optfuse._own_step import hand_set_scale, updates
 from optfuse._own_step.twin import step_of
-from optfuse._patches.listed import compiled
+from optfuse._patches import compiled
 from optfuse._rules import Rule
 from optfuse._snapshot import params_of
 from optfuse._traced.updates import Traced

@@ -16,7 +16,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from optfuse import _gpu
 from optfuse._backward import loss_scale
 from optfuse._clipping import unscale
-from optfuse._ddp.reduction import await_reduction, reduction
+from optfuse._ddp import await_reduction, reduction
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._library.bindings import (
     BACKWARD,
@@ -31,7 +31,7 @@ from optfuse._library.bindings import (
 from optfuse._library.bindings import start as start_library
 from optfuse._link import Link, links
 from optfuse._own_step import updates
-from optfuse._patches.listed import compiled, listed, profiling, raw_memory
+from optfuse._patches import compiled, listed, profiling, raw_memory
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:

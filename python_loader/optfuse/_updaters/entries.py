@@ -11,8 +11,8 @@ from torch import Tensor
 
 from optfuse._dtensor.local_tensors import check_layout, is_dtensor, local_of
 from optfuse._gpu import is_gpu
+from optfuse._library import bindings
 from optfuse._library.bindings import Error
-from optfuse._library.loader import bindings
 from optfuse._updaters.slots import Slots, Tensors
 
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from optfuse import _shared_state
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._late import Told, Used
+from optfuse._library import bindings
 from optfuse._library.bindings import BACKWARD, Error, check, guard, lib
-from optfuse._library.loader import bindings
 from optfuse._options import Options
 from optfuse._own_step.settings import Promise
 from optfuse._rules import Rule

@@ -9,7 +9,7 @@ from operator import is_
 import torch
 from torch.optim import Optimizer
 
-from optfuse._library.loader import bindings
+from optfuse._library import bindings
 from optfuse._own_step import updates
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._library import bindings
 from optfuse._library.bindings import Error, lib
-from optfuse._library.loader import bindings
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
 from optfuse._snapshot import Groups, GroupsSnapshot
