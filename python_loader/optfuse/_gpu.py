@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from optfuse._library.bindings import DTYPES, guard, lib
-from optfuse._patches.listed import GRAPH_HANDLES, replace
+from optfuse._patches.listed import GRAPH_HANDLES
+from optfuse._patches.replacing import replace
 
 # A build for tests can be told to take another kind of device for a GPU.
 _STAND_IN = hasattr(lib, "of_guard_enabled") and os.environ.get("OPTFUSE_TEST_DEVICE")

@@ -31,7 +31,7 @@ from optfuse._library.bindings import (
 from optfuse._library.bindings import start as start_library
 from optfuse._link import Link, links
 from optfuse._own_step import updates
-from optfuse._patches import compiled, listed, profiling, raw_memory
+from optfuse._patches import compiled, profiling, raw_memory, replacing
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:
@@ -126,7 +126,7 @@ def start() -> None:
     if _started:
         return
     start_library(_on_event)
-    listed.warn_of_changes()
+    replacing.warn_of_changes()
     os.register_at_fork(before=_flush_before_fork)
     raw_memory.install(flush_all, _swap_and_tell)
     compiled.install(lambda: _each_marked(Link.flush_for_compiled))

@@ -13,7 +13,7 @@ import pytest
 from tree import ROOT, name, sources
 
 PACKAGE = ROOT / "python_loader" / "optfuse"
-LIST = PACKAGE / "_patches/listed.py"
+REPLACING = PACKAGE / "_patches/replacing.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 
 
@@ -66,8 +66,8 @@ def patches(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name)
 def test_python_code_replaces_nothing_past_the_list(path: Path) -> None:
-    found = [] if path == LIST else list(patches(path.read_text("utf-8")))
-    assert not found, f"{name(path)} has to call replace() of _patches/listed.py: {found}"
+    found = [] if path == REPLACING else list(patches(path.read_text("utf-8")))
+    assert not found, f"{name(path)} has to call replace() of _patches/replacing.py: {found}"
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def used_by_the_shim() -> set[tuple[str, str]]:
 
 
 def test_what_the_shim_uses_that_is_private_is_listed() -> None:
-    from optfuse._patches.listed import NATIVE
+    from optfuse._patches.listed import PRIVATE
 
-    assert {(entry.name, entry.file) for entry in NATIVE} == used_by_the_shim()
+    assert {(entry.name, entry.file) for entry in PRIVATE} == used_by_the_shim()
 
 
 def test_the_shim_registers_one_fallback_and_two_operators() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optfuse._library.bindings import Error, guard
-from optfuse._patches.listed import replace
+from optfuse._patches.replacing import replace
 
 _running: set[int] = set()  # graph tasks whose loss was scaled
 _NESTED_IN = torch.autograd.function.BackwardCFunction.apply.__code__

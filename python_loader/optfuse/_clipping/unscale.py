@@ -21,7 +21,7 @@ from optfuse._clipping.preconditioners import kfac_of
 from optfuse._library.bindings import FORWARD
 from optfuse._link import link_of
 from optfuse._options import is_fused
-from optfuse._patches.listed import replace
+from optfuse._patches.replacing import replace
 
 
 def _folds(optimizer: Optimizer, *tensors: Tensor) -> bool:

@@ -27,8 +27,8 @@ from optfuse._arguments.modes import CommHook, DDPModel
 from optfuse._backward import consumed_gradients
 from optfuse._library.bindings import Error
 from optfuse._link import Link
-from optfuse._patches.listed import replace
 from optfuse._patches.raw_memory import launch_gradients
+from optfuse._patches.replacing import replace
 
 
 @dataclass(frozen=True)

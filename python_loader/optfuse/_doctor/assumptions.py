@@ -19,7 +19,7 @@ from optfuse._doctor.finding import Finding, in_words
 from optfuse._library.bindings import Counts, check, lib
 from optfuse._link import link_of
 from optfuse._options import Options
-from optfuse._patches import listed
+from optfuse._patches import listed, replacing
 
 SIZE = 20_000  # elements, above what small updates wait for
 _KEEP = "use one of the releases above, or don't fuse"
@@ -30,7 +30,7 @@ def findings() -> Iterator[Finding]:
     lists = [listed.EVERYWHERE, listed.WATCHED]
     if torch.distributed.is_available():
         lists += [listed.DISTRIBUTED, listed.PIPELINES]
-    changed = [change for each in lists for change in listed.changes(each)]
+    changed = [change for each in lists for change in replacing.changes(each)]
     for change in changed:
         yield Finding("torch differs", f"{change}: {_KEEP}", is_problem=True)
     if not changed:

@@ -13,7 +13,7 @@ from types import FrameType
 import torch._dynamo.eval_frame as eval_frame
 
 from optfuse._library.bindings import guard
-from optfuse._patches.listed import replace
+from optfuse._patches.replacing import replace
 
 _entered = False  # a compiled callable, ever
 

@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Everything of PyTorch that optfuse replaces or reaches into, and why.
 
-PATCHES: what Python code exchanges. replace() and call_first() exchange nothing that is not
-listed, and before the first exchange changes() compares each with what the tested releases have.
-PLACES: where Python code stands in an object of PyTorch's. NATIVE: what the compiled
-library replaces, or uses although it is private, and what notices that it has changed."""
+PATCHES: what Python code exchanges (replacing.py). PLACES: where Python code stands in an object
+of PyTorch's. PRIVATE: what the compiled library replaces, or uses although it is private, and
+what notices that it has changed."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import types
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from optfuse._library.bindings import OK, Error, lib_with_gil, message
-from optfuse._library.log import warn
 from optfuse._library.releases import TESTED
 
 
@@ -36,7 +25,7 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Native:
+class Private:
     """What C++ code uses. noticed: who notices that a release has changed it."""
 
     name: str
@@ -46,9 +35,6 @@ class Native:
     since: str = TESTED[0]
 
 
-_MAY_DIFFER = (
-    f"Results may differ from stock PyTorch: use torch {TESTED[0]} to {TESTED[-1]}, or don't fuse"
-)
 _RAW = "gives raw memory to whoever asks, without an operator: launch what is pending first"
 _SAVED = "TorchScript reads the memory of a whole module in C++: launch what is pending first"
 _GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
@@ -296,53 +282,53 @@ WATCHED = Lists(
 )
 
 _BUILD = "the compiler, when the library is built for a release"
-NATIVE = (
-    Native(
+PRIVATE = (
+    Private(
         "TESTING_ONLY_GenericWrapper",
         "compat.h",
         "a backend fallback for this dispatch key sees every operator that gets a pending tensor",
         "of_shim_init(), if somebody else has one",
     ),
-    Native("key_set_", "compat.h", "marks a pending tensor by that key", _BUILD),
-    Native(
+    Private("key_set_", "compat.h", "marks a pending tensor by that key", _BUILD),
+    Private(
         "throw_on_immutable_data_ptr_",
         "compat.h",
         "seals a storage: an address that is asked for past the dispatcher is refused",
         _BUILD + "; tests/python/installation/test_patches.py, if a seal has no effect",
     ),
-    Native("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
-    Native(
+    Private("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
+    Private(
         "has_unique_reference",
         "compat.h",
         "tells a Python wrapper that nobody holds from another owner of a tensor",
         _BUILD,
     ),
-    Native(
+    Private(
         "load_pyobj",
         "compat.h",
         "tells a reference of Python's to a gradient from that of DistributedDataParallel",
         _BUILD,
     ),
-    Native(
+    Private(
         "PyTorchError",
         "error.h",
         "a copy of the class by which PyTorch raises a Python type of the thrower's choice",
         "the first fuse(), which raises one and looks how it arrives",
     ),
-    Native(
+    Private(
         "post_acc_grad_hooks_",
         "autograd/gradient_hook.cpp",
         "our hook takes a parameter's one place for such hooks, and calls what was there",
         _BUILD,
     ),
-    Native(
+    Private(
         "PyMethodDef",
         "python/call_first.c",
         "Python's record of a function that is written in C: all that stand for it go by it",
         "call_first(), which compares the name in it",
     ),
     *(
-        Native(
+        Private(
             name,
             "layers/tap.cpp",
             "a composite operator, with kernels of ours at autograd's keys while layers are known",
@@ -350,26 +336,26 @@ NATIVE = (
         )
         for name in ("linear", "conv2d")
     ),
-    Native(
+    Private(
         "ToCopyBackward0",
         "layers/tap.cpp",
         "autocast hands over a copy of a weight: its node leads to the weight",
         "the first step() after reorder(), if no layer was seen",
     ),
-    Native(
+    Private(
         "ToCopyBackward0",
         "layers/beside.cpp",
         "such a copy's node runs where dW does: on the side stream, if dW has one",
         "tests/device/test_side_stream.py, where the plan must say that dW is there",
     ),
-    Native(
+    Private(
         "set_sequence_nr",
         "layers/tasks.cpp",
         "autograd's engine runs what is ready by this number: a dW that waits gets a low one",
         "tests/python/reorder/test_reorder.py, which reads the order from a trace",
     ),
     *(
-        Native(name, "tensor/square_roots.cpp", why, "its first use; it compares or does without")
+        Private(name, "tensor/square_roots.cpp", why, "its first use; it compares or does without")
         for name, why in (
             ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),
             ("VMSSQRT_64_", "square roots of float32 with the bits of torch.sqrt()"),
@@ -377,7 +363,7 @@ NATIVE = (
         )
     ),
     *(
-        Native(name, "matrix/blas_find.c", why, "its first use, after which operators multiply")
+        Private(name, "matrix/blas_find.c", why, "its first use, after which operators multiply")
         for name, why in (
             ("torch_get_current_cuda_blas_handle", "PyTorch's cuBLAS handle and workspace"),
             ("_ZN2at4cuda7tunable16getTuningContextEv", "whether TunableOp chooses products"),
@@ -385,142 +371,3 @@ NATIVE = (
         )
     ),
 )
-
-
-def find(path: str) -> Any:
-    """What a dotted name stands for; None: there is no such thing."""
-    parts = path.split(".")
-    found: Any = torch
-    for n, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part) and isinstance(found, types.ModuleType):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(".".join(parts[:n]))
-        found = getattr(found, part, None)
-    return found
-
-
-@functools.cache
-def _listed(lists: Lists) -> frozenset[tuple[int, str]]:
-    places = (patch.target.rpartition(".") for patch in lists.patches)
-    return frozenset((id(find(owner)), name) for owner, _, name in places)
-
-
-def _is_of_torch(owner: Any) -> bool:
-    home: str = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return home.split(".")[0] == "torch"
-
-
-def replace(owner: Any, name: str, function: Any, lists: Lists | None = None) -> None:
-    """Puts a function in the place of a listed one of a class or module, which it has as its
-    __wrapped__ (functools.wraps)."""
-    if _is_of_torch(owner) and (id(owner), name) not in _listed(lists or EVERYWHERE):
-        raise Error(f"optfuse: {owner.__name__}.{name} is replaced, but _patches has no entry")
-    setattr(owner, name, function)
-
-
-def after(work: Callable[..., None], function: Any) -> Any:
-    """The function, which calls `work` with its arguments before it does anything."""
-
-    @functools.wraps(function)
-    def work_first(*args: Any, **kwargs: Any) -> Any:
-        work(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return work_first
-
-
-def call_before(owner: Any, name: str, work: Callable[..., None]) -> None:
-    """Puts `work` before a listed function, where this PyTorch has that one."""
-    function = getattr(owner, name, None)
-    if function is not None:
-        replace(owner, name, after(work, function))
-
-
-_called_later: list[Any] = []  # functions that call one of ours first
-_IN_C = types.MethodDescriptorType | types.BuiltinFunctionType
-
-
-def call_first(owner: Any, name: str, work: Callable[..., Any]) -> None:
-    """Has a listed function that is written in C call `work` before it does anything, under
-    whichever name it is called, and if a script has bound it long ago: with self, if it is a
-    method, and with its arguments. What `work` makes of self, if not None, is used in its place."""
-    function = getattr(owner, name, None)
-    if function is None:
-        return
-    if (id(owner), name) not in _listed(EVERYWHERE):
-        raise Error(f"optfuse: {owner.__name__}.{name} is changed, but _patches has no entry")
-    if not isinstance(function, _IN_C):  # another library has put its own there
-        call_before(owner, name, work)
-        return
-    is_method = isinstance(function, types.MethodDescriptorType)
-    arguments = function, function.__name__.encode(), object.__basicsize__, is_method, work
-    if lib_with_gil.of_shim_call_first(*arguments) != OK:
-        warn(f"{message()}. {_MAY_DIFFER}", RuntimeWarning, stacklevel=2)
-        return
-    _called_later.append(function)
-
-
-def is_replaced(function: Any) -> bool:
-    """Whether another function takes its place, or comes before it."""
-    return hasattr(function, "__wrapped__") or any(function is known for known in _called_later)
-
-
-def _stock(function: Any) -> Any:
-    """Without what was put around it."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from (code.co_name, *code.co_names, *code.co_varnames[: code.co_argcount])
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-        elif isinstance(constant, str):
-            yield constant
-
-
-def _mentions(path: str, name: str) -> bool:
-    code = getattr(_stock(find(path)), "__code__", None)
-    return code is not None and name in _names_in(code)
-
-
-def _how(patch: Patch) -> str | None:
-    """How it differs from what the tested releases have."""
-    function = _stock(find(patch.target))
-    if function is None:
-        return None if patch.optional else "is not there"
-    code = getattr(function, "__code__", None)
-    if code is not None and code.co_varnames[: len(patch.takes)] != patch.takes:
-        return f"does not take {', '.join(patch.takes)}"
-    if patch.asked_by and not _mentions(patch.asked_by, patch.target.rpartition(".")[2]):
-        return f"is not called by {patch.asked_by}"
-    return None
-
-
-def changes(lists: Lists | None = None) -> list[str]:
-    """What this PyTorch has otherwise than the tested releases, in sentences."""
-    lists = lists or EVERYWHERE
-    found = [
-        f"{patch.target} {how} (seen in torch {patch.since} to {TESTED[-1]}); optfuse replaces "
-        f"it because: {patch.why}"
-        for patch in lists.patches
-        if (how := _how(patch)) is not None
-    ]
-    return found + [
-        f"{path} does not mention {name}; optfuse replaces {what} because: {why}"
-        for what, why, path, names in lists.places
-        for name in names
-        if not _mentions(path, name)
-    ]
-
-
-def warn_of_changes(lists: Lists | None = None) -> None:
-    """Before anything is replaced."""
-    for change in changes(lists):
-        warn(
-            f"in torch {torch.__version__} {change}. {_MAY_DIFFER}",
-            RuntimeWarning,
-            stacklevel=2,
-        )

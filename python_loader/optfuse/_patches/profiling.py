@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from optfuse._library.bindings import lib
-from optfuse._patches.listed import call_before
+from optfuse._patches.replacing import call_before
 
 try:  # the monitor notes ranges itself, since 2.13
     from torch.profiler._cupti_monitor import get_monitor

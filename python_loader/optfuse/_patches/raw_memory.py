@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
 from optfuse._library.bindings import Error, guard, lib
-from optfuse._patches.listed import call_before, call_first, replace
+from optfuse._patches.replacing import call_before, call_first, replace
 
 _KEY = "TESTING_ONLY_GenericWrapper"
 _IN_C = {

@@ -173,7 +173,7 @@ def a_second_backward_is_refused(mode):
 
 def updates_before_the_reduction(optimizer):
     """A mutant: each group is told to be reduced before it is, with this rank's gradients."""
-    group_class = optfuse._patches.listed.find(fsdp._GROUP)
+    group_class = optfuse._patches.replacing.find(fsdp._GROUP)
     reduced = group_class.post_backward
 
     def mutant(group, *unused):

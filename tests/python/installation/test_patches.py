@@ -7,7 +7,7 @@ import torch
 from common import python, python_ok
 
 import optfuse
-from optfuse._patches import listed
+from optfuse._patches import listed, replacing
 
 SEAL = """
 tensor = torch.ones(3)
@@ -46,18 +46,18 @@ assert has_fallback()
 
 
 def test_this_release_has_what_is_replaced_as_the_tested_ones_have():
-    assert listed.changes() == []
+    assert replacing.changes() == []
 
 
 def test_this_release_has_what_sharded_parameters_need_as_the_tested_ones_have():
-    assert listed.changes(listed.DISTRIBUTED) == []
+    assert replacing.changes(listed.DISTRIBUTED) == []
 
 
 @pytest.mark.parametrize("place", listed.DISTRIBUTED.places, ids=lambda place: place[2])
 def test_a_place_that_sharded_parameters_need_and_that_is_no_more_is_noticed(place, monkeypatch):
     _, _, path, names = place
     plant(monkeypatch, path, other)
-    changed = [change for change in listed.changes(listed.DISTRIBUTED) if path in change]
+    changed = [change for change in replacing.changes(listed.DISTRIBUTED) if path in change]
     assert len(changed) == len(names)
 
 
@@ -65,17 +65,17 @@ def test_a_place_that_sharded_parameters_need_and_that_is_no_more_is_noticed(pla
 def test_another_function_for_sharded_parameters_is_noticed(patch, monkeypatch):
     for path in (patch.asked_by, patch.target):
         plant(monkeypatch, path, other)
-        (change,) = listed.changes(listed.DISTRIBUTED)
+        (change,) = replacing.changes(listed.DISTRIBUTED)
         assert change.startswith(patch.target)
 
 
 @pytest.mark.parametrize("patch", listed.PATCHES, ids=lambda patch: patch.target)
 def test_a_listed_function_is_replaced_by_the_first_fuse(patch):
     optfuse.fuse(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-    function = listed.find(patch.target)
+    function = replacing.find(patch.target)
     if patch.optional and (function is None or "CUDAGraph" in patch.target):
         pytest.skip("this build has none, or no use for it")
-    assert listed.is_replaced(function), f"{patch.target} is listed, but nobody replaces it"
+    assert replacing.is_replaced(function), f"{patch.target} is listed, but nobody replaces it"
 
 
 def pending():
@@ -125,11 +125,11 @@ def test_a_method_that_was_bound_before_launches_too():
 
 
 def test_a_function_that_is_called_in_another_way_is_warned_of(monkeypatch):
-    monkeypatch.setattr(listed, "_listed", lambda _: {(id(torch), "add")})
-    monkeypatch.setattr(listed.lib_with_gil, "of_shim_call_first", lambda *_: 1)
+    monkeypatch.setattr(replacing, "_listed", lambda _: {(id(torch), "add")})
+    monkeypatch.setattr(replacing.lib_with_gil, "of_shim_call_first", lambda *_: 1)
     with pytest.warns(RuntimeWarning, match="don't fuse"):
-        listed.call_first(torch, "add", print)
-    assert not listed.is_replaced(torch.add)
+        replacing.call_first(torch, "add", print)
+    assert not replacing.is_replaced(torch.add)
 
 
 REPLACED_BEFORE = """
@@ -161,17 +161,17 @@ ASKED = [patch for patch in listed.PATCHES if patch.asked_by]
 
 def plant(monkeypatch, path, function):
     owner, _, name = path.rpartition(".")
-    monkeypatch.setattr(listed.find(owner), name, function)
+    monkeypatch.setattr(replacing.find(owner), name, function)
 
 
 def changed_by(monkeypatch, path, function):
     plant(monkeypatch, path, function)
-    return [change for change in listed.changes() if path in change]
+    return [change for change in replacing.changes() if path in change]
 
 
 @pytest.mark.parametrize("patch", WITH_PARAMETERS, ids=lambda patch: patch.target)
 def test_other_parameters_are_noticed(patch, monkeypatch):
-    if listed.find(patch.target) is None:
+    if replacing.find(patch.target) is None:
         pytest.skip("this release has none")
     (change,) = changed_by(monkeypatch, patch.target, other)
     assert change.startswith(patch.target) and patch.why in change
@@ -191,7 +191,7 @@ def test_a_place_that_is_no_more_is_noticed(place, monkeypatch):
 
 def test_a_function_that_is_gone_is_noticed(monkeypatch):
     monkeypatch.delattr(torch.amp.GradScaler, "scale")
-    (change,) = listed.changes()
+    (change,) = replacing.changes()
     assert change.startswith("torch.amp.GradScaler.scale is not there")
 
 
@@ -206,9 +206,9 @@ def test_the_first_fuse_says_what_has_changed():
 
 def test_nothing_is_replaced_that_is_not_listed():
     with pytest.raises(optfuse.Error, match="no entry"):
-        listed.call_first(torch.Tensor, "add_", other)
+        replacing.call_first(torch.Tensor, "add_", other)
     with pytest.raises(optfuse.Error, match="no entry"):
-        listed.replace(torch.nn.Module, "forward", other)
+        replacing.replace(torch.nn.Module, "forward", other)
     assert torch.nn.Module.forward is not other
 
 

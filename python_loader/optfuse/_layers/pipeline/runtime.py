@@ -28,7 +28,8 @@ from optfuse._layers.pipeline.shapes import Spec, infer, spec_of
 from optfuse._layers.pipeline.transport import Transport
 from optfuse._layers.pipeline.versions import Weights
 from optfuse._library.bindings import Error
-from optfuse._patches.listed import PIPELINES, warn_of_changes
+from optfuse._patches.listed import PIPELINES
+from optfuse._patches.replacing import warn_of_changes
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 
