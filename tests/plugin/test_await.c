@@ -46,7 +46,7 @@ static const of_await_host arrivals = {sizeof arrivals, has_arrived, await};
 
 static fixture *late(size_t bucket_bytes) {
     fake_host *host = fake_host_new();
-    host->table.arrival = &arrivals;
+    host->table.await = &arrivals;
     return setup_with(host, OF_FORWARD, bucket_bytes);
 }
 
@@ -272,9 +272,9 @@ START_TEST(a_table_with_a_hole_is_refused) {
     static const of_await_host small = {.struct_size = 8, .await = await};
     fake_host *host = fake_host_new();
     of_plan *plan = NULL;
-    host->table.arrival = &hole;
+    host->table.await = &hole;
     ck_assert_int_eq(of_plan_create(&host->table, "adam", NULL, &plan), OF_INVALID);
-    host->table.arrival = &small;
+    host->table.await = &small;
     ck_assert_int_eq(of_plan_create(&host->table, "adam", NULL, &plan), OF_INVALID);
     fake_host_free(host);
 }
