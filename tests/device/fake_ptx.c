@@ -2,8 +2,8 @@
 /* fake_ptx.c: linked to the library of the kernels, it has translated PTX in their place, and
  * hands nvcc's powers to the device. */
 #include "cuda/host_driver.h"
-#include "machine.h"
-#include "powers.h"
+#include "ptx/machine.h"
+#include "ptx/powers.h"
 
 #define VISIBLE __attribute__((visibility("default")))
 

@@ -246,6 +246,8 @@ int main(int argc, char **argv) {
     static unsigned char reached[PTX_MOST_PLACES][2];
     const size_t n = choose(inputs, argv[1], (of_dtype)dtype, reached);
     report(reached, n);
+    static unsigned char executed[PTX_MOST_PLACES]; /* mutants may go where no kernel does */
+    memcpy(executed, ptx_mutation.executed, sizeof executed);
     for (int i = 0; i < ptx_n_mutants; i++) {
         int kind = 0;
         while (strcmp(kinds[kind], ptx_mutants[i].kind) != 0)
@@ -255,7 +257,7 @@ int main(int argc, char **argv) {
         killed[kind] += !survived;
         if (survived)
             printf("%s %d %s: %s\n",
-                   ptx_mutation.executed[ptx_mutants[i].place] ? "survived" : "unreached",
+                   executed[ptx_mutants[i].place] ? "survived" : "unreached",
                    ptx_mutants[i].place, kinds[kind], ptx_mutants[i].what);
     }
     for (int kind = 0; kind < 6; kind++)
