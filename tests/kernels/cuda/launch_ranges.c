@@ -68,9 +68,8 @@ static void read_update(launch_ranges *r, const char *kernel, const void *table)
     const unsigned states = states_of(kernel);
     add_common(r, common, element_of(kernel));
     if (common->runs_programs)
-        word += common->code * of_cuda_instruction_words(element_of(kernel) == sizeof(double)
-                                                             ? OF_FLOAT64
-                                                             : OF_FLOAT32);
+        word += common->code * of_cuda_instruction_words(
+                                   element_of(kernel) == sizeof(double) ? OF_FLOAT64 : OF_FLOAT32);
     for (uint32_t i = 0; i < common->entries; i++)
         add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states + common->numbers),
                   states, element_of(kernel));

@@ -49,22 +49,42 @@ static bool is(const char *type, const char *wanted) {
 }
 
 static f32 edge_f32(uint64_t number) {
-    static const f32 edges[] = {0.0f,      1.0f,        0.5f,     2.5f,           3.5f,
-                                1e-45f,    0x1p-126f,   0x1p31f,  0x1.fffffep30f, 0x1.fffffep127f,
-                                INFINITY,  NAN,         65519.9f, 65520.0f,       0x1p-25f,
-                                0x1.8p-24f, 0x1.ffp127f, 0x1.01p0f, 0x1.03p0f,     0x1.002p0f};
+    static const f32 edges[] = {0.0f,       1.0f,        0.5f,      2.5f,           3.5f,
+                                1e-45f,     0x1p-126f,   0x1p31f,   0x1.fffffep30f, 0x1.fffffep127f,
+                                INFINITY,   NAN,         65519.9f,  65520.0f,       0x1p-25f,
+                                0x1.8p-24f, 0x1.ffp127f, 0x1.01p0f, 0x1.03p0f,      0x1.002p0f};
     return number % 2 ? -edges[number / 2 % 20] : edges[number / 2 % 20];
 }
 
 /* An operand, in the bytes of a word. Every other is an edge. */
 static uint64_t operand(const char *type, uint64_t *random) {
-    static const uint64_t edges[] = {0,  1,  15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 32767,
-                                     32768, 65535, 0x7fffffff, 0x80000000, 0xffffffff,
-                                     0x7fffffffffffffff, 0x8000000000000000, 0xffffffffffffffff};
+    static const uint64_t edges[] = {0,
+                                     1,
+                                     15,
+                                     16,
+                                     17,
+                                     31,
+                                     32,
+                                     33,
+                                     63,
+                                     64,
+                                     65,
+                                     255,
+                                     256,
+                                     32767,
+                                     32768,
+                                     65535,
+                                     0x7fffffff,
+                                     0x80000000,
+                                     0xffffffff,
+                                     0x7fffffffffffffff,
+                                     0x8000000000000000,
+                                     0xffffffffffffffff};
     const uint64_t number = random_next(random), edge = random_next(random) % 2;
     uint64_t word = edge ? edges[number % 22] : number;
     const f32 single = edge_f32(number);
-    const f64 wide = edge ? (f64)single : ldexp(random_real(random) * 2 - 1, (int)(number % 80) - 40);
+    const f64 wide =
+        edge ? (f64)single : ldexp(random_real(random) * 2 - 1, (int)(number % 80) - 40);
     if (is(type, "pred"))
         return number & 1;
     if (is(type, "f32") && edge)

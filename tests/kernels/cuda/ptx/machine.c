@@ -100,8 +100,8 @@ unsigned char *ptx_global(uint64_t address, size_t bytes, bool write, int line) 
     if (!*last || !holds(*last, address, bytes, write))
         *last = find(address, bytes, write);
     if (!*last)
-        ptx_fail(line, "%s %zu bytes at %#llx: not the launch's", write ? "writes" : "reads",
-                 bytes, (unsigned long long)address);
+        ptx_fail(line, "%s %zu bytes at %#llx: not the launch's", write ? "writes" : "reads", bytes,
+                 (unsigned long long)address);
     return (unsigned char *)(uintptr_t)address;
 }
 

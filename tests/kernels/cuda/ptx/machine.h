@@ -18,17 +18,17 @@ enum { PTX_THREADS = 256, PTX_BEGINS = 0, PTX_ENDED = -1 };
 typedef struct ptx_launch {
     const char *kernel;
     const unsigned char *arguments;
-    size_t bytes;         /* of them */
-    launch_ranges ranges; /* that it may access, in the order of their addresses */
+    size_t bytes;                 /* of them */
+    launch_ranges ranges;         /* that it may access, in the order of their addresses */
     const launch_range *last[64]; /* the ranges that some instructions found */
-    int place[PTX_THREADS]; /* PTX_BEGINS, the barrier that a thread waits at, or PTX_ENDED */
-    int64_t turns;          /* of loops that a thread may still take */
+    int place[PTX_THREADS];       /* PTX_BEGINS, the barrier that a thread waits at, or PTX_ENDED */
+    int64_t turns;                /* of loops that a thread may still take */
     int nudge; /* approximations give a number that is so many units from their value */
     struct {
         uint64_t bytes[2], accesses; /* of global memory: read, written */
         uint64_t instructions;       /* by code that counts (traffic.py) */
     } counted;
-    jmp_buf *caught;        /* optional: where to go on after an error; else the process ends */
+    jmp_buf *caught; /* optional: where to go on after an error; else the process ends */
 } ptx_launch;
 
 extern _Thread_local ptx_launch ptx_now;

@@ -17,7 +17,16 @@
 #include "mutation.h"
 #include "packing.h"
 
-enum { POOL = 1500, ENOUGH = 4, ROUNDS = 40, MOST_AREAS = 24, TENSORS = 4, SHORT = 1200, LONGEST = 5000, MOST_ROWS = 70 };
+enum {
+    POOL = 1500,
+    ENOUGH = 4,
+    ROUNDS = 40,
+    MOST_AREAS = 24,
+    TENSORS = 4,
+    SHORT = 1200,
+    LONGEST = 5000,
+    MOST_ROWS = 70
+};
 
 ptx_mutation_state ptx_mutation = {.number = -1, .place = -1};
 
@@ -96,6 +105,7 @@ static void add_arrays(input *in) {
 
 static void fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
     static const int majors[] = {7, 9, 9, 10}, multiprocessors[] = {1, 2, 30};
+    static const uint32_t chunks[] = {0, 0, 512, 4096};
     memset(in, 0, sizeof *in);
     in->packs = strcmp(rule, "packing") == 0;
     const size_t longest = random_next(&random) % 4 ? SHORT : LONGEST;
@@ -113,7 +123,7 @@ static void fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
     else
         batch_fill(&in->b, of_rule_find(rule), dtype, true, &random);
     in->b.n = 1 + random_next(&random) % TENSORS;
-    in->b.update.chunk = random_next(&random) % 3 ? 0 : 512;
+    in->b.update.chunk = chunks[random_next(&random) % 4];
     add_arrays(in);
 }
 
@@ -148,9 +158,10 @@ static bool run(input *in) {
 static bool is_nan(const unsigned char *at, of_dtype dtype) {
     uint64_t bits = 0;
     memcpy(&bits, at, of_dtype_size(dtype));
-    static const uint64_t infinities[] = {
-        [OF_FLOAT32] = 0x7f800000, [OF_FLOAT64] = 0x7ff0000000000000, [OF_BFLOAT16] = 0x7f80,
-        [OF_FLOAT16] = 0x7c00};
+    static const uint64_t infinities[] = {[OF_FLOAT32] = 0x7f800000,
+                                          [OF_FLOAT64] = 0x7ff0000000000000,
+                                          [OF_BFLOAT16] = 0x7f80,
+                                          [OF_FLOAT16] = 0x7c00};
     return (bits & (UINT64_MAX >> (64 - 8 * of_dtype_size(dtype) + 1))) > infinities[dtype];
 }
 
@@ -203,8 +214,8 @@ static size_t choose(input *inputs, const char *rule, of_dtype dtype, unsigned c
         for (int seed = 0; seed < POOL && n < ROUNDS; seed++) {
             if (taken[seed])
                 continue;
-            taken[seed] = drawn(&inputs[n], rule, dtype, (uint64_t)seed + 1) &&
-                          (is_new(reached) || others);
+            taken[seed] =
+                drawn(&inputs[n], rule, dtype, (uint64_t)seed + 1) && (is_new(reached) || others);
             if (taken[seed])
                 keep(&inputs[n++], reached);
             else
@@ -236,8 +247,8 @@ static bool survives(int number, input *inputs, size_t n, of_dtype dtype) {
 
 int main(int argc, char **argv) {
     static input inputs[ROUNDS];
-    static const char *const kinds[] = {"operand", "immediate", "predicate",
-                                        "rounding", "barrier",  "store"};
+    static const char *const kinds[] = {"operand",  "immediate", "predicate",
+                                        "rounding", "barrier",   "store"};
     int all[6] = {0}, killed[6] = {0}, dtype = 0;
     if (argc != 3)
         return EXIT_FAILURE;
@@ -256,8 +267,7 @@ int main(int argc, char **argv) {
         all[kind]++;
         killed[kind] += !survived;
         if (survived)
-            printf("%s %d %s: %s\n",
-                   executed[ptx_mutants[i].place] ? "survived" : "unreached",
+            printf("%s %d %s: %s\n", executed[ptx_mutants[i].place] ? "survived" : "unreached",
                    ptx_mutants[i].place, kinds[kind], ptx_mutants[i].what);
     }
     for (int kind = 0; kind < 6; kind++)

@@ -103,7 +103,8 @@ static void check_edges(void) {
     }
 }
 
-/* Whether 1 - beta^step is the same whatever rcp.approx gives, up to so many units from its value. */
+/* Whether 1 - beta^step is the same whatever rcp.approx gives, up to so many units from its value.
+ */
 static bool depends(float beta, float step, int units) {
     float made[3];
     for (int i = 0; i < 3; i++) {
@@ -137,8 +138,8 @@ static void report_steps(int steps) {
             wide += depends_wide(betas[i], step);
             far += depends((float)betas[i], (float)step, 1 << 14);
         }
-        printf("beta %g: of %d steps %d depend on rcp.approx in float32, %d in float64\n",
-               betas[i], steps, narrow, wide);
+        printf("beta %g: of %d steps %d depend on rcp.approx in float32, %d in float64\n", betas[i],
+               steps, narrow, wide);
     }
     if (!far) {
         printf("FAIL no correction depends on an approximation that is far off\n");

@@ -46,7 +46,9 @@ static inline u64 ptx_b64(f64 value) {
 }
 
 #define PTX(name, type, arguments, value)                                                          \
-    static inline type ptx_##name arguments { return (type)(value); }
+    static inline type ptx_##name arguments {                                                      \
+        return (type)(value);                                                                      \
+    }
 
 /* Integers: sums and products wrap, shifts by the width and more leave nothing or the sign. */
 PTX(add_s16, u16, (u16 a, u16 b), a + b)
@@ -54,18 +56,18 @@ PTX(add_s32, u32, (u32 a, u32 b), a + b)
 PTX(add_s64, u64, (u64 a, u64 b), a + b)
 PTX(sub_s32, u32, (u32 a, u32 b), a - b)
 PTX(sub_s64, u64, (u64 a, u64 b), a - b)
-PTX(mul_lo_s32, u32, (u32 a, u32 b), a * b)
-PTX(mul_lo_s64, u64, (u64 a, u64 b), a * b)
-PTX(mul_wide_u32, u64, (u32 a, u32 b), (u64)a * b)
-PTX(mad_lo_s32, u32, (u32 a, u32 b, u32 c), a * b + c)
-PTX(mad_lo_s64, u64, (u64 a, u64 b, u64 c), a * b + c)
+PTX(mul_lo_s32, u32, (u32 a, u32 b), a *b)
+PTX(mul_lo_s64, u64, (u64 a, u64 b), a *b)
+PTX(mul_wide_u32, u64, (u32 a, u32 b), (u64)a *b)
+PTX(mad_lo_s32, u32, (u32 a, u32 b, u32 c), a *b + c)
+PTX(mad_lo_s64, u64, (u64 a, u64 b, u64 c), a *b + c)
 PTX(min_u64, u64, (u64 a, u64 b), a < b ? a : b)
 PTX(div_u32, u32, (u32 a, u32 b), b ? a / b : UINT32_MAX)
 PTX(neg_s32, u32, (u32 a), 0u - a)
-PTX(and_b16, u16, (u16 a, u16 b), a & b)
-PTX(and_b32, u32, (u32 a, u32 b), a & b)
-PTX(and_b64, u64, (u64 a, u64 b), a & b)
-PTX(and_pred, bool, (bool a, bool b), a && b)
+PTX(and_b16, u16, (u16 a, u16 b), a &b)
+PTX(and_b32, u32, (u32 a, u32 b), a &b)
+PTX(and_b64, u64, (u64 a, u64 b), a &b)
+PTX(and_pred, bool, (bool a, bool b), a &&b)
 PTX(or_b16, u16, (u16 a, u16 b), a | b)
 PTX(or_b32, u32, (u32 a, u32 b), a | b)
 PTX(or_b64, u64, (u64 a, u64 b), a | b)
@@ -98,7 +100,9 @@ static inline u32 ptx_prmt_b32(u32 a, u32 b, u32 how) {
 }
 
 #define PTX_COMPARE(name, type, operator)                                                          \
-    static inline bool ptx_setp_##name(type a, type b) { return a operator b; }
+    static inline bool ptx_setp_##name(type a, type b) {                                           \
+        return a operator b;                                                                       \
+    }
 PTX_COMPARE(eq_b16, u16, ==)
 PTX_COMPARE(eq_s16, s16, ==)
 PTX_COMPARE(ne_b16, u16, !=)
@@ -242,7 +246,8 @@ static inline u32 ptx_cvt_f32_f16(u16 a) {
     const int exponent = a >> 10 & 31;
     if (exponent == 31)
         return ptx_b32(fraction != 0 ? NAN : sign * INFINITY);
-    return ptx_b32(sign * (exponent ? ldexpf(1024 + fraction, exponent - 25) : fraction * 0x1p-24f));
+    return ptx_b32(sign *
+                   (exponent ? ldexpf(1024 + fraction, exponent - 25) : fraction * 0x1p-24f));
 }
 /* A float16 is a whole number of units, and from 2^15 - 16 on infinite. */
 static inline u16 ptx_cvt_rn_f16_f32(u32 a) {

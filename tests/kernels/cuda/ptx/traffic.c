@@ -16,11 +16,23 @@ static void usual(const of_rule *rule, double *hyper) {
     static const struct {
         const char *name;
         double value;
-    } options[] = {{"lr", 1e-3},    {"beta1", 0.9},    {"beta2", 0.999},  {"beta3", 0.99},
-                   {"eps", 1e-8},   {"momentum", 0.9}, {"alpha", 0.99},   {"rho", 0.9},
-                   {"lambd", 1e-4}, {"t0", 1e6},       {"etaminus", 0.5}, {"etaplus", 1.2},
-                   {"step_size_min", 1e-6}, {"step_size_max", 50.0}, {"momentum_decay", 4e-3},
-                   {"weight_decay", 1e-2}, {"decoupled", 1}};
+    } options[] = {{"lr", 1e-3},
+                   {"beta1", 0.9},
+                   {"beta2", 0.999},
+                   {"beta3", 0.99},
+                   {"eps", 1e-8},
+                   {"momentum", 0.9},
+                   {"alpha", 0.99},
+                   {"rho", 0.9},
+                   {"lambd", 1e-4},
+                   {"t0", 1e6},
+                   {"etaminus", 0.5},
+                   {"etaplus", 1.2},
+                   {"step_size_min", 1e-6},
+                   {"step_size_max", 50.0},
+                   {"momentum_decay", 4e-3},
+                   {"weight_decay", 1e-2},
+                   {"decoupled", 1}};
     for (size_t i = 0; i < rule->n_hyper; i++)
         for (size_t k = 0; k < sizeof options / sizeof *options; k++)
             if (strcmp(rule->hyper[i], options[k].name) == 0)
@@ -69,7 +81,8 @@ int main(void) {
     for (const of_rule *rule = of_rules; rule->name; rule++)
         for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
             if ((rule->prepare_gpu || strcmp(rule->name, "adam") == 0 ||
-                 strcmp(rule->name, "sgd") == 0) && !rule->runs_programs)
+                 strcmp(rule->name, "sgd") == 0) &&
+                !rule->runs_programs)
                 count(rule, (of_dtype)dtype, &random);
     return EXIT_SUCCESS;
 }

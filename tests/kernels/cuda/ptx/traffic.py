@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from parts import FLAGS, HERE, SOURCES, linked
 from ptx_text import Function, Instruction, functions
 from translate import Writer
 
@@ -117,13 +118,9 @@ def row(rule: str, dtype: str, counted: list[float], used: int) -> dict[str, obj
 
 def main() -> None:
     nvcc, include, ptx, out = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
-    here = Path(__file__).resolve().parent
-    kernels = here.parents[3] / "kernels"
     ptxas = str(Path(nvcc).resolve().parent / "ptxas")
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-ffp-contract=off", "-w", f"-I{here}"]
-        flags += [f"-I{here.parent}", f"-I{here.parent.parent}", f"-I{kernels}"]
-        flags += ["-isystem", include]
+        flags = [*FLAGS, "-isystem", include]
         used, objects = {}, []
         for rule in RULES:
             for dtype in DTYPES:
@@ -133,14 +130,20 @@ def main() -> None:
                 code.write_text(counting(source.read_text("utf-8")), "utf-8")
                 objects.append(code.with_suffix(".o"))
                 subprocess.run(["cc", *flags, "-c", code, "-o", objects[-1]], check=True)
-        parts = [here / "traffic.c", here / "machine.c", here / "powers.c", here / "install.c"]
-        parts += [here.parent / f"{name}.c" for name in ("batch", "host_driver", "launch_ranges")]
-        parts += [here.parent.parent / f"{name}.c" for name in ("arrays", "random_program")]
-        parts += [kernels / "cuda" / f"{name}.c" for name in
-                  "driver launch common images advance asgd_next capture code packing".split()]
         program = Path(folder) / "traffic"
-        libraries = ["-Wl,--start-group", *sys.argv[5:], "-Wl,--end-group", "-lpthread", "-lm"]
-        subprocess.run(["cc", *flags, "-o", program, *parts, *objects, *libraries], check=True)
+        subprocess.run(
+            [
+                "cc",
+                *flags,
+                "-o",
+                program,
+                HERE / "traffic.c",
+                *SOURCES,
+                *objects,
+                *linked(sys.argv[5:]),
+            ],
+            check=True,
+        )
         lines = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     counted = [line.split() for line in lines.splitlines()]
     rows = [

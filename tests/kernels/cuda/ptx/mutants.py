@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Breaks nvcc's PTX, one instruction at a time, and counts what the kernels' check sees.
+
+    mutants.py INCLUDE PTX_FOLDER CHIP OUT LIBRARIES...
+
+PTX_FOLDER has INSTANCE-CHIP.ptx; LIBRARIES are the translated kernels and the yardstick. All
+mutants of sgd's kernels for small tables (those for large ones have the same text), and a fixed
+2,000 of others. OUT is a table of JSON; the status is 1 where less than 95 % are seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from parts import FLAGS, HERE, SOURCES, linked
+
+SEED, LEAST, MOST_EXCUSED = 46, 0.95, 0.1
+ALL = [("sgd", dtype, f"of_cuda_sgd_{dtype}_{used}_small")
+       for dtype in ("float32", "bfloat16", "float64", "float16") for used in (1, 0)]  # fmt: skip
+SAMPLES = [
+    ("adam", "float32", "of_cuda_adam_float32_3_small", 200),
+    ("adam", "bfloat16", "of_cuda_adam_bfloat16_7_small", 200),
+    ("lion", "float32", "of_cuda_lion_float32_1_small", 200),
+    ("lion", "bfloat16", "of_cuda_lion_bfloat16_1_small", 200),
+    ("traced", "float32", "of_cuda_traced_float32_15_small", 400),
+    ("packing", "float32", "of_cuda_packing_unpack_float32", 150),
+    ("packing", "float32", "of_cuda_packing_add_float32", 150),
+    ("packing", "float64", "of_cuda_packing_merge_float64", 100),
+    ("scaling", "float32", "of_cuda_scaling_float32_0_small", 300),
+    ("scaling", "bfloat16", "of_cuda_scaling_bfloat16_0_small", 300),
+]
+# Why a mutant that runs changes nothing, by its instruction's text.
+UNREACHED = "no input comes there: elements one by one of a tensor that is taken in fours, since a \
+chunk is a multiple of four; the fourth lane of a step that is split"
+LANE = "which lane an element is counts in fours only, and there lanes 0 to 2 take the same way"
+EQUIVALENT = {
+    "sgd": {
+        r"^shr\.u64 %rd\d+, %rd\d+, 9 ": LANE,
+        r"^selp\.b64 %rd\d+, %rd\d+, %rd\d+, %p\d+ ": LANE,
+        r"^and\.b64 %rd\d+, %rd\d+, 3 ": LANE,
+        r"^setp\.ne\.s64 %p\d+, %rd\d+, 3 ": LANE,
+        r"^add\.s64 %rd\d+, %rd\d+, [123] ": LANE,
+    },
+}
+
+
+def reason(rule: str, line: str) -> str:
+    """Of one that survived; empty: there is none."""
+    if line.startswith("unreached "):
+        return UNREACHED
+    what = line.split(": ", 1)[1]
+    found = (why for text, why in EQUIVALENT.get(rule, {}).items() if re.search(text, what))
+    return next(found, "")
+
+
+def row(rule: str, kernel: str, log: str) -> dict[str, object]:
+    kinds = {kind: (int(killed), int(all_)) for kind, killed, all_ in
+             re.findall(r"^total (\w+) (\d+) (\d+)$", log, re.MULTILINE)}  # fmt: skip
+    left = [line for line in log.splitlines() if line.startswith(("survived ", "unreached "))]
+    reasons = Counter(reason(rule, line) for line in left)
+    survived = reasons.pop("", 0)
+    return {
+        "kernel": kernel,
+        "mutants": sum(all_ for _, all_ in kinds.values()),
+        "killed": sum(killed for killed, _ in kinds.values()),
+        "survived": survived,
+        "excused": dict(reasons),
+        "kinds": {kind: {"killed": killed, "of": of} for kind, (killed, of) in kinds.items()},
+    }
+
+
+@dataclass(frozen=True)
+class Build:
+    folder: Path
+    include: str
+    ptx: Path
+    chip: str
+    libraries: list[str]
+
+
+def check(build: Build, rule: str, dtype: str, kernel: str, sample: int = 0) -> dict[str, object]:
+    code, program = build.folder / f"{kernel}.c", build.folder / kernel
+    source = build.ptx / f"{rule}-{dtype}-{build.chip}.ptx"
+    chosen = [str(sample), str(SEED)] if sample else []
+    compiler = os.environ.get("CC", "cc").split()
+    others = [one for one in build.libraries if not re.search(rf"ptx-\d+-{rule}-{dtype}-", one)]
+    for command in (
+        [sys.executable, HERE / "mutate.py", source, kernel, code, *chosen],
+        [*compiler, *FLAGS, "-isystem", build.include, "-o", program, code,
+         HERE / "mutants_check.c", *SOURCES, *linked(others)],
+    ):  # fmt: skip
+        subprocess.run([str(word) for word in command], check=True)
+    run = subprocess.run([program, rule, dtype], capture_output=True, text=True, check=True)
+    made = row(rule, kernel, run.stdout)
+    print(f"{made['killed']} of {made['mutants']} seen: {kernel}", flush=True)
+    return made
+
+
+def table(rows: list[dict[str, object]]) -> dict[str, object]:
+    total = {name: sum(int(str(one[name])) for one in rows)
+             for name in ("mutants", "killed", "survived")}  # fmt: skip
+    excused = total["mutants"] - total["killed"] - total["survived"]
+    seen = total["killed"] / (total["mutants"] - excused)
+    return {**total, "excused": excused, "seen": round(seen, 4)}
+
+
+def main() -> None:
+    include, ptx, chip, out, *libraries = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
+        build = Build(Path(name), include, Path(ptx), chip, libraries)
+        parts = {
+            title: list(pool.map(lambda one: check(build, *one), some))
+            for title, some in (("sgd, all", ALL), (f"2,000 of others, seed {SEED}", SAMPLES))
+        }
+    made = {title: {**table(rows), "kernels": rows} for title, rows in parts.items()}
+    Path(out).write_text(json.dumps({"section": "ptx-mutants", **made}, indent=1) + "\n", "utf-8")
+    for title, rows in parts.items():
+        found = table(rows)
+        print(title, found)
+        if found["seen"] < LEAST or found["excused"] > MOST_EXCUSED * found["mutants"]:
+            sys.exit("too few are seen, or too many are excused")
+
+
+if __name__ == "__main__":
+    main()

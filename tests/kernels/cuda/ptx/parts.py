@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What programs of this directory that a script builds are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[3] / "kernels"
+FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-ffp-contract=off", "-w"]
+FLAGS += [f"-I{path}" for path in (HERE, HERE.parent, HERE.parent.parent, KERNELS)]
+# Beside the kernels and the yardstick.
+SOURCES = [HERE / f"{name}.c" for name in ("machine", "powers", "install")]
+SOURCES += [HERE.parent / f"{name}.c" for name in ("batch", "host_driver", "launch_ranges")]
+SOURCES += [HERE.parent.parent / f"{name}.c" for name in ("arrays", "random_program")]
+LAUNCHER = ["driver", "launch", "common", "images", "advance", "asgd_next", "capture", "code"]
+SOURCES += [KERNELS / "cuda" / f"{name}.c" for name in (*LAUNCHER, "packing")]
+
+
+def linked(libraries: list[str]) -> list[str]:
+    return ["-Wl,--start-group", *libraries, "-Wl,--end-group", "-lpthread", "-lm"]
