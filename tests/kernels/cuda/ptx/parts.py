@@ -7,7 +7,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[3] / "kernels"
-FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-ffp-contract=off", "-w"]
+FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-ffp-contract=off", "-Wno-overflow"]
+FLAGS += ["-Werror=implicit-function-declaration"]
 FLAGS += [f"-I{path}" for path in (HERE, HERE.parent, HERE.parent.parent, KERNELS)]
 # Beside the kernels and the yardstick.
 SOURCES = [HERE / f"{name}.c" for name in ("machine", "powers", "install")]
