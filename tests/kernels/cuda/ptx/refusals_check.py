@@ -62,7 +62,7 @@ def main() -> None:
         except PtxError as error:
             if why not in str(error):
                 wrong.append(f"{line}: {error}")
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) if wrong else 0)
 
 
 if __name__ == "__main__":
