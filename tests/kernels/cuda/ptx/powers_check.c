@@ -47,9 +47,22 @@ static void pick(double *x, double *exponent, uint64_t *random) {
     *exponent = kind & 2 ? (double)(kind >> 16 & 0x3ffff) : (random_real(random) - 0.5) * 60;
 }
 
+/* Whether 1 - beta^step is the same whatever rcp.approx gives, up to so many units from its value.
+ */
+static bool depends(float x, float exponent, int units) {
+    float made[3];
+    for (int i = 0; i < 3; i++) {
+        ptx_now.nudge = (i - 1) * units;
+        made[i] = 1.0f - ptx_powf(x, exponent);
+    }
+    ptx_now.nudge = 0;
+    return memcmp(&made[0], &made[1], sizeof *made) || memcmp(&made[1], &made[2], sizeof *made);
+}
+
 static void check_nearness(void) {
     uint64_t random = 1;
     long double most = 0, most_wide = 0;
+    int dependent = 0;
     for (int i = 0; i < ARGUMENTS; i++) {
         double x, y;
         pick(&x, &y, &random);
@@ -60,6 +73,7 @@ static void check_nearness(void) {
         const long double far = units((double)narrow, want, 24, -149);
         const long double far_wide = units(wide, want_wide, 53, -1074);
         most = far > most ? far : most;
+        dependent += depends(fx, fy, 1);
         most_wide = far_wide > most_wide ? far_wide : most_wide;
         if (far > 2)
             fail("powf", (double)fx, (double)fy, (double)narrow, want);
@@ -68,6 +82,7 @@ static void check_nearness(void) {
     }
     printf("of %d arguments powf is at most %.3Lf units from the right number, pow %.3Lf\n",
            ARGUMENTS, most, most_wide);
+    printf("1 - powf depends on rcp.approx for %d of them\n", dependent);
 }
 
 /* Small numbers to small powers, and powers of 2. powf has them exactly; pow now and then has a
@@ -103,18 +118,6 @@ static void check_edges(void) {
     }
 }
 
-/* Whether 1 - beta^step is the same whatever rcp.approx gives, up to so many units from its value.
- */
-static bool depends(float beta, float step, int units) {
-    float made[3];
-    for (int i = 0; i < 3; i++) {
-        ptx_now.nudge = (i - 1) * units;
-        made[i] = 1.0f - ptx_powf(beta, step);
-    }
-    ptx_now.nudge = 0;
-    return memcmp(&made[0], &made[1], sizeof *made) || memcmp(&made[1], &made[2], sizeof *made);
-}
-
 static bool depends_wide(double beta, double step) {
     double made[3];
     for (int i = 0; i < 3; i++) {
@@ -147,10 +150,31 @@ static void report_steps(int steps) {
     }
 }
 
+/* ASGD's eta at its default options, lambd * lr = 1e-6 and alpha = 0.75. */
+static void report_asgd(int steps) {
+    int dependent = 0;
+    for (int step = 1; step <= steps; step++) {
+        float eta[3];
+        for (int i = 0; i < 3; i++) {
+            ptx_now.nudge = i - 1;
+            eta[i] = 1.0f / ptx_powf((float)step * 1e-6f + 1.0f, 0.75f) * 0.01f;
+        }
+        const bool some = memcmp(&eta[0], &eta[1], sizeof *eta) != 0 ||
+                          memcmp(&eta[1], &eta[2], sizeof *eta) != 0;
+        if (some && dependent < MOST_SHOWN)
+            printf("  ASGD's eta after step %d depends on rcp.approx\n", step);
+        dependent += some;
+    }
+    ptx_now.nudge = 0;
+    printf("ASGD's eta: of %d steps %d depend on rcp.approx\n", steps, dependent);
+}
+
 int main(int argc, char **argv) {
     check_nearness();
     check_exact();
     check_edges();
-    report_steps(argc == 3 && strcmp(argv[1], "--steps") == 0 ? atoi(argv[2]) : 2000);
+    const int steps = argc == 3 && strcmp(argv[1], "--steps") == 0 ? atoi(argv[2]) : 2000;
+    report_steps(steps);
+    report_asgd(steps);
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }
