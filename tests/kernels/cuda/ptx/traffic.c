@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* traffic.c: launches each rule's usual update on translated PTX that counts (traffic.py), and
- * prints per element the bytes that it reads and writes, the accesses of threads, and the
+ * prints per element the bytes that it reads and writes, other accesses (of scalars), and the
  * instructions of its PTX. */
 #include <inttypes.h>
 #include <stdio.h>
@@ -69,10 +69,11 @@ static void count(const of_rule *rule, of_dtype dtype, uint64_t *random) {
     host.multiprocessors = 132;
     if (of_cuda_launch(&b.update, b.entries, 1) != OF_CUDA_OK)
         abort();
+    const double each = 1.0 / ELEMENTS;
     printf("%s %s %g %g %g %g\n", rule->name, of_dtype_name(dtype),
-           (double)ptx_now.counted.bytes[0] / ELEMENTS, (double)ptx_now.counted.bytes[1] / ELEMENTS,
-           (double)ptx_now.counted.accesses / ELEMENTS,
-           (double)ptx_now.counted.instructions / ELEMENTS);
+           16 * each * (double)ptx_now.counted.vectors[0],
+           16 * each * (double)ptx_now.counted.vectors[1], each * (double)ptx_now.counted.others,
+           each * (double)ptx_now.counted.instructions);
     batch_destroy(&b);
 }
 

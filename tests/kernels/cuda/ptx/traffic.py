@@ -24,6 +24,7 @@ from translate import Writer
 DTYPES = {"float32": 4, "bfloat16": 2}
 RULES = ["adam", "sgd", "rmsprop", "adadelta", "nadam", "radam", "adamax", "rprop", "asgd",
          "adagrad", "lion", "adan"]  # fmt: skip
+FUSED = ("adam", "sgd")  # stock's others are chains of kernels
 BLOCK, REGISTERS, THREADS, MOST_BLOCKS = 256, 65536, 2048, 32  # of a multiprocessor of sm_90
 SECTOR, WARP, VECTOR = 32, 32, 16
 # What is assumed of a chip: multiprocessors, TB/s of its memory, and the share of it that a kernel
@@ -90,7 +91,7 @@ def stock(chip: str, tensors: int, n: int, traffic: float) -> float:
 
 
 def row(rule: str, dtype: str, counted: list[float], used: int) -> dict[str, object]:
-    reads, writes, accesses, instructions = counted
+    reads, writes, others, instructions = counted
     at_once, traffic = blocks_at_once(used), reads + writes
     return {
         "rule": rule,
@@ -98,7 +99,8 @@ def row(rule: str, dtype: str, counted: list[float], used: int) -> dict[str, obj
         "bytes_read": reads,
         "bytes_written": writes,
         "sectors": round(traffic / SECTOR, 4),
-        "accesses": round(accesses, 4),
+        "vectors": traffic / VECTOR,
+        "other_accesses": round(others, 4),
         "instructions": round(instructions, 1),
         "registers": used,
         "blocks_at_once": at_once,
@@ -107,13 +109,39 @@ def row(rule: str, dtype: str, counted: list[float], used: int) -> dict[str, obj
             chip: {
                 f"{tensors} x {n:,}": {
                     "optfuse": round(ours(chip, tensors, n, DTYPES[dtype], traffic, at_once), 1),
-                    "stock": round(stock(chip, tensors, n, traffic), 1),
+                    "stock": round(stock(chip, tensors, n, traffic), 1) if rule in FUSED else None,
                 }
                 for tensors, n in SIZES
             }
             for chip in CHIPS
         },
     }
+
+
+def compared(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The model beside what an H200 took (benchmarks/results). Near: within a quarter."""
+    by_name = {(one["rule"], one["dtype"]): one for one in rows}
+    found = []
+    results = HERE.parents[3] / "benchmarks" / "results"
+
+    def add(what: str, model: float, took: float) -> None:
+        near = 0.8 < model / took < 1.25
+        found.append({"what": what, "model": round(model, 1), "took": round(took, 1), "near": near})
+
+    for one in json.loads((results / "kernels-adamw-h200.json").read_text("utf-8"))["raced"]:
+        times = by_name["adam", "float32"]["microseconds"]["H200"]  # type: ignore[index]
+        for name, ours_name in (("optfuse", "optfuse"), ("fused", "stock")):
+            took = one["ms"][name]["median"] * 1000
+            add(f"AdamW {one['shape']}, {name}", times[one["shape"]][ours_name], took)
+    run = json.loads((results / "gpu-run-h200.json").read_text("utf-8"))
+    for rule, dtype, elements, tensors, speed, _ in run["bandwidth"]["rows"]:
+        this = by_name[rule, dtype]
+        traffic = float(str(this["bytes_read"])) + float(str(this["bytes_written"]))
+        at_once = int(str(this["blocks_at_once"]))
+        model = ours("H200", tensors, elements // tensors, DTYPES[dtype], traffic, at_once)
+        took = elements * traffic / speed / 1000
+        add(f"{rule} {dtype}, {tensors} x {elements // tensors:,}", model, took)
+    return found
 
 
 def main() -> None:
@@ -154,7 +182,7 @@ def main() -> None:
     chips = {chip: dict(zip(("multiprocessors", "tb_per_s", "share"), values, strict=True))
              for chip, values in CHIPS.items()}  # fmt: skip
     model = {"section": "traffic-model", "chips": chips, "start_us": START, "round_us": ROUND,
-             "stock": STOCK, "rows": rows}  # fmt: skip
+             "stock": STOCK, "compared": compared(rows), "rows": rows}  # fmt: skip
     out.write_text(json.dumps(model, indent=1) + "\n", "utf-8")
 
 
