@@ -38,8 +38,12 @@ SAMPLES = [
     ("scaling", "bfloat16", "of_cuda_scaling_bfloat16_0_small", 300),
 ]
 # Why a mutant that runs changes nothing, by its instruction's text.
-UNREACHED = "no input comes there: elements one by one of a tensor that is taken in fours, since a \
-chunk is a multiple of four; the fourth lane of a step that is split"
+UNREACHED = {
+    "sgd": "no input comes there: elements one by one of a tensor that is taken in fours, since a "
+    "chunk is a multiple of four; the fourth lane of a step that is split",
+    "adam": "no input comes there: powf of bases outside of [0, 1), of infinities and of NaNs; "
+    "elements one by one of a tensor that is taken in fours",
+}
 LANE = "which lane an element is counts in fours only, and there lanes 0 to 2 take the same way"
 EQUIVALENT = {
     "sgd": {
@@ -55,7 +59,7 @@ EQUIVALENT = {
 def reason(rule: str, line: str) -> str:
     """Of one that survived; empty: there is none."""
     if line.startswith("unreached "):
-        return UNREACHED
+        return UNREACHED.get(rule, "")
     what = line.split(": ", 1)[1]
     found = (why for text, why in EQUIVALENT.get(rule, {}).items() if re.search(text, what))
     return next(found, "")

@@ -96,6 +96,18 @@ static void fill_scaling(input *in, of_dtype dtype, uint64_t *random) {
                                                                   : (void *)&b->factor};
 }
 
+/* Betas and steps are any, so that powers have many digits. */
+static void vary(batch *b, uint64_t *random) {
+    for (size_t i = 0; i < b->rule->n_hyper; i++)
+        if (strncmp(b->rule->hyper[i], "beta", 4) == 0 && random_next(random) % 4)
+            b->hyper[i] = 1 - ldexp(random_real(random), -(int)(random_next(random) % 10));
+    for (size_t i = 0; i < b->n; i++) {
+        if (random_next(random) % 4)
+            b->tensors[i].step = (float)(1 + random_next(random) % 2000);
+        b->entries[i].step = (double)b->tensors[i].step;
+    }
+}
+
 static void add_arrays(input *in) {
     for (size_t i = 0; i < in->b.n; i++)
         for (int k = 0; k < N_ARRAYS; k++)
@@ -122,6 +134,7 @@ static void fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
         fill_scaling(in, dtype, &random);
     else
         batch_fill(&in->b, of_rule_find(rule), dtype, true, &random);
+    vary(&in->b, &random);
     in->b.n = 1 + random_next(&random) % TENSORS;
     in->b.update.chunk = chunks[random_next(&random) % 4];
     add_arrays(in);
