@@ -60,6 +60,7 @@ class Link:
 
     gpu_bits_differ: tuple[str, ...] = ()
     compiled = False  # compiled code stopped the deferring
+    scaled_steps = 0  # with a scale that was set by hand
     marked = False  # tensors may carry the pending mark
     unasked: Callable[[], None] | None = None  # run fused it: whom to tell
     delayed: Delayed | None = None  # parameters whose updates arrive late
@@ -215,6 +216,7 @@ class Link:
             optimizer,
             functools.partial(hand_set_scale.step_with_scale, stock=self.stock, rule=self.rule),
         )
+        self.scaled_steps += 1
         self.ledger.state.forget()
         self.ledger.used.confirm()
         lib.of_shim_restart_count(self.plan)

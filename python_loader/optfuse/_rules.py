@@ -139,6 +139,7 @@ class Rule:
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
     fuses_dtensors: bool = False  # PyTorch's fused=True takes DTensors
     scales: bool = False  # step() reads the optimizer's grad_scale and found_inf
+    asserts_no_scale: bool = False  # ... and raises if there is one
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
     entries: tuple[tuple[str, ...], ...] = ()
@@ -268,6 +269,7 @@ RULES: dict[type[Optimizer], Rule] = {
     Adafactor: _own(
         "adafactor",
         tried=True,
+        asserts_no_scale=True,
         shapes=((1,), (7,), (1003,), (1, 1), (40, 60), (131, 33), (3, 5, 7)),
         entries=(("step", "row_var", "col_var"), ("step", "variance")),
     ),

@@ -48,6 +48,7 @@ class Summary:
     launches: int
     threads_seen: bool  # another thread used a pending parameter: no more deferring
     compiled: bool  # compiled code used parameters on a GPU: no more deferring
+    scaled_steps: int  # by PyTorch's own implementation, with a scale that was set by hand
     past_caches: bool  # backward fusion stores parameters on the CPU so now (docs/performance.md)
 
     def __str__(self) -> str:
@@ -96,6 +97,11 @@ class Summary:
         if self.compiled:
             lines.append(
                 "  note: a compiled callable was entered; updates on the GPU run at once since then"
+            )
+        if self.scaled_steps:
+            lines.append(
+                f"  note: {self.scaled_steps} steps were those of PyTorch's own fused=True, because "
+                "grad_scale or found_inf was set by hand"
             )
         if self.mode == "forward" and self.created and self.at_once > self.created // 2:
             lines.append(
@@ -147,6 +153,7 @@ def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
         delayed=0,
         delay_bytes=0,
         compiled=False,
+        scaled_steps=0,
         **_numbers(Counts()),
     )
 
@@ -188,6 +195,7 @@ def summary(optimizer: Optimizer) -> Summary:
         delayed=len(link.delayed or ()),
         delay_bytes=link.delayed.nbytes() if link.delayed else 0,
         compiled=link.compiled,
+        scaled_steps=link.scaled_steps,
         **_numbers(counts),
     )
 

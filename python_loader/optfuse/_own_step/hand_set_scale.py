@@ -5,24 +5,33 @@ step() does."""
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._library.bindings import Error, guard
 from optfuse._own_step.twin import step_of
 from optfuse._rules import Rule
 
 
 def has_scale(optimizer: Optimizer, rule: Rule) -> bool:
     """Whether one is set that a parameter on the CPU has to obey."""
-    if not rule.scales:
+    if not rule.scales and not rule.asserts_no_scale:
         return False
     scale, inf = map(optimizer.__dict__.get, ("grad_scale", "found_inf"))
     if scale is None and inf is None:
         return False
+    if rule.asserts_no_scale:
+        name = type(optimizer).__name__
+        raise Error(
+            f"optfuse: {name} takes no grad_scale and no found_inf, and its own step() raises an "
+            "AssertionError; unscale the gradients first, and delete the attributes"
+        )
     return any(param.is_cpu for group in optimizer.param_groups for param in group["params"])
 
 
 def step_with_scale(optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> None:
     """By the implementation of PyTorch that takes a scale, whatever the groups select."""
+    _check_memory(optimizer)
     selected = []
     try:
         for group in optimizer.param_groups:
@@ -33,3 +42,37 @@ def step_with_scale(optimizer: Optimizer, stock: type[Optimizer], rule: Rule) ->
     finally:
         for group, flags in zip(optimizer.param_groups, selected, strict=False):
             group.update(flags)
+
+
+def _check_memory(optimizer: Optimizer) -> None:
+    """PyTorch's kernel goes through the memory of all tensors in the same order, whatever their
+    strides, and past its end where there is less of it than elements."""
+    for number, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            if param.grad is None or not param.is_cpu or not guard("by_hand"):
+                continue
+            state = optimizer.__dict__["state"].get(param, {}).values()
+            beside = (x for x in state if isinstance(x, Tensor) and x.shape == param.shape)
+            if not all(_lie_alike(x, param) for x in (param.grad, param, *beside)):
+                raise Error(
+                    f"optfuse: parameter {i} of group {number}, its gradient or its state has holes "
+                    "or other strides, and PyTorch's kernel, which takes a grad_scale or found_inf "
+                    "set by hand, mixes up their elements; make them contiguous, or unscale the "
+                    "gradients yourself. Nothing was updated"
+                )
+
+
+def _lie_alike(tensor: Tensor, param: Tensor) -> bool:
+    if tensor.is_contiguous() and param.is_contiguous():
+        return True
+    return tensor.stride() == param.stride() and _is_dense(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Without holes and overlaps, in whatever order of dimensions."""
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != elements:
+            return False
+        elements *= size
+    return True

@@ -73,6 +73,20 @@ def test_an_overflow_in_the_first_step_leaves_new_state(name, mode):
 
 
 @both_modes
+def test_summary_counts_such_steps(mode):
+    model = net()
+    optimizer = optfuse.fuse(CLASSES["Adam"](model.parameters(), fused=True), mode=mode)
+    for i in range(4):
+        set_scale(optimizer, {"grad_scale": 4.0} if i else {})
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        assert ("by hand" in str(optfuse.summary(optimizer))) == (i > 1)
+        optimizer.step()
+    summary = optfuse.summary(optimizer)
+    assert summary.scaled_steps == 3 and "3 steps were those of PyTorch" in str(summary)
+
+
+@both_modes
 def test_options_that_select_another_implementation_stay(mode):
     """Stock raises an AssertionError where it would take one that knows no scale."""
 
@@ -102,6 +116,90 @@ def test_a_class_that_reads_none_ignores_one(make, mode):
         yield from everything(model, optimizer)
 
     same(trained(lambda p: make(p, foreach=False), iteration=iteration), mode)
+
+
+def with_holes(p):
+    return torch.ones(*p.shape, 2, dtype=p.dtype)[..., 0]
+
+
+def exchange_gradient(optimizer, p):
+    p.grad = with_holes(p)
+
+
+def expand_gradient(optimizer, p):
+    p.grad = torch.ones((), dtype=p.dtype).expand(p.shape)
+
+
+def turn_gradient(optimizer, p):
+    p.grad = torch.ones(p.shape[::-1], dtype=p.dtype).t()
+
+
+def exchange_parameter(optimizer, p):
+    wide = with_holes(p)
+    wide.copy_(p.detach())
+    p.data = wide
+    p.grad = torch.ones_like(p)
+
+
+def exchange_state(optimizer, p):
+    optimizer.state[p]["exp_avg"] = with_holes(p)
+
+
+@both_modes
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize("scales", ({"grad_scale": 8.0}, {"found_inf": 0.0}), ids=str)
+@pytest.mark.parametrize(
+    "change",
+    (exchange_gradient, expand_gradient, turn_gradient, exchange_parameter, exchange_state),
+)
+def test_strides_that_the_kernel_would_ignore_are_refused(change, scales, dtype, mode):
+    """Stock takes the wrong elements, or writes past the end of the memory."""
+    p, q = (torch.nn.Parameter(torch.ones(5, 4, dtype=dtype)) for _ in range(2))
+    optimizer = optfuse.fuse(CLASSES["AdamW"]([q, p], fused=True), mode=mode)
+    for _ in range(2):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        optimizer.step()
+        optimizer.zero_grad()
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    change(optimizer, p)
+    set_scale(optimizer, scales)
+    before = [p.detach().clone(), q.detach().clone(), p.grad.clone()]
+    with pytest.raises(optfuse.Error, match="parameter 1 of group 0.*has holes or other strides"):
+        optimizer.step()
+    assert all(map(torch.equal, [p.detach(), q.detach(), p.grad], before))
+    set_scale(optimizer, {})
+    optimizer.step()
+    assert (p != before[0]).any() and (q != before[1]).any()
+
+
+def test_channels_last_are_like_each_other():
+    def script(wrap):
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = wrap(CLASSES["AdamW"](model.parameters(), fused=True))
+        for i in range(3):
+            set_scale(optimizer, {"grad_scale": 2.0})
+            optimizer.zero_grad()
+            model(torch.ones(1, 3, 4, 4)).square().sum().backward()
+            optimizer.step()
+            yield from everything(model, optimizer)
+
+    same(script, prove=False)
+
+
+@both_modes
+@pytest.mark.parametrize("name", ("grad_scale", "found_inf"))
+def test_a_class_that_asserts_that_there_is_none_raises(name, mode):
+    model = net()
+    optimizer = optfuse.fuse(torch.optim.Adafactor(model.parameters()), mode=mode)
+    for i in range(3):
+        set_scale(optimizer, {name: 0.0} if i == 1 else {})
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        if i == 1:
+            with pytest.raises(optfuse.Error, match="Adafactor takes no grad_scale"):
+                optimizer.step()
+            set_scale(optimizer, {})
+        optimizer.step()
 
 
 def test_accumulated_passes_are_counted_after_such_a_step():
