@@ -100,8 +100,8 @@ class Summary:
             )
         if self.scaled_steps:
             lines.append(
-                f"  note: {self.scaled_steps} steps were those of PyTorch's own fused=True, because "
-                "grad_scale or found_inf was set by hand"
+                f"  note: {self.scaled_steps} steps were those of PyTorch's own fused=True, "
+                "because grad_scale or found_inf was set by hand"
             )
         if self.mode == "forward" and self.created and self.at_once > self.created // 2:
             lines.append(

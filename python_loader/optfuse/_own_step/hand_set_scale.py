@@ -55,10 +55,10 @@ def _check_memory(optimizer: Optimizer) -> None:
             beside = (x for x in state if isinstance(x, Tensor) and x.shape == param.shape)
             if not all(_lie_alike(x, param) for x in (param.grad, param, *beside)):
                 raise Error(
-                    f"optfuse: parameter {i} of group {number}, its gradient or its state has holes "
-                    "or other strides, and PyTorch's kernel, which takes a grad_scale or found_inf "
-                    "set by hand, mixes up their elements; make them contiguous, or unscale the "
-                    "gradients yourself. Nothing was updated"
+                    f"optfuse: parameter {i} of group {number}, its gradient or its state has "
+                    "holes or other strides, and PyTorch's kernel, which takes a grad_scale or "
+                    "found_inf set by hand, mixes up their elements; make them contiguous, or "
+                    "unscale the gradients yourself. Nothing was updated"
                 )
 
 

@@ -176,7 +176,7 @@ def test_channels_last_are_like_each_other():
     def script(wrap):
         model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         optimizer = wrap(CLASSES["AdamW"](model.parameters(), fused=True))
-        for i in range(3):
+        for _ in range(3):
             set_scale(optimizer, {"grad_scale": 2.0})
             optimizer.zero_grad()
             model(torch.ones(1, 3, 4, 4)).square().sum().backward()
