@@ -263,12 +263,20 @@ class Sharded:
     def _consume(self, slots: list[int]) -> None:
         for slot in slots:
             param = self._params[slot]
-            if slot not in self._consumed:
+            if slot not in self._consumed or _is_kept(self._consumed, slot):
                 self._consumed[slot] = _consumed(self.plan, param, self._locals[slot])
             param.grad = self._consumed[slot]
         torch.ops.optfuse.consume_again([self._consumed[slot]._local_tensor for slot in slots])
         torch.autograd.graph.increment_version([self._params[slot] for slot in slots])
         torch.ops.optfuse.note_versions(self.plan, slots)
+
+
+_ALONE = {0: object()}
+
+
+def _is_kept(consumed: dict[int, Any], slot: int) -> bool:
+    """Whether a script still has one that has been .grad."""
+    return sys.getrefcount(consumed[slot]) > sys.getrefcount(_ALONE[0])
 
 
 def _consumed(plan: int, param: Any, local: Tensor) -> Any:

@@ -493,6 +493,29 @@ def test_aliases_of_a_consumed_dtensor_can_not_be_overwritten(way, when, gloo):
     same(script, mode="backward")
 
 
+@pytest.mark.parametrize("build", (net, replicated), ids=("tensors", "DTensors"))
+def test_a_kept_gradient_is_not_that_of_the_next_pass(build, gloo):
+    def script(wrap):
+        model = build()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            if i == 1:
+                kept = [p.grad for p in model.parameters()]
+        for p, old in zip(model.parameters(), kept, strict=True):
+            assert p.grad is not old
+            old.zero_()
+        if wrap.fused:
+            for p in model.parameters():
+                refused(p.grad.sum, "already applied")
+        yield "kept", kept
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward")
+
+
 def test_zeros_may_be_made_like_a_consumed_gradient_at_any_time():
     model, optimizer = fused_backward()
     loss_of(model, 0).backward()
