@@ -47,6 +47,11 @@ void FusedOptimizer::tell_state() {
     }
 }
 
+std::string FusedOptimizer::changed_state(size_t slot) {
+    const bool is_same = is_told(slot, entry_of(slot));
+    return is_same ? "" : "the state of " + shared->slots[slot]->label + " was replaced";
+}
+
 // is_new: it has been made for this update.
 void FusedOptimizer::tell_entry(size_t slot, const std::optional<StateEntry> &entry, bool is_new) {
     Slot *told = shared->slots[slot];
@@ -66,7 +71,7 @@ void FusedOptimizer::tell_entry(size_t slot, const std::optional<StateEntry> &en
 }
 
 // As PyTorch's fused updates do at a parameter's first gradient.
-void FusedOptimizer::make_entry(size_t slot) {
+bool FusedOptimizer::make_state(size_t slot) {
     const unsigned used = shared->rule->state_used(of_plan_hyper(shared->core, slot));
     const double initial = row.initial(optimizer.defaults());
     auto entry = row.make_entry();
@@ -82,9 +87,11 @@ void FusedOptimizer::make_entry(size_t slot) {
     for (size_t i = 0; i < shared->rule->n_state; i++)
         if (made[i].defined())
             *now.tensors[i] = made[i];
-    if (!place)
+    const bool is_absent = !place;
+    if (is_absent)
         place = std::move(entry);
     tell_entry(slot, now, true);
+    return is_absent;
 }
 
 // The entry's counter gets what the plan's has become, unless the program has put another entry

@@ -65,8 +65,9 @@ FusedOptimizer::FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_
                                   options.bucket_bytes, options.accumulate, &handle));
     shared = plan_of(handle);
     shared->owner = this;
+    ledger.emplace(*shared);
     try {
-        rebuild();
+        ledger->rebuild(*this);
     } catch (...) {
         of_shim_plan_free(handle);
         throw;
@@ -83,7 +84,7 @@ FusedOptimizer::~FusedOptimizer() {
 
 // ---- parameters and groups
 
-bool FusedOptimizer::has_same_params() const {
+bool FusedOptimizer::has_same_params() {
     size_t slot = 0;
     const auto &groups = optimizer.param_groups();
     for (size_t g = 0; g < groups.size(); g++)
@@ -94,7 +95,7 @@ bool FusedOptimizer::has_same_params() const {
                 return false;
             slot++;
         }
-    return slot == members.size() && groups.size() == hyper.size();
+    return slot == members.size() && groups.size() == n_groups;
 }
 
 // Which are those of docs/cxx.md, or strict refuses it.
@@ -119,9 +120,7 @@ void FusedOptimizer::check_bits(const at::Tensor &param,
              ": leave strict out, or keep the optimizer as it is");
 }
 
-// Tells the plan about all parameters and groups from the start. After a failure the next step
-// does it again.
-void FusedOptimizer::rebuild() {
+std::vector<FusedOptimizer::Member> FusedOptimizer::members_now() const {
     std::vector<Member> found;
     std::unordered_set<const c10::TensorImpl *> known;
     const auto &groups = optimizer.param_groups();
@@ -135,13 +134,27 @@ void FusedOptimizer::rebuild() {
                      " is in the optimizer twice: leave it in one place");
             found.push_back({param, g, 0});
         }
+    return found;
+}
+
+void FusedOptimizer::rebuild() {
+    std::vector<Member> found = members_now();
+    std::unordered_set<const c10::TensorImpl *> known, updated;
+    for (const Member &member : found)
+        known.insert(member.param.unsafeGetTensorImpl());
+    for (const Slot *slot : shared->slots)
+        if (of_shim_is_updated(handle, slot->index))
+            updated.insert(slot->param);
     check_status(of_shim_clear(handle));
     for (const Member &member : std::exchange(members, {}))
         if (known.count(member.param.unsafeGetTensorImpl()) == 0)
             detach_gradient_hook(shared, member.param);
-    hyper.clear();
-    tell_options();
+    n_groups = optimizer.param_groups().size();
+    ledger->tell_options(*this);
     add_members(std::move(found));
+    for (const Slot *slot : shared->slots)
+        if (updated.count(slot->param) != 0)
+            of_plan_set_updated(shared->core, slot->index);
 }
 
 // A replay of a CUDA graph reads parameters and writes gradients by their addresses. Python's
@@ -161,8 +174,8 @@ void FusedOptimizer::add_members(std::vector<Member> found) {
         const c10::TensorImpl *impl = member.param.unsafeGetTensorImpl();
         of_dtype dtype = OF_FLOAT32;
         dtype_of(impl, &dtype);
-        add_slot(*shared, member.param, member.group, is_eager(member.param),
-                 place_of(impl, dtype), label_of(member.param, member.group, index));
+        add_slot(*shared, member.param, member.group, is_eager(member.param), place_of(impl, dtype),
+                 label_of(member.param, member.group, index));
         if (check_param(shared->slots.back(), impl, &dtype) == OF_FOUND_ERROR) {
             const std::string why = of_error_message();
             of_shim_clear(handle);
@@ -170,120 +183,57 @@ void FusedOptimizer::add_members(std::vector<Member> found) {
         }
     }
     members = std::move(found);
-    needs.resize(members.size());
     if (shared->mode == OF_BACKWARD)
-        attach_hooks();
+        attach();
 }
 
-void FusedOptimizer::attach_hooks() {
+void FusedOptimizer::attach() {
     std::vector<at::Tensor> params;
     for (const Member &member : members)
         params.push_back(member.param);
-    attach(*shared, params);
+    optfuse::attach(*shared, params);
 }
 
-// ---- options
+std::vector<double> FusedOptimizer::numbers(size_t group) {
+    return row.hyper(optimizer.param_groups()[group].options());
+}
 
-// Between backward() and step(), where stock would still obey it.
-std::vector<std::string> FusedOptimizer::late_changes() const {
-    if (!has_same_params())
-        return {"param_groups() were changed"};
-    std::vector<std::string> found;
+std::vector<size_t> FusedOptimizer::groups_now() {
+    std::vector<size_t> found(members.size(), kNoGroup);
     const auto &groups = optimizer.param_groups();
-    for (size_t g = 0; g < hyper.size(); g++)
-        if (row.hyper(groups[g].options()) != hyper[g])
-            found.push_back("an option of parameter group " + std::to_string(g) +
-                            " (such as lr) was changed");
     for (size_t slot = 0; slot < members.size(); slot++)
-        if (of_shim_is_updated(handle, slot) && !is_told(slot, entry_of(slot)))
-            found.push_back("the state of " + shared->slots[slot]->label + " was replaced");
-    bool of_state = false;
-    for (size_t slot = of_shim_written(handle, 0, &of_state); slot != SIZE_MAX;
-         slot = of_shim_written(handle, slot + 1, &of_state))
-        found.push_back((of_state ? "the state of " : "") + shared->slots[slot]->label +
-                        " was written in place");
+        for (size_t g = 0; g < groups.size(); g++)
+            for (const at::Tensor &param : groups[g].params())
+                if (param.is_same(members[slot].param))
+                    found[slot] = g;
     return found;
 }
 
-// at_step: what this says, the next step() does not say again.
-void FusedOptimizer::refuse_late_changes(bool at_step) {
-    if (shared->mode != OF_BACKWARD || !of_shim_unconfirmed(handle))
-        return;
-    const std::vector<std::string> found = late_changes();
-    std::string first;
-    for (const std::string &text : found)
-        if (first.empty() && said.count(text) == 0)
-            first = text;
-    if (first.empty())
-        return;
-    if (at_step)
-        said.insert(found.begin(), found.end());
-    fail("optfuse: " + first +
-         " between backward() and step(), but backward fusion has already updated with the old "
-         "value; do this after step(), or use forward mode. The update stands, and the next step() "
-         "confirms it");
-}
-
-void FusedOptimizer::tell_options() {
-    const auto &groups = optimizer.param_groups();
-    for (size_t g = 0; g < groups.size(); g++) {
-        std::vector<double> now = row.hyper(groups[g].options());
-        if (g < hyper.size() && hyper[g] == now)
-            continue;
-        check_status(of_shim_group(handle, g, now.data(), now.size()));
-        if (g == hyper.size())
-            hyper.emplace_back();
-        hyper[g] = std::move(now);
-    }
+std::string FusedOptimizer::changed_option(size_t then, size_t now) {
+    const size_t i = ledger->first_difference(then, numbers(now));
+    return i < shared->rule->n_hyper ? shared->rule->hyper[i] : "";
 }
 
 // ---- the two schedules
 
-int FusedOptimizer::step_plan() {
-    size_t missing = 0;
-    const int status = of_shim_step(handle, needs.data(), needs.size(), &missing);
-    if (status != OF_NEEDS_STATE)
-        return status;
-    for (size_t i = 0; i < missing; i++)
-        make_entry(needs[i]);
-    return of_shim_step(handle, needs.data(), needs.size(), &missing);
+void FusedOptimizer::step_failed(int status) {
+    check_status(status);
 }
 
-void FusedOptimizer::step() {
-    refuse_late_changes(true);
-    if (said.empty() && !has_same_params())
-        rebuild();
-    const bool same_params = said.empty() || has_same_params();
-    const int todo = shared->mode == OF_BACKWARD ? of_shim_todo(handle) : OF_SHIM_UPDATE;
-    if (same_params && (todo & OF_SHIM_UPDATE) != 0) { // else the next backward does it
-        tell_options();
-        tell_state();
-    }
-    if ((todo & OF_SHIM_ATTACH) != 0)
-        attach_hooks();
-    check_status(step_plan());
-    said.clear();
-    if (!same_params)
-        rebuild();
+void FusedOptimizer::end(bool done) {
+    if (!done)
+        return;
     write_counters();
     if (of_shim_inputs_are_profiled()) // profilers look at addresses, past the dispatcher
         flush();
 }
 
+void FusedOptimizer::step() {
+    ledger->step(*this);
+}
+
 void FusedOptimizer::zero_grad(bool set_to_none) {
-    if (of_shim_unconfirmed(handle))
-        fail("optfuse: zero_grad() before step(): backward fusion has already applied the "
-             "gradients that this would discard. Call step() after each backward(); run passes "
-             "that only add to the gradients, or whose gradients are thrown away, under an "
-             "optfuse::Accumulate; or use forward mode");
-    if (shared->mode == OF_BACKWARD) {
-        if (!has_same_params())
-            rebuild();
-        of_shim_restart_count(handle);
-    }
-    if (set_to_none && has_same_params())
-        of_shim_drop_gradients(handle);
-    else
+    if (!ledger->zero_grad(*this, set_to_none))
         optimizer.zero_grad(set_to_none);
 }
 
@@ -293,31 +243,17 @@ void FusedOptimizer::flush() {
 }
 
 bool FusedOptimizer::begin_backward(Plan *, bool only_adds) {
-    if (only_adds)
-        return true;
-    return answers([&] {
-        const std::lock_guard<std::mutex> guard(telling);
-        if (!has_same_params())
-            fail("param_groups() have other parameters than at the last step(), which a backward "
-                 "pass can't start to update; call zero_grad() after changing them. Nothing was "
-                 "updated");
-        refuse_late_changes(false);
-        tell_options();
-        tell_state();
-    });
+    return only_adds || answers([&] { ledger->begin_pass(*this); });
 }
 
 bool FusedOptimizer::make_state(Plan *, size_t slot) {
-    return answers([&] {
-        const std::lock_guard<std::mutex> guard(telling);
-        make_entry(slot);
-    });
+    return answers([&] { ledger->make_state(*this, slot); });
 }
 
 // So that who saves the optimizer between backward() and step() sees counters that go with the
 // state.
 void FusedOptimizer::end_backward(Plan *) {
-    const std::lock_guard<std::mutex> guard(telling);
+    const std::lock_guard<std::recursive_mutex> guard(ledger->telling);
     write_counters();
 }
 

@@ -4,23 +4,20 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "cxx/classes.h"
 #include "cxx/fused.h"
+#include "ledger/ledger.h"
 #include "owner.h"
 #include "plan.h"
 
 namespace optfuse {
 
-// What the program can change between two steps is compared with what the plan was told: the
-// parameters of the groups, their options, and the state's entries. All functions but those of
-// Owner throw optfuse::Error.
-class FusedOptimizer final : public Owner {
+// All functions but those of Owner throw optfuse::Error.
+class FusedOptimizer final : public Owner, private OptimizerReader {
   public:
     FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_options &options);
     ~FusedOptimizer();
@@ -46,23 +43,31 @@ class FusedOptimizer final : public Owner {
         int64_t step;
     };
 
-    bool has_same_params() const;
+    // OptimizerReader: what the program can change between two steps
+    Look look() override { return {has_same_params(), false, false}; }
+    bool has_same_params() override;
+    void rebuild() override;
+    void attach() override;
+    size_t count_groups() override { return optimizer.param_groups().size(); }
+    std::vector<double> numbers(size_t group) override;
+    void tell_state() override;
+    bool make_state(size_t slot) override;
+    void drop_gradients() override { of_shim_drop_gradients(handle); }
+    void end(bool done) override;
+    void step_failed(int status) override;
+    std::vector<size_t> groups_now() override;
+    std::string changed_option(size_t then, size_t now) override;
+    std::string changed_state(size_t slot) override;
+
+    std::vector<Member> members_now() const;
     bool is_eager(const at::Tensor &param) const;
     void check_bits(const at::Tensor &param, const torch::optim::OptimizerOptions &options,
                     const std::string &label) const;
-    void rebuild();
     void add_members(std::vector<Member> found);
-    void attach_hooks();
-    std::vector<std::string> late_changes() const;
-    void refuse_late_changes(bool at_step);
-    void tell_options();
-    void tell_state();
     void tell_entry(size_t slot, const std::optional<StateEntry> &entry, bool is_new);
     std::optional<StateEntry> entry_of(size_t slot) const;
     bool is_told(size_t slot, const std::optional<StateEntry> &entry) const;
     void write_counters();
-    void make_entry(size_t slot);
-    int step_plan();
 
     torch::optim::Optimizer &optimizer;
     const CxxClass &row;
@@ -70,12 +75,9 @@ class FusedOptimizer final : public Owner {
     const bool defers_on_gpu;
     of_shim_plan *handle = nullptr;
     Plan *shared = nullptr; // the plan behind the handle
+    std::optional<Ledger> ledger;
     std::vector<Member> members;
-    std::vector<std::vector<double>> hyper; // of each group
-    std::vector<size_t> needs;              // room for step()
-    // Messages since the last step() that was not refused.
-    std::unordered_set<std::string> said;
-    std::mutex telling;                     // what the plan is told inside backward
+    size_t n_groups = 0; // as the plan was told
 };
 
 } // namespace optfuse

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// late.cpp: changes between backward() and step() in backward mode, which stock's step() would
+// obey but come after the update: what the updates used is compared, parameter by parameter, with
+// what step() would use now.
+#include <map>
+#include <utility>
+
+#include "error.h"
+#include "guard.h"
+#include "ledger/ledger.h"
+#include "shim.h"
+
+namespace optfuse {
+
+void Ledger::note_used(OptimizerReader &now) {
+    has_begun = true;
+    now.note_used();
+}
+
+void Ledger::confirm(OptimizerReader &now) {
+    has_begun = false;
+    kept.clear();
+    said.clear();
+    inserted.clear();
+    now.confirmed();
+}
+
+bool Ledger::is_updated(OptimizerReader &now, size_t slot) const {
+    return now.is_bound(slot) || of_shim_is_updated(handle_of(&plan), slot);
+}
+
+void Ledger::refuse_late_changes(OptimizerReader &now, const Look &look, bool at_step) {
+    if (!has_begun || !has_updated() || !OF_GUARD(late))
+        return;
+    const std::vector<std::string> found = late_changes(now, look);
+    std::vector<std::string> unsaid;
+    std::unordered_set<std::string> known = said;
+    for (const std::string &text : found)
+        if (known.insert(text).second)
+            unsaid.push_back(text);
+    if (unsaid.empty())
+        return;
+    if (at_step)
+        said = std::move(known);
+    const std::string n = std::to_string(unsaid.size());
+    fail("optfuse: " + unsaid.front() +
+         " between backward() and step(), but backward fusion has already updated with the old "
+         "value" +
+         (unsaid.size() > 1 ? " (one of " + n + " such changes)" : "") +
+         "; do this after step(), or use optfuse.fuse(optimizer, mode=\"forward\"). The update "
+         "stands, and the next step() confirms it");
+}
+
+std::vector<std::string> Ledger::late_changes(OptimizerReader &now, const Look &look) {
+    std::vector<std::string> found = kept;
+    const std::string attribute = now.changed_attribute();
+    if (!attribute.empty())
+        found.push_back(attribute);
+    if (!look.groups)
+        find_changed_groups(now, &found);
+    if (OF_GUARD(late_state) && !now.has_used_state())
+        find_changed_state(now, &found);
+    find_written(&found);
+    return found;
+}
+
+void Ledger::find_changed_groups(OptimizerReader &now, std::vector<std::string> *found) {
+    if (now.counts_together() && !now.has_same_params()) {
+        found->push_back("param_groups, with which " + plan.slots[0]->label +
+                         " counts, was changed");
+        return;
+    }
+    const std::vector<size_t> groups = now.groups_now();
+    std::map<std::pair<size_t, size_t>, std::string> changed;
+    for (const Slot *slot : plan.slots) {
+        if (!is_updated(now, slot->index))
+            continue;
+        const std::pair<size_t, size_t> moved(slot->group, groups[slot->index]);
+        if (moved.second == OptimizerReader::kNoGroup) {
+            if (OF_GUARD(late_groups))
+                found->push_back(slot->label + " was taken out of param_groups");
+            continue;
+        }
+        if (changed.count(moved) == 0)
+            changed[moved] = now.changed_option(moved.first, moved.second);
+        if (!changed[moved].empty())
+            found->push_back("the option '" + changed[moved] + "' of " + slot->label +
+                             " was changed");
+    }
+}
+
+void Ledger::find_changed_state(OptimizerReader &now, std::vector<std::string> *found) {
+    for (const Slot *slot : plan.slots)
+        if (is_updated(now, slot->index)) {
+            const std::string text = now.changed_state(slot->index);
+            if (!text.empty())
+                found->push_back(text);
+        }
+}
+
+void Ledger::find_written(std::vector<std::string> *found) const {
+    bool of_state = false;
+    of_shim_plan *handle = handle_of(&plan);
+    for (size_t slot = of_shim_written(handle, 0, &of_state); slot != SIZE_MAX;
+         slot = of_shim_written(handle, slot + 1, &of_state))
+        found->push_back((of_state ? "the state of " : "") + plan.slots[slot]->label +
+                         " was written in place");
+}
+
+} // namespace optfuse

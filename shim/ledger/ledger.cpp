@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "ledger/ledger.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "error.h"
+#include "guard.h"
+#include "shim.h"
+
+namespace optfuse {
+
+bool Ledger::has_updated() const {
+    return plan.mode == OF_BACKWARD && of_shim_unconfirmed(handle_of(&plan));
+}
+
+// ---- telling
+
+void Ledger::rebuild(OptimizerReader &now) {
+    const bool late = has_updated();
+    if (late)
+        kept = late_changes(now, {false, false, false});
+    numbers.clear();
+    inserted.clear();
+    now.rebuild();
+    if (!late)
+        return;
+    now.tell_state(); // it must be known who writes to it
+    note_used(now);
+}
+
+// Programs have counters in them, which step() advances for the parameters they are for.
+void Ledger::sync_params(OptimizerReader &now, Look *look) {
+    if (look->params || (now.counts_together() && has_updated()))
+        return;
+    rebuild(now);
+    *look = now.look();
+}
+
+void Ledger::tell_options(OptimizerReader &now) {
+    const size_t n = now.count_groups();
+    for (size_t g = 0; g < n; g++) {
+        std::vector<double> found = now.numbers(g);
+        if (g < numbers.size() && first_difference(g, found) == found.size())
+            continue;
+        check(
+            static_cast<of_status>(of_shim_group(handle_of(&plan), g, found.data(), found.size())));
+        if (g == numbers.size())
+            numbers.emplace_back();
+        numbers[g] = std::move(found);
+    }
+    now.told_options();
+}
+
+size_t Ledger::first_difference(size_t then, const std::vector<double> &now) const {
+    const std::vector<double> &known = numbers[then];
+    size_t i = 0;
+    while (i < now.size() && (known[i] == now[i] || (known[i] != known[i] && now[i] != now[i])))
+        i++;
+    return i;
+}
+
+void Ledger::tell(OptimizerReader &now, const Look &look) {
+    if (!look.groups)
+        tell_options(now);
+    if (!look.state)
+        now.tell_state();
+}
+
+void Ledger::make_state(OptimizerReader &now, size_t slot) {
+    const std::lock_guard<std::recursive_mutex> guard(telling);
+    if (now.make_state(slot))
+        note_entry(slot);
+}
+
+// Stock's step() inserts new entries in the order of the parameters.
+void Ledger::put_in_order(OptimizerReader &now) {
+    if (inserted.empty())
+        return;
+    std::sort(inserted.begin(), inserted.end());
+    now.move_to_end(std::exchange(inserted, {}));
+}
+
+// ---- the two schedules
+
+int Ledger::step_plan(OptimizerReader &now) {
+    size_t missing = 0;
+    needs.resize(plan.slots.size());
+    of_shim_plan *handle = handle_of(&plan);
+    const int status = of_shim_step(handle, needs.data(), needs.size(), &missing);
+    if (status != OF_NEEDS_STATE)
+        return status;
+    for (size_t i = 0; i < missing; i++)
+        make_state(now, needs[i]);
+    return of_shim_step(handle, needs.data(), needs.size(), &missing);
+}
+
+void Ledger::finish_step(OptimizerReader &now) {
+    try {
+        const int status = step_plan(now);
+        if (status != OF_OK)
+            now.step_failed(status);
+    } catch (...) {
+        now.end(false);
+        throw;
+    }
+    now.end(true);
+    put_in_order(now);
+    confirm(now);
+}
+
+void Ledger::step(OptimizerReader &now) {
+    Look look = now.look();
+    refuse_late_changes(now, look, true);
+    sync_params(now, &look);
+    if (!now.begin(&look, false))
+        return;
+    const bool in_backward = plan.mode == OF_BACKWARD;
+    const int todo = in_backward ? of_shim_todo(handle_of(&plan)) : OF_SHIM_UPDATE;
+    if ((todo & OF_SHIM_UPDATE) != 0) // else the next backward does it
+        tell(now, look);
+    now.prepare(look);
+    if ((todo & OF_SHIM_ATTACH) != 0)
+        now.attach();
+    finish_step(now);
+    if (now.counts_together() && !now.has_same_params())
+        rebuild(now);
+}
+
+bool Ledger::zero_grad(OptimizerReader &now, bool may_drop) {
+    if (has_updated())
+        fail("optfuse: zero_grad() before step(): backward fusion has already applied the "
+             "gradients that this would discard. Call step() after each backward; run passes that "
+             "only add to the gradients, or whose gradients are thrown away, inside `with "
+             "optfuse.accumulate(optimizer):`; or use optfuse.fuse(optimizer, mode=\"forward\")");
+    const bool in_backward = plan.mode == OF_BACKWARD;
+    const bool is_same = (in_backward || may_drop) && now.has_same_params();
+    if (in_backward && !is_same)
+        rebuild(now);
+    if (in_backward)
+        of_shim_restart_count(handle_of(&plan));
+    if (!may_drop || !(in_backward || is_same))
+        return false;
+    now.drop_gradients();
+    return true;
+}
+
+void Ledger::begin_pass(OptimizerReader &now) {
+    const std::lock_guard<std::recursive_mutex> guard(telling);
+    Look look = now.look();
+    if (!look.params && OF_GUARD(groups))
+        fail("optfuse: param_groups has other parameters than at the last step(), which a backward "
+             "pass can't start to update; call zero_grad() after changing param_groups. Nothing "
+             "was updated");
+    refuse_late_changes(now, look, false);
+    now.begin(&look, true);
+    tell(now, look);
+    now.prepare(look);
+    note_used(now);
+}
+
+} // namespace optfuse

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// ledger.h: what one plan was told of its optimizer, which stays the owner of parameters, options
+// and state: whether that still holds, and whether it may change now.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "ledger/reader.h"
+#include "plan.h"
+
+namespace optfuse {
+
+// The functions throw, and then the plan has been told nothing by halves: what was told of is
+// told again. They are called without Python's GIL.
+class Ledger {
+  public:
+    explicit Ledger(Plan &its) : plan(its) {}
+    Ledger(const Ledger &) = delete;
+    Ledger &operator=(const Ledger &) = delete;
+
+    // Tells the plan of all parameters and groups from the start. After a failure the next step
+    // does it again.
+    void rebuild(OptimizerReader &now);
+    void step(OptimizerReader &now);
+    // False: the gradients are still there, for stock's zero_grad().
+    bool zero_grad(OptimizerReader &now, bool may_drop);
+    // The first gradient of a backward pass that updates is complete.
+    void begin_pass(OptimizerReader &now);
+    void make_state(OptimizerReader &now, size_t slot);
+    void tell_options(OptimizerReader &now);
+    // Options that are not the numbers of group `then`: the first; npos: none.
+    size_t first_difference(size_t then, const std::vector<double> &numbers) const;
+    // Refuses what was changed between backward() and step(), where stock would still obey it.
+    // at_step: what this says, the next step() does not say again.
+    void refuse_late_changes(OptimizerReader &now, const Look &look, bool at_step);
+    bool has_updated() const; // backward mode: what step() has not confirmed yet
+    bool has_complained() const { return !said.empty(); }
+    // The state has an entry for this slot that the plan's updates have put there.
+    void note_entry(size_t slot) { inserted.push_back(slot); }
+
+    std::recursive_mutex telling; // what the plan is told inside backward; taken before the GIL
+
+  private:
+    void sync_params(OptimizerReader &now, Look *look);
+    void tell(OptimizerReader &now, const Look &look);
+    void note_used(OptimizerReader &now);
+    void confirm(OptimizerReader &now);
+    void put_in_order(OptimizerReader &now);
+    int step_plan(OptimizerReader &now);
+    void finish_step(OptimizerReader &now);
+    bool is_updated(OptimizerReader &now, size_t slot) const;
+    std::vector<std::string> late_changes(OptimizerReader &now, const Look &look);
+    void find_changed_groups(OptimizerReader &now, std::vector<std::string> *found);
+    void find_changed_state(OptimizerReader &now, std::vector<std::string> *found);
+    void find_written(std::vector<std::string> *found) const;
+
+    Plan &plan;
+    std::vector<std::vector<double>> numbers; // of each group
+    std::vector<size_t> needs;                // room for step()
+    bool has_begun = false;                   // since step(): a backward pass that may update
+    std::vector<size_t> inserted;             // since step(): slots whose entry is new in the state
+    std::vector<std::string> kept;            // changes from before rebuild()
+    std::unordered_set<std::string> said;     // changes that an error has named
+};
+
+} // namespace optfuse
