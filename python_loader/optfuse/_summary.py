@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,54 +61,54 @@ class Summary:
             f"{self.at_close} with others, {self.at_once} at once, {self.pending} pending, "
             f"in {self.launches} launches",
         ]
-        if self.traced:
-            lines.append(f"  {self.traced}")
+        lines += [f"  {self.traced}"] if self.traced else []
+        notes = (*self._notes_on_bits(), *self._notes_on_times())
+        return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+    def _notes_on_bits(self) -> Iterator[str]:
+        """Which implementation updates, where that is not a matter of course."""
         if self.reference_differs:
             groups = ", ".join(map(str, self.reference_differs))
-            lines.append(
-                f"  note: the options of group {groups} select another implementation of "
-                "PyTorch; it rounds differently (docs/numerics.md). "
-                "strict=True refuses this"
+            yield (
+                f"the options of group {groups} select another implementation of PyTorch; it "
+                "rounds differently (docs/numerics.md). strict=True refuses this"
             )
         if self.gpu_bits_differ:
-            lines.append(
-                f"  note: updates of {', '.join(self.gpu_bits_differ)} round differently from "
-                "fused=True on this GPU and release. strict=True refuses this"
+            yield (
+                f"updates of {', '.join(self.gpu_bits_differ)} round differently from fused=True "
+                "on this GPU and release. strict=True refuses this"
             )
-        lines += [
-            f"  note: the class's own step() updates, because {why}"
-            for why in self.own_step_because
-        ]
-        lines += [
-            f"  note: torch's operators multiply matrices of Muon, and not cuBLAS, because {why}"
+        yield from (
+            f"the class's own step() updates, because {why}" for why in self.own_step_because
+        )
+        yield from (
+            f"torch's operators multiply matrices of Muon, and not cuBLAS, because {why}"
             for why in self.products_because
-        ]
+        )
+        if self.scaled_steps:
+            yield (
+                f"{self.scaled_steps} steps were those of PyTorch's own fused=True, because "
+                "grad_scale or found_inf was set by hand"
+            )
+
+    def _notes_on_times(self) -> Iterator[str]:
+        """Why updates run at other times than usual."""
         if self.eager:
-            lines.append(f"  note: {self.eager} parameters are eager, as asked")
+            yield f"{self.eager} parameters are eager, as asked"
         if self.delayed:
-            lines.append(
-                f"  note: updates of {self.delayed} parameters arrive late, as asked; newer "
-                f"versions that wait take up to {self.delay_bytes:,} bytes"
+            yield (
+                f"updates of {self.delayed} parameters arrive late, as asked; newer versions that "
+                f"wait take up to {self.delay_bytes:,} bytes"
             )
         if self.threads_seen:
-            lines.append(
-                "  note: another thread used a pending parameter; updates run at once since then"
-            )
+            yield "another thread used a pending parameter; updates run at once since then"
         if self.compiled:
-            lines.append(
-                "  note: a compiled callable was entered; updates on the GPU run at once since then"
-            )
-        if self.scaled_steps:
-            lines.append(
-                f"  note: {self.scaled_steps} steps were those of PyTorch's own fused=True, "
-                "because grad_scale or found_inf was set by hand"
-            )
+            yield "a compiled callable was entered; updates on the GPU run at once since then"
         if self.mode == "forward" and self.created and self.at_once > self.created // 2:
-            lines.append(
-                "  note: most updates ran inside step(), because their memory is shared with "
-                "other tensors; fusion saves less then"
+            yield (
+                "most updates ran inside step(), because their memory is shared with other "
+                "tensors; fusion saves less then"
             )
-        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """For notebooks."""
