@@ -207,6 +207,31 @@ void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, References
     refs->n_written = refs->stand_ins.size() - (is_written_back(slot) ? 0 : 1);
 }
 
+// Whether others may see what the update writes; refuses memory in which they would change it.
+of_found look_who_shares(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
+                         unsigned used, bool dense, of_inputs *in) {
+    const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
+    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
+    if (in->exclusive || is_in_state(slot, used, g))
+        return check_apart(slot, p, g, used);
+    return OF_FOUND_INPUTS;
+}
+
+void take_state(Slot *slot, of_inputs *in, References *refs) {
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if (in->state[i] != nullptr)
+            take_part(refs, in, slot->state[i].unsafeGetTensorImpl());
+    if (in->device != OF_CPU && step_is_on_gpu(slot)) {
+        take_part(refs, in, slot->step.unsafeGetTensorImpl());
+        in->step_at = static_cast<float *>(written_data_of(slot->step.unsafeGetTensorImpl()));
+    }
+    for (size_t i = 0; counts_on_gpu(slot) && i < slot->plan->rule->n_counters; i++) {
+        c10::TensorImpl *counter = slot->counters[i].unsafeGetTensorImpl();
+        take_part(refs, in, counter);
+        in->numbers_at[i] = static_cast<float *>(written_data_of(counter));
+    }
+}
+
 of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,
                  of_inputs *in, References *refs) {
     bool dense = false;
@@ -231,10 +256,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     dense = dense && (!is_written_back(slot) || grad_is_like_it);
     in->param = written_data_of(p);
     take_part(refs, in, p);
-    const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
-    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
-    if ((in->exclusive || is_in_state(slot, used, g)) &&
-        check_apart(slot, p, g, used) == OF_FOUND_ERROR)
+    if (look_who_shares(slot, p, g, used, dense, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     if (in->exclusive || refs->consumes)
         refs->param = reference_to(p);
@@ -242,23 +264,47 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
         refs->grad = grad.unsafeGetTensorImpl();
     if (dense)
         in->grad = gradient_data(refs, in, p, grad, grad_is_like_it);
-    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
-        if (in->state[i] != nullptr)
-            take_part(refs, in, slot->state[i].unsafeGetTensorImpl());
-    if (in->device != OF_CPU && step_is_on_gpu(slot)) {
-        take_part(refs, in, slot->step.unsafeGetTensorImpl());
-        in->step_at = static_cast<float *>(written_data_of(slot->step.unsafeGetTensorImpl()));
-    }
-    for (size_t i = 0; counts_on_gpu(slot) && i < slot->plan->rule->n_counters; i++) {
-        c10::TensorImpl *counter = slot->counters[i].unsafeGetTensorImpl();
-        take_part(refs, in, counter);
-        in->numbers_at[i] = static_cast<float *>(written_data_of(counter));
-    }
+    take_state(slot, in, refs);
     if (!dense) {
         await_now(grad);
         use_stand_ins(slot, grad, in, refs);
     }
     return OF_FOUND_INPUTS;
+}
+
+// Whether an update can take the parameter and its gradient. From here on no other update is
+// pending on them.
+of_found check_tensors(const Plan *plan, Slot *slot, c10::TensorImpl *p, c10::TensorImpl *g,
+                       of_inputs *in) {
+    if (check_param(slot, p, &in->dtype) == OF_FOUND_ERROR ||
+        check_gradient(slot, p, g, is_written_back(slot)) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    launch_others(p);
+    if (has_mark(g))
+        launch_others(g, applies_factor(slot, p, g) ? of_launch_at : of_access);
+    if (slot->tried != ANYWHERE && !plan->rule->external &&
+        check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
+    if (plan->rule->runs_programs && !slot->program)
+        return refuse(slot, "", "has no program to update it", ": this is an error of optfuse");
+    return OF_FOUND_INPUTS;
+}
+
+// The inputs, whose references live until release().
+of_found fill_in_references(const Plan *plan, Slot *slot, const at::Tensor &grad, unsigned used,
+                            of_inputs *in) {
+    References *refs = new (in->references) References;
+    of_found found = OF_FOUND_ERROR;
+    try {
+        found = plan->rule->external ? fill_in_own(slot, slot->param, grad, in, refs)
+                                     : fill_in(slot, slot->param, grad, used, in, refs);
+    } catch (...) {
+        refs->~References();
+        throw;
+    }
+    if (found != OF_FOUND_INPUTS)
+        refs->~References();
+    return found;
 }
 
 of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
@@ -278,17 +324,8 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
                             " by backward fusion: call zero_grad() after each step(), and step() "
                             "once after each backward")
                    : OF_FOUND_NOTHING;
-    if (check_param(slot, p, &in->dtype) == OF_FOUND_ERROR ||
-        check_gradient(slot, p, g, is_written_back(slot)) == OF_FOUND_ERROR)
+    if (check_tensors(plan, slot, p, g, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    launch_others(p);
-    if (has_mark(g))
-        launch_others(g, applies_factor(slot, p, g) ? of_launch_at : of_access);
-    if (slot->tried != ANYWHERE && !plan->rule->external &&
-        check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
-        return OF_FOUND_ERROR;
-    if (plan->rule->runs_programs && !slot->program)
-        return refuse(slot, "", "has no program to update it", ": this is an error of optfuse");
     const unsigned used = plan->rule->runs_programs
                               ? slot->program->state()
                               : plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
@@ -297,18 +334,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     if (!plan->rule->external && is_gpu(p->device()) &&
         prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    References *refs = new (in->references) References;
-    of_found found = OF_FOUND_ERROR;
-    try {
-        found = plan->rule->external ? fill_in_own(slot, p, grad, in, refs)
-                                     : fill_in(slot, p, grad, used, in, refs);
-    } catch (...) {
-        refs->~References();
-        throw;
-    }
-    if (found != OF_FOUND_INPUTS)
-        refs->~References();
-    return found;
+    return fill_in_references(plan, slot, grad, used, in);
 }
 
 } // namespace
