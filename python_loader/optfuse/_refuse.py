@@ -109,19 +109,9 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
             f"{rule.reference} and a number as lr, or pass strict=False"
         )
     for i, param in enumerate(group["params"]):
-        check_param(param, label(group, index, i))
-        _check_rule(rule, param, label(group, index, i))
+        check_param(param, label(group, index, i), rule)
     if rule.external and group.get("foreach"):
         _check_apart(group, index)
-
-
-def _check_rule(rule: Rule, param: Tensor, name: str) -> None:
-    if rule.external and is_dtensor(param):
-        raise Error(
-            f"optfuse: can't fuse {name}: it is a DTensor, and this optimizer is updated by "
-            "PyTorch's operators and not by kernels; on a DTensor these may communicate, and "
-            "processes would not do so in the same order. Keep the optimizer as it is"
-        )
 
 
 def _check_apart(group: dict[str, Any], index: int) -> None:
@@ -138,8 +128,15 @@ def _check_apart(group: dict[str, Any], index: int) -> None:
             )
 
 
-def check_param(param: Tensor, name: str) -> None:
+def check_param(param: Tensor, name: str, rule: Rule | None = None) -> None:
+    """rule: the one that would update it, where that is known."""
     reason = _why_not(param)
+    if reason is None and rule is not None and rule.external and is_dtensor(param):
+        reason = (
+            "it is a DTensor, and this optimizer is updated by PyTorch's operators and not by "
+            "kernels; on a DTensor these may communicate, and processes would not do so in the "
+            "same order. Keep the optimizer as it is"
+        )
     if reason is not None:
         raise Error(f"optfuse: can't fuse {name}: {reason}")
 
