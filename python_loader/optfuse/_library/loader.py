@@ -263,7 +263,7 @@ def load() -> ctypes.CDLL:
     path = str(here())
     import torch
 
-    torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    torch.ops.load_library(path)
     opened = ctypes.CDLL(path)
     opened.of_shim_set_cuda_library.argtypes = [ctypes.c_char_p]
     opened.of_shim_set_cuda_library(os.fsencode(find_cuda(Path(path), os.environ) or ""))
