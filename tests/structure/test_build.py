@@ -13,7 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from tree import ROOT
+from tree import ROOT, files
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 LOOK = """
@@ -23,6 +23,14 @@ backend = importlib.import_module(sys.argv[2])
 assert callable(backend.build_wheel) and callable(backend.build_sdist)
 print(*mesonpy._get_meson_command(), mesonpy._env_ninja_command())
 """
+
+
+def test_no_folder_of_the_package_is_installed_with_its_compiled_files() -> None:
+    package = ROOT / "python_loader" / "optfuse"
+    text = (package.parent / "meson.build").read_text("utf-8")
+    listed = {Path(path) for path in re.findall(r"'([^']*__pycache__)'", text)}
+    modules = [path for path in files() if path.is_relative_to(package) and path.suffix == ".py"]
+    assert listed == {path.parent.relative_to(package) / "__pycache__" for path in modules}
 
 
 def setting(name: str) -> str:
