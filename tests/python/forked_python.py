@@ -8,6 +8,7 @@ the process that forks: a request a line on stdin, and on stdout the id of the
 child and, when it has ended, its status."""
 
 import functools
+import gc
 import json
 import os
 import select
@@ -73,8 +74,12 @@ def become(request):
 
 
 if __name__ == "__main__":
+    gc.disable()
     import torch  # noqa: F401
     import torch._dynamo  # noqa: F401 - optfuse does
+
+    gc.freeze()  # a child that collects garbage would copy the pages of all that was imported
+    gc.enable()
 
     # From Python 3.12 on, in children that fork, too: that it works is what they show.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
