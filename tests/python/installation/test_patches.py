@@ -148,7 +148,7 @@ print(optfuse.summary(optimizer).pending)
 
 
 def test_a_function_that_another_library_has_replaced_launches_first_too():
-    assert python_ok(REPLACED_BEFORE, fresh=True).split() == ["1", "0"]
+    assert python_ok(REPLACED_BEFORE).split() == ["1", "0"]
 
 
 def other(*_args, **_options):
@@ -197,11 +197,11 @@ def test_a_function_that_is_gone_is_noticed(monkeypatch):
 
 def test_the_first_fuse_says_what_has_changed():
     changed = "import torch\ntorch.utils.swap_tensors = lambda *tensors: None\n"
-    done = python(changed + FUSE, fresh=True)
+    done = python(changed + FUSE)
     assert done.returncode == 0, done.stderr
     for word in ("RuntimeWarning", "torch._C._swap_tensor_impl is not called by", "don't fuse"):
         assert word in done.stderr, done.stderr
-    assert "_patches" not in python_ok(FUSE, fresh=True)
+    assert "_patches" not in python_ok(FUSE)
 
 
 def test_nothing_is_replaced_that_is_not_listed():
@@ -213,7 +213,7 @@ def test_nothing_is_replaced_that_is_not_listed():
 
 
 def test_no_operator_of_pytorch_is_overridden():
-    assert python_ok(DUMPS + FUSE + COMPARE, timeout=300, fresh=True) == ""
+    assert python_ok(DUMPS + FUSE + COMPARE, timeout=300) == ""
 
 
 def test_an_operator_that_is_overridden_would_be_seen():
@@ -221,9 +221,9 @@ def test_an_operator_that_is_overridden_would_be_seen():
         "library = torch.library.Library('aten', 'IMPL')\n"
         "library.impl('relu', lambda x: x, 'SparseCPU', allow_override=True)\n"
     )
-    done = python(DUMPS + FUSE + override + COMPARE, timeout=300, fresh=True)
+    done = python(DUMPS + FUSE + override + COMPARE, timeout=300)
     assert done.stdout.split() == ["aten::relu"], done.stderr
 
 
 def test_a_seal_has_an_effect():
-    assert python_ok(FUSE + SEAL, fresh=True) == ""
+    assert python_ok(FUSE + SEAL) == ""

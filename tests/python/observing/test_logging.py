@@ -2,13 +2,11 @@
 """The library's messages arrive in Python's logging, whatever thread they come from."""
 
 import logging
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
-from common import adamw, loss_of, net, python_ok, train
+from common import adamw, loss_of, net, python, python_ok, train
 from own_scripts import MODES
 
 import optfuse
@@ -124,7 +122,6 @@ def test_where_messages_go(where, monkeypatch):
     monkeypatch.delenv("OPTFUSE_LOG", raising=False)
     if level:
         monkeypatch.setenv("OPTFUSE_LOG", level)
-    script = [sys.executable, "-c", SCRIPT.format(setup=setup)]
-    done = subprocess.run(script, capture_output=True, text=True)
+    done = python(SCRIPT.format(setup=setup))
     assert done.returncode == 0 and not done.stdout, done.stderr
     assert expected in done.stderr and (expected or not done.stderr), done.stderr

@@ -139,7 +139,7 @@ if {mode!r} == 'forward': assert optfuse.summary(optimizer).pending > 0
 
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 def test_the_interpreter_exits_with_updates_pending(mode):
-    python_ok(TRAINED.format(first="torch", second="optfuse", mode=mode), fresh=True)
+    python_ok(TRAINED.format(first="torch", second="optfuse", mode=mode))
 
 
 def test_the_interpreter_exits_by_an_exception_in_backward():
@@ -147,7 +147,6 @@ def test_the_interpreter_exits_by_an_exception_in_backward():
         TRAINED.format(first="torch", second="optfuse", mode="backward")
         + "model[2].register_full_backward_pre_hook(lambda *_: sys.exit(7))\n"
         "train(model, optimizer, 4)\n",
-        fresh=True,
     )
     assert done.returncode == 7 and not done.stderr.strip(), f"{done.returncode}\n{done.stderr}"
 
@@ -161,7 +160,7 @@ def test_an_atexit_handler_sees_the_updates(order, tmp_path):
         body = f"import torch, atexit\n{register}" + body
     else:
         body += register
-    python_ok(body, fresh=True)
+    python_ok(body)
     torch.manual_seed(0)
     model = net()
     optimizer = adamw(model.parameters())
