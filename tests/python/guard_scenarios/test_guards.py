@@ -6,8 +6,6 @@ an error. So each test below could fail, and each guard is needed."""
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,14 +23,8 @@ def played():
     library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
-    done = subprocess.run(
-        [sys.executable, "-m", "guard_scenarios"],
-        cwd=HERE,
-        env={**os.environ, "OPTFUSE_LIBRARY": library, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    play_all = "from guard_scenarios.player import main\nmain()"
+    done = python(play_all, timeout=500, OPTFUSE_LIBRARY=library)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

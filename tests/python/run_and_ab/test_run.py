@@ -7,9 +7,11 @@ import functools
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from several import finished
 
@@ -31,10 +33,26 @@ def succeeded(done):
     return done
 
 
+# As `python SCRIPT ...`, in an interpreter that has imported torch already.
+PLAIN = """
+import runpy, sys
+sys.argv, sys.path[0] = {arguments!r}, {folder!r}
+{first}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def plainly(*arguments, first=""):
+    """What a script prints without optfuse. Only that is compared: its start is not tested."""
+    code = PLAIN.format(arguments=list(arguments), folder=str(SCRIPTS), first=first)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return succeeded(forked_python.run(code, SCRIPTS, environment, 180)).stdout
+
+
 @functools.cache
 def stock(*arguments):
     """What `python SCRIPT ...` prints."""
-    return succeeded(python(*arguments)).stdout
+    return plainly(*arguments)
 
 
 def same(mode, *arguments, options=(), **variables):
@@ -114,13 +132,29 @@ def test_a_class_that_cant_be_fused(mode):
     [("forward", "fork"), ("backward", "spawn"), ("forward", "forkserver"), ("backward", "exec")],
 )
 def test_children_fuse_as_well(mode, method):
-    said = same(mode, "children.py", method)
-    assert fused(said, mode) == ["AdamW", "AdamW"]
+    done = succeeded(python(*RUN, "-v", "--mode", mode, "children.py", method))
+    assert done.stdout == stock("children.py", "fork"), done.stderr  # whatever the method
+    assert fused(done.stderr, mode) == ["AdamW", "AdamW"]
+
+
+# Rank 1 of two is a child of rank 0, which ends when both have.
+AS_TWO = """
+import atexit, os
+os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+child = os.fork()
+os.environ["RANK"] = "1" if child == 0 else "0"
+if child:
+    atexit.register(os.waitpid, child, 0)
+"""
 
 
 @functools.cache
 def two_ranks(*arguments):
-    return succeeded(python(*TORCHRUN, *arguments)).stdout
+    """What the script prints that torchrun starts twice."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return plainly(*arguments, first=AS_TWO.format(port=port))
 
 
 @pytest.mark.parametrize(
