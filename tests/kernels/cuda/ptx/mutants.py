@@ -38,15 +38,20 @@ SAMPLES = [
     ("scaling", "bfloat16", "of_cuda_scaling_bfloat16_0_small", 300),
 ]
 # Why a mutant that runs changes nothing, by its instruction's text.
+FOURS = "elements one by one of a tensor that is taken in fours: a chunk is a multiple of four"
 UNREACHED = {
-    "sgd": "no input comes there: elements one by one of a tensor that is taken in fours, since a "
-    "chunk is a multiple of four; the fourth lane of a step that is split",
-    "adam": "no input comes there: powf of bases outside of [0, 1), of infinities and of NaNs; "
-    "elements one by one of a tensor that is taken in fours",
+    "sgd": f"no input comes there: {FOURS}; the fourth lane of a step that is split",
+    "adam": f"no input comes there: powf of bases outside of [0, 1), infinities, NaNs; {FOURS}",
+    "lion": "no input comes there: found_inf, and L2 decay, which Lion has not",
+    "scaling": "no input comes there: found_inf and loss scales, which scaling has not",
 }
-LANE = "which lane an element is counts in fours only, and there lanes 0 to 2 take the same way"
+SPLIT = "where vectors end and single elements begin changes no bit"
 EQUIVALENT = {
+    "scaling": {
+        r"^@%p\d+ bra .*: (negated|removed)$": "a division by 1, which stands for no loss scale",
+    },
     "sgd": {
+        r"^and\.b64 %rd\d+, %rd\d+, 7 ": "in vectors all arrays are at multiples of 16",
         r"^shr\.u64 %rd\d+, %rd\d+, 9 ": LANE,
         r"^selp\.b64 %rd\d+, %rd\d+, %rd\d+, %p\d+ ": LANE,
         r"^and\.b64 %rd\d+, %rd\d+, 3 ": LANE,
@@ -61,6 +66,8 @@ def reason(rule: str, line: str) -> str:
     if line.startswith("unreached "):
         return UNREACHED.get(rule, "")
     what = line.split(": ", 1)[1]
+    if re.search(r"^and\.b64 %rd\d+, %rd\d+, -[248] ", what):
+        return SPLIT
     found = (why for text, why in EQUIVALENT.get(rule, {}).items() if re.search(text, what))
     return next(found, "")
 

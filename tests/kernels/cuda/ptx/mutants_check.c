@@ -13,13 +13,15 @@
 #include <string.h>
 
 #include "batch.h"
+#include "cpu/narrow.h"
 #include "host_driver.h"
 #include "mutation.h"
 #include "packing.h"
+#include "rules/sgd.h"
 
 enum {
     POOL = 1500,
-    ENOUGH = 4,
+    ENOUGH = 3,
     ROUNDS = 40,
     MOST_AREAS = 24,
     TENSORS = 4,
@@ -108,6 +110,62 @@ static void vary(batch *b, uint64_t *random) {
     }
 }
 
+static double get(const unsigned char *at, of_dtype dtype) {
+    double wide = 0;
+    float narrow = 0;
+    uint16_t half;
+    memcpy(&wide, at, of_dtype_size(dtype) == 8 ? 8 : 0);
+    memcpy(&narrow, at, of_dtype_size(dtype) == 4 ? 4 : 0);
+    memcpy(&half, at, 2);
+    if (dtype == OF_BFLOAT16 || dtype == OF_FLOAT16)
+        return (double)(dtype == OF_BFLOAT16 ? of_bfloat16_widen(half) : of_float16_widen(half));
+    return dtype == OF_FLOAT64 ? wide : (double)narrow;
+}
+
+static void put(unsigned char *at, of_dtype dtype, double wide) {
+    const float narrow = (float)wide;
+    const uint16_t half =
+        dtype == OF_BFLOAT16 ? of_bfloat16_narrow(narrow) : of_float16_narrow(narrow);
+    if (of_dtype_size(dtype) == 2)
+        memcpy(at, &half, 2);
+    else
+        memcpy(at, dtype == OF_FLOAT64 ? (const void *)&wide : &narrow, of_dtype_size(dtype));
+}
+
+/* A buffer and a gradient of which nearly nothing is left in SGD's sum: what is left shows which
+ * of its products was rounded, in 16 bits, too. The best of some. */
+static void cancel(const input *in, of_dtype dtype, const arrays *mine, size_t k,
+                   uint64_t *random) {
+    const double *hyper = in->b.hyper;
+    const double weight = (1 - hyper[sgd_dampening]) * (hyper[sgd_maximize] != 0 ? 1 : -1);
+    unsigned char *buffer = mine->at[2] + k * in->element, *grad = mine->at[1] + k * in->element;
+    unsigned char best[2][8];
+    double least = INFINITY;
+    for (int i = 0; i < 64; i++) {
+        put(buffer, dtype, random_real(random) * 2 - 1);
+        const double product = get(buffer, dtype) * hyper[sgd_momentum];
+        put(grad, dtype, product / weight);
+        const double left = fabs((product - get(grad, dtype) * weight) / product);
+        if (left < least) {
+            least = left;
+            memcpy(best[0], buffer, in->element);
+            memcpy(best[1], grad, in->element);
+        }
+    }
+    memcpy(buffer, best[0], in->element);
+    memcpy(grad, best[1], in->element);
+}
+
+static void cancel_some(input *in, of_dtype dtype, uint64_t *random) {
+    const double *hyper = in->b.hyper;
+    if (in->b.update.grad_scale_at || hyper[sgd_weight_decay] != 0 || hyper[sgd_momentum] == 0)
+        return;
+    in->b.update.factor_at = NULL; /* it would round the gradient */
+    for (size_t i = 0; i < in->b.n; i++)
+        for (size_t k = 0; k < in->b.tensors[i].mine.n; k += 3)
+            cancel(in, dtype, &in->b.tensors[i].mine, k, random);
+}
+
 static void add_arrays(input *in) {
     for (size_t i = 0; i < in->b.n; i++)
         for (int k = 0; k < N_ARRAYS; k++)
@@ -135,6 +193,8 @@ static void fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
     else
         batch_fill(&in->b, of_rule_find(rule), dtype, true, &random);
     vary(&in->b, &random);
+    if (strcmp(rule, "sgd") == 0)
+        cancel_some(in, dtype, &random);
     in->b.n = 1 + random_next(&random) % TENSORS;
     in->b.update.chunk = chunks[random_next(&random) % 4];
     add_arrays(in);
@@ -191,35 +251,43 @@ static bool same(const input *in, of_dtype dtype) {
     return true;
 }
 
+/* How often each way of a predicate was reached, then each pair of those that are combined. */
+typedef unsigned char counts[PTX_MOST_PLACES][6];
+
+static unsigned ways(int place) {
+    return ptx_mutation.reached[place] | (unsigned)ptx_mutation.pairs[place] << 2;
+}
+
 /* Whether the input reaches what less than ENOUGH before it did. */
-static bool is_new(unsigned char (*reached)[2]) {
-    bool found = false;
+static bool is_new(counts reached) {
     for (int i = 0; i < ptx_n_places; i++)
-        for (int way = 0; way < 2; way++)
-            found = found || (ptx_mutation.reached[i] >> way & 1 && reached[i][way] < ENOUGH);
-    return found;
+        for (int way = 0; way < 6; way++)
+            if (ways(i) >> way & 1 && reached[i][way] < ENOUGH)
+                return true;
+    return false;
 }
 
 /* Fills the input; whether it runs the kernel. */
 static bool drawn(input *in, const char *rule, of_dtype dtype, uint64_t seed) {
     fill(in, rule, dtype, seed * 0x9e3779b97f4a7c15u | 1);
     memset(ptx_mutation.reached, 0, sizeof ptx_mutation.reached);
+    memset(ptx_mutation.pairs, 0, sizeof ptx_mutation.pairs);
     ran = false;
     if (!run(in))
         abort();
     return ran;
 }
 
-static void keep(input *in, unsigned char (*reached)[2]) {
+static void keep(input *in, counts reached) {
     for (int i = 0; i < ptx_n_places; i++)
-        for (int way = 0; way < 2; way++)
-            reached[i][way] += ptx_mutation.reached[i] >> way & 1;
+        for (int way = 0; way < 6; way++)
+            reached[i][way] += ways(i) >> way & 1;
     for (size_t i = 0; i < in->n_areas; i++)
         memcpy(in->areas[i].after, in->areas[i].at, in->areas[i].bytes);
 }
 
 /* Those that reach what few did, then others. */
-static size_t choose(input *inputs, const char *rule, of_dtype dtype, unsigned char (*reached)[2]) {
+static size_t choose(input *inputs, const char *rule, of_dtype dtype, counts reached) {
     static bool taken[POOL];
     size_t n = 0;
     host.launched = launched;
@@ -237,16 +305,16 @@ static size_t choose(input *inputs, const char *rule, of_dtype dtype, unsigned c
     return n;
 }
 
-static void report(unsigned char (*reached)[2], size_t n) {
-    int ways = 0, seen = 0;
+static void report(counts reached, size_t n) {
+    int all = 0, seen = 0;
     for (int i = 0; i < ptx_n_places; i++) {
         const bool no = reached[i][0] > 0, yes = reached[i][1] > 0;
-        ways += no || yes ? 2 : 0;
+        all += no || yes ? 2 : 0;
         seen += no + yes;
         if (no != yes)
             printf("  instruction %d: always %s\n", i, yes ? "true" : "false");
     }
-    printf("%s: %zu inputs, %d of %d ways of its predicates reached\n", ptx_mutated, n, seen, ways);
+    printf("%s: %zu inputs, %d of %d ways of its predicates reached\n", ptx_mutated, n, seen, all);
 }
 
 static bool survives(int number, input *inputs, size_t n, of_dtype dtype) {
@@ -267,7 +335,7 @@ int main(int argc, char **argv) {
         return EXIT_FAILURE;
     while (strcmp(of_dtype_name((of_dtype)dtype), argv[2]) != 0)
         dtype++;
-    static unsigned char reached[PTX_MOST_PLACES][2];
+    static counts reached;
     const size_t n = choose(inputs, argv[1], (of_dtype)dtype, reached);
     report(reached, n);
     static unsigned char executed[PTX_MOST_PLACES]; /* mutants may go where no kernel does */

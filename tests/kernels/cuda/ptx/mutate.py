@@ -189,6 +189,9 @@ class MutantWriter(Writer):
         effect = self.effect(one)
         if one.parts[0] not in JUMPS:
             effect = f"{{ if ({changed}) {name}(R); else {effect} }}"
+        if one.parts[1:] == ["pred"] and len(one.operands) == 3:
+            first, second = (self.operand(text) for text in one.operands[1:])
+            effect = f"ptx_mutation.pairs[{at}] |= 1 << (2 * {first} + {second}); {effect}"
         effect = f"{{ ptx_mutation.executed[{at}] = 1; {effect} }}"
         if not one.guard:
             return effect

@@ -17,6 +17,7 @@ enum { PTX_MOST_PLACES = 8192 };
 typedef struct ptx_mutation_state {
     int number, place;                       /* -1: none */
     unsigned char reached[PTX_MOST_PLACES];  /* by predicated instructions: 1 false, 2 true */
+    unsigned char pairs[PTX_MOST_PLACES];    /* of what is combined there: bit 2 * a + b */
     unsigned char executed[PTX_MOST_PLACES]; /* ever */
 } ptx_mutation_state;
 

@@ -5,6 +5,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "batch.h"
 #include "host_driver.h"
@@ -45,7 +46,7 @@ static void count(const of_rule *rule, of_dtype dtype, uint64_t *random) {
     batch_fill(&b, rule, dtype, true, random);
     memset(b.hyper, 0, sizeof b.hyper);
     usual(rule, b.hyper);
-    const of_count counted = {.step = 10, .counters = {1, 1}};
+    of_count counted = {.step = 10, .counters = {1, 1}};
     if (rule->prepare_gpu)
         rule->prepare_gpu(b.hyper, &counted, b.prepared);
     b.update.lr_at = b.update.grad_scale_at = b.update.found_inf_at = NULL;
