@@ -45,6 +45,7 @@ UNREACHED = {
     "lion": "no input comes there: found_inf, and L2 decay, which Lion has not",
     "scaling": "no input comes there: found_inf and loss scales, which scaling has not",
 }
+LANE = "which lane an element is counts in fours only, and there lanes 0 to 2 take the same way"
 SPLIT = "where vectors end and single elements begin changes no bit"
 EQUIVALENT = {
     "scaling": {
