@@ -116,7 +116,7 @@ def check(build: Build, rule: str, dtype: str, kernel: str, sample: int = 0) -> 
     return made
 
 
-def table(rows: list[dict[str, object]]) -> dict[str, object]:
+def table(rows: list[dict[str, object]]) -> dict[str, float]:
     total = {name: sum(int(str(one[name])) for one in rows)
              for name in ("mutants", "killed", "survived")}  # fmt: skip
     excused = total["mutants"] - total["killed"] - total["survived"]

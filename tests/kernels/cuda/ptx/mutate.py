@@ -110,8 +110,8 @@ def mutants_of(function: Function) -> Iterator[Mutant]:
         if one.parts[0] == "bar":
             yield Mutant(at, "barrier", f"{text_of(one)}: removed")
         if one.parts[0] == "st":
-            for other in without_elements(one):
-                yield Mutant(at, "store", f"{text_of(one)}: a lane dropped", other)
+            for less in without_elements(one):
+                yield Mutant(at, "store", f"{text_of(one)}: a lane dropped", less)
 
 
 class MutantWriter(Writer):
