@@ -107,7 +107,7 @@ def check(build: Build, rule: str, dtype: str, kernel: str, sample: int = 0) -> 
     for command in (
         [sys.executable, HERE / "mutate.py", source, kernel, code, *chosen],
         [*compiler, *FLAGS, "-isystem", build.include, "-o", program, code,
-         HERE / "mutants_check.c", *SOURCES, *linked(others)],
+         HERE / "mutants_check.c", HERE / "mutant_inputs.c", *SOURCES, *linked(others)],
     ):  # fmt: skip
         subprocess.run([str(word) for word in command], check=True)
     run = subprocess.run([program, rule, dtype], capture_output=True, text=True, check=True)

@@ -7,225 +7,23 @@
  * Inputs are drawn as device_check draws them, of few and short tensors. From a pool of them those
  * are taken that reach what few before did, and more up to device_check's default rounds. A
  * mutant is killed by a bit that differs, or by an error of the machine. */
-#include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "batch.h"
-#include "cpu/narrow.h"
 #include "host_driver.h"
+#include "mutant_inputs.h"
 #include "mutation.h"
-#include "packing.h"
-#include "rules/sgd.h"
 
-enum {
-    POOL = 1500,
-    ENOUGH = 3,
-    ROUNDS = 40,
-    MOST_AREAS = 24,
-    TENSORS = 4,
-    SHORT = 1200,
-    LONGEST = 5000,
-    MOST_ROWS = 70
-};
+enum { POOL = 1500, ENOUGH = 3, ROUNDS = 40 };
 
 ptx_mutation_state ptx_mutation = {.number = -1, .place = -1};
-
-typedef struct area {
-    unsigned char *at, *before, *after;
-    size_t bytes;
-} area;
-
-typedef struct input {
-    batch b;
-    of_cuda_packing packing;
-    bool packs;
-    int major, multiprocessors;
-    unsigned order;
-    size_t element;
-    area areas[MOST_AREAS];
-    size_t n_areas;
-} input;
 
 static bool ran; /* the kernel that is mutated */
 
 static void launched(const char *kernel, const void *table, void *stream) {
     (void)table, (void)stream;
     ran = ran || strcmp(kernel, ptx_mutated) == 0;
-}
-
-static void *allocated(size_t bytes) {
-    void *made = malloc(bytes + 1);
-    if (!made)
-        abort();
-    return made;
-}
-
-static void add_area(input *in, void *at, size_t bytes) {
-    area *a = &in->areas[in->n_areas++];
-    *a = (area){at, allocated(bytes), allocated(bytes), bytes};
-    memcpy(a->before, at, bytes);
-}
-
-static void fill_packing(input *in, of_dtype dtype, uint64_t *random) {
-    static const of_cuda_packing_task tasks[] = {OF_CUDA_PACKING_ADD, OF_CUDA_PACKING_MERGE,
-                                                 OF_CUDA_PACKING_UNPACK};
-    const size_t n = 1 + random_next(random) % MOST_ROWS, ld = n + random_next(random) % 3;
-    const size_t packed = of_packed_elements(n) * in->element, matrix = n * ld * in->element;
-    arrays *memory = &in->b.tensors[0].mine;
-    arrays_place(memory, dtype, n * ld, 0, random);
-    arrays_fill(memory, random);
-    const of_cuda_packing_task task = tasks[random_next(random) % 3];
-    const bool merges = task == OF_CUDA_PACKING_MERGE;
-    in->packing = (of_cuda_packing){.task = task,
-                                    .dtype = dtype,
-                                    .to = memory->at[0],
-                                    .from = memory->at[1],
-                                    .n = merges ? of_packed_elements(n) : n,
-                                    .ld = ld,
-                                    .numbers = {0.3 + random_real(random), 0.7}};
-    add_area(in, memory->at[0], task == OF_CUDA_PACKING_UNPACK ? matrix : packed);
-}
-
-static void fill_scaling(input *in, of_dtype dtype, uint64_t *random) {
-    batch *b = &in->b;
-    batch_fill(b, of_rule_find("sgd"), dtype, true, random);
-    b->update = (of_cuda_update){.rule = "scaling",
-                                 .dtype = dtype,
-                                 .hyper = b->hyper,
-                                 .factor_at = dtype == OF_FLOAT64 ? (void *)&b->wide_factor
-                                                                  : (void *)&b->factor};
-}
-
-/* Betas and steps are any, so that powers have many digits. */
-static void vary(batch *b, uint64_t *random) {
-    for (size_t i = 0; i < b->rule->n_hyper; i++)
-        if (strncmp(b->rule->hyper[i], "beta", 4) == 0 && random_next(random) % 4)
-            b->hyper[i] = 1 - ldexp(random_real(random), -(int)(random_next(random) % 10));
-    for (size_t i = 0; i < b->n; i++) {
-        if (random_next(random) % 4)
-            b->tensors[i].step = (float)(1 + random_next(random) % 2000);
-        b->entries[i].step = (double)b->tensors[i].step;
-    }
-}
-
-static double get(const unsigned char *at, of_dtype dtype) {
-    double wide = 0;
-    float narrow = 0;
-    uint16_t half;
-    memcpy(&wide, at, of_dtype_size(dtype) == 8 ? 8 : 0);
-    memcpy(&narrow, at, of_dtype_size(dtype) == 4 ? 4 : 0);
-    memcpy(&half, at, 2);
-    if (dtype == OF_BFLOAT16 || dtype == OF_FLOAT16)
-        return (double)(dtype == OF_BFLOAT16 ? of_bfloat16_widen(half) : of_float16_widen(half));
-    return dtype == OF_FLOAT64 ? wide : (double)narrow;
-}
-
-static void put(unsigned char *at, of_dtype dtype, double wide) {
-    const float narrow = (float)wide;
-    const uint16_t half =
-        dtype == OF_BFLOAT16 ? of_bfloat16_narrow(narrow) : of_float16_narrow(narrow);
-    if (of_dtype_size(dtype) == 2)
-        memcpy(at, &half, 2);
-    else
-        memcpy(at, dtype == OF_FLOAT64 ? (const void *)&wide : &narrow, of_dtype_size(dtype));
-}
-
-/* A buffer and a gradient of which nearly nothing is left in SGD's sum: what is left shows which
- * of its products was rounded, in 16 bits, too. The best of some. */
-static void cancel(const input *in, of_dtype dtype, const arrays *mine, size_t k,
-                   uint64_t *random) {
-    const double *hyper = in->b.hyper;
-    const double weight = (1 - hyper[sgd_dampening]) * (hyper[sgd_maximize] != 0 ? 1 : -1);
-    unsigned char *buffer = mine->at[2] + k * in->element, *grad = mine->at[1] + k * in->element;
-    unsigned char best[2][8];
-    double least = INFINITY;
-    for (int i = 0; i < 64; i++) {
-        put(buffer, dtype, random_real(random) * 2 - 1);
-        const double product = get(buffer, dtype) * hyper[sgd_momentum];
-        put(grad, dtype, product / weight);
-        const double left = fabs((product - get(grad, dtype) * weight) / product);
-        if (left < least) {
-            least = left;
-            memcpy(best[0], buffer, in->element);
-            memcpy(best[1], grad, in->element);
-        }
-    }
-    memcpy(buffer, best[0], in->element);
-    memcpy(grad, best[1], in->element);
-}
-
-static void cancel_some(input *in, of_dtype dtype, uint64_t *random) {
-    const double *hyper = in->b.hyper;
-    if (in->b.update.grad_scale_at || hyper[sgd_weight_decay] != 0 || hyper[sgd_momentum] == 0)
-        return;
-    in->b.update.factor_at = NULL; /* it would round the gradient */
-    for (size_t i = 0; i < in->b.n; i++)
-        for (size_t k = 0; k < in->b.tensors[i].mine.n; k += 3)
-            cancel(in, dtype, &in->b.tensors[i].mine, k, random);
-}
-
-static void add_arrays(input *in) {
-    for (size_t i = 0; i < in->b.n; i++)
-        for (int k = 0; k < N_ARRAYS; k++)
-            if (in->b.tensors[i].mine.at[k] && in->b.entries[i].param)
-                add_area(in, in->b.tensors[i].mine.at[k], in->b.entries[i].n * in->element);
-}
-
-static void fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
-    static const int majors[] = {7, 9, 9, 10}, multiprocessors[] = {1, 2, 30};
-    static const uint32_t chunks[] = {0, 0, 512, 4096};
-    memset(in, 0, sizeof *in);
-    in->packs = strcmp(rule, "packing") == 0;
-    const size_t longest = random_next(&random) % 4 ? SHORT : LONGEST;
-    batch_create(&in->b, TENSORS, in->packs ? 2 * MOST_ROWS * MOST_ROWS : longest);
-    in->element = of_dtype_size(dtype);
-    in->major = majors[random_next(&random) % 4];
-    in->multiprocessors = multiprocessors[random_next(&random) % 3];
-    in->order = (unsigned)(random_next(&random) % HOST_ORDERS);
-    if (in->packs) {
-        fill_packing(in, dtype, &random);
-        return;
-    }
-    if (strcmp(rule, "scaling") == 0)
-        fill_scaling(in, dtype, &random);
-    else
-        batch_fill(&in->b, of_rule_find(rule), dtype, true, &random);
-    vary(&in->b, &random);
-    if (strcmp(rule, "sgd") == 0)
-        cancel_some(in, dtype, &random);
-    in->b.n = 1 + random_next(&random) % TENSORS;
-    in->b.update.chunk = chunks[random_next(&random) % 4];
-    add_arrays(in);
-}
-
-static void drop(input *in) {
-    for (size_t i = 0; i < in->n_areas; i++) {
-        free(in->areas[i].before);
-        free(in->areas[i].after);
-    }
-    batch_destroy(&in->b);
-}
-
-/* False: the machine saw an error. */
-static bool run(input *in) {
-    jmp_buf caught;
-    for (size_t i = 0; i < in->n_areas; i++)
-        memcpy(in->areas[i].at, in->areas[i].before, in->areas[i].bytes);
-    host.major = in->major;
-    host.multiprocessors = in->multiprocessors;
-    host.order = in->order;
-    ptx_now.caught = &caught;
-    const bool failed = setjmp(caught) != 0;
-    if (!failed && in->packs && of_cuda_pack(&in->packing) != OF_CUDA_OK)
-        abort();
-    if (!failed && !in->packs &&
-        of_cuda_launch(&in->b.update, in->b.entries, in->b.n) != OF_CUDA_OK)
-        abort();
-    ptx_now.caught = NULL;
-    fesetround(FE_TONEAREST);
-    return !failed;
 }
 
 static bool is_nan(const unsigned char *at, of_dtype dtype) {
@@ -269,11 +67,11 @@ static bool is_new(counts reached) {
 
 /* Fills the input; whether it runs the kernel. */
 static bool drawn(input *in, const char *rule, of_dtype dtype, uint64_t seed) {
-    fill(in, rule, dtype, seed * 0x9e3779b97f4a7c15u | 1);
+    input_fill(in, rule, dtype, seed * 0x9e3779b97f4a7c15u | 1);
     memset(ptx_mutation.reached, 0, sizeof ptx_mutation.reached);
     memset(ptx_mutation.pairs, 0, sizeof ptx_mutation.pairs);
     ran = false;
-    if (!run(in))
+    if (!input_run(in))
         abort();
     return ran;
 }
@@ -300,7 +98,7 @@ static size_t choose(input *inputs, const char *rule, of_dtype dtype, counts rea
             if (taken[seed])
                 keep(&inputs[n++], reached);
             else
-                drop(&inputs[n]);
+                input_drop(&inputs[n]);
         }
     return n;
 }
@@ -321,7 +119,7 @@ static bool survives(int number, input *inputs, size_t n, of_dtype dtype) {
     ptx_mutation.number = number;
     ptx_mutation.place = ptx_mutants[number].place;
     for (size_t i = 0; i < n; i++)
-        if (!run(&inputs[i]) || !same(&inputs[i], dtype))
+        if (!input_run(&inputs[i]) || !same(&inputs[i], dtype))
             return false;
     return true;
 }
