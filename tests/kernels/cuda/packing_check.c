@@ -11,7 +11,8 @@
 #include "cuda/table.h"
 #include "host_driver.h"
 
-enum { SMALL = 70, LARGEST = 335 };
+/* A thread adds four elements of a row at once where the row has more than 768. */
+enum { SMALL = 70, LARGEST = 335, LONG = 801 };
 static const size_t large[] = {97, 128, 131, 257, LARGEST};
 
 static int failures;
@@ -63,14 +64,16 @@ static void check_size(const of_packing_row *row, packing_memory pair[2], size_t
 }
 
 static void check_sizes(const of_packing_row *row, uint64_t random) {
-    static packing_memory pairs[2][2];
-    for (int i = 0; i < 4; i++)
-        packing_memory_create(&pairs[i / 2][i % 2], i / 2 ? LARGEST : SMALL);
+    static packing_memory pairs[3][2];
+    static const size_t most[] = {SMALL, LARGEST, LONG};
+    for (int i = 0; i < 6; i++)
+        packing_memory_create(&pairs[i / 2][i % 2], most[i / 2]);
     for (size_t d = 0; d <= SMALL; d++)
         check_size(row, pairs[0], d, &random);
     for (size_t i = 0; i < sizeof large / sizeof *large; i++)
         check_size(row, pairs[1], large[i], &random);
-    for (int i = 0; i < 4; i++)
+    check_size(row, pairs[2], LONG, &random);
+    for (int i = 0; i < 6; i++)
         packing_memory_destroy(&pairs[i / 2][i % 2]);
 }
 

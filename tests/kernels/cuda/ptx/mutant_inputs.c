@@ -13,7 +13,7 @@
 #include "packing.h"
 #include "rules/sgd.h"
 
-enum { SHORT = 1200, LONGEST = 5000, MOST_ROWS = 70 };
+enum { SHORT = 1200, LONGEST = 5000, MOST_ROWS = 70, LONG_ROWS = 780 };
 
 static void *allocated(size_t bytes) {
     void *made = malloc(bytes + 1);
@@ -28,10 +28,10 @@ static void add_area(input *in, void *at, size_t bytes) {
     memcpy(a->before, at, bytes);
 }
 
-static void fill_packing(input *in, of_dtype dtype, uint64_t *random) {
+static void fill_packing(input *in, size_t n, of_dtype dtype, uint64_t *random) {
     static const of_cuda_packing_task tasks[] = {OF_CUDA_PACKING_ADD, OF_CUDA_PACKING_MERGE,
                                                  OF_CUDA_PACKING_UNPACK};
-    const size_t n = 1 + random_next(random) % MOST_ROWS, ld = n + random_next(random) % 3;
+    const size_t ld = n + random_next(random) % 3;
     const size_t packed = of_packed_elements(n) * in->element, matrix = n * ld * in->element;
     arrays *memory = &in->b.tensors[0].mine;
     arrays_place(memory, dtype, n * ld, 0, random);
@@ -139,13 +139,16 @@ void input_fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
     memset(in, 0, sizeof *in);
     in->packs = strcmp(rule, "packing") == 0;
     const size_t longest = random_next(&random) % 4 ? SHORT : LONGEST;
-    batch_create(&in->b, TENSORS, in->packs ? 2 * MOST_ROWS * MOST_ROWS : longest);
+    /* Of long rows a thread takes four elements at once. */
+    const size_t rows =
+        random_next(&random) % 16 ? 1 + random_next(&random) % MOST_ROWS : LONG_ROWS;
+    batch_create(&in->b, in->packs ? 1 : TENSORS, in->packs ? rows * (rows + 2) : longest);
     in->element = of_dtype_size(dtype);
     in->major = majors[random_next(&random) % 4];
     in->multiprocessors = multiprocessors[random_next(&random) % 3];
     in->order = (unsigned)(random_next(&random) % HOST_ORDERS);
     if (in->packs) {
-        fill_packing(in, dtype, &random);
+        fill_packing(in, rows, dtype, &random);
         return;
     }
     if (strcmp(rule, "scaling") == 0)
