@@ -47,6 +47,12 @@ UNREACHED = {
 }
 LANE = "which lane an element is counts in fours only, and there lanes 0 to 2 take the same way"
 SPLIT = "where vectors end and single elements begin changes no bit"
+SAME = "both registers hold the same address: a global one is its generic one"
+ANY = {
+    r"^and\.b64 %rd\d+, %rd\d+, -[248] ": SPLIT,
+    r"^cvta\.to\.global\.u64 ": SAME,
+    r"^ld\.global\.f(32|64) %\w+, \[%rd\d+\] -> ": SAME,
+}
 NOT_SPLIT = (
     "of float64 a step is split without momentum only, and this kernel has it: nothing of that "
     "condition counts"
@@ -65,6 +71,7 @@ EQUIVALENT = {
         NOT_SPLIT,
     ),
     "scaling": {
+        r"^setp\.(ne|eq)\.s64 %p\d+, %rd12, 0 ": "the factor is always there",
         r"^@%p\d+ bra .*: (negated|removed)$": "a division by 1, which stands for no loss scale",
     },
     "sgd": {
@@ -83,9 +90,7 @@ def reason(rule: str, kernel: str, line: str) -> str:
     if line.startswith("unreached "):
         return UNREACHED.get(rule, "")
     what = line.split(": ", 1)[1]
-    if re.search(r"^and\.b64 %rd\d+, %rd\d+, -[248] ", what):
-        return SPLIT
-    known = EQUIVALENT.get(rule, {}) | EQUIVALENT.get(kernel, {})
+    known = ANY | EQUIVALENT.get(rule, {}) | EQUIVALENT.get(kernel, {})
     return next((why for text, why in known.items() if re.search(text, what)), "")
 
 
