@@ -26,6 +26,17 @@ extern const ptx_mutant ptx_mutants[];
 extern const int ptx_n_mutants, ptx_n_places;
 extern const char ptx_mutated[]; /* the kernel */
 
+/* Other roundings of cvt.rn.bf16.f32. */
+static inline u16 ptx_cvt_rz_bf16_f32(u32 a) {
+    return isnan(ptx_f32(a)) ? 0x7fff : (u16)(a >> 16);
+}
+static inline u16 ptx_cvt_rm_bf16_f32(u32 a) {
+    return (u16)(ptx_cvt_rz_bf16_f32(a) + (a >> 31 && a & 0xffff && !isnan(ptx_f32(a))));
+}
+static inline u16 ptx_cvt_rp_bf16_f32(u32 a) {
+    return (u16)(ptx_cvt_rz_bf16_f32(a) + (!(a >> 31) && a & 0xffff && !isnan(ptx_f32(a))));
+}
+
 static inline bool ptx_reached(int place, bool holds) {
     ptx_mutation.reached[place] |= holds ? 2 : 1;
     return holds;
