@@ -24,7 +24,6 @@ _LATE = (
     "The update stands, and the next step() confirms it"
 )
 _SCALE = ("grad_scale", "found_inf")
-_ABSENT = object()
 
 
 class Holder(Protocol):
@@ -195,7 +194,7 @@ def _changed_groups(told: Told, holder: Holder, groups: Groups) -> Iterator[str]
 def _change_of(then: Entry, now: Entry, keys: tuple[str, ...] | None) -> str | None:
     """With a gap for the parameter's label."""
     for key in {**then, **now} if keys is None else keys:
-        if _is_changed(then.get(key, _ABSENT), now.get(key, _ABSENT)):
+        if (key in then) != (key in now) or _is_changed(then.get(key), now.get(key)):
             how = "removed" if key not in now else "replaced" if key in then else "added"
             return f"state[{key!r}] of {{}} was {how}"
     return None

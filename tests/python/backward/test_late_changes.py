@@ -535,6 +535,21 @@ def test_what_step_would_not_see_is_equal(make, name):
     same(script, "backward", prove=make is not Numbers)
 
 
+@pytest.mark.parametrize("note", (1, None, object()), ids=("a number", "None", "an object"))
+def test_a_note_in_the_state_of_a_traced_class_is_refused(note):
+    """Its step() could read the key."""
+    model = net()
+    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()), mode="backward")
+    for i in range(3):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        if i == 1:
+            for entry in optimizer.state.values():
+                entry["a note"] = note
+            refused(optimizer.step, "state['a note']", "was added", way_out="after step()")
+        optimizer.step()
+
+
 def test_a_group_added_late_is_trained_from_this_step_on():
     def script(wrap):
         a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
