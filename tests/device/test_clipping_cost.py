@@ -6,7 +6,7 @@ import fakecuda
 import pytest
 import torch
 from clipped import clip, clipped_steps
-from common import adamw
+from common import adamw, fuse_with
 from legal import backward, legal, net, settle, train
 from test_captures import captured
 
@@ -35,7 +35,7 @@ def names_logged():
 
 def trained(**options):
     model = net()
-    optimizer = optfuse.fuse(adamw(model.parameters()), **options)
+    optimizer = fuse_with(adamw(model.parameters()), "forward", **options)
     train(model, optimizer, 0)
     optfuse.flush(optimizer)
     return optimizer, model

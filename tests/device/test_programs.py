@@ -4,10 +4,8 @@ just: with ours they are free of races too, and give the same bits."""
 
 import pytest
 import torch
-from common import assert_same
+from common import assert_same, fuse_with
 from programs import describe, draw, mended, run, wait
-
-import optfuse
 
 PROGRAMS, LENGTH = 60, 24
 MODES = ("forward", "backward")
@@ -24,7 +22,7 @@ def sgd(params):
 
 
 def fused(mode, **options):
-    return lambda optimizer: optfuse.fuse(optimizer, mode=mode, **options)
+    return lambda optimizer: fuse_with(optimizer, mode, **options)
 
 
 def explain(program, outcome):

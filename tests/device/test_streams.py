@@ -379,7 +379,7 @@ def test_step_after_backward_takes_the_marks_off(side_stream):
     drain_all()  # those of other tests: marks stay while anything is in flight
     model = net()
     params = list(model.parameters())
-    optimizer = optfuse.fuse(adamw(params), mode="backward", side_stream=side_stream)
+    optimizer = optfuse.fuse(adamw(params), optfuse.Backward(side_stream=side_stream))
     train(model, optimizer, 0)
     backward(model, optimizer, 1)
     assert any(map(is_marked, params)), "no update has waited: the test would prove nothing"

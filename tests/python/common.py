@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import types
+import warnings
 from pathlib import Path
 
 import folders  # noqa: F401 - tests import modules of other folders
@@ -26,7 +27,11 @@ from torch import nn
 
 import optfuse
 
+# pyproject.toml says so to pytest; this is for the processes that tests start.
+warnings.filterwarnings("error", r"optfuse: fuse\(\) will lose", DeprecationWarning)
+
 HERE = Path(__file__).parent
+FUSE = ("eager", "strict", "bucket_bytes")  # options of fuse() in both modes
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Which inductor's C++ needs.
 HAS_PYTHON_H = Path(sysconfig.get_path("include"), "Python.h").is_file()
@@ -102,6 +107,14 @@ class Stock:
         pass
 
 
+def fuse_with(optimizer, mode, **options):
+    """fuse(), with the options of a mode in the mode's object."""
+    own = {name: options.pop(name) for name in FUSE if name in options}
+    if options:
+        mode = {"forward": optfuse.Forward, "backward": optfuse.Backward}[mode](**options)
+    return optfuse.fuse(optimizer, mode, **own)
+
+
 class Fused(Stock):
     """wrap() for the run under test."""
 
@@ -115,7 +128,7 @@ class Fused(Stock):
         self.optimizers = []
 
     def __call__(self, optimizer, **options):
-        optimizer = optfuse.fuse(optimizer, **{**self.options, **options})
+        optimizer = fuse_with(optimizer, **{**self.options, **options})
         self.optimizers.append(optimizer)
         return optimizer
 

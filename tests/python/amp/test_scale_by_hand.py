@@ -221,7 +221,8 @@ def test_accumulated_passes_are_counted_after_such_a_step():
 def test_a_scale_and_a_delay():
     model = net()
     optimizer = optfuse.fuse(
-        CLASSES["SGD"](model.parameters(), fused=True), delay={model[0].weight: 1}
+        CLASSES["SGD"](model.parameters(), fused=True),
+        optfuse.Forward(delay={model[0].weight: 1}),
     )
     before = model[0].weight.detach().clone()
     set_scale(optimizer, {"grad_scale": 1e30})

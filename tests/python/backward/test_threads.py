@@ -66,7 +66,7 @@ def models():
 
 
 def test_two_passes_are_two_of_three(models):
-    optimizer = optfuse.fuse(adamw(parameters(models)), "backward", accumulate=3)
+    optimizer = optfuse.fuse(adamw(parameters(models)), optfuse.Backward(accumulate=3))
     before = [weights(model) for model in models]
     passes(models, 0)
     assert optfuse.summary(optimizer).created == 0, "a pass that only adds has updated"

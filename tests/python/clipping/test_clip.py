@@ -163,10 +163,3 @@ def test_max_grad_norm_with_a_closure_and_in_a_copy():
             yield from everything(model, optimizer)
 
     same(script, prove=False)
-
-
-def test_max_grad_norm_is_refused_in_backward_mode():
-    refused(
-        lambda: optfuse.fuse(adamw(net().parameters()), mode="backward", max_grad_norm=1.0),
-        "max_grad_norm",
-    )

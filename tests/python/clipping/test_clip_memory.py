@@ -39,7 +39,7 @@ def test_no_gradient_is_written():
 
 def test_without_folding_every_gradient_is_written():
     model = long_net()
-    optimizer = optfuse.fuse(adamw(model.parameters()), fold=False)
+    optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Forward(fold=False))
     backward(model, 0)
     grads = [p.grad for p in model.parameters()]
     memory = [raw(g.data_ptr(), g.numel()) for g in grads]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""fuse(delay=...): updates that arrive late, beside an explicit loop over events."""
+"""Forward(delay=...): updates that arrive late, beside an explicit loop over events."""
 
 import copy
 import math
@@ -73,11 +73,15 @@ def train(model, optimizer, shape, steps, before_step=lambda params: None):
         optimizer.step()
 
 
-def fused(name, delays, make, **kwargs):
+def late(optimizer, steps, weights="stash", **options):
+    return optfuse.fuse(optimizer, optfuse.Forward(delay=optfuse.Delay(steps, weights)), **options)
+
+
+def fused(name, delays, make, weights="stash"):
     build, shape = MODELS[name]
     model = build()
     delay = dict(zip(model, delays, strict=True))
-    return model, optfuse.fuse(make(model.parameters()), delay=delay, **kwargs), shape
+    return model, late(make(model.parameters()), delay, weights), shape
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "average"])
@@ -132,7 +136,7 @@ def test_no_delay_is_plain_training(optimizer):
     train(plain, stock, shape, range(STEPS))
     check(model.parameters(), plain.parameters())
     assert optfuse.summary(opt).delayed == 0
-    assert optfuse.summary(opt).at_use > 0  # left pending, as without delay=
+    assert optfuse.summary(opt).at_use > 0  # left pending, as without a delay
 
 
 def test_largest_stable_rate():
@@ -148,7 +152,7 @@ def test_largest_stable_rate():
         for w, (delay, part) in zip(weights, cells, strict=True)
     ]
     delays = {w: delay for w, (delay, _) in zip(weights, cells, strict=True)}
-    opt = optfuse.fuse(torch.optim.SGD(groups, lr=0.1), delay=delays)
+    opt = late(torch.optim.SGD(groups, lr=0.1), delays)
     for _ in range(1500):
         opt.zero_grad()
         (0.5 * torch.cat(weights).square().sum()).backward()
@@ -327,13 +331,12 @@ def test_memory_that_others_know_keeps_its_place():
         p.data = flat[at : at + p.numel()].view_as(p)
         at += p.numel()
     addresses = [p.data_ptr() for p in model.parameters()]
-    opt = optfuse.fuse(make(model.parameters()), delay=dict(zip(model, DELAYS["mlp"], strict=True)))
+    opt = late(make(model.parameters()), dict(zip(model, DELAYS["mlp"], strict=True)))
     other = mlp()
     known = other[0].weight
     address = known.data_ptr()
-    second = optfuse.fuse(
-        make(other.parameters()), delay=dict(zip(other, DELAYS["mlp"], strict=True)), eager=[known]
-    )
+    delay = dict(zip(other, DELAYS["mlp"], strict=True))
+    second = late(make(other.parameters()), delay, eager=[known])
     reference = Reference(mlp(), DELAYS["mlp"], make)
     for i in range(STEPS):
         train(model, opt, MODELS["mlp"][1], [i])
@@ -399,7 +402,7 @@ def test_copies_and_ends(weights):
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "average"])
 def test_in_another_order_of_backward(weights):
-    """reorder() and delay= both have tasks of their own stand behind a layer."""
+    """reorder() and Forward(delay=) both have tasks of their own stand behind a layer."""
     found = []
     for schedule in ("stock", "last"):
         model, opt, shape = fused("conv", DELAYS["conv"], OPTIMIZERS["adamw"], weights=weights)
@@ -418,7 +421,7 @@ def test_pickling_would_lose_the_queue():
 def test_delay_by_parameter_and_nested_modules():
     model = nn.Sequential(nn.Sequential(nn.Linear(20, 8), nn.Linear(8, 8)), nn.Linear(8, 10))
     delay = {model: 3, model[0]: 2, model[0][1].bias: 0}
-    opt = optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay=delay)
+    opt = late(torch.optim.SGD(model.parameters(), lr=0.1), delay)
     entries = opt.state_dict()["optfuse_delay"]["parameters"]
     assert {n: e["delay"] for n, e in entries.items()} == {0: 2, 1: 2, 2: 2, 4: 3, 5: 3}
 
@@ -431,7 +434,7 @@ def overlapping(shared=None):
     delay = {model["in"]: 1, model["out"]: 2}
     if shared is not None:
         delay[first.weight] = shared
-    return optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay=delay)
+    return late(torch.optim.SGD(model.parameters(), lr=0.1), delay)
 
 
 def test_overlapping_modules_with_the_parameter_named():
@@ -444,7 +447,7 @@ def test_modules_without_parameters_beside_others(tanh):
     """A plan has a delay for each layer, whether it has weights or not."""
     model = mlp()
     delay = {module: 1 if isinstance(module, nn.Linear) else tanh for module in model}
-    optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay=delay)
+    late(torch.optim.SGD(model.parameters(), lr=0.1), delay)
 
 
 def refusals():
@@ -453,19 +456,13 @@ def refusals():
     alias = nn.Parameter(tied.detach())
     sgd = torch.optim.SGD
     return {
-        "backward mode": (
-            lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), mode="backward", delay={model: 1})
-        ),
-        "does not have": lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={tied: 1}),
-        "share memory": lambda: optfuse.fuse(sgd([tied, alias], lr=0.1), delay={tied: 1, alias: 1}),
+        "does not have": lambda: late(sgd(model.parameters(), lr=0.1), {tied: 1}),
+        "share memory": lambda: late(sgd([tied, alias], lr=0.1), {tied: 1, alias: 1}),
         "names a Tanh without parameters": (
-            lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={model[1]: 1, model[0]: 0})
+            lambda: late(sgd(model.parameters(), lr=0.1), {model[1]: 1, model[0]: 0})
         ),
         r"1 of a Sequential and 2 of a Sequential, which share a .* \(8, 4\); name": overlapping,
-        "from 0 to 1,000,000": (
-            lambda: optfuse.fuse(sgd(model.parameters(), lr=0.1), delay={model: 10**30})
-        ),
-        "goes with delay=": lambda: optfuse.fuse(sgd([tied], lr=0.1), weights="latest"),
+        "from 0 to 1,000,000": lambda: late(sgd(model.parameters(), lr=0.1), {model: 10**30}),
     }
 
 
@@ -477,13 +474,9 @@ def test_refused(why):
 
 def test_two_optimizers_on_one_weight():
     model = mlp()
-    first = optfuse.fuse(
-        torch.optim.SGD(model.parameters(), lr=0.1), delay={model: 1}, weights="latest"
-    )
+    first = late(torch.optim.SGD(model.parameters(), lr=0.1), {model: 1}, "latest")
     with pytest.raises(optfuse.Error, match="delayed by another optimizer"):
-        optfuse.fuse(
-            torch.optim.SGD(model.parameters(), lr=0.1), delay={model: 1}, weights="latest"
-        )
+        late(torch.optim.SGD(model.parameters(), lr=0.1), {model: 1}, "latest")
     train(model, first, (16, 20), range(3))
 
 
@@ -491,6 +484,6 @@ def test_disabled(monkeypatch):
     monkeypatch.setenv("OPTFUSE_DISABLE", "1")
     model = mlp()
     with pytest.raises(optfuse.Error, match="nothing would delay"):
-        optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay={model: 1})
-    opt = optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1), delay={model: 0})
+        late(torch.optim.SGD(model.parameters(), lr=0.1), {model: 1})
+    opt = late(torch.optim.SGD(model.parameters(), lr=0.1), {model: 0})
     optfuse.drain(opt)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training under DistributedDataParallel with await_reduction="first_use", over a network that is
-slower than backward()."""
+"""Training with Forward(ddp=model), over a network that is slower than backward()."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,8 @@ from ranks import STEPS
 from scripts import trained
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+import optfuse
 
 DELAY = 0.004  # seconds that a message takes beyond gloo
 SLOW = {
@@ -64,9 +65,8 @@ def slow(wrap, model, make=adamw, delay=DELAY, **options):
 def later(wrap, wrapped, optimizer, hook=None):
     """Fused, or stock's with the same communication hook."""
     if wrap.fused:
-        how = {"ddp": wrapped, "await_reduction": "first_use"}
         known = wrapped._comm_hooks  # by another optimizer of this model
-        return wrap(optimizer, **how, **({"comm_hook": hook} if hook and not known else {}))
+        return wrap(optimizer, ddp=optfuse.DDPModel(wrapped, None if known else hook))
     if hook and not wrapped._comm_hooks:
         wrapped.register_comm_hook(*hook)
     return optimizer

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Scripts that train under DistributedDataParallel with await_reduction="first_use", over a
-network that is slower than backward(), for common.same() on every rank."""
+"""Scripts that train with Forward(ddp=model), over a network that is slower than backward(), for
+common.same() on every rank."""
 
 import contextlib
 import functools
@@ -294,7 +294,7 @@ def other_options(mode, options):
         clips = "max_grad_norm" in options
         if wrap.fused:
             more = options if clips else {"eager": [model.head.weight, model.conv.weight]}
-            wrap(optimizer, ddp=wrapped, await_reduction="first_use", comm_hook=hook, **more)
+            wrap(optimizer, ddp=optfuse.DDPModel(wrapped, hook), **more)
         else:
             wrapped.register_comm_hook(*hook)
         for i in range(STEPS):
@@ -361,13 +361,13 @@ def a_join_that_divides_by_what_only_ddp_knows(mode):
     model = Net()
     model.norm = nn.Identity()
     wrapped = DDP(model)
-    optimizer = optfuse.fuse(adamw(model.parameters()), ddp=wrapped, await_reduction="first_use")
+    optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Forward(ddp=wrapped))
     before = weights(model)
     with wrapped.join(divide_by_initial_world_size=False):
         refused(
             lambda: train(wrapped, optimizer, 0),
             "divide_by_initial_world_size=False",
-            way_out="without await_reduction=",
+            way_out="without ddp=",
         )
     assert_same("weights after the refusal", weights(model), before)
 
@@ -379,12 +379,8 @@ def optimizers_and_models_that_die(mode):
         model = Net()
         network = Network(0.05)
         wrapped = DDP(model, broadcast_buffers=False)
-        optimizer = optfuse.fuse(
-            adamw(model.parameters()),
-            ddp=wrapped,
-            await_reduction="first_use",
-            comm_hook=(network, over),
-        )
+        ddp = optfuse.DDPModel(wrapped, (network, over))
+        optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Forward(ddp=ddp))
         train(wrapped, optimizer, 0)
         assert network.is_busy()
         before = torch.stack([p.detach().sum() for p in model.parameters()])
@@ -410,12 +406,8 @@ def memory_goes_with_zero_grad(mode):
     model = Net()
     network = Network(0.05)
     wrapped = DDP(model, broadcast_buffers=False)
-    optimizer = optfuse.fuse(
-        adamw(model.parameters()),
-        ddp=wrapped,
-        await_reduction="first_use",
-        comm_hook=(network, over),
-    )
+    ddp = optfuse.DDPModel(wrapped, (network, over))
+    optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Forward(ddp=ddp))
     for i in range(3):
         loss_of(wrapped, i).backward()
         assert network.is_busy()

@@ -70,9 +70,10 @@ def knows(option):
     return option in inspect.signature(DDP.__init__).parameters
 
 
-def ddp_of(wrap, model):
-    """What fuse() is told in backward mode."""
-    return {"ddp": model} if wrap.fused and wrap.options["mode"] == "backward" else {}
+def ddp_of(wrap, model, hook=None):
+    """The model and its communication hook as options of backward mode."""
+    is_backward = wrap.fused and wrap.options["mode"] == "backward"
+    return {"ddp": optfuse.DDPModel(model, hook)} if is_backward else {}
 
 
 OPTIONS = {
@@ -206,10 +207,8 @@ def hook(mode, make):
         wrapped = DDP(model, **({} if make is power_sgd else {"bucket_cap_mb": SMALL}))
         torch.manual_seed(1)
         state, hook = make(model)
-        options = ddp_of(wrap, wrapped)
-        if options:
-            options["comm_hook"] = (state, hook)
-        else:
+        options = ddp_of(wrap, wrapped, (state, hook))
+        if not options:
             wrapped.register_comm_hook(state, hook)
         optimizer = wrap(adamw(model.parameters()), **options)
         yield from training(wrapped, optimizer, LONG if make is local_sgd else STEPS)
@@ -241,7 +240,7 @@ def a_join_that_divides_by_what_only_ddp_knows(mode):
     model = Net()
     model.norm = nn.Identity()
     wrapped = DDP(model)
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode, ddp=wrapped)
+    optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Backward(ddp=wrapped))
     before = weights(model)
     with wrapped.join(divide_by_initial_world_size=False):
         refused(lambda: train(wrapped, optimizer, 0), "divide_by_initial_world_size=False")
@@ -415,7 +414,7 @@ def memory_of_gradients(mode):
     """DDP's buckets hold them, and nothing does beside."""
     model = Net()
     wrapped = DDP(model, bucket_cap_mb=SMALL)
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode, ddp=wrapped)
+    optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Backward(ddp=wrapped))
     for i in range(3):
         train(wrapped, optimizer, i)
         assert all(p.grad.untyped_storage().nbytes() == 0 for p in model.parameters())
@@ -451,7 +450,7 @@ def reductions_in_another_order_are_seen(mode):
     def script(wrap):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         wrapped = DDP(model, bucket_cap_mb=60 / 2**20)
-        options = {**ddp_of(wrap, wrapped), "comm_hook": swapped()} if wrap.fused else {}
+        options = ddp_of(wrap, wrapped, swapped())
         optimizer = wrap(sgd(model.parameters()), **options)
         for i in range(3):
             generator = torch.Generator().manual_seed(10 * i + dist.get_rank())

@@ -2,7 +2,7 @@
 """A job of two ranks that ends while gradients are on their way. Rank 0 says what its weights are,
 after rank 1 has ended.
 
-python ending.py FOLDER RANK stock|first_use [destroy]"""
+python ending.py FOLDER RANK stock|fused [destroy]"""
 
 import datetime
 import os
@@ -31,7 +31,7 @@ def main(folder, rank, way, *ends):
     if way == "stock":
         wrapped.register_comm_hook(*hook)
     else:
-        optfuse.fuse(optimizer, ddp=wrapped, await_reduction=way, comm_hook=hook)
+        optfuse.fuse(optimizer, optfuse.Forward(ddp=optfuse.DDPModel(wrapped, hook)))
     for i in range(3):
         optimizer.zero_grad()
         loss_of(wrapped, 10 * rank + i).backward()

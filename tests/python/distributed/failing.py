@@ -38,11 +38,11 @@ class Job:
 
     def fuse(self):
         how = {
-            "forward": {},
-            "backward": {"mode": "backward", "ddp": self.model},
-            "first_use": {"await_reduction": "first_use", "ddp": self.model},
+            "forward": optfuse.Forward(),
+            "backward": optfuse.Backward(ddp=self.model),
+            "first_use": optfuse.Forward(ddp=self.model),
         }
-        optfuse.fuse(self.optimizer, **how[self.mode])
+        optfuse.fuse(self.optimizer, how[self.mode])
 
     def train(self, before_step=lambda: None, **in_backward):
         """Rank 1 does what it is told to in the broken step."""

@@ -186,14 +186,15 @@ def a_part_of_dx_is_elsewhere(strategy):
 
 @scenario("1f1b", "layerpipe", "pipedream_replicated")
 def delays_are_those_of_one_process(strategy):
-    """fuse(delay=) in one process, by the same plan."""
+    """Forward(delay=) in one process, by the same plan."""
     made = planned("mlp", strategy)
     if any(place.replicas > 1 for place in made.places):
         return  # groups of batches: see Reference
     build, shape = MODELS["mlp"]
     make = OPTIMIZERS["adamw"]
     alone = build()
-    opt = optfuse.fuse(make(alone.parameters()), delay=dict(zip(alone, made.delays, strict=True)))
+    delay = dict(zip(alone, made.delays, strict=True))
+    opt = optfuse.fuse(make(alone.parameters()), optfuse.Forward(delay=delay))
     xs, ys = batches(shape, 0, BATCHES)
     for x, y in zip(xs, ys, strict=True):
         opt.zero_grad()

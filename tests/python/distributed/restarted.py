@@ -49,8 +49,7 @@ def train(folder, mode):
     model = DDP(net(), bucket_cap_mb=SMALL)
     optimizer = adamw(model.parameters())
     if mode != "stock":
-        ddp = {"ddp": model} if mode == "backward" else {}
-        optfuse.fuse(optimizer, mode=mode, **ddp)
+        optfuse.fuse(optimizer, optfuse.Backward(ddp=model) if mode == "backward" else mode)
     first, checkpoint = 0, Path(folder, "checkpoint")
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if checkpoint.exists():

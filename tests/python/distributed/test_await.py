@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""await_reduction="first_use": reductions are awaited in the next forward pass, with stock's
+"""Forward(ddp=model): reductions are awaited in the next forward pass, with stock's
 bits, or fuse() refuses before anything has changed."""
 
 import pickle
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import optfuse
 
 SCRIPTS = "await_scripts"
-LATE = {"await_reduction": "first_use"}
 
 
 @ranks.by(
@@ -32,9 +31,10 @@ def test_training_is_as_in_stock(world, scenario, played):
     assert played is None, played
 
 
-def refuses(model, *words, way_out="without await_reduction=", parameters=None, **options):
+def refuses(model, *words, way_out="without ddp=", parameters=None, hook=None):
     optimizer = adamw((parameters or model).parameters())
-    refused(lambda: optfuse.fuse(optimizer, ddp=model, **LATE, **options), *words, way_out=way_out)
+    mode = optfuse.Forward(ddp=optfuse.DDPModel(model, hook))
+    refused(lambda: optfuse.fuse(optimizer, mode), *words, way_out=way_out)
     assert type(optimizer) is torch.optim.AdamW
 
 
@@ -69,12 +69,12 @@ def wrapped_chained(model):
 @pytest.mark.parametrize("make", (power_sgd, wrapped_chained))
 def test_hooks_that_communicate_twice_are_refused(gloo, make):
     wrapped = DDP(net())
-    refuses(wrapped, "powerSGD_hook", "in another order", comm_hook=make(wrapped))
+    refuses(wrapped, "powerSGD_hook", "in another order", hook=make(wrapped))
 
 
 def test_a_forward_pass_without_hooks_is_refused(gloo):
     wrapped = DDP(net())
-    optimizer = optfuse.fuse(adamw(wrapped.parameters()), ddp=wrapped, **LATE)
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), optfuse.Forward(ddp=wrapped))
     with pytest.raises(optfuse.Error, match="call model()"):
         wrapped.forward(batch(0)[0]).sum().backward()
     assert optfuse.summary(optimizer).created == 0
@@ -82,7 +82,7 @@ def test_a_forward_pass_without_hooks_is_refused(gloo):
 
 def test_a_model_that_waits_at_first_use_can_be_pickled(gloo):
     wrapped = DDP(net())
-    optfuse.fuse(adamw(wrapped.parameters()), ddp=wrapped, **LATE)
+    optfuse.fuse(adamw(wrapped.parameters()), optfuse.Forward(ddp=wrapped))
     assert pickle.loads(pickle.dumps(wrapped))._forward_hooks
 
 
@@ -92,22 +92,15 @@ def test_a_hook_that_was_registered_before_is_refused(gloo):
     refuses(wrapped, "has a communication hook already", way_out="comm_hook=(state, hook)")
 
 
-@pytest.mark.parametrize("first", (LATE, {"mode": "backward"}))
+@pytest.mark.parametrize("first", (optfuse.Forward, optfuse.Backward))
 def test_two_ways_for_one_model_are_refused(gloo, first):
     wrapped = DDP(net())
-    optimizer = optfuse.fuse(adamw(wrapped.module[0].parameters()), ddp=wrapped, **first)
+    optimizer = optfuse.fuse(adamw(wrapped.module[0].parameters()), first(ddp=wrapped))
     other = adamw(wrapped.module[2].parameters())
-    second = {"mode": "backward"} if first is LATE else LATE
+    second = optfuse.Backward if first is optfuse.Forward else optfuse.Forward
     with pytest.raises(optfuse.Error, match="in the same way"):
-        optfuse.fuse(other, ddp=wrapped, **second)
+        optfuse.fuse(other, second(ddp=wrapped))
     assert type(other) is torch.optim.AdamW and optfuse.summary(optimizer).created == 0
-
-
-@pytest.mark.parametrize("options", ({}, {"mode": "backward"}))
-def test_it_goes_with_forward_mode_and_a_model(gloo, options):
-    ddp = {"ddp": DDP(net())} if options else {}
-    with pytest.raises(optfuse.Error, match="ddp=model"):
-        optfuse.fuse(adamw(net().parameters()), **LATE, **options, **ddp)
 
 
 def test_models_of_others_are_refused(gloo):
@@ -133,4 +126,4 @@ def said_at_the_end(folder, *arguments):
 @pytest.mark.parametrize("ends", ((), ("destroy",)))
 def test_a_job_may_end_while_gradients_are_on_their_way(ends, tmp_path):
     stock = said_at_the_end(tmp_path / "stock", "stock", *ends)
-    assert stock and said_at_the_end(tmp_path / "ours", "first_use", *ends) == stock
+    assert stock and said_at_the_end(tmp_path / "ours", "fused", *ends) == stock

@@ -9,7 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from common import adamw, batch, everything, net, refused, same
+from common import adamw, batch, everything, fuse_with, net, refused, same
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -37,10 +37,10 @@ def test_buckets_that_are_made_beside_consumed_gradients(gloo, scenario):
     ddp_scripts.SCENARIOS[scenario]()
 
 
-def refuses(model, *words, way_out='mode="forward"', parameters=None, **options):
+def refuses(model, *words, way_out='mode="forward"', parameters=None, hook=None, **options):
     optimizer = adamw((parameters or model).parameters())
     refused(
-        lambda: optfuse.fuse(optimizer, mode="backward", ddp=model, **options),
+        lambda: fuse_with(optimizer, "backward", ddp=optfuse.DDPModel(model, hook), **options),
         *words,
         way_out=way_out,
     )
@@ -112,7 +112,7 @@ def test_a_hook_that_was_registered_before_is_refused(gloo, builtin):
 
 def test_hooks_that_come_later_are_refused_by_pytorch(gloo):
     wrapped = DDP(net())
-    optimizer = optfuse.fuse(adamw(wrapped.parameters()), mode="backward", ddp=wrapped)
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), optfuse.Backward(ddp=wrapped))
     with pytest.raises(RuntimeError, match="only be called once"):
         wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     with pytest.raises(RuntimeError, match="only be called once"):
@@ -126,28 +126,20 @@ def test_models_of_others_are_refused(gloo):
     refuses(
         wrapped, "none of the optimizer's parameters", way_out="pass the model", parameters=net()
     )
-    refuses(net(), "ddp=", way_out="DistributedDataParallel")
 
 
 def test_a_second_hook_for_the_same_model_is_refused(gloo):
     wrapped = DDP(net())
-    first = optfuse.fuse(adamw(wrapped.module[0].parameters()), mode="backward", ddp=wrapped)
+    first = optfuse.fuse(adamw(wrapped.module[0].parameters()), optfuse.Backward(ddp=wrapped))
     hook = (None, default_hooks.allreduce_hook)
-    refuses(wrapped, "another optimizer", way_out="first fuse()", comm_hook=hook)
+    refuses(wrapped, "another optimizer", way_out="first fuse()", hook=hook)
     assert optfuse.summary(first).mode == "backward"
-
-
-@pytest.mark.parametrize("options", ({}, {"mode": "backward"}))
-def test_a_hook_needs_a_model(options):
-    hook = (None, default_hooks.allreduce_hook)
-    with pytest.raises(optfuse.Error, match="ddp=model"):
-        optfuse.fuse(adamw(net().parameters()), comm_hook=hook, **options)
 
 
 def test_the_model_can_be_saved_and_dies(gloo):
     """The hook that the model lists does not go with a copy of it."""
     wrapped = DDP(net())
-    optimizer = optfuse.fuse(adamw(wrapped.parameters()), mode="backward", ddp=wrapped)
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), optfuse.Backward(ddp=wrapped))
     wrapped(batch(0)[0]).sum().backward()
     optimizer.step()
     pickle.loads(pickle.dumps([hook for hook, _ in wrapped._comm_hooks]))
@@ -160,7 +152,7 @@ def test_the_model_can_be_saved_and_dies(gloo):
 def test_without_a_model_backward_mode_names_the_way(gloo):
     wrapped = DDP(net())
     optfuse.fuse(optimizer := adamw(wrapped.parameters()), mode="backward")
-    with pytest.raises(optfuse.Error, match="ddp=model"):
+    with pytest.raises(optfuse.Error, match=r"Backward\(ddp=model\)"):
         wrapped(batch(0)[0]).sum().backward()
     del optimizer
 
@@ -169,7 +161,7 @@ def test_a_copied_optimizer_is_of_no_model(gloo):
     import copy
 
     wrapped = DDP(net())
-    optimizer = optfuse.fuse(adamw(wrapped.parameters()), mode="backward", ddp=wrapped)
+    optimizer = optfuse.fuse(adamw(wrapped.parameters()), optfuse.Backward(ddp=wrapped))
     twin = copy.deepcopy(optimizer)
     wrapped(batch(0)[0]).sum().backward()
     optimizer.step()

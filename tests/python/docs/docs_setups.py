@@ -60,7 +60,7 @@ SETUPS = {
     "opt = torch.optim.AdamW(model.parameters(), lr=3e-4)": "",
     "optfuse.clip_grad_norm_(opt, 1.0)": _READY,
     "scaler.scale(loss).backward()": _READY + _SCALER,
-    'opt = optfuse.fuse(opt, mode="backward", accumulate=4)': "",
+    "opt = optfuse.fuse(opt, optfuse.Backward(accumulate=4))": "",
     "change = grad.sub(previous) if t > 1 else torch.zeros_like(grad)": "grad, previous, "
     "exp_avg_diff = torch.randn(3, 5)\nt, beta2 = 2, 0.9\n",
     "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)": "",
@@ -72,8 +72,9 @@ SETUPS = {
     "opt = optfuse.fuse(AnyOptimizer(model.parameters(), lr=1e-3))": _ANY,
     "def build(wrap):": _BATCHES,
     "model = DistributedDataParallel(Net())": _ONE_PROCESS,
-    "opt = optfuse.fuse(torch.optim.AdamW(model.parameters()), ddp=model, "
-    'await_reduction="first_use")': _ONE_PROCESS + "model = DistributedDataParallel(model)\n",
+    "opt = optfuse.fuse(torch.optim.AdamW(model.parameters()), optfuse.Forward(ddp=model))": (
+        _ONE_PROCESS + "model = DistributedDataParallel(model)\n"
+    ),
     "for block in model.blocks:": _BLOCKS,
 }
 #: Started by torchrun, on each of two processes.

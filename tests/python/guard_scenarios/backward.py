@@ -124,7 +124,7 @@ def gradients_added_after_the_update_are_not_kept_for_a_later_step():
 @guards("nested")
 def a_backward_inside_another_is_not_counted_as_a_pass():
     model = net()
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", accumulate=2)
+    optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Backward(accumulate=2))
 
     def loss():
         x, y = batch(0)

@@ -4,7 +4,17 @@
 import threading
 
 import torch
-from common import adamw, assert_same, batch, loss_of, net, one_process, train, weights
+from common import (
+    adamw,
+    assert_same,
+    batch,
+    fuse_with,
+    loss_of,
+    net,
+    one_process,
+    train,
+    weights,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -21,8 +31,8 @@ def a_data_parallel_model_is_refused():
         pair.assert_same()  # it was refused before an update
 
 
-def compare(hook, iterate, **options):
-    """Three iterations with this communication hook, fused with these options and stock's."""
+def compare(hook, iterate, mode, **options):
+    """Three iterations with this communication hook, fused in this mode and stock's."""
     trained = []
     with one_process():
         for is_fused in (True, False):
@@ -31,7 +41,8 @@ def compare(hook, iterate, **options):
             wrapped = DDP(model)
             optimizer = adamw(model.parameters())
             if is_fused:
-                optfuse.fuse(optimizer, ddp=wrapped, comm_hook=(None, hook), **options)
+                ddp = optfuse.DDPModel(wrapped, (None, hook))
+                fuse_with(optimizer, mode, ddp=ddp, **options)
             else:
                 wrapped.register_comm_hook(None, hook)
             for i in range(3):
@@ -50,7 +61,7 @@ def doubled(_, bucket):
 @guards("reduced", "consumed", "discarded", "twice")
 def an_update_waits_for_the_reduction_of_its_gradient():
     # Small gradients would wait for each other, and so for the reduction.
-    compare(doubled, train, mode="backward", bucket_bytes=1)
+    compare(doubled, train, "backward", bucket_bytes=1)
 
 
 def doubled_later(_, bucket):
@@ -62,7 +73,7 @@ def doubled_later(_, bucket):
 
 @guards("await")
 def an_update_waits_for_the_gradient_that_is_on_its_way():
-    compare(doubled_later, train, await_reduction="first_use")
+    compare(doubled_later, train, "forward")
 
 
 @guards("reuse")
@@ -73,7 +84,7 @@ def a_bucket_is_not_used_again_while_it_is_on_its_way():
         loss_of(wrapped, i).backward()
         train(wrapped, optimizer, 10 + i)
 
-    compare(doubled_later, iterate, await_reduction="first_use")
+    compare(doubled_later, iterate, "forward")
 
 
 class Skips(nn.Module):

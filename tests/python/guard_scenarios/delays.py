@@ -10,7 +10,7 @@ from guard_scenarios.registry import guards, must_raise
 
 def delayed():
     model = net()
-    opt = optfuse.fuse(adamw(model.parameters()), delay={model: 2})
+    opt = optfuse.fuse(adamw(model.parameters()), optfuse.Forward(delay={model: 2}))
     for i in range(4):
         train(model, opt, i)
     return model, opt

@@ -29,7 +29,7 @@ class Dense:
 
     def __init__(self, optimizer, max_norm=None):
         self.optimizer = optimizer
-        self.max_norm = max_norm  # as fuse(max_grad_norm=)
+        self.max_norm = max_norm  # as Forward(max_grad_norm=)
         self.updated = []
         self.known = set()  # parameters that had state
         self.swapped = []  # (tensor to write back to, what took its place, how to put it back)

@@ -43,7 +43,7 @@ class World:
         self.held, self.losses, self.saved = [], [], []
         self.scaler = None
         self.references = []
-        # Of fuse(); stock clips by hand.
+        # Options of fuse(); stock clips by hand.
         self.passes = setup.get("accumulate", 1)
         self.max_norm = setup.get("max_grad_norm")
         self.bucket_bytes = setup.get("bucket_bytes", 1)
@@ -79,14 +79,10 @@ class World:
             optimizer._step_supports_amp_scaling = False  # see reference.py
             self.references.append(Dense(optimizer, self.max_norm))
             return optimizer
-        return optfuse.fuse(
-            optimizer,
-            mode=self.mode,
-            accumulate=self.passes,
-            max_grad_norm=self.max_norm,
-            bucket_bytes=self.bucket_bytes,
-            ddp=self.ddp if self.mode == "backward" else None,
-        )
+        mode = optfuse.Forward(max_grad_norm=self.max_norm)
+        if self.mode == "backward":
+            mode = optfuse.Backward(accumulate=self.passes, ddp=self.ddp)
+        return optfuse.fuse(optimizer, mode, bucket_bytes=self.bucket_bytes)
 
     @property
     def fused(self):

@@ -74,10 +74,11 @@ def test_fused_has_the_bits_of_step(cls, options, dtype, mode):
 
 @pytest.mark.parametrize("cls, options", CASES)
 def test_gradients_that_are_clipped_or_accumulated_have_the_bits_of_step(cls, options):
-    for clipped, mode in ((True, "forward"), (False, "forward"), (False, "backward")):
+    counted = optfuse.Backward(accumulate=3)
+    for clipped, mode in ((True, "forward"), (False, "forward"), (False, counted)):
         stock, ours = make_params(), make_params()
-        more = {} if clipped else {"accumulate": 3}
-        plain, fused = cls(stock, **options), optfuse.fuse(cls(ours, **options), mode=mode, **more)
+        plain = cls(stock, **options)
+        fused = optfuse.fuse(cls(ours, **options), mode)
         clips = (
             (torch.nn.utils.clip_grad_norm_, optfuse.clip_grad_norm_) if clipped else (None,) * 2
         )

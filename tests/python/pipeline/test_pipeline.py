@@ -82,7 +82,7 @@ def tied():
 
 
 def delayed(model):
-    return optfuse.fuse(sgd(model), delay={model: 1})
+    return optfuse.fuse(sgd(model), optfuse.Forward(delay={model: 1}))
 
 
 def preconditioned(model):

@@ -34,7 +34,10 @@ def variant(code, mode, **options):
         return "".join(line for line in code.splitlines(True) if "optfuse" not in line.lower())
     if mode == "forward" and not options:
         return code
-    words = ", ".join(f"{name}={value!r}" for name, value in {"mode": mode, **options}.items())
+    words = f"mode={mode!r}"
+    if options:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        words = f"mode=optfuse.{mode.title()}({given})"
     changed, count = CALL.subn(lambda m: f"{m[1]}{', ' * m[1].endswith('r')}{words})", code)
     assert count == 1
     return changed

@@ -209,7 +209,8 @@ def test_weights_that_something_makes_are_not_looked_at(planner, way):
         elif planner == "kfac":
             kept.append(optfuse.kfac(model, optimizer))
         elif planner is not None:
-            optfuse.fuse(optimizer, delay={model[int(planner == "delay of it")]: 1})
+            delay = {model[int(planner == "delay of it")]: 1}
+            optfuse.fuse(optimizer, optfuse.Forward(delay=delay))
         found = snapshot(dict(model.state_dict()))
         return found, model(x_of(0)).square().mean().detach()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import traced_classes
+from common import fuse_with
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from traced_classes import CALLING, TRACEABLE, UNTRACEABLE, Base
@@ -93,7 +94,7 @@ def train(
 
 def fused(mode: str, into: list[Optimizer] | None = None, **options: Any) -> Wrap:
     def wrap(optimizer: Optimizer) -> Optimizer:
-        made = optfuse.fuse(optimizer, mode=mode, **options)
+        made = fuse_with(optimizer, mode, **options)
         if into is not None:
             into.append(made)
         return made
@@ -556,8 +557,13 @@ def test_distributed_data_parallel(gloo: Any, view: bool) -> None:
         return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
 
     stock = training(lambda optimizer, _: optimizer)
-    for options in ({}, {"mode": "backward"}, {"await_reduction": "first_use"}):
-        ours = training(lambda optimizer, model: optfuse.fuse(optimizer, ddp=model, **options))  # noqa: B023
+    modes: tuple[Callable[[Any], Any], ...] = (
+        lambda model: "forward",
+        lambda model: optfuse.Forward(ddp=model),
+        lambda model: optfuse.Backward(ddp=model),
+    )
+    for mode in modes:
+        ours = training(lambda optimizer, model: optfuse.fuse(optimizer, mode(model)))  # noqa: B023
         assert difference("", ours, stock) is None
 
 
@@ -595,8 +601,8 @@ def test_late_updates() -> None:
     def training(cls: type[Optimizer]) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-        delay = {model[0]: 2, model[2]: 1}
-        optimizer = optfuse.fuse(cls(model.parameters()), delay=delay)  # type: ignore[call-arg]
+        late = optfuse.Forward(delay={model[0]: 2, model[2]: 1})
+        optimizer = optfuse.fuse(cls(model.parameters()), late)  # type: ignore[call-arg]
         for step in range(8):
             optimizer.zero_grad()
             model(torch.full((4, 5), float(step))).square().mean().backward()
