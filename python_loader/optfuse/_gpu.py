@@ -41,7 +41,7 @@ def _place_of(param: Tensor) -> int:
 
 
 def places_of(params: list[Tensor], known: dict[int, int], tried: set[int]) -> list[int]:
-    """Of each parameter the place (dtype and device) for which its update has passed a trial.
+    """The place (dtype and device) of each parameter whose update has passed a trial there.
     A known parameter keeps its place, since Module.to() may have moved it meanwhile. known,
     tried: parameters by their ids."""
     passed = set(known.values())

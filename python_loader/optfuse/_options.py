@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What fuse() was told, by its caller and by the environment, and where it says that it was
+"""The options of fuse(), by its caller and by the environment, and where it says that it was
 called."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What concerns all fused optimizers of the process: its events, and what has to
-happen to each of them when PyTorch does something that no single one sees."""
+"""Events of the process that concern all fused optimizers, and the work for each of them when
+PyTorch does something that no single one sees."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ _answer_untraced = torch._dynamo.disable(_answer)
 
 
 def _answer_event(plan: int, event: int, slot: int) -> int:
-    """What the library asks in the middle of a pass, which may be one that is compiled:
+    """Answers the library in the middle of a pass, which may be a compiled one:
     dynamo would trace what runs here, and to leave it alone takes microseconds."""
     answer = _answer if get_eval_frame_callback() is None else _answer_untraced
     return answer(plan, event, slot)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What fuse() refuses, before any state changes."""
+"""Refusals of fuse(), before any state changes."""
 
 from __future__ import annotations
 

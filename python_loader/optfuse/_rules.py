@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which optimizer classes fuse, and where their numbers are."""
+"""The optimizer classes that fuse, and where their numbers are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor, Muon, Optimizer
 
-# Of the modules that define them: a script may have put a class of its own into torch.optim.
+# Imported from the modules that define them: a script may have put a class of its own into
+# torch.optim.
 from torch.optim.adadelta import Adadelta
 from torch.optim.adagrad import Adagrad
 from torch.optim.adam import Adam
@@ -133,7 +134,7 @@ class Rule:
     # The reference computes its scalars in the dtype of a learning rate that is a
     # tensor; we always do in float64.
     lr_makes_scalars: bool = False
-    # What updates on a GPU has to pass a trial there against the class's own step() ...
+    # Whether updates on a GPU have to pass a trial there against the class's own step() ...
     tried: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
@@ -208,7 +209,7 @@ class Rule:
         return ("step", *self.counters) if self.counts_on_gpu else ()
 
     def updates_by(self) -> str:
-        """What takes the place of the class's own step() on a GPU."""
+        """The replacement of the class's own step() on a GPU."""
         return "torch's operators" if self.external else "the kernels"
 
     def _plain_numbers(self, group: Group) -> tuple[float, ...]:
@@ -230,7 +231,7 @@ class Rule:
         return usual and not group.get("foreach")
 
     def difference(self, group: Group) -> str:
-        """What in the group selects an implementation other than the one whose bits
+        """The option of the group that selects an implementation other than the one whose bits
         are reproduced; empty if nothing does."""
         if self.external or self.as_made:
             return ""

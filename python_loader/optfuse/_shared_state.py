@@ -39,8 +39,8 @@ class Holder(Protocol):
 
 
 class Order:
-    """What the next step() of one optimizer must not come before: updates of others that backward
-    fusion has made by then."""
+    """Updates of other optimizers, made by backward fusion, that the next step() of one optimizer
+    must not precede."""
 
     def __init__(self) -> None:
         self._after: list[tuple[weakref.ref[Holder], int, str]] = []

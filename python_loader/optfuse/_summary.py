@@ -23,7 +23,7 @@ from optfuse._trials import products
 
 @dataclass(frozen=True)
 class Summary:
-    """What a fused optimizer has done. Counts are updates since fuse()."""
+    """The work of a fused optimizer. Counts are updates since fuse()."""
 
     optimizer: str
     mode: str
@@ -123,7 +123,7 @@ def _kinds(params: Iterable[Tensor]) -> list[str]:
 
 
 def _external_updates(rule: Rule, groups: list[Group], dtype: str) -> str:
-    """What updates parameters of this dtype where there are no kernels."""
+    """The name of what updates parameters of this dtype where there are no kernels."""
     found = set()
     for group in groups:
         if any(str(p.dtype) == f"torch.{dtype}" for p in group["params"]):
@@ -136,7 +136,7 @@ def _numbers(counts: Counts) -> dict[str, Any]:
 
 
 def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
-    """Of one that fuse() left as it is, since OPTFUSE_DISABLE said so."""
+    """The summary of an optimizer that fuse() left as it is, since OPTFUSE_DISABLE said so."""
     return Summary(
         optimizer=optimizer,
         mode="disabled",
@@ -160,8 +160,8 @@ def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
 
 @checked(optimizer=FUSED)
 def summary(optimizer: Optimizer) -> Summary:
-    """What the fused optimizer has done so far, and what it fell back from.
-    Raises optfuse.Error if the optimizer is not fused."""
+    """Reports the work of the fused optimizer so far, and its fallbacks. Raises optfuse.Error if
+    the optimizer is not fused."""
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     if not is_fused(optimizer):
@@ -202,7 +202,7 @@ def summary(optimizer: Optimizer) -> Summary:
 
 @checked(optimizer=FUSED)
 def explain(optimizer: Optimizer) -> str:
-    """What an update of the fused optimizer computes, to be read by people: of an optimizer whose
+    """Describes an update of the fused optimizer for people: of an optimizer whose
     step() is traced the programs of its last step, one operator a line, with that step's numbers.
     Raises optfuse.Error if the optimizer is not fused."""
     name = type(optimizer).__name__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ab() measures with, and the random numbers that its variants begin with."""
+"""The clock of ab(), and the random numbers that its variants begin with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ab() reports: medians with their intervals, equality by bits, and the table."""
+"""The result of ab(): medians with their intervals, equality by bits, and the table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def median_interval(samples: Sequence[float], seed: int = 0) -> Interval:
 
 @dataclass
 class Row:
-    """What ab() found out about one variant. `note` says why a variant could not run."""
+    """The result of one variant in ab(). `note` says why a variant could not run."""
 
     name: str
     note: str = ""
@@ -117,7 +117,7 @@ def _legend(compared: Comparison) -> Iterator[str]:
 
 
 class Judged(Protocol):
-    """What undecided() looks at."""
+    """The part of a row that undecided() reads."""
 
     name: str
     speed: Interval | None  # against the baseline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ab() compares: the given optimizer as it is, as PyTorch's other implementations have
+"""The variants of ab(): the given optimizer as it is, as PyTorch's other implementations have
 it, and fused."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def with_flags(optimizer: Optimizer, **flags: bool | None) -> Optimizer:
 
 
 def reference_flags(optimizer: Optimizer) -> dict[str, bool | None]:
-    """Of the implementation whose bits fusion has (docs/numerics.md); none: as it is."""
+    """Flags of the implementation whose bits fusion has (docs/numerics.md); none: as it is."""
     rule, groups = RULES.get(type(optimizer)), optimizer.param_groups
     if rule is None or (rule.tried and any(is_gpu(p.device) for g in groups for p in g["params"])):
         return {}

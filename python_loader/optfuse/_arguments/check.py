@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the arguments of the public functions must be. checked() looks at them before the
+"""The kinds of values that public functions take. checked() looks at the arguments before the
 function begins, so nothing has changed when one of them is refused."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument must be."""
+    """A kind of value that an argument must have."""
 
     expected: str
     take: Callable[[Any], Any]  # the argument as the function uses it; raises Unfit

@@ -111,7 +111,7 @@ class AwaitedLater(Reduction):
         return self._reduce(model, bucket).then(functools.partial(_put, buffer))
 
     def _end(self, task: int) -> None:
-        """Of a backward pass, before DDP's own or after it."""
+        """The end of a backward pass, before DDP's own or after it."""
         buckets = self._passes.pop(task, [])
         left = [(bucket, self._expect(bucket)) for bucket in buckets]
         for bucket, numbers in left:
@@ -190,7 +190,7 @@ def _with_wrapped(hook: Any) -> Iterator[Any]:
 
 
 def await_all() -> None:
-    """What is on its way to any parameter of the process."""
+    """Awaits all reductions that are on their way to any parameter of the process."""
     check(lib.of_shim_await(_ALL))
 
 

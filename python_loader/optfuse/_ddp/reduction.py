@@ -113,7 +113,7 @@ class Reduction:
         return self._mean(model, bucket).then(_value)
 
     def _mean(self, model: DistributedDataParallel, bucket: Any) -> Any:
-        """What DDP does without a hook."""
+        """The mean of a bucket, as DDP makes it without a hook."""
         if model._join_config.enable and not model._divide_by_initial_world_size:
             raise Error(
                 "optfuse: join(divide_by_initial_world_size=False) divides gradients by a number "
@@ -317,7 +317,7 @@ def install() -> None:
         "_ddp_init_helper",
         _method(_init_helper, DistributedDataParallel._ddp_init_helper),
     )
-    # What dynamo would trace here takes microseconds.
+    # Tracing these functions would cost dynamo microseconds.
     before = torch._dynamo.disable(_method(_pre_forward, DistributedDataParallel._pre_forward))
     replace(DistributedDataParallel, "_pre_forward", before)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What optfuse replaces of torch or assumes about it, looked at and tried."""
+"""The parts of torch that optfuse replaces or relies on, looked at and tried."""
 
 from __future__ import annotations
 

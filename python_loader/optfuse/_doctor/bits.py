@@ -72,8 +72,8 @@ def train(case: Case, wrap: bool, **options: Any) -> tuple[list[Tensor], Optimiz
 
 
 def why_not(case: Case, **options: Any) -> str | None:
-    """What is wrong with this case. options: of the groups of the fused one only, so that
-    something is."""
+    """Why this case has other bits than stock, or None. options: for the fused optimizer's groups
+    only, which makes the bits differ."""
     theirs, _ = train(case, wrap=False)
     ours, optimizer = train(case, wrap=True, **options)
     if equal_bits(ours, theirs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is installed and set, found out without loading the library."""
+"""The versions and settings of this environment, found without loading the library."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _groups() -> Iterable[Any]:
 
 
 def units_of(params: Iterable[Tensor]) -> dict[int, Any]:
-    """What FSDP2 keeps for each of these parameters, by their ids."""
+    """The FSDP2 units of these parameters, by the parameters' ids."""
     wanted = set(map(id, params))
     units = [unit for group in _groups() if group is not None for unit in group.fsdp_params]
     return {id(u.sharded_param): u for u in units if id(u.sharded_param) in wanted}

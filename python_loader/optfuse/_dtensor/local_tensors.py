@@ -88,7 +88,7 @@ def _layout(tensor: Any) -> str:
 
 
 def check_layout(what: str, label: str, param: Any, tensor: Any) -> None:
-    """Of a gradient or a state tensor: laid out as its parameter is."""
+    """Raises unless a gradient or a state tensor is laid out as its parameter is."""
     if not is_dtensor(tensor) or not _same_layout(param, tensor):
         raise Error(
             f"optfuse: {what} of {label} is {_layout(tensor)}, but the parameter is "
@@ -159,7 +159,7 @@ class Sharded:
         torch.ops.optfuse.know_aliases(self.plan, slot, known)
 
     def tell_state(self, slot: int, state: list[Any]) -> None:
-        """Which DTensors stand for the local tensors of a slot. The link keeps them alive."""
+        """The DTensors of a slot's local tensors. The link keeps them alive."""
         wrappers = [self._params[slot], *filter(is_dtensor, state)]
         with torch._C._DisableTorchDispatch():
             torch.ops.optfuse.know_wrappers(self.plan, slot, wrappers)
@@ -171,7 +171,8 @@ class Sharded:
         return any(p._local_tensor is not locals_[i] for i, p in self._params.items())
 
     def follow(self) -> None:
-        """What FSDP2 reads of a parameter may be replaced alone."""
+        """FSDP2 may have replaced the tensors through which it reads a parameter, and nothing
+        else."""
         for slot, param in self._params.items():
             unit = self._units.get(id(param))
             if unit is not None and not fsdp.has_alias(unit, self._aliases[slot]):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What plans of communication need of the processes of a group: how long messages between them
-take, and a decision that all of them share."""
+"""Messages between the processes of a group: how long they take, and a decision that all processes
+share. Plans of communication need both."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class Error(RuntimeError):
-    """What optfuse refuses to do, with the parameter, the reason and what to do."""
+    """A refusal of optfuse, with the parameter, the reason and what to do."""
 
     __module__ = "optfuse"  # where users find it, and tracebacks name it
 

@@ -30,7 +30,7 @@ REBUILD = (
 
 @dataclass(frozen=True)
 class Build:
-    """What a library was built for, as its JSON says."""
+    """The torch, ABI and platform that a library was built for, as its JSON says."""
 
     library: Path
     torch: str

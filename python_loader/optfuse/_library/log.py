@@ -16,7 +16,7 @@ _LEVELS = {name: getattr(logging, name.upper()) for name in _NAMES}
 
 
 def receive(level: int, text: str) -> None:
-    """Of the library; on the main thread."""
+    """Takes a message of the library; on the main thread."""
     name = _NAMES[level]
     if _LOGGER.hasHandlers():
         _LOGGER.log(_LEVELS[name], text)

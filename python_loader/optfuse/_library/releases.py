@@ -18,7 +18,7 @@ _LAST: dict[tuple[str, str], str] = {
 
 
 def release_of(version: str) -> str:
-    """Of a version such as 2.13.0+cpu."""
+    """The release of a version such as 2.13.0+cpu."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 

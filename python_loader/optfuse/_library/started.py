@@ -19,7 +19,8 @@ def as_command() -> bool:
 
 
 def interpreter_flags(arguments: list[str]) -> list[str] | None:
-    """What `python FLAGS -m optfuse ARGUMENTS` has before -m; None: it was started otherwise."""
+    """The words before -m in `python FLAGS -m optfuse ARGUMENTS`; None: it was started
+    otherwise."""
     own = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
     if sys.orig_argv[1 + len(own) :] != arguments or not own:
         return None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an optimizer can reach besides its parameters and their state. A copy of it for a
-trial would reach the same."""
+"""The objects that an optimizer can reach besides its parameters and their state. A copy of it for
+a trial would reach the same."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def inner_optimizer(optimizer: Optimizer) -> tuple[str, Optimizer] | None:
 
 
 class Memory:
-    """Of some tensors: whether another one shares it."""
+    """The memory of some tensors: whether another tensor shares it."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         spans = {span for t in tensors if (span := span_of(t)) is not None}
@@ -124,8 +124,8 @@ def span_of(tensor: Tensor) -> tuple[str, int, int] | None:
 
 
 def why_reaches_too_much(optimizer: Optimizer) -> str | None:
-    """What keeps a trial on copies from being one: optimizers, parameters and this optimizer
-    itself, where a copy would still find them."""
+    """Why a copy of the optimizer would still reach the original: it holds optimizers, parameters
+    or this optimizer itself where copying does not replace them."""
     groups, state = optimizer.__dict__["param_groups"], optimizer.__dict__["state"]
     params = [p for group in groups for p in group["params"]]
     real = Memory(t for p in params for t in (p, p.grad) if t is not None)

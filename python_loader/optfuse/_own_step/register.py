@@ -78,7 +78,7 @@ def _needs_closure(cls: type[Optimizer]) -> bool:
 
 
 def why_not_independent(stock: type[Optimizer], group: Group) -> str | None:
-    """What is known without a trial."""
+    """The reason that is known without a trial; None: there is none."""
     if stock is getattr(torch.optim, "Adafactor", None) and group["eps"][0] is None:
         dtypes = {param.dtype for param in group["params"]}
         if len(dtypes) > 1:
@@ -90,8 +90,8 @@ def why_not_independent(stock: type[Optimizer], group: Group) -> str | None:
 
 
 def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
-    """What the class's step() does beside updating parameters. Raises optfuse.Error if it
-    does not treat them independently."""
+    """The changes that the class's step() makes beside updating parameters. Raises optfuse.Error if
+    it does not treat them independently."""
     for index, group in enumerate(optimizer.param_groups):
         reason = why_not_independent(stock, group)
         if reason is not None:
@@ -117,7 +117,7 @@ def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
 
 
 def _kind(optimizer: Optimizer) -> str | None:
-    """What makes a difference to a trial; None: it can't be told from another one."""
+    """The properties that matter to a trial; None: they can't be compared with another one's."""
     attributes = [(k, v) for k, v in optimizer.__dict__.items() if k not in HIDDEN]
     groups = [
         (own_options(group), [(tuple(p.shape), p.dtype, p.device) for p in group["params"]])
@@ -131,8 +131,8 @@ def _kind(optimizer: Optimizer) -> str | None:
 
 
 def _plain(value: Any, is_state: bool = False) -> Iterator[str | None]:
-    """What it looks like; None where that does not tell all. Of the state's tensors those
-    without dimensions count something, of others the numbers make no difference."""
+    """A value's appearance; None where appearance does not tell all. State tensors without
+    dimensions are counters; the numbers in others make no difference."""
     if type(value) in (list, tuple):
         yield f"{type(value).__name__} {len(value)}"
         for item in value:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a class's step() changes beside parameters and state: attributes of the optimizer
+"""Changes that a class's step() makes beside parameters and state: attributes of the optimizer
 and options of its groups."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SETTINGS = "the optimizer's options or attributes"
 
 @dataclass(frozen=True)
 class Promise:
-    """What a class's step() does beside updating parameters one by one, as a trial found."""
+    """The changes of a class's step() beside its updates of single parameters, as a trial found."""
 
     replaces_state: bool = False  # puts new tensors into the state
     # Names of what it changes, in the same way for all parameters, also where none has a
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Change:
-    """Of an attribute, or of an option of a group."""
+    """A change of an attribute, or of an option of a group."""
 
     name: str
     group: int | None = None
@@ -66,7 +66,7 @@ class Change:
 
 
 def changes(before: Settings, after: Settings) -> Iterator[Change]:
-    """What is not the same, in the groups that `after` has."""
+    """The changes between two settings, in the groups that `after` has."""
     yield from map(Change, _differing(before.attributes, after.attributes))
     for i, options in after.options.items():
         for name in _differing(before.options[i], options):
@@ -92,8 +92,8 @@ def fresh(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 class Copies:
-    """Of options and attributes, and how what became of them comes back: into the objects
-    that a step() writes into, which others may hold, too."""
+    """Copies of options and attributes. Their changes come back into the objects that a step()
+    writes into, which others may hold, too."""
 
     def __init__(self) -> None:
         self._real: dict[int, tuple[Any, Any]] = {}  # id of a copy -> it, and what it is of

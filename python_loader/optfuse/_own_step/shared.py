@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a class's step() writes into. An update of one parameter works on copies of options
-and attributes: what two of them share, or the state of two parameters, would be several
+"""The objects that a class's step() writes into. An update of one parameter works on copies of
+options and attributes: what two of them share, or the state of two parameters, would be several
 objects in these."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = (Tensor, list, dict, set, deque, tuple, frozenset)
 
 
 def why_writes_too_much(optimizer: Optimizer, written: Written) -> str | None:
-    """What of it can't be done on copies."""
+    """Why a step() with these writes can't work on copies; None: it can."""
     if not written or not guard("reach"):
         return None
     objects: dict[int, tuple[str, bool]] = {}
@@ -56,7 +56,7 @@ def _places(optimizer: Optimizer) -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def _why_memory(memory: list[tuple[tuple[str, int, int], str, bool]]) -> str | None:
-    """Of tensors in different places, where one that is written overlaps with another."""
+    """Names two tensors in different places that overlap, if one of them is written."""
     last: tuple[str, int] = "", 0  # where those that overlap end
     place, writes = "", False
     for (where, begin, end), here, is_written in sorted(memory):

@@ -45,8 +45,8 @@ def is_any_large(optimizer: Optimizer) -> bool:
 def small_copies(
     optimizer: Optimizer, random: torch.Generator, large: bool, short: int = SHORT
 ) -> list[Small]:
-    """Of each kind of group some parameters that differ in kind, and at least two. short: the
-    longest dimension of small copies."""
+    """Small copies: from each kind of group some parameters that differ in kind, and at least two.
+    short: the longest dimension of small copies."""
     state: dict[Any, Any] = optimizer.__dict__["state"]
     smalls = []
     for index in _chosen_groups(optimizer.param_groups):
@@ -165,7 +165,7 @@ class Run:
 
 
 RUNS = (
-    # What happens in every k-th step happens with plain gradients, for k up to 20.
+    # Runs with plain gradients show whatever happens in every k-th step, for k up to 20.
     Run((1.0, 1.0, 1.0, 1e-4, 1.0, 1.0, 1.0, "zero", *12 * (1.0,), 100.0)),
     Run((1.0, 1.0, "some", 1.0, 1.0)),
     # The later ones leave nothing of what the earlier ones did.

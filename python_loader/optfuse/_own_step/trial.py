@@ -51,8 +51,8 @@ def name_of(cls: type) -> str:
 
 
 def try_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
-    """What the class does beside updating its parameters one by one. Raises optfuse.Error if
-    it does not, with nothing changed."""
+    """The changes that the class's step() makes beside updating its parameters one by one. Raises
+    optfuse.Error if it does not update them one by one, with nothing changed."""
     try:
         return _try_all(optimizer, stock)
     except Error:
@@ -97,7 +97,7 @@ def _refuse(stock: type[Optimizer], why: str) -> None:
 
 
 def enter_training(optimizer: Optimizer) -> None:
-    """Of optimizers that have one mode to train in and one to evaluate."""
+    """Puts optimizers that have a mode to train in into that mode."""
     train = getattr(optimizer, "train", None)
     if callable(train) and not inspect.signature(train).parameters:
         train()
@@ -250,7 +250,7 @@ class Trial:
         return copied_settings(now) if copied else now
 
     def _contents(self) -> list[tuple[tuple[str, Any], Any]]:
-        """Whose objects a step may write into."""
+        """The settings and entries that a step may write into."""
         now = self._settings()
         entries = [self._whole.state.get(small.param) or {} for small in self._smalls]
         kinds = [("attribute", now.attributes)]

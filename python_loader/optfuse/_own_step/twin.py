@@ -57,7 +57,7 @@ def copied(value: Any) -> Any:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What a twin shares with the optimizer: all but parameters, state and hooks."""
+    """The attributes that a twin shares with the optimizer: all but parameters, state and hooks."""
     own = {k: v for k, v in optimizer.__dict__.items() if k not in HIDDEN}
     return {**own, **{name: OrderedDict() for name in _HOOKS}}
 
@@ -126,8 +126,7 @@ class Twin:
     def step_alone(
         self, attributes: dict[str, Any], options: Group, param: Tensor, entry: Entry | None
     ) -> tuple[Entry | None, dict[str, Any], Group]:
-        """Of one parameter; the state entry, the attributes and the options that there are
-        then."""
+        """A step() of one parameter; its state entry, the attributes and the options afterwards."""
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         if entry is not None:
             state[param] = entry
@@ -137,7 +136,7 @@ class Twin:
 
 
 def without_gradient(params: list[Tensor]) -> list[Tensor]:
-    """What stands for a group's parameters where none of them has a gradient."""
+    """A placeholder for a group's parameters where none of them has a gradient."""
     first = params[:1]
     shapes = [tuple(min(n, 8) for n in param.shape) for param in first]
     return [

@@ -91,7 +91,8 @@ def _real(tensor: Tensor) -> _Real:
 
 
 def _checksum(tensor: Tensor) -> int | None:
-    """Of its bits: one word that changes always changes it, several all but never don't."""
+    """A checksum of a tensor's bits: one changed word always changes it, several nearly always
+    do."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return None
     bits = tensor.detach()
@@ -112,7 +113,7 @@ def _sum(bits: Tensor) -> int:
 def _put_back(
     optimizer: Optimizer, contents: dict[str, Any], before: dict[str, Any], real: list[_Real]
 ) -> str | None:
-    """What was changed."""
+    """Puts the optimizer back; the name of a change, if there was one."""
     changed = None
     for one in real:
         if not one.is_same():

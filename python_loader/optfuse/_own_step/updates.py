@@ -41,7 +41,7 @@ def running() -> bool:
 
 
 def interrupted() -> BaseException | None:
-    """What the last update that failed on this thread raised; once."""
+    """The exception of the last update that failed on this thread; once."""
     return _thread.__dict__.pop("error", None)
 
 
@@ -60,7 +60,7 @@ def _free_late() -> None:
 
 
 class Own:
-    """What the updates of one plan need. Knows neither the optimizer nor its
+    """The data that the updates of one plan need. Knows neither the optimizer nor its
     parameters, so that it keeps none of them alive."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Own:
         self.noted = Noted(optimizer, self._stock)
 
     def _without_gradients(self, optimizer: Optimizer) -> Settings:
-        """What this step makes of options and attributes."""
+        """The settings as this step leaves them where no parameter has a gradient."""
         groups, self._copies = optimizer.param_groups, Copies()
         self._idle = self._idle or [twin.without_gradient(group["params"]) for group in groups]
         changed = [
@@ -226,7 +226,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def apply(plan: int, slot: int, known: Tensor | None) -> Entry | None:
-    """What the library's callback does. known: the slot's parameter; None if the
+    """The work of the library's callback. known: the slot's parameter; None if the
     optimizer is being taken down. Returns a state entry that was made."""
     own = owns.get(plan)
     if own is None:

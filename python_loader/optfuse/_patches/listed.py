@@ -26,7 +26,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class Private:
-    """What C++ code uses. noticed: who notices that a release has changed it."""
+    """A private part of PyTorch that C++ code uses. noticed: who notices that a release changed
+    it."""
 
     name: str
     file: str  # of shim/
@@ -180,7 +181,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Lists:
-    """What is looked at together."""
+    """The lists that are checked together."""
 
     patches: tuple[Patch, ...]
     places: tuple[tuple[str, str, str, tuple[str, ...]], ...]

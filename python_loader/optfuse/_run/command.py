@@ -64,14 +64,14 @@ def add_fuse_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """What is run."""
+    """Adds the script and its arguments."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("script", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def target_of(options: argparse.Namespace) -> list[str]:
-    """What the script's Python is told."""
+    """The script and its arguments, as its Python gets them."""
     script = ["-m", options.script] if options.is_module else [options.script]
     return [*script, *options.arguments]
 
@@ -96,7 +96,7 @@ def fuse_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the script's processes have to know."""
+    """The settings of the script's processes."""
     settings = fuse_settings(options)
     settings["options"]["max_grad_norm"] = options.max_grad_norm
     return {

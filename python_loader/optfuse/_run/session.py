@@ -38,7 +38,7 @@ def _line(error: Error) -> str:
 
 
 class Session:
-    """Of one process."""
+    """The fused optimizers of one process."""
 
     def __init__(self, settings: dict[str, Any], models: Models) -> None:
         """models: those that live, which grow."""

@@ -76,7 +76,7 @@ class Finder:
 
 
 class Watch:
-    """Of one process, and of those that it forks."""
+    """The watch of one process, and of those that it forks."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -169,7 +169,7 @@ class Watch:
 
 
 def _seeding(seed: int) -> dict[str, Work]:
-    """Of the generators that training draws from, before the script gets to them."""
+    """Seeds the generators that training draws from, before the script gets to them."""
     importlib.import_module("random").seed(seed)
     return {
         "torch": lambda module: module.manual_seed(seed),

@@ -27,7 +27,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class Script:
-    """What is run."""
+    """The script to run."""
 
     name: str  # for sentences
     arguments: tuple[str, ...]  # of Python: its flags, -m, the script and what follows
@@ -54,7 +54,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one."""
+    """The outcome of one run."""
 
     status: int  # of the process
     found: dict[str, Any] | None  # by its probe; None: it made no optimizer, or ended abruptly

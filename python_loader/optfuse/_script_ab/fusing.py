@@ -17,7 +17,7 @@ from optfuse._script_ab import probe
 
 
 class Session(probe.Session):
-    """Of one process."""
+    """Fuses the optimizers of one process."""
 
     def __init__(self, settings: dict[str, Any], models: session.Models) -> None:
         super().__init__(settings, models)
@@ -57,7 +57,7 @@ def _mode(optimizer: Optimizer) -> str:
 
 
 def _missing_flags(optimizer: Optimizer) -> dict[str, bool | None]:
-    """What the reference has in its place; nothing: the optimizer is the reference as written."""
+    """Flags that make it the reference; empty: the optimizer is the reference as written."""
     flags = reference_flags(optimizer)
     fused = flags.get("fused") and all(group["fused"] for group in optimizer.param_groups)
     return {} if fused else flags

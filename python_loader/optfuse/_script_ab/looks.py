@@ -28,7 +28,7 @@ def first_difference(ours: Digests, theirs: Digests) -> int | None:
 
 
 class Looks:
-    """What they have found, and which variants can be timed."""
+    """The findings of the first runs, and the variants that can be timed."""
 
     def __init__(self, script: Script, progress: Progress) -> None:
         self.rows: list[Row] = []
@@ -40,7 +40,7 @@ class Looks:
         self._digests: dict[str, Digests] = {}
 
     def as_written(self) -> dict[str, Any]:
-        """What the first of two runs has found; the second tells whether runs can be compared at
+        """The findings of the first of two runs; the second tells whether runs can be compared at
         all. Raises CannotCompare."""
         variant = Variant(AS_WRITTEN)
         done = self._look(variant)

@@ -32,7 +32,7 @@ class EnoughSteps(SystemExit):
 
 
 def digest(params: Iterable[torch.Tensor]) -> str:
-    """Of the bytes of the parameters' values."""
+    """A digest of the bytes of the parameters' values."""
     found = hashlib.blake2b(digest_size=16)
     for param in params:
         values = param.detach().cpu().contiguous()
@@ -42,7 +42,7 @@ def digest(params: Iterable[torch.Tensor]) -> str:
 
 
 def peak_rss_mb() -> float:
-    """Of this program. (getrusage() begins with what the parent had.)"""
+    """The peak memory of this program. (getrusage() begins with what the parent had.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -85,7 +85,7 @@ class Watched:
 
 
 class Session:
-    """Of one process."""
+    """The probe of one process."""
 
     def __init__(self, settings: dict[str, Any], models: Any) -> None:
         """models: those of DistributedDataParallel, which are none of ours."""
@@ -189,7 +189,7 @@ class Session:
         """After a step of a run that is not timed."""
 
     def facts(self) -> dict[str, Any]:
-        """Of a session that does more."""
+        """Further findings, for subclasses."""
         return {}
 
     def _found(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class Session:
 
 
 def _processes() -> int:
-    """Of torch.distributed."""
+    """The state of torch.distributed."""
     distributed = torch.distributed
     initialized = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if initialized else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `python -m optfuse ab` reports: the verdict, the table and their legend."""
+"""The report of `python -m optfuse ab`: the verdict, the table and their legend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOOTSTRAPPED = 5  # rounds; of fewer the range says more
 
 @dataclass
 class Row:
-    """What was found out about one variant. `note` says why it is left out."""
+    """The findings about one variant. `note` says why it is left out."""
 
     name: str
     mode: str = ""  # nothing: PyTorch's own update
@@ -112,7 +112,7 @@ class Comparison:
         return {**found, **asdict(self)}
 
     def cells(self) -> list[list[str]]:
-        """Of the table; the first row is its head."""
+        """The lines of the table; the first row is its head."""
         on_gpu = any(row.peak_gpu_mb is not None for row in self.rows)
         written = self.reference != AS_WRITTEN
         head = ["variant", "ms an iteration", f"speed, {self.reference} = 1"]
@@ -167,7 +167,7 @@ def _megabytes(value: float | None) -> str:
 
 
 def scatter(samples: Sequence[float]) -> Interval:
-    """Of the rounds' figures."""
+    """The interval of the rounds' figures."""
     if len(samples) < BOOTSTRAPPED:
         return Interval(median(samples), min(samples), max(samples))
     return median_interval(samples)

@@ -13,7 +13,7 @@ class CannotCompare(Exception):
 
 
 def checked(script: Script, done: Run) -> dict[str, Any]:
-    """What the probe of a run as written has found. Raises CannotCompare."""
+    """The findings of the probe in a run as written. Raises CannotCompare."""
     name, found = script.name, done.found
     if done.status:
         raise CannotCompare(
@@ -57,7 +57,7 @@ def why_left_out(script: Script, variant: Variant, done: Run) -> str:
 
 
 def _steps(done: Run) -> int:
-    """Of the optimizer that took most."""
+    """The steps of the optimizer that took most."""
     return max((one["steps"] for one in done.found["optimizers"]), default=0) if done.found else 0
 
 

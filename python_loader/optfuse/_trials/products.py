@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 def kinds(rule: Rule, groups: list[Group]) -> list[Kind]:
-    """Of the directions of an optimizer's updates on GPUs; none if its rule has none."""
+    """The matrix products in an optimizer's updates on GPUs; none if its rule has none."""
     return list(dict.fromkeys(_each(rule, groups)))
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 def random_state() -> tuple[Any, ...]:
-    """Of PyTorch's, Python's and, where it is imported, NumPy's."""
+    """The state of PyTorch's, Python's and, where it is imported, NumPy's generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     numpys = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
     return random.getstate(), torch.get_rng_state(), cuda, numpys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which rule updates an optimizer: that of its class where this is known to have the class's
+"""The rule that updates an optimizer: that of its class where this is known to have the class's
 bits for all of its parameters, else OWN."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _has_subclasses(group: Group) -> bool:
 def other_counters(
     params: list[Tensor], state: dict[Any, Any], names: tuple[str, ...]
 ) -> list[str]:
-    """What counters on the GPU are not as they usually are. They meet parameters in
+    """How counters on the GPU differ from the usual ones. They meet parameters in
     operators, which convert them to the parameter's dtype if that one has dimensions."""
     found = []
     counters = [state[p].get(name) for p in params if state.get(p) for name in names]

@@ -72,7 +72,7 @@ def kinds(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> Iterator[t
 
 
 def flags_of(group: Group) -> tuple[Any, ...]:
-    """What selects one of the class's implementations."""
+    """The options that select one of the class's implementations."""
     tensor, alpha = isinstance(group.get("lr"), Tensor), group.get("alpha", 0)
     negative = isinstance(alpha, int | float) and alpha < 0
     return *map(group.get, _OTHER_WAYS[:-2]), tensor, negative, group.get("foreach")
@@ -185,8 +185,8 @@ def _placed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _numbers(like: Tensor, random: torch.Generator, special: tuple[float, ...]) -> Tensor:
-    """Of many magnitudes; a few of them are special. Without those of fewer, so that in 16
-    bits no sum over a matrix overflows."""
+    """Numbers of many magnitudes; a few of them are special. Numbers without special ones have
+    fewer magnitudes, so that in 16 bits no sum over a matrix overflows."""
     n = like.numel()
     plain, scale = (torch.randn(n, generator=random, device="cpu") for _ in range(2))
     numbers = plain * torch.exp((3 if special else 0.5) * scale)

@@ -46,7 +46,7 @@ class _Late:
         return self.versions[-1] if self.versions else self.param.detach()
 
     def nbytes(self) -> int:
-        """Of the versions that wait when the queue is full."""
+        """Bytes of the versions that wait when the queue is full."""
         return self.delay * self.param.numel() * self.param.element_size()
 
 
@@ -146,7 +146,7 @@ class Delayed:
         return len(self._late)
 
     def nbytes(self) -> int:
-        """Of all versions that wait when the queues are full."""
+        """Bytes of all versions that wait when the queues are full."""
         return sum(map(_Late.nbytes, self._late))
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Delayed:
             self._tell()
 
     def _tell(self) -> None:
-        """What dX of the next backward pass reads."""
+        """Sets the weights that dX of the next backward pass reads."""
         matrices = [late for late in self._late if late.param.dim() in (2, 4)]
         torch.ops.optfuse.set_input_weights(
             self._owner,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the arguments of kfac() must be."""
+"""The kinds of values that kfac() takes for each argument."""
 
 from __future__ import annotations
 

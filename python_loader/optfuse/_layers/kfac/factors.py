@@ -139,7 +139,7 @@ class Factors:
         if self.group is not None:
             said = [torch.empty_like(mine) for _ in range(self.processes)]
             dist.all_gather(said, mine, group=self.group)
-        # Of each process and layer.
+        # One value for each process and layer.
         all_rows, none, torn, any_late = torch.stack(said, 1).cpu()
         missing = set(none.any(0).nonzero().flatten().tolist())
         self._check_uses(uses, missing, torn.any(0), may_miss)
@@ -147,7 +147,7 @@ class Factors:
         return all_rows.sum(0).tolist(), bool(any_late.any()), missing
 
     def _check_rows(self, rows: Tensor, missing: set[int]) -> None:
-        """Of each process and layer."""
+        """rows: one number for each process and layer."""
         seen = [n for n in range(len(self.layers)) if n not in missing]
         unequal = [n for n in seen if (rows[:, n] != rows[0, n]).any().item()]
         if self.rows is None:

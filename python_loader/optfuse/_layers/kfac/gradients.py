@@ -25,7 +25,7 @@ def _matrix(layer: Preconditioned, dtype: torch.dtype) -> Tensor:
 
 
 def _columns(layer: Preconditioned, matrix: Tensor) -> list[Tensor]:
-    """Of the weight, and of the bias."""
+    """The gradients of the weight and of the bias."""
     weight = matrix[:, : layer.inputs]
     return [weight] if layer.bias is None else [weight, matrix[:, layer.inputs]]
 

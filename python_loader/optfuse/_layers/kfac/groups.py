@@ -39,7 +39,7 @@ def own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _refuse_other_names(group: dist.ProcessGroup) -> None:
-    """What local synchronization calls a group depends on how many groups a process knows, and
+    """Local synchronization names a group by how many groups a process knows, and
     processes that use different names wait for each other for ever. Where a group has all
     processes, PyTorch counts the groups that were made by all."""
     known = len(dist.distributed_c10d._world.pg_names)

@@ -48,7 +48,7 @@ def inverse(factor: Factor) -> Tensor:
 
 
 def factored(a: Tensor, g: Tensor, damping: float) -> tuple[float, float]:
-    """What is added to the diagonals of A and of G (arXiv 1503.05671, section 6.3)."""
+    """The damping added to the diagonals of A and of G (arXiv 1503.05671, section 6.3)."""
     ratio = (a.diagonal().mean() / g.diagonal().mean()).item()
     pi = ratio**0.5 if 0 < ratio < float("inf") else 1.0
     return pi * damping**0.5, damping**0.5 / pi

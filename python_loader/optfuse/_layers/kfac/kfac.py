@@ -61,7 +61,7 @@ class KFACSummary:
 
 
 class KFAC:
-    """What kfac() returns: preconditions the gradients before each step() of its optimizer."""
+    """Preconditions the gradients before each step() of its optimizer; kfac() returns it."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class KFAC:
 
     @property
     def scale(self) -> float:
-        """Of the loss, of which gradients have been seen since the last step()."""
+        """The scale of the loss of which gradients have been seen since the last step()."""
         return self._factors.scale
 
     @scale.setter
     def scale(self, scale: float) -> None:
         self._factors.scale = scale
 
-    # What users call
+    # Methods for users
 
     @property
     def rows(self) -> list[float] | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which layers of a model have Kronecker factors, and why others have none."""
+"""The layers of a model that have Kronecker factors, and why others have none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the arguments of Pipeline() must be."""
+"""The kinds of values that Pipeline() takes for each argument."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the entries of a model cost: measured here and now, or counted as multiply-adds."""
+"""The costs of a model's entries: measured here and now, or counted as multiply-adds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def channels(self) -> int:
-        """Of the input, if the entry is movable; else 0."""
+        """Seconds for the gradient of the input, if the entry is movable; else 0."""
         module = self.module
         weight = module._parameters.get("weight")
         if weight is None or not weight.requires_grad:  # hooks may make it (pruning, weight_norm())
@@ -103,7 +103,7 @@ def _devices(x: Tensor) -> list[torch.device]:
 
 
 def _multiply_adds(module: nn.Module, x: Tensor) -> int:
-    """Of a forward pass of the layers inside; others count nothing."""
+    """Multiply-adds of a forward pass of the layers inside; others count nothing."""
     copied, total = copy.deepcopy(module), 0
 
     def count(layer: nn.Linear | nn.Conv2d, args: Any, y: Tensor) -> None:
@@ -136,7 +136,7 @@ def _analytic(entry: Entry) -> Seconds:
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """What comes from outside only adds."""
+    """The shortest of some runs: other work on the machine only adds time."""
     times = []
     for _ in range(1 + _ROUNDS):
         began = time.perf_counter()
@@ -153,7 +153,7 @@ def _gradients(y: Tensor, of: Sequence[Tensor]) -> Callable[[], object]:
 
 
 def _update(parameters: Iterable[Tensor], device: torch.device) -> float:
-    """Of SGD with momentum, which moves about as many bytes as most."""
+    """Seconds of an update of SGD with momentum, which moves about as many bytes as most."""
     copies = [p.detach().clone().requires_grad_() for p in parameters]
     for p in copies:
         p.grad = torch.zeros_like(p)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tasks of a plan need and make, hence which messages go from one process to another.
+"""The values that a plan's tasks need and make, hence which messages go between processes.
 
 A value is named by a Key. What a task makes is used on its own process, or sent once to each
 other process that has a task that needs the value. Every process finds the same messages, in the
@@ -90,7 +90,7 @@ class Flow:
         return [n for n, kind in enumerate(PARTS) if self.has(kind, layer)]
 
     def gradient(self, layer: int, batch: int) -> list[Key]:
-        """Of the layer's input, by parts; layer n: of the loss."""
+        """The gradient of the layer's input, by parts; layer n: that of the loss."""
         parts = self.parts(layer) if layer < self.n else [0]
         return [Key("input_gradient", layer, batch, part) for part in parts]
 
@@ -206,7 +206,7 @@ class Order:
         self.tasks = [flow.plan.tasks(p, batches) for p in range(flow.plan.processes)]
 
     def sent(self, source: int, to: int) -> Iterator[Key]:
-        """What a process sends to another, in this order."""
+        """The messages that a process sends to another, in this order."""
         for task in self.tasks[source]:
             for key in self.flow.makes(task):
                 if to in self.flow.goes_to(key, source, self.batches):

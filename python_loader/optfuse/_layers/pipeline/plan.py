@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """What an entry of the model costs, for one batch (a micro-batch of "gpipe")."""
+    """The costs of one entry of the model, for one batch (a micro-batch of "gpipe")."""
 
     name: str
     forward: float  # seconds
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulated run takes. Messages don't wait for each other."""
+    """The times of a simulated run. Messages don't wait for each other."""
 
     makespan: float  # seconds of all batches
     period: float  # seconds a batch, away from both ends; 0: too few batches
@@ -72,7 +72,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Plan:
-    """What optfuse.pipeline.plan() returns. Equal if all values are. str() is a table."""
+    """A plan that optfuse.pipeline.plan() returns. Equal if all values are. str() is a table."""
 
     strategy: str  # of STRATEGIES
     processes: int
@@ -86,7 +86,7 @@ class Plan:
     delays: tuple[int, ...]
 
     def tasks(self, process: int, batches: int) -> tuple[Task, ...]:
-        """What this process does for so many batches, in this order. The update of a group of
+        """The tasks of this process for so many batches, in this order. The update of a group of
         batches is that of its last batch; the last group may be smaller."""
         return tuple(
             Task(KINDS[kind], layer, batch)
@@ -95,7 +95,7 @@ class Plan:
         )
 
     def simulated(self, batches: int) -> Simulated:
-        """What so many batches take, by the layers' seconds and the network."""
+        """A simulated run of so many batches, by the layers' seconds and the network."""
         return Simulated(*_simulated(self, batches)[1])
 
     def gantt(self, path: str | PathLike[str], batches: int = 8) -> None:
@@ -171,7 +171,7 @@ def _ms(layer: Layer) -> tuple[str, ...]:
     return tuple(f"{1e3 * seconds:.3g}" for seconds in times)
 
 
-# What the core is asked. Its lists are flat.
+# Calls into the core. Its lists are flat.
 
 
 def _asked(name: str, *args: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a Pipeline refuses, before anything has changed."""
+"""Refusals of a Pipeline, before anything has changed."""
 
 from __future__ import annotations
 
@@ -114,9 +114,10 @@ def check_divided(flow: Flow, module: nn.Sequential) -> None:
 
 
 def check_run(flow: Flow, told: list[dict[str, Any]]) -> list[list[Spec]]:
-    """Of each batch, what goes from layer to layer. told: by each process, about its arguments of
-    run(), so that all raise the same, or none. "state": what must be everybody's; "inputs" on a
-    process of the first layer: of each batch, what infer() says or why it does not."""
+    """The tensors that go from layer to layer, for each batch. told: each process's report of its
+    arguments of run(), so that all raise the same, or none. "state": values that must be the same
+    everywhere; "inputs" on a process of the first layer: what infer() finds for each batch, or why
+    it finds nothing."""
     _check_states([one["state"] for one in told])
     return _check_batches(flow, told)
 

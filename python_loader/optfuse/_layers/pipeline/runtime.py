@@ -101,7 +101,7 @@ class Pipeline:
             self._transport = Transport(edges, self._group, self._device)
             self._share_replicas()
 
-    # What users call
+    # Methods for users
 
     def run(self, inputs: Iterable[Tensor] | None, targets: Iterable[Any] | None) -> list[float]:
         """Trains on some batches, and returns their losses, on every process.
@@ -141,8 +141,8 @@ class Pipeline:
 
     @property
     def stash_bytes(self) -> int:
-        """What this process holds of earlier versions of its weights while the pipeline is full:
-        D(l) times the parameters of each layer. weights="latest" does without those of Linear and
+        """Bytes of the earlier weights that this process holds while the pipeline is full: D(l)
+        times the parameters of each layer. weights="latest" does without those of Linear and
         Conv2d, "average" has one average of each instead. Between two calls of run(), D(l)
         versions are there whatever the weights, until drain()."""
         return sum(weights.stash_bytes() for weights in self._weights.values())
@@ -235,7 +235,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """What raises in here ends the pipeline, on all processes."""
+        """An exception in here ends the pipeline, on all processes."""
         try:
             yield
         except BaseException as error:
@@ -248,7 +248,7 @@ class Pipeline:
         return self._transport.gather(told, doing) if self._transport else [told]
 
     def _arguments(self, inputs: list[Any] | None, targets: list[Any] | None) -> dict[str, Any]:
-        """What check_run() looks at."""
+        """This process's report for check_run()."""
         told: dict[str, Any] = {
             "process": self._process,
             "state": self._state_of_run(),
@@ -260,7 +260,7 @@ class Pipeline:
         return told
 
     def _state_of_run(self) -> dict[str, Any]:
-        """What must be the same on all processes."""
+        """The values that must be the same on all processes."""
         return {
             "batches run before": self._batches,
             "batches before drain()": self._drained,
@@ -269,7 +269,7 @@ class Pipeline:
         }
 
     def _shapes_of(self, batch: int, x: Any) -> list[Spec] | str:
-        """Of what goes from layer to layer, or why not."""
+        """Shapes of the tensors that go from layer to layer, or why they can't be known."""
         if not isinstance(x, Tensor):
             return (
                 f"optfuse: run() got {shown(x)} as the input of batch {batch}; give a tensor each"
@@ -463,14 +463,14 @@ class _Run:
             if key.batch < self._batches:
                 self._give_weights(key)
 
-    # What they need and make
+    # Inputs and outputs of tasks
 
     def _output_gradient(self, n: int, batch: int) -> Tensor:
         parts = [self._take(key)[0] for key in self._flow.gradient(n + 1, batch)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, tasks.axis(self._module[n + 1]))
 
     def _give_gradients(self, n: int, batch: int, found: tasks.Gradients) -> None:
-        """Of micro-batches they are added up at once, in the order of their dW."""
+        """Gradients of micro-batches are added up at once, in the order of their dW."""
         place = self._pipeline.plan.places[n]
         if self._pipeline.plan.micro_batches > 1:
             _add(self._sums.setdefault(n, {}), found)
@@ -491,12 +491,12 @@ class _Run:
         return (self._pipeline._batches + batch) // self._flow.groups[n]
 
     def _is_last_here(self, n: int, batch: int) -> bool:
-        """Of its group on this process."""
+        """Whether the batch is the last of its group on this process."""
         one_each = self._pipeline.plan.micro_batches == 1
         return one_each or batch == self._flow.group_of(n, batch)[-1]
 
     def _replace(self, n: int, batch: int) -> None:
-        """What products with weights see in the backward pass that comes."""
+        """Sets the weights that the coming backward pass multiplies with."""
         weights = self._pipeline._weights.get(n)
         if weights is None or not weights.replaced:
             return
@@ -506,7 +506,7 @@ class _Run:
             weights.done_backward(group)
 
     def _columns_for(self, key: Key) -> Tensor:
-        """Of the weights that a part of dX sees."""
+        """The columns of the weights that a part of dX is computed with."""
         weights = self._pipeline._weights[key.layer]
         group = self._group(key.layer, key.batch)
         whole = weights.backward(group, key.part)["weight"]
@@ -547,7 +547,7 @@ class _Run:
         return found
 
     def _specs(self, key: Key) -> list[Spec]:
-        """Of the tensors of a message."""
+        """Shapes and dtypes of the tensors of a message."""
         layer, shapes = self._module, self._shapes[key.batch]
         if key.kind == "output":
             return [shapes[key.layer + 1]]
@@ -578,7 +578,7 @@ def _add(total: tasks.Gradients, found: dict[str, Any]) -> None:
 
 
 def _device(module: nn.Sequential, layers: list[int]) -> torch.device:
-    """Of this process's layers."""
+    """The device of this process's layers."""
     found = {p.device for n in layers for p in module[n].parameters()}
     if len(found) > 1:
         raise Error(

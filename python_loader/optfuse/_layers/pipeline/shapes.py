@@ -22,7 +22,7 @@ def spec_of(tensor: Tensor) -> Spec:
 
 
 def infer(module: nn.Sequential, first: Spec) -> list[Spec]:
-    """Of the input of each layer, and of the last one's output. Runs the layers on the meta
+    """Shapes of each layer's input, and of the last one's output. Runs the layers on the meta
     device, so each process finds the same without a message. Raises optfuse.Error where a layer
     can't run there, or does not give one tensor."""
     found = [first]

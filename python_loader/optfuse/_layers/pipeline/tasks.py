@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tasks of a layer compute, for one batch: by autograd where a layer's tasks are on one
+"""The computations of a layer's tasks, for one batch: by autograd where a layer's tasks are on one
 process, by its operators where they are on several.
 
 torch.distributed.pipelining computes dX and dW apart (its "zero bubble" schedules), with the bits
@@ -63,7 +63,7 @@ class Graph:
         return torch.zeros_like(self._x) if dx is None else dx
 
     def weight_gradient(self, dy: Tensor) -> Gradients:
-        """Of the parameters that have been used."""
+        """The gradients of the parameters that have been used."""
         leaves = list(self._version.values())
         if self._with_dx:
             stage_backward_weight(iter(leaves), self._groups)
@@ -111,7 +111,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def axis(layer: nn.Module) -> int:
-    """Of the input: its channels or features."""
+    """The dimension of the input's channels or features."""
     return -3 if isinstance(layer, nn.Conv2d) else -1
 
 

@@ -136,7 +136,7 @@ class Transport:
         self._groups: list[dist.ProcessGroup] = []
         self._out: dict[int, Out] = {}
         self.sources: dict[int, In] = {}
-        # What local synchronization calls a group depends on how many its processes know, and
+        # Local synchronization names a group by how many groups its processes know, and
         # they wait for ever if that differs. Where all processes are here, names are counted.
         self._of_all = group.size() == dist.get_world_size()
         self._here = dist.get_process_group_ranks(group)
@@ -183,8 +183,8 @@ class Transport:
             raise self._lost(source, f"{doing}, waiting for {key}", error) from error
 
     def gather(self, told: Any, doing: str) -> list[Any]:
-        """What each process tells; all call it. Process 0 hears the others one by one, so that the
-        one that does not answer can be named, and tells them all."""
+        """Collects what each process reports; all call it. Process 0 hears the others one by one,
+        so that the one that does not answer can be named, and tells them all."""
         if self.process > 0:
             self._tell(0, told, doing)
             return self._hear(0, doing)  # type: ignore[no-any-return]

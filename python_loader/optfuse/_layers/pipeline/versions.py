@@ -33,7 +33,7 @@ def products(layer: nn.Module) -> set[str]:
 
 
 class Weights:
-    """Of one layer. groups: counted from the first that was ever run."""
+    """The versions of one layer's weights. groups: counted from the first that was ever run."""
 
     def __init__(self, layer: nn.Module, delay: int, behind: Iterable[int], mode: str) -> None:
         """behind: E of each part of dX."""
@@ -54,7 +54,7 @@ class Weights:
         )
 
     def stash_bytes(self) -> int:
-        """What versions take while the pipeline is full."""
+        """Bytes of the versions while the pipeline is full."""
         stashed = (p.nbytes for n, p in self.parameters.items() if n not in self.replaced)
         return self.delay * sum(stashed) + sum(t.nbytes for t in self._averages.values())
 
@@ -164,8 +164,8 @@ class Weights:
 
 
 class _Part:
-    """Of dX. done: groups whose dX has got its weights; held: of groups to come, whose version
-    has gone."""
+    """Progress of one part of dX. done: groups whose dX has got its weights; held: later groups
+    whose version has gone."""
 
     def __init__(self, behind: int) -> None:
         self.behind = behind

@@ -84,7 +84,7 @@ class Plan:
 
 
 class Reordering:
-    """What reorder() returns: a model whose weight gradients run in another order.
+    """A model whose weight gradients run in another order; reorder() returns it.
 
     It lasts as long as the model, until remove(), or to the end of a with block."""
 
@@ -101,7 +101,8 @@ class Reordering:
 
     @property
     def plan(self) -> Plan:
-        """Of the last forward pass with gradients. Raises optfuse.Error before the first."""
+        """The plan of the last forward pass with gradients. Raises optfuse.Error before the
+        first."""
         used = self._used()
         beside = frozenset(torch.ops.optfuse.beside_in_reordering(self._handle))
         return _plan_of(used, self._layers, self._choice, beside)
