@@ -125,7 +125,7 @@ typedef struct of_rule {
     /* Keys of the state's other 0-dim tensors, which an update changes; n_counters. */
     const char *const *counters;
     size_t n_counters;
-    /* Of a parameter on a GPU the step and the counters are there, too, in float32: its
+    /* For a parameter on a GPU the step and the counters are there, too, in float32: its
      * kernels read them and make those of the next update. */
     bool counts_on_gpu;
     /* There are no kernels: the host does the update, with operators of its own

@@ -37,7 +37,7 @@ typedef struct of_packing_row {
     of_packing_unpack_fn *unpack;
 } of_packing_row;
 
-/* Of float32 and float64; ended by a row whose add is NULL. */
+/* Rows for float32 and float64; ended by a row whose add is NULL. */
 extern const of_packing_row of_packing_rows[];
 
 /* The best row whose ISA is at most `isa`; NULL for 16-bit types, in which sums of products lose

@@ -12,7 +12,7 @@
 
 OF_SYMBOL(pow, GLIBC_2.2.5)
 
-/* Of libdl and libpthread, which moved into libc with glibc 2.34. */
+/* Symbols of libdl and libpthread, which moved into libc with glibc 2.34. */
 OF_SYMBOL(dladdr, GLIBC_2.2.5)
 OF_SYMBOL(dlerror, GLIBC_2.2.5)
 OF_SYMBOL(dlopen, GLIBC_2.2.5)

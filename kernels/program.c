@@ -17,7 +17,8 @@ static bool reads(const of_instruction *q, unsigned char from) {
     return (n > 0 && q->a == from) || (n > 1 && q->b == from) || (n > 2 && q->c == from);
 }
 
-/* What the second makes of the first one's result, which nobody else sees; `copy`: it does not. */
+/* The operator that the second makes of the first one's result, which nobody else sees; `copy`: it
+ * does not. */
 static of_operator pair_of(const of_instruction *first, const of_instruction *second) {
     if (second->a != first->to || second->to != first->to)
         return OF_OPERATOR_copy;

@@ -5,7 +5,7 @@
 #include "kernels.h"
 #include "rules/lists.h"
 
-/* What a row has by the kind of its kernels: the checks, and the fields. */
+/* The part of a row that depends on the kind of its kernels: the checks, and the fields. */
 #define OF_FITS_KERNELS(rule, RULE)                                                                \
     _Static_assert(sizeof(rule##_scalars) <= OF_MAX_SCALARS, "scalars of " #rule);
 #define OF_FITS_FUSED OF_FITS_KERNELS

@@ -20,7 +20,7 @@ bool of_await(of_plan *plan, const void *key) {
     return arrived;
 }
 
-/* What another thread leaves pending meanwhile is waited for, too. */
+/* Updates that another thread leaves pending meanwhile are awaited, too. */
 of_status of_await_pending(of_plan *plan) {
     bool arrived = true;
     pthread_mutex_lock(&plan->lock);

@@ -18,7 +18,7 @@ static void *advance(const void *base, size_t bytes) {
     return base ? (char *)(uintptr_t)base + bytes : NULL;
 }
 
-/* What one parallel region runs: its chunks from `begin` on. */
+/* The work of one parallel region: its chunks from `begin` on. */
 typedef struct of_region {
     const of_update *first; /* of the launch's list */
     int64_t begin;

@@ -29,7 +29,7 @@ extern "C" {
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
 enum { OF_ABI_VERSION = 12, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
-/* What collect() found. */
+/* The findings of collect(). */
 typedef enum of_found {
     OF_FOUND_NOTHING,     /* no gradient, or the parameter no longer exists */
     OF_FOUND_INPUTS,      /* inputs are filled in */

@@ -45,14 +45,14 @@ typedef struct of_list {
 
 typedef enum of_reason { OF_AT_ONCE, OF_AT_USE, OF_AT_CLOSE } of_reason;
 
-/* What can be pending on memory: updates, and scalings of gradients. Both may be pending on
- * the same memory: each kind has a table of keys and a list in the plan. */
+/* The kinds of work that can be pending on memory: updates, and scalings of gradients. Both may be
+ * pending on the same memory: each kind has a table of keys and a list in the plan. */
 enum { OF_UPDATES, OF_SCALINGS, OF_KINDS };
 typedef struct of_kind {
     int index;
     bool is_update;       /* counted, and made by the plan's rule */
     const char *gpu_rule; /* NULL: the plan's */
-    /* What comes before a launch, with plan->lock held; or NULL. */
+    /* Prepares a launch, with plan->lock held; or NULL. */
     void (*prepare)(of_plan *plan, of_update *update);
     /* Runs elements [begin, end) on the CPU, on any thread. */
     void (*run)(const of_update *update, size_t begin, size_t end, bool past_caches);
@@ -81,7 +81,7 @@ struct of_update {
     atomic_int holders; /* the list of what is to be released, and a queue */
     bool counted;       /* its step counter on the device is that of this update */
     bool gone;          /* a scaling whose gradient nobody has any more */
-    /* Of a scaling; or of an update whose gradient has one. Those of a scaling
+    /* The factors of a scaling; or of an update whose gradient has one. Those of a scaling
      * that is registered belong to the registry's lock. */
     unsigned n_factors;
     double factors[OF_MAX_FACTORS];
@@ -124,7 +124,7 @@ struct of_pass {
     size_t bytes;     /* of their parameters */
 };
 
-/* What a plan has left running on a stream. */
+/* The work that a plan has left running on a stream. */
 typedef struct of_queue {
     of_stream stream;
     of_update *first; /* in flight, oldest first */

@@ -71,7 +71,7 @@ typedef struct of_plan_options {
  * the host's threads would cost more. */
 enum { OF_SERIAL_ELEMENTS = 16384 };
 
-/* What has happened to a plan, for summary(). Counts since creation. */
+/* Counts of a plan's updates since its creation, for summary(). */
 typedef struct of_counts {
     uint64_t created;
     uint64_t at_once;   /* launched where they were created: not private, eager, large enough */
@@ -136,7 +136,7 @@ OF_API of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, siz
 
 /* One backward pass of a plan. Several may be under way, each on threads of its own. */
 typedef struct of_pass of_pass;
-/* What tells the backward passes of a process from each other. */
+/* Tells the backward passes of a process from each other. */
 typedef uint64_t of_token;
 #define OF_NO_TOKEN ((of_token)0) /* of no pass: a host numbers its passes from 1 on */
 #define OF_NO_SLOT SIZE_MAX

@@ -38,7 +38,7 @@ static of_entered enter(of_plan *plan, of_update *update, size_t n, of_list *bat
     }
 }
 
-/* What a graph captures must be in it when step() returns. */
+/* An update that a graph captures must be in the graph when step() returns. */
 static bool is_captured_step(const of_plan *plan, const of_update *update) {
     return plan->mode == OF_FORWARD && update->in.stream.capture != 0 && OF_GUARD(capture);
 }

@@ -8,7 +8,7 @@
 enum { OFTEN = 8, RARELY = 64 };
 enum { MOST_VOTES = 3 };
 
-/* Of the time of usual stores. The rest makes up for what no trial sees: the next forward
+/* The share of the time of usual stores. The rest makes up for what no trial sees: the next forward
  * pass reads the parameter from memory. */
 static const double worth = 0.8;
 

@@ -35,8 +35,8 @@ typedef void of_store_fn(void *arg, int64_t begin, int64_t end, bool past_caches
 /* A launch of n items on several threads: run(arg, 0, n), or the two halves of a trial. */
 void of_store_policy_run(of_store_policy *policy, int64_t n, of_store_fn *run, void *arg);
 
-/* What it is made of. Whether the next launch is a trial, in which `past_first` says how the
- * first half is stored; */
+/* The two halves of of_store_policy_run(). Whether the next launch is a trial, in which
+ * `past_first` says how the first half is stored; */
 bool of_store_policy_try(of_store_policy *policy);
 /* and what it found: seconds of the half that went past the caches, and of the other. */
 void of_store_policy_found(of_store_policy *policy, double past, double usual);

@@ -140,7 +140,7 @@ static bool fetch(of_plan *plan, of_update *update, of_list *batch, of_list *don
     return arrived;
 }
 
-/* What is not left pending is run together, in one launch at the end. */
+/* Updates that are not left pending run together, in one launch at the end. */
 static void create_all(of_plan *plan, of_list *created, bool defer, of_list *exclusive,
                        of_list *done) {
     of_list batch = {0};

@@ -58,7 +58,7 @@ inline void check(of_status status) {
         fail(std::string("optfuse: ") + of_error_message());
 }
 
-// What the work returns; or `failed`, if it throws: "<what><whose> failed: <why>" is then the
+// Returns the work's result; or `failed`, if it throws: "<what><whose> failed: <why>" is then the
 // error of this thread.
 template <typename Result, typename Work>
 Result attempt(const char *what, const std::string &whose, Result failed, const Work &work) {

@@ -6,7 +6,7 @@
 
 #define HIDDEN __attribute__((visibility("hidden")))
 
-/* Of libc from glibc 2.32 on: whether this process has one thread. Then references need not be
+/* From glibc 2.32 on libc says whether this process has one thread. Then references need not be
  * counted with atomic instructions. torch has threads. */
 extern char __libc_single_threaded;
 HIDDEN char __libc_single_threaded = 0;

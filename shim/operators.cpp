@@ -90,7 +90,7 @@ void tell_state(int64_t address, int64_t index, const std::vector<std::optional<
         set_state(slot, state, step, first);
 }
 
-// Of a rule that runs programs: the tensors of a slot's state that are no operands.
+// Tells the tensors of a slot's state that are no operands of its rule's programs.
 void know_counters(int64_t address, int64_t index, const std::vector<at::Tensor> &counters) {
     refuse_fake_tensors("optimizer state is told");
     Slot &slot = slot_at(plan_at(address), index);
@@ -176,7 +176,7 @@ std::vector<size_t> numbers_of(const Plan &plan, const std::vector<int64_t> &slo
     return numbers;
 }
 
-// Of the local parameters of DTensors: see autograd/dtensor_gradients.h.
+// Lends the local parameters of DTensors: see autograd/dtensor_gradients.h.
 void lend(int64_t address, const std::vector<int64_t> &slots, const std::vector<at::Tensor> &grads,
           const std::vector<at::Tensor> &wrappers) {
     refuse_fake_tensors("gradients are told");

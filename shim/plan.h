@@ -66,7 +66,7 @@ struct Slot {
     bool reduced = false;
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     at::Tensor consumed; // backward mode: what .grad becomes
-    // Of a DTensor, whose local tensor is `param`: other tensors that are known to use its
+    // For a DTensor, whose local tensor is `param`: other tensors that are known to use its
     // memory, and whether dtensor_gradients.cpp knows all users of its gradient's, which is
     // complete now.
     std::vector<at::Tensor> aliases;
@@ -81,7 +81,7 @@ struct Slot {
 
 inline bool has_parts(const Slot *slot) { return slot->program && slot->program->has_parts(); }
 
-// Of a state tensor that is not as its parameter; else null.
+// The form of a state tensor that is not as its parameter; else null.
 inline const Form *form_of(const Slot *slot, size_t i) {
     return slot->program && slot->program->forms[i] ? &*slot->program->forms[i] : nullptr;
 }

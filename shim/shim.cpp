@@ -185,9 +185,9 @@ bool gradients_are_kept(optfuse::Plan *plan) {
     return true;
 }
 
-// What backward leaves in buckets on a GPU has marked parameters, and each use of a marked
-// one costs a look-up. They stand for nothing if nothing in the process is pending or in
-// flight, and after backward nothing of this plan is.
+// Parameters may be marked because backward left their gradients in buckets on a GPU, and each use
+// of a marked one costs a look-up. The marks stand for nothing if nothing in the process is pending
+// or in flight, and after backward nothing of this plan is.
 void take_marks_off(const optfuse::Plan *plan) {
     if (plan->mode != OF_BACKWARD || of_any_pending())
         return;

@@ -27,7 +27,7 @@ extern "C" {
 
 typedef struct of_shim_plan of_shim_plan;
 
-/* What a plan asks of Python, and when: callback(plan, event, slot), two addresses and a
+/* A plan's question to Python: callback(plan, event, slot), two addresses and a
  * number. It returns OF_SHIM_DONE. What it raises arrives where the plan asked, an Exception as
  * optfuse.Error and others (KeyboardInterrupt) by their type. Ctrl-C comes before or after
  * it, never inside. */
@@ -106,7 +106,7 @@ OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
 /* Waits for the gradients that are still on their way to the parameters of one model (the `group`
  * of optfuse::expect), or of all (-1). OF_REFUSED if a reduction has failed. */
 OF_API int of_shim_await(int64_t group);
-/* What zero_grad(set_to_none=True) does: .grad of every slot's parameter is None
+/* The core of zero_grad(set_to_none=True): .grad of every slot's parameter is None
  * afterwards. Needs the GIL: what dies may have finalizers. */
 OF_API void of_shim_drop_gradients(of_shim_plan *plan);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);

@@ -10,7 +10,7 @@
 
 #ifdef OF_IS_NARROW
 
-/* What is left after whole vectors is widened with zeros behind it. */
+/* The rest after whole vectors is widened with zeros behind it. */
 static void widen(of_real *to, const of_stored *from, size_t n) {
     of_stored rest[OF_BLOCK] = {0};
     size_t at = 0;

@@ -13,7 +13,7 @@
 
 #define OF_BLOCK_FN static inline __attribute__((always_inline, unused))
 
-/* Of OF_DTYPE (stored.h). */
+/* The names for OF_DTYPE (stored.h). */
 #define OF_WIDEN_BLOCK OF_PASTE(of, OF_PASTE(OF_DTYPE, widen_block))
 #define OF_NARROW_BLOCK OF_PASTE(of, OF_PASTE(OF_DTYPE, narrow_block))
 

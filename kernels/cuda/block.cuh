@@ -73,7 +73,7 @@ OF_DEVICE_FN void of_put_element(of_packs<USED, N> *packs, int lane, const of_el
             packs->state[i].lane[lane] = of_narrow(e.state[i]);
 }
 
-// What all elements of a block have in common.
+// Numbers that all elements of a block share.
 struct of_block;
 
 template <unsigned USED>

@@ -22,7 +22,7 @@ static unsigned variant_of(const double *prepared) {
     return common.variant;
 }
 
-/* What a row has by the kind of its kernels. */
+/* The part of a row that depends on the kind of its kernels. */
 #define OF_USED_FUSED(rule)
 #define OF_USED_OP_BY_OP(rule)                                                                     \
     static unsigned rule##_used(const double *prepared) {                                          \

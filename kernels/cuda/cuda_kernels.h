@@ -49,7 +49,7 @@ typedef struct of_cuda_entry {
     float *numbers_at[OF_MAX_COUNTERS];
 } of_cuda_entry;
 
-/* What the tensors of one call have in common. A device scalar, where given,
+/* The common arguments of the tensors of one call. A device scalar, where given,
  * is read by the kernel when it runs. */
 typedef struct of_cuda_update {
     const char *rule;
@@ -66,7 +66,7 @@ typedef struct of_cuda_update {
     const void *factor_at;
     void *stream; /* CUstream or cudaStream_t */
     uint32_t chunk; /* elements that a block updates, a multiple of 64; 0: by the launch's size */
-    /* Of rules that run programs: of_program_check() has passed it. It has at most 256
+    /* For rules that run programs: of_program_check() has passed it. It has at most 256
      * instructions, and 8 temporaries. */
     const of_program *program;
 } of_cuda_update;

@@ -7,8 +7,8 @@
 
 #include "../rules/real.h"
 
-/* Which of the four elements that a thread of the reference takes at once element `at` is. In
- * fours they lie side by side, else a block of threads apart (MultiTensorApply.cuh). */
+/* The one of the four elements that a thread of the reference takes at once that element `at` is.
+ * In fours they lie side by side, else a block of threads apart (MultiTensorApply.cuh). */
 OF_RULE_FN unsigned of_cuda_lane(bool quad, uint64_t at) {
     enum { THREADS = 512 };
     return (unsigned)((quad ? at : at / THREADS) % 4);

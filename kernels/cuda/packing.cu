@@ -79,7 +79,7 @@ OF_PACKING_KERNEL(merge) {
             to[begin + i * OF_CUDA_THREADS] = keep * old[i] + take * sum[i];
 }
 
-// Of the upper triangle, in elements.
+// A tile of the upper triangle, in elements.
 struct of_tile {
     uint64_t row, column;
     bool none; // the second of a pair of rows that is one

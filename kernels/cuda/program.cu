@@ -126,7 +126,7 @@ OF_DEVICE_FN uint64_t of_begin(const of_cuda_common &common, const uint64_t *ent
     return (blockIdx.x - entry[of_words<OF_ALL_STATE>::STRIDE - 1]) * common.chunk;
 }
 
-// Of an array: an entry begins with the addresses in the order of registers.
+// The address of an array: an entry begins with the addresses in the order of registers.
 OF_DEVICE_FN of_stored *of_memory(const of_cuda_common &common, const uint64_t *entry, int number) {
     return reinterpret_cast<of_stored *>(entry[number]) + of_begin(common, entry);
 }

@@ -16,7 +16,8 @@
 #define OF_EACH_LANE for (int lane = 0; lane < n; lane++)
 #endif
 
-/* Of n elements; on a GPU n is a constant, and all threads of a block take one operation. */
+/* An operator on n elements; on a GPU n is a constant, and all threads of a block take one
+ * operation. */
 #define OF_OPERATOR(name, inputs, result)                                                          \
     case OF_OPERATOR_##name:                                                                       \
         OF_EACH_LANE {                                                                             \

@@ -57,7 +57,7 @@ OF_RULE_FN of_real aten_smaller_of_lists(of_form form, of_real a, of_real b) {
     return a != a || a < b ? a : b;
 }
 
-/* What follows is of operators on one tensor. */
+/* The functions below are operators on one tensor. */
 
 /* NaN if one of them is. By the chip's own instruction: of two zeros that with the sign of
  * the result that is asked for. */

@@ -51,7 +51,7 @@ static inline void nadam_prepare(const double *hyper, of_count *count, void *sca
     s->average_step = -lr * mu_next / (1.0 - *product * mu_next);
 }
 
-/* Of the gradient and of its square; returns the latter. */
+/* Updates the averages of the gradient and of its square; returns the latter. */
 OF_RULE_FN of_real nadam_averages(const nadam_scalars *s, of_form form, of_element *e) {
     of_real *average = &e->state[nadam_exp_avg], *square = &e->state[nadam_exp_avg_sq];
     *average = aten_lerp(form, *average, e->grad, s->average_weight);

@@ -39,14 +39,14 @@ typedef struct of_element {
     of_real state[OF_MAX_STATE];
 } of_element;
 
-/* Which of the reference's codes an element takes. Always a constant where it
+/* The code of the reference that an element takes. Always a constant where it
  * matters, so that no branch is left in the loop. */
 typedef struct of_form {
     bool fused; /* products and sums contracted as on CPUs with an FMA unit */
     bool tail;  /* the reference's scalar code for the last elements */
 } of_form;
 
-/* What an update on a GPU knows beside its options. */
+/* The numbers of an update on a GPU beside its options. */
 typedef struct of_step_scalars {
     of_real lr;
     of_real correction1; /* 1 - beta1^t */

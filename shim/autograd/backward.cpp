@@ -214,7 +214,8 @@ at::Tensor part_of(const at::Tensor &bucket, int64_t offset, const c10::TensorIm
                                              : part.view(p->sizes());
 }
 
-// What backward has not used stays in .grad, where the bucket's next use must not reach it.
+// A gradient that backward has not used stays in .grad, where the bucket's next use must not reach
+// it.
 void leave_bucket(Slot *slot) {
     const at::Tensor &grad = slot->param->grad();
     if (slot->part != nullptr && grad.unsafeGetTensorImpl() == slot->part)

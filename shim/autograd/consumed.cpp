@@ -123,8 +123,8 @@ bool makes_alias(const char *op, const c10::TensorImpl *impl) {
     return std::strcmp(op, "aten::detach") == 0 && !impl->key_set().has(c10::DispatchKey::Python);
 }
 
-// What Module.to() and the like ask of each gradient; aten::to() gives the same tensor, or
-// goes on to aten::_to_copy.
+// The operator that Module.to() and the like call on each gradient; aten::to() gives the same
+// tensor, or goes on to aten::_to_copy.
 bool moves(const char *op) {
     return std::strcmp(op, "aten::to") == 0 ||
            std::strcmp(op, "aten::_has_compatible_shallow_copy_type") == 0;

@@ -27,7 +27,7 @@ struct CxxClass {
     std::vector<double> (*hyper)(const torch::optim::OptimizerOptions &options);
     std::unique_ptr<torch::optim::OptimizerParamState> (*make_entry)();
     StateEntry (*look_into)(torch::optim::OptimizerParamState &entry);
-    // What new state tensors are filled with; defaults: the optimizer's.
+    // The numbers that new state tensors are filled with; defaults: the optimizer's.
     double (*initial)(const torch::optim::OptimizerOptions &defaults);
     // The last release, 2.x, whose fused operator rounds in 16 bits on the CPU as our update, as
     // in _library/releases.py; 0: all do.

@@ -56,8 +56,9 @@ struct Free {
 
 } // namespace detail
 
-// What fuse() returns. The optimizer keeps its options and its state: change options, load state
-// and add parameter groups there, between two iterations. Call step() and zero_grad() here.
+// The fused optimizer that fuse() returns. The optimizer keeps its options and its state: change
+// options, load state and add parameter groups there, between two iterations. Call step() and
+// zero_grad() here.
 //
 // Lifetime: the optimizer stays where it is, and outlives the last call of a function of its
 // wrapper. Only the wrapper's destructor may come later. It launches what is pending, and the
@@ -87,7 +88,7 @@ class Fused {
     // from_blob of an earlier address).
     void flush() { detail::check(of_shim_fused_flush(fused.get())); }
 
-    // What has happened so far (optfuse.h).
+    // The counts of updates so far (optfuse.h).
     of_counts counts() const {
         of_counts found = {};
         detail::check(of_shim_fused_counts(fused.get(), &found));

@@ -84,7 +84,8 @@ bool counts_on_gpu(const Slot *slot) {
 
 namespace {
 
-// Of rules whose scalars the host prepares, and of those whose counters are on the GPU.
+// Checks the counters of rules whose scalars the host prepares, and of those whose counters are on
+// the GPU.
 of_found check_counting(const Slot *slot, const of_inputs *in) {
     const of_rule *rule = slot->plan->rule;
     if (rule->runs_programs && in->stream.capture != 0)

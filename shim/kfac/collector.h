@@ -41,7 +41,7 @@ class Collector final : public LayerWatcher {
     size_t sent() const { return of_factors_sent(core_.get()); }
     at::Tensor sums() const { return sums_; }
     at::Tensor sums(const of_factor_slot &slot, size_t number, bool late) const;
-    // What came late, of all slots, zeros if nothing did here.
+    // The contributions of all slots that came late, zeros if none did here.
     at::Tensor late();
 
     uint64_t collection() const override { return of_factors_collection(core_.get()); }
@@ -57,7 +57,7 @@ class Collector final : public LayerWatcher {
     };
     void add(size_t slot, uint64_t collection, double rows, const at::Tensor &matrix, double scale);
     void check(of_status status);
-    // What the core calls, under its lock.
+    // Functions that the core calls, under its lock.
     static bool add_to_sums(void *ctx, const void *contribution, size_t offset, bool late);
     static bool reduce(void *ctx, size_t offset, size_t n);
 

@@ -53,7 +53,7 @@ void begin_factors(int64_t collector, double weight) {
     collector_at(collector).begin(weight);
 }
 
-// Of each slot: uses, rows, when it was complete in seconds, whether a part came late. The
+// For each slot: uses, rows, when it was complete in seconds, whether a part came late. The
 // messages may still be on their way.
 at::Tensor end_factors(int64_t collector) {
     Collector &of = collector_at(collector);
@@ -74,7 +74,7 @@ void wait_for_factors(int64_t collector) {
     collector_at(collector).wait();
 }
 
-// Of all slots, in the order in which they are sent.
+// The sums of all slots, in the order in which they are sent.
 at::Tensor sums_of_factors(int64_t collector) {
     return collector_at(collector).sums();
 }

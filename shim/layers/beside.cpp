@@ -72,7 +72,7 @@ bool can_run_on(const c10::Stream &side, const at::Tensor &t) {
            (edge.function->stream() == side || edge.function.use_count() == 1);
 }
 
-// What a node knows of its input, its stream too, can be copied, but not assigned.
+// A node's record of its input, with the stream, can be copied, but not assigned.
 void put_on_current_stream(Node *node, const at::Tensor &input) {
     InputMetadata fresh(input);
     InputMetadata *known = &node->mutable_input_metadata(0);

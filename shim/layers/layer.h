@@ -62,7 +62,7 @@ struct ConvOptions {
     std::vector<int64_t> stride, padding, dilation;
     int64_t groups = 1;
 
-    // Of an output, of images of four dimensions and a kernel of two.
+    // Positions of an output, for images of four dimensions and a kernel of two.
     int64_t positions(at::IntArrayRef images, at::IntArrayRef kernel) const {
         int64_t n = 1;
         for (size_t i = 0; i < 2; i++) {
@@ -77,7 +77,7 @@ struct ConvOptions {
 class LayerWatcher {
   public:
     virtual ~LayerWatcher() = default;
-    // Which collection a use that begins now belongs to; 0: it is of no interest.
+    // The collection that a use that begins now belongs to; 0: none.
     virtual uint64_t collection() const = 0;
     // conv: null for a Linear, whose x and g have two dimensions; else x and g are batches of
     // images, and kernel the weight's last two sizes. Both come once for each use that backward
@@ -95,11 +95,12 @@ struct Watched {
     std::shared_ptr<LayerWatcher> by;
 };
 
-// What dX is computed with in place of the weight that the forward pass saw. Any thread calls.
+// The weight that dX is computed with in place of the one that the forward pass saw. Any thread
+// calls.
 class InputWeight {
   public:
     InputWeight(int64_t by, std::string called) : owner(by), name(std::move(called)) {}
-    // Of the weight's sizes; undefined: the one that the forward pass saw.
+    // weight: of the layer's sizes; undefined: the one that the forward pass saw.
     void set(at::Tensor weight) {
         const std::lock_guard<std::mutex> lock(lock_);
         weight_ = std::move(weight);
@@ -116,7 +117,7 @@ class InputWeight {
     at::Tensor weight_;
 };
 
-// What is known of a weight; each may be null.
+// The users of a weight; each may be null.
 struct Known {
     std::shared_ptr<Layer> layer;              // when its tasks run
     std::shared_ptr<Watched> watched;          // who looks at them

@@ -53,7 +53,7 @@ template <class T>
 using NodeOf = std::conditional_t<std::is_base_of_v<c10::intrusive_ptr_target, Node>,
                                   c10::intrusive_ptr<T>, std::shared_ptr<T>>;
 
-// What both have.
+// The common part of both kinds of tasks.
 struct Task : Node {
     explicit Task(LayerUse of) : use(std::move(of)) {}
     LayerUse use;

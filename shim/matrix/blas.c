@@ -10,7 +10,7 @@
 #include "matrix/blas_find.h"
 #include "optfuse.h"
 
-/* What cuBLAS is asked for, in its own order: the first factor is our b. */
+/* A call of cuBLAS, in its own order: the first factor is our b. */
 typedef struct call {
     void *handle;
     int op[2], ld[3], m, n, k;

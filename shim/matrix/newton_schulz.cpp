@@ -19,7 +19,7 @@
 namespace optfuse {
 namespace {
 
-// What decides how PyTorch and cuBLAS multiply, as long as the settings are the usual
+// The facts that decide how PyTorch and cuBLAS multiply, as long as the settings are the usual
 // ones: the GPU, rows, columns and layout of the first x, and the numbers.
 using Kind = std::tuple<int, int64_t, int64_t, bool, double, double, double>;
 
@@ -58,7 +58,7 @@ bool is_promised(const Kind &kind) {
     return why && why->empty() && other_settings().empty();
 }
 
-// Of a row or a column the strides say nothing.
+// A row or a column does not fit: its strides say nothing.
 bool fits_cublas(const at::Tensor &x) {
     return is_gpu(x.device()) && x.scalar_type() == at::kBFloat16 &&
            x.layout() == at::kStrided && x.dim() == 2 && x.size(0) > 1 && x.size(1) > 1 &&

@@ -8,8 +8,8 @@
 
 namespace optfuse {
 
-// Of this product, and of one of other matrices that are multiplied alike. Empty: there is
-// none. Waits for the device.
+// The difference between cuBLAS's result and the operators', for this product and for one of other
+// matrices that are multiplied alike. Empty: there is none. Waits for the device.
 std::string difference(const Product &wanted);
 
 } // namespace optfuse

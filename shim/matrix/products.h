@@ -19,12 +19,12 @@ struct Product {
 
 at::Tensor by_operators(const Product &p);
 
-// Of dense matrices of at least two rows and columns, on the current device. Undefined:
+// The product of dense matrices of at least two rows and columns, on the current device. Undefined:
 // nothing was launched, and of_error_message() says why.
 at::Tensor by_cublas(const Product &p);
 int64_t products_by_cublas(); // so far, in this process
 
-// Which of PyTorch's settings makes its operators multiply in another way than by_cublas();
+// The setting of PyTorch that makes its operators multiply in another way than by_cublas();
 // empty if none does.
 std::string other_settings();
 

@@ -28,7 +28,7 @@ template <typename T> size_t rows_of(const std::vector<T> &flat, size_t width) {
     return flat.size() / width;
 }
 
-// What a call works on. `settings`: strategy, processes, micro-batches.
+// The input of a call. `settings`: strategy, processes, micro-batches.
 struct Pipeline {
     std::vector<of_pipeline_layer> layers;
     std::vector<of_pipeline_place> places;

@@ -52,7 +52,7 @@ void stop_reordering(int64_t reordering) {
     of_reordering_release(at_address(reordering));
 }
 
-// Of each layer that the last forward pass used, in that order: its number, its place (-1: at
+// Each layer that the last forward pass used, in that order: its number, its place (-1: at
 // once), the bytes of x, of y and of its weight, whether it is fixed, and whether only backward
 // used it. Then the plan's extra bytes.
 std::vector<int64_t> plan_of_reordering(int64_t reordering) {
@@ -88,7 +88,7 @@ std::vector<int64_t> held_by_reordering(int64_t reordering) {
     return {static_cast<int64_t>(now), static_cast<int64_t>(most)};
 }
 
-// Of the iterations from here on, or no more.
+// Times the iterations from here on, or no more.
 void time_reordering(int64_t reordering, bool on) {
     of_reordering_time(at_address(reordering), on);
 }

@@ -28,7 +28,7 @@
 namespace optfuse {
 namespace {
 
-// Of tensors with the same sizes.
+// Whether tensors of the same sizes have the same strides.
 bool same_strides(const c10::TensorImpl *a, const c10::TensorImpl *b) {
     return !OF_GUARD(dense) || equal(a->strides(), b->strides());
 }
@@ -245,7 +245,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     in->program = slot->program ? &slot->program->core : nullptr;
     if (place(slot, p, in, refs) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    // What the update writes back to the gradient must arrive there.
+    // Values that the update writes back must arrive in the gradient.
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     const bool grad_is_like_it = same_strides(p, g) && !is_lazy(g);
     if (has_parts(slot) && !(dense && grad_is_like_it))

@@ -96,13 +96,13 @@ void commit(void *, of_inputs *in) {
         copy.copy_(tensor);
 }
 
-// Of the storage of a part: the parameter's comes first.
+// Whether nobody else holds the storage of a part: the parameter's comes first.
 bool is_private_part(const References *refs, size_t i) {
     return is_private(refs->storages[i].get(), i == 0 ? 1 + refs->slot->aliases.size() : 1);
 }
 
-// What is used in the place of a local tensor, or beside it, launches the update, too; and so
-// does a gradient that is no part of it.
+// A tensor that is used in the place of a local tensor, or beside it, launches the update, too; and
+// so does a gradient that is no part of it.
 void mark_stands(References *refs) {
     const Slot *slot = refs->slot;
     const auto add = [refs](c10::TensorImpl *impl) {

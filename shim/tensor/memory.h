@@ -36,8 +36,8 @@ inline bool is_own(const c10::DataPtr &data) {
                                   : is_gpu_deleter(data.get_deleter(), data.device());
 }
 
-// Of a tensor that is about to be written past the dispatcher. Memory that copies on write
-// (torch._lazy_clone) is copied now.
+// The memory of a tensor that is about to be written past the dispatcher. Memory that copies on
+// write (torch._lazy_clone) is copied now.
 inline void *written_data_of(const c10::TensorImpl *impl) {
     c10::StorageImpl *storage = storage_of(impl);
     if (!is_own(storage->_mutable_data_ptr_no_checks()) && OF_GUARD(copy_on_write))

@@ -55,7 +55,7 @@ struct References {
     at::Tensor scalars[4];  // device scalars that it reads: copies, and the factor
 };
 
-// What an update or scaling on a GPU holds is used there later than its owner may think.
+// The tensors of an update or scaling on a GPU are used there later than their owners may think.
 void record_all(References *refs);
 void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl);
 at::Tensor reference_to(c10::TensorImpl *impl);

@@ -22,7 +22,7 @@
 namespace optfuse {
 namespace {
 
-// Of mkl_vml_defines.h: high accuracy, denormals kept, no error reports.
+// Constants of mkl_vml_defines.h: high accuracy, denormals kept, no error reports.
 constexpr long long kMode = 0x2 | 0x140000 | 0x100;
 
 using SetThreadsOfMkl = int (*)(int n); // of the calling thread; returns what it was

@@ -13,7 +13,7 @@
 namespace optfuse {
 namespace {
 
-// What an argument is; _traced/parts.py writes the same numbers.
+// The kind of an argument; _traced/parts.py writes the same numbers.
 enum Tag : int64_t {
     kNone,
     kRegister,
@@ -27,7 +27,7 @@ enum Tag : int64_t {
     kDefault
 };
 
-// Of what make_parts() is given.
+// Reads the words that make_parts() is given.
 struct Reader {
     const std::vector<std::string> &words;
     const std::vector<int64_t> &code;
@@ -194,7 +194,7 @@ struct Reader {
         }
     }
 
-    // Of tensors or of numbers.
+    // A list of tensors or of numbers.
     c10::IValue list(Call &made, size_t i, const c10::TypePtr &type) {
         const auto n = static_cast<size_t>(integer());
         const auto of = type->cast<c10::ListType>();

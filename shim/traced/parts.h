@@ -18,7 +18,7 @@
 
 namespace optfuse {
 
-// Of a state tensor that is not as its parameter.
+// The form of a state tensor that is not as its parameter.
 struct Form {
     at::ScalarType dtype;
     bool is_of_param; // sizes and strides are the parameter's

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kWords = 5, kNumbers = 2; // of an instruction
 
-// What is too large for a byte is no register and no operator.
+// A number too large for a byte is no register and no operator.
 unsigned char byte_of(int64_t word) {
     return word < 0 || word > UINT8_MAX ? UINT8_MAX : static_cast<unsigned char>(word);
 }

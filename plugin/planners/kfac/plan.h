@@ -81,7 +81,7 @@ OF_API of_status of_place_inverses(of_placement how, const uint32_t *sizes, size
                                    size_t processes, uint32_t everywhere_below, int32_t *owner,
                                    double *load);
 
-/* What inverses and their broadcasts cost. */
+/* The costs of inverses and their broadcasts. */
 typedef struct of_inversion {
     double cubic_coefficient; /* a factor of size d is inverted in this * d^3 seconds */
     uint64_t element_bytes;   /* an inverse is sent as d(d+1)/2 elements of so many bytes */

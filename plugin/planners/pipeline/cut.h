@@ -5,7 +5,7 @@
 
 #include "planners/pipeline/pipeline.h"
 
-/* What of_cut_stages() cuts. load: of the layers [from, to) on each of r processes that share
+/* The input of of_cut_stages(). load: of the layers [from, to) on each of r processes that share
  * them; for r = 1 finite. */
 typedef struct of_stage_loads {
     double (*load)(const void *of, size_t from, size_t to, size_t r);

@@ -50,7 +50,7 @@ typedef enum of_task_kind {
     OF_TASK_KINDS
 } of_task_kind;
 
-/* Of one batch. An array of layers is in the order of the forward pass. */
+/* A layer's costs for one batch. An array of layers is in the order of the forward pass. */
 typedef struct of_pipeline_layer {
     double forward, input_gradient, weight_gradient, update; /* seconds */
     uint64_t in_bytes, out_bytes;                            /* of x and dX; of y and dY */
@@ -84,7 +84,8 @@ typedef struct of_pipeline {
     size_t n; /* of layers and of places */
 } of_pipeline;
 
-/* Of one batch. A schedule is an array of them; those of a process run in the array's order. */
+/* A task of one batch. A schedule is an array of them; those of a process run in the array's
+ * order. */
 typedef struct of_pipeline_task {
     int32_t kind; /* of_task_kind */
     int32_t layer;

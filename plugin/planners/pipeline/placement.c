@@ -7,11 +7,11 @@
 #include "planners/pipeline/cut.h"
 #include "planners/pipeline/tasks.h"
 
-/* Of how many limits between the mean load and that of stages the first that holds is taken:
- * filling is not monotone in the limit, so that it can't be bisected. */
+/* The number of limits tried between the mean load and that of stages. The first that holds is
+ * taken: filling is not monotone in the limit, so that it can't be bisected. */
 enum { LIMITS = 400 };
 
-/* What a layer has to be placed, as bits. */
+/* The kinds of tasks of a layer that are still to be placed, as bits. */
 enum { FORWARD = 1, WEIGHT = 2, INPUT = 4 };
 
 static double seconds_of(const of_pipeline *p, size_t first_trained, size_t layer, int kind) {
@@ -98,7 +98,7 @@ typedef struct filling {
     double largest; /* of all so far */
 } filling;
 
-/* What the process takes of a layer: whole kinds, and so many channels of dX. */
+/* The process's portion of a layer: whole kinds, and so many channels of dX. */
 typedef struct portion {
     int kinds;
     uint32_t split;
@@ -116,7 +116,7 @@ static uint32_t channels_within(const filling *f, size_t layer, double seconds) 
     return fit < most ? (uint32_t)fit * OF_SPLIT_MULTIPLE : most * OF_SPLIT_MULTIPLE;
 }
 
-/* Of dX, or of what a first part has left of it. */
+/* The seconds of dX, or of the rest that a first part has left of it. */
 static double input_seconds_left(const filling *f, size_t layer) {
     const double whole = seconds_of(f->p, f->first_trained, layer, INPUT);
     return whole * (f->places[layer].split

@@ -23,7 +23,7 @@ typedef struct simulation {
     double messages, bytes;
 } simulation;
 
-/* What a task waits for, as far as it is known. */
+/* The events that a task waits for, as far as they are known. */
 typedef struct wait {
     const of_pipeline_task *task;
     double until;
@@ -35,7 +35,7 @@ static size_t *index_of(const simulation *s, int kind, size_t layer, size_t batc
     return &s->index[(batch * s->p->n + layer) * OF_TASK_KINDS + (size_t)kind];
 }
 
-/* What is needed; NULL: it has not run yet, and the task has to wait. */
+/* The task that is needed; NULL: it has not run yet, and the task has to wait. */
 static const of_pipeline_task *done(const simulation *s, wait *w, int kind, size_t layer,
                                     size_t batch) {
     const size_t found = *index_of(s, kind, layer, batch);
@@ -80,7 +80,8 @@ static void wait_for_output_gradient(const simulation *s, wait *w, size_t layer,
                  bytes * (1 - share), is_first);
 }
 
-/* What comes with F: the layer's input for dW, its weights for dX, dY of the last layer. */
+/* The bytes that come with F: the layer's input for dW, its weights for dX, dY of the last
+ * layer. */
 static double bytes_with_forward(const simulation *s, const of_pipeline_task *task) {
     const of_pipeline_layer *l = &s->p->layers[task->layer];
     const double share = of_first_share(l, &s->p->places[task->layer]);

@@ -5,7 +5,7 @@
 
 #include "planners/pipeline/tasks.h"
 
-/* Of batch 0, the slot of each kind of task of each layer: slots[layer * OF_TASK_KINDS + kind], 0
+/* The slot of each kind of task of each layer, in batch 0: slots[layer * OF_TASK_KINDS + kind], 0
  * for kinds that it does not have, but those of a dW and U also where there are no weights.
  * slots: zeros. Returns the last of them. */
 int32_t of_find_slots(const of_pipeline *p, int32_t *slots);

@@ -6,14 +6,14 @@
 
 #include "planners/pipeline/pipeline.h"
 
-/* Of the layers alone, and the counts; places are not read. */
+/* Checks the layers alone, and the counts; places are not read. */
 of_status of_check_pipeline_layers(const of_pipeline *p);
 bool of_places_whole_layers(of_strategy strategy);
 /* The first layer with weights; n if there is none. Layers above it have dX. */
 size_t of_first_trained(const of_pipeline *p);
 bool of_has_task(const of_pipeline *p, size_t first_trained, int kind, size_t layer);
 int32_t of_process_of(const of_pipeline_place *place, int kind, size_t batch);
-/* Of its dX, the share of the first part; 1 if it is whole. */
+/* The share of the first part in a layer's dX; 1 if it is whole. */
 double of_first_share(const of_pipeline_layer *layer, const of_pipeline_place *place);
 double of_task_seconds(const of_pipeline_layer *layer, const of_pipeline_place *place, int kind);
 /* OF_INVALID: none, or more than an int32_t counts, or than memory can be asked for. */

@@ -58,7 +58,7 @@ static bool is_in_place(const verification *v, const of_pipeline_task *task) {
            of_process_of(&v->p->places[task->layer], task->kind, (size_t)task->batch);
 }
 
-/* What a process is busy with before an update of replicas. */
+/* The time a process spends on communication before an update of replicas. */
 static double all_reduce_seconds(const verification *v, size_t layer) {
     const double r = v->p->places[layer].replicas;
     const double part = (double)v->p->layers[layer].weight_bytes / r;
@@ -94,7 +94,7 @@ static void verify_presence(verification *v, size_t layer, size_t batch) {
         require(v, must_be_there(v, kind, layer, batch) == (find(v, kind, layer, batch) != NULL));
 }
 
-/* What tasks need. A task that is missing has been counted. */
+/* The values that tasks need. A task that is missing has been counted. */
 
 static void verify_after(verification *v, const of_pipeline_task *later,
                          const of_pipeline_task *earlier, double bytes) {

@@ -11,7 +11,7 @@
 
 #include "guard.h"
 
-/* Of one layer. */
+/* The state of one layer. */
 typedef struct of_layer_state {
     of_layer_work work; /* of all uses in the last forward pass */
     uint32_t place;
@@ -134,8 +134,8 @@ static void begin_forward(of_reordering *r) {
     r->backward = false;
 }
 
-/* What backward computes once more had its place in the forward pass; what the forward pass
- * did without a graph has none, and does not wait. */
+/* A layer that backward computes once more had its place in the forward pass; a use without a graph
+ * has none, and does not wait. */
 static void note_use(of_reordering *r, size_t number, const of_layer_use *use) {
     of_layer_state *layer = &r->layers[number];
     if (use->recomputed && layer->used)
@@ -154,7 +154,7 @@ static void note_use(of_reordering *r, size_t number, const of_layer_use *use) {
     layer->work.frees_gradient = use->frees_gradient;
 }
 
-/* Of the priorities, each layer has as many. */
+/* The number of priorities that each layer has. */
 static size_t range(const of_reordering *r) {
     return (OF_PRIORITIES - 1) / (r->n == 0 ? 1 : r->n);
 }
@@ -308,7 +308,7 @@ static bool is_timed(void *ctx) {
     return atomic_load_explicit(&r->is_timed, memory_order_relaxed);
 }
 
-/* What lies before the first task of a pass is the script's. */
+/* The time before the first task of a pass is the script's. */
 static void on_took(void *ctx, size_t number, of_layer_task task, double began, double ended) {
     of_reordering *r = ctx;
     of_layer_state *layer = &r->layers[number];

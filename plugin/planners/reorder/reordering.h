@@ -16,7 +16,7 @@ extern "C" {
 
 typedef struct of_reordering of_reordering;
 
-/* What is known of a layer, in the order of the forward pass. */
+/* The known costs of a layer, in the order of the forward pass. */
 typedef struct of_reordered {
     size_t layer;
     of_layer_work work; /* bytes of all uses together */
@@ -33,7 +33,7 @@ void of_reordering_retain(of_reordering *reordering);
 void of_reordering_release(of_reordering *reordering);
 /* From here on nothing waits any more. */
 void of_reordering_stop(of_reordering *reordering);
-/* What the host calls. ctx is the reordering, with no reference of its own. */
+/* The functions that the host calls. ctx is the reordering, with no reference of its own. */
 of_layer_user of_reordering_user(of_reordering *reordering);
 
 /* The layers that the last forward pass used, at most capacity rows; *n: how many there are.
