@@ -92,7 +92,7 @@ SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on; nothing that names the machine."""
+    """The facts that the figures depend on; nothing that names the machine."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))
     optimizer = optfuse.fuse(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
@@ -117,7 +117,7 @@ def summary(section: str, found: dict[str, Any], settings: dict[str, Any]) -> st
 
 
 def write(text: str, path: Path) -> bool:
-    """What can't be written is printed: it took minutes to measure."""
+    """Prints a text that can't be written to the file: it took minutes to measure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ WRITTEN = {"adamw": 3, "adam": 3, "momentum": 2, "sgd": 1}
 
 
 def bytes_each(optimizer: str, element: int = 4) -> int:
-    """What the update of one parameter has to move, the gradient included."""
+    """The bytes that the update of one parameter has to move, the gradient included."""
     return element * (2 * WRITTEN[optimizer] + 1)
 
 
@@ -62,8 +62,9 @@ def one_tensor(
 
 
 class BytesAlone(NoOptimizer):
-    """Of contiguous float32 parameters on the CPU, with as much state as this optimizer has.
-    Gradients are gone before zero_grad(); step() makes no range for PyTorch's profiler."""
+    """Moves the bytes of contiguous float32 parameters on the CPU, with as much state as this
+    optimizer has. Gradients are gone before zero_grad(); step() makes no range for PyTorch's
+    profiler."""
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         super().__init__(optimizer)

@@ -100,7 +100,7 @@ def batches(cell: Cell) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def training(cell: Cell, optimizer: str) -> BuildFn:
-    """What optfuse.ab takes: plain PyTorch training, the same for each variant."""
+    """A build function for optfuse.ab: plain PyTorch training, the same for each variant."""
 
     def build(wrap: Wrap) -> Iteration:
         with torch.device(cell.device):

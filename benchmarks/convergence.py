@@ -72,7 +72,7 @@ def adamw(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def muon(model: nn.Module, rate: float) -> Step:
-    """Of matrices; the rest has AdamW with the same rate."""
+    """Muon for matrices; the rest has AdamW with the same rate."""
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.dim() == 2]
     others = [p for p in parameters if p.dim() != 2]
@@ -148,7 +148,7 @@ class Line:
 
 
 def lines(model: str, make_kfac: MakeKfac, rates: Iterable[float] = RATES) -> list[Line]:
-    """Of every optimizer at every rate."""
+    """The losses of every optimizer at every rate."""
     build, target = MODELS[model]
     found = []
     for name, make in steppers(make_kfac).items():

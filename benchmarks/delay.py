@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What late updates do to accuracy: the handwritten digits, a fifth of them held out, with the
-updates of every layer late by D steps, and what they cost in one process.
+"""The effect of late updates on accuracy: the handwritten digits, a fifth of them held out, with
+the updates of every layer late by D steps, and what they cost in one process.
 
 Also the section delay of the benchmark; by itself: python benchmarks/delay.py"""
 
@@ -57,7 +57,7 @@ def batches(images: Tensor, labels: Tensor, seed: int) -> Iterator[tuple[Tensor,
 
 
 def accuracy(make: Any, rate: float, delay: int, weights: str, seed: int, steps: int) -> float:
-    """Of the held-out digits, in percent, after so many steps and drain()."""
+    """Accuracy on the held-out digits, in percent, after so many steps and drain()."""
     torch.manual_seed(seed)
     model = conv_net()
     images, labels, held, right = parts(seed)

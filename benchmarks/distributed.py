@@ -231,7 +231,8 @@ def described(one: Measured) -> str:
 
 
 def verdict(found: list[Measured], name: str) -> str:
-    """What of fused=True's cost that can hide, all but the last bucket's, does."""
+    """The sentence on how much hides of the part of fused=True's cost that can: all but the last
+    bucket's."""
     behind = [one for one in found if one.is_behind()]
     parts = [
         line.recovered.median / (1.0 - one.last_bucket)

@@ -38,7 +38,7 @@ MOVES = {"AdamW": "adamw", "Adam": "adam", "SGD": "momentum"}  # as which the fl
 
 
 class Timer:
-    """Of one piece of work: on a GPU between events, else by the clock."""
+    """Times one piece of work: on a GPU between events, else by the clock."""
 
     def __init__(self, device: str, cycles: int = 0) -> None:
         self.device = device
@@ -69,8 +69,8 @@ class Timer:
 
 
 def warm_up(run: Run, device: str) -> int:
-    """Of a GPU also: how many cycles of its clock to queue before a run, so that the host has
-    launched the run when the GPU comes to it."""
+    """Runs once. On a GPU it returns how many cycles of its clock to queue before a run, so that
+    the host has launched the run when the GPU comes to it."""
     if device == "cpu":
         run()
         return 0

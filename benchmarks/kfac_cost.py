@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What K-FAC adds to steps and memory, on one process: a step that collects factors, one that
+"""The cost of K-FAC in steps and memory, on one process: a step that collects factors, one that
 inverts them, one that does neither, and stock's, in turn."""
 
 from __future__ import annotations

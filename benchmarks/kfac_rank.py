@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one of the two processes of section kfac measures (this file, run with a rank): messages
+"""Measurements of one of the two processes of section kfac (this file, run with a rank): messages
 and iterations of optfuse.kfac() behind a slow link, all variants interleaved."""
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def packed(d: int) -> int:
 
 
 def ready_times(layers: Sequence[Layer]) -> list[float]:
-    """Of A, forward, then of G, backward. A layer's factor is computed before its pass."""
+    """When the factors are ready: A, forward, then G, backward. A layer's factor is computed before
+    its pass."""
     work = sum(layer.work for layer in layers)
     squares = sum(la.positions * (la.inputs**2 + la.outputs**2) for la in layers)
 

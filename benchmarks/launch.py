@@ -74,8 +74,8 @@ NEEDED = {
     "OPTFUSE_FAKE_CUDA": "tests/device/libfake_cuda.so",
     "OPTFUSE_CUDA_LIBRARY": "tests/device/libfake_optfuse_cuda.so",
 }
-# What a GPU does, or this build only: the played device, a launch as its driver has it (and
-# what that tells the device), and the switches of guards.
+# Functions that only a GPU or this build needs: the played device, a launch as its driver has it
+# (and what that tells the device), and the switches of guards.
 LEFT_OUT = ("host_launch", "tell", "of_guard_enabled")
 PLAYED = Path(NEEDED["OPTFUSE_FAKE_CUDA"]).name
 LAUNCHES, RECORDS, WAITS = "host_launch", "GuardImpl::record", "GuardImpl::block"
@@ -153,7 +153,7 @@ class Counts:
         return self.total() - sum(off)
 
     def calls_of(self, name: str) -> int:
-        """Of functions of this name, in C or in whatever C++ class."""
+        """Calls of functions of this name, in C or in whatever C++ class."""
         wanted = re.compile(rf"(^|::){name}(\(|$)")
         return sum(n for (_, callee), n in self.calls.items() if wanted.search(callee[1]))
 
@@ -187,7 +187,7 @@ def read(lines: Iterator[str]) -> Counts:
 
 
 def count(where: str, out: Path, environment: Mapping[str, str], n: int) -> dict[str, Counts]:
-    """What callgrind counts between the marks of counted.py, by their titles. Its files stay, for
+    """Counts of callgrind between the marks of counted.py, by their titles. Its files stay, for
     callgrind_annotate."""
     folder = out / f"callgrind-{where}"
     folder.mkdir(parents=True, exist_ok=True)

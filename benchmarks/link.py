@@ -28,7 +28,7 @@ class Network:
 
 
 class Link:
-    """What one process group sends, one message after the other: a message begins when it has
+    """The messages of one process group, one after the other: a message begins when it has
     been sent and the one before it has arrived. What the receiver does when one has arrived
     runs on a thread of its own, and holds up no other message."""
 

@@ -59,7 +59,7 @@ def iterate(iteration: Iteration, n: int) -> None:
 
 
 def alone(model: str, batch: str, optimizer: str, variant: str) -> dict[str, float]:
-    """What this process uses for one variant; page faults are those of an iteration."""
+    """The memory that this process uses for one variant; page faults are those of an iteration."""
     build, wrap = training(Cell(model, int(batch), 1), optimizer), variants()[variant]
     iteration = build(wrap)
     iterate(iteration, WARMUP)

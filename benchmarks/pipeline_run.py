@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a pipeline of two real processes of one thread each gains by dividing layers: seconds a
+"""The gain of dividing layers in a pipeline of two real processes of one thread each: seconds a
 batch of each strategy, in turn, and what the plan's simulation says.
 
 Also the section pipeline-run of the benchmark; by itself: python benchmarks/pipeline_run.py"""

@@ -97,9 +97,9 @@ MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
 
 
 def layers(model: str, multiply_adds_a_second: float, batch: int = 1) -> tuple[Layer, ...]:
-    """Of a batch of so many images or sequences. dX and dW take what the forward takes, where
-    there are weights, dX of products without weights twice that. An update takes a multiply-add
-    for each parameter."""
+    """The costs of a batch of so many images or sequences. dX and dW take what the forward takes,
+    where there are weights, dX of products without weights twice that. An update takes a
+    multiply-add for each parameter."""
     found = []
     for i, shape in enumerate(MODELS[model]()):
         once = batch * shape.multiply_adds / multiply_adds_a_second

@@ -31,7 +31,7 @@ WIDTH, LEFT, BAR, LANE, ROW, THIN = 1100, 190, 22, 27, 122, 3
 
 @dataclass(frozen=True)
 class Range:
-    """Of a trace; in microseconds."""
+    """A range of a trace; in microseconds."""
 
     name: str
     start: float
@@ -85,7 +85,7 @@ def recorded(mode: str) -> list[Range]:
 
 
 def update_of(name: str) -> str | None:
-    """What an update is called in the picture."""
+    """The label of an update in the picture."""
     if found := re.search(r"^optfuse::\w+ parameter '(.+?)'.*?( and \d+ more)?$", name):
         return found[1] + (found[2] or "").replace(" and ", " + ").replace(" more", "")
     return "all parameters" if name.startswith("aten::_fused_") else None
@@ -129,7 +129,7 @@ class Picture:
             self.text(x + width / 2, y + 15, words, fill, ' text-anchor="middle"')
 
     def labels(self, updates: list[Range], origin: float, y: int) -> None:
-        """Of updates, below them; at another height where they would meet."""
+        """Writes the labels of updates below them; at another height where they would meet."""
         free = [0.0] * 4
         for r in updates:
             x, words = LEFT + (r.start - origin) * self.scale, str(update_of(r.name))

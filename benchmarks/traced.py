@@ -34,7 +34,7 @@ from optfuse._link import link_of
 PACKAGE = "pytorch_optimizer"
 NAMES = ("AdaBelief", "Lion", "Yogi", "AdaMod", "AdaBound", "ADOPT", "RAdam", "Tiger", "PNM")
 NAMES += ("AdEMAMix",)
-# Of torch.optim, with rules for their operators one by one, which a program could replace.
+# Classes of torch.optim with rules for their operators one by one, which a program could replace.
 RULED = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 ROUNDS = {"20 x 1,000,000": 9, "300 x 1,000": 40, "MobileNetV2": 40}
 TRAINED = {"MobileNetV2": 1, "MLP-200x64": 8, "GPT": 1}  # and batches
@@ -187,7 +187,7 @@ def trained(cls: type[Optimizer], cell: Cell, smoke: bool) -> dict[str, Any]:
 
 
 def peak_mb(package: str, name: str, of: str, is_traced: bool, smoke: bool) -> float:
-    """Of a process that takes three steps, above what there is before the first."""
+    """The peak memory of a process that takes three steps, above what there is before the first."""
     cls = classes(smoke)[name]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes(of, smoke)]
     optimizer = WAYS["traced" if is_traced else "own"](cls(params, lr=1e-3))  # type: ignore[call-arg]

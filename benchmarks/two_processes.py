@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a section measures between two processes of one thread each. The section starts a
+"""Measurements of a section between two processes of one thread each. The section starts a
 file of its own once for each rank, with pair(), which joins the other rank and leaves again."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMEOUT = timedelta(seconds=60)  # for what the other rank sends
 
 
 def pair(file: str, name: str, *spec: Any) -> dict[str, Any]:
-    """What rank 0 left with. Both ranks run the file with this spec, which is anything that JSON
+    """The result of rank 0. Both ranks run the file with this spec, which is anything that JSON
     has. Raises RuntimeError, with the name, if one fails; what it said is on stderr."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:

@@ -70,7 +70,7 @@ def cpu_adam(optimizer: Optimizer) -> Optimizer:
     return DeepSpeedCPUAdam(group["params"], adamw_mode=decoupled, **options)
 
 
-# What an optimizer costs and what of it we recover; nothing else.
+# The variants that show what an optimizer costs and how much of it we recover.
 FEW = ("no optimizer", "default", "fused=True", "backward fusion", "forward fusion")
 
 

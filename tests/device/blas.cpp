@@ -29,7 +29,7 @@ struct Handle {
 };
 thread_local std::array<Handle, fake::DEVICES> handles;
 
-// What the tests change; from one thread.
+// Switches of the tests; from one thread.
 bool flips = false, reorders = false, tunes = false;
 int failure = SUCCESS;
 

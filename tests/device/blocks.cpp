@@ -68,7 +68,7 @@ void release(void *memory) noexcept {
     for (const StreamNumber stream : block->recorded)
         join(&block->reusable, w.streams.at(stream).clock);
     block->recorded.clear();
-    // What the owner launches from now on comes after all this.
+    // Launches of the owner from now on come after all this.
     Clock clock = w.streams.at(block->owner).clock;
     join(&clock, w.host());
     join(&clock, block->reusable);

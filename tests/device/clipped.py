@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of clipping on the fake GPU share."""
+"""Shared by the tests of clipping on the fake GPU."""
 
 import torch
 from common import adamw

@@ -11,7 +11,7 @@ namespace fake {
 
 constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
 
-// Of the calling thread, as in CUDA.
+// The current device of the calling thread, as in CUDA.
 FAKE_SHARED c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex device);
 FAKE_SHARED StreamNumber current_stream(c10::DeviceIndex device);

@@ -82,7 +82,7 @@ def round_as_cuda(on: bool = True) -> None:
 
 
 def races() -> list[str]:
-    """What no stream, event or waiting host puts in order, since clear()."""
+    """Pairs of accesses that no stream, event or waiting host puts in order, since clear()."""
     return torch.ops.fakecuda.races()
 
 

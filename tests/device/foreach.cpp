@@ -21,7 +21,7 @@ using Tensors = std::vector<at::Tensor>;
 using Scalar = const at::Scalar &;
 using Scalars = at::ArrayRef<at::Scalar>;
 
-// Of a call with one number for all tensors, or one for each.
+// The numbers of a call: one for all tensors, or one for each.
 struct Numbers {
     std::vector<double> all;
     Numbers(double number) : all{number} {}

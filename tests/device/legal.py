@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is in order with the stock optimizer must be in order with ours, and
-give the same bits.
+"""A script that is in order with the stock optimizer must be in order with ours, and give the same
+bits.
 
 A script, as in common.py, is a generator function that takes `wrap` and yields
 (name, value) pairs. A value is copied on the stream that is current where it is
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import optfuse
 
-# What a script trains, so that it does not free it with work under way.
+# Optimizers of a script, kept so that it does not free them with work under way.
 kept = []
 
 

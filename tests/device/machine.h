@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-// What libfake_blas.so needs of libfake_cuda.so.
+// Functions of libfake_cuda.so that libfake_blas.so needs.
 #define FAKE_SHARED __attribute__((visibility("default")))
 
 namespace fake {
@@ -51,7 +51,7 @@ struct Range {
 FAKE_SHARED void launch(StreamNumber stream, const std::string &name,
                         const std::vector<Range> &ranges);
 
-// What an event remembers: all that was launched before it on its stream, and the graph that
+// The memory of an event: all that was launched before it on its stream, and the graph that
 // was being captured there.
 struct Event {
     Clock clock;

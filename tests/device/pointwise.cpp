@@ -57,7 +57,7 @@ Operand operand_of(const c10::IValue &value, Operands *all) {
     return made;
 }
 
-// Of an operator with out=, its last argument.
+// The output of an operator with out=, its last argument.
 Operands operands_of(const torch::jit::Stack &stack, size_t n) {
     Operands all;
     all.out = stack.back().toTensor();

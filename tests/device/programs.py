@@ -27,7 +27,7 @@ MOST_REPAIRS = 60
 
 @dataclass
 class Machine:
-    """What a program works on."""
+    """The objects that a program works on."""
 
     params: list[torch.Tensor]
     optimizer: torch.optim.Optimizer

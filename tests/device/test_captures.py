@@ -111,7 +111,7 @@ def test_what_was_waited_for_is_no_obstacle():
 
 
 def pending_after_a_replay():
-    """Of one of torch's graphs for any device, without the device's part in it."""
+    """The replay of one of torch's graphs for any device, without the device's part in it."""
 
     class Base(torch._C._acceleratorGraph):
         def replay(self):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What clipping launches on the device: the update applies the factor and nobody
+"""The launches of clipping on the device: the update applies the factor and nobody
 waits for it. In a capture gradients are multiplied at once."""
 
 import fakecuda
@@ -17,7 +17,8 @@ from optfuse._process import drain_all
 
 
 def work_of(optimizer, model):
-    """What runs on the device after a backward pass, up to the next use of a weight."""
+    """The kernels and operators on the device after a backward pass, up to the next use of a
+    weight."""
     backward(model, optimizer, 1)
     torch.ops.fakecuda.set_logging(True)
     clip(optimizer)

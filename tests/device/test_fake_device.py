@@ -107,7 +107,7 @@ def test_memory_is_given_back():
     assert torch.ops.fakecuda.bytes_in_use(0) == before
 
 
-# What is left open between streams
+# Orders that are left open between streams
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_scalars_on_the_device_have_the_bits_of_stock(inf):
     assert_same("state", state_of(mine, ours), state_of(theirs, stock))
 
 
-# What they touch
+# Memory that they touch
 
 
 def two_steps(step):

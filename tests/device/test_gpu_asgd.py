@@ -25,7 +25,7 @@ OWN = {"float32": "own step()"}
 
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
-    """Of their own, and quick."""
+    """Trials of these tests' own, and quick."""
     monkeypatch.setattr(stock_trial, "known", {})
     monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64))
 
@@ -273,7 +273,7 @@ def test_the_trial_sees_powers_that_differ_now_and_then(monkeypatch):
     assert "in a trial the kernels gave other bits" in str(optfuse.summary(optimizer))
 
 
-# What kernels do not take
+# Optimizers that kernels do not take
 
 
 def from_cpu(state):

@@ -23,7 +23,7 @@ OWN, KERNELS = {"float32": "own step()"}, {"float32": "cuda"}
 
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
-    """Of their own, and quick."""
+    """Trials of these tests' own, and quick."""
     monkeypatch.setattr(stock_trial, "known", {})
     monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64))
     monkeypatch.setattr(stock_trial, "STEPS", 3)

@@ -35,7 +35,7 @@ OWN = {"float32": "own step()"}
 
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
-    """Of their own, and quick."""
+    """Trials of these tests' own, and quick."""
     monkeypatch.setattr(stock_trial, "known", {})
     monkeypatch.setattr(stock_trial, "STEPS", 3)
 
@@ -148,7 +148,7 @@ def test_the_host_waits_for_the_device_no_more_often_than_with_stock(cls):
     assert ours == (6 * len(SHAPES[cls]) if cls is Adafactor else 0)
 
 
-# What the class does itself
+# Work that the class does itself
 
 
 def last_bit_flipped(cls, monkeypatch):

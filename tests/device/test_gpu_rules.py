@@ -266,7 +266,7 @@ def test_without_the_trial_other_bits_are_trained_with(monkeypatch, small_trials
     check_guard("tried", monkeypatch)
 
 
-# What a script may do to such an optimizer
+# Actions of a script on such an optimizer
 
 
 def test_learning_rates_are_those_of_the_scheduler(small_trials):

@@ -160,7 +160,7 @@ def test_one_optimizer_on_the_cpu_and_two_gpus():
     legal(script, prove=False)
 
 
-# What is refused
+# Refusals
 
 
 def refused(make, why):

@@ -172,7 +172,7 @@ def test_a_group_that_is_added_is_tried(coefficients):
     assert twins.step() == EACH * (len(SHAPES) + 1) and twins.why() == ()
 
 
-# What the operators go on multiplying
+# Products that stay with the operators
 
 
 def test_one_bit_of_one_element_leaves_them_to_the_operators(cublas, coefficients):
@@ -189,7 +189,7 @@ def test_one_bit_of_one_element_leaves_them_to_the_operators(cublas, coefficient
 
 
 def test_so_does_another_order_of_summation(cublas, coefficients):
-    """Which random numbers would show in some elements of large matrices only. The trial of the
+    """Random numbers would show it in some elements of large matrices only. The trial of the
     whole update comes first, whose smallest shape may not show it: that depends on the order in
     which this machine's operators sum, and the class's step() would take over."""
     Twins(lambda: parameters(((5, 4),)), ns_coefficients=coefficients)
@@ -315,7 +315,7 @@ def test_where_there_is_no_cublas_the_operators_multiply():
 
 
 def test_where_another_library_is_preferred_the_operators_multiply():
-    """Which a PyTorch without CUDA takes from the environment only."""
+    """A PyTorch without CUDA takes the preference from the environment only."""
     script = SCRIPT.format(folder=str(Path(__file__).parent), blas=True)
     out = python_ok(script, fresh=True, TORCH_BLAS_PREFER_CUBLASLT="1")
     assert "because PyTorch's preferred BLAS library is not cuBLAS (3 x 4 on fakecuda:0)" in out

@@ -26,7 +26,7 @@ MODES = (None, "forward", "backward")
 
 
 def launches(work):
-    """What `work` launches, a list of (name, stream)."""
+    """The launches of `work`, a list of (name, stream)."""
     torch.ops.fakecuda.set_logging(True)
     work()
     found = torch.ops.fakecuda.launches()
@@ -196,7 +196,7 @@ def test_layers_on_the_cpu_stay_as_they_are():
 
 
 def accumulators(model):
-    """What DistributedDataParallel holds: each keeps the stream that it was made on."""
+    """The nodes that DistributedDataParallel holds: each keeps the stream that it was made on."""
     return [p.view_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
 
 
@@ -220,7 +220,7 @@ def test_a_gradient_that_somebody_has_tied_to_a_stream_stays_there():
         assert all(row.on_side_stream for row in reordering.plan.rows)
 
 
-# What a script does with gradients and streams
+# Scripts that act on gradients and streams
 
 
 def gradients_by_hand(wrap, arrange):

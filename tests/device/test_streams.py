@@ -125,7 +125,7 @@ def test_without_our_wait_it_would_not(script, monkeypatch):
     races_without("streams", script, monkeypatch)
 
 
-# What else a pending update holds
+# Other resources of a pending update
 
 
 def test_state_and_gradients_are_in_order_too():

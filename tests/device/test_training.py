@@ -118,7 +118,7 @@ def test_a_scaled_loss():
     legal(script)
 
 
-# What it costs
+# The cost
 
 
 def launched(work):

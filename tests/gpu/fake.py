@@ -51,7 +51,7 @@ def play_and_watch(one: Scenario, on: On) -> Outcome:
 
 
 def playable() -> None:
-    """What only a GPU has is played, too, where the fake one can."""
+    """Scenarios for GPUs only are played, too, where the fake one can."""
     for name, ones in harness.SCENARIOS.items():
         ones[:] = [
             Scenario(one.name, one.body, (fakecuda.NAME,), one.modes, one.slow)

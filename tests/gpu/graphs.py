@@ -134,7 +134,7 @@ def whole_iterations_with_clipping_in_a_graph(on: On) -> None:
 
 @scenario(devices=CUDA)
 def iterations_in_a_graph_and_outside_of_it_in_turn(on: On) -> None:
-    """What an iteration outside leaves pending is launched before the replay."""
+    """Updates that an iteration outside leaves pending are launched before the replay."""
 
     def script(wrap: Any) -> Any:
         one = Iteration(on, wrap)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the scenarios for a device share: how one is written, run and judged.
+"""Shared by the scenarios for a device: how one is written, run and judged.
 
 A scenario is a function that gets an `On` (a device and a mode) and raises if a
 promise is broken. Most compare a *script* (see tests/python/common.py) run with
@@ -167,7 +167,7 @@ def play(one: Scenario, on: On) -> Outcome:
 
 
 def optfuse_is_idle() -> None:
-    """What a failed scenario left pending must not run into the next one."""
+    """The pending updates of a failed scenario must not run into the next one."""
     try:
         optfuse.flush()
     except RuntimeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tests/gpu/run needs of the machine: a Python with torch, the toolkit,
+"""The needs of tests/gpu/run: a Python with torch, the toolkit,
 the build tools. Nothing is installed; what is missing is said."""
 
 from __future__ import annotations

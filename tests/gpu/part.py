@@ -25,7 +25,7 @@ class Command:
 
 @dataclass
 class Ran:
-    """What came of one command."""
+    """The outcome of one command."""
 
     command: Command
     status: int | None  # None: killed at the time limit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tests/gpu/run leaves behind: a few files of limited size, written anew
+"""The files that tests/gpu/run leaves behind: a few of limited size, written anew
 after each part, so that a run that is ended early leaves what it found."""
 
 from __future__ import annotations

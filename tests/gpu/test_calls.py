@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def plan_of(tmp_path: Path, device: str = "cuda") -> Plan:
-    """Of a machine with a GPU, where optfuse has been built."""
+    """The plan for a machine with a GPU, where optfuse has been built."""
     library = tmp_path / "build-gpu" / "build" / "shim" / "liboptfuse_torch-x.so"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -124,7 +124,7 @@ def test_what_a_part_has_printed_is_in_its_log_once(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "checks.log").read_text().count("only once\n") == 2
 
 
-# What the machine lacks
+# Machines that lack something
 
 WITHOUT = """
 import sys

@@ -48,7 +48,7 @@ START_TEST(every_row_gives_the_bits_of_the_c_row) {
 }
 END_TEST
 
-/* Of the C row: each element by its formula, its place counted one by one. volatile: every
+/* Sizes for the C row: each element by its formula, its place counted one by one. volatile: every
  * product and every sum is rounded. */
 enum { D = 5, LD = 7, PACKED = D * (D + 1) / 2, MATRIX = (D - 1) * LD + D };
 

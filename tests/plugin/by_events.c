@@ -98,7 +98,7 @@ static void begin_pass(world *w) {
     w->first_is_open = true;
 }
 
-/* What compute does next; false: it has to wait. */
+/* Chooses the next task of compute; false: it has to wait. */
 static bool choose(world *w, task *chosen) {
     *chosen = w->program[w->next_task];
     if (chosen->kind == FORWARD && !is_ready(w, chosen->of))

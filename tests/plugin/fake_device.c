@@ -90,7 +90,7 @@ void fake_operator(fake_buffer *buffer, bool write, const char *name) {
 
 /* The host's functions. An event is a clock. */
 
-/* What was on a stream when it was recorded, and the graph that it is in. */
+/* The work that was on a stream when the event was recorded, and the graph that it is in. */
 typedef struct fake_event {
     fake_clock clock;
     uint64_t capture;

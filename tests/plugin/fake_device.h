@@ -11,7 +11,7 @@
 
 enum { FAKE_STREAMS = 3, FAKE_CLOCKS = FAKE_STREAMS + 1 /* the host's */ };
 
-/* Of a stream, an event or the host: how far it knows each stream to be. */
+/* The clock of a stream, an event or the host: how far it knows each stream to be. */
 typedef struct fake_clock {
     unsigned at[FAKE_CLOCKS];
 } fake_clock;
@@ -36,7 +36,7 @@ bool fake_timeline_ordered(const fake_timeline *t, int stream, const void *memor
 void fake_timeline_wait(fake_timeline *t, int after, int before);
 void fake_timeline_synchronize(fake_timeline *t, int stream);
 
-/* What the device went through. */
+/* The state of the device, and all that it went through. */
 typedef struct fake_device {
     fake_timeline timeline;
     int current;                    /* stream of every thread */

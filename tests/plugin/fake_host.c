@@ -191,7 +191,7 @@ static of_found collect(void *ctx, void *opaque, of_inputs *in) {
     return OF_FOUND_INPUTS;
 }
 
-/* What is exclusive and comes without gradient memory is given a dense copy. */
+/* An exclusive update without gradient memory is given a dense copy. */
 static void commit(void *ctx, of_inputs *in) {
     fake_hold *hold = in->references;
     if (!in->grad)

@@ -6,7 +6,7 @@
 
 #include "fixture.h"
 
-/* What comes to one gradient. */
+/* A contribution to one gradient. */
 typedef struct parcel {
     pthread_mutex_t lock;
     pthread_cond_t changed;

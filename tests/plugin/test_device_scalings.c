@@ -246,7 +246,7 @@ START_TEST(a_flush_multiplies_all_in_one_launch) {
 }
 END_TEST
 
-/* Of four gradients one is looked at: with it go those that no update is to read. */
+/* A look at one of four gradients takes along those that no update is to read. */
 START_TEST(a_look_at_one_multiplies_others_in_its_launch) {
     fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
     unsigned char *wanted[4];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Which process inverts which factor, and when every process has all inverses. */
+/* The process that inverts each factor, and when every process has all inverses. */
 #include <math.h>
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Which messages are fused, and when the last of them is through. */
+/* The messages that are fused, and when the last of them is through. */
 #include "planners/kfac/plan.h"
 
 #include <math.h>

@@ -24,7 +24,7 @@ static bool fails_now(void) {
     return true;
 }
 
-/* What the core has allocated since tracking began and not freed. */
+/* Blocks that the core has allocated since tracking began and not freed. */
 enum { MAX_LIVE = 1024 };
 static void *live[MAX_LIVE];
 static size_t n_live;
@@ -168,7 +168,7 @@ START_TEST(gradient_reports_it) {
 }
 END_TEST
 
-/* What finds no room to wait is updated at once. */
+/* A gradient that finds no room to wait is updated at once. */
 START_TEST(a_gradient_that_finds_no_room_does_not_wait) {
     fixture *f = setup(OF_BACKWARD, 0);
     twin *t = add(f, 10);

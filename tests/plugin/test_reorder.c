@@ -322,7 +322,7 @@ START_TEST(gradients_that_stay_leave_less_room_for_held_ones) {
 }
 END_TEST
 
-/* Of the peak with the parameters. */
+/* Part of the peak with the parameters. */
 static double all_last(uint64_t rows) {
     of_layer_work layers[LINEARS];
     uint64_t stock = 0;

@@ -164,7 +164,8 @@ START_TEST(the_best_k_is_the_smallest_of_equals_within_its_memory) {
 }
 END_TEST
 
-/* Of two layers, the first of which is 1 s on the network: held, it begins this much earlier. */
+/* The gain with two layers, the first of which is 1 s on the network: held, it begins this much
+ * earlier. */
 static size_t best_k_that_gains(double seconds) {
     const of_layer_work layers[] = {{.weight_bytes = 1000000000},
                                     {.weight_bytes = 1, .weight_gradient = seconds}};

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests share: bits, scripts, and the small things to train.
+"""Shared by the tests: bits, scripts, and the small things to train.
 
 A *script* is a generator function that takes `wrap`, trains something with
 `wrap(optimizer)` and yields (name, value) pairs. same() runs it twice, with

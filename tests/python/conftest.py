@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_collections():
-    """What is loaded once stays; collecting after each test needn't look at it."""
+    """Modules that are loaded once stay; collecting after each test needn't look at them."""
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
 
@@ -29,7 +29,7 @@ def quick_collections():
 
 @pytest.fixture(scope="module", autouse=True)
 def quicker_collections(quick_collections):
-    """What tests of a module have loaded, such as compilers, stays as well."""
+    """Objects that tests of a module have loaded, such as compilers, stay as well."""
     yield
     gc.collect()
     gc.freeze()

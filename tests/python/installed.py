@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `meson install` installs for C and C++ programs, and how these are built against it."""
+"""The files that `meson install` installs for C and C++ programs, and how these are built against
+it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 DEVICE = os.environ.get("OPTFUSE_TEST_ON", "")
 
-# What there is no sense in on a device, or no way to do on the fake one.
+# Tests that make no sense on a device, or can't be done on the fake one.
 HOST_MEMORY = "it needs memory of the host"
 OTHER_PROCESS = "the device is not set up in another process"
 OTHER_THREAD = "torch.set_default_device() is for one thread"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tests want to know of an optimizer that has kernels on GPUs which a trial compares
-with the class's own step(), one entry for each. Those of optfuse.optim have more in theirs.
-No torch here: ptx_check.py runs without."""
+"""Facts that tests need of an optimizer whose kernels on GPUs a trial compares with the class's own
+step(), one entry for each. Those of optfuse.optim have more in theirs. No torch here: ptx_check.py
+runs without."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

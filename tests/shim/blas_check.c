@@ -99,7 +99,7 @@ static void products_are_right(void) {
                 product_is_right(dtypes[d], t & 1, t & 2, scalars[s][0], scalars[s][1]);
 }
 
-/* What Muon asks for: x x^T of one matrix. */
+/* The product that Muon asks for: x x^T of one matrix. */
 static void a_matrix_by_its_own_transpose(void) {
     float x[6] = {1, 2, 3, 4, 5, 6}, square[4];
     const of_matrix a = {x, 2, 3, 3, false}, b = {x, 2, 3, 3, true}, c = {square, 2, 2, 2, false};

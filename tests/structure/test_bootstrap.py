@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tests/bootstrap.py says where a step fails."""
+"""Messages of tests/bootstrap.py where a step fails."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_what_the_environment_names_is_taken(tmp_path: Path) -> None:
 
 
 def last_words(*command: str | Path, cwd: str | None = None, **variables: str) -> str:
-    """What a command that fails says, without a traceback."""
+    """The error of a command that fails, without a traceback."""
     kept = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
     done = subprocess.run(
         [str(word) for word in command],

@@ -19,7 +19,7 @@ Calls = dict[str, set[str]]
 
 
 def symbols(path: Path) -> tuple[set[str], set[str]]:
-    """What an object defines for others, and what it takes from them."""
+    """The names that an object defines for others, and those that it takes from them."""
     lines = [line.split()[-2:] for line in output("nm", path).splitlines()]
     defined = {name for kind, name in lines if kind.isupper() and kind != "U"}
     return defined, {name for kind, name in lines if kind == "U"}
@@ -34,7 +34,7 @@ def compiled(source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Calls:
-    """Of each file of the core and the planners, the others of which it uses something."""
+    """The other files that each file of the core and the planners uses something of."""
     folder = tmp_path_factory.mktemp("core")
     files = [path for path in sources("plugin") if path.suffix == ".c" and path.stem != "guard"]
     objects = [compiled(path, folder) for path in files]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the installed library exports, needs and contains."""
+"""The exports, needs and contents of the installed library."""
 
 from __future__ import annotations
 

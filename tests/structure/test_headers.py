@@ -13,7 +13,7 @@ import pytest
 from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, output, sources
 
 HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix in (".h", ".hpp")]
-# What the build defines for the headers that are compiled once per instance.
+# Macros that the build defines for the headers that are compiled once per instance.
 INSTANCE = ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=baseline"]
 LOOP = ["-DOF_RULE=adam", '-DOF_RULE_HEADER="../rules/adam.h"', *INSTANCE]
 OP_BY_OP = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1",

@@ -48,7 +48,7 @@ def rows(page: Path) -> list[list[str]]:
 
 
 def pieces(message: str) -> list[str]:
-    """What stands between its gaps, as it stands in the sources."""
+    """The words between a message's gaps, as they stand in the sources."""
     found = [piece.strip(" :,;()'") for piece in message.removeprefix("optfuse: ").split("...")]
     return [piece for piece in found if len(piece) > 3]
 

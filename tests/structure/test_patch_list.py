@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is replaced of PyTorch, or used although it is private, is listed in
+"""Parts of PyTorch that are replaced, or used although they are private, are listed in
 python_loader/optfuse/_patches/listed.py."""
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_what_is_imported_from_private_modules_is_listed() -> None:
     assert found - known == set(UNLISTED)
 
 
-# What C++ code may need of PyTorch that is no interface: members that an explicit
+# Private parts of PyTorch that C++ code may need: members that an explicit
 # instantiation or a derived class names, symbols that are looked up, places of hooks.
 PRIVATE = re.compile(
     r"struct \w+<&c10::\w+::(\w+)>"

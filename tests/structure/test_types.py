@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What users import is typed: mypy --strict on the public modules and on a script that uses each
+"""The public interface is typed: mypy --strict on the public modules and on a script that uses each
 name of them."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def public_modules() -> list[Path]:
 
 
 def checked(*paths: Path, cache: Path) -> list[str]:
-    """What mypy has against these files."""
+    """The errors of mypy in these files."""
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache)]
     command += ["--config-file", str(ROOT / "pyproject.toml"), "--no-error-summary"]
     command += ["--python-executable", sys.executable]

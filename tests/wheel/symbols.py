@@ -32,5 +32,6 @@ def newest(libraries: Iterable[Path]) -> dict[str, Version]:
 
 
 def too_new(library: Path, allowed: dict[str, Version]) -> dict[str, Version]:
-    """What it asks for beyond `allowed`, where a family that is missing allows nothing."""
+    """The versions that a library asks for beyond `allowed`; a family that is missing there allows
+    none."""
     return {f: v for f, v in asked(library).items() if v > allowed.get(f, ())}

@@ -25,7 +25,7 @@ _MAY_DIFFER = (
 
 
 def find(path: str) -> Any:
-    """What a dotted name stands for; None: there is no such thing."""
+    """The object that a dotted name stands for; None: there is no such thing."""
     parts = path.split(".")
     found: Any = torch
     for n, part in enumerate(parts[1:], 2):
@@ -137,7 +137,7 @@ def _how(patch: Patch) -> str | None:
 
 
 def changes(lists: Lists | None = None) -> list[str]:
-    """What this PyTorch has otherwise than the tested releases, in sentences."""
+    """Differences of this PyTorch from the tested releases, in sentences."""
     lists = lists or EVERYWHERE
     found = [
         f"{patch.target} {how} (seen in torch {patch.since} to {TESTED[-1]}); optfuse replaces "

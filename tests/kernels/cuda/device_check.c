@@ -160,8 +160,8 @@ static void check_blocks(void) {
 
 enum { LANES = 1024 };
 
-/* Which elements of a first update round the product of L2 decay before the sum: there the sum
- * is 0, elsewhere 2^-24; beta1 is 0, so the average becomes the gradient. */
+/* Tells the elements of a first update that round the product of L2 decay before the sum: there the
+ * sum is 0, elsewhere 2^-24; beta1 is 0, so the average becomes the gradient. */
 static bool rounds_l2(int major, bool maximize, size_t n, bool (*is_rounded)(size_t)) {
     static float param[LANES + 3], grad[LANES + 3], average[LANES + 3], square[LANES + 3];
     const double hyper[OF_MAX_HYPER] = {[adam_lr] = 0.1,

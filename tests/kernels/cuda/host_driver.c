@@ -171,7 +171,7 @@ static CUresult host_function_load(CUfunction function) {
     return CUDA_SUCCESS;
 }
 
-/* Which of n is the i-th. The primes are larger than n and so divide it not. */
+/* The i-th of n numbers in this order. The primes are larger than n and so divide it not. */
 static unsigned in_order(unsigned i, unsigned n) {
     static const uint64_t primes[] = {1000003, 1000033, 1000037};
     if (host.order < 2)

@@ -19,7 +19,7 @@ static void add_common(launch_ranges *r, const of_cuda_common *common, size_t el
     add(r, (uintptr_t)common->found_inf_at, sizeof(float), false);
 }
 
-/* What a program reads and writes; the words are in the order of its registers. */
+/* Adds the memory that a program reads and writes; the words are in the order of its registers. */
 static void add_memory(launch_ranges *r, const of_cuda_common *common, const uint64_t *word,
                        size_t bytes) {
     for (unsigned i = 0; i < OF_REGISTER_TEMPORARY; i++)

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* Of of_cuda_pack(): how many promises are broken. It prints them. */
+/* The number of promises of of_cuda_pack() that are broken. Prints them. */
 int check_packing(uint64_t seed);
 
 #endif

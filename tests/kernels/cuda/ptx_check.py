@@ -26,7 +26,7 @@ OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
 OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
 CHIPS = ("sm_90", "sm_75")
 SPILLS = ("adam", "sgd", "rmsprop", "nadam", "traced", "packing")
-# Of one element, in that order, by the state in use. All branches count: both
+# Operations on one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay (amsgrad has one), of filling SGD's buffer, of taking a
 # step. One product is the gradient's by the factor of clipping, one division that
 # by the loss scale.
@@ -38,20 +38,22 @@ ELEMENT = {
     "sgd-bfloat16": {0: (2, 1, 0, 1, 0), 1: (5, 3, 0, 1, 0)},
     "scaling-float32": {0: (0, 1, 0, 1, 0)},
 }
-# Of 16 bits: the division by the second correction is a product and two fused ones.
+# In 16 bits the division by the second correction is a product and two fused ones.
 ELEMENT["adam-bfloat16"] = ELEMENT["adam-float16"] = {3: (8, 5, 3, 2, 1), 7: (8, 4, 2, 2, 1)}
 ELEMENT["sgd-float16"] = ELEMENT["sgd-bfloat16"]
 for dtype in ("float64", "bfloat16", "float16"):
     ELEMENT[f"scaling-{dtype}"] = ELEMENT["scaling-float32"]
-# Of one block: lr * weight decay, lr / correction, the second correction's
+# Operations of one block: lr * weight decay, lr / correction, the second correction's
 # root; 1 - dampening. The powers are counted on their own.
 BLOCK = {3: (0, 1, 0, 1, 1), 7: (0, 1, 0, 1, 1), 0: (0,) * 5, 1: (0, 0, 1, 0, 0)}
-# Of asgd_next.cu beside its power, with rcp last: three products are powers that need none.
+# Operations of asgd_next.cu beside its power, with rcp last: three products are powers that need
+# none.
 NEXT = (0, 5, 2, 0, 1, 2)
-# Of program.cu, with rcp last: of each element, all operators of operators.def and one product
-# with the factor of clipping; and once, for numbers. The inverse root is counted on its own.
+# Operations of program.cu, with rcp last: for each element, all operators of operators.def and one
+# product with the factor of clipping; and once, for numbers. The inverse root is counted on its
+# own.
 PROGRAM, PROGRAM_ONCE = (10, 13, 5, 4, 1, 2), (0, 0, 1, 0, 0, 2)
-# Of packing.cu: products in a sum, and barriers.
+# Operations of packing.cu: products in a sum, and barriers.
 PACKING = {"add": (1, 0), "merge": (2, 0), "unpack": (0, 1)}
 PROGRAM_LANES = {"float32": 4, "float64": 2, "bfloat16": 4, "float16": 4}
 SCALARS = 12  # roundings of a kernel's scalars to float, at most; there are more elements
@@ -203,7 +205,7 @@ def op_by_op_faults(
 
 
 def next_faults(compiler: Compiler, source: Path, macros: list[str]) -> list[str]:
-    """Of the kernel that makes ASGD's numbers anew."""
+    """Faults of the kernel that makes ASGD's numbers anew."""
     flags = ["-arch=compute_90", "-ptx", "-fmad=false"]
     alone = compiler.alone(POWER, flags)
     body = kernels(compiler.run(source, *flags, *macros)[0])["of_cuda_asgd_next"]
@@ -219,7 +221,7 @@ def next_faults(compiler: Compiler, source: Path, macros: list[str]) -> list[str
 
 
 def program_faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
-    """Of the kernel that runs programs."""
+    """Faults of the kernel that runs programs."""
     dtype = instance.split("-")[1]
     real = "double" if dtype == "float64" else "float"
     lanes = PROGRAM_LANES[dtype]
@@ -242,7 +244,7 @@ def program_faults(compiler: Compiler, source: Path, instance: str, macros: list
 
 
 def packing_faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
-    """Of the kernels that pack. How often a loop was unrolled does not matter."""
+    """Faults of the kernels that pack. How often a loop was unrolled does not matter."""
     dtype, found = instance.split("-")[1], []
     bodies = kernels(compiler.run(source, "-arch=compute_90", "-ptx", "-fmad=false", *macros)[0])
     for task, (products, barriers) in PACKING.items():
@@ -260,7 +262,7 @@ def packing_faults(compiler: Compiler, source: Path, instance: str, macros: list
 
 
 def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -> list[str]:
-    """What is wrong with the PTX of one instance."""
+    """The faults in the PTX of one instance."""
     if instance.startswith("packing-"):
         return packing_faults(compiler, source, instance, macros)
     if instance == "asgd_next":

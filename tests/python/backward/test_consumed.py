@@ -301,7 +301,7 @@ def test_a_scaled_loss_is_noticed_inside_reentrant_checkpointing():
     loss = torch.amp.GradScaler("cpu").scale(checkpoint(block, x, use_reentrant=True).sum())
     refused(loss.backward, "GradScaler")
     assert_same("weights after the refusal", weights(block), before)
-    # What the failed backward left behind must not matter to the next one.
+    # The failed backward's leftovers must not matter to the next one.
     optimizer.zero_grad()
     block(x).sum().backward()
     optimizer.step()

@@ -258,7 +258,7 @@ def test_what_a_grad_scaler_hands_over_late_is_refused(make, name):
 
 
 def test_a_late_scale_beside_a_gradient_that_is_left_to_step():
-    """Whose update would obey the scale, where the others have not."""
+    """The gradient's update would obey the scale, where the others have not."""
     model, held = net(), []
     last = list(model.parameters())[-1]
     last.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
@@ -447,7 +447,7 @@ def test_late_writes_to_dtensors(write):
             optimizer.step()
 
 
-# What is equal
+# Changes that are equal
 
 
 def an_equal_rate(optimizer):
@@ -566,7 +566,7 @@ def test_a_group_added_late_is_trained_from_this_step_on():
     same(script, "backward")
 
 
-# What stays different: writes that PyTorch does not see
+# Changes that stay different: writes that PyTorch does not see
 
 
 def test_late_writes_past_the_versions_stay():

@@ -235,7 +235,7 @@ def test_what_a_failed_backward_has_left_is_let_go():
 
 
 def test_a_gradient_whose_end_takes_the_optimizer_along():
-    """Of a parameter with strides of its own; no lock is held when it dies."""
+    """The gradient has strides of its own; no lock is held when it dies."""
     out = python_ok(
         "import gc, torch, optfuse, weakref\n"
         "from torch.nn import Parameter\n"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmark's figures stand on: the no-math kernel moves every byte it
-is said to move, and what is computed from times finds what was planted in them."""
+"""Foundations of the benchmark's figures: the no-math kernel moves every byte it is said to move,
+and computations from times find the effects that were planted in them."""
 
 import ctypes
 import os

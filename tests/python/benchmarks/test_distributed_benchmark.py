@@ -14,7 +14,7 @@ TAKES = 0.25  # seconds for a message: more than a busy machine makes a process 
 
 @pytest.fixture
 def link(benchmarks, gloo):
-    """Of a process group of this process alone, so that reducing takes no time."""
+    """A process group of this process alone, so that reducing takes no time."""
     from link import Link, Network
 
     link = Link(Network(1e3 * TAKES / 2, 1e3 * TAKES / 2 / 0.2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of clipping share."""
+"""Shared by the tests of clipping."""
 
 import copy
 

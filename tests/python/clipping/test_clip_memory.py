@@ -66,7 +66,7 @@ def test_a_clipped_gradient_is_freed_by_zero_grad():
 
 
 def test_one_scaling_a_gradient_and_no_more():
-    """What is left of gradients that are gone is swept; memory stays."""
+    """Records of gradients that are gone are swept; memory stays."""
     model, optimizer = model_to_clip()
     sizes = []
     for i in range(300):

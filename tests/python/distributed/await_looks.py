@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a script may do while gradients are on their way. Each is given the model and the
+"""Actions of a script while gradients are on their way. Each is given the model and the
 optimizer, and yields what it has seen."""
 
 import copy

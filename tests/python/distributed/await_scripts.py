@@ -201,7 +201,7 @@ def a_gradient_that_is_kept(mode):
 
 @scenario()
 def a_view_that_is_kept(mode):
-    """Of a bucket, which is read past its marks."""
+    """A view of a bucket, which is read past its marks."""
 
     def script(wrap):
         model = Net()

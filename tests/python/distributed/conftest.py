@@ -9,7 +9,7 @@ def outcomes():
 
 
 def scenario_of(item, world):
-    """What the test is about, if so many processes play it."""
+    """The scenario of a test, if so many processes play it."""
     params = getattr(item, "callspec", None) and item.callspec.params
     if params and params.get("world") == world and "scenario" in params:
         return f"{item.module.SCRIPTS}:{params['scenario']}"

@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def loss_of(model, i, **options):
-    """Of a batch of this rank's own."""
+    """The loss of a batch of this rank's own."""
     generator = torch.Generator().manual_seed(1000 * i + dist.get_rank())
     x = torch.randn(5, 2, 3, 3, generator=generator)
     y = torch.randn(5, 3, generator=generator)

@@ -56,7 +56,7 @@ class Job:
 
 
 def refused_by_fuse(rank, mode):
-    """What fuse() is given differs between the ranks, as it may by mistake."""
+    """The arguments of fuse() differ between the ranks, as they may by mistake."""
     job = Job(rank, mode)
     if rank == 1:
         job.optimizer.param_groups[0]["differentiable"] = True

@@ -63,7 +63,7 @@ def shard(model, **options):
 
 
 def loss_of(model, i, **options):
-    """Of a batch of this rank's own."""
+    """The loss of a batch of this rank's own."""
     generator = torch.Generator().manual_seed(1000 * i + dist.get_rank())
     x = torch.randn(6, 5, generator=generator)
     y = torch.randn(6, 1, generator=generator)

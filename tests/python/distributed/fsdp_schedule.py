@@ -129,7 +129,7 @@ class Buffers:
 
 
 def reduce_into(module, kind):
-    """What gives the tensors that the module's gradients are parts of."""
+    """A holder of the tensors that the module's gradients are parts of."""
     if kind == "hook":
         held = {}
         module.set_all_reduce_hook(lambda output: held.update(output=output))

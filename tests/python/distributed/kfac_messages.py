@@ -109,7 +109,7 @@ def an_order_that_changes_later(mode, fusion):
 
 @scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
 def late_contributions_on_one_rank(mode, fusion):
-    """Of as many rows in two parts: what came first may be on its way already."""
+    """As many rows come in two parts: the first part may be on its way already."""
     pair = Pair(mode, fusion=fusion, **SELDOM)
     for i in range(STEPS):
         pair.step(i, how=lambda rank, i=i: {"halves": i > 1 and rank == 0})

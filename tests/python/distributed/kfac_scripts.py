@@ -123,7 +123,7 @@ def ranks_that_know_different_numbers_of_groups(mode):
 
 @scenario("stock")
 def some_ranks_that_know_different_numbers_of_groups_are_refused(_):
-    """Of three processes or more: by a name of its own each would wait for the others."""
+    """With three processes or more each would wait for the others by a name of its own."""
     some = dist.new_group([0, 1])
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
@@ -385,7 +385,7 @@ def resumed_by_another_number_of_processes(mode, grows):
     same_on_all_ranks(list(model.parameters()))
 
 
-# What is refused, and the end
+# Refusals, and the end
 
 
 @scenario("stock")

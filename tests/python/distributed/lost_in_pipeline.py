@@ -68,7 +68,7 @@ CASES = {name_of(case): case for case in cases()}
 
 
 class GivesUp:
-    """What goes wrong, in this process, at the fifth call."""
+    """Fails in this process, at the fifth call."""
 
     def __init__(self, case):
         self.case, self.calls = case, 0
@@ -144,7 +144,7 @@ def switch_off(guard):
 
 
 def attempt(function):
-    """What it raised, as module, type and text."""
+    """The exception of a call, as module, type and text."""
     try:
         function()
     except Exception as error:

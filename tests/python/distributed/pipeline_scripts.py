@@ -173,7 +173,7 @@ def fused(strategy):
 
 @scenario("layerpipe")
 def a_part_of_dx_is_elsewhere(strategy):
-    """What the scenarios above are to cover."""
+    """The scenarios above cover divided layers and late updates."""
     if dist.get_world_size() != 2:
         return
     for model in MODELS:

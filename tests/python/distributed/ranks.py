@@ -77,7 +77,8 @@ def _usual(scenarios):
 
 
 def play(world, names):
-    """What came of each scenario, which is named MODULE:NAME: None, or what the ranks said."""
+    """The outcome of each scenario, which is named MODULE:NAME: None, or the errors of the
+    ranks."""
     outcomes = {}
     while left := [name for name in names if name not in outcomes]:
         outcomes |= _play_up_to_a_failure(world, left)

@@ -22,13 +22,13 @@ def example():
 
 
 def in_backward_mode():
-    """What the comment says instead."""
+    """The example with the change that its comment describes."""
     assert FUSED in example()
     return example().replace(FUSED, "opt = ")
 
 
 def started(script, folder, **variables):
-    """What it prints."""
+    """The output of the script, started as the page says."""
     (command,) = re.findall(r"^    (torchrun .*)$", section(), re.MULTILINE)
     name = command.split()[-1]
     (folder / name).write_text(script, "utf-8")

@@ -22,7 +22,7 @@ SLACK = 60.0  # seconds beyond the time-out of the process group, on a busy mach
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What stopped each rank in each case."""
+    """The exception that stopped each rank in each case."""
     folder = tmp_path_factory.mktemp("failing")
     command = [sys.executable, str(HERE / "failing.py"), str(folder)]
     ranks = [subprocess.Popen([*command, str(rank), *failing.CASES]) for rank in range(2)]

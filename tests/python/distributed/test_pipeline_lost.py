@@ -18,7 +18,7 @@ SCRIPT = Path(lost_in_pipeline.__file__)
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What each process said in each case."""
+    """The report of each process in each case."""
     folder = tmp_path_factory.mktemp("lost")
     command = [sys.executable, str(SCRIPT), str(folder)]
     ranks = [subprocess.Popen([*command, str(rank), *CASES]) for rank in range(3)]
@@ -79,13 +79,13 @@ def test_weights_in_the_middle_of_a_batch_are_not_saved_or_trained_on(told, name
 
 
 def test_nobody_is_told_where_a_process_that_fails_keeps_its_connections(told):
-    """What the tests above would find."""
+    """A fault that the tests above would find."""
     (name,) = (name for name, case in CASES.items() if case.off == "fail")
     ((_, waited),) = others(told, name)
     assert waited["seconds"] >= LATE and "Timed out" in waited["error"][2]
 
 
 def test_a_neighbour_is_blamed_where_nobody_says_who_was_the_first(told):
-    """What the tests above would find."""
+    """A fault that the tests above would find."""
     (name,) = (name for name, case in CASES.items() if case.off == "_first")
     assert "has lost process 1 " in told[name][2]["error"][2]

@@ -52,7 +52,7 @@ def to_local(_, output, mesh):
 
 
 def loss_of(model, i):
-    """Of a batch that is the same on all ranks."""
+    """The loss of a batch that is the same on all ranks."""
     generator = torch.Generator().manual_seed(1000 * i)
     x = torch.randn(6, 5, generator=generator)
     y = torch.randn(6, 1, generator=generator)

@@ -29,12 +29,12 @@ class Block:
 
     @property
     def first(self):
-        """What tests know it by: lines are numbered anew with each sentence above."""
+        """The name of a block in tests: lines are numbered anew with each sentence above."""
         return self.text.splitlines()[0].split("  #")[0].strip()
 
 
 def _kind_of(text):
-    """Of an indented block."""
+    """The kind of an indented block."""
     if all(line.startswith(COMMANDS) for line in text.splitlines()):
         return "sh"
     try:

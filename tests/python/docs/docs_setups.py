@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the Python blocks of the docs lean on: by the first line of a block, the lines that come
-before. Names that are in none of them a block defines itself."""
+"""The lines that come before each Python block of the docs, by the first line of the block. Names
+that are in none of them a block defines itself."""
 
 #: For every block.
 ALL = """

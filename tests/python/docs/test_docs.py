@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What README.md and docs/ show runs as it stands there."""
+"""The blocks of README.md and docs/ run as they stand there."""
 
 import functools
 import importlib.util

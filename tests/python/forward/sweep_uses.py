@@ -122,7 +122,7 @@ def saved(save, tensor):
     return torch.load(buffer)
 
 
-# What is called.
+# Calls.
 
 
 def public(owner, names=()):

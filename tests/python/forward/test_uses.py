@@ -13,7 +13,7 @@ SWEEP = Path(__file__).with_name("sweep_uses.py")
 
 
 def swept(*arguments):
-    """What the sweep says, in a process of its own."""
+    """The output of the sweep, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", str(SWEEP), *arguments],
         capture_output=True,

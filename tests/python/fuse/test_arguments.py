@@ -26,7 +26,8 @@ NO_FLAG = (None, "yes", 1, 0.0, [True])
 
 
 class World:
-    """What calls are made with: a model in training with a fused optimizer, and a stock one."""
+    """The objects that calls are made with: a model in training with a fused optimizer, and a stock
+    one."""
 
     def __init__(self):
         self.model = net()
@@ -66,7 +67,7 @@ def instance(world):
     return adamw(world.other.parameters())
 
 
-# What else the call is given.
+# The other arguments of the call.
 RIGHT = {
     "fuse": lambda world: {"optimizer": world.stock},
     "Forward": lambda world: {},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What can't be fused is refused as early as it can be seen, with the reason,
-the parameter and what to do, and with nothing changed."""
+"""An optimizer that can't be fused is refused as early as that can be seen, with the reason, the
+parameter and what to do, and with nothing changed."""
 
 import functools
 

@@ -270,7 +270,7 @@ def test_state_of_its_own_is_what_a_refused_step_needs(kind):
 
 @pytest.mark.parametrize("kind", ["adamw", "traced"])
 def test_who_keeps_the_error_may_unfuse_the_other_optimizer(kind):
-    """What it was raised in must not keep, and ask, a plan that is gone."""
+    """The frame that raised it must not keep, and ask, a plan that is gone."""
     optimizers, raised = too_late(kind)
     optimizers[0].step()
     optfuse.unfuse(optimizers[0])

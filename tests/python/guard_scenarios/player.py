@@ -37,7 +37,7 @@ def said(read, status):
 
 
 def play(runs):
-    """What came of each (name, guards that are off)."""
+    """The outcome of each (name, guards that are off)."""
     gc.collect()
     gc.freeze()  # a child that collects garbage would copy the pages of all that was imported
     played, waiting, running = {}, list(reversed(runs)), {}

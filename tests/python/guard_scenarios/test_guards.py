@@ -19,7 +19,7 @@ ROOT = HERE.parents[1]
 
 @pytest.fixture(scope="module")
 def played():
-    """What came of each scenario, in the test-only build: [guard on, guard off]."""
+    """The outcome of each scenario, in the test-only build: [guard on, guard off]."""
     library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")

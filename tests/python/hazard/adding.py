@@ -34,7 +34,7 @@ def accumulate_with_marks(world, model, batch, times, same_model, set_to_none, l
 
 @action(weight=4, between=True, model=INDEX, batch=BATCH)
 def backward_that_only_adds(world, model, batch):
-    """What comes next is up to the program: step(), another pass, or a look."""
+    """The next action is up to the program: step(), another pass, or a look."""
     with optfuse.accumulate(*world.optimizers):
         world.backward_that_adds(world.loss(model, batch))
 

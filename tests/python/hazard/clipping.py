@@ -57,7 +57,7 @@ def clipped_by_optfuse(world, model, batch, over, times, max_norm, order, look, 
 
 @action(weight=2, model=INDEX, batch=BATCH, over=OVER)
 def clipped_before_more_is_added(world, model, batch, over):
-    """What a later pass adds is not clipped."""
+    """Gradients that a later pass adds are not clipped."""
     world.backward(world.loss(model, batch))
     clip_by_optfuse(world, over, model, 0.05, 2.0, None, False)
     world.backward(world.loss(model, batch + 1))

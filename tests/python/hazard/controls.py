@@ -14,7 +14,7 @@ from hazard.runner import prepare, run, what_fails
 PROGRAMS = 2000  # at most, for each guard
 AT_A_TIME = 20
 
-# What leads to each guard: actions that are drawn more often, so that it takes
+# Actions that lead to each guard and are drawn more often, so that it takes
 # seconds and not minutes.
 OFTEN = {
     "key": (),
@@ -105,7 +105,7 @@ def by_the_guard(failure, others):
 
 
 def found(guard):
-    """What the first program that fails for the lack of it says, or an empty string."""
+    """The message of the first program that fails without the guard, or an empty string."""
     others = SCENARIOS[guard][1]
     for first in range(1, PROGRAMS + 1, AT_A_TIME):
         switch_off(guard, *others)

@@ -8,7 +8,7 @@ from hazard.registry import BATCH, INDEX, action
 
 
 class Fault(Exception):
-    """What these actions raise in the middle of a pass."""
+    """The exception of these actions in the middle of a pass."""
 
 
 class FailsInBackward(torch.autograd.Function):

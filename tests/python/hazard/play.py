@@ -34,7 +34,7 @@ class Verdict:
 
 
 def outside(world, action):
-    """What backward mode has no answer for: it updates before step(), so that
+    """Actions that backward mode has no answer for: it updates before step(), so that
     weights and state looked at or changed in between differ from stock."""
     return world.mode == "backward" and bool(world.unsettled) and not action.between
 
@@ -106,7 +106,7 @@ def played(program, mode, at_once):
 
 
 def difference(stock, run):
-    """What was seen otherwise than in stock, or an empty string."""
+    """The first difference from stock, or an empty string."""
     for ours, theirs in zip(run.seen, stock.seen, strict=False):
         if ours[0] != theirs[0]:
             return f"saw {ours}, in stock {theirs}"

@@ -81,7 +81,7 @@ def options(rng, kind):
     }
 
 
-# Which parameters each optimizer takes; a choice that overlaps is refused in
+# The parameters that each optimizer takes; a choice that overlaps is refused in
 # backward mode, so it is rare.
 SHARES = (
     [("all",)] * 12

@@ -33,7 +33,7 @@ def action(weight=2, gentle=False, between=False, **choices):
     return register
 
 
-# What arguments are commonly drawn from. An index counts modulo what is there.
+# Values that arguments are commonly drawn from. An index counts modulo what is there.
 INDEX = range(12)
 BATCH = range(6)
 BOOL = (False, True)

@@ -128,7 +128,7 @@ def run(first, count, say=lambda tally: None, often=()):
 
 
 def what_fails(program, mode):
-    """What is wrong, seen from outside, or an empty string."""
+    """The fault as seen from outside, or an empty string."""
     *lines, status = in_child(lambda write: (signal.alarm(SECONDS), write(results_of(program))))
     if status != 0 or not lines:
         return crash(status)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What random programs (run_hazard.py) have found, each as small as it gets."""
+"""Findings of random programs (run_hazard.py), each as small as it gets."""
 
 import copy
 import functools
@@ -237,7 +237,7 @@ def test_zeroed_gradients_lie_in_memory_as_their_parameter():
 
 @pytest.mark.parametrize("last", ("flush", "add a group", "step"))
 def test_a_clipped_gradient_that_another_optimizer_is_to_read(last):
-    """What ends the first one's clipping came before the second one's update,
+    """The end of the first one's clipping came before the second one's update,
     which then clipped the gradient again."""
 
     def script(wrap):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a program acts on: models, optimizers and what it holds. There is one
+"""The objects that a program acts on: models, optimizers and what it holds. There is one
 world for each run, and all worlds of a program go through the same states."""
 
 import torch

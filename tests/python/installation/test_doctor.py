@@ -33,7 +33,7 @@ def doctor(*arguments, cwd="/", **variables):
 
 
 def problems(done):
-    """What it says is wrong; its exit status agrees."""
+    """The faults that doctor reports; its exit status agrees."""
     lines = done.stdout.splitlines()
     assert lines[0] == "---- optfuse doctor ----" and "---- end ----" in lines, done.stdout
     assert not done.stderr, done.stderr

@@ -44,7 +44,7 @@ def extension(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(what: str, extension: Path, **variables: str) -> str:
-    """What it says at its end."""
+    """The last line of the program's output."""
     done = subprocess.run(
         [sys.executable, HERE / "train.py", what, extension],
         env=os.environ | QUIET | variables,

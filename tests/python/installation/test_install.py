@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `meson install` installs for C and C++ programs, as those programs use it: the examples are
-compiled by pkg-config and by CMake, and run. Against the torch of this Python, and against a
-libtorch that no Python knows."""
+"""The files that `meson install` installs for C and C++ programs, as those programs use them: the
+examples are compiled by pkg-config and by CMake, and run. Against the torch of this Python, and
+against a libtorch that no Python knows."""
 
 from __future__ import annotations
 

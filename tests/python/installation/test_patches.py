@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What optfuse replaces of PyTorch is as the tested releases have it, and a release that has
-changed it is told so."""
+"""The replaced parts of PyTorch are as the tested releases have them, and a release that has
+changed them is told so."""
 
 import pytest
 import torch
@@ -152,7 +152,7 @@ def test_a_function_that_another_library_has_replaced_launches_first_too():
 
 
 def other(*_args, **_options):
-    """What a release has made of a function."""
+    """A function as another release has it."""
 
 
 WITH_PARAMETERS = [patch for patch in listed.PATCHES if patch.takes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of optfuse.kfac() share.
+"""Shared by the tests of optfuse.kfac().
 
 A script is a generator function that takes `arrange`, trains something with
 `arrange(model, optimizer, **options)`, and yields (name, value) pairs. What arrange() returns
@@ -98,7 +98,7 @@ def same_bits(script, other):
 
 
 def seen(model, arranged, *names):
-    """What is compared after training."""
+    """The values that are compared after training."""
     yield "parameters", dict(model.named_parameters())
     for name in names:
         yield f"factors of {name!r}", arranged.factors(name)

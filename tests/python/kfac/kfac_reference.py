@@ -184,7 +184,7 @@ def at(value, step):
 
 
 def damped(a, g, damping, split):
-    """What is inverted: the same for both factors, or the factored Tikhonov split."""
+    """The damped factors: the same damping for both, or the factored Tikhonov split."""
     of_a = of_g = damping
     if split == "pi":
         pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
@@ -209,7 +209,8 @@ def tapped(layer, module, x, y):
 
 
 def statistics(layer, module, x, g):
-    """Of one use: how many rows or images, X'X and sum g g' (of a Conv2d: divided by S)."""
+    """The statistics of one use: how many rows or images, X'X and sum g g' (of a Conv2d: divided by
+    S)."""
     x, g = (t.float() if t.dtype in HALF else t for t in (x, g))
     x, g = x.double(), g.double()
     positions = 1

@@ -257,7 +257,7 @@ def test_the_optimizers_step_stays_its_own():
 
 
 class Timed:
-    """What of Factors takes the times of collections, for one process."""
+    """The part of Factors that takes the times of collections, for one process."""
 
     collections, _complete = 1, None
     take = Factors._take_times

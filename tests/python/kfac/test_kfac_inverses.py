@@ -49,7 +49,7 @@ def test_a_factor_that_is_not_finite_is_named():
 
 @pytest.mark.parametrize("build", (mlp, conv_net))
 def test_a_collection_is_all_upper_triangles_and_nothing_else(build):
-    """What processes send: d (d + 1) / 2 elements a factor, beside four numbers a layer."""
+    """Sizes of messages: d (d + 1) / 2 elements a factor, beside four numbers a layer."""
     model = build()
     kfac = optfuse.kfac(model, sgd(model.parameters()))
     sizes = [d for both in kfac.summary().preconditioned.values() for d in both]

@@ -93,7 +93,7 @@ def test_the_solve_is_the_explicit_inverse_of_the_whole_block(kind, case, split)
 
 
 def per_sample(layer, x, n):
-    """What each sample alone contributes to the mean loss: the gradient of its y."""
+    """The contribution of each sample to the mean loss: the gradient of its y."""
     for i in range(n):
         y = layer(x[i : i + 1])
         (g,) = torch.autograd.grad(loss_of(y) / n, y)

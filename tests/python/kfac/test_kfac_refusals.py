@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What optfuse.kfac() refuses, by name, and that nothing has changed then."""
+"""Refusals of optfuse.kfac(), by name, and that nothing has changed then."""
 
 import math
 
@@ -179,7 +179,8 @@ class Whole(nn.Module):
 @pytest.mark.parametrize("how", ("call", "compile()", "a part"))
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models_are_refused(how):
-    """What AOT autograd makes of a layer can't be seen: at the latest the first step says so."""
+    """The code that AOT autograd makes of a layer can't be seen: at the latest the first step says
+    so."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = Whole(mlp())
@@ -287,7 +288,7 @@ def test_training_goes_on_after_a_refusal():
     assert_same("after a refused step", trained(True), trained(False))
 
 
-# What is sharded
+# Sharded models
 
 
 def test_fully_sharded_models_are_refused(gloo):

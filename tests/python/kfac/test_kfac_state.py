@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a KFAC says, what it saves, and that it leaves nothing behind."""
+"""The attributes of a KFAC, its checkpoints, and that it leaves nothing behind."""
 
 import copy
 import gc
@@ -129,7 +129,7 @@ def test_what_is_no_state_is_refused(state):
 
 
 def test_a_copy_of_the_model_is_on_its_own():
-    """What deepcopy() makes has no K-FAC, and training it changes no factor."""
+    """A copy by deepcopy() has no K-FAC, and training it changes no factor."""
     model, optimizer, ours = started("mlp", sgd, None, **OFTEN)
     train(model, optimizer, ours, mlp_loss, range(2))
     before = snapshot(ours.factors("0"))
@@ -237,7 +237,7 @@ def test_it_keeps_nothing_of_a_pass_after_its_step():
 
 
 class Mixed(nn.Module):
-    """Of every kind of layer one."""
+    """One layer of every kind."""
 
     def __init__(self):
         super().__init__()

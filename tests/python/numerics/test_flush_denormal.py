@@ -80,7 +80,7 @@ def script_for(cls, **options):
 
 
 def differences(dtypes, sizes=SIZES):
-    """Of a process that flushes denormals from its start, where all threads do."""
+    """A process that flushes denormals from its start, where all threads do."""
     torch.set_flush_denormal(True)
     torch.set_num_threads(2)
     for cls in CLASSES:
@@ -96,7 +96,7 @@ def differences(dtypes, sizes=SIZES):
                     print(cls.__name__, dtype, mode, error)
 
 
-# What never ends shall not take all memory.
+# A program that never ends shall not take all memory.
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)\n"
 
 

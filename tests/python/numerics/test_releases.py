@@ -49,7 +49,7 @@ def planted(**options):
     return replace(right, options=tuple(order), **options)
 
 
-# What is known of the releases that the tests run with
+# Facts about the releases that the tests run with
 
 
 def test_of_a_known_release_nothing_is_tried(monkeypatch):

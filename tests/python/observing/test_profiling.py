@@ -78,7 +78,7 @@ LOOKS = {
 
 
 def shapes_of(profiler, operator="aten::linear"):
-    """Of what it got, each time it was called."""
+    """Shapes of the operator's inputs, each time it was called."""
     return [event.input_shapes for event in profiler.events() if event.name == operator]
 
 

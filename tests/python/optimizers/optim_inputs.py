@@ -37,7 +37,7 @@ from optfuse.optim import CLASSES
 
 
 def inputs_of(name):
-    """Of a class of optfuse.optim, as the list has them."""
+    """Inputs of a class of optfuse.optim, as the list has them."""
     every = [*OURS[name].options, {"lr": torch.tensor(0.001)}]
     return lambda device, dtype=None: [OptimizerInput(params=None, kwargs=one) for one in every]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of every optimizer class share: which classes, and the training
+"""Shared by the tests of every optimizer class: which classes, and the training
 before and after what a test is about."""
 
 import copy

@@ -73,7 +73,7 @@ COUNTS |= {name: (2 * (len(ours.options) + 1), 0, 0) for name, ours in OURS.item
 
 
 def why_refused(one):
-    """What the refusal of this input must say; None if it has to work."""
+    """The words of this input's refusal; None if it has to work."""
     if one.name in NEVER:
         return NEVER[one.name]
     return next((text for option, text in REFUSED.items() if one.kwargs.get(option)), None)
@@ -143,7 +143,7 @@ def fused_run(one, dtype, mode, look):
     return optimizer
 
 
-# What becomes of an input
+# The outcome of an input
 
 
 def units(ours, stock):
@@ -180,7 +180,7 @@ def compare(optimizer, params, stock):
 
 
 def try_out(one, dtype, mode, stock):
-    """What it became: "equal" or "refused"; an AssertionError says what else."""
+    """The outcome: "equal" or "refused"; an AssertionError says what else."""
     reason = why_refused(one)
     if reason is not None:
         params = [torch.nn.Parameter(t.clone()) for t in tape(one.name, dtype)[0]]

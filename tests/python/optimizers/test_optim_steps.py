@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a step does and leaves alone, for every class that fuses: a theme of
+"""The effects of a step, and what it leaves alone, for every class that fuses: a theme of
 PyTorch's own test/test_optim.py. A fused optimizer and its stock twin are led
 through the same and compared by bits."""
 

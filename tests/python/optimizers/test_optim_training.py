@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 
 
 def trained_by(optimizer, model):
-    """What this class takes; the rest stays as it is. Muon takes matrices only."""
+    """Shapes that this class takes; the rest stays as it is. Muon takes matrices only."""
     if optimizer.__name__ != "Muon":
         return list(model.parameters())
     return [p for p in model.parameters() if p.dim() == 2]

@@ -187,7 +187,7 @@ class Averaging(Tensors):
             group["k"] += 1
 
 
-# What register() is not for
+# Classes that register() is not for
 
 
 class GlobalNorm(Tensors):
@@ -218,7 +218,7 @@ class Listed(Tensors):
 
 
 class Abstract(abc.ABC, Tensors):
-    """Of a class whose first base has no attributes."""
+    """A class whose first base has no attributes."""
 
 
 class Searching(Tensors):
@@ -348,7 +348,7 @@ class Cached(Tensors):
         p.sub_(p.grad, alpha=group["lr"] * buffer[1])
 
 
-# What a trial must not reach
+# Objects that a trial must not reach
 
 
 class Wrapper(Optimizer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of classes with their own step() share. Importing it registers
+"""Shared by the tests of classes with their own step(). Importing it registers
 the classes of OWN."""
 
 from common import everything, net

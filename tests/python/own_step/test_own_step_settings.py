@@ -111,7 +111,7 @@ def test_a_step_that_the_scaler_skips_advances_nothing():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", [Averaging, GroupCounter, NestedCounter], ids=lambda c: c.__name__)
 def test_checkpoints_copies_and_pickles_go_on_counting(cls, mode):
-    """Of options; PyTorch copies and pickles no other attributes."""
+    """The counts are options; PyTorch copies and pickles no other attributes."""
 
     def script(wrap):
         model = net()

@@ -227,7 +227,7 @@ def test_training_in_another_thread():
 
 
 def test_threads_infer_all_the_time_while_training():
-    """What they see may be older or newer, in stock as here; the training stays
+    """Inference may see older or newer weights, in stock as here; the training stays
     the same, and nobody hangs or fails."""
 
     def script(wrap):

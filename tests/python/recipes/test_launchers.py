@@ -32,7 +32,7 @@ def python(*arguments):
 
 @pytest.fixture(scope="module")
 def stock():
-    """Of either framework: both have DistributedDataParallel reduce over gloo."""
+    """The wrappers of either framework: both have DistributedDataParallel reduce over gloo."""
     skip_without("accelerate", "lightning")
     line, modes = python(*TORCHRUN, SCRIPT, "accelerate")
     assert not modes

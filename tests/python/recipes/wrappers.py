@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the recipes don't say, with Accelerate's and Lightning's wrappers around an optimizer.
+"""Cases beyond the recipes, with Accelerate's and Lightning's wrappers around an optimizer.
 `python wrappers.py NAME`: a process for each framework."""
 
 from __future__ import annotations

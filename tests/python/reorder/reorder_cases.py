@@ -148,7 +148,7 @@ def play(case, choice=None):
 
 
 def difference(case, name):
-    """What differs from stock under this schedule; an empty string: nothing."""
+    """The difference from stock under this schedule; an empty string: none."""
     stock, _ = play(case)
     ours, rows = play(case, SCHEDULES[name])
     if not rows or (rows[0].turn is None) != (name == "stock"):

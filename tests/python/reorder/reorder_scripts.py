@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of reorder() share: models in training with another order of backward."""
+"""Shared by the tests of reorder(): models in training with another order of backward."""
 
 import torch
 from common import Fused, Stock, assert_same, run

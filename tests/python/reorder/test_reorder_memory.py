@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a schedule adds to the peak memory of a backward pass: what the allocator counts is what
+"""The peak memory that a schedule adds to a backward pass: the allocator counts the bytes that
 Reordering.extra_bytes announced before the pass."""
 
 from itertools import accumulate

@@ -43,7 +43,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def plainly(*arguments, first=""):
-    """What a script prints without optfuse. Only that is compared: its start is not tested."""
+    """The output of a script without optfuse. Only that is compared: its start is not tested."""
     code = PLAIN.format(arguments=list(arguments), folder=str(SCRIPTS), first=first)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return succeeded(forked_python.run(code, SCRIPTS, environment, 180)).stdout
@@ -51,12 +51,12 @@ def plainly(*arguments, first=""):
 
 @functools.cache
 def stock(*arguments):
-    """What `python SCRIPT ...` prints."""
+    """The output of `python SCRIPT ...`."""
     return plainly(*arguments)
 
 
 def same(mode, *arguments, options=(), **variables):
-    """What is said on stderr by a run that prints what stock does."""
+    """The stderr of a run whose output is stock's."""
     done = succeeded(python(*RUN, "-v", "--mode", mode, *options, *arguments, **variables))
     assert done.stdout == stock(*arguments), done.stderr
     return done.stderr
@@ -248,7 +248,7 @@ def test_the_other_sitecustomize_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('the other')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = succeeded(python(*RUN, "plain.py", PYTHONPATH=path))
-    # Of the command's Python, and of the script's.
+    # One line by the command's Python, and one by the script's.
     assert done.stdout == "the other\n" * 2 + stock("plain.py")
     assert "fused 1 optimizer" in done.stderr
 

@@ -43,7 +43,7 @@ def ab(*arguments, folder="ab_scripts", **variables):
 
 
 def compared(*arguments, status=0, **variables):
-    """What is printed."""
+    """The output of ab."""
     done = ab(*AB, "--rounds", "1", "--modes", "forward", *arguments, **variables)
     assert done.returncode == status and not done.stderr, done.stdout + done.stderr
     return done.stdout
@@ -109,7 +109,7 @@ def test_the_json_has_all_figures(whole):
 
 
 class Page(html.parser.HTMLParser):
-    """Which elements it has, and what they load."""
+    """The elements of a page, and the addresses that they load."""
 
     EMPTY = {"meta", "br"}
 
@@ -286,7 +286,7 @@ def test_a_script_that_catches_what_ends_it_is_ended_all_the_same():
     assert verdict(printed).startswith("weights equal those of the script as written bit by bit")
 
 
-# What can't be compared
+# Scripts that can't be compared
 
 
 def test_an_error_of_the_script_is_shown():
@@ -449,7 +449,7 @@ def row(name, times, mode="", **found):
 
 
 def comparison(ours, *, rounds=5, reference="fused=True", itself=None, **found):
-    """Of rounds of 10 ms as written and 8 ms by the reference."""
+    """The verdict on rounds of 10 ms as written and 8 ms by the reference."""
     written = row("as written", [10.0] * rounds, equal_bits=False, first_difference=1)
     by_flags = row("fused=True", [8.0] * rounds, equal_bits=True)
     found = {"equal_bits": True, **found}

@@ -26,7 +26,8 @@ def _comparisons(name: str) -> dict[str, Callable[..., Tensor]]:
     }
 
 
-# Of the registers that an operator reads, and of s and t. Booleans are 0 and 1, as in programs.
+# Functions of the registers that an operator reads, and of s and t. Booleans are 0 and 1, as in
+# programs.
 OPERATORS: dict[str, Callable[..., Tensor]] = {
     "copy": lambda a, s, t: a.clone(),
     "neg": lambda a, s, t: a.neg(),

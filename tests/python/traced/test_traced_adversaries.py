@@ -26,7 +26,7 @@ from optfuse._traced.program import Program
 from optfuse._traced.standin import Untraceable
 from optfuse._trials.compare import difference
 
-# What a step() does: it gets the optimizer, a parameter, its gradient and its state.
+# The work of a step(): it gets the optimizer, a parameter, its gradient and its state.
 Act = Callable[[Any, Tensor, Tensor, dict[str, Any]], Any]
 SAME = (3, 4)
 BUFFER = torch.zeros(SAME)

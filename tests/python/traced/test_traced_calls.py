@@ -22,7 +22,7 @@ from optfuse._traced.parts import Parts
 
 Formula = Callable[[Tensor, Tensor], Any]
 
-# What becomes of a parameter p and its gradient g, a matrix each.
+# Functions of a parameter p and its gradient g, a matrix each.
 OPERATORS: dict[str, Formula] = {
     "norm": lambda p, g: p.sub_(g / g.norm()),
     "norm of 1": lambda p, g: p.sub_(g, alpha=0.1).mul_(1 / g.norm(1)),

@@ -88,7 +88,7 @@ NAMED = [("", lambda p, g: g), *_calls()]  # by numbers, none of them 0
 
 
 class OnLists(Base):
-    """What each group's operator makes of its parameters and gradients goes into the state. In a
+    """The results of each group's operator on its parameters and gradients go into the state. In a
     trial nothing is done, so that no trial can refuse what is not equal. Of groups whose options
     are numbers a trial takes two."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the recorder says of a step(), computed by PyTorch's operators, is what the step() does."""
+"""The recorded program of a step(), computed by PyTorch's operators, does what the step() does."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Program:
 
 
 def _lines(draw: random.Random) -> list[str]:
-    """Of a branch."""
+    """The lines of a branch."""
     known, lines = ["p", "g", 'st["m"]', 'st["w"]'], []
 
     def names() -> dict[str, str]:

@@ -26,7 +26,7 @@ MAKE = {"adamw": adamw, "sgd": sgd}
 
 
 class Training:
-    """What a script has in its hands, and its checkpoint on disk."""
+    """The objects of a script, and its checkpoint on disk."""
 
     def __init__(self, wrap, make, path):
         self.wrap, self.make, self.path = wrap, make, path

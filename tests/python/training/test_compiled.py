@@ -192,7 +192,7 @@ BACKENDS = (
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_whole_iteration_is_compiled(backend, mode):
-    """What the library asks of Python in the middle of backward is not traced: that has
+    """The library's questions to Python in the middle of backward are not traced: that has
     crashed the process."""
     code = WHOLE.replace("BACKEND", repr(backend)).replace("MODE", repr(mode))
     done = python(code, timeout=500)

@@ -119,7 +119,7 @@ def test_a_hundred_steps_with_saves_and_resumes(make, mode):
 
 @pytest.mark.slow
 def test_memory_stays_flat():
-    """Of resumes too, each of which makes an optimizer anew."""
+    """Repeated resumes, each of which makes an optimizer anew, keep it flat, too."""
     done = python_ok(
         "import folders, torch; torch.set_num_threads(1)\n"
         "from long_run import MAKE, compare\n"

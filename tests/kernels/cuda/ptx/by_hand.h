@@ -83,7 +83,7 @@ static inline int by_hand_order(quad a, quad b) {
     return difference > 0 ? GREATER : NEITHER;
 }
 
-/* What is lost of the sum makes its last digit odd, so that rounding again rounds as once. */
+/* The lost part of the sum makes its last digit odd, so that rounding again rounds as once. */
 static inline quad by_hand_sum(quad a, quad b) {
     quad sum = a + b;
     const quad second = sum - a, lost = (a - (sum - second)) + (b - second);
@@ -142,8 +142,8 @@ static inline u32 by_hand_integer(f32 a) {
     return order == GREATER ? 2147483647 : 2147483648;
 }
 
-/* Of all patterns from 0 to the infinity, whose values ascend, the nearest; of two the even
- * one. From `beyond` on it is the infinity. */
+/* Searches all patterns from 0 to the infinity, whose values ascend, for the nearest; of two the
+ * even one. From `beyond` on it is the infinity. */
 static inline u16 by_hand_nearest(f32 a, u16 infinity, f64 beyond, f64 (*value)(u16)) {
     const f64 size = fabs((f64)a);
     const u16 sign = signbit(a) ? 0x8000 : 0;

@@ -86,7 +86,7 @@ static void each_thread(const void *arguments, unsigned threads) {
     }
 }
 
-/* Of `threads` so many go up to the barrier. */
+/* So many of `threads` go up to the barrier. */
 static bool swaps(unsigned threads, uint64_t some) {
     const struct {
         uint32_t *out;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which registers of a function are read later, at each of its instructions."""
+"""Liveness: the registers of a function that are read later, at each of its instructions."""
 
 from __future__ import annotations
 

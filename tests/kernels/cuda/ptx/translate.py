@@ -238,7 +238,7 @@ class Writer:
         return "\n".join([*declared, *self.between(), self.head(), "{", *lines, "}", ""])
 
     def between(self) -> list[str]:
-        """What stands before the function and after its registers."""
+        """The lines before the function and after its registers."""
         return []
 
 

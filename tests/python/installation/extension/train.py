@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What test_extension.py runs, one function a process: Python's optfuse and an extension in C++
+"""Programs of test_extension.py, one function a process: Python's optfuse and an extension in C++
 that includes optfuse.hpp. The first argument is the function, the second the extension."""
 
 from __future__ import annotations

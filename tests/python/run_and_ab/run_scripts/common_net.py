@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the scripts of this folder train, and how they print what came of it."""
+"""The model that the scripts of this folder train, and how they print the outcome."""
 
 import hashlib
 
