@@ -36,7 +36,7 @@ def _set(variable: str, package: str) -> None:
 def _check_compilers() -> None:
     for variable, (language, *names) in _COMPILERS.items():
         named = os.environ.get(variable, "").split()
-        # Of `ccache gcc` the last word that is no option.
+        # A variable such as CC="ccache gcc" names the compiler in its last word that is no option.
         names = [word for word in named if not word.startswith("-")][-1:] or names
         if not any(map(shutil.which, names)):
             sys.exit(

@@ -36,8 +36,8 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 class _Fused:
-    """What a fused optimizer does differently; the rest is the stock class. Lightning's wrapper
-    is an instance of it, too, and has none of its attributes."""
+    """The methods of a fused optimizer that differ; the rest is the stock class. Lightning's
+    wrapper is an instance of it, too, and has none of its attributes."""
 
     step = _step.step
     zero_grad = _step.zero_grad
@@ -152,7 +152,7 @@ def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
 
 
 class _FusedOwn(_Fused):
-    """What the class's own step() puts into the state is not known beforehand, so
+    """The entries that the class's own step() puts into the state are not known beforehand, so
     whoever asks for the state finds nothing pending."""
 
     @property

@@ -27,7 +27,7 @@ def is_gpu(device: torch.device) -> bool:
     return bool(_STAND_IN) and device.type == torch._C._get_privateuse1_backend_name()
 
 
-#: In the stead of a place: any place will do; none has been tried (Slot::tried).
+#: Values of Slot::tried beside places: the update needs no trial; it has not passed one yet.
 ANYWHERE, NOWHERE = -1, -2
 _DTYPES = {getattr(torch, name): i for i, name in enumerate(DTYPES)}
 

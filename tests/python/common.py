@@ -33,7 +33,7 @@ warnings.filterwarnings("error", r"optfuse: fuse\(\) will lose", DeprecationWarn
 HERE = Path(__file__).parent
 FUSE = ("eager", "strict", "bucket_bytes")  # options of fuse() in both modes
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Which inductor's C++ needs.
+# Inductor's C++ includes it.
 HAS_PYTHON_H = Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
@@ -254,7 +254,7 @@ def as_of_torch(function):
 
 
 def copied(value):
-    """What state_dict() gave, detached from further training."""
+    """The result of state_dict(), detached from further training."""
     return snapshot(value)
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-#: Which attribute is the optimizer.
+#: The attribute that holds the optimizer.
 _INNER = {
     "AcceleratedOptimizer": "optimizer",
     "LightningOptimizer": "_optimizer",

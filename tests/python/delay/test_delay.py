@@ -114,7 +114,7 @@ def test_modes_differ():
 
 
 def test_a_step_too_early_or_too_late_is_seen():
-    """What the comparisons above would find."""
+    """A fault that the comparisons above would find."""
     model, opt, shape = fused("mlp", DELAYS["mlp"], OPTIMIZERS["adamw"])
     train(model, opt, shape, range(STEPS))
     for i, off in ((0, 1), (0, -1), (4, 1), (4, -1)):
@@ -369,7 +369,7 @@ def test_second_derivatives_of_other_weights_are_refused():
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "average"])
 def test_autocast(weights):
-    """What dX reads has the type that autocast gives the weight."""
+    """The weight that dX reads has the type that autocast gives the weight."""
     model, opt, shape = fused("mlp", (2, 0, 2, 2, 2), OPTIMIZERS["adamw"], weights=weights)
     for i in range(6):
         x, target = batch(shape, i)

@@ -402,7 +402,7 @@ def a_profiler_that_notes_shapes(mode):
 
 @scenario()
 def memory_goes_with_zero_grad(mode):
-    """What is on its way does not keep a gradient alive."""
+    """Reductions that are on their way do not keep a gradient alive."""
     model = Net()
     network = Network(0.05)
     wrapped = DDP(model, broadcast_buffers=False)

@@ -297,7 +297,7 @@ def versions_take_what_is_announced(strategy):
 
 @scenario("1f1b", "layerpipe")
 def a_delay_too_long_or_too_short_is_seen(strategy):
-    """What the scenarios above would find."""
+    """A fault that the scenarios above would find."""
     make = OPTIMIZERS["sgd"]
     made = planned("mlp", strategy)
     module, pipeline = pipeline_of("mlp", made, make)

@@ -110,7 +110,7 @@ def test_models_of_others_are_refused(gloo):
 
 
 def said_at_the_end(folder, *arguments):
-    """What rank 0 of a job said."""
+    """The output of a job's rank 0."""
     folder.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("ending.py")), str(folder)]
     ranks = [

@@ -176,7 +176,7 @@ class World:
         self.see("loss", value)
 
     def launch(self):
-        """What is pending; what other programs left behind is not looked at."""
+        """Launches pending updates; those of other programs are not looked at."""
         for optimizer in self.optimizers if self.fused else ():
             optfuse.flush(optimizer)
 

@@ -47,7 +47,7 @@ INFOS = {info.name: info for info in optim_db}
 for ours in CLASSES:
     name = ours.__name__
     INFOS[name] = OptimizerInfo(ours, optim_inputs_func=inputs_of(name), supported_impls=())
-#: Which implementation of PyTorch computes: no part of the algorithm.
+#: Options that choose PyTorch's implementation: no part of the algorithm.
 FLAGS = ("foreach", "fused", "differentiable")
 #: Optimizers with a fused kernel on the CPU; its bits are the reference. For
 #: the others it is the loop over the parameters (docs/numerics.md).
