@@ -52,9 +52,9 @@ struct Slot {
     bool can_wait = false;
     // Rules that run programs: that of the updates from here on.
     std::shared_ptr<const Program> program;
-    // The place for which what updates there has been tried, where that is needed: on GPUs,
-    // and of Plan::tried_on_cpu everywhere. Module.to() brings the parameter to another one
-    // without anybody being told.
+    // The place for which the update has passed a trial, where one is needed: on GPUs, and for
+    // the dtypes of Plan::tried_on_cpu everywhere. Module.to() moves the parameter to another
+    // place without anybody being told.
     int64_t tried = ANYWHERE;
     // Backward mode: param_version() and state_version() after the last update, or when they were
     // told since. Others mean that somebody has written.

@@ -26,7 +26,7 @@ from results import Results
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND = "9"  # exit status of compute-sanitizer where it found something
-#: Of scenarios at a time; each has a thread of its own, and one waits for the GPU.
+#: Scenarios at a time; each has a thread of its own, and one waits for the GPU.
 PROCESSES = max(3, min(12, 3 * (os.cpu_count() or 1) // 4))
 ALWAYS = {
     "key": "weight read by clone",
@@ -109,7 +109,7 @@ class Plan:
 
 Maker = Callable[[Plan], Part | None]
 
-#: What each call runs after the build; None: without --call.
+#: Scenarios that each call runs after the build; None: without --call.
 CALLS = ("quick", "full", "deep")
 
 

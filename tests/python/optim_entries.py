@@ -16,10 +16,10 @@ DECOUPLED = (*DECAYS, {"weight_decay": 0.1, "decoupled_weight_decay": True})
 class Entry:
     #: To train with: on the played GPU, on a real one, and on the CPU if it is ours.
     options: Sequence[Options]
-    #: Of one element on a GPU, by the state in use: fma, mul, sum, div, sqrt, rcp. A sum is an
-    #: add or a sub: p + g * -lr may come out as p - g * lr, which is the same. The same for
-    #: all dtypes. All branches count: a running average's two, those of a value of 1 and
-    #: another, weight decay. One product is the gradient's by the factor of clipping.
+    #: Operations on one element on a GPU, by the state in use: fma, mul, sum, div, sqrt, rcp. A sum
+    #: is an add or a sub: p + g * -lr may come out as p - g * lr, which is the same. The same for
+    #: all dtypes. All branches count: a running average's two, those of a value of 1 and another,
+    #: weight decay. One product is the gradient's by the factor of clipping.
     operations: dict[int, tuple[int, int, int, int, int, int]]
     #: Running averages whose difference may be taken in both branches, by the state in use.
     lerps: dict[int, int] = field(default_factory=dict)

@@ -88,7 +88,8 @@ def test_a_patch_past_the_list_is_found(source: str) -> None:
     assert list(patches(source))
 
 
-#: What Python code imports from private modules of PyTorch without an entry in the list, and why.
+#: Names that Python code imports from private modules of PyTorch without an entry in the list, and
+#: why.
 UNLISTED = {
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "a new name fails at the import",
     "torch.profiler._cupti_monitor.get_monitor": "only some releases have it; it is asked for",

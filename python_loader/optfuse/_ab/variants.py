@@ -64,7 +64,7 @@ def reference(optimizer: Optimizer) -> Optimizer:
     return with_flags(optimizer, **flags) if flags else optimizer
 
 
-#: What ab() compares by default. The names also choose ab()'s baseline.
+#: Variants that ab() compares by default. The names also choose ab()'s baseline.
 VARIANTS: Mapping[str, Wrap] = {
     "no optimizer": NoOptimizer,
     "default": lambda optimizer: optimizer,

@@ -41,7 +41,7 @@ _SAVED = "TorchScript reads the memory of a whole module in C++: launch what is 
 _GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
 _PROFILER = "a profiler that notes addresses asks the tensors past the dispatcher"
 _GRAPHS = (("torch.cuda.CUDAGraph", TESTED[0]), ("torch.accelerator.Graph", "2.12"))
-#: What gives a graph's handle away.
+#: Methods that give a graph's handle away.
 GRAPH_HANDLES = ("raw_cuda_graph", "raw_cuda_graph_exec")
 
 PATCHES = (
@@ -187,14 +187,14 @@ class Lists:
     places: tuple[tuple[str, str, str, tuple[str, ...]], ...]
 
 
-#: What the first fuse() looks at.
+#: The lists that the first fuse() checks.
 EVERYWHERE = Lists(PATCHES, PLACES)
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _LOCAL = "the library updates the local tensors of a DTensor's parameter, gradient and state"
 _SHARD = "an update that is not seen by all who read the shard would be missed"
 
-#: What is looked at where a DTensor is fused: its modules take long to import.
+#: Checked where a DTensor is fused: its modules take long to import.
 DISTRIBUTED = Lists(
     (
         Patch(
@@ -247,7 +247,7 @@ DISTRIBUTED = Lists(
 _BACKWARD = "torch.distributed.pipelining._backward"
 _APART = "it computes dX and dW of a layer apart, with the bits of one backward pass"
 
-#: What is looked at where a layer pipeline is made.
+#: Checked where a layer pipeline is made.
 PIPELINES = Lists(
     (),
     (
@@ -266,7 +266,7 @@ PIPELINES = Lists(
     ),
 )
 
-#: What _run/watch.py replaces in a script's process, before this file can be imported.
+#: Functions that _run/watch.py replaces in a script's process, before this file can be imported.
 WATCHED = Lists(
     (
         Patch(

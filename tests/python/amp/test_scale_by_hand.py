@@ -18,7 +18,7 @@ CLASSES = {
     "Adagrad": lambda ps, **kw: torch.optim.Adagrad(ps, lr=0.1, **kw),
 }
 every_class = pytest.mark.parametrize("name", CLASSES)
-#: What is set in each iteration; None: nothing.
+#: Attributes that are set in each iteration; None: none.
 SCALES = {
     "scale": [{"grad_scale": 8.0}] * 4,
     "overflow": [{}, {"found_inf": 1.0}, {"found_inf": 0.0}, {}],

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 SIZE = 4
-#: What needs arguments of its own. The first argument is the tensor under test.
+#: Calls that need arguments of their own. The first argument is the tensor under test.
 BY_HAND = {
     "Tensor.apply_": lambda f, t: f(t, lambda x: x + 1),
     "Tensor.map_": lambda f, t: f(t, torch.ones_like(t), lambda x, y: x + y),
@@ -95,13 +95,13 @@ BY_HAND = {
     "torch.affine_grid_generator": lambda f, t: f(t[None, :2, :3], (1, 1, 2, 2), False),
 }
 LONG = torch.tensor([0, 1, 2, 3])
-#: What is not compared, on what, and why.
+#: Calls that are not compared, on what, and why.
 EXCEPTED = {
     "torch.fbgemm_pack_gemm_matrix_fp16": ("all", "it gives an address, in the bytes of a tensor"),
     "Tensor.storage": ("consumed", "a consumed gradient has an empty one: design.md, Limits"),
     "Tensor.untyped_storage": ("consumed", "the same"),
 }
-#: What memory has that nobody has written, or an address.
+#: Calls whose result is memory that nobody has written, or an address.
 UNKNOWN = ("empty", "resize", "new_empty", "Tensor.new", "__hash__", "_storage_id")
 RANDOM = 7
 
@@ -143,7 +143,7 @@ NAMESPACES = {
     "special": torch.special,
     "utils.dlpack": torch.utils.dlpack,
 }
-#: Of torch._C: what reads a tensor's memory or its record.
+#: Functions of torch._C that read a tensor's memory or its record.
 PRIVATE = ("_to_dlpack", "_to_dlpack_versioned", "_data_address", "_is_cow_tensor", "_storage_id")
 
 

@@ -11,7 +11,7 @@ from optfuse._own_step.register import INDEPENDENT
 from optfuse._rules import RULES
 
 CLASSES = sorted({*RULES, *INDEPENDENT}, key=lambda cls: cls.__name__)
-#: What a class needs beside a learning rate to have all of its state.
+#: Options that a class needs beside a learning rate to have all of its state.
 OPTIONS = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
 #: Classes whose fused implementation on the CPU is the reference (docs/numerics.md).
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")

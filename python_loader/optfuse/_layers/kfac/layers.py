@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from optfuse._layers.layer import Layer, is_in, layers_of
 
-#: Of a weight's inverse Fisher block the two factors, in the order of their slots.
+#: The two factors of a weight's inverse Fisher block, in the order of their slots.
 FACTORS = ("A", "G")
 
 

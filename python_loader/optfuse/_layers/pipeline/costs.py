@@ -17,7 +17,7 @@ from optfuse._layers.pipeline.plan import Layer
 from optfuse._library.bindings import Error
 
 MEASURED, ANALYTIC = "measured", "analytic"
-#: Of "analytic" costs: nominal, so that seconds of the network have something beside them.
+#: Speed in "analytic" costs: nominal, so that seconds of the network have something beside them.
 MULTIPLY_ADDS_A_SECOND = 1e10
 _ROUNDS = 5
 

@@ -36,7 +36,7 @@ from optfuse._patches.profiling import remove_retired, retire
 
 #: of_reorder_schedule of plugin/planners/reorder/reorder.h, in its order.
 SCHEDULES = ("stock", "last", "reverse_first", "budget", "chosen")
-#: What a schedule needs, and what it may have beside.
+#: Arguments that a schedule needs, and those that it may have beside.
 _ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reverse_first": (("k",), ()),
     "budget": (("memory",), ()),
