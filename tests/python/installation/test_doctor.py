@@ -182,12 +182,12 @@ def test_a_use_that_is_not_seen_is_a_problem(tmp_path):
 
 
 def test_what_differs_in_torch_is_a_problem(monkeypatch):
-    lists = assumptions._patches.EVERYWHERE
-    other = assumptions._patches.Patch("torch.Tensor.there_is_none", "it is tried")
+    lists = assumptions.listed.EVERYWHERE
+    other = assumptions.listed.Patch("torch.Tensor.there_is_none", "it is tried")
     monkeypatch.setattr(
-        assumptions._patches,
+        assumptions.listed,
         "EVERYWHERE",
-        assumptions._patches.Lists((*lists.patches, other), lists.places),
+        assumptions.listed.Lists((*lists.patches, other), lists.places),
     )
     (finding,) = [found for found in assumptions.findings() if found.is_problem]
     assert finding.text.startswith("torch.Tensor.there_is_none is not there")

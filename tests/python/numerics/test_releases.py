@@ -175,7 +175,7 @@ def test_without_the_trial_other_bits_are_trained_with():
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
     code = (
         "import folders, optfuse, test_releases as t\n"
-        "t._releases.TESTED = ('2.0',)\n"
+        "t.releases.TESTED = ('2.0',)\n"
         "t._rules.RULES[t.RMSprop] = t.planted()\n"
         "print(t.updates_by(optfuse.fuse(t.RMSprop(t.net().parameters()))))\n"
     )
