@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from several import finished
+from several import finished, printed_by_two
 
 USING = Path(__file__).parents[3] / "docs" / "using.md"
 FUSED = "opt = optfuse.fuse(opt)  # or "
@@ -27,13 +27,13 @@ def in_backward_mode():
     return example().replace(FUSED, "opt = ")
 
 
-def started(script, folder, **variables):
+def started(script, folder):
     """The output of the script, started as the page says."""
     (command,) = re.findall(r"^    (torchrun .*)$", section(), re.MULTILINE)
     name = command.split()[-1]
     (folder / name).write_text(script, "utf-8")
     run = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]  # = torchrun
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = finished(run, cwd=folder, env=environment, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"loss \d\.\d{6}, weights -?\d+\.\d{12}\n", done.stdout), done.stdout
@@ -43,5 +43,7 @@ def started(script, folder, **variables):
 def test_it_runs_as_written_and_prints_what_stock_does(tmp_path):
     ours = started(example(), tmp_path)
     assert float(ours.split()[1].strip(",")) < 1.5, f"it has not learned: {ours}"
-    assert ours == started(example(), tmp_path, OPTFUSE_DISABLE="1")
-    assert ours == started(in_backward_mode(), tmp_path)
+    (tmp_path / "stock.py").write_text(example(), "utf-8")
+    (tmp_path / "backward.py").write_text(in_backward_mode(), "utf-8")
+    assert ours == printed_by_two(["stock.py"], tmp_path, OPTFUSE_DISABLE="1")
+    assert ours == printed_by_two(["backward.py"], tmp_path)

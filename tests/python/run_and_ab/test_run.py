@@ -7,13 +7,11 @@ import functools
 import os
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 
-import forked_python
 import pytest
-from several import finished
+from several import finished, printed, printed_by_two
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
 MODES = ("forward", "backward")
@@ -33,26 +31,10 @@ def succeeded(done):
     return done
 
 
-# As `python SCRIPT ...`, in an interpreter that has imported torch already.
-PLAIN = """
-import runpy, sys
-sys.argv, sys.path[0] = {arguments!r}, {folder!r}
-{first}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def plainly(*arguments, first=""):
-    """The output of a script without optfuse. Only that is compared: its start is not tested."""
-    code = PLAIN.format(arguments=list(arguments), folder=str(SCRIPTS), first=first)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return succeeded(forked_python.run(code, SCRIPTS, environment, 180)).stdout
-
-
 @functools.cache
 def stock(*arguments):
     """The output of `python SCRIPT ...`."""
-    return plainly(*arguments)
+    return printed(arguments, SCRIPTS)
 
 
 def same(mode, *arguments, options=(), **variables):
@@ -137,24 +119,10 @@ def test_children_fuse_as_well(mode, method):
     assert fused(done.stderr, mode) == ["AdamW", "AdamW"]
 
 
-# Rank 1 of two is a child of rank 0, which ends when both have.
-AS_TWO = """
-import atexit, os
-os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
-child = os.fork()
-os.environ["RANK"] = "1" if child == 0 else "0"
-if child:
-    atexit.register(os.waitpid, child, 0)
-"""
-
-
 @functools.cache
 def two_ranks(*arguments):
-    """What the script prints that torchrun starts twice."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return plainly(*arguments, first=AS_TWO.format(port=port))
+    """The output of a script that torchrun starts twice."""
+    return printed_by_two(arguments, SCRIPTS)
 
 
 @pytest.mark.parametrize(
