@@ -193,6 +193,13 @@ bool applies_factor(const Slot *slot, const c10::TensorImpl *p, const c10::Tenso
            of_scaling_fits(storage_of(g), &ready);
 }
 
+// In 16 bits PyTorch's operators round once more where elements don't lie one after the other.
+bool rounds_by_strides(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+    const of_rule *rule = slot->plan->rule;
+    return rule->op_by_op && !rule->runs_programs && p->device().is_cpu() &&
+           (dtype == OF_FLOAT16 || dtype == OF_BFLOAT16) && OF_GUARD(strides);
+}
+
 // Whether the update changes the gradient.
 bool is_written_back(const Slot *slot) {
     return slot->plan->scalars.scale_gradients() || writes_gradient(slot);
@@ -253,6 +260,9 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
                       ": it has holes, or its gradient or state has other strides, and the step() "
                       "calls operators that would see that. Register the class "
                       "(optfuse.register), make it contiguous, or use mode=\"forward\"");
+    if (rounds_by_strides(slot, p, in->dtype) && !(dense && grad_is_like_it) &&
+        check_strides(slot, p, g, used) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
     dense = dense && (!is_written_back(slot) || grad_is_like_it);
     in->param = written_data_of(p);
     take_part(refs, in, p);

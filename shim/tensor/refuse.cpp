@@ -149,6 +149,14 @@ const char *end_of(const c10::TensorImpl *impl) {
            static_cast<size_t>(last + 1) * impl->dtype().itemsize();
 }
 
+// Strides of dimensions of one element mean nothing.
+bool lies_like(const c10::TensorImpl *a, const c10::TensorImpl *b) {
+    for (int64_t d = 0; d < b->dim(); d++)
+        if (b->sizes()[d] != 1 && a->strides()[d] != b->strides()[d])
+            return false;
+    return true;
+}
+
 // Tensors with holes that lie in each other's are taken to meet, too.
 bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b) {
     return storage_of(a) == storage_of(b) && a->numel() != 0 && b->numel() != 0 &&
@@ -241,6 +249,19 @@ of_found check_apart(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
                           "shares memory with the parameter or its gradient", remedy);
     }
     return OF_FOUND_INPUTS;
+}
+
+of_found check_strides(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
+                       unsigned used) {
+    bool alike = p->is_non_overlapping_and_dense() && lies_like(g, p);
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        if ((used >> i & 1u) != 0)
+            alike = alike && lies_like(slot->state[i].unsafeGetTensorImpl(), p);
+    if (alike)
+        return OF_FOUND_INPUTS;
+    return refuse(slot, "", "or its gradient or state has holes or other strides",
+                  ", where PyTorch's operators round 16 bits once more: make them contiguous, or "
+                  "fuse the optimizer again");
 }
 
 of_found check_step(const Slot *slot, const c10::TensorImpl *p) {

@@ -32,6 +32,9 @@ of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i);
 // other, see what the one before has written to shared memory.
 of_found check_apart(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
                      unsigned used);
+// All of them must lie in memory as the parameter, without holes.
+of_found check_strides(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
+                       unsigned used);
 of_found check_step(const Slot *slot, const c10::TensorImpl *p);
 // Elements are not what memory holds: negated or zero by a flag, and resolved
 // only by PyTorch's own operators.

@@ -38,6 +38,14 @@ def a_gradient_that_is_the_weight_is_refused():
     must_raise(optimizer.step, "a gradient in the memory of its weight")
 
 
+@guards("strides")
+def sixteen_bits_are_rounded_as_their_strides_have_it():
+    p = nn.Parameter(torch.ones(5, 4, dtype=torch.bfloat16))
+    optimizer = optfuse.fuse(torch.optim.RMSprop([p], foreach=False))
+    p.grad = torch.ones(4, 5, dtype=torch.bfloat16).t()
+    must_raise(optimizer.step, "a gradient of 16 bits with other strides")
+
+
 @guards("copyback")
 def a_parameter_with_holes_is_updated():
     wide = torch.ones(5, 8)
