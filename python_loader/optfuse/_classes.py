@@ -191,8 +191,8 @@ def fused_class(stock: type[Optimizer], external: bool = False) -> type[Optimize
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    """Its own and those that it inherits. A class with two bases could not take the place
-    of one whose first base has no attributes, such as ABC."""
+    """A class's own methods and those that it inherits. A class with two bases could not take the
+    place of one whose first base has no attributes, such as ABC."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__[:-1]):
         found |= {k: v for k, v in vars(base).items() if k not in ("__dict__", "__weakref__")}
@@ -218,7 +218,8 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
 
 
 def try_to_trace(optimizer: Optimizer, in_backward: bool = False) -> TracedRule:
-    """By which an optimizer of no known class is fused. Raises optfuse.Error if it can't be."""
+    """The traced rule by which an optimizer of no known class is fused. Raises optfuse.Error if it
+    can't be."""
     stock = type(optimizer)
     try:
         rule = try_traced(

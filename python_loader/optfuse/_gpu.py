@@ -78,7 +78,8 @@ _handed_out = False  # a graph's handle, ever
 
 
 def watch_handles(graph: type, flush_all: Callable[[], None]) -> None:
-    """Whoever has a graph's handle can launch it by CUDA's own functions."""
+    """Watches for graphs whose handle is given away: its holder can launch the graph by CUDA's own
+    functions."""
 
     def note() -> None:
         global _handed_out

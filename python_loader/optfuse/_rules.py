@@ -188,7 +188,7 @@ class Rule:
         return "an option of a parameter group is no number"
 
     def flags(self, group: Group) -> Group:
-        """Those options of a group that select the reference on the CPU, and on GPUs of
+        """The options of a group that select the reference on the CPU, and on GPUs of
         rules that are not tried there, where the group selects another one."""
         wanted = {"capturable": False}
         if not self.external:

@@ -229,7 +229,7 @@ def _class(value: Any) -> type[Optimizer]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Those of an iterable. Only their types are looked at, which takes no time."""
+    """The tensors of an iterable. Only their types are looked at, which takes no time."""
     hint = "pass model.parameters(), not the model" if isinstance(value, nn.Module) else ""
     need(isinstance(value, Iterable) and not isinstance(value, str | bytes), hint)
     listed = list(value)

@@ -43,7 +43,8 @@ class DDPModel:
 
 
 class Delay:
-    """By how many steps updates arrive late, and which weights dX is computed with."""
+    """The number of steps by which updates arrive late, and the weights that dX is computed
+    with."""
 
     def __init__(self, steps: Mapping[Tensor | nn.Module, int], weights: str = "stash") -> None:
         """steps: D by parameter, or by module for all of its parameters; 0 where nothing is said.

@@ -261,8 +261,8 @@ def _check_hook(kind: type[Reduction], comm_hook: CommHook | None) -> None:
 
 
 def reduction_of(ddp: DDPModel, kind: type[Reduction]) -> Reduction:
-    """That of this model; at the first call it becomes the model's communication hook, for as
-    long as the model lives: PyTorch has no way to take one away."""
+    """The reduction of this model; at the first call it becomes the model's communication hook, for
+    as long as the model lives: PyTorch has no way to take one away."""
     model = ddp.model
     if model in _reductions:
         return _reductions[model]

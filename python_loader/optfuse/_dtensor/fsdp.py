@@ -24,7 +24,7 @@ Siblings = Callable[[], list[Tensor]]
 
 
 class Listener(Protocol):
-    """Whoever has parameters that FSDP2 reduces the gradients of."""
+    """An owner of parameters that FSDP2 reduces the gradients of."""
 
     fresh: list[int]
 
@@ -95,7 +95,7 @@ def _reduced(post_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listen(listener: Listener) -> None:
-    """Its complete() is called when the gradients of a group have been reduced, if its hooks
+    """Calls the listener's complete() when the gradients of a group have been reduced, if its hooks
     have noted one of them: with a function that gives what shares their memory, and whether
     whoever else may have that memory only keeps it."""
     global _listening

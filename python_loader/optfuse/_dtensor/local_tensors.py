@@ -291,7 +291,7 @@ def _consumed(plan: int, param: Any, local: Tensor) -> Any:
 
 
 def _consumed_among(grads: dict[int, Any]) -> set[int]:
-    """Those that are consumed, and have not been zeroed in place since."""
+    """The slots of gradients that are consumed, and have not been zeroed in place since."""
     made = {slot: grad for slot, grad in grads.items() if hasattr(grad, "_optfuse_consumed")}
     with torch._C._DisableTorchDispatch():
         consumed = torch.ops.optfuse.are_consumed(list(made.values())) if made else []

@@ -44,8 +44,9 @@ def _seconds(group: dist.ProcessGroup, message: torch.Tensor) -> tuple[float, fl
 
 
 def agreed(decision: Decision, group: dist.ProcessGroup | None, device: torch.device) -> Decision:
-    """That of the group's first process, whatever the others have found: anything that can be
-    pickled. All processes of the group call it, None is one alone; messages are on the device."""
+    """The decision of the group's first process, whatever the others have found: anything that can
+    be pickled. All processes of the group call it, None is one alone; messages are on the
+    device."""
     if group is None:
         return decision
     said = [decision]

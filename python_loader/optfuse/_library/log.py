@@ -25,7 +25,7 @@ def receive(level: int, text: str) -> None:
 
 
 def configure() -> None:
-    """As OPTFUSE_LOG says."""
+    """Sets the logger's level as OPTFUSE_LOG says."""
     asked = os.environ.get("OPTFUSE_LOG", "")
     if asked in _LEVELS:
         _LOGGER.setLevel(_LEVELS[asked])

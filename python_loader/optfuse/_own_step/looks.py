@@ -153,8 +153,8 @@ def _arguments(function: types.FunctionType) -> tuple[str, ...]:
 
 
 def _functions(stock: type) -> Iterator[types.FunctionType]:
-    """Those of the class and its bases, without PyTorch's, and what they call in their modules.
-    Looks at functions only: other objects may answer to any name, by code of their own."""
+    """Functions of the class and its bases, without PyTorch's, and those that they call in their
+    modules. Looks at functions only: other objects may answer to any name, by code of their own."""
     todo: deque[Any] = deque(v for cls in stock.__mro__ for v in vars(cls).values())
     seen: set[int] = set()
     while todo:

@@ -306,7 +306,7 @@ class Trial:
 
 
 def _not_own(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Those that PyTorch gives to every optimizer."""
+    """The attributes that PyTorch gives to every optimizer."""
     own = twin.own_attributes(attributes)
     return {k: v for k, v in attributes.items() if k not in own}
 

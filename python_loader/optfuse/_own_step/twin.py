@@ -95,7 +95,7 @@ def _differ(params: list[Tensor]) -> bool:
 
 
 def own_attributes(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that belong to the class."""
+    """The attributes that belong to the class."""
     return {k: v for k, v in values.items() if k not in HIDDEN and k not in COUNTERS}
 
 

@@ -33,7 +33,7 @@ _OF_BACKWARD = "side_stream", "accumulate"
 
 
 def _line(error: Error) -> str:
-    """Its text without its beginning, as one line."""
+    """The error's text without its beginning, as one line."""
     return " ".join(str(error).removeprefix("optfuse: ").split())
 
 
@@ -71,7 +71,7 @@ class Session:
                 self._fuse_again(optimizer, self._mode)
 
     def _in_backward_mode(self) -> list[Optimizer]:
-        """Those that the script has not taken over."""
+        """The optimizers in backward mode that the script has not taken over."""
         return [
             optimizer
             for optimizer in self._ours

@@ -51,7 +51,7 @@ class Looks:
         return found
 
     def fused(self, variant: Variant) -> list[dict[str, Any]]:
-        """By optimizer, the flags that PyTorch has to be given for the same bits, if any."""
+        """The flags that PyTorch has to be given for the same bits, if any, by optimizer."""
         done = self._look(variant)
         if done.found is not None and done.found["given_up"]:
             raise CannotCompare(

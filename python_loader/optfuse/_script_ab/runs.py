@@ -9,7 +9,7 @@ from optfuse._script_ab.child import Run, Script, Variant
 
 
 class CannotCompare(Exception):
-    """Its text says why, and what to do."""
+    """A script can't be compared. The text says why, and what to do."""
 
 
 def checked(script: Script, done: Run) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Times:
         self._progress.show(f"optfuse ab: round {int(done) + 1} of {rounds}, {name}{about}")
 
     def _taken(self, row: Row, variant: Variant, done: Run) -> list[list[float]]:
-        """Its iterations' milliseconds, once or not at all."""
+        """The milliseconds of a run's iterations, once or not at all."""
         if row.name == AS_WRITTEN:
             checked(self._script, done)
         row.note = why_left_out(self._script, variant, done)

@@ -52,7 +52,7 @@ def _each(rule: Rule, groups: list[Group]) -> Iterator[Kind]:
 
 
 def _lies_by_rows(param: Tensor) -> bool:
-    """As its gradients and states do, which are dense."""
+    """Whether a parameter lies by rows, as its gradients and states do, which are dense."""
     return param.stride() != (1, param.shape[0])
 
 

@@ -24,7 +24,8 @@ class OptfuseCallback(_Callback):  # type: ignore[misc]
     Trainer(callbacks=[OptfuseCallback()])."""
 
     def __init__(self, mode: str | Forward | Backward = "forward", **options: Any) -> None:
-        """As fuse() takes them. In backward mode a DistributedDataParallel model is found."""
+        """Takes mode and options as fuse() does. In backward mode a DistributedDataParallel model
+        is found."""
         super().__init__()
         self._mode = mode_of(argument("OptfuseCallback", "mode", mode, MODE))
         old = {name: options.pop(name) for name in NAMES if name in options}

@@ -21,7 +21,7 @@ class OptfuseCallback(_TrainerCallback):  # type: ignore[misc]
     Trainer(callbacks=[OptfuseCallback()])."""
 
     def __init__(self, mode: str | Forward | Backward = "forward", **options: Any) -> None:
-        """As fuse() takes them."""
+        """Takes mode and options as fuse() does."""
         if isinstance(mode_of(argument("OptfuseCallback", "mode", mode, MODE)), Backward):
             raise Error(
                 "optfuse: the Trainer reads the norm of all gradients after each backward pass, "

@@ -216,7 +216,7 @@ class Factors:
         self.arrange(communication.agreed(arrangement, group, device))
 
     def _costs(self, group: dist.ProcessGroup, device: torch.device) -> tuple[float, ...]:
-        """Those that are given, then what is asked for and measured, then 0."""
+        """The costs that are given, then those that are asked for and measured, then 0."""
         costs = self._network or ()
         if len(costs) < _COSTS.get(self._fusion, 0):
             costs = (*costs, *communication.measured(group, device)[len(costs) :])

@@ -79,7 +79,7 @@ def _others(model: nn.Module, known: set[int], skip: frozenset[str]) -> Iterator
 def sorted_layers(
     model: nn.Module, skip: frozenset[str]
 ) -> tuple[list[Preconditioned], dict[str, str]]:
-    """Those that are preconditioned, in the order of the modules, and of all others why not.
+    """The layers that are preconditioned, in the order of the modules, and of all others why not.
     Raises optfuse.Error as layers_of() does."""
     found: list[Preconditioned] = []
     reasons: dict[str, str] = {}

@@ -107,7 +107,8 @@ def _measured_network(many: bool, example: Tensor) -> tuple[float, float]:
 
 
 def _agreed(make: Callable[[], Plan], device: torch.device) -> Plan:
-    """That of the first process. If it fails there all raise: the others wait for a word."""
+    """The plan of the first process. If making it fails there, all raise: the others wait for a
+    word."""
     made: tuple[Any, str | None] = (None, None)
     raised: Exception | None = None
     if dist.get_rank() == 0:
