@@ -66,7 +66,7 @@ class Summary:
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
 
     def _notes_on_bits(self) -> Iterator[str]:
-        """Which implementation updates, where that is not a matter of course."""
+        """Notes on the implementation that updates, where that is not a matter of course."""
         if self.reference_differs:
             groups = ", ".join(map(str, self.reference_differs))
             yield (

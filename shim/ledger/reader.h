@@ -8,7 +8,7 @@
 
 namespace optfuse {
 
-// What is still as the plan was told. False may mean that it can't be seen quickly.
+// The parts that are still as the plan was told. False may mean that it can't be seen quickly.
 struct Look {
     bool params;
     bool groups; // and their options
@@ -56,7 +56,7 @@ struct OptimizerReader {
     virtual bool counts_together() { return false; }
     // An attribute of the optimizer: the change as a sentence; empty: none.
     virtual std::string changed_attribute() { return ""; }
-    // Of each slot the group that its parameter is in; kNoGroup: none.
+    // The group of each slot's parameter; kNoGroup: none.
     static constexpr size_t kNoGroup = static_cast<size_t>(-1);
     virtual std::vector<size_t> groups_now() = 0;
     // The name of an option of group `now` that is other than group `then` had it; empty: none.

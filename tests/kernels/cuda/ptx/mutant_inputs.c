@@ -139,7 +139,7 @@ void input_fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
     memset(in, 0, sizeof *in);
     in->packs = strcmp(rule, "packing") == 0;
     const size_t longest = random_next(&random) % 4 ? SHORT : LONGEST;
-    /* Of long rows a thread takes four elements at once, of some pairs in both. */
+    /* In long rows a thread takes four elements at once, for some pairs in both. */
     const size_t rows =
         random_next(&random) % 16 ? 1 + random_next(&random) % MOST_ROWS : LONG_ROWS;
     batch_create(&in->b, in->packs ? 1 : TENSORS, in->packs ? rows * (rows + 2) : longest);

@@ -86,7 +86,7 @@ EQUIVALENT = {
 
 
 def reason(rule: str, kernel: str, line: str) -> str:
-    """Of one that survived; empty: there is none."""
+    """The reason why a mutant may survive; empty: there is none."""
     if line.startswith("unreached "):
         return UNREACHED.get(rule, "")
     what = line.split(": ", 1)[1]

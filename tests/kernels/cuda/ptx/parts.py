@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What programs of this directory that a script builds are made of."""
+"""The parts of the programs of this directory that a script builds."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ KERNEL = """.visible .entry some(.param .u64 some_param_0)
 	ret;
 }}
 """
-# What the compiler does not know, and what translate.py refuses.
+# Instructions that the compiler does not know, and that translate.py refuses.
 UNKNOWN = {
     "add.rz.f32 %f1, %f2, %f3;": "ptx_add_rz_f32",
     "add.rn.ftz.f32 %f1, %f2, %f3;": "ptx_add_rn_ftz_f32",
@@ -42,7 +42,7 @@ REFUSED = {
 
 
 def compiled(text: str) -> str:
-    """What the compiler says."""
+    """The messages of the compiler."""
     command = [*sys.argv[1:], *FLAGS, "-fsyntax-only"]
     done = subprocess.run([*command, "-xc", "-"], input=text, capture_output=True, text=True)
     return done.stderr if done.returncode else ""

@@ -27,7 +27,7 @@ RULES = ["adam", "sgd", "rmsprop", "adadelta", "nadam", "radam", "adamax", "rpro
 FUSED = ("adam", "sgd")  # stock's others are chains of kernels
 BLOCK, REGISTERS, THREADS, MOST_BLOCKS = 256, 65536, 2048, 32  # of a multiprocessor of sm_90
 SECTOR, WARP, VECTOR = 32, 32, 16
-# What is assumed of a chip: multiprocessors, TB/s of its memory, and the share of it that a kernel
+# Assumptions about a chip: multiprocessors, TB/s of its memory, and the share of it that a kernel
 # of such streams reaches (NVIDIA's figures for copies: 0.85 to 0.92).
 CHIPS = {"H100": (132, 3.35, 0.87), "H200": (132, 4.8, 0.87)}
 START, ROUND = 4.0, 1.2  # microseconds: of a launch, and from a thread's loads to its stores
