@@ -157,7 +157,7 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
     if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
         of_set_error("the gradient of %s is changed after it is complete (DistributedDataParallel "
                      "reduces it between processes), so backward fusion would use the wrong one; "
-                     "name the model, optfuse.fuse(optimizer, mode=\"backward\", ddp=model), or "
+                     "name the model, optfuse.fuse(optimizer, optfuse.Backward(ddp=model)), or "
                      "use optfuse.fuse(optimizer, mode=\"forward\")",
                      slot->label.c_str());
         return OF_FOUND_ERROR;

@@ -11,7 +11,7 @@ struct Spelling {
 // In this order: a phrase comes before its parts. tests/structure looks for phrases that are
 // missing here.
 const Spelling spellings[] = {
-    {"name the model, optfuse.fuse(optimizer, mode=\"backward\", ddp=model), or use ", "use "},
+    {"name the model, optfuse.fuse(optimizer, optfuse.Backward(ddp=model)), or use ", "use "},
     {"optfuse.fuse(optimizer, mode=\"forward\")", "optfuse::Mode::forward"},
     {"mode=\"forward\"", "optfuse::Mode::forward"},
     {"inside `with optfuse.accumulate(optimizer):`", "under an optfuse::Accumulate"},

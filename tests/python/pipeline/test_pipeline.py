@@ -103,7 +103,7 @@ REFUSED = {
     "is not in this SGD": lambda m: (plan_of(m), m, sgd(m[:2])),
     "LBFGS": lambda m: (plan_of(m), m, torch.optim.LBFGS(m.parameters())),
     "backward mode": lambda m: (plan_of(m), m, optfuse.fuse(sgd(m), mode="backward")),
-    "without delay=": lambda m: (plan_of(m), m, delayed(m)),
+    "without a delay": lambda m: (plan_of(m), m, delayed(m)),
     "KFAC.remove": lambda m: (plan_of(m), m, preconditioned(m)),
     "must be an nn.Sequential": lambda m: (plan_of(m), m[0], sgd(m)),
     "must be a plan": lambda m: (3, m, sgd(m)),

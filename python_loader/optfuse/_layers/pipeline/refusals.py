@@ -82,7 +82,7 @@ def check_optimizer(module: nn.Sequential, layers: Iterable[int], optimizer: Opt
             )
         if link.delayed is not None:
             raise Error(
-                "optfuse: a Pipeline delays updates by its plan; fuse this optimizer without delay="
+                "optfuse: a Pipeline delays updates by its plan; fuse the optimizer without a delay"
             )
     known = set(map(id, parameters_of(optimizer)))
     for n in layers:
