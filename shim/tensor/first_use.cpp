@@ -22,6 +22,7 @@
 #include "tensor/first_use.h"
 #include "tensor/memory.h"
 #include "tensor/proxies.h"
+#include "traced/replay.h"
 
 namespace optfuse {
 namespace {
@@ -73,7 +74,7 @@ Answer use_value(const char *op, const c10::IValue &value, bool is_target) {
     return answer;
 }
 
-void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+void pass_on(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
     const auto &schema = op.schema();
     const char *name = schema.operator_name().name.c_str();
     const size_t n = schema.arguments().size();
@@ -87,6 +88,11 @@ void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
         overwrite_consumed(op, below, stack);
     else
         op.redispatchBoxed(below, stack);
+}
+
+void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+    if (!replay_answers(op, keys, stack, pass_on))
+        pass_on(op, keys, stack);
 }
 
 } // namespace

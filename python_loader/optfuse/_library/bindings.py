@@ -81,6 +81,9 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_is_sealed": (_Bool, [ctypes.c_void_p]),
 }
 _WITH_GIL: _Prototypes = {
+    "of_shim_play": (None, [ctypes.c_void_p]),
+    "of_shim_played": (_Bool, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]),
+    "of_shim_replay_free": (None, [ctypes.c_void_p]),
     "of_shim_drop_gradients": (None, [_Plan]),
     "of_shim_same_items": (_Bool, [_Object, *_Objects]),
     "of_shim_same_groups": (_Bool, [_Object, *_Objects, _Object, *_Objects]),

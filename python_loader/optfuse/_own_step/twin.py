@@ -37,6 +37,7 @@ COUNTERS = (
 HIDDEN = frozenset(("param_groups", "state", "step", LINK, "_step_supports_amp_scaling", *_HOOKS))
 NOT_OPTIONS = ("params", "param_names")
 CONSTANT = (bool, int, float, complex, str, bytes, type(None))
+_CONSTANT = frozenset(CONSTANT)
 
 
 def step_of(stock: type[Optimizer]) -> Callable[[Optimizer], Any]:
@@ -49,6 +50,8 @@ def copied(value: Any) -> Any:
     """An option as it is now; numbers and the like can't change."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if type(value) is tuple and _CONSTANT.issuperset(map(type, value)):
+        return value
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
     if type(value) is dict:

@@ -140,7 +140,7 @@ def record(
     and options it does to those given. Raises Untraceable if a program can't do what step()
     does."""
     tape = Tape(shape, dtype, strides, device)
-    guide = _Guide(tape, names)
+    guide = Guide(tape, names)
     numbers = nullcontext() if device == CPU else Numbers(tape)
     with nullcontext() if made == "none" else Making(tape, made), numbers:
         after, options, kept = guide.run(step_on, attributes, options, entry)
@@ -178,38 +178,43 @@ def _forms(tape: Tape, entry: Entry | None) -> Forms:
     return found
 
 
-class _Guide:
+class Guide:
     """The stand-ins that a step() is given. Their registers on the tape are those of programs."""
 
     def __init__(self, tape: Tape, names: list[str]) -> None:
-        self._tape = tape
-        self._param, self._grad = tape.new(tape.dtype), tape.new(tape.dtype)
-        self._param.requires_grad_(True)
-        self._param.grad = self._grad
+        self.tape = tape
+        self.param, self.grad = tape.new(tape.dtype), tape.new(tape.dtype)
+        self.param.requires_grad_(True)
+        self.param.grad = self.grad
         self._plain: set[Any] = set()  # keys of the entry at which there is no state tensor
         self.order = list(names)  # of state tensors
         tape.looked_at_shape = False
+
+    def prepare(self, entry: Entry | None) -> Entry | None:
+        """The state entry that step() is given."""
+        given = None if entry is None else self._with_standins(entry)
+        self.tape.n = TEMPORARY
+        return given
 
     def run(
         self, step_on: Twin, attributes: dict[str, Any], options: Group, entry: Entry | None
     ) -> tuple[dict[str, Any], Group, Entry | None]:
         """Attributes, options and entry after the step."""
-        given = None if entry is None else self._with_standins(entry)
-        self._tape.n = TEMPORARY
+        given = self.prepare(entry)
         try:
-            made, after, options = step_on.step_alone(attributes, options, self._param, given)
+            made, after, options = step_on.step_alone(attributes, options, self.param, given)
         except Untraceable:
             raise
         except Exception as error:
             why = f"its step() raises {type(error).__name__} without data: {error}"
-            kind, why = self._tape.why or (Untraceable, why)
+            kind, why = self.tape.why or (Untraceable, why)
             raise kind(why) from error
-        if self._tape.why is not None:  # step() has caught it
-            kind, why = self._tape.why
+        if self.tape.why is not None:  # step() has caught it
+            kind, why = self.tape.why
             raise kind(why)
         self._look_at_tensors(after.pop("state"))
         del after["param_groups"], options["params"]
-        return after, options, None if made is None else self._with_places(made, entry or {})
+        return after, options, None if made is None else self.with_places(made, entry or {})
 
     def _with_standins(self, entry: Entry) -> Entry:
         """Appends to the order what is not in it yet."""
@@ -223,10 +228,10 @@ class _Guide:
 
     def _standin(self, key: Any, place: Place) -> Standin:
         """For a state tensor, in its register."""
-        dtype = place.dtype or self._tape.dtype
-        made = Standin(self._tape, STATE + self._place(key), dtype, place.form)
+        dtype = place.dtype or self.tape.dtype
+        made = Standin(self.tape, STATE + self._place(key), dtype, place.form)
         if place.dtype is not None:
-            self._tape.apart.add(made.register)
+            self.tape.apart.add(made.register)
         made.in_bytes = dtype == torch.bool
         made.is_fixed = place.form == POINT  # else step() has looked at the shape when it made it
         return made
@@ -240,38 +245,38 @@ class _Guide:
 
     def _look_at_tensors(self, state: dict[Any, Entry]) -> None:
         """What step() may not change, since it would change stand-ins only."""
-        param = self._param
+        param = self.param
         if any(owner is not param for owner in state):
             raise Untraceable("it keeps state for what is no parameter")
-        if param.grad is not self._grad:
+        if param.grad is not self.grad:
             raise Untraceable("it puts another gradient into the place of the one that there is")
-        if not requires_grad_of(param) or requires_grad_of(self._grad):
+        if not requires_grad_of(param) or requires_grad_of(self.grad):
             raise Untraceable("it changes requires_grad")
-        for reference in self._tape.alive:
+        for reference in self.tape.alive:
             alive = reference()
             if alive is not None and own_attributes(alive):
                 raise Untraceable(
                     f"it gives tensors attributes: {', '.join(sorted(own_attributes(alive)))}"
                 )
 
-    def _with_places(self, entry: Entry, before: Entry) -> Entry:
+    def with_places(self, entry: Entry, before: Entry) -> Entry:
         """The entry after the step. What was put into it is copied to the register of its
         place."""
         found = {}
-        taken = {self._param.register, self._grad.register}
+        taken = {self.param.register, self.grad.register}
         for key, value in entry.items():
             if not isinstance(value, Standin):
-                found[key] = _plain(key, value)
+                found[key] = plain(key, value)
                 continue
             if key in self._plain:
                 raise Untraceable(f"state[{key!r}] becomes a tensor, after it was none")
             register = STATE + self._place(key)
-            root = self._tape.roots.get(value.register, value.register)
+            root = self.tape.roots.get(value.register, value.register)
             is_others = root < TEMPORARY and value.register != register
             if root in taken or is_others:
                 raise Untraceable(f"state[{key!r}] is the tensor of another place, too")
             taken.add(root)
-            dtype = None if value.dtype == self._tape.dtype else value.dtype
+            dtype = None if value.dtype == self.tape.dtype else value.dtype
             found[key] = place = Place(register - STATE, dtype, value.form)
             was = before.get(key)
             if isinstance(was, Place) and was.dtype != dtype:
@@ -281,7 +286,7 @@ class _Guide:
         return found
 
 
-def _plain(key: Any, value: Any) -> Any:
+def plain(key: Any, value: Any) -> Any:
     """What is no stand-in."""
     for x in _items(value):
         if isinstance(x, Standin):

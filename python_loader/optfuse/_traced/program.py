@@ -55,6 +55,7 @@ class Structure:
 
     lines: tuple[Shape, ...]  # in the library's registers
     of: tuple[int, ...]  # which lines of the tape they are
+    taped: tuple[Shape, ...]  # all lines of the tape
     code: list[int]  # as the library reads it
 
 
@@ -67,21 +68,21 @@ class Program:
     """One update, in the library's registers."""
 
     structure: Structure
-    # s and t of each line; the library takes no Later
-    pairs: tuple[tuple[Number, Number], ...]
+    values: list[Number]  # s and t of each line; the library takes no Later
 
     @property
     def instructions(self) -> list[Line]:
-        return [(*q, *pair) for q, pair in zip(self.structure.lines, self.pairs, strict=True)]
+        pairs = zip(self.values[::2], self.values[1::2], strict=True)
+        return [(*q, *pair) for q, pair in zip(self.structure.lines, pairs, strict=True)]
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.structure.lines)
 
     def code(self) -> list[int]:
         return self.structure.code
 
     def numbers(self) -> list[Number]:
-        return [x for pair in self.pairs for x in pair]
+        return self.values
 
     def shown(self, state: Iterable[str]) -> str:
         """One line for each instruction; state: the names of the state tensors."""
@@ -142,7 +143,7 @@ def make_program(
     tensors, and none from there to TEMPORARY. made: those of the state that have no values
     before. apart: registers that are not as the parameter. What nobody sees is left out."""
     structure = _structure(tuple(q[:5] for q in lines), made, n_state, apart)
-    return Program(structure, tuple(lines[i][5:] for i in structure.of))
+    return Program(structure, [x for i in structure.of for x in lines[i][5:]])
 
 
 @cache
@@ -161,7 +162,7 @@ def _structure(
     if not has_values.issuperset(made):
         raise Untraceable("it makes state without values")
     placed = tuple(with_few_registers(kept, in_memory))
-    return Structure(placed, tuple(of), code_of(placed))
+    return Structure(placed, tuple(of), lines, code_of(placed))
 
 
 def needed(lines: Sequence[Shape], live: set[int]) -> list[int]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
+
+from optfuse._traced.given import Given, Place, given_to
 
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
@@ -53,12 +55,33 @@ class Later:
     sign: int = 1
 
 
-Number = float | Later
+Number = float | Later | Given
 # operator, to, a, b, c: registers of the tape; s, t: numbers
 Line = tuple[str, int, int, int, int, Number, Number]
 
 
+@dataclass
+class Learning:
+    """Of a step() that is to be played (replay.py)."""
+
+    address: int  # what the library notes of it
+    pinned: set[Place] = field(default_factory=set)  # numbers that decide what is on the tape
+    calls: set[int] = field(default_factory=set)  # operators whose numbers are Given
+
+    def given(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The arguments and options of an operator, with a Given for each number, if it is one
+        that step() has called itself."""
+        call, name, overload = torch.ops.optfuse.learned_now()
+        schema = func._schema
+        if call in self.calls or (name, overload) != (schema.name, schema.overload_name):
+            return args, options
+        self.calls.add(call)
+        return given_to(func, call, args, options, self.pinned)
+
+
 def times(factor: float, x: Number) -> Number:
+    if isinstance(x, Given):
+        return x.times(factor)
     if not isinstance(x, Later):
         return factor * x
     if factor not in (1.0, -1.0):
@@ -106,6 +129,7 @@ class Tape:
         self.known: dict[int, tuple[Tensor, float]] = {}
         self.looked_at_shape = False
         self.looked_at_requires_grad = False
+        self.learning: Learning | None = None
         # The first reason, also if step() caught it; no exception, which would keep the frames
         # that it came through, and with them the optimizer.
         self.why: tuple[type[Untraceable], str] | None = None
@@ -212,7 +236,7 @@ def _refusing(name: str) -> Any:
     return refuse if callable(getattr(Tensor, name, refuse)) else property(refuse)
 
 
-_dict_of = Tensor.__dict__["__dict__"].__get__  # a stand-in's own, which it refuses to show
+dict_of = Tensor.__dict__["__dict__"].__get__  # a stand-in's own, which it refuses to show
 _of_parameters = type(torch.nn.Parameter).__instancecheck__.__code__
 
 
@@ -316,10 +340,13 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
     ) -> Any:
         found = _by_id.get(id(func))
         if found is not None:
-            lines = tape_of(args, kwargs).lines
+            tape, options = tape_of(args, kwargs), kwargs or {}
+            lines = tape.lines
             n = len(lines)
+            if tape.learning is not None:
+                args, options = tape.learning.given(func, args, options)
             try:
-                return found[0](found[1], args, kwargs or {})
+                return found[0](found[1], args, options)
             except NotElementwise:
                 del lines[n:]
         elif func in _QUESTIONS:
@@ -353,7 +380,7 @@ _OURS = {"tape", "register", "form", "is_real", "in_bytes", "is_fixed", "of_grad
 
 def own_attributes(x: Standin) -> set[str]:
     """Names of those that step() gave it."""
-    names = _dict_of(x).keys()
+    names = dict_of(x).keys()
     if names <= _OURS:
         return set()
     return {k for k in names - _OURS if not k.startswith(_OF_PYTORCH)}

@@ -29,6 +29,7 @@ from optfuse._traced.counting import Counting, advance, find_counters
 from optfuse._traced.guide import Place, Recorded, like, place_of, record
 from optfuse._traced.parts import Parts
 from optfuse._traced.program import MOST_STATE, Program
+from optfuse._traced.replay import Replay, learn
 from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
 
@@ -50,6 +51,19 @@ class Cohort:
     slots: list[int]
     recorded: Recorded | None = None  # of this step
     counting: Counting | None = None  # if it is known which entries of the state are theirs
+    replay: Replay | None = None  # of the step before
+    learned: int = 0  # how many replays there have been
+    played: int = 0  # how often they were right
+
+    def is_worth_learning(self, before: Recorded | None) -> bool:
+        """Whether the steps are alike, as far as is known. before: of the step before."""
+        now = self.recorded
+        if before is None or now is None or self.learned > 2 + self.played // 8:
+            return False
+        was, program = before.program, now.program
+        if not isinstance(was, Program) or not isinstance(program, Program):
+            return False
+        return was.structure is program.structure and not now.looked_at_shape
 
 
 @dataclass
@@ -196,7 +210,7 @@ class Traced:
             return False
         if not lib.of_shim_same_kinds(self._plan, self._whole, any(self._by_shape)):
             return False
-        return _hold(kept.counters, kept.values)
+        return not kept.counters or _hold(kept.counters, kept.values)
 
     def _record_all(
         self, optimizer: Optimizer, params: list[Tensor], taking: list[int], same: bool
@@ -280,6 +294,45 @@ class Traced:
         return tuple(found)
 
     def _record(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> None:
+        before = cohort.recorded
+        recorded = None
+        if cohort.replay is not None:
+            attributes, given, entry = self._inputs(optimizer, param, cohort)
+            recorded = cohort.replay.play(self._twin, dict(attributes), dict(given), entry)
+            cohort.played += recorded is not None
+        if recorded is None:
+            cohort.replay = None
+            attributes, given, entry = self._inputs(optimizer, param, cohort)
+            of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
+            of_all = self._making, param.device
+            recorded = record(self._twin, dict(attributes), dict(given), *of_param, *of_all)
+        cohort.recorded = recorded
+        self.names += recorded.names[len(self.names) :]
+        self._shaped |= recorded.shaped()
+        self._take_settings(cohort.group, attributes, given, recorded)
+        if cohort.replay is None and self._can_play(param) and cohort.is_worth_learning(before):
+            self._learn_replay(optimizer, param, cohort, recorded)
+
+    def _can_play(self, param: Tensor) -> bool:
+        """Elsewhere modes of Python see operators, too."""
+        return self._making == "none" and param.device.type == "cpu"
+
+    def _learn_replay(
+        self, optimizer: Optimizer, param: Tensor, cohort: Cohort, recorded: Recorded
+    ) -> None:
+        promise = self.promise
+        options = twin.options_of(optimizer.param_groups[cohort.group])
+        given = dict(fresh(options, promise.options))
+        attributes = dict(fresh(self._before, promise.attributes))
+        entry = like(optimizer.__dict__["state"].get(param), param, self.names, self._shaped)
+        of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
+        cohort.replay = learn(self._twin, attributes, given, *of_param, recorded)
+        cohort.learned += 1
+
+    def _inputs(
+        self, optimizer: Optimizer, param: Tensor, cohort: Cohort
+    ) -> tuple[dict[str, Any], Group, Entry | None]:
+        """The attributes, options and state entry of a run, with copies of what it may change."""
         group = optimizer.param_groups[cohort.group]
         options = twin.options_of(group)
         promised = self.promise.options
@@ -293,21 +346,7 @@ class Traced:
             of_attributes = self._copies.of(optimizer.__dict__, self.promise.attributes)
             attributes = {**self._before, **of_attributes}
         entry = like(optimizer.__dict__["state"].get(param), param, self.names, self._shaped)
-        cohort.recorded = recorded = record(
-            self._twin,
-            dict(attributes),
-            dict(given),
-            tuple(param.shape),
-            param.dtype,
-            entry,
-            self.names,
-            None if param.is_contiguous() else param.stride(),
-            self._making,
-            param.device,
-        )
-        self.names += recorded.names[len(self.names) :]
-        self._shaped |= recorded.shaped()
-        self._take_settings(cohort.group, attributes, given, recorded)
+        return attributes, given, entry
 
     def _take_settings(
         self, group: int, attributes: dict[str, Any], options: Group, recorded: Recorded
@@ -502,6 +541,10 @@ def _is_whole(entry: Entry | None, after: Entry) -> bool:
     return entry is not None and all(key in entry for key in _filled(after))
 
 
+def _strides(param: Tensor) -> tuple[int, ...] | None:
+    return None if param.is_contiguous() else param.stride()
+
+
 def _room(param: Tensor, place: Place) -> Tensor:
     if place.form is not None:
         return torch.empty_strided(
@@ -573,9 +616,8 @@ def _must_keep(
     what: str, before: dict[str, Any], after: dict[str, Any], changing: frozenset[str]
 ) -> None:
     missing = object()
-    for name in {**before, **after}:
-        if after.get(name, missing) is before.get(name, missing):
-            continue  # as nearly always
+    changed = [name for name, value in after.items() if before.get(name, missing) is not value]
+    for name in (*changed, *(before.keys() - after.keys())):  # nearly always few
         own = name not in changing and name not in twin.HIDDEN and name not in twin.COUNTERS
         if own and name not in twin.NOT_OPTIONS:
             place = difference("", after.get(name), before.get(name))

@@ -68,3 +68,52 @@ class ByClass(Base):
 def a_step_that_may_see_the_class_of_a_parameter_is_refused():
     optimizer = ByClass([MyParameter(torch.ones(9))])
     must_raise(lambda: optfuse.fuse(optimizer), "fusing a class that knows parameters by theirs")
+
+
+class LateOperand(Base):
+    """From a step on that no trial meets, another tensor is added."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        if not state:
+            state["n"], state["m"] = 0, torch.zeros_like(p)
+        state["n"] += 1
+        state["m"].mul_(0.5).add_(grad)
+        p.add_(grad if state["n"] < 50 else state["m"], alpha=-group["lr"])
+
+
+@guards("replay")
+def a_step_with_another_operand_is_not_taken_for_the_one_before():
+    pair = Pair(make=LateOperand)
+    for i in range(55):
+        pair.train(i)
+    pair.assert_same()
+
+
+_kept: dict[str, Tensor] = {}
+
+
+class KeepsOne(Base):
+    """One step keeps the gradient, and the next one uses it."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] == 50:
+            _kept[group["who"]] = grad
+        source = _kept[group["who"]] if state["n"] == 51 else grad
+        p.add_(source, alpha=-group["lr"])
+
+
+@guards("replay_kept")
+def a_tensor_without_data_that_a_step_keeps_is_not_played_again():
+    values, ends = torch.ones(9), []
+    for who in ("stock", "fused"):
+        p = nn.Parameter(values.clone())
+        optimizer = KeepsOne([p], who=who)
+        if who == "fused":
+            optfuse.fuse(optimizer)
+        torch.manual_seed(0)
+        for _ in range(55):
+            p.grad = torch.randn(9)
+            optimizer.step()
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends), "a step used this step's gradient for the one that it had kept"

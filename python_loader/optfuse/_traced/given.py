@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Numbers that operators are given while a replay is learned: what becomes of each is noted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+Place = tuple[int, int, int]  # operator, argument, element
+
+
+@dataclass(eq=False)
+class Given:
+    """In the place of a number. On a tape it stands for a number that may be another one at the
+    next step; the tape itself must not depend on it, or it is pinned."""
+
+    value: Any
+    place: Place
+    pinned: set[Place]
+    sign: int = 1
+
+    def times(self, factor: float) -> Given | float:
+        if factor in (1.0, -1.0):
+            return Given(self.value, self.place, self.pinned, int(factor) * self.sign)
+        return factor * float(self)
+
+    def now(self) -> float:
+        """Its value."""
+        value = float(self.value)
+        return value if self.sign == 1 else -1.0 * value
+
+    def __float__(self) -> float:
+        self.pinned.add(self.place)
+        return self.now()
+
+    def __abs__(self) -> float:
+        return abs(float(self))
+
+    def __bool__(self) -> bool:
+        return bool(float(self))
+
+    def __eq__(self, other: object) -> bool:
+        return float(self) == other
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+    def __index__(self) -> NoReturn:
+        raise TypeError("a number that may be another one at the next step")
+
+
+def given_to(func: Any, call: int, args: Any, options: Any, pinned: set[Place]) -> Any:
+    """The arguments and options of an operator with a Given for each number. Whole numbers that
+    are sizes and the like stay as they are."""
+    args, options = list(args), dict(options)
+    for i, argument in enumerate(func._schema.arguments):
+        if not _takes_numbers(str(argument.type)):
+            continue
+        if i < len(args):
+            args[i] = _given(args[i], call, i, pinned)
+        elif argument.name in options:
+            options[argument.name] = _given(options[argument.name], call, i, pinned)
+    return tuple(args), options
+
+
+def _takes_numbers(kind: str) -> bool:
+    return any(name in kind for name in ("number", "float", "Tensor"))
+
+
+def _given(value: Any, call: int, argument: int, pinned: set[Place]) -> Any:
+    if isinstance(value, bool | int | float):
+        return Given(value, (call, argument, 0), pinned)
+    if isinstance(value, list | tuple) and any(isinstance(x, bool | int | float) for x in value):
+        return [Given(x, (call, argument, i), pinned) for i, x in enumerate(value)]
+    return value

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A traced step() that does what it did before is played by the library; whatever a later step
+does otherwise is seen, and has the bits of the class alone."""
+
+import math
+
+import pytest
+import torch
+from traced_classes import Base
+
+import optfuse
+from optfuse._link import link_of
+
+STEPS, LATER = 70, 50  # no trial takes more than 45
+
+
+class Replayed(Base):
+    """Counts its steps for each parameter, and draws numbers from the count."""
+
+    def begin_state(self, p, state):
+        if not state:
+            state["n"], state["m"], state["v"] = 0, torch.zeros_like(p), torch.zeros_like(p)
+        state["n"] += 1
+        return state["n"]
+
+    def update(self, p, grad, state, group):
+        n = self.begin_state(p, state)
+        beta = group["betas"][0]
+        state["m"].mul_(beta).add_(grad, alpha=1 - beta)
+        self.later(p, grad, state, group, n > LATER)
+        p.add_(state["m"], alpha=-group["lr"] / (1 - beta**n))
+
+    def later(self, p, grad, state, group, is_late):
+        pass
+
+
+class OtherOperator(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            p.sub_(grad, alpha=0.01)
+
+
+class OtherOperand(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        p.add_(state["v"] if is_late else grad, alpha=0.01)
+        state["v"].add_(grad)
+
+
+class OtherPower(Replayed):
+    """The exponent is a number that decides which operator is on the tape."""
+
+    def later(self, p, grad, state, group, is_late):
+        p.add_(grad.pow(3 if is_late else 2), alpha=0.01)
+
+
+class OtherSign(Replayed):
+    """clamp() by one number or by two."""
+
+    def later(self, p, grad, state, group, is_late):
+        p.add_(grad.clamp(-0.5, None if is_late else 0.5), alpha=0.01)
+
+
+class NewTensor(Replayed):
+    """State is replaced at each step."""
+
+    def later(self, p, grad, state, group, is_late):
+        state["v"] = state["v"] * 0.5 + grad * (0.25 if is_late else 0.125)
+        p.sub_(state["v"], alpha=0.01)
+
+
+class Exchanged(Replayed):
+    """From a step on an entry has the tensor that another one had."""
+
+    def later(self, p, grad, state, group, is_late):
+        state["v"].add_(grad, alpha=0.5)
+        if is_late:
+            state["m"], state["v"] = state["v"], state["m"]
+
+
+class OneMore(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            state["more"] = 1
+
+
+class Swallows(Replayed):
+    """An error of the library's would never reach it."""
+
+    def later(self, p, grad, state, group, is_late):
+        try:
+            (p.add_ if is_late else p.sub_)(grad, alpha=0.01)
+        except Exception:
+            p.mul_(0.5)
+
+
+class Foreach(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        torch._foreach_mul_([state["v"]], [0.5 if is_late else 0.25])
+        torch._foreach_addcmul_([state["v"]], [grad], [grad], value=0.1)
+        torch._foreach_sub_([p], torch._foreach_div([state["v"]], 3 + is_late), alpha=0.01)
+
+
+class Numbers(Replayed):
+    """NaN, zeros of both signs and numbers that grow."""
+
+    def later(self, p, grad, state, group, is_late):
+        n = state["n"]
+        p.add_(grad, alpha=0.0 if n % 3 else -0.0)
+        state["v"].mul_(math.nan if n == LATER + 3 else 1.0).add_(2 * n).sub_(0.5**n)
+
+
+class Kinds(Replayed):
+    """Whole numbers and booleans in turn."""
+
+    def later(self, p, grad, state, group, is_late):
+        p.add_(grad, alpha=2 if state["n"] % 2 else 0.5)
+        state["v"].add_(True if state["n"] % 3 else 0.25)
+
+
+class Alias(Replayed):
+    """Works on another tensor of the same memory."""
+
+    def later(self, p, grad, state, group, is_late):
+        p.detach().add_(grad.detach(), alpha=0.01 if is_late else 0.02)
+
+
+LIKE_BEFORE = (Replayed, NewTensor, Foreach, Numbers, Alias)
+OTHERWISE = (OtherOperator, OtherOperand, OtherPower, OtherSign, OneMore, Swallows, Kinds)
+
+
+def trained(make, mode):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((31,), (7, 5), (20,))]
+    optimizer = make(params)
+    if mode is not None:
+        optfuse.fuse(optimizer, mode=mode)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        sum((p * torch.randn(p.shape)).sum() for p in params).backward()
+        optimizer.step()
+        scheduler.step()
+    return optimizer, params
+
+
+def assert_same(ours, theirs, where):
+    assert torch.equal(ours.detach().nan_to_num(7.0), theirs.detach().nan_to_num(7.0)), where
+
+
+def compare(make, mode):
+    theirs, expected = trained(make, None)
+    ours, found = trained(make, mode)
+    for i, (p, q) in enumerate(zip(found, expected, strict=True)):
+        assert_same(p, q, f"parameter {i}")
+        assert list(ours.state[p]) == list(theirs.state[q])
+        for key, value in theirs.state[q].items():
+            if isinstance(value, torch.Tensor):
+                assert_same(ours.state[p][key], value, key)
+            else:
+                assert ours.state[p][key] == value, key
+    return link_of(ours).traced
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("make", LIKE_BEFORE)
+def test_steps_with_other_numbers_are_played(make, mode):
+    traced = compare(make, mode)
+    (cohort,) = traced._cohorts
+    assert not traced.untraced
+    assert cohort.played > STEPS / 2, (cohort.learned, cohort.played)
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("make", OTHERWISE)
+def test_a_step_that_does_something_else_is_recorded(make, mode):
+    traced = compare(make, mode)
+    assert not traced.untraced
+    assert traced._cohorts[0].learned > 0
+
+
+class Keeps(Replayed):
+    """At one step it keeps the gradient, which the next one uses."""
+
+    kept: dict[bool, torch.Tensor] = {}
+
+    def later(self, p, grad, state, group, is_late):
+        if p.dim() and state["n"] == LATER:
+            self.kept[type(self) is Keeps] = grad
+        if state["n"] == LATER + 1:
+            grad = self.kept[type(self) is Keeps]
+        p.sub_(grad, alpha=0.01)
+
+
+def test_a_tensor_that_a_step_keeps_is_seen():
+    def one(mode):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(30))
+        optimizer = Keeps([p])
+        if mode:
+            optfuse.fuse(optimizer, mode=mode)
+        for _ in range(STEPS):
+            p.grad = torch.randn(30)
+            optimizer.step()
+        return optimizer, p
+
+    ours, p = one("forward")
+    _, q = one(None)
+    assert_same(p, q, "the parameter")
+    assert link_of(ours).traced.untraced == 2
+
+
+class Notes(Replayed):
+    """It gives the parameter an attribute."""
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            p.note = 1
+        p.sub_(grad, alpha=0.01)
+
+
+class Option(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            group["eps"] = 0.5
+        p.sub_(grad, alpha=group["eps"])
+
+
+class DropsGradient(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        p.sub_(grad, alpha=0.01)
+        if is_late:
+            p.grad = None
+
+
+@pytest.mark.parametrize(
+    ("make", "untraced"),
+    (
+        (Notes, STEPS - LATER),
+        (Option, 1),
+        (DropsGradient, STEPS - LATER),
+        (Exchanged, STEPS - LATER),
+    ),
+)
+def test_what_a_step_does_beside_updates_is_seen(make, untraced):
+    theirs, expected = trained(make, None)
+    ours, found = trained(make, "forward")
+    for p, q in zip(found, expected, strict=True):
+        assert_same(p, q, "a parameter")
+    assert link_of(ours).traced.untraced == untraced
+    assert ours.param_groups[0]["eps"] == theirs.param_groups[0]["eps"]
+
+
+class Branches(Replayed):
+    """Every third step does more."""
+
+    def later(self, p, grad, state, group, is_late):
+        if state["n"] % 3 == 0:
+            p.mul_(0.9)
+
+
+def test_steps_that_take_turns_give_up_learning():
+    traced = compare(Branches, "forward")
+    assert traced._cohorts[0].learned <= 4
+
+
+def test_a_step_with_gradients_on_is_not_played():
+    class Enabled(Replayed):
+        def later(self, p, grad, state, group, is_late):
+            with torch.enable_grad():
+                state["v"].add_(grad)
+
+    traced = compare(Enabled, "forward")
+    assert traced._cohorts[0].played == 0
