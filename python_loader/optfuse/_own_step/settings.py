@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optfuse._own_step.twin import Group
+from optfuse._own_step.twin import CONSTANT, Group
 from optfuse._trials.compare import deep_copy, difference, same_bits
 
 SETTINGS = "the optimizer's options or attributes"
@@ -87,7 +87,11 @@ def copied_settings(settings: Settings) -> Settings:
 
 def fresh(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """With copies of what a step may change in place."""
-    copies = {name: copy.deepcopy(values[name]) for name in names if name in values}
+    copies = {
+        name: copy.deepcopy(values[name])
+        for name in names
+        if name in values and type(values[name]) not in CONSTANT
+    }
     return {**values, **copies} if copies else values
 
 
@@ -99,9 +103,13 @@ class Copies:
         self._real: dict[int, tuple[Any, Any]] = {}  # id of a copy -> it, and what it is of
 
     def of(self, values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        made = {name: copy.deepcopy(values[name]) for name in names if name in values}
-        for name, value in made.items():
-            self._remember(value, values[name])
+        made = {}
+        for name in names:
+            if name in values:
+                value = made[name] = values[name]
+                if type(value) not in CONSTANT:
+                    made[name] = copy.deepcopy(value)
+                    self._remember(made[name], value)
         return made
 
     def _remember(self, made: Any, real: Any) -> None:

@@ -102,7 +102,7 @@ def _add(called: Called, args: Args, options: Options, sign: float = 1.0) -> Any
         return tape.write("number_add", result(called, args, options, y), y, s=s, t=alpha)
     if isinstance(alpha, Later) or abs(alpha) != 1.0:
         raise NotElementwise("a number times alpha")
-    s = times(alpha, number(y, x))
+    s = times(float(alpha), number(y, x))
     return tape.write("add_number", result(called, args, options, x), x, s=s)
 
 

@@ -82,7 +82,7 @@ class Parts:
 
 def _known(x: Number) -> float:
     """The number; NaN stands in its place until its register is read (_segment()'s patches)."""
-    return math.nan if isinstance(x, Later) else x
+    return math.nan if isinstance(x, Later) else float(x)
 
 
 def _shown_call(call: Call, state: list[str]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 import optfuse
 from optfuse._link import link_of
-from optfuse._traced.updates import _kind_of_shape
+from optfuse._traced.cohorts import kind_of_shape
 from optfuse._trials.compare import difference
 
 
@@ -205,7 +205,7 @@ MIXES = [
 
 def test_kinds_of_shape_are_unlike():
     shapes = torch.ones(()), torch.ones(3), torch.ones(6)[::2], torch.ones(2, 3).T
-    assert len(set(map(_kind_of_shape, shapes))) == 4
+    assert len(set(map(kind_of_shape, shapes))) == 4
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
@@ -354,4 +354,4 @@ def test_parameters_without_dimensions_are_resumed(cls, shapes, mode):
     assert difference("", ours[:2], stock[:2]) is None
     traced = link_of(ours[2]).traced
     assert not traced.untraced
-    assert set(traced.names) >= {"exp_avg"} or "square" in traced.names
+    assert set(traced.recording.names) >= {"exp_avg"} or "square" in traced.recording.names
