@@ -5,7 +5,7 @@
 
 PTX_FOLDER has INSTANCE-CHIP.ptx; LIBRARIES are the translated kernels and the yardstick. All
 mutants of sgd's kernels for small tables (those for large ones have the same text), and a fixed
-2,000 of others. OUT is a table of JSON; the status is 1 where less than 95 % are seen."""
+2,200 of others. OUT is a table of JSON; the status is 1 where fewer are seen than LEAST."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pathlib import Path
 
 from parts import FLAGS, HERE, SOURCES, linked
 
-SEED, LEAST, MOST_EXCUSED = 46, 0.95, 0.1
+SEED, MOST_EXCUSED = 46, 0.1
+LEAST = (0.95, 0.85)  # of sgd's, of others: programs are drawn at random, and see half of theirs
 ALL = [("sgd", dtype, f"of_cuda_sgd_{dtype}_{used}_small")
        for dtype in ("float32", "bfloat16", "float64", "float16") for used in (1, 0)]  # fmt: skip
 SAMPLES = [
@@ -151,14 +152,14 @@ def main() -> None:
         build = Build(Path(name), include, Path(ptx), chip, libraries)
         parts = {
             title: list(pool.map(lambda one: check(build, *one), some))
-            for title, some in (("sgd, all", ALL), (f"2,000 of others, seed {SEED}", SAMPLES))
+            for title, some in (("sgd, all", ALL), (f"2,200 of others, seed {SEED}", SAMPLES))
         }
     made = {title: {**table(rows), "kernels": rows} for title, rows in parts.items()}
     Path(out).write_text(json.dumps({"section": "ptx-mutants", **made}, indent=1) + "\n", "utf-8")
-    for title, rows in parts.items():
+    for (title, rows), least in zip(parts.items(), LEAST, strict=True):
         found = table(rows)
         print(title, found)
-        if found["seen"] < LEAST or found["excused"] > MOST_EXCUSED * found["mutants"]:
+        if found["seen"] < least or found["excused"] > MOST_EXCUSED * found["mutants"]:
             sys.exit("too few are seen, or too many are excused")
 
 
