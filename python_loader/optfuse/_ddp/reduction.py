@@ -175,9 +175,9 @@ def _start(state, bucket):  # type: ignore[no-untyped-def] # DDP looks at the an
 
 
 def _reduced(model: DistributedDataParallel) -> list[Tensor]:
-    """The parameters whose gradients the model reduces."""
-    named = model.module.named_parameters()
-    return [p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore]
+    """The parameters whose gradients the model reduces: those that its module had when it was
+    wrapped, also where the module has others by now."""
+    return [p for p in model._module_parameters if p.requires_grad]
 
 
 def reduces(model: DistributedDataParallel, optimizer: Optimizer) -> bool:

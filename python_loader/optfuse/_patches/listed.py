@@ -170,6 +170,12 @@ PLACES = (
         ("_has_rebuilt_buckets",),
     ),
     (
+        "nothing, but asks whose gradients that model reduces,",
+        "the module may have other parameters by now",
+        "torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers",
+        ("_module_parameters",),
+    ),
+    (
         "the reduction of that model",
         "a communication hook has to start it by itself",
         "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks."

@@ -72,6 +72,26 @@ def test_what_a_pass_does_not_use_is_reduced_with_the_gradient_of_the_one_before
     same(script)
 
 
+@pytest.mark.parametrize("options", ({}, {"gradient_as_bucket_view": True}), ids=str)
+def test_buckets_are_rebuilt_with_a_parameter_that_the_module_has_no_more(gloo, options):
+    """DDP still knows its gradient, which backward fusion has consumed."""
+
+    def script(wrap):
+        wrapped = DDP(net(), **options)
+        layer = wrapped.module[0]
+        optimizer = wrap(adamw(wrapped.parameters()), ddp=wrapped)
+        wrapped(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        old, layer.bias = layer.bias, nn.Parameter(layer.bias.detach().clone())
+        params = optimizer.param_groups[0]["params"]
+        params[next(i for i, p in enumerate(params) if p is old)] = layer.bias
+        optimizer.zero_grad()
+        yield "output", wrapped(torch.ones(2, 6))
+        yield "weights", dict(wrapped.module.state_dict())
+
+    same(script, "backward")
+
+
 def test_unused_parameters_are_refused(gloo):
     refuses(DDP(net(), find_unused_parameters=True), "find_unused_parameters=True")
 
