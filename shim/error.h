@@ -58,6 +58,23 @@ inline void check(of_status status) {
         fail(std::string("optfuse: ") + of_error_message());
 }
 
+// Whether the work went well; else its error is that of this thread, without "optfuse: ", which
+// whoever asks puts in front.
+template <typename Work> bool answers(const Work &work) {
+    try {
+        work();
+        return true;
+    } catch (const c10::Error &e) {
+        of_set_error("%s", e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        std::string text = e.what();
+        if (text.rfind("optfuse: ", 0) == 0)
+            text.erase(0, 9);
+        of_set_error("%s", text.c_str());
+    }
+    return false;
+}
+
 // Returns the work's result; or `failed`, if it throws: "<what><whose> failed: <why>" is then the
 // error of this thread.
 template <typename Result, typename Work>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// owner.h: who owns an optimizer, Python (python/callback.h) or a C++ program (cxx/), and what
+// owner.h: who owns an optimizer, Python (python/reader.h) or a C++ program (cxx/), and what
 // its plan asks of it.
 #pragma once
 
@@ -21,6 +21,8 @@ struct Owner {
     virtual bool await_reduction(Plan *plan) = 0;
     // A pass has ended, and all of its updates are made.
     virtual void end_backward(Plan *plan) = 0;
+    // The plan is given up, and asks no more.
+    virtual void close() {}
 
   protected:
     ~Owner() = default;

@@ -106,6 +106,7 @@ struct Plan {
     std::shared_ptr<Plan> self;
     of_plan *core = nullptr;
     Owner *owner = nullptr; // outlives the plan, or has closed it
+    std::shared_ptr<void> python; // the owner, if that is python/reader.h's
     of_mode mode = OF_FORWARD;
     const of_rule *rule = nullptr;
     NativeUpdate *native = nullptr; // rules without kernels: or Python updates

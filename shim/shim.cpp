@@ -118,7 +118,6 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         plan->rule = of_plan_rule(plan->core);
         plan->native = optfuse::native_update(plan->rule->name);
         plan->self = plan;
-        plan->owner = &optfuse::python_owner();
         if (plan->rule->external)
             optfuse::updates_take_the_gil();
         *out = optfuse::handle_of(plan.get());
@@ -134,6 +133,8 @@ void of_shim_plan_free(of_shim_plan *handle) {
     plan->steps->fetch_add(1, std::memory_order_release);
     of_plan_clear(plan->core);
     plan->slots.clear();
+    if (plan->owner != nullptr)
+        plan->owner->close();
     const std::shared_ptr<optfuse::Plan> last = std::move(plan->self);
 }
 

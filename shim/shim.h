@@ -12,7 +12,7 @@
  *
  * No exception leaves these functions. Those that return an int give an
  * of_status; on anything but 0 of_error_message() says what happened. Only
- * of_shim_same_...() and of_shim_drop_gradients() need the GIL. of_shim_flush() and
+ * of_shim_ledger_...() and of_shim_drop_gradients() need the GIL. of_shim_flush() and
  * the functions that only report may be called from any thread at any time; the
  * others, like the optimizer itself, from one thread at a time.
  */
@@ -33,15 +33,12 @@ typedef struct of_shim_plan of_shim_plan;
  * it, never inside. */
 enum { OF_SHIM_DONE = 1 };
 typedef enum of_shim_event {
-    OF_SHIM_BACKWARD, /* the first gradient of a backward pass is complete; in place of the
-                         slot: 1 if the count of passes says that this one only adds */
-    OF_SHIM_STATE,    /* optimizer state of this slot must be made now */
-    OF_SHIM_REDUCED,  /* a backward pass is about to end: wait for the gradients that are still
-                         being reduced between processes, and say so of each slot */
-    OF_SHIM_APPLY     /* rules without kernels: run the optimizer's own step() on this slot's
-                         parameter, whose gradient is in .grad. This thread has the plan's lock
-                         meanwhile: of_shim_step(), of_shim_flush() and others that need the
-                         lock refuse to run here for this plan */
+    OF_SHIM_REDUCED, /* a backward pass is about to end: wait for the gradients that are still
+                        being reduced between processes, and say so of each slot */
+    OF_SHIM_APPLY    /* rules without kernels: run the optimizer's own step() on this slot's
+                        parameter, whose gradient is in .grad. This thread has the plan's lock
+                        meanwhile: of_shim_step(), of_shim_flush() and others that need the
+                        lock refuse to run here for this plan */
 } of_shim_event;
 
 /* Once per process: registers the first-use fallback and the fork handlers.
@@ -76,18 +73,43 @@ OF_API void of_shim_plan_free(of_shim_plan *plan);
 OF_API int of_shim_clear(of_shim_plan *plan);
 OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, size_t n_hyper);
 
-/* Whether a dict of dicts (the optimizer's state) has these keys and entries, and then NULL; and
- * each entry these keys and values, and then NULL: by identity and in this order. state: a borrowed
- * PyObject*; the arrays: PyObject*s that their owner keeps alive. Needs the GIL (ctypes.PyDLL);
- * runs no Python code. */
-OF_API bool of_shim_same_state(void *state, const void *const *entries, size_t n_entries,
-                               const void *const *values, size_t n_values);
-/* Likewise, whether a list of lists has these items: those of each list, and then NULL. */
-OF_API bool of_shim_same_items(void *lists, const void *const *items, size_t n);
-/* Likewise, whether a list of plain dicts (param_groups) has these keys and values: those of each
- * dict, and then NULL; and the lists, which are among the values, these items. */
-OF_API bool of_shim_same_groups(void *groups, const void *const *entries, size_t n_entries,
-                                void *lists, const void *const *items, size_t n_items);
+/* The ledger of an optimizer of Python (python/reader.h). These functions need the GIL
+ * (ctypes.PyDLL) and give it up while updates run. optimizer: a borrowed PyObject*. Where they
+ * fail Python's exception is set. */
+
+/* What the loader's Ledger says of a plan when it has told parameters. */
+enum of_shim_trait {
+    OF_SHIM_ASKS = 1,            /* the loader begins and ends each step: there are no kernels, or
+                                    parameters are sharded */
+    OF_SHIM_COUNTS_TOGETHER = 2, /* a step advances the counters of all parameters at once */
+    OF_SHIM_HAS_NO_OPTIONS = 4,  /* updates don't read the numbers of groups */
+    OF_SHIM_READS_SCALE = 8,     /* they read grad_scale and found_inf of the optimizer */
+    OF_SHIM_COUNTS_PASSES = 16,  /* of_plan_options.passes is not 1 */
+    OF_SHIM_IS_SHARDED = 32      /* there are DTensors among the parameters */
+};
+enum { OF_SHIM_LEFT = -1 }; /* nothing was done: that is left to the optimizer's class */
+
+/* Before anything else is told. optimizer, ledger: weak references; scaled: a set that lives for
+ * ever, empty as long as no loss has been scaled. */
+OF_API void of_shim_ledger_open(of_shim_plan *plan, void *optimizer, void *ledger, void *scaled);
+/* Tells the plan of all groups and parameters from the start. */
+OF_API int of_shim_ledger_rebuild(of_shim_plan *plan, void *optimizer);
+/* unless_watched: OF_SHIM_LEFT if of_shim_is_profiled(). */
+OF_API int of_shim_ledger_step(of_shim_plan *plan, void *optimizer, bool unless_watched);
+/* may_drop: nothing but of_shim_is_profiled() stands against of_shim_drop_gradients().
+ * OF_SHIM_LEFT: the gradients are still there. */
+OF_API int of_shim_ledger_zero_grad(of_shim_plan *plan, void *optimizer, bool may_drop);
+OF_API int of_shim_ledger_tell_options(of_shim_plan *plan, void *optimizer);
+/* Whether the state has the entries and values that the plan was told of. looks: else whether there
+ * are some, and nothing that the library knows of has changed them. */
+OF_API bool of_shim_ledger_same_state(of_shim_plan *plan, void *optimizer, bool looks);
+/* told: the plan has been told of the state as it is now; else it must be told anew. */
+OF_API void of_shim_ledger_know_state(of_shim_plan *plan, void *optimizer, bool told);
+/* An entry of the state has been made or run through by an update (is_made), or is new in the
+ * state. */
+OF_API void of_shim_ledger_note_entry(of_shim_plan *plan, size_t slot, bool is_made, bool is_new);
+/* Whether an error has named a change between backward() and step(). */
+OF_API bool of_shim_ledger_has_complained(of_shim_plan *plan);
 
 /* Whether the operator kinds() would find for a traced optimizer what it found last. */
 OF_API bool of_shim_same_kinds(of_shim_plan *plan, bool whole, bool by_shape);

@@ -22,8 +22,6 @@ from optfuse._library.bindings import (
     BACKWARD,
     DONE,
     EVENT_APPLY,
-    EVENT_BACKWARD,
-    EVENT_REDUCED,
     check,
     guard,
     lib,
@@ -38,7 +36,7 @@ def _each_marked(work: Callable[[Link], None]) -> None:
     if updates.running():  # under a plan's lock; and its tensors are ready
         return
     for link in list(links.values()):
-        if link.marked:
+        if link.ledger.marked:
             work(link)
 
 
@@ -95,13 +93,7 @@ def _answer(plan: int, event: int, slot: int) -> int:
         return DONE
     if link is None:
         return DONE
-    if event == EVENT_BACKWARD:
-        link.begin_backward(only_adds=bool(slot))
-        return DONE
-    if event == EVENT_REDUCED:
-        link.await_reduction()
-        return DONE
-    link.ledger.make_state(link.optimizer(), [slot])
+    link.await_reduction()
     return DONE
 
 

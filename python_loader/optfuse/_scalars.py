@@ -23,18 +23,19 @@ class DeviceScalars:
         self._some = False  # the library has some
         self._rates: list[tuple[int, int]] = []  # of the groups
 
-    def tell(self, optimizer: Optimizer, same_groups: bool) -> None:
-        """same_groups: they were found as they had been."""
+    def tell(self, optimizer: Optimizer, same_groups: bool) -> bool:
+        """same_groups: they were found as they had been. Whether the library has some now."""
         attributes = optimizer.__dict__ if self._scales else {}
         scale, inf = attributes.get("grad_scale"), attributes.get("found_inf")
         if same_groups and scale is None and inf is None and not self._some:
-            return  # groups that can be found the same have no tensors in them
+            return False  # groups that can be found the same have no tensors in them
         rates = [g["lr"] if is_on_gpu(g.get("lr")) else None for g in optimizer.param_groups]
         self._rates = list(map(_identity, optimizer.param_groups))
         some = scale is not None or inf is not None or any(r is not None for r in rates)
         if some or self._some:
             torch.ops.optfuse.set_device_scalars(self.plan, rates, scale, inf)
             self._some = some
+        return some
 
     def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
         """In which a group differs from what was told of group `number`."""

@@ -8,7 +8,7 @@ what can't be made right by that."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -31,7 +31,9 @@ _EARLY = (
 class Holder(Protocol):
     """A fused optimizer's link."""
 
-    slot_states: list[tuple[Any, ...] | None]  # of each slot: state tensors and counters
+    @property
+    def slot_states(self) -> Sequence[tuple[Any, ...] | None]:
+        """Of each slot: state tensors and counters."""
 
     def label(self, slot: int) -> str: ...
 
@@ -62,6 +64,10 @@ class Order:
         if texts:
             raise Error(texts[0])
         self._after = []
+
+    def is_open(self) -> bool:
+        """Whether check() could find something."""
+        return bool(self._after)
 
 
 def _is_ahead(holder: Holder | None, slot: int) -> bool:

@@ -15,9 +15,14 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._clipping.clip_norm import clip
-from optfuse._library.bindings import BACKWARD, Error, lib, lib_with_gil
 from optfuse._link import Link, link_of
-from optfuse._patches.profiling import ZERO_GRAD, addresses_are_noted, has_hooks, is_watched
+from optfuse._patches.profiling import (
+    ZERO_GRAD,
+    addresses_are_noted,
+    has_hooks,
+    is_observed,
+    is_watched,
+)
 
 
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -36,6 +41,17 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     return loss
 
 
+def _step_unwatched(self: Optimizer) -> bool:
+    """False: nothing was done, since somebody watches."""
+    link = link_of(self)
+    if link.max_grad_norm is None and link.delayed is None:
+        return link.step(self, unless_watched=True)
+    if is_watched():
+        return False
+    _step(self)
+    return True
+
+
 def _watched_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     loss = _step(self, closure)
     if addresses_are_noted():
@@ -51,9 +67,9 @@ def _make_step() -> Callable[..., Any]:
     @functools.wraps(_step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         traced = get_eval_frame_callback() is not None
-        if args or kwargs or traced or is_watched() or has_hooks(self):
+        if args or kwargs or traced or is_observed() or has_hooks(self):
             return watched(self, *args, **kwargs)
-        return _step(self)
+        return None if _step_unwatched(self) else watched(self)
 
     step = torch._dynamo.disable(step, recursive=False)
     step.hooked = True  # type: ignore[attr-defined]
@@ -64,29 +80,15 @@ step = _make_step()
 
 
 def _may_zero_here(link: Link, set_to_none: bool) -> bool:
-    """Whether stock's zero_grad() would only let go of gradients, seen by nobody."""
+    """Whether stock's zero_grad() would only let go of gradients, seen by nobody but those of
+    whom the library knows."""
     if get_eval_frame_callback() is not None or not set_to_none or not link.ledger.slots.are_plain:
         return False
-    return ZERO_GRAD is not None and link.stock.zero_grad is ZERO_GRAD and not is_watched()
+    return ZERO_GRAD is not None and link.stock.zero_grad is ZERO_GRAD and not is_observed()
 
 
 def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     self = unwrapped(self)  # Lightning's wrapper has this method, too
     link = link_of(self)
-    if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan):
-        raise Error(
-            "optfuse: zero_grad() before step(): backward fusion has already applied the "
-            "gradients that this would discard. Call step() after each backward; run passes "
-            "that only add to the gradients, or whose gradients are thrown away, inside "
-            "`with optfuse.accumulate(optimizer):`; or use "
-            'optfuse.fuse(optimizer, mode="forward")'
-        )
-    if link.mode == BACKWARD:
-        link.ledger.sync_params(self)
-        lib.of_shim_restart_count(link.plan)
-    if _may_zero_here(link, set_to_none) and (
-        link.mode == BACKWARD or link.ledger.have_same_params(self.param_groups)
-    ):
-        lib_with_gil.of_shim_drop_gradients(link.plan)
-    else:
+    if not link.drop_gradients(self, _may_zero_here(link, set_to_none)):
         link.stock.zero_grad(self, set_to_none)

@@ -195,7 +195,7 @@ def summary(optimizer: Optimizer) -> Summary:
         delayed=len(link.delayed or ()),
         delay_bytes=link.delayed.nbytes() if link.delayed else 0,
         compiled=link.compiled,
-        scaled_steps=link.scaled_steps,
+        scaled_steps=link.ledger.scaled_steps,
         **_numbers(counts),
     )
 

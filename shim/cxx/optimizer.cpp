@@ -40,21 +40,6 @@ void check_place(const at::Tensor &param, const std::string &label) {
              ", where parameters have no fused update: keep the optimizer as it is");
 }
 
-template <typename Work> bool answers(const Work &work) {
-    try {
-        work();
-        return true;
-    } catch (const c10::Error &e) {
-        of_set_error("%s", e.what_without_backtrace());
-    } catch (const std::exception &e) {
-        std::string text = e.what();
-        if (text.rfind("optfuse: ", 0) == 0) // whoever asks puts it in front
-            text.erase(0, 9);
-        of_set_error("%s", text.c_str());
-    }
-    return false;
-}
-
 } // namespace
 
 FusedOptimizer::FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_options &options)

@@ -58,7 +58,7 @@ std::vector<std::string> Ledger::late_changes(OptimizerReader &now, const Look &
         found.push_back(attribute);
     if (!look.groups)
         find_changed_groups(now, &found);
-    if (OF_GUARD(late_state) && !now.has_used_state())
+    if (OF_GUARD(late_state) && !now.has_used_state(look))
         find_changed_state(now, &found);
     find_written(&found);
     return found;

@@ -17,11 +17,13 @@ bool Ledger::has_updated() const {
 // ---- telling
 
 void Ledger::rebuild(OptimizerReader &now) {
+    now.check_rebuild();
     const bool late = has_updated();
     if (late)
         kept = late_changes(now, {false, false, false});
+    else
+        inserted.clear();
     numbers.clear();
-    inserted.clear();
     now.rebuild();
     if (!late)
         return;
@@ -53,6 +55,8 @@ void Ledger::tell_options(OptimizerReader &now) {
 }
 
 size_t Ledger::first_difference(size_t then, const std::vector<double> &now) const {
+    if (then >= numbers.size())
+        return now.size(); // the last rebuild() has failed
     const std::vector<double> &known = numbers[then];
     size_t i = 0;
     while (i < now.size() && (known[i] == now[i] || (known[i] != known[i] && now[i] != now[i])))
@@ -95,18 +99,17 @@ int Ledger::step_plan(OptimizerReader &now) {
     return of_shim_step(handle, needs.data(), needs.size(), &missing);
 }
 
-void Ledger::finish_step(OptimizerReader &now) {
-    try {
-        const int status = step_plan(now);
-        if (status != OF_OK)
-            now.step_failed(status);
-    } catch (...) {
-        now.end(false);
-        throw;
-    }
-    now.end(true);
-    put_in_order(now);
-    confirm(now);
+void Ledger::create_updates(OptimizerReader &now, Look look) {
+    const bool in_backward = plan.mode == OF_BACKWARD;
+    const int todo = in_backward ? of_shim_todo(handle_of(&plan)) : OF_SHIM_UPDATE;
+    if ((todo & OF_SHIM_UPDATE) != 0) // else the next backward does it
+        tell(now, look);
+    now.prepare(look, false);
+    if ((todo & OF_SHIM_ATTACH) != 0)
+        now.attach();
+    const int status = step_plan(now);
+    if (status != OF_OK)
+        now.step_failed(status);
 }
 
 void Ledger::step(OptimizerReader &now) {
@@ -115,14 +118,15 @@ void Ledger::step(OptimizerReader &now) {
     sync_params(now, &look);
     if (!now.begin(&look, false))
         return;
-    const bool in_backward = plan.mode == OF_BACKWARD;
-    const int todo = in_backward ? of_shim_todo(handle_of(&plan)) : OF_SHIM_UPDATE;
-    if ((todo & OF_SHIM_UPDATE) != 0) // else the next backward does it
-        tell(now, look);
-    now.prepare(look);
-    if ((todo & OF_SHIM_ATTACH) != 0)
-        now.attach();
-    finish_step(now);
+    try {
+        create_updates(now, look);
+    } catch (...) {
+        now.end(false);
+        throw;
+    }
+    now.end(true);
+    put_in_order(now);
+    confirm(now);
     if (now.counts_together() && !now.has_same_params())
         rebuild(now);
 }
@@ -155,7 +159,11 @@ void Ledger::begin_pass(OptimizerReader &now) {
     refuse_late_changes(now, look, false);
     now.begin(&look, true);
     tell(now, look);
-    now.prepare(look);
+    now.prepare(look, true);
+    if (plan.rule->runs_programs) { // what others have as well is left to step()
+        std::vector<size_t> shared(plan.slots.size());
+        of_shim_sharing_state(handle_of(&plan), shared.data(), shared.size());
+    }
     note_used(now);
 }
 

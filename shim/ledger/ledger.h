@@ -50,7 +50,7 @@ class Ledger {
     void confirm(OptimizerReader &now);
     void put_in_order(OptimizerReader &now);
     int step_plan(OptimizerReader &now);
-    void finish_step(OptimizerReader &now);
+    void create_updates(OptimizerReader &now, Look look);
     bool is_updated(OptimizerReader &now, size_t slot) const;
     std::vector<std::string> late_changes(OptimizerReader &now, const Look &look);
     void find_changed_groups(OptimizerReader &now, std::vector<std::string> *found);

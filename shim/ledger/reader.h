@@ -21,6 +21,7 @@ struct OptimizerReader {
     virtual Look look() = 0;
     virtual bool has_same_params() = 0;
 
+    virtual void check_rebuild() {}
     // Tells the plan of all groups (Ledger::tell_options()), parameters and hooks from the start.
     virtual void rebuild() = 0;
     virtual void attach() = 0;
@@ -41,7 +42,7 @@ struct OptimizerReader {
     // options and state are told, and may change what look() has said; false: the optimizer's own
     // step() has been taken. prepare() comes after, end() after the step that begin() was for.
     virtual bool begin(Look *, bool /* in_backward */) { return true; }
-    virtual void prepare(const Look &) {}
+    virtual void prepare(const Look &, bool /* in_backward */) {}
     virtual void end(bool /* done */) {}
     virtual void step_failed(int status) = 0; // throws the core's error
 
@@ -61,7 +62,8 @@ struct OptimizerReader {
     virtual std::vector<size_t> groups_now() = 0;
     // The name of an option of group `now` that is other than group `then` had it; empty: none.
     virtual std::string changed_option(size_t then, size_t now) = 0;
-    virtual bool has_used_state() { return false; } // seen quickly: that of note_used()
+    // Seen quickly: that of note_used().
+    virtual bool has_used_state(const Look &) { return false; }
     // The slot's entry, as a sentence; empty: none.
     virtual std::string changed_state(size_t slot) = 0;
 

@@ -11,12 +11,12 @@
 #include "shim.h"
 
 /* PyCFunction, whatever its arguments: the functions below pass on what they got. */
-typedef of_object *(*function)(of_object *self, void *a, void *b, void *c);
+typedef of_object *(*c_function)(of_object *self, void *a, void *b, void *c);
 
 /* PyMethodDef */
 typedef struct record {
     const char *name;
-    function call;
+    c_function call;
     int flags;
     const char *doc;
 } record;
@@ -33,7 +33,7 @@ enum {
 
 /* Written once, with the GIL. */
 typedef struct changed {
-    function stock;
+    c_function stock;
     of_object *first;
     int kind;
     bool is_method; /* self is an argument, too */
@@ -81,7 +81,7 @@ static size_t n_changed;
     }
 EACH(CALLING)
 #define NAME_OF(i) calling_##i,
-static const function callings[] = {EACH(NAME_OF)};
+static const c_function callings[] = {EACH(NAME_OF)};
 #undef EACH
 #undef EIGHT
 #undef CALLING

@@ -22,7 +22,9 @@ namespace {
 _object *callback = nullptr;
 
 // of_shim_init() has refused where there is none.
-const of_python &python() { return of_interpreter; }
+const of_python &python() {
+    return of_interpreter;
+}
 
 // An exception may be on its way already, where an update runs because a tensor dies.
 class Gil {
@@ -42,7 +44,9 @@ class Gil {
 
 volatile sig_atomic_t interrupted = 0;
 
-void note_interrupt(int) { interrupted = 1; }
+void note_interrupt(int) {
+    interrupted = 1;
+}
 
 bool is_main_thread() {
     // As a system call: the oldest C library that PyTorch runs with has no gettid().
@@ -156,7 +160,9 @@ bool is_updating_here(const Plan *plan) {
     return at != nullptr;
 }
 
-void set_callback(_object *callable) { callback = callable; }
+void set_callback(_object *callable) {
+    callback = callable;
+}
 
 int ask_python(Plan *plan, of_shim_event event, size_t slot) {
     const of_python &p = python();
@@ -175,24 +181,21 @@ int ask_python(Plan *plan, of_shim_event event, size_t slot) {
     return static_cast<int>(number);
 }
 
-namespace {
-
-struct PythonOwner final : Owner {
-    bool begin_backward(Plan *plan, bool only_adds) override {
-        return ask_python(plan, OF_SHIM_BACKWARD, only_adds) != 0;
-    }
-    bool make_state(Plan *plan, size_t slot) override {
-        return ask_python(plan, OF_SHIM_STATE, slot) != 0;
-    }
-    bool await_reduction(Plan *plan) override { return ask_python(plan, OF_SHIM_REDUCED, 0) != 0; }
-    void end_backward(Plan *) override {}
-};
-
-} // namespace
-
-Owner &python_owner() {
-    static PythonOwner owner;
-    return owner;
+bool in_python(const std::function<void()> &work) {
+    raised_in_python = nullptr;
+    const Gil gil;
+    const HeldInterrupts held;
+    if (!run_signal_handlers(OF_SHIM_REDUCED))
+        return take_exception(true) != 0;
+    bool raised = false;
+    const bool done = answers([&] {
+        try {
+            work();
+        } catch (const RaisedInPython &) {
+            raised = true;
+        }
+    });
+    return raised ? take_exception(false) != 0 : done;
 }
 
 } // namespace optfuse

@@ -3,22 +3,26 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 
 #include "error.h"
-#include "owner.h"
 #include "shim.h"
 
 namespace optfuse {
 
 struct Plan;
 
-// Of every optimizer that Python has fused.
-Owner &python_owner();
+// Thrown where Python has raised: what it raised is the interpreter's error of this thread.
+struct RaisedInPython {};
+
 void set_callback(_object *callable);
 // Calls Python. Returns the answer (shim.h), or 0 if the call raised: of_error_message() says
 // why, and raised_in_python is the type to raise if that is not optfuse.Error.
 int ask_python(Plan *plan, of_shim_event event, size_t slot);
 extern thread_local _object *raised_in_python;
+// Runs work() with the GIL, and handlers of signals before or after it. Returns false after
+// of_set_error(), as ask_python() does.
+bool in_python(const std::function<void()> &work);
 // Whether Python makes an update of this plan on this thread now, under the plan's lock: who
 // waits for that lock here, as a signal handler might, waits for ever.
 bool is_updating_here(const Plan *plan);

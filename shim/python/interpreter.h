@@ -22,36 +22,55 @@ typedef struct _object of_object;
     X("PyGILState_GetThisThreadState", void *(*this_thread)(void))                                 \
     X("PyEval_SaveThread", void *(*save_thread)(void))                                             \
     X("PyEval_RestoreThread", void (*restore_thread)(void *thread))                                \
-    X("PyObject_CallFunction", of_object *(*call)(of_object *callable, const char *format, ...))   \
+    X("PyObject_CallFunction", of_object *(*call)(of_object * callable, const char *format, ...))  \
     X("PyObject_Call",                                                                             \
-      of_object *(*call_with)(of_object *callable, of_object *tuple, of_object *keywords))         \
+      of_object *(*call_with)(of_object * callable, of_object * tuple, of_object * keywords))      \
+    X("PyObject_CallMethod",                                                                       \
+      of_object *(*call_method)(of_object * object, const char *name, const char *format, ...))    \
     X("PyObject_CallFunctionObjArgs",                                                              \
-      of_object *(*call_objects)(of_object *callable, ... /* NULL at the end */))                  \
-    X("PyObject_Vectorcall", of_object *(*call_array)(of_object *callable, void *array, size_t n,  \
-                                                      of_object *names))                           \
+      of_object *(*call_objects)(of_object * callable, ... /* NULL at the end */))                 \
+    X("PyObject_Vectorcall",                                                                       \
+      of_object *(*call_array)(of_object * callable, void *array, size_t n, of_object *names))     \
     X("Py_AddPendingCall", int (*call_later)(int (*function)(void *), void *argument))             \
     X("PyErr_CheckSignals", int (*run_signal_handlers)(void))                                      \
-    X("Py_IncRef", void (*keep)(of_object *object))                                                \
-    X("Py_DecRef", void (*drop)(of_object *object))                                                \
-    X("PyLong_AsLong", long (*number)(of_object *object))                                          \
-    X("PyObject_Type", of_object *(*type_of)(of_object *object) /* a new reference */)             \
-    X("PyObject_Str", of_object *(*str)(of_object *object))                                        \
-    X("PyObject_GetAttrString", of_object *(*attribute)(of_object *object, const char *name))      \
-    X("PyUnicode_AsUTF8AndSize", const char *(*utf8)(of_object *text, ssize_t *length))            \
-    X("PyErr_Fetch", void (*fetch)(of_object **type, of_object **value, of_object **trace))        \
-    X("PyErr_Restore", void (*restore)(of_object *type, of_object *value, of_object *trace))       \
+    X("Py_IncRef", void (*keep)(of_object * object))                                               \
+    X("Py_DecRef", void (*drop)(of_object * object))                                               \
+    X("PyLong_AsLong", long (*number)(of_object * object))                                         \
+    X("PyObject_Type", of_object *(*type_of)(of_object * object) /* a new reference */)            \
+    X("PyObject_Str", of_object *(*str)(of_object * object))                                       \
+    X("PyObject_GetAttrString", of_object *(*attribute)(of_object * object, const char *name))     \
+    X("PyUnicode_AsUTF8AndSize", const char *(*utf8)(of_object * text, ssize_t * length))          \
+    X("PyErr_Fetch", void (*fetch)(of_object * *type, of_object * *value, of_object * *trace))     \
+    X("PyErr_Restore", void (*restore)(of_object * type, of_object * value, of_object * trace))    \
     X("PyErr_NormalizeException",                                                                  \
-      void (*normalize)(of_object **type, of_object **value, of_object **trace))                   \
+      void (*normalize)(of_object * *type, of_object * *value, of_object * *trace))                \
     X("PyErr_Clear", void (*clear)(void))                                                          \
-    X("PyErr_GivenExceptionMatches", int (*matches)(of_object *type, of_object *other))            \
-    X("PyDict_Next",                                                                               \
-      int (*dict_next)(of_object *dict, ssize_t *position, of_object **key, of_object **value))    \
-    X("PyDict_Size", ssize_t (*dict_size)(of_object *dict))                                        \
-    X("PyList_Size", ssize_t (*list_size)(of_object *list))                                        \
-    X("PyList_GetItem", of_object *(*list_item)(of_object *list, ssize_t i) /* borrowed */)        \
+    X("PyErr_GivenExceptionMatches", int (*matches)(of_object * type, of_object * other))          \
+    X("PyDict_Next", int (*dict_next)(of_object * dict, ssize_t * position, of_object * *key,      \
+                                      of_object * *value))                                         \
+    X("PyDict_Size", ssize_t (*dict_size)(of_object * dict))                                       \
+    X("PyList_Size", ssize_t (*list_size)(of_object * list))                                       \
+    X("PyList_GetItem", of_object *(*list_item)(of_object * list, ssize_t i) /* borrowed */)       \
+    X("PyDict_GetItemString",                                                                      \
+      of_object *(*dict_item)(of_object * dict, const char *key) /* borrowed */)                   \
+    X("PyMapping_GetItemString", of_object *(*item)(of_object * mapping, const char *key))         \
+    X("PyList_New", of_object *(*new_list)(ssize_t size))                                          \
+    X("PyList_Append", int (*append)(of_object * list, of_object * item))                          \
+    X("PySequence_List", of_object *(*list_of)(of_object * iterable))                              \
+    X("PyTuple_Size", ssize_t (*tuple_size)(of_object * tuple))                                    \
+    X("PyTuple_GetItem", of_object *(*tuple_item)(of_object * tuple, ssize_t i) /* borrowed */)    \
+    X("PySet_Size", ssize_t (*set_size)(of_object * set))                                          \
+    X("PyFloat_AsDouble", double (*real)(of_object * object))                                      \
+    X("PyObject_IsTrue", int (*is_true)(of_object * object))                                       \
+    X("PyObject_SetAttrString",                                                                    \
+      int (*set_attribute)(of_object * object, const char *name, of_object *value))                \
+    X("PyBool_FromLong", of_object *(*boolean)(long value))                                        \
+    X("PyErr_Occurred", of_object *(*raised)(void)/* borrowed */)                                  \
+    X("PyErr_SetString", void (*raise)(of_object * type, const char *text))                        \
     X("PyExc_Exception", of_object **exception)                                                    \
     X("PyExc_KeyboardInterrupt", of_object **interrupt)                                            \
     X("PyDict_Type", of_object *dict_type)                                                         \
+    X("PyList_Type", of_object *list_type)                                                         \
     X("_Py_NoneStruct", of_object *none)
 
 #define OF_PYTHON_MEMBER(name, member) member;

@@ -16,7 +16,8 @@ from torch import Tensor
 from optfuse._library.bindings import Error, guard
 from optfuse._patches.replacing import replace
 
-_running: set[int] = set()  # graph tasks whose loss was scaled
+#: Graph tasks whose loss was scaled. The library looks whether there are some.
+running: set[int] = set()
 _NESTED_IN = torch.autograd.function.BackwardCFunction.apply.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _part_of_a_node: set[types.CodeType] = set()
@@ -24,8 +25,8 @@ _part_of_a_node: set[types.CodeType] = set()
 
 def _mark(_: Tensor) -> None:
     task = torch._C._current_graph_task_id()
-    _running.add(task)
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: _running.discard(task))
+    running.add(task)
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: running.discard(task))
 
 
 def is_part_of_a_node(function: Callable[..., Any]) -> None:
@@ -61,11 +62,11 @@ def refuse_nested() -> None:
 
 
 def _is_scaled() -> bool:
-    if not _running:
+    if not running:
         return False
-    if torch._C._current_graph_task_id() in _running or _is_nested():
+    if torch._C._current_graph_task_id() in running or _is_nested():
         return True
-    _running.clear()  # left over from a backward that raised
+    running.clear()  # left over from a backward that raised
     return False
 
 

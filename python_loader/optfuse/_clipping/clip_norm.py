@@ -56,7 +56,7 @@ class Gradients:
                 self.plain.append(param)
                 continue
             self.on_gpu = self.on_gpu or is_on_gpu(param.grad)
-            owner[0].marked = True
+            owner[0].ledger.marked = True
             self.plans.append(owner[0].plan)
             self.slots.append(owner[1])
 

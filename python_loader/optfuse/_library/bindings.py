@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 from collections.abc import Callable
 
 import torch
@@ -12,11 +13,21 @@ from optfuse._library.loader import load
 from optfuse._library.log import configure, receive
 
 FORWARD, BACKWARD = 0, 1
-OK, NEEDS_STATE = 0, 3
-EVENT_BACKWARD, EVENT_STATE, EVENT_REDUCED, EVENT_APPLY = range(4)
+OK, LEFT = 0, -1
+EVENT_REDUCED, EVENT_APPLY = range(2)
 DONE = 1  # what the callback returns
-UPDATE, ATTACH = 1, 2  # what of_shim_todo() says
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class Trait(enum.IntFlag):
+    """of_shim_trait of shim.h."""
+
+    ASKS = 1
+    COUNTS_TOGETHER = 2
+    HAS_NO_OPTIONS = 4
+    READS_SCALE = 8
+    COUNTS_PASSES = 16
+    IS_SHARDED = 32
 
 
 class Error(RuntimeError):
@@ -44,7 +55,6 @@ class Counts(ctypes.Structure):
 _Bool, _Int, _Size, _Text = ctypes.c_bool, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
 _Plan, _Object = ctypes.c_void_p, ctypes.py_object
 _Bools, _Sizes, _Plans = map(ctypes.POINTER, (_Bool, _Size, _Plan))  # type: ignore[arg-type]
-_Objects = ctypes.c_void_p, _Size  # an array of them
 _Prototypes = dict[str, tuple[object, list[object]]]
 
 _PROTOTYPES: _Prototypes = {
@@ -64,11 +74,9 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_same_kinds": (_Bool, [_Plan, _Bool, _Bool]),
     "of_shim_have_gradients": (_Bool, [_Plan, _Size]),
     "of_shim_await": (_Int, [ctypes.c_int64]),
-    "of_shim_todo": (_Int, [_Plan]),
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),
     "of_shim_unconfirmed": (_Bool, [_Plan]),
     "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
-    "of_shim_written": (_Size, [_Plan, _Size, _Bools]),
     "of_shim_update_beside": (None, [_Plan]),
     "of_shim_add_only": (None, [_Plan, _Int]),
     "of_shim_restart_count": (None, [_Plan]),
@@ -85,9 +93,15 @@ _WITH_GIL: _Prototypes = {
     "of_shim_played": (_Bool, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]),
     "of_shim_replay_free": (None, [ctypes.c_void_p]),
     "of_shim_drop_gradients": (None, [_Plan]),
-    "of_shim_same_items": (_Bool, [_Object, *_Objects]),
-    "of_shim_same_groups": (_Bool, [_Object, *_Objects, _Object, *_Objects]),
-    "of_shim_same_state": (_Bool, [_Object, *_Objects, *_Objects]),
+    "of_shim_ledger_open": (None, [_Plan, _Object, _Object, _Object]),
+    "of_shim_ledger_rebuild": (_Int, [_Plan, _Object]),
+    "of_shim_ledger_step": (_Int, [_Plan, _Object, _Bool]),
+    "of_shim_ledger_zero_grad": (_Int, [_Plan, _Object, _Bool]),
+    "of_shim_ledger_tell_options": (_Int, [_Plan, _Object]),
+    "of_shim_ledger_same_state": (_Bool, [_Plan, _Object, _Bool]),
+    "of_shim_ledger_know_state": (None, [_Plan, _Object, _Bool]),
+    "of_shim_ledger_note_entry": (None, [_Plan, _Size, _Bool, _Bool]),
+    "of_shim_ledger_has_complained": (_Bool, [_Plan]),
     "of_shim_call_first": (_Int, [_Object, _Text, _Size, _Bool, _Object]),
 }
 

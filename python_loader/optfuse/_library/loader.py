@@ -19,7 +19,7 @@ from pathlib import Path
 
 from optfuse._library.releases import TESTED, is_too_old, release_of
 
-ABI = 5  # of the C functions that the loader calls
+ABI = 6  # of the C functions that the loader calls
 PLATFORM = "linux_x86_64"
 _STEM = "liboptfuse_torch-"
 INSTALL = f"pip install 'torch=={TESTED[-1]}.*'"

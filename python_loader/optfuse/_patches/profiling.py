@@ -50,9 +50,14 @@ def stranger(function: Any) -> str | None:
 ZERO_GRAD = None if stranger(Optimizer.zero_grad) else Optimizer.zero_grad
 
 
+def is_observed() -> bool:
+    """Whether a profiler is at work, as far as PyTorch's Python knows."""
+    return _exposed or get_monitor() is not None
+
+
 def is_watched() -> bool:
     """Whether PyTorch's profiler or another observer of its functions is at work."""
-    return _exposed or get_monitor() is not None or lib.of_shim_is_profiled()
+    return is_observed() or lib.of_shim_is_profiled()
 
 
 #: Global hooks of ours that are done. PyTorch can't lose one while it calls them.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._dtensor.local_tensors import has_holes
-from optfuse._library.bindings import lib
+from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._own_step import twin
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
@@ -71,7 +71,6 @@ class Traced:
         self.why_not: tuple[type[Untraceable], str] | None = None  # the last of them
         self.noted: Noted | None = None  # backward mode: of what updates use
         self._made: dict[int, list[str]] = {}  # slot -> keys of its entry since begin()
-        self._inserted: set[int] = set()  # slots whose entry is new in the state since begin()
         self.layout([])
 
     def layout(self, groups: list[Group]) -> None:
@@ -196,8 +195,6 @@ class Traced:
         """The state entry that this step makes; its program fills it."""
         cohort = self._cohort_of[slot]
         assert cohort is not None and cohort.recorded is not None
-        if param not in optimizer.state:
-            self._inserted.add(slot)
         entry = optimizer.state[param]
         made = self._made.setdefault(slot, [])
         for key, value in (cohort.recorded.entry or {}).items():
@@ -233,7 +230,6 @@ class Traced:
             if not entry:
                 state.pop(params[slot], None)
         self._made.clear()
-        self._inserted.clear()
         self.begun = False
 
     def advance(self, optimizer: Optimizer, params: list[Tensor], same_state: bool) -> bool:
@@ -264,18 +260,14 @@ class Traced:
     def _insert(
         self, state: State, params: list[Tensor], reached: list[tuple[Cohort, list[int]]]
     ) -> None:
-        """Entries without tensors that an update fills; then all new ones are brought into the
-        order of the parameters, in which stock's step() inserts them."""
+        """Entries without tensors that an update fills."""
         for cohort, slots in reached:
             entry = cohort.recorded and cohort.recorded.entry
             if entry is not None and not any(filled(entry)):
                 absent = [slot for slot in slots if params[slot] not in state]
                 state.update((params[slot], {}) for slot in absent)
-                self._inserted.update(absent)
-        for slot in sorted(self._inserted):
-            if params[slot] in state:
-                state[params[slot]] = state.pop(params[slot])
-        self._inserted.clear()
+                for slot in absent:
+                    lib_with_gil.of_shim_ledger_note_entry(self._plan, slot, False, True)
 
     def _advance_entries(
         self,

@@ -10,7 +10,6 @@ from optfuse._own_step.settings import Promise
 from optfuse._rules import Rule
 from optfuse._traced.rule import TracedRule
 from optfuse._updaters.kernels import Kernels
-from optfuse._updaters.options import ToldOptions
 from optfuse._updaters.own_step import OwnStep
 from optfuse._updaters.traced import Traced
 from optfuse._updaters.updater import Updater
@@ -23,12 +22,11 @@ def promise_of(optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Prom
 
 
 def updater_for(
-    stock: type[Optimizer], options: ToldOptions, promise: Promise | None, in_backward: bool
+    stock: type[Optimizer], plan: int, rule: Rule, promise: Promise | None, in_backward: bool
 ) -> Updater:
     """promise: as promise_of() says."""
-    plan, rule = options.plan, options.rule
     if isinstance(rule, TracedRule):
         return Traced(stock, plan, rule, in_backward)
     if promise is not None:
         return OwnStep(stock, plan, rule, promise, in_backward)
-    return Kernels(stock, options)
+    return Kernels(stock, plan, rule)

@@ -9,22 +9,23 @@ from typing import Any
 from torch.optim import Optimizer
 
 from optfuse._gpu import is_on_gpu
+from optfuse._rules import Rule
 from optfuse._scalars import DeviceScalars
 from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters import entries
-from optfuse._updaters.options import ToldOptions
 from optfuse._updaters.slots import Slots
-from optfuse._updaters.updater import Entry, Inputs, Updater
+from optfuse._updaters.updater import Entry, Updater
 
 
 class Kernels(Updater):
     """By a rule that the library has kernels for."""
 
-    def __init__(self, stock: type[Optimizer], options: ToldOptions) -> None:
+    asks = False
+
+    def __init__(self, stock: type[Optimizer], plan: int, rule: Rule) -> None:
         self._stock = stock
-        self._rule = options.rule
-        self._options = options
-        self._scalars = DeviceScalars(options.plan, options.rule.scales)
+        self._rule = rule
+        self._scalars = DeviceScalars(plan, rule.scales)
 
     def explained(self, label: Callable[[int], str]) -> str:
         return f"the rule {self._rule.name!r}, whose formula is in kernels/rules of the source"
@@ -54,21 +55,16 @@ class Kernels(Updater):
         rule = self._rule
         return (*rule.state, *rule.counters, *(("step",) if rule.counts_steps else ()))
 
-    def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
-        changed = self._options.changed(number, group)
-        return changed or self._scalars.changed_option(number, group)
+    def changed_option(self, then: int, group: dict[str, Any], number: int) -> str | None:
+        if number >= 0:
+            return self._rule.options[number].partition(".")[0]
+        return self._scalars.changed_option(then, group)
 
     def changed_attribute(self, optimizer: Optimizer) -> None:
         return None  # updates read none
 
-    def begin(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool, updates: bool) -> bool:
-        if updates:
-            inputs.sync_inputs(optimizer, same_groups)  # else the next backward does it
-        self._scalars.tell(optimizer, same_groups)
-        return True
-
-    def begin_pass(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool) -> None:
-        self.begin(optimizer, inputs, same_groups, updates=True)
+    def prepare(self, optimizer: Optimizer, same_groups: bool) -> bool:
+        return self._scalars.tell(optimizer, same_groups)
 
 
 def _bring_to_cpu(entry: Entry, names: tuple[str, ...]) -> None:

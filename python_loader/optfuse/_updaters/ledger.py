@@ -1,40 +1,69 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ledger of an optimizer: its parameters, options and state as the library was told of them.
+"""The Python side of an optimizer's ledger (shim/ledger): tells the library of parameters, options
+and state, where the ledger finds other objects than before.
 
-The optimizer stays the owner of everything a user can see: param_groups and
-state are read again at every step, because load_state_dict, schedulers, resume
-and users replace what is in them. Most steps find nothing changed; the checks
-below are written to find that out quickly."""
+The optimizer stays the owner of everything a user can see: load_state_dict, schedulers, resume
+and users replace what is in param_groups and state."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from optfuse import _shared_state
+from optfuse._backward import loss_scale
 from optfuse._dtensor.local_tensors import is_dtensor
-from optfuse._late import Told, Used
+from optfuse._late import Used
 from optfuse._library import bindings
-from optfuse._library.bindings import BACKWARD, Error, check, guard, lib
+from optfuse._library.bindings import BACKWARD, Error, Trait, check, guard, lib, lib_with_gil
 from optfuse._options import Options
+from optfuse._own_step import hand_set_scale
 from optfuse._own_step.settings import Promise
-from optfuse._rules import Rule
-from optfuse._snapshot import Groups, State, StateSnapshot
+from optfuse._own_step.twin import step_of
+from optfuse._rules import Group, Rule
+from optfuse._trials.stock_trial import flags_of
 from optfuse._updaters.choice import updater_for
-from optfuse._updaters.options import ToldOptions
 from optfuse._updaters.slots import Slots, Tensors
+from optfuse._updaters.updater import Entry
 
 ledgers: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
+_CONSTANT = {bool, int, float, complex, str, type(None)}
+_FLAGS = (
+    "optfuse: foreach, capturable or fused of a parameter group was changed after fuse(), or its "
+    "lr has become a tensor or its alpha negative: its step() would now go another way, whose bits "
+    "the kernels on the GPU do not have. Call optfuse.unfuse() and fuse it again"
+)
+_LATE_SCALE = (
+    "optfuse: grad_scale or found_inf of the optimizer was set after backward() had made updates "
+    "without it. Set both to None and call step(), which confirms these; set them before "
+    'backward(), or use mode="forward"'
+)
+
+
+def _ask(ledger: Ledger, name: str, optimizer: Optimizer, *arguments: Any) -> Any:
+    return getattr(ledger, name)(optimizer, *arguments)
+
+
+_ask_untraced = torch._dynamo.disable(_ask)
 
 
 class Ledger:
     """One plan's. Does not keep the optimizer alive."""
+
+    marked = False  # tensors may carry the pending mark
+    scaled_steps = 0  # with a scale that was set by hand
+    # Objects whose addresses the library compares: they live as long as it does.
+    kept_params: Iterable[Any] = ()
+    kept_options: Iterable[Any] = ()
+    kept_entries: Iterable[Any] = ()
+    kept_values: Iterable[Any] = ()
 
     def __init__(
         self,
@@ -42,7 +71,7 @@ class Ledger:
         free: weakref.finalize[..., Optimizer],
         options: Options,
         rule: Rule,
-        stock: type[Optimizer],
+        optimizer: Optimizer,
         promise: Promise | None,
     ) -> None:
         """free: frees the plan when the optimizer dies. promise: as promise_of() says."""
@@ -51,15 +80,24 @@ class Ledger:
         self._wanted = options
         self.mode = options.mode
         self.rule = rule
-        # What the library is told inside backward, by one thread at a time.
-        self.telling = threading.RLock()
+        self._stock = type(optimizer)
         self.slots = Slots(plan, [])
-        self.options = ToldOptions(plan, rule)
-        self.state = StateSnapshot()
+        self._flags: list[tuple[Any, ...]] = []  # of each group, when it was fused
+        self._tried: Iterable[Tensor] = ()
         self.order = _shared_state.Order()
-        self.used = Used()  # backward mode: by the updates since step()
-        self.updater = updater_for(stock, self.options, promise, self.mode == BACKWARD)
+        self.used = Used()
+        self._then: tuple[Any, dict[int, Entry]] = (None, {})  # of kept_entries
+        self.updater = updater_for(self._stock, plan, rule, promise, self.mode == BACKWARD)
         ledgers[plan] = self
+        known = weakref.ref(optimizer), weakref.ref(self)
+        lib_with_gil.of_shim_ledger_open(plan, *known, loss_scale.running)
+
+    @torch._dynamo.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def ask(self, name: str, optimizer: Optimizer, *arguments: Any) -> Any:
+        """Calls a method for the library, perhaps in a pass that is compiled: dynamo would trace
+        what runs here, and to leave it alone takes microseconds."""
+        ask = _ask if get_eval_frame_callback() is None else _ask_untraced
+        return ask(self, name, optimizer, *arguments)
 
     def close(self) -> None:
         """The plan is about to be freed."""
@@ -88,41 +126,57 @@ class Ledger:
         """Whether backward fusion has made updates that no step() has confirmed."""
         return self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan)
 
-    # ---- parameters and groups
+    # ---- parameters
 
     def rebuild(self, optimizer: Optimizer, tried: Iterable[Tensor] = ()) -> None:
-        """Tells the library about all parameters and groups from the start. If
-        it fails the next sync_params() does it again. tried: those that are new, and that
-        fuse() or add_param_group() has looked at."""
+        """Tells the library about all parameters and groups from the start. If it fails the next
+        step does it again. tried: those that are new, and that fuse() or add_param_group() has
+        looked at."""
+        self._tried = tried
+        lib_with_gil.of_shim_ledger_rebuild(self.plan, optimizer)
+
+    def check_rebuild(self, optimizer: Optimizer) -> None:
         self.refuse_in_backward("a change of param_groups")
-        is_late = self.is_unconfirmed()
         self.updater.clear(optimizer, self.slots.params)
-        if is_late:
-            self.used.keep_changes(self._told, self, optimizer)
+
+    def tell_params(self, optimizer: Optimizer) -> int:
+        """Returns the plan's traits."""
+        tried, self._tried = self._tried, ()
         groups = optimizer.param_groups
         slots = Slots(self.plan, groups)
         if self.updater.is_tried():
             slots.find_places(self.slots, tried)
         updated = self.slots.updated()
-        self.options.snapshot.forget()
         check(lib.of_shim_clear(self.plan))
         if self.mode == BACKWARD:
             self.slots.detach(kept=set(map(id, slots.params)))
-        self.options.tell_all(groups)
+        self._flags += map(flags_of, groups[len(self._flags) :])
+        lib_with_gil.of_shim_ledger_tell_options(self.plan, optimizer)
         slots.tell(self._alone(slots), updated, self.updater.tried_on_cpu())
         self._tell_reduced(slots)
         slots.find_sharded()
         self.slots = slots
-        self._told = self._all_told()
-        self.options.snapshot.remember_params(groups)
-        self.state.forget()
         self.updater.layout(groups)
         if self.mode == BACKWARD:
             slots.attach()
-        self.adopt_state(optimizer, is_late)
-        if is_late:
-            self.used.begin(optimizer, State(optimizer.__dict__["state"]))
+        if self.is_unconfirmed():
             self.updater.take_over(optimizer)
+        else:
+            self.adopt_state(optimizer)
+        return self._traits()
+
+    def _traits(self) -> int:
+        reads_scale = self.rule.scales or self.rule.reads_scale
+        sharded = self.slots.sharded is not None
+        traits = {
+            Trait.ASKS: self.updater.asks or sharded,
+            Trait.COUNTS_TOGETHER: self.updater.counts_together,
+            Trait.HAS_NO_OPTIONS: self.updater.has_no_options,
+            Trait.READS_SCALE: reads_scale,
+            Trait.COUNTS_PASSES: self._wanted.accumulate != 1,
+            Trait.IS_SHARDED: sharded,
+        }
+        return sum(trait for trait, is_so in traits.items() if is_so)
 
     def _alone(self, slots: Slots) -> set[int]:
         """The ids of parameters whose updates are never left pending."""
@@ -136,12 +190,6 @@ class Ledger:
             reduced = [i for i, p in enumerate(slots.params) if reduction.takes(p)]
             torch.ops.optfuse.set_reduced(self.plan, reduced)
 
-    def _all_told(self) -> Told:
-        slots, updater = self.slots, self.updater
-        of_slots = slots.params, slots.labels, slots.group_of
-        keys = updater.state_keys()
-        return Told(self.plan, *of_slots, updater.counts_together, self.rule.reads_scale, keys)
-
     def refuse_in_backward(self, what: str) -> None:
         if self.mode == BACKWARD and torch._C._current_graph_task_id() != -1:
             raise Error(
@@ -149,35 +197,29 @@ class Ledger:
                 "parameters; do it before or after"
             )
 
-    def sync_params(self, optimizer: Optimizer) -> None:
-        """Programs have counters in them, which step() advances for the parameters they are for."""
-        if self.updater.counts_together and self.is_unconfirmed():
-            return
-        if not self.have_same_params(optimizer.param_groups):
-            self.rebuild(optimizer)
-
     def knows(self, *tensors: Tensor) -> bool:
         """Whether one of them is a parameter."""
         return any(tensor is param for tensor in tensors for param in self.slots.params)
 
-    def have_same_params(self, groups: Groups) -> bool:
-        return self.options.snapshot.have_same_params(groups)
+    def are_replaced(self, optimizer: Optimizer) -> bool:
+        return self.slots.sharded is not None and self.slots.sharded.are_replaced()
 
-    def are_same(self, groups: Groups) -> bool:
-        """Whether the parameters and options of which step() tells the library are as told."""
-        return self.updater.are_same(self.options.snapshot, groups)
+    def attach(self, optimizer: Optimizer) -> None:
+        self.slots.attach()
 
     # ---- options and state
 
-    def sync_inputs(self, optimizer: Optimizer, same_groups: bool) -> None:
-        """Tells the library which options and state have changed, for updates from here on."""
-        state = optimizer.__dict__["state"]
-        if not same_groups:
-            self.options.tell(optimizer.param_groups)
-        if not self.state.is_same(state):
-            self._sync_state(state)
+    def numbers(self, optimizer: Optimizer, number: int) -> tuple[float, ...]:
+        """Of a group: whether it could not get other options without another object in it, and
+        its options in the library's order. The class's own step() takes over all each time."""
+        group = optimizer.param_groups[number]
+        if self.rule.as_made and self._flags[number : number + 1] not in ([], [flags_of(group)]):
+            raise Error(_FLAGS)
+        return not self.rule.external and _is_constant(group), *self.rule.hyper(group)
 
-    def _sync_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+    def tell_state(self, optimizer: Optimizer) -> bool:
+        """Whether prepare() has something to do."""
+        state: dict[Tensor, Entry] = optimizer.__dict__["state"]
         flushed = False
         for slot, param in enumerate(self.slots.params):
             flushed = self.updater.tell_entry(self.slots, slot, state.get(param), False, flushed)
@@ -185,56 +227,171 @@ class Ledger:
         self.order.look(self, shared, self._others() if shared else ())
         if not self.updater.may_share_state:
             _shared_state.refuse_twice(self, shared)
-        self.state.remember(state)
+        return self.order.is_open()
 
     def _others(self) -> list[Ledger]:
         return [ledger for ledger in list(ledgers.values()) if ledger is not self]
 
-    def adopt_state(self, optimizer: Optimizer, is_late: bool = False) -> None:
+    def adopt_state(self, optimizer: Optimizer) -> None:
         """Takes the state over now where another optimizer may have its tensors: that one must
-        know before the next backward pass. is_late: between backward() and step(), where it must
-        be known who writes to it."""
-        if not is_late and not any(BACKWARD in (self.mode, other.mode) for other in self._others()):
+        know before the next backward pass."""
+        if not any(BACKWARD in (self.mode, other.mode) for other in self._others()):
             return
         try:
             bindings.flush(self.plan)
-            self._sync_state(optimizer.__dict__["state"])
+            self.tell_state(optimizer)
         except Error:
             pass  # the next step says so
-        self.state.forget()  # the programs of a traced class are for the state before
+        # The programs of a traced class are for the state before.
+        lib_with_gil.of_shim_ledger_know_state(self.plan, optimizer, False)
 
-    def make_state(self, optimizer: Optimizer, slots: list[int]) -> None:
-        """As stock does at a parameter's first gradient."""
-        flushed = False
-        with self.telling:
-            self.state.forget()  # the next sync looks at all of it once
-            for slot in slots:
-                flushed = self._make_entry(optimizer, slot, flushed)
-
-    def _make_entry(self, optimizer: Optimizer, slot: int, flushed: bool) -> bool:
+    def make_entry(self, optimizer: Optimizer, slot: int) -> bool:
+        """As stock does at a parameter's first gradient. Whether the state had no entry."""
         param, state = self.slots.params[slot], optimizer.state
         is_new, is_absent = not state.get(param), param not in state
         try:
             self.updater.make_entry(optimizer, self.slots, slot)
-            flushed = self.updater.tell_entry(self.slots, slot, state[param], True, flushed)
+            self.updater.tell_entry(self.slots, slot, state[param], True, False)
         except BaseException:
             if is_new:  # the library may not know that it is fresh
                 state.pop(param, None)
             raise
         if self.mode == BACKWARD:
-            self.used.make(param, state[param], is_absent, is_over=False)
-        return flushed
+            self.used.make(slot, state[param], is_over=False)
+        return is_absent
+
+    def note_update(self, slot: int, entry: Entry, is_absent: bool) -> None:
+        """An update of backward mode has run through an entry of the state."""
+        self.used.make(slot, entry, is_over=True)
+        lib_with_gil.of_shim_ledger_note_entry(self.plan, slot, True, is_absent)
+
+    def move_to_end(self, optimizer: Optimizer, slot: int) -> None:
+        """Stock's step() inserts new entries of the state in the order of the parameters."""
+        state, param = optimizer.__dict__["state"], self.slots.params[slot]
+        if param in state:
+            state[param] = state.pop(param)
+
+    # ---- a step, or the beginning of a backward pass that updates
+
+    def check_pass(self, optimizer: Optimizer, only_adds: bool) -> None:
+        if self._wanted.accumulate != 1:
+            loss_scale.refuse_nested()
+        if not only_adds:
+            loss_scale.refuse_if_scaled()
+
+    def begin(self, optimizer: Optimizer, in_backward: bool, same_state: bool) -> bool:
+        sharded = None if in_backward else self.slots.sharded
+        if sharded is not None:
+            sharded.follow()
+            sharded.lend()
+        updates = False
+        try:
+            updates = self._begin(optimizer, in_backward, same_state)
+        finally:
+            if sharded is not None and not updates:
+                sharded.take_back(True)
+        return updates
+
+    def _begin(self, optimizer: Optimizer, in_backward: bool, same_state: bool) -> bool:
+        if not in_backward and hand_set_scale.has_scale(optimizer, self.rule):
+            if not lib.of_shim_unconfirmed(self.plan):
+                self._step_scaled(optimizer)
+                return False
+            if guard("late_scale"):
+                raise Error(_LATE_SCALE)
+        if self.updater.begin(optimizer, self, in_backward, bool(same_state)):
+            return True
+        self._leave(optimizer)
+        step_of(self._stock)(optimizer)
+        return False
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        """Before the class's own step(), of which the library knows nothing."""
+        bindings.flush(self.plan)
+        self.adopt_state(optimizer)
+        self.order.check()
+
+    def _step_scaled(self, optimizer: Optimizer) -> None:
+        """With a scale that was set by hand; backward fusion has left all gradients to it."""
+        self.scaled_steps += 1
+        self._leave(optimizer)
+        hand_set_scale.step_with_scale(optimizer, self._stock, self.rule)
+        lib_with_gil.of_shim_ledger_know_state(self.plan, optimizer, False)
+        lib.of_shim_restart_count(self.plan)
+
+    def prepare(self, optimizer: Optimizer, same_groups: bool, in_backward: bool) -> bool:
+        """After options and state were told. Whether the next step has something to do here."""
+        again = self.updater.prepare(optimizer, bool(same_groups))
+        if not in_backward:
+            self.order.check()
+        return again or self.order.is_open()
+
+    def end(self, optimizer: Optimizer, done: bool) -> None:
+        """The updates of this step are certain; not done: it failed."""
+        if self.slots.sharded is not None:
+            self.slots.sharded.take_back(bool(done))
+        self.updater.end(optimizer, self, bool(done))
+
+    def step_failed(self, optimizer: Optimizer, text: str) -> None:
+        """What the class's own step() raised is the cause."""
+        cause = self.updater.failure()
+        if isinstance(cause, KeyboardInterrupt | SystemExit):
+            raise cause
+        raise Error(f"optfuse: {text}") from cause
 
     # ---- changes between backward() and step(), where stock would still obey them
 
-    def refuse_late_change(
-        self, optimizer: Optimizer, same_groups: bool, at_step: bool = False
-    ) -> None:
-        if self.used.has_begun and lib.of_shim_unconfirmed(self.plan) and guard("late"):
-            self.used.refuse_changes(self._told, self, optimizer, same_groups, at_step)
+    def note_used(self, optimizer: Optimizer) -> None:
+        self.used.begin(optimizer)
 
-    def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
-        return self.updater.changed_option(number, group)
+    def confirmed(self, optimizer: Optimizer) -> None:
+        self.used.made = {}
 
-    def changed_attribute(self, optimizer: Optimizer) -> str | None:
-        return self.updater.changed_attribute(optimizer)
+    def changed_attribute(self, optimizer: Optimizer) -> str:
+        name = self.updater.changed_attribute(optimizer)
+        if name is not None:
+            return f"the optimizer's attribute {name!r}, which its step() may read, was changed"
+        name = self.used.changed_scale(optimizer) if self.rule.reads_scale else None
+        if name is None:
+            return ""
+        updated = (s for s in range(len(self.slots)) if lib.of_shim_is_updated(self.plan, s))
+        user = self.label(next(updated, 0))
+        return f"the optimizer's attribute {name!r}, which {user} depends on, was changed"
+
+    def changed_option(self, optimizer: Optimizer, then: int, now: int, number: int) -> str:
+        """The name of the first option in which group `now` differs from what updates of group
+        `then` used. number: of an option in the library's order; -1: those are the same."""
+        return self.updater.changed_option(then, optimizer.param_groups[now], number) or ""
+
+    def changed_state(self, optimizer: Optimizer, slot: int) -> str:
+        param, now = self.slots.params[slot], optimizer.__dict__["state"]
+        if self._then[0] is not self.kept_entries:
+            self._then = self.kept_entries, dict(self._entries())
+        then = self._then[1].get(id(param), {})
+        keys = self.updater.state_keys()
+        change = self.used.changed_entry(slot, then, now.get(param, {}), keys)
+        return "" if change is None else change.format(self.label(slot))
+
+    def _entries(self) -> Iterator[tuple[int, Entry]]:
+        """The state's entries by the ids of their keys, as the library has seen them last."""
+        values = iter(self.kept_values)
+        keys = iter(self.kept_entries)
+        for key in keys:
+            if key is None:
+                return
+            next(keys)
+            entry = {}
+            while (name := next(values)) is not None:
+                entry[name] = next(values)
+            yield id(key), entry
+
+
+def _is_constant(group: Group) -> bool:
+    return type(group["params"]) is list and all(map(_is_constant_entry, group, group.values()))
+
+
+def _is_constant_entry(name: str, value: Any) -> bool:
+    kind = type(value)
+    if kind is tuple:
+        return _CONSTANT.issuperset(map(type, value))
+    return kind in _CONSTANT or name in ("params", "param_names")

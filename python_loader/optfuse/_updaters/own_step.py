@@ -10,13 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from optfuse._library import bindings
+from optfuse._library.bindings import lib_with_gil
 from optfuse._own_step import updates
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
 from optfuse._rules import OWN, Rule
-from optfuse._snapshot import Groups
 from optfuse._trials.stock_trial import unknown_dtypes
-from optfuse._updaters.slots import Slots
+from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import Entry, Inputs, Updater
 
 
@@ -69,18 +69,16 @@ class OwnStep(Updater):
     def noted(self) -> Noted | None:
         return self._own.noted
 
-    def begin(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool, updates: bool) -> bool:
+    def begin(
+        self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
+    ) -> bool:
         bindings.flush(self._plan)  # what is pending keeps its own options
         own = self._own
         own.begin(optimizer, self._in_backward)
         if own.changed:
-            inputs.state.forget()
+            lib_with_gil.of_shim_ledger_know_state(self._plan, optimizer, False)
             own.changed = False
-        inputs.sync_inputs(optimizer, False)
         return True
-
-    def begin_pass(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool) -> None:
-        self.begin(optimizer, inputs, same_groups, updates=True)
 
     def end(self, optimizer: Optimizer, inputs: Inputs, done: bool) -> None:
         if done:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Container, Iterable
 from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +17,10 @@ from optfuse import _gpu
 from optfuse._arguments.check import label
 from optfuse._dtensor.local_tensors import Sharded, is_dtensor, local_of
 from optfuse._library.bindings import lib
-from optfuse._snapshot import Groups, params_of
 
+Groups = list[dict[str, Any]]
 Tensors = tuple[Tensor | None, ...]
+params_of = itemgetter("params")
 
 
 class Slots:
@@ -34,7 +37,6 @@ class Slots:
         self.states: list[Tensors | None] = [None] * len(self)  # tensors and counters, as told
         self.sharded: Sharded | None = None  # the DTensors among the parameters
         self.are_plain = {Tensor, Parameter}.issuperset(map(type, self.params))
-        self.needs = (ctypes.c_size_t * max(1, len(self)))()  # where the library names slots
         self.numbers = {id(p): i for i, p in enumerate(self.params)}
         # Where the update of each parameter was tried, by its id.
         self._places = {id(p): _gpu.ANYWHERE for p in self.params}

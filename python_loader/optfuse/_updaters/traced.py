@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library import bindings
-from optfuse._library.bindings import Error, lib
+from optfuse._library.bindings import Error, lib, lib_with_gil
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
-from optfuse._snapshot import Groups, GroupsSnapshot
 from optfuse._traced import updates
 from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
 from optfuse._updaters import entries
-from optfuse._updaters.slots import Slots
+from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import Entry, Inputs, Updater
 
 _UNTRACEABLE = (
@@ -41,6 +40,7 @@ class Traced(Updater):
         self._stock = stock
         self._n_state = len(rule.state)
         self._in_backward = in_backward
+        self.has_no_options = not in_backward
 
     @property
     def promise(self) -> Promise:  # type: ignore[override]
@@ -75,9 +75,6 @@ class Traced(Updater):
 
     # ---- options and state
 
-    def are_same(self, told: GroupsSnapshot, groups: Groups) -> bool:
-        return told.are_same(groups) if self._in_backward else told.have_same_params(groups)
-
     def tell_entry(
         self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
     ) -> bool:
@@ -95,53 +92,39 @@ class Traced(Updater):
 
     # ---- a step
 
-    def begin(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool, updates: bool) -> bool:
-        if not (self.traced.begun and self._is_unconfirmed()):
-            try:
-                self._make_programs(optimizer, inputs, whole=False)
-            except Untraceable as error:
-                if self._in_backward:
-                    raise self._refusal(error) from error
-                self._note_untraced(error)
-                return False
-        if updates:
-            inputs.sync_inputs(optimizer, same_groups)  # else the next backward does it
-        return True
-
-    def begin_pass(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool) -> None:
+    def begin(
+        self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
+    ) -> bool:
+        params = inputs.slots.params
         try:
-            self._make_programs(optimizer, inputs, whole=True)
+            if in_backward or not (self.traced.begun and self._is_unconfirmed()):
+                self.traced.begin(optimizer, params, in_backward, same_state)
         except Untraceable as error:
-            raise self._refusal(error) from error
-        inputs.sync_inputs(optimizer, same_groups)
-        inputs.slots.sharing()
+            if self._in_backward:
+                raise self._refusal(error) from error
+            self._note_untraced(error)
+            return False
+        return True
 
     def end(self, optimizer: Optimizer, inputs: Inputs, done: bool) -> None:
         if not self.traced.begun:
             return
         if done:
-            self._advance(optimizer, inputs)
-            inputs.sync_params(optimizer)
+            self._advance(optimizer, inputs.slots.params)
         elif not self._in_backward:
             bindings.flush(self._plan)
             self.traced.abandon(optimizer, inputs.slots.params)
-            inputs.state.forget()
+            lib_with_gil.of_shim_ledger_know_state(self._plan, optimizer, False)
 
-    def _make_programs(self, optimizer: Optimizer, inputs: Inputs, whole: bool) -> None:
-        """whole: gradients are still to come."""
-        same_state = inputs.state.is_same(optimizer.__dict__["state"])
-        self.traced.begin(optimizer, inputs.slots.params, whole, same_state)
-
-    def _advance(self, optimizer: Optimizer, inputs: Inputs) -> None:
-        state, told = optimizer.__dict__["state"], inputs.state
+    def _advance(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         # In forward mode the guide was the last that could change the state; it was looked at
-        # after that, and make_state() has the snapshot forgotten.
-        same = told.is_same(state) if self._in_backward else not told.is_empty()
-        kept = self.traced.advance(optimizer, inputs.slots.params, same)
-        if inputs.used.has_changed():
-            told.forget()
-        elif not kept:
-            told.remember(state)
+        # after that, and the ledger knows what it has made.
+        ledger = lib_with_gil
+        same = ledger.of_shim_ledger_same_state(self._plan, optimizer, self._in_backward)
+        kept = self.traced.advance(optimizer, params, same)
+        has_complained = ledger.of_shim_ledger_has_complained(self._plan)
+        if has_complained or not kept:
+            ledger.of_shim_ledger_know_state(self._plan, optimizer, not has_complained)
 
     def _is_unconfirmed(self) -> bool:
         """Whether backward fusion has made updates that no step() has confirmed."""

@@ -9,28 +9,19 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._late import Used
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
-from optfuse._snapshot import Groups, GroupsSnapshot, StateSnapshot
 from optfuse._traced.updates import Traced
-from optfuse._updaters.slots import Slots
+from optfuse._updaters.slots import Groups, Slots
 
 Entry = dict[str, Any]
 
 
 class Inputs(Protocol):
-    """A fused optimizer's link: tells the library what updates read."""
+    """The ledger of an optimizer."""
 
+    plan: int
     slots: Slots
-    used: Used
-    state: StateSnapshot  # as the library was told of it
-
-    def sync_params(self, optimizer: Optimizer) -> None:
-        """Tells the library of all anew if param_groups has other parameters."""
-
-    def sync_inputs(self, optimizer: Optimizer, same_groups: bool) -> None:
-        """Tells the library which options and state have changed."""
 
 
 class Updater:
@@ -41,6 +32,8 @@ class Updater:
     traced: Traced | None = None  # the programs of a traced class
     own_step_because: tuple[str, ...] = ()  # why updates are the class's own step()
     counts_together = False  # step() advances the counters of all parameters at once
+    asks = True  # begin() and end() have something to do
+    has_no_options = False  # updates don't read the numbers of groups
     may_share_state = False  # two parameters may have a tensor of their state in common
 
     def described(self) -> str:
@@ -74,10 +67,6 @@ class Updater:
 
     # ---- options and state
 
-    def are_same(self, told: GroupsSnapshot, groups: Groups) -> bool:
-        """Whether the parameters and options of which step() tells the library are as told."""
-        return told.are_same(groups)
-
     def tell_entry(
         self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
     ) -> bool:
@@ -93,10 +82,11 @@ class Updater:
         """The keys of a state entry that an update uses; None: all."""
         return None
 
-    def changed_option(self, number: int, group: dict[str, Any]) -> str | None:
-        """The first option in which a group differs from what updates of group `number` used."""
+    def changed_option(self, then: int, group: dict[str, Any], number: int) -> str | None:
+        """The first option in which a group differs from what updates of group `then` used.
+        number: of the one in which the library found a difference, in its order; -1: none."""
         noted = self.noted()
-        return None if noted is None else noted.changed_option(number, group)
+        return None if noted is None else noted.changed_option(then, group)
 
     def changed_attribute(self, optimizer: Optimizer) -> str | None:
         """The first attribute of the optimizer that differs from what updates used."""
@@ -110,15 +100,17 @@ class Updater:
 
     # ---- a step
 
-    def begin(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool, updates: bool) -> bool:
-        """Brings what updates of this step read up to date. same_groups: as are_same() says.
-        updates: the library has some to make. False: no updates can be
-        made, and the class's own step() must take this step."""
-        raise NotImplementedError
+    def begin(
+        self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
+    ) -> bool:
+        """Comes before the library is told of options and state for this step, or at the first
+        complete gradient of a backward pass. same_state: the library knows it. False: no updates
+        can be made, and the class's own step() must take this step."""
+        return True
 
-    def begin_pass(self, optimizer: Optimizer, inputs: Inputs, same_groups: bool) -> None:
-        """The same at the first complete gradient of a backward pass."""
-        raise NotImplementedError
+    def prepare(self, optimizer: Optimizer, same_groups: bool) -> bool:
+        """Comes after it. Whether the next step needs it, too, whatever the options are."""
+        return False
 
     def end(self, optimizer: Optimizer, inputs: Inputs, done: bool) -> None:
         """The updates of this step are certain; not done: it failed."""

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// ledger.cpp: the ledger of an optimizer of Python: where Python calls (shim.h), and where its plan
+// does.
+#include <ATen/record_function.h>
+
+#include "error.h"
+#include "python/reader.h"
+#include "shim.h"
+
+namespace optfuse {
+
+PythonOwner::PythonOwner(Plan &its, of_object *optimizer, of_object *loader, of_object *losses)
+    : ledger(its), plan(its), optimizer_ref(optimizer), ledger_ref(loader), scaled(losses) {
+    of_interpreter.keep(optimizer_ref);
+    of_interpreter.keep(ledger_ref);
+}
+
+void PythonOwner::close() {
+    const int state = of_interpreter.take_gil();
+    for (of_object *const ref : {optimizer_ref, ledger_ref})
+        of_interpreter.drop(ref);
+    optimizer_ref = ledger_ref = nullptr;
+    of_interpreter.give_gil(state);
+}
+
+bool PythonOwner::begin_backward(Plan *, bool only_adds) {
+    return in_python([&] {
+        PythonReader now(*this);
+        if (!now.is_alive())
+            return;
+        now.check_pass(only_adds);
+        if (only_adds)
+            return;
+        now.look_first();
+        const PythonReader::Aside without_gil(now);
+        ledger.begin_pass(now);
+    });
+}
+
+bool PythonOwner::make_state(Plan *, size_t slot) {
+    return in_python([&] {
+        PythonReader now(*this);
+        if (!now.is_alive())
+            return;
+        const PythonReader::Aside without_gil(now);
+        ledger.make_state(now, slot);
+    });
+}
+
+bool PythonOwner::await_reduction(Plan *) {
+    return ask_python(&plan, OF_SHIM_REDUCED, 0) != 0;
+}
+
+namespace {
+
+PythonOwner &owner_of(of_shim_plan *handle) {
+    return *static_cast<PythonOwner *>(plan_of(handle)->python.get());
+}
+
+// What work(reader) throws is raised in Python.
+template <typename Work> int raising(of_shim_plan *handle, void *optimizer, const Work &work) {
+    const std::shared_ptr<void> alive = plan_of(handle)->python;
+    try {
+        PythonReader now(owner_of(handle), static_cast<of_object *>(optimizer));
+        const int status = work(now);
+        now.raise_held();
+        return status;
+    } catch (const RaisedInPython &) {
+    } catch (const PythonError &e) {
+        of_interpreter.raise(e.raises, e.what());
+    } catch (const c10::Error &e) {
+        of_interpreter.raise(PythonError::type, e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        of_interpreter.raise(PythonError::type, e.what());
+    }
+    return OF_REFUSED;
+}
+
+} // namespace
+} // namespace optfuse
+
+using optfuse::owner_of;
+using optfuse::PythonReader;
+
+extern "C" {
+
+void of_shim_ledger_open(of_shim_plan *handle, void *optimizer, void *ledger, void *scaled) {
+    optfuse::Plan *plan = optfuse::plan_of(handle);
+    const auto object = [](void *it) { return static_cast<of_object *>(it); };
+    const auto made = std::make_shared<optfuse::PythonOwner>(*plan, object(optimizer),
+                                                             object(ledger), object(scaled));
+    plan->owner = made.get();
+    plan->python = made;
+}
+
+int of_shim_ledger_rebuild(of_shim_plan *handle, void *optimizer) {
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        const PythonReader::Aside without_gil(now);
+        owner_of(handle).ledger.rebuild(now);
+        return OF_OK;
+    });
+}
+
+int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watched) {
+    if (unless_watched && at::hasCallbacks())
+        return OF_SHIM_LEFT;
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        now.look_first();
+        const PythonReader::Aside without_gil(now);
+        owner_of(handle).ledger.step(now);
+        return OF_OK;
+    });
+}
+
+int of_shim_ledger_zero_grad(of_shim_plan *handle, void *optimizer, bool may_drop) {
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        now.look_at_params_first();
+        const PythonReader::Aside without_gil(now);
+        const bool dropped =
+            owner_of(handle).ledger.zero_grad(now, may_drop && !at::hasCallbacks());
+        return dropped ? static_cast<int>(OF_OK) : OF_SHIM_LEFT;
+    });
+}
+
+int of_shim_ledger_tell_options(of_shim_plan *handle, void *optimizer) {
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        const PythonReader::Aside without_gil(now);
+        owner_of(handle).ledger.tell_options(now);
+        return OF_OK;
+    });
+}
+
+bool of_shim_ledger_same_state(of_shim_plan *handle, void *optimizer, bool looks) {
+    bool same = false;
+    optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        const optfuse::Remembered &known = owner_of(handle).known;
+        same = looks ? now.is_same_state() : known.knows_state && known.entries.all().size() > 1;
+        return OF_OK;
+    });
+    return same;
+}
+
+void of_shim_ledger_know_state(of_shim_plan *handle, void *optimizer, bool told) {
+    optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        optfuse::Remembered &known = owner_of(handle).known;
+        if (told)
+            now.remember_state();
+        known.knows_state = told;
+        known.must_prepare = true;
+        return OF_OK;
+    });
+}
+
+void of_shim_ledger_note_entry(of_shim_plan *handle, size_t slot, bool is_made, bool is_new) {
+    optfuse::PythonOwner &owner = owner_of(handle);
+    owner.known.has_made |= is_made;
+    if (is_new)
+        owner.ledger.note_entry(slot);
+}
+
+bool of_shim_ledger_has_complained(of_shim_plan *handle) {
+    return owner_of(handle).ledger.has_complained();
+}
+
+} // extern "C"

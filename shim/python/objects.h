@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// objects.h: objects of Python, to find out quickly that all of them are still where they were.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "python/interpreter.h"
+
+namespace optfuse {
+
+// A reference, with the GIL.
+class Ref {
+  public:
+    explicit Ref(of_object *object) : held(object) {} // takes it over; or nullptr
+    ~Ref() {
+        if (held != nullptr)
+            of_interpreter.drop(held);
+    }
+    Ref(const Ref &) = delete;
+    Ref &operator=(const Ref &) = delete;
+    of_object *get() const { return held; }
+
+  private:
+    of_object *const held;
+};
+
+// Whether it is of this type, and not of one that inherits from it: that may have other values than
+// are in it.
+bool is_exactly(of_object *object, of_object *type);
+
+// What lists and dicts had, one after the other, by address; a list of Python's, keep(), keeps it
+// alive as long as addresses are compared.
+class Objects {
+  public:
+    void add(of_object *object) { at.push_back(object); }
+    void add_dict(of_object *dict); // its keys and values. What is no dict has none
+    void end() { at.push_back(nullptr); }
+    Ref keep() const; // a list, with None at the ends; or nullptr after an error of Python's
+    const std::vector<of_object *> &all() const { return at; }
+
+  private:
+    std::vector<of_object *> at; // nullptr: the end of one
+};
+
+// Goes through Objects beside what is there now.
+class Comparison {
+  public:
+    explicit Comparison(const Objects &objects)
+        : at(objects.all().data()), last(at + objects.all().size()) {}
+    bool next_is(const of_object *object) { return at < last && *at++ == object; }
+    bool next_is_list(of_object *list);
+    bool next_is_dict(of_object *dict); // in this order
+    bool is_over() const { return at == last; }
+
+  private:
+    of_object *const *at;
+    of_object *const *last;
+};
+
+} // namespace optfuse
