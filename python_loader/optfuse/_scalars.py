@@ -14,7 +14,7 @@ from optfuse._gpu import is_on_gpu
 
 
 class DeviceScalars:
-    """Of one plan: what the library has of them."""
+    """The numbers of one plan that are on devices, as the library has them."""
 
     def __init__(self, plan: int, scales: bool) -> None:
         """scales: the class reads grad_scale and found_inf."""
@@ -44,6 +44,7 @@ class DeviceScalars:
 
 
 def _identity(group: dict[str, Any]) -> tuple[int, int]:
-    """What tells whether a learning rate on a GPU was changed, without a look at it."""
+    """The identity of a learning rate on a GPU; it differs if the rate was changed, without a look
+    at it."""
     rate = group.get("lr")  # a class of other packages may have none
     return (id(rate), rate._version) if is_on_gpu(rate) else (0, 0)

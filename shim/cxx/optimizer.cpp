@@ -83,7 +83,7 @@ bool FusedOptimizer::has_same_params() {
     return slot == members.size() && groups.size() == n_groups;
 }
 
-// Which are those of docs/cxx.md, or strict refuses it.
+// Raises under strict unless the update has the bits that docs/cxx.md promises.
 void FusedOptimizer::check_bits(const at::Tensor &param,
                                 const torch::optim::OptimizerOptions &options,
                                 const std::string &label) const {

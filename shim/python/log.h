@@ -13,7 +13,7 @@ extern "C" {
 /* From now on messages go to receive(level, text), a borrowed callable that lives for ever. */
 void of_log_to(of_object *receive);
 
-/* What stands in of_host.log: NULL before of_log_to(), and messages go to stderr.
+/* The function in of_host.log: NULL before of_log_to(), and messages go to stderr.
  * Any thread may call the function, with or without the GIL and under any lock: the
  * interpreter's main thread calls receive() later, between two of its instructions. */
 typedef void of_log_fn(void *ctx, int level, const char *message);

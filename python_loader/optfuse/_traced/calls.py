@@ -29,7 +29,7 @@ from optfuse._traced.standin import (
     tape_of,
 )
 
-# What an argument is; shim/traced/parts.cpp reads the same numbers.
+# Kinds of arguments; shim/traced/parts.cpp reads the same numbers.
 NONE, REGISTER, INT, DOUBLE, BOOL, LIST, NUMBER, STRING, DEVICE, DEFAULT = range(10)
 _ENUMS: tuple[tuple[Any, ...], ...] = (
     (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d),
@@ -37,7 +37,7 @@ _ENUMS: tuple[tuple[Any, ...], ...] = (
 )
 _UNSEEN = frozenset({torch.Tag.nondeterministic_seeded})
 _LOOKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-# Of all elements of a tensor, whatever its shape, if these arguments are not there.
+# Functions of all elements of a tensor, whatever its shape, if these arguments are not there.
 _OF_SOME = ("dim", "dims", "keepdim")
 _WHOLE = {"sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "amin", "std", "var"}
 _WHOLE |= {"any", "all", "_foreach_norm", "prod", "logsumexp"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ATen's operators that make, fill and copy tensors are on a tape."""
+"""ATen's operators that make, fill and copy tensors, on a tape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optfuse._traced.standin import Called, NotElementwise, Standin
 
 
 def _dtype(x: Standin, options: Options) -> torch.dtype:
-    """Of a tensor that is made like x."""
+    """The dtype of a tensor that is made like x."""
     if torch.device(options.get("device") or x.tape.device) != x.tape.device:
         x.tape.refuse(f"it makes a tensor on {options['device']}")
     if options.get("layout") not in (None, torch.strided):

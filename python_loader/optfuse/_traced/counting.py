@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a step() counts in state entries, as numbers and as tensors without dimensions: all entries
-of parameters that are alike become what one run of it has made of one of them."""
+"""The counters of a step() in state entries, as numbers and as tensors without dimensions: after
+one run on one of the parameters that are alike, all their entries get its results."""
 
 from __future__ import annotations
 

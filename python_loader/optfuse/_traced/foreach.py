@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ATen's operators on lists are on a tape: on the CPU they call the operator on one tensor
+"""ATen's operators on lists, on a tape: on the CPU they call the operator on one tensor
 after the other. On GPUs some of them round otherwise."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _of_tensors(x: Any) -> bool:
     return type(x) in _LISTS and all(isinstance(item, torch.Tensor) for item in x)
 
 
-# What is another operator on lists.
+# Operators that are others on lists.
 _OF_LISTS = {name: f"{name}_list" for name in ("div_number", "maximum", "minimum")}
 
 

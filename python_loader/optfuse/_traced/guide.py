@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a step() does to a parameter, to its state entry and to the optimizer."""
+    """The effects of a step() on a parameter, on its state entry and on the optimizer."""
 
     program: Program | Parts
     entry: Entry | None  # after it, with a Place for each tensor that is no counter
@@ -72,9 +72,9 @@ class Recorded:
 def place_of(
     key: Any, value: Tensor, param: Tensor, names: list[str], shaped: Container[str]
 ) -> Place | None:
-    """Of a tensor in a state entry. names: the state tensors that are known; shaped: those among
-    them that may have another shape than the parameter. None: a counter, as tensors without
-    dimensions are, but for those of parameters without dimensions and for shaped ones; or a
+    """The place of a tensor in a state entry. names: the state tensors that are known; shaped:
+    those among them that may have another shape than the parameter. None: a counter, as tensors
+    without dimensions are, but for those of parameters without dimensions and for shaped ones; or a
     tensor of which nothing is known."""
     is_known = key in names and (key in shaped or value.dim() > 0 or param.dim() == 0)
     if not is_known and (value.shape != param.shape or param.dim() == 0):
@@ -170,7 +170,7 @@ def record(
 
 
 def _forms(tape: Tape, entry: Entry | None) -> Forms:
-    """Of the state tensors that are not as the parameter."""
+    """The forms of the state tensors that are not as the parameter."""
     found: Forms = {}
     for place in (entry or {}).values():
         if isinstance(place, Place) and (place.form or place.dtype):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ATen's comparisons are on a tape, and choices by what they say."""
+"""ATen's comparisons on a tape, and choices by their results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What handlers of operators share: which operators they are for, what they take, and where
+"""Shared by handlers of operators: which operators they are for, what they take, and where
 their result goes."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ATen's arithmetic is on a tape."""
+"""ATen's arithmetic on a tape."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ PARAM, GRAD, STATE = 0, 1, 2  # registers
 MOST_STATE = 4
 TEMPORARY = STATE + MOST_STATE
 REGISTERS = 24
-# Of kernels on GPUs (cuda_kernels.h).
+# Limits of the kernels on GPUs (cuda_kernels.h).
 GPU_TEMPORARIES, GPU_INSTRUCTIONS = 8, 256
 
 # How many registers and numbers each operator takes; the others take one register.

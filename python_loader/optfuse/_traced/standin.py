@@ -18,7 +18,7 @@ from optfuse._traced.given import Given, Place, given_to
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
 CPU = torch.device("cpu")
-# Of the tensors that a step() makes from nothing, which are stand-ins: none; those with
+# Tensors that a step() makes from nothing and that are stand-ins: none; those with
 # dimensions; all, with those that may be counters. A trial goes through them in this order.
 Made = Literal["none", "shaped", "all"]
 # c10::ScalarType, by its order.
@@ -102,8 +102,8 @@ class Call:
 
 
 class Tape:
-    """What one run of step() did, and all that it made. Stand-ins have the parameter's shape but
-    for those that came out of calls."""
+    """The record of one run of step(), and all that it made. Stand-ins have the parameter's shape
+    but for those that came out of calls."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Tape:
         raise kind(why)
 
     def answer(self, question: Any, x: Standin, *args: Any) -> Any:
-        """What x says to one of the operators in QUESTIONS. Operators ask for the number of
+        """The answer of x to one of the operators in QUESTIONS. Operators ask for the number of
         dimensions, too, where step() does not."""
         if question is not _DIM and not x.is_fixed:
             self.looked_at_shape = True
@@ -203,7 +203,7 @@ class Called:
     full_name: str
 
 
-# What an operator becomes: it gets the operator, its arguments and its options.
+# Records an operator: it gets the operator, its arguments and its options.
 Handler = Callable[[Called, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, tuple[Handler, Called]] = {}
 # The same by the operators' ids, which are found in less time: their __hash__() is Python.
@@ -214,7 +214,7 @@ def put_handler(func: Any, handler: Handler, called: Called) -> None:
     handlers[func] = _by_id[id(func)] = handler, called
 
 
-# What becomes of an operator that has no handler, or is not elementwise: calls.py.
+# Records an operator that has no handler, or is not elementwise: calls.py.
 otherwise: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
 
@@ -273,7 +273,7 @@ def _look_at_requires_grad(x: Standin) -> bool:
     return requires_grad_of(x)
 
 
-# What a stand-in says where PyTorch would look at what it has not.
+# Answers of a stand-in where PyTorch would look at attributes that it does not have.
 _ANSWERS = {
     "grad": property(_grad_of, _set_grad, lambda x: _set_grad(x, None)),
     **{name: _noting(name) for name in ("dim", "ndim", "ndimension")},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the updates of an optimizer run whose step() is traced: programs, one for all parameters
+"""The programs that update an optimizer whose step() is traced, one for all parameters
 of a group that are alike.
 
 Parameters are alike where the class's step() would do the same to them with other data: same

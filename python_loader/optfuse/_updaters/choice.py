@@ -16,8 +16,8 @@ from optfuse._updaters.updater import Updater
 
 
 def promise_of(optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Promise | None:
-    """What the class's own step() does beside updating parameters; None: it is not taken. Raises
-    optfuse.Error for what no update could do."""
+    """The changes that the class's own step() makes beside updating parameters; None: it is not
+    taken. Raises optfuse.Error for what no update could do."""
     return check_promise(optimizer, stock) if rule.external else None
 
 

@@ -41,7 +41,7 @@ class Updater:
         return ""
 
     def explained(self, label: Callable[[int], str]) -> str:
-        """What an update computes, for people. label: names a slot's parameter."""
+        """Describes an update for people. label: names a slot's parameter."""
         raise NotImplementedError
 
     # ---- parameters
@@ -116,5 +116,5 @@ class Updater:
         """The updates of this step are certain; not done: it failed."""
 
     def failure(self) -> BaseException | None:
-        """What the class's own step() raised in the update that failed."""
+        """The exception of the class's own step() in the update that failed."""
         return None
