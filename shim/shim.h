@@ -77,7 +77,7 @@ OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, 
  * (ctypes.PyDLL) and give it up while updates run. optimizer: a borrowed PyObject*. Where they
  * fail Python's exception is set. */
 
-/* What the loader's Ledger says of a plan when it has told parameters. */
+/* Traits of a plan, which the loader's Ledger names when it has told parameters. */
 enum of_shim_trait {
     OF_SHIM_ASKS = 1,            /* the loader begins and ends each step: there are no kernels, or
                                     parameters are sharded */
@@ -116,7 +116,7 @@ OF_API bool of_shim_same_kinds(of_shim_plan *plan, bool whole, bool by_shape);
 /* Whether every parameter of a cohort (set_program()) has a gradient. False also of DTensors. */
 OF_API bool of_shim_have_gradients(of_shim_plan *plan, size_t cohort);
 
-/* What a step() on stand-ins did, to be compared with the next one (shim/traced/replay.cpp). From
+/* The operators of a step() on stand-ins, to be compared with the next one (shim/traced/replay.cpp). From
  * play to played on this thread operators on its stand-ins are answered by it. */
 typedef struct of_shim_replay of_shim_replay;
 OF_API void of_shim_play(of_shim_replay *replay);

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Values that updates of backward mode have used of an optimizer's state and attributes since its last
-step(), for what a script changes between backward() and step(): the library's ledger asks here
+"""Values that updates of backward mode have used of an optimizer's state and attributes since its
+last step(), for what a script changes between backward() and step(): the library's ledger asks here
 where it finds other objects than before."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Holder(Protocol):
 
     @property
     def slot_states(self) -> Sequence[tuple[Any, ...] | None]:
-        """Of each slot: state tensors and counters."""
+        """The state tensors and counters of each slot."""
 
     def label(self, slot: int) -> str: ...
 

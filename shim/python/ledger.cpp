@@ -57,7 +57,7 @@ PythonOwner &owner_of(of_shim_plan *handle) {
     return *static_cast<PythonOwner *>(plan_of(handle)->python.get());
 }
 
-// What work(reader) throws is raised in Python.
+// Raises in Python what work(reader) throws.
 template <typename Work> int raising(of_shim_plan *handle, void *optimizer, const Work &work) {
     const std::shared_ptr<void> alive = plan_of(handle)->python;
     try {

@@ -29,8 +29,8 @@ class Ref {
 // are in it.
 bool is_exactly(of_object *object, of_object *type);
 
-// What lists and dicts had, one after the other, by address; a list of Python's, keep(), keeps it
-// alive as long as addresses are compared.
+// The addresses of items of lists and dicts, one after the other; a list of Python's, keep(), keeps
+// the items alive as long as addresses are compared.
 class Objects {
   public:
     void add(of_object *object) { at.push_back(object); }

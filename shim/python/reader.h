@@ -14,7 +14,7 @@
 
 namespace optfuse {
 
-// What an optimizer had when the plan was told, by identity. Written with the GIL.
+// The objects that an optimizer had when the plan was told, by identity. Written with the GIL.
 struct Remembered {
     Objects params;                 // of each group
     Objects options;                // the entries of each group
@@ -61,7 +61,7 @@ class PythonReader final : public OptimizerReader {
     void check_pass(bool only_adds);
     bool is_same_state() const;
     void remember_state();
-    // What look() or has_same_params() says first is seen now, with the GIL.
+    // Looks now, with the GIL, for what look() or has_same_params() says first.
     void look_first() { first = see(); }
     void look_at_params_first();
     // Raises in Python what end() has held back.
@@ -112,7 +112,7 @@ class PythonReader final : public OptimizerReader {
         of_interpreter.restore_thread(thread);
         thread = nullptr;
     }
-    // Of the loader's Ledger, with the GIL.
+    // Calls a method of the loader's Ledger, with the GIL.
     template <typename... Arguments>
     of_object *ask(const char *method, const char *format, Arguments... arguments);
     template <typename... Arguments>

@@ -150,7 +150,7 @@ bool same_modes(const c10::impl::LocalDispatchKeySet &a, const c10::impl::LocalD
     return a.included_ == b.included_ && a.excluded_ == b.excluded_;
 }
 
-// What has no stand-ins among its arguments is no part of the replay.
+// An operator without stand-ins among its arguments is no part of the replay.
 bool give_up(Replay *replay, const c10::OperatorHandle &op, const torch::jit::Stack &stack) {
     if (!has_standins(op, stack))
         return false;
@@ -287,7 +287,7 @@ std::tuple<int64_t, std::string, std::string> learned_now() {
     return {static_cast<int64_t>(running->calls.size()) - 1, name.name, name.overload_name};
 }
 
-// Of each number that operators were given: call, argument and element of that; empty if they
+// The call, the argument and the element of each number that operators were given; empty if they
 // can't be played.
 std::vector<int64_t> end_learning(int64_t address) {
     Replay *replay = replay_at(address);

@@ -127,6 +127,16 @@ def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return _call_on(tape_of(args, options), func, args, options)
 
 
+def _note_views(tape: Tape, viewed: Standin | None, made: Iterable[Standin]) -> None:
+    """Notes in whose memory the results of an operator lie, if it views an operand."""
+    if viewed is None:
+        return
+    root = tape.roots.get(viewed.register, viewed.register)
+    for x in made:
+        tape.roots[x.register] = root
+        tape.shared |= {root, x.register}
+
+
 def _call_on(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     schema = func._schema
     _refuse_what_is_no_program(tape, func)
@@ -151,12 +161,7 @@ def _call_on(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, An
         _try_without_data(tape, func, args, options)  # it may be that shapes don't fit
     for x in written:
         tape.written.add(tape.roots.get(x.register, x.register))
-    viewed = _viewed(schema, args)
-    for x in _flat(made):
-        if viewed is not None:
-            root = tape.roots.get(viewed.register, viewed.register)
-            tape.roots[x.register] = root
-            tape.shared |= {root, x.register}
+    _note_views(tape, _viewed(schema, args), _flat(made))
     tape.lines.append(
         Call(
             f"{_overload(func)[0]}.{_overload(func)[1]}",

@@ -49,8 +49,8 @@ class Cohort:
 
 @dataclass
 class Kept:
-    """What tells whether the cohorts of the last step are those of this one, too, if the library
-    finds the same kinds, and the state's entries and what is in them are the same objects."""
+    """The objects by which the cohorts of the last step are known to be those of this one, too, if
+    the library finds the same kinds, and the state's entries and what is in them are the same."""
 
     counters: list[Tensor]
     values: list[Tensor]
@@ -121,7 +121,7 @@ def counts_in_place(cohort: Cohort, known: Counting | None) -> bool:
 
 
 def mark_of(value: Any) -> Any:
-    """What of a value in a state entry may lead step() another way, where it is no data."""
+    """The part of a value in a state entry that may lead step() another way and is no data."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), float(value) if value.dim() == 0 else None
     return type(value), value if isinstance(value, CONSTANT) else repr(value)

@@ -244,7 +244,7 @@ class Guide:
         return self.order.index(key)
 
     def _look_at_tensors(self, state: dict[Any, Entry]) -> None:
-        """What step() may not change, since it would change stand-ins only."""
+        """Refuses changes that step() makes to stand-ins only."""
         param = self.param
         if any(owner is not param for owner in state):
             raise Untraceable("it keeps state for what is no parameter")
@@ -287,7 +287,7 @@ class Guide:
 
 
 def plain(key: Any, value: Any) -> Any:
-    """What is no stand-in."""
+    """The value, which must hold no stand-in."""
     for x in _items(value):
         if isinstance(x, Standin):
             what = f"state[{key!r}], a {type(value).__name__}"

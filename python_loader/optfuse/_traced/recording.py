@@ -26,7 +26,8 @@ State = dict[Tensor, Entry]
 
 
 class Recording:
-    """Of one plan. Knows neither the optimizer nor its parameters between two calls."""
+    """Records the steps of one plan. Between two calls it knows neither the optimizer nor its
+    parameters."""
 
     def __init__(self, stock: type[Optimizer], promise: Promise, made: Made) -> None:
         self._twin = twin.Twin(stock)
@@ -70,8 +71,8 @@ class Recording:
         return were_same
 
     def _learn_names(self, optimizer: Optimizer, params: list[Tensor], taking: list[int]) -> None:
-        """Of the state tensors that an entry has from before this plan. One without dimensions
-        could be taken for a counter; the step that makes it tells."""
+        """Learns the names of the state tensors that an entry has from before this plan. One
+        without dimensions could be taken for a counter; the step that makes it tells."""
         state: State = optimizer.__dict__["state"]
         kinds = set()
         for slot in taking if not self.names else ():
@@ -116,7 +117,7 @@ class Recording:
         yield from found.values()
 
     def _signature(self, entry: Entry | None, param: Tensor) -> Any:
-        """What of a state entry may lead step() another way, but for data."""
+        """The parts of a state entry that may lead step() another way, without data."""
         if entry is None:
             return None
         found = []
@@ -208,7 +209,7 @@ class Recording:
                     self.copies.put(group, self.after.options[i], name)
 
     def _step_idle_groups(self, optimizer: Optimizer) -> None:
-        """What this step makes of the options of groups in which no parameter has a gradient."""
+        """Notes the options that this step gives to groups in which no parameter has a gradient."""
         for i, group in enumerate(optimizer.param_groups):
             if i in self.after.options:
                 continue

@@ -145,8 +145,8 @@ def learn(
     strides: tuple[int, ...] | None,
     recorded: Recorded,
 ) -> Replay | None:
-    """Of the step() that was recorded, which takes place once more. The arguments before are those
-    of guide.record(). None: it can't be played."""
+    """A replay of the step() that was recorded, which takes place once more. The arguments before
+    are those of guide.record(). None: it can't be played."""
     tape = Tape(shape, dtype, strides)
     found = _learn(step_on, attributes, options, tape, entry, names, recorded)
     if found is None:
@@ -201,8 +201,8 @@ def _numbered(places: list[int]) -> dict[tuple[int, ...], int]:
 def _sources(
     tape: Tape, structure: Structure, known: list[float], numbers: Any, pinned: Any
 ) -> _Sources | None:
-    """Of the numbers in a program those that came from arguments, and nothing else depends on.
-    None: the tape says something else than this program, whose numbers are `known`."""
+    """The numbers in a program that came from arguments, and nothing else depends on. None: the
+    tape says something else than this program, whose numbers are `known`."""
     found = []
     lines: Any = tape.lines
     if tuple([line[:5] for line in lines]) != structure.taped:

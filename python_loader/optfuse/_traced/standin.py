@@ -62,7 +62,7 @@ Line = tuple[str, int, int, int, int, Number, Number]
 
 @dataclass
 class Learning:
-    """Of a step() that is to be played (replay.py)."""
+    """Notes of a step() that is to be played (replay.py)."""
 
     address: int  # what the library notes of it
     pinned: set[Place] = field(default_factory=set)  # numbers that decide what is on the tape

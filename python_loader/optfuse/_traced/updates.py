@@ -94,7 +94,7 @@ class Traced:
         self.recording.promise = promise
 
     def state_names(self) -> list[str | None]:
-        """Of all registers; None: not in use."""
+        """The names of all registers; None: not in use."""
         return [*self.recording.names, *(MOST_STATE - len(self.recording.names)) * [None]]
 
     def counters_of(self, entry: Entry) -> list[Tensor]:
@@ -178,8 +178,8 @@ class Traced:
         return {slot for cohort in self._done for slot in cohort.slots}
 
     def _kinds(self) -> list[int]:
-        """Which parameters may take part, and what of them makes a difference beside data and
-        state. The library remembers it."""
+        """The kinds of the parameters that may take part: their properties that matter beside data
+        and state. The library remembers it."""
         found: list[int] = _kinds(self._plan, self._whole, any(self.recording.by_shape))
         return found
 

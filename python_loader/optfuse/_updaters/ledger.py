@@ -210,8 +210,8 @@ class Ledger:
     # ---- options and state
 
     def numbers(self, optimizer: Optimizer, number: int) -> tuple[float, ...]:
-        """Of a group: whether it could not get other options without another object in it, and
-        its options in the library's order. The class's own step() takes over all each time."""
+        """Whether a group could not get other options without another object in it, and its
+        options in the library's order. The class's own step() takes over all each time."""
         group = optimizer.param_groups[number]
         if self.rule.as_made and self._flags[number : number + 1] not in ([], [flags_of(group)]):
             raise Error(_FLAGS)
@@ -333,7 +333,7 @@ class Ledger:
         self.updater.end(optimizer, self, bool(done))
 
     def step_failed(self, optimizer: Optimizer, text: str) -> None:
-        """What the class's own step() raised is the cause."""
+        """Raises, with the exception of the class's own step() as the cause."""
         cause = self.updater.failure()
         if isinstance(cause, KeyboardInterrupt | SystemExit):
             raise cause
