@@ -21,12 +21,17 @@ void Ledger::rebuild(OptimizerReader &now) {
     const bool late = has_updated();
     if (late)
         kept = late_changes(now, {false, false, false});
-    else
-        inserted.clear();
+    std::unordered_set<const void *> with_entry;
+    for (const size_t slot : inserted)
+        with_entry.insert(plan.slots[slot]->param);
+    inserted.clear();
     numbers.clear();
     now.rebuild();
     if (!late)
         return;
+    for (const Slot *slot : plan.slots) // their numbers may be others now
+        if (with_entry.count(slot->param) != 0)
+            note_entry(slot->index);
     now.tell_state(); // it must be known who writes to it
     note_used(now);
 }
