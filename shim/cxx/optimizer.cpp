@@ -183,6 +183,13 @@ std::vector<double> FusedOptimizer::numbers(size_t group) {
     return row.hyper(optimizer.param_groups()[group].options());
 }
 
+std::vector<const void *> FusedOptimizer::parameters() {
+    std::vector<const void *> found;
+    for (const Member &member : members)
+        found.push_back(member.param.unsafeGetTensorImpl());
+    return found;
+}
+
 std::vector<size_t> FusedOptimizer::groups_now() {
     std::vector<size_t> found(members.size(), kNoGroup);
     const auto &groups = optimizer.param_groups();

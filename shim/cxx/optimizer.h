@@ -55,6 +55,7 @@ class FusedOptimizer final : public Owner, private OptimizerReader {
     void drop_gradients() override { of_shim_drop_gradients(handle); }
     void end(bool done) override;
     void step_failed(int status) override;
+    std::vector<const void *> parameters() override;
     std::vector<size_t> groups_now() override;
     std::string changed_option(size_t then, size_t now) override;
     std::string changed_state(size_t slot) override;

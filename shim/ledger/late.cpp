@@ -76,6 +76,8 @@ void Ledger::find_changed_groups(OptimizerReader &now, std::vector<std::string> 
         if (!is_updated(now, slot->index))
             continue;
         const std::pair<size_t, size_t> moved(slot->group, groups[slot->index]);
+        if (moved.second == OptimizerReader::kNotKnown)
+            continue;
         if (moved.second == OptimizerReader::kNoGroup) {
             if (OF_GUARD(late_groups))
                 found->push_back(slot->label + " was taken out of param_groups");

@@ -21,17 +21,20 @@ void Ledger::rebuild(OptimizerReader &now) {
     const bool late = has_updated();
     if (late)
         kept = late_changes(now, {false, false, false});
+    const std::vector<const void *> before = now.parameters();
     std::unordered_set<const void *> with_entry;
     for (const size_t slot : inserted)
-        with_entry.insert(plan.slots[slot]->param);
+        if (slot < before.size())
+            with_entry.insert(before[slot]);
     inserted.clear();
     numbers.clear();
     now.rebuild();
     if (!late)
         return;
-    for (const Slot *slot : plan.slots) // their numbers may be others now
-        if (with_entry.count(slot->param) != 0)
-            note_entry(slot->index);
+    const std::vector<const void *> after = now.parameters(); // their slots may be others now
+    for (size_t slot = 0; slot < after.size(); slot++)
+        if (with_entry.count(after[slot]) != 0)
+            note_entry(slot);
     now.tell_state(); // it must be known who writes to it
     note_used(now);
 }

@@ -41,6 +41,8 @@ class Ledger {
     // The state has an entry for this slot that the plan's updates have put there.
     void note_entry(size_t slot) { inserted.push_back(slot); }
 
+    // One step, or what else Python calls, at a time; taken before all others.
+    std::recursive_mutex stepping;
     std::recursive_mutex telling; // what the plan is told inside backward; taken before the GIL
 
   private:

@@ -49,6 +49,7 @@ typedef struct _object of_object;
     X("PyDict_Next", int (*dict_next)(of_object * dict, ssize_t * position, of_object * *key,      \
                                       of_object * *value))                                         \
     X("PyDict_Size", ssize_t (*dict_size)(of_object * dict))                                       \
+    X("PyType_IsSubtype", int (*is_subtype)(of_object * type, of_object * base))                   \
     X("PyList_Size", ssize_t (*list_size)(of_object * list))                                       \
     X("PyList_GetItem", of_object *(*list_item)(of_object * list, ssize_t i) /* borrowed */)       \
     X("PyDict_GetItemString",                                                                      \

@@ -96,6 +96,7 @@ void of_shim_ledger_open(of_shim_plan *handle, void *optimizer, void *ledger, vo
 int of_shim_ledger_rebuild(of_shim_plan *handle, void *optimizer) {
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         const PythonReader::Aside without_gil(now);
+        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
         owner_of(handle).ledger.rebuild(now);
         return OF_OK;
     });
@@ -107,6 +108,7 @@ int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watch
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         now.look_first();
         const PythonReader::Aside without_gil(now);
+        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
         owner_of(handle).ledger.step(now);
         return OF_OK;
     });
@@ -116,6 +118,7 @@ int of_shim_ledger_zero_grad(of_shim_plan *handle, void *optimizer, bool may_dro
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         now.look_at_params_first();
         const PythonReader::Aside without_gil(now);
+        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
         const bool dropped =
             owner_of(handle).ledger.zero_grad(now, may_drop && !at::hasCallbacks());
         return dropped ? static_cast<int>(OF_OK) : OF_SHIM_LEFT;
@@ -125,6 +128,7 @@ int of_shim_ledger_zero_grad(of_shim_plan *handle, void *optimizer, bool may_dro
 int of_shim_ledger_tell_options(of_shim_plan *handle, void *optimizer) {
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         const PythonReader::Aside without_gil(now);
+        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
         owner_of(handle).ledger.tell_options(now);
         return OF_OK;
     });
@@ -143,9 +147,8 @@ bool of_shim_ledger_same_state(of_shim_plan *handle, void *optimizer, bool looks
 void of_shim_ledger_know_state(of_shim_plan *handle, void *optimizer, bool told) {
     optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         optfuse::Remembered &known = owner_of(handle).known;
-        if (told)
-            now.remember_state();
-        known.knows_state = told;
+        const bool is_dict_state = told && now.remember_state();
+        known.knows_state = is_dict_state;
         known.must_prepare = true;
         return OF_OK;
     });

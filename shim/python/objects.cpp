@@ -8,6 +8,11 @@ bool is_exactly(of_object *object, of_object *type) {
     return its.get() == type;
 }
 
+bool is_dict(of_object *object) {
+    const Ref its(of_interpreter.type_of(object));
+    return of_interpreter.is_subtype(its.get(), of_interpreter.dict_type) != 0;
+}
+
 void Objects::add_dict(of_object *dict) {
     of_object *key, *value;
     for (ssize_t i = 0; of_interpreter.dict_next(dict, &i, &key, &value);) {

@@ -29,6 +29,9 @@ class Ref {
 // are in it.
 bool is_exactly(of_object *object, of_object *type);
 
+// A dict, or of a class that inherits from it.
+bool is_dict(of_object *object);
+
 // The addresses of items of lists and dicts, one after the other; a list of Python's, keep(), keeps
 // the items alive as long as addresses are compared.
 class Objects {

@@ -168,13 +168,13 @@ void PythonReader::look_at_params_first() {
     first = Look{has_params(), false, false};
 }
 
-void PythonReader::remember_state() {
+bool PythonReader::remember_state() {
     Remembered &known = owner.known;
     of_object *const state = attribute("state");
     known.entries = Objects();
     known.values = Objects();
-    if (state == nullptr)
-        return;
+    if (state == nullptr || !is_dict(state))
+        return false;
     known.entries.add_dict(state);
     const std::vector<of_object *> &found = known.entries.all();
     for (size_t i = 1; i < found.size(); i += 2)
@@ -182,6 +182,7 @@ void PythonReader::remember_state() {
     const Ref entries = known.entries.keep(), values = known.values.keep();
     python().set_attribute(loader.get(), "kept_entries", entries.get());
     python().set_attribute(loader.get(), "kept_values", values.get());
+    return true;
 }
 
 void PythonReader::check_pass(bool only_adds) {
@@ -240,6 +241,7 @@ size_t PythonReader::count_groups() {
     const WithGil gil(*this);
     owner.known.knows_options = false; // half of them are told if this fails
     each_list([&](of_object *) { return ++n != 0; });
+    remember_options(); // what changes meanwhile is other at the next look
     return n;
 }
 
@@ -255,13 +257,15 @@ std::vector<double> PythonReader::numbers(size_t group) {
 
 // Groups that could become others without another object in them are never found the same.
 void PythonReader::told_options() {
-    const WithGil gil(*this);
+    owner.known.knows_options = is_constant && !owner.known.lists.empty();
+}
+
+void PythonReader::remember_options() {
     Remembered &known = owner.known;
-    known.knows_options = false;
     known.options = Objects();
     known.lists.clear();
     const Ref groups(python().attribute(optimizer, "param_groups"));
-    if (!is_constant || groups.get() == nullptr || !is_exactly(groups.get(), python().list_type))
+    if (groups.get() == nullptr || !is_exactly(groups.get(), python().list_type))
         return;
     const ssize_t n = python().list_size(groups.get());
     for (ssize_t i = 0; i < n; i++) {
@@ -271,14 +275,14 @@ void PythonReader::told_options() {
     }
     const Ref kept = known.options.keep();
     python().set_attribute(loader.get(), "kept_options", kept.get());
-    known.knows_options = true;
 }
 
 void PythonReader::tell_state() {
     const WithGil gil(*this);
+    owner.known.knows_state = false;
+    const bool all = remember_state(); // what changes meanwhile is other at the next look
     owner.known.must_prepare |= is_so("tell_state", "");
-    remember_state();
-    owner.known.knows_state = true;
+    owner.known.knows_state = all;
 }
 
 bool PythonReader::make_state(size_t slot) {
@@ -324,8 +328,13 @@ void PythonReader::end(bool done) {
         python().run_signal_handlers();
     Raised error; // of a step that has failed
     python().fetch(&error.type, &error.value, &error.trace);
-    if (has(OF_SHIM_ASKS))
-        is_so("end", "i", done);
+    try {
+        if (has(OF_SHIM_ASKS))
+            is_so("end", "i", done);
+    } catch (...) {
+        error.drop();
+        throw;
+    }
     if (done)
         held = error;
     else
@@ -378,9 +387,17 @@ std::string PythonReader::changed_attribute() {
     return may_have ? text("changed_attribute", "") : "";
 }
 
+std::vector<const void *> PythonReader::parameters() {
+    std::vector<const void *> found;
+    for (const of_object *const param : owner.known.params.all())
+        if (param != nullptr)
+            found.push_back(param);
+    return found;
+}
+
 std::vector<size_t> PythonReader::groups_now() {
     const WithGil gil(*this);
-    std::unordered_map<const of_object *, size_t> groups;
+    std::unordered_map<const void *, size_t> groups;
     size_t group = 0;
     each_list([&](of_object *list) {
         for (ssize_t i = 0; i < python().list_size(list); i++)
@@ -388,9 +405,9 @@ std::vector<size_t> PythonReader::groups_now() {
         return ++group != 0;
     });
     std::vector<size_t> found;
-    for (const of_object *const param : owner.known.params.all())
-        if (param != nullptr)
-            found.push_back(groups.count(param) != 0 ? groups[param] : kNoGroup);
+    for (const void *const param : parameters())
+        found.push_back(groups.count(param) != 0 ? groups[param] : kNoGroup);
+    found.resize(owner.plan.slots.size(), kNotKnown); // where rebuild() has failed half-way
     return found;
 }
 

@@ -57,10 +57,13 @@ class PythonReader final : public OptimizerReader {
   public:
     // optimizer: or nullptr, for the one that is weakly known.
     explicit PythonReader(PythonOwner &its, of_object *its_optimizer = nullptr);
+    ~PythonReader() { held.drop(); }
+    PythonReader(const PythonReader &) = delete;
+    PythonReader &operator=(const PythonReader &) = delete;
     bool is_alive() const; // optimizer and loader's Ledger are there
     void check_pass(bool only_adds);
     bool is_same_state() const;
-    void remember_state();
+    bool remember_state(); // false: it is no dict, and never found the same
     // Looks now, with the GIL, for what look() or has_same_params() says first.
     void look_first() { first = see(); }
     void look_at_params_first();
@@ -88,6 +91,7 @@ class PythonReader final : public OptimizerReader {
     bool is_bound(size_t slot) override;
     bool counts_together() override;
     std::string changed_attribute() override;
+    std::vector<const void *> parameters() override;
     std::vector<size_t> groups_now() override;
     std::string changed_option(size_t then, size_t now) override;
     bool has_used_state(const Look &look) override;
@@ -125,6 +129,7 @@ class PythonReader final : public OptimizerReader {
     bool has_same_options(of_object *groups) const;
     template <typename Visit> bool each_list(const Visit &visit) const;
     bool has_params() const;
+    void remember_options();
     Look see();
 
     PythonOwner &owner;
@@ -134,6 +139,11 @@ class PythonReader final : public OptimizerReader {
     void *thread = nullptr; // its PyThreadState, while it is without the GIL
     struct Raised {
         of_object *type = nullptr, *value = nullptr, *trace = nullptr;
+        void drop() const {
+            for (of_object *const object : {type, value, trace})
+                if (object != nullptr)
+                    of_interpreter.drop(object);
+        }
     };
     Raised held;
     std::optional<Look> first;

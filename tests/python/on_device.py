@@ -22,7 +22,7 @@ LEFT_OUT = {
     r"test_exception_in_forward": TOGETHER,
     r"norms_are_those_of_torch": "our own norms are for the CPU",
     r"one_scaling_a_gradient|swap_data": NOT_PLAYED,
-    r"dtensor|without_storage": NOT_PLAYED,
+    r"dtensor|DTensors\]|without_storage": NOT_PLAYED,
     r"storage_of_a_consumed": HOST_MEMORY,
     r"could_not_be_overwritten": "PyTorch's own error comes after a copy_ that failed there",
     r"sparse|lazy_parameter|lazy_zero|lazily_negated|\[(adamw-|sgd-)?data =\]": NOT_PLAYED,

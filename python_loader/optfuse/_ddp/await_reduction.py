@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optfuse._arguments.modes import CommHook
 from optfuse._ddp.reduction import Reduction, known_reduction
-from optfuse._library.bindings import Error, check, guard, lib
+from optfuse._library.bindings import check, guard, lib
 from optfuse._patches import compiled
 from optfuse._patches.profiling import addresses_are_noted
+from optfuse._patches.replacing import after, replace
 
 _ALL = -1  # models
 _groups = itertools.count()
@@ -58,13 +59,6 @@ class AwaitedLater(Reduction):
         self._group = next(_groups)
         self._passes: dict[int, list[_Bucket]] = {}  # by graph task: buckets of backward passes
         self._buffers: dict[int, Tensor] = {}  # by the bucket's index, as last seen
-        self._is_in_forward = False
-
-    def watch(self, model: DistributedDataParallel) -> None:
-        model.register_forward_hook(_end_of_forward)
-
-    def begin_forward(self) -> None:
-        self._is_in_forward = True
 
     def start(self, bucket: Any) -> Any:
         model = self.model()
@@ -74,7 +68,6 @@ class AwaitedLater(Reduction):
             return self._reduce(model, bucket)
         params = bucket.parameters()
         self._check_bucket(params)
-        self._check_forward()
         is_late = self._may_be_late(model, bucket.index(), buffer, params)
         reduction = self._start_reduction(model, bucket, buffer)
         if task not in self._passes:
@@ -86,13 +79,6 @@ class AwaitedLater(Reduction):
         begun: Future[Tensor] = Future()
         begun.set_result(buffer)
         return begun
-
-    def _check_forward(self) -> None:
-        if self._is_in_forward and guard("reuse"):
-            raise Error(
-                f"optfuse: {self.taken_by} waits in a forward hook of the DDP model, and "
-                "model.forward() calls no hooks; call model()"
-            )
 
     def _may_be_late(
         self, model: DistributedDataParallel, index: int, buffer: Tensor, params: list[Tensor]
@@ -143,7 +129,6 @@ class AwaitedLater(Reduction):
         torch.ops.optfuse.give_parts(params, bucket.buffer, places)
 
     def wait_for_all(self) -> None:
-        self._is_in_forward = False
         self._passes.clear()  # of passes that failed
         check(lib.of_shim_await(self._group))
 
@@ -194,8 +179,7 @@ def await_all() -> None:
     check(lib.of_shim_await(_ALL))
 
 
-@torch._dynamo.disable  # what dynamo would trace here takes microseconds
-def _end_of_forward(model: DistributedDataParallel, *_: Any) -> None:
+def _end_of_forward(model: DistributedDataParallel, *_: Any, **__: Any) -> None:
     """In the backward pass that follows DDP writes into the buckets. Of parameters that this
     forward pass has used nothing is on its way any more."""
     reduction = known_reduction(model)
@@ -205,6 +189,11 @@ def _end_of_forward(model: DistributedDataParallel, *_: Any) -> None:
 
 def install() -> None:
     """Once per process."""
+    # A forward hook would have dynamo compile three frames more; what it would trace here takes
+    # microseconds.
+    stock = DistributedDataParallel._post_forward
+    awaiting = torch._dynamo.disable(after(_end_of_forward, stock))
+    replace(DistributedDataParallel, "_post_forward", awaiting)
     # The other processes need what this one still has to send. Failures have been raised, or
     # concern nobody any more.
     atexit.register(lib.of_shim_await, _ALL)

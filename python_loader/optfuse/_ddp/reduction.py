@@ -71,12 +71,6 @@ class Reduction:
     def add(self, link: Link) -> None:
         self._links.add(link)
 
-    def watch(self, model: DistributedDataParallel) -> None:
-        """The hook has been registered with the model."""
-
-    def begin_forward(self) -> None:
-        """A forward pass of the model begins."""
-
     def start(self, bucket: Any) -> Any:
         """Starts the reduction of a bucket that is full; its future."""
         model = self.model()
@@ -274,7 +268,6 @@ def reduction_of(ddp: DDPModel, kind: type[Reduction]) -> Reduction:
         raise Error(_REGISTERED) from error
     model.reducer._set_optimizer_in_backward()  # DDP leaves .grad alone at the end of a pass
     _reductions[model] = reduction
-    reduction.watch(model)
     return reduction
 
 
@@ -296,11 +289,8 @@ def _pre_forward(
     if self.find_unused_parameters or self.static_graph:
         # It reduces the gradients of those that this forward pass will not use, too.
         launch_gradients(self.module.parameters())
-    reduction = _reductions.get(self)
-    if reduction is not None:
-        reduction.begin_forward()
     keeps_them = self.find_unused_parameters and not self.static_graph
-    if self._has_rebuilt_buckets or keeps_them or reduction is None:
+    if self._has_rebuilt_buckets or keeps_them or self not in _reductions:
         return stock(self, *inputs, **kwargs)
     with consumed_gradients.aside(_reduced(self)):
         return stock(self, *inputs, **kwargs)

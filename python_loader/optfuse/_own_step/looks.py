@@ -27,6 +27,9 @@ _HOLDS = (*_LISTS, dict, set, frozenset)
 _CACHED = type(functools.lru_cache(len))
 _ALL = {"__dict__", "vars", "dir"}  # names by which code sees all attributes
 _ANY = _ALL | {"getattr", "items", "keys", "values"}  # attributes and options
+_DRAWING = {"bernoulli", "bernoulli_", "normal", "normal_", "uniform", "uniform_", "exponential_"}
+_DRAWING |= {"cauchy_", "geometric_", "log_normal_", "multinomial", "dropout", "choice", "choices"}
+_DRAWING |= {"shuffle", "sample", "gauss", "betavariate", "time", "perf_counter", "monotonic"}
 
 
 def why_looked_at(optimizer: Optimizer, stock: type, subclasses: bool) -> str | None:
@@ -145,6 +148,14 @@ def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
     if not isinstance(step_of(stock), types.FunctionType) or not names.isdisjoint(_ANY):
         return None
     return frozenset(names.union(*map(_arguments, functions)))
+
+
+@functools.cache
+def draws(stock: type[Optimizer]) -> bool:
+    """Whether the class's code names functions that draw random numbers, or clocks."""
+    names = _names(_functions(stock))
+    random = any(name.startswith("rand") or "random" in name for name in names)
+    return random or not _DRAWING.isdisjoint(names)
 
 
 def _arguments(function: types.FunctionType) -> tuple[str, ...]:

@@ -134,6 +134,12 @@ PATCHES = (
             ("_pre_forward", ("self",), "forward"),
         )
     ),
+    Patch(
+        "torch.nn.parallel.DistributedDataParallel._post_forward",
+        "from here on DDP may write into its buckets: wait for what is still on its way from them",
+        ("self", "output"),
+        asked_by="torch.nn.parallel.DistributedDataParallel.forward",
+    ),
 )
 
 #: (what is replaced, why, the function of PyTorch that puts it there or uses it, the names
@@ -159,21 +165,15 @@ PLACES = (
     ),
     (
         "what that model does with the reduced gradients",
-        "the updates have used them; we hand out the others",
+        "the updates have used them; we hand out the others, to its own parameters",
         "torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers",
-        ("_set_optimizer_in_backward",),
+        ("_set_optimizer_in_backward", "_module_parameters"),
     ),
     (
         "nothing, but asks whether that model has rearranged its buckets,",
         "it does so once, and needs consumed gradients put aside then",
         "torch.nn.parallel.DistributedDataParallel._update_process_group",
         ("_has_rebuilt_buckets",),
-    ),
-    (
-        "nothing, but asks whose gradients that model reduces,",
-        "the module may have other parameters by now",
-        "torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers",
-        ("_module_parameters",),
     ),
     (
         "the reduction of that model",

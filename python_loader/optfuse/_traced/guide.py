@@ -250,10 +250,10 @@ class Guide:
             raise Untraceable("it keeps state for what is no parameter")
         if param.grad is not self.grad:
             raise Untraceable("it puts another gradient into the place of the one that there is")
-        if not requires_grad_of(param) or requires_grad_of(self.grad):
-            raise Untraceable("it changes requires_grad")
         for reference in self.tape.alive:
             alive = reference()
+            if alive is not None and requires_grad_of(alive) != (alive is param):
+                raise Untraceable("it changes requires_grad")
             if alive is not None and own_attributes(alive):
                 raise Untraceable(
                     f"it gives tensors attributes: {', '.join(sorted(own_attributes(alive)))}"

@@ -4,7 +4,8 @@ make of options and attributes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import types
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import repeat
 from operator import is_
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._own_step import twin
+from optfuse._own_step.looks import draws
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.cohorts import Cohort, kind_of_shape, mark_of
@@ -23,6 +25,7 @@ from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
 
 State = dict[Tensor, Entry]
+_LEFT = twin.HIDDEN.union(twin.COUNTERS, ("defaults",))  # nothing that step() writes into
 
 
 class Recording:
@@ -145,12 +148,22 @@ class Recording:
         self.names += recorded.names[len(self.names) :]
         self.shaped |= recorded.shaped()
         self._take_settings(cohort.group, attributes, given, recorded)
-        if cohort.replay is None and self._can_play(param) and cohort.is_worth_learning(before):
+        may = cohort.replay is None and self._can_play(param) and cohort.is_worth_learning(before)
+        if may and not self._must_run_once():
             self._learn_replay(optimizer, param, cohort, recorded)
 
     def _can_play(self, param: Tensor) -> bool:
         """Elsewhere modes of Python see operators, too."""
         return self._making == "none" and param.device.type == "cpu"
+
+    def _must_run_once(self) -> bool:
+        """Whether a step() that is run again, as one that was played in vain, could leave
+        something twice: in a generator of random numbers, or in an attribute without a copy."""
+        return draws(self._stock) or any(
+            _may_be_written(value)
+            for name, value in self.before.items()
+            if name not in self.promise.attributes and name not in _LEFT
+        )
 
     def _learn_replay(
         self, optimizer: Optimizer, param: Tensor, cohort: Cohort, recorded: Recorded
@@ -227,6 +240,12 @@ class Recording:
             if not self.after.attributes:
                 self.after = Settings(after, self.after.options)
             self.after.options[i] = changed
+
+
+def _may_be_written(value: Any) -> bool:
+    kinds = list, dict, set, bytearray, deque
+    own = hasattr(value, "__dict__") and not callable(value)
+    return isinstance(value, kinds) or (own and not isinstance(value, types.ModuleType))
 
 
 def _strides(param: Tensor) -> tuple[int, ...] | None:

@@ -50,7 +50,8 @@ class Replay:
     ) -> None:
         """recorded: what it did, by this program; values: its numbers; n_numbers: of all
         operators. Nobody else has the stand-ins any more."""
-        self._recorded = recorded
+        assert isinstance(recorded.program, Program)
+        self._structure, self._names = recorded.program.structure, recorded.names
         self._sources = sources
         self._values = values
         self._places = {k: v for k, v in (recorded.entry or {}).items() if isinstance(v, Place)}
@@ -76,11 +77,9 @@ class Replay:
         values, numbers = list(self._values), self._numbers
         for at, number, sign in self._sources:
             values[at] = numbers[number] if sign == 1 else -1.0 * numbers[number]
-        known = self._recorded
-        assert isinstance(known.program, Program)
-        program = Program(known.program.structure, values)
+        program = Program(self._structure, values)
         looks = False, self._tape.looked_at_requires_grad
-        return Recorded(program, kept, known.names, options, after, *looks)
+        return Recorded(program, kept, self._names, options, after, *looks)
 
     def _run(
         self, step_on: Twin, attributes: dict[str, Any], options: Group, entry: Entry | None
