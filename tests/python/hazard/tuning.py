@@ -37,7 +37,7 @@ def set_betas_or_momentum(world, optimizer):
             group["momentum"] = 0.5
 
 
-@action(weight=3, between=True, gentle=True, optimizer=INDEX)
+@action(weight=2, between=True, gentle=True, optimizer=INDEX)
 def toggle_maximize(world, optimizer):
     for group in world.optimizer(optimizer).param_groups:
         group["maximize"] = not group["maximize"]
