@@ -2,6 +2,7 @@
 """The ledger reads an optimizer in C, by the addresses of objects. Between two looks an address may
 come back with another object; and where nothing has changed no Python runs."""
 
+import collections
 import gc
 import sys
 import threading
@@ -179,6 +180,29 @@ def test_another_rate_is_asked_for_once_a_group(mode, monkeypatch):
     calls.during(lambda: train(model, optimizer, 3))
     assert sorted(calls.native) == sorted(CALLS)
     assert calls.python.count("ask") == calls.python.count("numbers") == 3
+
+
+class Entries(collections.UserDict):
+    """A state that is no dict; stock takes it."""
+
+    def __missing__(self, param):
+        return self.data.setdefault(param, {})
+
+
+def test_entries_of_a_state_that_is_no_dict_are_looked_at_in_every_step():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        param = model[0].weight
+        for i in range(6):
+            train(model, optimizer, i)
+            if i == 1:
+                optimizer.state = Entries(optimizer.state)
+            if i == 3:
+                optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 3
+        yield "weights", dict(model.state_dict())
+
+    same(script)
 
 
 def test_other_threads_run_while_step_updates():
