@@ -173,8 +173,12 @@ bool PythonReader::remember_state() {
     of_object *const state = attribute("state");
     known.entries = Objects();
     known.values = Objects();
-    if (state == nullptr || !is_dict(state))
+    if (state == nullptr)
         return false;
+    if (!is_dict(state)) {
+        const Ref kept(ask("keep_state", ""));
+        return false;
+    }
     known.entries.add_dict(state);
     const std::vector<of_object *> &found = known.entries.all();
     for (size_t i = 1; i < found.size(); i += 2)

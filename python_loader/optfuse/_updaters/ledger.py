@@ -8,7 +8,8 @@ and users replace what is in param_groups and state."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -228,6 +229,15 @@ class Ledger:
         if not self.updater.may_share_state:
             _shared_state.refuse_twice(self, shared)
         return self.order.is_open()
+
+    def keep_state(self, optimizer: Optimizer) -> None:
+        """Keeps the entries of a state that is no dict, which the library can't read."""
+        self.kept_entries, self.kept_values = entries, values = [], []
+        for param, entry in optimizer.__dict__["state"].items():
+            entries += param, entry
+            items = entry.items() if isinstance(entry, Mapping) else ()
+            values += (*chain.from_iterable(items), None)
+        entries.append(None)
 
     def _others(self) -> list[Ledger]:
         return [ledger for ledger in list(ledgers.values()) if ledger is not self]

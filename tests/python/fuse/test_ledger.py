@@ -17,6 +17,7 @@ from torch import nn
 import optfuse
 from optfuse._library import bindings
 from optfuse._library.bindings import lib, lib_with_gil
+from optfuse._updaters.slots import Slots
 
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
 CALLS = ("of_shim_ledger_step", "of_shim_ledger_zero_grad")
@@ -189,7 +190,8 @@ class Entries(collections.UserDict):
         return self.data.setdefault(param, {})
 
 
-def test_entries_of_a_state_that_is_no_dict_are_looked_at_in_every_step():
+@both_modes
+def test_entries_of_a_state_that_is_no_dict_are_looked_at_in_every_step(mode):
     def script(wrap):
         model = net()
         optimizer = wrap(adamw(model.parameters()))
@@ -200,9 +202,39 @@ def test_entries_of_a_state_that_is_no_dict_are_looked_at_in_every_step():
                 optimizer.state = Entries(optimizer.state)
             if i == 3:
                 optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 3
+            if i == 4:
+                entry = {key: value.clone() for key, value in optimizer.state[param].items()}
+                optimizer.state[param] = entry
         yield "weights", dict(model.state_dict())
 
-    same(script)
+    same(script, mode)
+
+
+def test_a_rebuild_that_fails_half_way_is_made_again(monkeypatch):
+    """The library has other slots by then than it has looked at; updates are unconfirmed."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = optfuse.fuse(adamw(params[:2]), "backward")
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(p.sum() for p in params).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    sum(p.sum() for p in params[:2]).backward()
+    optimizer.param_groups[0]["params"].append(params[2])
+    attach = Slots.attach
+
+    def fails_once(self):
+        monkeypatch.setattr(Slots, "attach", attach)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Slots, "attach", fails_once)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        sum(p.sum() for p in params).backward()
+    assert optfuse.summary(optimizer).parameters == 3
 
 
 def test_other_threads_run_while_step_updates():
