@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import trips
 from cells import MODELS, OPTIMIZERS
 from data import handwritten
 from figures import title
+from summary_text import as_text
 
 import optfuse
 
@@ -125,16 +125,6 @@ def write(text: str, path: Path) -> bool:
         title(f"{path} can't be written ({error.strerror}). Its text is:\n{text}")
         return False
     return True
-
-
-def as_text(value: Any) -> str:
-    """JSON with five digits, and what has at most one level of others in it on one line."""
-    text = json.dumps(value, indent=1, default=asdict)
-    text = re.sub(r"-?\d+\.\d{5,}(e-?\d+)?", lambda m: f"{float(m[0]):.5g}", text)
-    flat = r"[{\[](?:[^{}\[\]]|\{[^{}\[\]\n]*\})*[}\]]"
-    for pattern in (r"\{[^{}\[\]]*\}", flat):
-        text = re.sub(pattern, lambda m: " ".join(m[0].split()), text)
-    return text
 
 
 def arguments() -> argparse.Namespace:

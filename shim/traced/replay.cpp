@@ -190,16 +190,16 @@ bool learn(Replay *replay, const c10::OperatorHandle &op, c10::DispatchKeySet ke
     Noted noted{op, c10::impl::tls_local_dispatch_key_set(), {}, {}, {}, {}};
     const size_t n = op.schema().arguments().size();
     for (size_t i = 0; i < n; i++)
-        replay->failed |= !each_token(torch::jit::peek(*stack, i, n), 0,
-                                      [&](const Token &token, size_t element) {
-                                          noted.numbers.push_back(replay->values.size());
-                                          if (token.is_number()) {
-                                              noted.places.emplace_back(i, element);
-                                              replay->values.push_back(token.value());
-                                          }
-                                          noted.tokens.push_back(token);
-                                          return true;
-                                      });
+        replay->failed |=
+            !each_token(torch::jit::peek(*stack, i, n), 0, [&](const Token &token, size_t element) {
+                noted.numbers.push_back(replay->values.size());
+                if (token.is_number()) {
+                    noted.places.emplace_back(i, element);
+                    replay->values.push_back(token.value());
+                }
+                noted.tokens.push_back(token);
+                return true;
+            });
     replay->failed |= c10::GradMode::is_enabled();
     replay->calls.push_back(std::move(noted));
     replay->depth = 1;
@@ -266,7 +266,9 @@ std::vector<std::pair<c10::TensorImpl *, size_t>> counts_of(const Replay *replay
     return found;
 }
 
-Replay *replay_at(int64_t address) { return reinterpret_cast<Replay *>(address); }
+Replay *replay_at(int64_t address) {
+    return reinterpret_cast<Replay *>(address);
+}
 
 int64_t begin_learning() {
     auto *replay = new Replay;
@@ -302,7 +304,9 @@ std::vector<int64_t> end_learning(int64_t address) {
     return places;
 }
 
-bool has_failed(int64_t address) { return replay_at(address)->failed; }
+bool has_failed(int64_t address) {
+    return replay_at(address)->failed;
+}
 
 // free: the numbers that may be others. Nothing else refers to the results now.
 void set_free(int64_t address, const std::vector<int64_t> &free) {

@@ -75,8 +75,8 @@ class Updater:
         raise NotImplementedError
 
     def make_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
-        """Makes the state of a parameter, as stock does at its first gradient."""
-        raise NotImplementedError
+        """Makes the state of a parameter, as stock does at its first gradient, if the update does
+        not make it itself."""
 
     def state_keys(self) -> tuple[str, ...] | None:
         """The keys of a state entry that an update uses; None: all."""

@@ -9,7 +9,6 @@ mutants of sgd's kernels for small tables (those for large ones have the same te
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts import FLAGS, HERE, SOURCES, linked
+from parts import FLAGS, HERE, SOURCES, as_text, linked
 
 SEED, MOST_EXCUSED = 46, 0.1
 LEAST = (0.95, 0.85)  # of sgd's, of others: programs are drawn at random, and see half of theirs
@@ -155,7 +154,7 @@ def main() -> None:
             for title, some in (("sgd, all", ALL), (f"2,200 of others, seed {SEED}", SAMPLES))
         }
     made = {title: {**table(rows), "kernels": rows} for title, rows in parts.items()}
-    Path(out).write_text(json.dumps({"section": "ptx-mutants", **made}, indent=1) + "\n", "utf-8")
+    Path(out).write_text(as_text({"section": "ptx-mutants", **made}) + "\n", "utf-8")
     for (title, rows), least in zip(parts.items(), LEAST, strict=True):
         found = table(rows)
         print(title, found)

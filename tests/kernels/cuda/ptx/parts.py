@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[3] / "kernels"
+sys.path.append(str(HERE.parents[3] / "benchmarks"))
+from summary_text import as_text  # noqa: E402
+
+__all__ = ["FLAGS", "HERE", "SOURCES", "as_text", "linked"]
 FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-ffp-contract=off", "-Wno-overflow"]
 FLAGS += ["-Werror=implicit-function-declaration"]
 FLAGS += [f"-I{path}" for path in (HERE, HERE.parent, HERE.parent.parent, KERNELS)]

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from parts import FLAGS, HERE, SOURCES, linked
+from parts import FLAGS, HERE, SOURCES, as_text, linked
 from ptx_text import Function, Instruction, functions
 from translate import Writer
 
@@ -183,7 +183,7 @@ def main() -> None:
              for chip, values in CHIPS.items()}  # fmt: skip
     model = {"section": "traffic-model", "chips": chips, "start_us": START, "round_us": ROUND,
              "stock": STOCK, "compared": compared(rows), "rows": rows}  # fmt: skip
-    out.write_text(json.dumps(model, indent=1) + "\n", "utf-8")
+    out.write_text(as_text(model) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
