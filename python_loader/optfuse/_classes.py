@@ -134,7 +134,7 @@ def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
 
 def _refuse_late_load(link: Link) -> None:
     """Stock's step() would update what is loaded."""
-    if link.mode == BACKWARD and lib.of_shim_unconfirmed(link.plan) and guard("late_load"):
+    if link.ledger.is_unconfirmed() and guard("late_load"):
         raise Error(
             "optfuse: load_state_dict() between backward() and step(): backward fusion has "
             "already updated with the old state. Nothing was loaded; call load_state_dict() "

@@ -73,11 +73,9 @@ void Ledger::find_changed_groups(OptimizerReader &now, std::vector<std::string> 
     const std::vector<size_t> groups = now.groups_now();
     std::map<std::pair<size_t, size_t>, std::string> changed;
     for (const Slot *slot : plan.slots) {
-        if (!is_updated(now, slot->index))
-            continue;
+        if (slot->index >= groups.size() || !is_updated(now, slot->index))
+            continue; // not known: rebuild() has failed half-way
         const std::pair<size_t, size_t> moved(slot->group, groups[slot->index]);
-        if (moved.second == OptimizerReader::kNotKnown)
-            continue;
         if (moved.second == OptimizerReader::kNoGroup) {
             if (OF_GUARD(late_groups))
                 found->push_back(slot->label + " was taken out of param_groups");
@@ -92,8 +90,9 @@ void Ledger::find_changed_groups(OptimizerReader &now, std::vector<std::string> 
 }
 
 void Ledger::find_changed_state(OptimizerReader &now, std::vector<std::string> *found) {
+    const size_t n = now.parameters().size(); // fewer: rebuild() has failed half-way
     for (const Slot *slot : plan.slots)
-        if (is_updated(now, slot->index)) {
+        if (slot->index < n && is_updated(now, slot->index)) {
             const std::string text = now.changed_state(slot->index);
             if (!text.empty())
                 found->push_back(text);

@@ -60,7 +60,7 @@ struct OptimizerReader {
     // The parameters of all slots, by address, as rebuild() has found them.
     virtual std::vector<const void *> parameters() = 0;
     // The group of each slot's parameter; kNoGroup: none.
-    static constexpr size_t kNoGroup = static_cast<size_t>(-1), kNotKnown = kNoGroup - 1;
+    static constexpr size_t kNoGroup = static_cast<size_t>(-1);
     virtual std::vector<size_t> groups_now() = 0;
     // The name of an option of group `now` that is other than group `then` had it; empty: none.
     virtual std::string changed_option(size_t then, size_t now) = 0;

@@ -411,7 +411,6 @@ std::vector<size_t> PythonReader::groups_now() {
     std::vector<size_t> found;
     for (const void *const param : parameters())
         found.push_back(groups.count(param) != 0 ? groups[param] : kNoGroup);
-    found.resize(owner.plan.slots.size(), kNotKnown); // where rebuild() has failed half-way
     return found;
 }
 

@@ -304,7 +304,7 @@ class Ledger:
 
     def _begin(self, optimizer: Optimizer, in_backward: bool, same_state: bool) -> bool:
         if not in_backward and hand_set_scale.has_scale(optimizer, self.rule):
-            if not lib.of_shim_unconfirmed(self.plan):
+            if not self.is_unconfirmed():
                 self._step_scaled(optimizer)
                 return False
             if guard("late_scale"):
