@@ -288,7 +288,7 @@ def _pre_forward(
     """Rearranges the buckets, once, after the first backward pass."""
     if self.find_unused_parameters or self.static_graph:
         # It reduces the gradients of those that this forward pass will not use, too.
-        launch_gradients(self.module.parameters())
+        launch_gradients(_reduced(self))
     keeps_them = self.find_unused_parameters and not self.static_graph
     if self._has_rebuilt_buckets or keeps_them or self not in _reductions:
         return stock(self, *inputs, **kwargs)

@@ -29,6 +29,7 @@ _ALL = {"__dict__", "vars", "dir"}  # names by which code sees all attributes
 _ANY = _ALL | {"getattr", "items", "keys", "values"}  # attributes and options
 _DRAWING = {"bernoulli", "bernoulli_", "normal", "normal_", "uniform", "uniform_", "exponential_"}
 _DRAWING |= {"cauchy_", "geometric_", "log_normal_", "multinomial", "dropout", "choice", "choices"}
+_ON_TENSORS = {"rand_like", "randn_like", "randint_like"}  # operators, which a replay sees
 _DRAWING |= {"shuffle", "sample", "gauss", "betavariate", "time", "perf_counter", "monotonic"}
 
 
@@ -154,7 +155,7 @@ def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
 def draws(stock: type[Optimizer]) -> bool:
     """Whether the class's code names functions that draw random numbers, or clocks."""
     names = _names(_functions(stock))
-    random = any(name.startswith("rand") or "random" in name for name in names)
+    random = any(name.startswith("rand") or "random" in name for name in names - _ON_TENSORS)
     return random or not _DRAWING.isdisjoint(names)
 
 

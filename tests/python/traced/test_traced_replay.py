@@ -3,6 +3,7 @@
 does otherwise is seen, and has the bits of the class alone."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -32,6 +33,13 @@ class Replayed(Base):
 
     def later(self, p, grad, state, group, is_late):
         pass
+
+
+class MayAddNoise(Replayed):
+    """Its code names an operator that draws, which is none of the steps'."""
+
+    def later(self, p, grad, state, group, is_late):
+        p.sub_(torch.randn_like(grad) if group["eps"] < 0 else grad, alpha=0.01)
 
 
 class OtherOperator(Replayed):
@@ -124,13 +132,14 @@ class Alias(Replayed):
         p.detach().add_(grad.detach(), alpha=0.01 if is_late else 0.02)
 
 
-LIKE_BEFORE = (Replayed, NewTensor, Foreach, Numbers, Alias)
+LIKE_BEFORE = (MayAddNoise, Replayed, NewTensor, Foreach, Numbers, Alias)
 OTHERWISE = (OtherOperator, OtherOperand, OtherPower, OtherSign, OneMore, Swallows, Kinds)
 
 
-def trained(make, mode):
+def trained(make, mode, shapes=((31,), (7, 5), (20,))):
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((31,), (7, 5), (20,))]
+    random.seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     optimizer = make(params)
     if mode is not None:
         optfuse.fuse(optimizer, mode=mode)
@@ -147,9 +156,9 @@ def assert_same(ours, theirs, where):
     assert torch.equal(ours.detach().nan_to_num(7.0), theirs.detach().nan_to_num(7.0)), where
 
 
-def compare(make, mode):
-    theirs, expected = trained(make, None)
-    ours, found = trained(make, mode)
+def compare(make, mode, *shapes):
+    theirs, expected = trained(make, None, *shapes)
+    ours, found = trained(make, mode, *shapes)
     for i, (p, q) in enumerate(zip(found, expected, strict=True)):
         assert_same(p, q, f"parameter {i}")
         assert list(ours.state[p]) == list(theirs.state[q])
@@ -248,6 +257,29 @@ def test_what_a_step_does_beside_updates_is_seen(make, untraced):
         assert_same(p, q, "a parameter")
     assert link_of(ours).traced.untraced == untraced
     assert ours.param_groups[0]["eps"] == theirs.param_groups[0]["eps"]
+
+
+class Draws(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            p.sub_(grad, alpha=0.01 * random.random())
+
+
+class Appends(Replayed):
+    def __init__(self, params):
+        super().__init__(params)
+        self.seen = []
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            self.seen.append(state["n"])
+            p.sub_(grad, alpha=0.01 * len(self.seen))
+
+
+@pytest.mark.parametrize("make", (Draws, Appends))
+def test_a_step_that_may_leave_something_twice_is_not_run_twice(make):
+    traced = compare(make, "forward", ((31,),))
+    assert not traced.untraced and traced._cohorts[0].learned == 0
 
 
 class Branches(Replayed):
