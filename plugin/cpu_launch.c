@@ -25,11 +25,12 @@ typedef struct of_region {
     bool past_caches; /* of_span.past_caches */
 } of_region;
 
-void of_run_kernel(const of_update *update, size_t begin, size_t end, bool past_caches) {
+void of_run_with(const of_update *update, const void *grad, size_t begin, size_t end,
+                 bool past_caches) {
     const of_inputs *in = &update->in;
     const size_t numel = (size_t)in->numel;
     const size_t offset = begin * of_dtype_size(in->dtype);
-    of_span span = {.param = advance(in->param, offset), .grad = advance(in->grad, offset)};
+    of_span span = {.param = advance(in->param, offset), .grad = grad};
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         span.state[i] = advance(in->state[i], offset);
     span.n = end - begin;
@@ -41,6 +42,11 @@ void of_run_kernel(const of_update *update, size_t begin, size_t end, bool past_
     span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];
     span.past_caches = past_caches;
     update->kernel->run(&span, update->scalars);
+}
+
+void of_run_kernel(const of_update *update, size_t begin, size_t end, bool past_caches) {
+    const size_t offset = begin * of_dtype_size(update->in.dtype);
+    of_run_with(update, advance(update->in.grad, offset), begin, end, past_caches);
 }
 
 /* Chunks [from, to) of one update. */

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* host.h: what the core asks of its host, who owns tensors and threads: one table that
  * every host fills in, and optional ones for backward fusion, GPUs (gpu_host.h), scalings
- * of gradients, gradients that arrive late and updates by the host's own operators. Each table
- * begins with its size in the host's build, so that a host of another release is refused.
+ * of gradients, gradients that arrive late, gradients that are a product nobody has computed and
+ * updates by the host's own operators. Each table begins with its size in the host's build, so that
+ * a host of another release is refused.
  *
  * No lock that of_access() needs is held while prefetch(), collect(), commit(), release(),
  * drop(), begin() and make_state() run. The first five may cause calls of of_access() and
@@ -27,7 +28,7 @@ extern "C" {
 #endif
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 12, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 13, OF_MAX_KEYS = 3 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {
@@ -68,6 +69,11 @@ typedef struct of_inputs {
     size_t n_keys;
     const void *awaits; /* the gradient's values are not there yet: of_await_host.await() of this
                            comes before the launch; or NULL */
+    const void *product; /* the gradient is a product that perhaps nobody has computed, and `grad`
+                            is NULL: of_product_host.begin() of this comes at the launch; or NULL.
+                            On the CPU only, not of what is exclusive or run by the host */
+    int64_t rows;        /* of that product, of numel / rows elements each */
+    int64_t panel_rows;  /* how many are computed at a time; whole cache lines of elements */
     bool in_backward; /* set before collect(): created inside backward, so that the gradient
                          may go with it; else by step() */
     bool exclusive;   /* others may see the parameter's memory: launch this
@@ -121,6 +127,20 @@ typedef struct of_await_host {
      * later call says so again, and the update is never launched. */
     bool (*await)(const void *key);
 } of_await_host;
+
+/* Optional: for gradients that are a product of two thin matrices, as those of linear layers are.
+ * Such an update computes a panel of rows at a time, and updates these while the panel is in cache:
+ * the gradient itself is never in memory. Must do without a plan. */
+typedef struct of_product_host {
+    uint32_t struct_size; /* sizeof(of_product_host) of the host's build */
+    /* Under the lock of a plan. What rows() takes, until end(); or NULL: somebody has computed the
+     * product, and all of it is at *grad. key: of_inputs.product. */
+    const void *(*begin)(const void *key, const void **grad);
+    /* Computes rows [first, end), of consecutive elements, into memory of the calling thread, which
+     * stays as it is until the thread's next call. NULL: there is no memory. */
+    const void *(*rows)(const void *product, int64_t first, int64_t end);
+    void (*end)(const void *product);
+} of_product_host;
 
 /* Optional: for the rules that have no kernels, and programs of which the host runs parts. */
 typedef struct of_external_host {
@@ -192,6 +212,7 @@ typedef struct of_host {
     const of_scaling_host *scaling;
     const of_external_host *external;
     const of_await_host *await; /* without it no update awaits anything */
+    const of_product_host *product; /* without it all gradients are in memory */
 } of_host;
 
 #ifdef __cplusplus

@@ -12,6 +12,30 @@ static of_status check_state(const of_plan *plan, const of_inputs *in, unsigned 
     return OF_OK;
 }
 
+static of_status check_state_or_program(const of_plan *plan, const of_inputs *in, unsigned used) {
+    if (!plan->rule->runs_programs)
+        return check_state(plan, in, used);
+    if (!in->program)
+        return of_fail(OF_INVALID, "the update has no program");
+    if (in->program->by_host && in->device != OF_CPU)
+        return of_fail(OF_INVALID, "a program of the host's operators runs on the CPU only");
+    if (in->program->by_host && !plan->host.external)
+        return of_fail(OF_INVALID, "the program needs a host that runs its own operators");
+    return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);
+}
+
+static of_status check_product(const of_plan *plan, const of_inputs *in, unsigned used) {
+    if (!plan->host.product || in->device != OF_CPU || in->exclusive || !in->param)
+        return of_fail(OF_INVALID, "a gradient that is a product is of a parameter on the CPU, of "
+                                   "a host that computes it, and not exclusive");
+    const size_t line = 64;
+    if (in->rows < 1 || in->numel % in->rows != 0 || in->panel_rows < 1 ||
+        (size_t)(in->numel / in->rows * in->panel_rows) * of_dtype_size(in->dtype) % line != 0)
+        return of_fail(OF_INVALID, "a product of %lld rows, %lld at a time, can't have %lld elements",
+                       (long long)in->rows, (long long)in->panel_rows, (long long)in->numel);
+    return check_state_or_program(plan, in, used);
+}
+
 static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned used) {
     if (in->numel < 0 || in->n_keys > OF_MAX_KEYS || !(in->count.step >= 1))
         return of_fail(OF_INVALID,
@@ -27,19 +51,12 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
     if (in->numel == 0)
         return OF_OK;
+    if (in->product)
+        return check_product(plan, in, used);
     if (!in->param || (!in->grad && !in->exclusive)) /* commit() may make a dense copy */
         return of_fail(OF_INVALID, "the parameter or its gradient has elements but no memory");
-    if (!plan->rule->runs_programs)
-        return check_state(plan, in, used);
-    if (!in->program)
-        return of_fail(OF_INVALID, "the update has no program");
-    if (in->program->by_host && in->device != OF_CPU)
-        return of_fail(OF_INVALID, "a program of the host's operators runs on the CPU only");
-    if (in->program->by_host && !plan->host.external)
-        return of_fail(OF_INVALID, "the program needs a host that runs its own operators");
-    return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);
+    return check_state_or_program(plan, in, used);
 }
-
 static void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
     of_count *count = &update->in.count;
     const bool on_cpu = update->in.device == OF_CPU;

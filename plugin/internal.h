@@ -67,6 +67,7 @@ struct of_update {
     const of_kind *kind;
     of_inputs in;
     const of_kernel *kernel;
+    const void *factors_of_product; /* while it is launched: of_product_host.begin() */
     size_t slot;
     size_t bytes;
     size_t n_registered; /* how many of in.keys are in the registry; its lock */
@@ -324,10 +325,20 @@ bool of_apply(of_plan *plan, const of_list *list);
 /* cpu_launch.c: with plan->lock held. Kernels and scalings on the CPU. */
 void of_cpu_launch(of_plan *plan, of_list *list);
 void of_run_kernel(const of_update *update, size_t begin, size_t end, bool past_caches);
+/* The same with the gradient of these elements elsewhere, at `grad`. */
+void of_run_with(const of_update *update, const void *grad, size_t begin, size_t end,
+                 bool past_caches);
 bool of_goes_past_caches_now(const of_plan *plan); /* of_counts.past_caches */
 
 /* gpu_launch.c: with plan->lock held. Runs a list of updates that are on devices. */
 void of_gpu_launch(of_plan *plan, of_list *list, of_list *done);
+
+/* product_launch.c: with plan->lock held. Updates whose gradient is a product. */
+/* Those that somebody has computed become like others, with the gradient in memory; the others are
+ * taken out of the list. */
+of_list of_take_products(of_plan *plan, of_list *list);
+/* Runs what was taken. False: there was no memory for it, and the error is set. */
+bool of_product_launch(of_plan *plan, of_list *list);
 
 /* launch.c: all with plan->lock held. What was launched ends up in *done,
  * whose references the caller releases after unlocking. */

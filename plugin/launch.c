@@ -64,6 +64,16 @@ static void launch_on_cpu(of_plan *plan, of_list *list, of_list *done) {
     of_settle(plan, list, done);
 }
 
+static void launch_products(of_plan *plan, of_list *list, of_list *done) {
+    if (!list->first)
+        return;
+    void *watched = watch(plan, list);
+    if (!of_product_launch(plan, list))
+        of_plan_fail(plan);
+    unwatch(plan, watched);
+    of_settle(plan, list, done);
+}
+
 static void launch_by_host(of_plan *plan, of_list *list, of_list *done) {
     if (!list->first)
         return;
@@ -89,6 +99,8 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     plan->counts.launches += is_update;
     const bool perhaps = is_update && (plan->rule->external || plan->rule->runs_programs);
     of_list by_host = perhaps ? take(list, is_by_host) : (of_list){0};
+    of_list products = is_update ? of_take_products(plan, list) : (of_list){0};
+    launch_products(plan, &products, done);
     launch_on_cpu(plan, list, done);
     launch_by_host(plan, &by_host, done);
 }

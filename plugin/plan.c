@@ -30,7 +30,8 @@ static bool sizes_fit(const of_host *host) {
            check_table("of_gpu_host", SIZE_OF(host->gpu)) == OF_OK &&
            check_table("of_scaling_host", SIZE_OF(host->scaling)) == OF_OK &&
            check_table("of_external_host", SIZE_OF(host->external)) == OF_OK &&
-           check_table("of_await_host", SIZE_OF(host->await)) == OF_OK;
+           check_table("of_await_host", SIZE_OF(host->await)) == OF_OK &&
+           check_table("of_product_host", SIZE_OF(host->product)) == OF_OK;
 }
 
 /* The first with a function that is not optional and NULL; or NULL. */
@@ -51,6 +52,8 @@ static const char *table_with_a_hole(const of_host *h) {
         return "of_scaling_host";
     if (h->await && (!h->await->has_arrived || !h->await->await))
         return "of_await_host";
+    if (h->product && (!h->product->begin || !h->product->rows || !h->product->end))
+        return "of_product_host";
     return h->external && !h->external->apply ? "of_external_host" : NULL;
 }
 

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "gpu/scalars.h"
 #include "optfuse.h"
 #include "owner.h"
+#include "promises/layer.h"
 #include "shim.h"
 #include "traced/programs.h"
 
@@ -66,6 +68,7 @@ struct Slot {
     bool reduced = false;
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     at::Tensor consumed; // backward mode: what .grad becomes
+    std::shared_ptr<PromisingLayer> promising; // or null
     // For a DTensor, whose local tensor is `param`: other tensors that are known to use its
     // memory, and whether dtensor_gradients.cpp knows all users of its gradient's, which is
     // complete now.
@@ -77,6 +80,9 @@ struct Slot {
     c10::TensorImpl *gradient_wrapper = nullptr;
 
     explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
+    ~Slot();
+    Slot(const Slot &) = delete;
+    Slot &operator=(const Slot &) = delete;
 };
 
 inline bool has_parts(const Slot *slot) { return slot->program && slot->program->has_parts(); }
@@ -130,6 +136,9 @@ struct Plan {
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     bool reduces = false; // some slots are: a pass waits for them at its end
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
+    Promising promising = Promising::OFF;
+    // By label: a parameter that is told anew goes on with its own.
+    std::map<std::string, std::shared_ptr<PromisingLayer>> promising_layers;
     int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint64_t> prepared[64] = {};

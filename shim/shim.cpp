@@ -39,6 +39,8 @@ int failed(const std::exception &e) {
 bool clean(c10::TensorImpl *impl) {
     if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl))
         return true;
+    if (impl->has_storage() && !optfuse::keep_promise(optfuse::storage_of(impl)))
+        return false;
     const bool is_certain = !of_any_pending() && !optfuse::is_any_on_its_way();
     if (!is_certain && optfuse::use_memory(impl, false) >= OF_IN_FLIGHT)
         return false;
@@ -331,6 +333,21 @@ int of_shim_todo(of_shim_plan *handle) {
 }
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
+
+void of_shim_promise_gradients(of_shim_plan *handle, bool forced) {
+    plan_of(handle)->promising = forced ? optfuse::Promising::FORCED : optfuse::Promising::AUTO;
+}
+
+bool of_shim_promises_of(of_shim_plan *handle, size_t i, of_shim_promises *out) {
+    const auto &layers = plan_of(handle)->promising_layers;
+    if (i >= layers.size())
+        return false;
+    const auto &layer = *std::next(layers.begin(), static_cast<std::ptrdiff_t>(i))->second;
+    const auto counts = layer.counts();
+    *out = {layer.label().c_str(), counts.because, counts.promised, counts.panels, counts.made,
+            counts.whole};
+    return true;
+}
 
 void of_shim_add_only(of_shim_plan *handle, int entered) {
     of_plan_add_only(plan_of(handle)->core, entered);

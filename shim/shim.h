@@ -158,6 +158,22 @@ OF_API int of_shim_todo(of_shim_plan *plan);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);
+/* Before the first parameters are told: gradients of linear layers' weights may be promises
+ * (promises/promise.h). forced: of layers of any size, at once. */
+OF_API void of_shim_promise_gradients(of_shim_plan *plan, bool forced);
+/* What became of the gradients of the i-th layer whose weight is large enough, uses since the plan
+ * was made: promised, of these updated panel by panel and looked at, and computed as a whole.
+ * label, because: valid until the next call on this thread; the reason of the last whole one, or "".
+ * False: there is no i-th. */
+typedef struct of_shim_promises {
+    const char *label;
+    const char *because;
+    uint64_t promised;
+    uint64_t panels;
+    uint64_t made;
+    uint64_t whole;
+} of_shim_promises;
+OF_API bool of_shim_promises_of(of_shim_plan *plan, size_t i, of_shim_promises *out);
 /* of_plan_add_only(), of_plan_restart_count(). */
 OF_API void of_shim_add_only(of_shim_plan *plan, int entered);
 OF_API void of_shim_restart_count(of_shim_plan *plan);

@@ -5,8 +5,23 @@
 
 #include "autograd/backward.h"
 #include "error.h"
+#include "layers/layer.h"
 
 namespace optfuse {
+namespace {
+
+void let_promise(Plan &plan, Slot *slot) {
+    const bool forced = plan.promising == Promising::FORCED;
+    if (plan.rule->external || !can_be_promised(slot->param, forced))
+        return;
+    auto &layer = plan.promising_layers[slot->label];
+    if (!layer)
+        layer = std::make_shared<PromisingLayer>(slot->label, forced);
+    slot->promising = layer;
+    know_promising(slot->param, layer);
+}
+
+} // namespace
 
 void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int64_t tried,
               std::string label) {
@@ -18,6 +33,13 @@ void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int
     // The core owns the slot from here on, also when this fails.
     check(of_plan_add_slot(plan.core, slot, group, eager, &slot->index));
     plan.slots.push_back(slot);
+    if (plan.promising != Promising::OFF)
+        let_promise(plan, slot);
+}
+
+Slot::~Slot() {
+    if (promising)
+        forget_promising(param, promising.get());
 }
 
 void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,

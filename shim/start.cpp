@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "optfuse.h"
+#include "promises/promise.h"
 #include "python/gil.h"
 #include "start.h"
 #include "tensor/await.h"
@@ -12,10 +13,11 @@
 namespace optfuse {
 namespace {
 
-// A child has none of the threads that complete a reduction.
+// A child has none of the threads that complete a reduction, or that multiply.
 void prepare_fork() {
     const WithoutGil wait;
     await_arrivals(ALL_GROUPS);
+    keep_all_promises();
     of_fork_prepare();
 }
 

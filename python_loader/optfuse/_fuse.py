@@ -17,6 +17,7 @@ from optfuse._arguments.check import (
     FUSED,
     OPTIMIZER,
     checked,
+    one_of,
     optional,
     whole,
 )
@@ -37,7 +38,7 @@ from optfuse._layers.delay.delayed_updates import delays_of
 from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
 from optfuse._link import link_of
-from optfuse._options import Options, is_disabled, is_fused
+from optfuse._options import AUTO, OFF, Options, is_disabled, is_fused, products_asked
 from optfuse._refuse import (
     check_class,
     check_eager,
@@ -61,6 +62,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
     eager=EAGER,
     strict=FLAG,
     bucket_bytes=whole("a whole number of bytes, or 0 for the default", least=0),
+    products=optional(one_of(AUTO, OFF)),
 )
 def fuse(
     optimizer: OptimizerT,
@@ -69,6 +71,7 @@ def fuse(
     strict: bool = False,
     *,
     bucket_bytes: int = 0,
+    products: str | None = None,
     **old: Any,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
@@ -94,6 +97,11 @@ def fuse(
         mode, which concern parameters of less than 16,384 elements, on GPUs 4 MiB.
         1: each by itself. In backward mode on the CPU larger parameters wait, too,
         where a number is given: at the price of memory.
+    products: "auto": the gradient of a large torch.nn.Linear with few rows is not computed in
+        backward(): .grad stands for it, and the update computes it part by part, in the cache.
+        Whoever looks at .grad before gets its numbers. It is done where a trial on this machine
+        finds the same bits and no loss of time (docs/promises.md). "off": no gradient is a
+        promise. None: what the environment says, OPTFUSE_PRODUCTS, or else "off".
     old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises
@@ -113,6 +121,8 @@ def fuse(
     traced = _checked_rule(optimizer, mode, strict)
     check_step(optimizer)
     options = _options(optimizer, mode, eager, bucket_bytes)
+    if not options.delays:
+        options = replace(options, products=products or products_asked())
     differ = _try_on_machine(optimizer, traced, strict)
     if mode.ddp is not None:
         options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))

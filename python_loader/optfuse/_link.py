@@ -20,7 +20,7 @@ from optfuse._dtensor.local_tensors import local_of
 from optfuse._gpu import is_gpu
 from optfuse._library import bindings
 from optfuse._library.bindings import BACKWARD, LEFT, Error, check, lib, lib_with_gil
-from optfuse._options import LINK, Delayed, Options
+from optfuse._options import FORCED, LINK, OFF, Delayed, Options
 from optfuse._own_step import updates
 from optfuse._patches import compiled
 from optfuse._rules import Rule
@@ -183,4 +183,6 @@ def _new_plan(rule: Rule, options: Options) -> int:
     assert handle.value is not None
     if options.side_stream:
         lib.of_shim_update_beside(handle.value)
+    if options.products != OFF:
+        lib.of_shim_promise_gradients(handle.value, options.products == FORCED)
     return handle.value

@@ -12,10 +12,13 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._library.bindings import FORWARD
+from optfuse._library.bindings import FORWARD, Error
 
 LINK = "_optfuse_link"  # the attribute of a fused optimizer that holds its Link
 MADE = "_optfuse_made"  # and of one that has been made and fused, but Python calls __init__() again
+
+
+AUTO, OFF, FORCED = "auto", "off", "force"
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -24,6 +27,15 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 def is_disabled() -> bool:
     return os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0")
+
+
+def products_asked() -> str:
+    """What OPTFUSE_PRODUCTS says of fuse(products=...) where the call says nothing. Raises
+    optfuse.Error."""
+    asked = os.environ.get("OPTFUSE_PRODUCTS") or OFF
+    if asked not in (AUTO, OFF, FORCED):
+        raise Error(f'optfuse: OPTFUSE_PRODUCTS={asked} is none of "{AUTO}", "{OFF}", "{FORCED}"')
+    return asked
 
 
 class Reduction(Protocol):
@@ -70,3 +82,4 @@ class Options:
     reduction: Reduction | None = None  # of a DistributedDataParallel model
     delays: tuple[tuple[Tensor, int], ...] = ()  # of parameters whose updates arrive late
     weights: str = "stash"  # what dX sees of those
+    products: str = "off"  # or AUTO or FORCED: gradients of linear layers may be promises

@@ -39,6 +39,7 @@ bool can_read(const at::Tensor &grad) {
 of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     of_norm item = {};
+    compute_now(g);
     item.data = static_cast<const float *>(data_of(g));
     item.n = static_cast<size_t>(g->numel());
     *n_factors = of_scale_factors(storage_of(g), item.factors, known);

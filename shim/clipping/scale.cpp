@@ -59,6 +59,7 @@ of_found find_gradient(Slot *slot, of_inputs *in) {
         return OF_FOUND_NOTHING;
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(g);
+    compute_now(g);
     launch_others(g, of_launch_at);
     if (!g->device().is_cpu() && !can_wait_on_gpu(slot, g, in->dtype))
         return OF_FOUND_NOTHING;

@@ -214,6 +214,7 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
                      References *refs) {
     for (const at::Tensor &state : slot->own)
         launch_others(state.unsafeGetTensorImpl());
+    compute_now(grad.unsafeGetTensorImpl());
     // Other classes may put new tensors into the state: they run, or fail, inside step().
     const bool frozen = has_frozen_state(slot);
     if (frozen && slot->plan->native != nullptr)

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "planners/layer_user.h"
+#include "promises/layer.h"
 
 namespace optfuse {
 
@@ -122,8 +123,9 @@ struct Known {
     std::shared_ptr<Layer> layer;              // when its tasks run
     std::shared_ptr<Watched> watched;          // who looks at them
     std::shared_ptr<InputWeight> input_weight; // what dX reads
+    std::shared_ptr<PromisingLayer> promising; // whose dW may be promised
 
-    explicit operator bool() const { return layer || watched || input_weight; }
+    explicit operator bool() const { return layer || watched || input_weight || promising; }
 };
 
 // One use of a layer in a forward pass that is recorded.
@@ -135,7 +137,8 @@ struct LayerUse {
     const std::string &name() const {
         return known.layer     ? known.layer->name
                : known.watched ? known.watched->name
-                               : known.input_weight->name;
+               : known.input_weight ? known.input_weight->name
+                                    : known.promising->label();
     }
     template <class Work> auto timed(of_layer_task task, const Work &work) const {
         return known.layer ? known.layer->timed(task, work) : work();
@@ -167,5 +170,10 @@ void set_input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
                        const std::vector<at::Tensor> &instead,
                        const std::vector<std::string> &names);
 void forget_input_weights(int64_t owner);
+
+// From here on the gradient of this weight may be promised, if no other layer's is already. The
+// caller keeps the weight alive until it is forgotten.
+void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<PromisingLayer> &layer);
+void forget_promising(const c10::TensorImpl *weight, const PromisingLayer *layer);
 
 } // namespace optfuse

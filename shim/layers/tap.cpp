@@ -85,6 +85,8 @@ LayerUse begin_use(Known known, const at::Tensor &x, const at::Tensor &w, const 
     const uint64_t collection = known.watched ? known.watched->by->collection() : 0;
     if (collection == 0)
         known.watched.reset();
+    if (known.promising && (w.dim() != 2 || !known.promising->takes(x.numel() / w.size(1), w)))
+        known.promising.reset();
     const Layer *layer = known.layer.get();
     if (layer != nullptr && !layer->user.use(layer->user.ctx, layer->number, &use))
         known.layer.reset();
@@ -300,6 +302,29 @@ void set_input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
     }
     if (known.kernels.empty() && !known.layers.empty())
         put_kernels(known);
+}
+
+void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<PromisingLayer> &layer) {
+    Registry &known = registry();
+    const std::unique_lock<std::shared_mutex> lock(known.lock);
+    std::shared_ptr<PromisingLayer> &of = known.layers[weight].promising;
+    if (!of)
+        of = layer;
+    if (known.kernels.empty())
+        put_kernels(known);
+}
+
+void forget_promising(const c10::TensorImpl *weight, const PromisingLayer *layer) {
+    Registry &known = registry();
+    const std::unique_lock<std::shared_mutex> lock(known.lock);
+    const auto found = known.layers.find(weight);
+    if (found == known.layers.end() || found->second.promising.get() != layer)
+        return;
+    found->second.promising.reset();
+    if (!found->second)
+        known.layers.erase(found);
+    if (known.layers.empty())
+        known.kernels.clear();
 }
 
 void forget_input_weights(int64_t owner) {

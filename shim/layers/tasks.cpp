@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -44,14 +45,21 @@ struct Kept {
 };
 
 [[noreturn]] void refuse_compiled_autograd() {
-    fail("optfuse: reorder() does not work under compiled autograd; call "
-         "Reordering.remove() first");
+    fail("optfuse: reorder() and promised gradients do not work under compiled autograd; call "
+         "Reordering.remove() first, or fuse() with products=\"off\"");
 }
 
 // Releases differ in how nodes are counted.
 template <class T>
 using NodeOf = std::conditional_t<std::is_base_of_v<c10::intrusive_ptr_target, Node>,
                                   c10::intrusive_ptr<T>, std::shared_ptr<T>>;
+
+// Whether DistributedDataParallel copies the gradient as soon as it is complete; or it is that of a
+// cast, which is computed in another dtype.
+bool is_reduced(const Edge &edge) {
+    const auto *end = dynamic_cast<torch::autograd::AccumulateGrad *>(edge.function.get());
+    return end == nullptr || !edge.function->post_hooks().empty();
+}
 
 // The common part of both kinds of tasks.
 struct Task : Node {
@@ -147,6 +155,15 @@ struct WeightTask final : Task {
     // Unpacking may compute a forward pass once more (checkpointing), which is the layer's
     // stream's to do; so dX unpacks for a dW on another one.
     at::Tensor input() const { return kept_x.tensor.defined() ? kept_x.tensor : x.unpack(); }
+    // Undefined: the product has to be computed now. A promise goes the way of a gradient: whoever
+    // else contributes to it, or looks on the way, has it computed.
+    at::Tensor promise(const at::Tensor &g, const at::Tensor &rows) const {
+        const std::shared_ptr<PromisingLayer> &layer = use.known.promising;
+        if (!layer || use.known.layer || use.known.watched || use.known.input_weight || !by_rows ||
+            at::GradMode::is_enabled() || is_reduced(next_edge(0)))
+            return {};
+        return layer->promise(layer, g, rows);
+    }
     void compute(const at::Tensor &g, variable_list &out) {
         const bool weight = task_should_compute_output(0);
         const bool bias = num_outputs() > 1 && task_should_compute_output(1);
@@ -163,7 +180,9 @@ struct WeightTask final : Task {
         }
         if (weight) {
             const at::Tensor rows = input();
-            out[0] = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
+            out[0] = promise(g, rows);
+            if (!out[0].defined())
+                out[0] = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
         }
         if (bias)
             out[1] = g; // the engine adds up its rows, as it does for stock's node

@@ -180,7 +180,7 @@ bool can_wait(const at::Tensor &param, const at::Tensor &buffer) {
            !grad.is_neg() && !grad.is_conj() && grad.device().is_cpu() &&
            grad.scalar_type() == buffer.scalar_type() && grad.sizes() == param.sizes() &&
            grad.strides() == param.strides() && grad.is_non_overlapping_and_dense() &&
-           grad.numel() != 0 && is_private(storage_of(g), 0);
+           grad.numel() != 0 && is_private(storage_of(g), 0) && keep_promise(storage_of(g));
 }
 
 Shared arrival_of(const Bucket &bucket, c10::StorageImpl *memory) {

@@ -17,6 +17,7 @@
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
+#include "promises/promise.h"
 #include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
@@ -119,6 +120,10 @@ void await_now(const at::Tensor &grad) {
 const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
                           const at::Tensor &grad, bool is_like_it) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (is_promise(g) && update_by_panels(storage_of(g), in)) {
+        take_part(refs, in, g);
+        return nullptr;
+    }
     if (is_like_it) {
         if (in->in_backward)
             await_now(grad);
@@ -219,6 +224,8 @@ of_found look_who_shares(const Slot *slot, const c10::TensorImpl *p, const c10::
                          unsigned used, bool dense, of_inputs *in) {
     const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
     in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
+    if (in->exclusive)
+        compute_now(g);
     if (in->exclusive || is_in_state(slot, used, g))
         return check_apart(slot, p, g, used);
     return OF_FOUND_INPUTS;
@@ -255,6 +262,8 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     // Values that the update writes back must arrive in the gradient.
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     const bool grad_is_like_it = same_strides(p, g) && !is_lazy(g);
+    if (is_written_back(slot) || has_parts(slot) || !grad_is_like_it)
+        compute_now(g);
     if (has_parts(slot) && !(dense && grad_is_like_it))
         return refuse(slot, "", "can't be updated by its traced step()",
                       ": it has holes, or its gradient or state has other strides, and the step() "
@@ -290,7 +299,7 @@ of_found check_tensors(const Plan *plan, Slot *slot, c10::TensorImpl *p, c10::Te
         check_gradient(slot, p, g, is_written_back(slot)) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     launch_others(p);
-    if (has_mark(g))
+    if (has_mark(g) && !is_promise(g))
         launch_others(g, applies_factor(slot, p, g) ? of_launch_at : of_access);
     if (slot->tried != ANYWHERE && !plan->rule->external &&
         check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)

@@ -9,6 +9,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "autograd/consumed.h"
@@ -16,6 +17,7 @@
 #include "error.h"
 #include "guard.h"
 #include "plan.h"
+#include "promises/promise.h"
 #include "python/callback.h"
 #include "python/gil.h"
 #include "tensor/await.h"
@@ -30,6 +32,11 @@ namespace {
 thread_local bool steps_here = false;
 
 bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// As autograd does to put a gradient into .grad; a script's alias could lead past the dispatcher.
+bool makes_alias(const char *op) {
+    return called_by_engine() && std::strcmp(op, "aten::detach") == 0;
+}
 
 // Neither a thread that trains nor one of the engine's.
 bool called_by_stranger() { return !steps_here && !called_by_engine(); }
@@ -52,6 +59,8 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
         return Answer::PASS;
     if (is_consumed(impl))
         return answer_consumed(op, impl, is_target);
+    if (is_promise(impl) && makes_alias(op))
+        return Answer::PASS; // a promise, too
     const bool stranger = called_by_stranger();
     const of_accessed accessed = access_without_gil(impl, stranger);
     if (accessed == OF_ACCESS_FAILED)
@@ -98,9 +107,10 @@ void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
 } // namespace
 
 of_accessed use_memory(const c10::TensorImpl *impl, bool foreign, decltype(&of_access) how) {
-    if (how == of_access && !await_arrival(storage_of(impl)))
+    c10::StorageImpl *storage = storage_of(impl);
+    if (how == of_access && (!keep_promise(storage) || !await_arrival(storage)))
         return OF_ACCESS_FAILED;
-    const of_accessed accessed = how(storage_of(impl), foreign);
+    const of_accessed accessed = how(storage, foreign);
     const c10::StorageImpl *key = accessed == OF_NOTHING_PENDING ? key_of_proxy(impl) : nullptr;
     return key == nullptr ? accessed : how(key, foreign);
 }

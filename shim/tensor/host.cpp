@@ -17,7 +17,9 @@
 #include "external/apply.h"
 #include "gpu/device.h"
 #include "guard.h"
+#include "matrix/mkl.h"
 #include "plan.h"
+#include "promises/promise.h"
 #include "python/log.h"
 #include "slots.h"
 #include "tensor/await.h"
@@ -172,7 +174,8 @@ void consume_gradient(References *refs) {
 void settle(void *, void *opaque, bool was_deferred) {
     References *refs = references_of(opaque);
     for (size_t i = 0; was_deferred && i < refs->n; i++)
-        if (!of_is_scaled(refs->storages[i].get())) // else the gradient stays pending
+        if (!of_is_scaled(refs->storages[i].get()) && // else the gradient stays pending
+            !is_promise(refs->storages[i].get()))     // or nobody has computed it yet
             unseal(refs->storages[i].get());
     if (refs->on_gpu && was_deferred)
         record_all(refs);
@@ -259,6 +262,7 @@ of_host make_host(Plan *plan) {
     host.scaling = &scaling_host;
     host.external = &external_host;
     host.await = &await_host;
+    host.product = &product_host;
     return host;
 }
 

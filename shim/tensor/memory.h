@@ -7,6 +7,7 @@
 #include "compat.h"
 #include "gpu/device.h"
 #include "guard.h"
+#include "promises/promise.h"
 
 namespace optfuse {
 
@@ -29,10 +30,11 @@ inline bool equal(c10::IntArrayRef a, c10::IntArrayRef b) {
     return same;
 }
 
-// Allocated by PyTorch for one process alone.
+// Allocated by PyTorch for one process alone, or a promise's (promises/promise.h).
 inline bool is_own(const c10::DataPtr &data) {
     static const c10::DeleterFnPtr own_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter();
-    return data.device().is_cpu() ? data.get_deleter() == own_deleter
+    return data.device().is_cpu() ? data.get_deleter() == own_deleter ||
+                                        data.get_deleter() == free_promise
                                   : is_gpu_deleter(data.get_deleter(), data.device());
 }
 

@@ -5,8 +5,6 @@
 // library itself has its bits. libtorch_cpu carries it and exports its Fortran
 // entry points; where there are none, or where they turn out not to be what
 // torch.sqrt() calls, the operator itself is called, which costs more.
-#include <dlfcn.h>
-
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -16,6 +14,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sqrt.h>
 
+#include "matrix/mkl.h"
 #include "tensor/plain_mode.h"
 #include "tensor/square_roots.h"
 
@@ -25,7 +24,6 @@ namespace {
 // Constants of mkl_vml_defines.h: high accuracy, denormals kept, no error reports.
 constexpr long long kMode = 0x2 | 0x140000 | 0x100;
 
-using SetThreadsOfMkl = int (*)(int n); // of the calling thread; returns what it was
 using RootsOfMkl = void (*)(const long long *n, const void *in, void *out, const long long *mode);
 
 void by_operator(void *values, size_t n, c10::ScalarType dtype) {
@@ -33,18 +31,6 @@ void by_operator(void *values, size_t n, c10::ScalarType dtype) {
     at::Tensor tensor = at::from_blob(values, {static_cast<int64_t>(n)}, dtype);
     at::sqrt_out(tensor, tensor);
 }
-
-template <typename Function> Function function_of_mkl(const char *name) {
-    void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    return library != nullptr ? reinterpret_cast<Function>(dlsym(library, name)) : nullptr;
-}
-
-SetThreadsOfMkl set_threads() {
-    static const auto found = function_of_mkl<SetThreadsOfMkl>("MKL_Set_Num_Threads_Local");
-    return found;
-}
-
-thread_local bool mkl_is_alone = false;
 
 void by_mkl(RootsOfMkl roots, void *values, size_t n) {
     const SerialMkl alone;
@@ -80,22 +66,6 @@ template <typename Real, typename Bits> RootsOfMkl find(const char *name, c10::S
 }
 
 } // namespace
-
-// A parallel region for a few hundred roots costs more than the roots, even one that has a
-// single thread because it is inside of another region.
-SerialMkl::SerialMkl() : outermost(!mkl_is_alone && set_threads() != nullptr) {
-    if (!outermost)
-        return;
-    before = set_threads()(1);
-    mkl_is_alone = true;
-}
-
-SerialMkl::~SerialMkl() {
-    if (!outermost)
-        return;
-    set_threads()(before);
-    mkl_is_alone = false;
-}
 
 void square_roots_of_floats(void *values, size_t n) {
     static const RootsOfMkl mkl = find<float, uint32_t>("VMSSQRT_64_", c10::kFloat);

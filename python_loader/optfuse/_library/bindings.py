@@ -36,6 +36,19 @@ class Error(RuntimeError):
     __module__ = "optfuse"  # where users find it, and tracebacks name it
 
 
+class Promises(ctypes.Structure):
+    """of_shim_promises of shim/shim.h."""
+
+    _fields_ = [
+        ("label", ctypes.c_char_p),
+        ("because", ctypes.c_char_p),
+        ("promised", ctypes.c_uint64),
+        ("panels", ctypes.c_uint64),
+        ("made", ctypes.c_uint64),
+        ("whole", ctypes.c_uint64),
+    ]
+
+
 class Counts(ctypes.Structure):
     """of_counts of plugin/optfuse.h."""
 
@@ -78,6 +91,8 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_unconfirmed": (_Bool, [_Plan]),
     "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
     "of_shim_update_beside": (None, [_Plan]),
+    "of_shim_promise_gradients": (None, [_Plan, _Bool]),
+    "of_shim_promises_of": (_Bool, [_Plan, _Size, ctypes.POINTER(Promises)]),
     "of_shim_add_only": (None, [_Plan, _Int]),
     "of_shim_restart_count": (None, [_Plan]),
     "of_shim_stop_deferring": (None, [_Plan]),

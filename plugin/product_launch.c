@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* product_launch.c: updates whose gradient is a product of two thin matrices. Panel by panel of
+ * its rows the host computes the gradient, into a cache, and the kernel updates these rows. */
+#include "floating.h"
+#include "internal.h"
+
+typedef struct of_panels {
+    const of_update *update;
+    bool past_caches;
+    atomic_bool failed;
+} of_panels;
+
+of_list of_take_products(of_plan *plan, of_list *list) {
+    of_list taken = {0};
+    for (of_update *u = list->first, *next; u && plan->host.product; u = next) {
+        next = u->next;
+        if (!u->in.product)
+            continue;
+        u->factors_of_product = plan->host.product->begin(u->in.product, &u->in.grad);
+        if (!u->factors_of_product)
+            continue;
+        of_list_remove(list, u);
+        of_list_append(&taken, u);
+    }
+    return taken;
+}
+
+static void run_panel(of_panels *panels, int64_t first, int64_t end) {
+    const of_update *u = panels->update;
+    const int64_t columns = u->in.numel / u->in.rows;
+    const void *grad = u->plan->host.product->rows(u->factors_of_product, first, end);
+    if (!grad)
+        atomic_store(&panels->failed, true);
+    else
+        of_run_with(u, grad, (size_t)(first * columns), (size_t)(end * columns),
+                    panels->past_caches);
+}
+
+/* Panels [begin, end) of one update. */
+static void run_panels(void *arg, int64_t begin, int64_t end) {
+    of_panels *panels = arg;
+    const of_inputs *in = &panels->update->in;
+    const unsigned outside = of_floating_now();
+    of_floating_set(panels->update->floating);
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t first = i * in->panel_rows, end_of_panel = first + in->panel_rows;
+        run_panel(panels, first, end_of_panel < in->rows ? end_of_panel : in->rows);
+    }
+    of_floating_set(outside);
+}
+
+bool of_product_launch(of_plan *plan, of_list *list) {
+    const of_host *host = &plan->host;
+    bool done = true;
+    for (of_update *u = list->first; u; u = u->next) {
+        of_panels panels = {u, of_goes_past_caches_now(plan), false};
+        const int64_t n = (u->in.rows + u->in.panel_rows - 1) / u->in.panel_rows;
+        host->parallel_for(host->ctx, n, run_panels, &panels);
+        host->product->end(u->factors_of_product);
+        done = done && !atomic_load(&panels.failed);
+    }
+    if (!done)
+        of_set_error("no memory for a panel of a gradient");
+    return done;
+}

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// mkl.h: Intel's math library inside of libtorch_cpu, which exports its Fortran entry points.
+#pragma once
+
+namespace optfuse {
+
+// An entry point of the math library that PyTorch's operators on the CPU call; null: there is none
+// of this name.
+void *find_in_libtorch(const char *name);
+template <typename Function> Function function_of_mkl(const char *name) {
+    return reinterpret_cast<Function>(find_in_libtorch(name));
+}
+
+// As long as one exists MKL opens no parallel region of its own on this thread.
+class SerialMkl {
+  public:
+    SerialMkl();
+    ~SerialMkl();
+    SerialMkl(const SerialMkl &) = delete;
+    SerialMkl &operator=(const SerialMkl &) = delete;
+    static bool is_possible(); // whether there is MKL
+
+  private:
+    const bool outermost;
+    int before = 0; // what the user's own calls of MKL have on this thread
+};
+
+} // namespace optfuse

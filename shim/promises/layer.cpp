@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "promises/layer.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <utility>
+
+#include "promises/product.h"
+#include "promises/promise.h"
+#include "promises/trials.h"
+
+namespace optfuse {
+namespace {
+
+// All of a smaller layer stays in the caches anyway.
+constexpr int64_t kLeastElements = 1 << 18;
+// Of the last promises: if somebody looked at so many, none is made for a while.
+constexpr unsigned kLast = 0xf;
+constexpr int kTooMany = 2;
+
+bool is_plain(const at::Tensor &t) {
+    return t.layout() == c10::kStrided && t.device().is_cpu() && t.dim() == 2 &&
+           (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble) && !t.is_neg() &&
+           !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+}
+
+// What is kept in the gradient's place is small beside it.
+bool is_thin(int64_t rows, int64_t n, int64_t k) { return 2 * rows * (n + k) <= n * k; }
+
+} // namespace
+
+bool can_be_promised(const c10::TensorImpl *weight, bool forced) {
+    const auto dtype = weight->dtype().toScalarType();
+    return weight->device().is_cpu() && weight->dim() == 2 &&
+           !weight->key_set().has(c10::DispatchKey::Python) && weight->is_contiguous() &&
+           weight->numel() >= (forced ? 1 : kLeastElements) && can_multiply(dtype);
+}
+
+bool PromisingLayer::takes(int64_t rows, const at::Tensor &weight) const {
+    return forced_ || is_thin(rows, weight.size(0), weight.size(1));
+}
+
+PromisingLayer::Counts PromisingLayer::counts() const {
+    const std::lock_guard<std::mutex> guard(lock_);
+    return counts_;
+}
+
+// Null: it can be promised.
+const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
+    if (quiet_ > 0) {
+        quiet_--;
+        return "the gradient was looked at";
+    }
+    if (!is_plain(dy) || !is_plain(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
+        x.numel() == 0)
+        return "of the layer's dtype or layout";
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set())
+        return "a mode looks at operators";
+    switch (try_panels(dy, x, forced_)) {
+    case Verdict::UNTRIED:
+        return "the shape came seldom";
+    case Verdict::DIFFERENT:
+        return "panels have other bits here";
+    case Verdict::SLOWER:
+        return "panels are slower here";
+    case Verdict::EQUAL:
+        return nullptr;
+    }
+    return nullptr;
+}
+
+at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
+                                   const at::Tensor &dy, const at::Tensor &x) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    const char *why = why_not(dy, x);
+    if (why != nullptr) {
+        counts_.whole++;
+        counts_.because = why;
+        return {};
+    }
+    counts_.promised++;
+    return make_promise(std::make_shared<const WeightProduct>(dy, x), self);
+}
+
+void PromisingLayer::note(bool was_looked_at) {
+    looked_at_ = (looked_at_ << 1 | (was_looked_at ? 1u : 0u)) & kLast;
+    if (__builtin_popcount(looked_at_) < kTooMany || forced_)
+        return;
+    looked_at_ = 0;
+    quiet_ = next_quiet_;
+    next_quiet_ *= 2;
+}
+
+void PromisingLayer::note_panels() {
+    const std::lock_guard<std::mutex> guard(lock_);
+    counts_.panels++;
+    note(false);
+}
+
+void PromisingLayer::note_made() {
+    const std::lock_guard<std::mutex> guard(lock_);
+    counts_.made++;
+    note(true);
+}
+
+} // namespace optfuse

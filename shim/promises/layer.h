@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// layer.h: a linear layer whose weight's gradient may be promised, and what became of its promises.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace optfuse {
+
+enum class Promising { OFF, AUTO, FORCED }; // FORCED: of any size, at once; for tests
+
+// Any thread calls.
+class PromisingLayer {
+  public:
+    explicit PromisingLayer(std::string label, bool forced)
+        : label_(std::move(label)), forced_(forced) {}
+
+    // Uses of the layer in backward, by what became of the gradient.
+    struct Counts {
+        uint64_t promised = 0; // of these:
+        uint64_t panels = 0;   // the update computed it panel by panel
+        uint64_t made = 0;     // somebody looked at it, and it was computed into memory
+        uint64_t whole = 0;    // not promised
+        const char *because = ""; // the last one that was not
+    };
+    Counts counts() const;
+    const std::string &label() const { return label_; }
+
+    // Whether it is worth asking for the gradient of a use with so many rows.
+    bool takes(int64_t rows, const at::Tensor &weight) const;
+    // The gradient dY' X of such a use as a promise (promise.h); undefined: compute it.
+    at::Tensor promise(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
+                       const at::Tensor &x);
+    void note_panels();
+    void note_made();
+
+  private:
+    const char *why_not(const at::Tensor &dy, const at::Tensor &x);
+    void note(bool was_looked_at);
+
+    const std::string label_;
+    const bool forced_;
+    mutable std::mutex lock_; // guards the rest
+    Counts counts_;
+    unsigned looked_at_ = 0; // a bit for each of the last promises
+    uint64_t quiet_ = 0;     // uses for which none is made
+    uint64_t next_quiet_ = 64;
+};
+
+// Whether this parameter's gradient may be promised at all.
+bool can_be_promised(const c10::TensorImpl *weight, bool forced);
+
+} // namespace optfuse

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// product.h: the gradient of a linear layer's weight, dW = dY' X, as its two factors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace optfuse {
+
+// Copies of dY and X, so that nobody else can write to them. Any thread computes, any part at any
+// time.
+class WeightProduct {
+  public:
+    // dy: m x n, x: m x k, of one dtype that can_multiply(), on the CPU; with any strides.
+    WeightProduct(const at::Tensor &dy, const at::Tensor &x);
+
+    int64_t rows() const { return dy_.size(1); }
+    int64_t columns() const { return x_.size(1); }
+    // How many rows are computed at a time: the product's bits may depend on that.
+    int64_t panel_rows() const { return panel_rows_; }
+    int64_t panels() const { return (rows() + panel_rows_ - 1) / panel_rows_; }
+    size_t nbytes() const; // of dW
+    size_t kept() const;   // bytes of the factors
+    at::ScalarType dtype() const { return x_.scalar_type(); }
+
+    // Rows [first, end) of dW, one after the other; the first is a panel's first, and the end the
+    // panel's.
+    void compute(int64_t first, int64_t end, void *out) const;
+    // All of it, on all threads.
+    void compute_all(void *out) const;
+    // A panel in memory of the calling thread, until its next call; null: there is no memory.
+    const void *panel(int64_t first, int64_t end) const;
+
+  private:
+    at::Tensor dy_, x_;
+    int64_t panel_rows_;
+    unsigned floating_; // floating.h: of the thread that copied them
+};
+
+// Whether this machine's library for matrices has what compute() calls.
+bool can_multiply(at::ScalarType dtype);
+
+} // namespace optfuse

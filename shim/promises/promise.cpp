@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// promise.cpp: see promise.h.
+#include "promises/promise.h"
+
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "compat.h"
+#include "guard.h"
+#include "promises/layer.h"
+#include "promises/product.h"
+#include "tensor/memory.h"
+
+namespace optfuse {
+namespace {
+
+// Stands in the place of a promise's memory.
+struct Promise {
+    std::shared_ptr<const WeightProduct> product;
+    std::shared_ptr<PromisingLayer> layer;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+};
+
+struct Promises {
+    std::mutex lock; // guards the set, and which storages are promises
+    std::unordered_set<Promise *> living;
+};
+
+Promises &promises() {
+    static auto *all = new Promises; // leaked: tensors may outlive destructors
+    return *all;
+}
+
+c10::DataPtr &memory_of(const c10::StorageImpl *storage) {
+    return const_cast<c10::StorageImpl *>(storage)->_mutable_data_ptr_no_checks();
+}
+
+// With the lock.
+Promise *promise_of(const c10::StorageImpl *storage) {
+    return is_promise(storage) ? static_cast<Promise *>(memory_of(storage).get_context()) : nullptr;
+}
+
+// The product of an update that is being launched, and whose it is.
+struct Launched {
+    std::shared_ptr<const WeightProduct> product;
+    std::shared_ptr<PromisingLayer> layer;
+};
+
+Launched launched_of(const c10::StorageImpl *storage) {
+    const std::lock_guard<std::mutex> guard(promises().lock);
+    const Promise *promise = promise_of(storage);
+    return promise == nullptr ? Launched() : Launched{promise->product, promise->layer};
+}
+
+// From here on the storage has this memory. Another thread may have come first.
+bool give_memory(c10::StorageImpl *storage, c10::DataPtr &&memory) {
+    c10::DataPtr before; // dies unlocked
+    const std::lock_guard<std::mutex> guard(promises().lock);
+    if (!is_promise(storage))
+        return false;
+    before = storage->set_data_ptr(std::move(memory));
+    return true;
+}
+
+bool compute(c10::StorageImpl *storage) {
+    const Launched kept = launched_of(storage);
+    if (!kept.product)
+        return true;
+    c10::DataPtr memory = c10::GetAllocator(c10::kCPU)->allocate(kept.product->nbytes());
+    kept.product->compute_all(memory.get());
+    if (!give_memory(storage, std::move(memory)))
+        return true;
+    kept.layer->note_made();
+    if (!of_is_pending(storage)) // else the update's launch takes the seal off
+        unseal(storage);
+    return true;
+}
+
+const void *begin(const void *key, const void **grad) {
+    auto *storage = static_cast<const c10::StorageImpl *>(key);
+    Launched found = launched_of(storage);
+    if (found.product)
+        return new Launched(std::move(found));
+    *grad = memory_of(storage).get();
+    return nullptr;
+}
+
+const void *rows(const void *product, int64_t first, int64_t end) {
+    return static_cast<const Launched *>(product)->product->panel(first, end);
+}
+
+void end(const void *product) {
+    const auto *launched = static_cast<const Launched *>(product);
+    launched->layer->note_panels();
+    delete launched;
+}
+
+} // namespace
+
+void free_promise(void *opaque) {
+    Promises &all = promises();
+    {
+        const std::lock_guard<std::mutex> guard(all.lock);
+        all.living.erase(static_cast<Promise *>(opaque));
+    }
+    delete static_cast<Promise *>(opaque);
+}
+
+const of_product_host product_host = {sizeof(of_product_host), begin, rows, end};
+
+bool is_promise(const c10::StorageImpl *storage) {
+    return memory_of(storage).get_deleter() == free_promise;
+}
+
+bool is_promise(const c10::TensorImpl *impl) {
+    return impl->has_storage() && is_promise(storage_of(impl));
+}
+
+at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
+                        std::shared_ptr<PromisingLayer> layer) {
+    const c10::Device cpu(c10::kCPU);
+    const at::ScalarType dtype = product->dtype();
+    const int64_t sizes[] = {product->rows(), product->columns()};
+    auto storage = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), product->nbytes(), c10::DataPtr(nullptr, cpu),
+        c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+    auto *promise = new Promise{std::move(product), std::move(layer),
+                                c10::weak_intrusive_ptr<c10::StorageImpl>(storage)};
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, promise, free_promise, cpu));
+    {
+        Promises &all = promises();
+        const std::lock_guard<std::mutex> guard(all.lock);
+        all.living.insert(promise);
+    }
+    if (OF_GUARD(seal))
+        seal(storage.get());
+    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(storage)),
+        c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, cpu)),
+        c10::scalarTypeToTypeMeta(dtype));
+    made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    mark(made.unsafeGetTensorImpl());
+    return made;
+}
+
+bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in) {
+    const Launched found = launched_of(storage);
+    if (!found.product)
+        return false;
+    in->product = storage;
+    in->rows = found.product->rows();
+    in->panel_rows = found.product->panel_rows();
+    return true;
+}
+
+bool keep_promise(c10::StorageImpl *storage) {
+    if (!is_promise(storage))
+        return true;
+    try {
+        return compute(storage);
+    } catch (const std::exception &e) {
+        of_set_error("%s", e.what());
+        return false;
+    }
+}
+
+void compute_now(const c10::TensorImpl *gradient) {
+    if (gradient->has_storage() && !keep_promise(storage_of(gradient)))
+        throw std::runtime_error(of_error_message());
+}
+
+void keep_all_promises() {
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;
+    {
+        Promises &all = promises();
+        const std::lock_guard<std::mutex> guard(all.lock);
+        for (const Promise *promise : all.living)
+            if (auto storage = promise->storage.lock())
+                held.push_back(std::move(storage));
+    }
+    for (const auto &storage : held)
+        keep_promise(storage.get());
+}
+
+} // namespace optfuse

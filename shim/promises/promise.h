@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// promise.h: a gradient that nobody has computed. Its tensor has shape, dtype and strides, and a
+// storage without memory that keeps the product's factors in its place. All aliases have the same
+// storage. Any look, by the mark on the tensor, has the product computed into memory; an update
+// that finds it unmade computes it panel by panel, and nobody ever has all of it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "optfuse.h"
+
+namespace optfuse {
+
+class PromisingLayer;
+class WeightProduct;
+
+// A promise is known by this deleter.
+void free_promise(void *promise);
+at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
+                        std::shared_ptr<PromisingLayer> layer);
+bool is_promise(const c10::StorageImpl *storage);
+bool is_promise(const c10::TensorImpl *impl);
+// Has the update compute it panel by panel. False: it has been computed meanwhile.
+bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in);
+// Computes it, if it is one. False after of_set_error(): there is no memory.
+bool keep_promise(c10::StorageImpl *storage);
+// Computes the gradient, if it is one, for what reads its memory. Throws.
+void compute_now(const c10::TensorImpl *gradient);
+void keep_all_promises(); // before a fork
+
+extern const of_product_host product_host;
+
+} // namespace optfuse

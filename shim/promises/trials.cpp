@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// trials.cpp: see trials.h. What is compared are bits, since a sum of zeros may be -0.0, on numbers
+// that show the order of a sum, on those that are special, and on the real ones.
+#include "promises/trials.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/mm.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <mutex>
+
+#include "floating.h"
+#include "guard.h"
+#include "promises/product.h"
+#include "tensor/memory.h"
+#include "tensor/plain_mode.h"
+
+namespace optfuse {
+namespace {
+
+using Key = std::array<int64_t, 18>;
+constexpr int kUsesBefore = 2;    // a shape that comes so seldom is not worth a trial
+constexpr size_t kMostKeys = 1024;
+constexpr double kShare = 0.01;   // of the time since the first call
+constexpr double kProducts = 10;  // that a trial takes
+constexpr uint64_t kTimesAgain = 64; // uses until times are taken once more, then twice as many
+constexpr size_t kCacheLine = 64;
+
+struct Entry {
+    int uses = 0;
+    bool is_tried = false, is_equal = false;
+    double whole = 0, panels = 0; // least seconds seen; 0: none yet
+    uint64_t promised = 0, again = kTimesAgain;
+};
+
+struct Trials {
+    std::mutex lock;
+    std::map<Key, Entry> entries;
+    double began = 0, spent = 0; // seconds
+};
+
+Trials &trials() {
+    static auto *only = new Trials; // leaked: threads may outlive destructors
+    return *only;
+}
+
+double now() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(since).count();
+}
+
+int64_t offset_in_line(const at::Tensor &t) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data_of(t.unsafeGetTensorImpl())) %
+                                kCacheLine);
+}
+
+// All that may change how PyTorch multiplies.
+Key key_of(const at::Tensor &dy, const at::Tensor &x) {
+    const at::Context &torch = at::globalContext();
+    using at::Float32Backend;
+    using at::Float32Op;
+    const auto precision = [&torch](Float32Backend backend, Float32Op op) {
+        return static_cast<int64_t>(torch.float32Precision(backend, op));
+    };
+    return {dy.size(0), dy.size(1), x.size(1), dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
+            offset_in_line(dy), offset_in_line(x), static_cast<int64_t>(x.scalar_type()),
+            at::get_num_threads(), at::in_parallel_region(), of_floating_now(),
+            precision(Float32Backend::MKLDNN, Float32Op::MATMUL),
+            precision(Float32Backend::GENERIC, Float32Op::ALL), torch.userEnabledMkldnn(),
+            torch.deterministicAlgorithms(), torch.deterministicMkldnn()};
+}
+
+// The numbers of a trial. None comes from PyTorch's generators, whose state is the user's.
+class Numbers {
+  public:
+    double next() { // from -1 to 1
+        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<double>(static_cast<int64_t>(state_ >> 11)) / (1LL << 52) - 1;
+    }
+
+  private:
+    uint64_t state_ = 1;
+};
+
+template <typename Real> Real special(Numbers &numbers) {
+    using Limits = std::numeric_limits<Real>;
+    const Real of[] = {0, Real(-0.0), Limits::denorm_min(), -Limits::min() / 4, Limits::infinity(),
+                       -Limits::infinity(), Limits::quiet_NaN(), Limits::max(), 1};
+    return of[static_cast<size_t>((numbers.next() + 1) / 2 * 8.999)];
+}
+
+enum class Kind { SPREAD, CANCELLING, SPECIAL };
+
+// Of all magnitudes; row by row such that sums cancel; and with infinities and the like among them.
+template <typename Real> Real number(Kind kind, int64_t row, Numbers &numbers) {
+    const double random = numbers.next();
+    switch (kind) {
+    case Kind::SPREAD:
+        return static_cast<Real>(random * random * random * 1e3);
+    case Kind::CANCELLING:
+        return static_cast<Real>((row % 2 == 0 ? 1 : -1) + random * 1e-3);
+    case Kind::SPECIAL:
+        return numbers.next() > 0.5 ? special<Real>(numbers) : static_cast<Real>(random);
+    }
+    return 0;
+}
+
+// Zeros, half of them negative, as behind a ReLU: CANCELLING has some in each column.
+template <typename Real> void fill_as(at::Tensor &t, Kind kind, Numbers &numbers) {
+    auto *at = static_cast<Real *>(data_of(t.unsafeGetTensorImpl()));
+    for (int64_t i = 0; i < t.size(0); i++)
+        for (int64_t j = 0; j < t.size(1); j++) {
+            const Real value = number<Real>(kind, i, numbers);
+            const bool is_zero = kind == Kind::CANCELLING && (i * 7 + j) % 5 < 2;
+            at[i * t.stride(0) + j * t.stride(1)] = is_zero ? value * Real(0) : value;
+        }
+}
+
+// A tensor with the sizes, the strides and the offset in a cache line of this one.
+at::Tensor like(const at::Tensor &t) {
+    const auto offset = offset_in_line(t) / static_cast<int64_t>(t.element_size());
+    int64_t extent = 1;
+    for (int64_t d = 0; d < t.dim(); d++)
+        extent += (t.size(d) - 1) * t.stride(d);
+    const at::Tensor flat = at::empty({extent + offset}, t.options());
+    return flat.as_strided(t.sizes(), t.strides(), offset);
+}
+
+at::Tensor filled(const at::Tensor &t, Kind kind, Numbers &numbers) {
+    at::Tensor made = like(t);
+    if (t.scalar_type() == at::kFloat)
+        fill_as<float>(made, kind, numbers);
+    else
+        fill_as<double>(made, kind, numbers);
+    return made;
+}
+
+at::Tensor whole_product(const at::Tensor &dy, const at::Tensor &x) {
+    return dy.t().mm(x);
+}
+
+// Whether each panel, computed as for an update, has the bits of its rows of the whole.
+bool are_equal(const at::Tensor &dy, const at::Tensor &x) {
+    const at::Tensor whole = whole_product(dy, x);
+    const WeightProduct product(dy, x);
+    const auto *at = static_cast<const char *>(data_of(whole.unsafeGetTensorImpl()));
+    const size_t row_bytes = product.nbytes() / static_cast<size_t>(product.rows());
+    std::atomic<bool> equal{whole.is_contiguous()};
+    at::parallel_for(0, product.panels(), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end && equal; i++) {
+            const int64_t first = i * product.panel_rows();
+            const int64_t last = std::min(first + product.panel_rows(), product.rows());
+            const void *panel = product.panel(first, last);
+            const size_t bytes = static_cast<size_t>(last - first) * row_bytes;
+            if (panel == nullptr ||
+                std::memcmp(panel, at + static_cast<size_t>(first) * row_bytes, bytes) != 0)
+                equal = false;
+        }
+    });
+    return equal;
+}
+
+bool is_equal_on_all(const at::Tensor &dy, const at::Tensor &x) {
+    Numbers numbers;
+    for (const Kind kind : {Kind::SPREAD, Kind::CANCELLING, Kind::SPECIAL})
+        if (!are_equal(filled(dy, kind, numbers), filled(x, kind, numbers)))
+            return false;
+    return are_equal(dy, x);
+}
+
+void note_least(double *least, double seconds) {
+    if (*least == 0 || seconds < *least)
+        *least = seconds;
+}
+
+// As an update reads a gradient. The sum is of no use but that it can't be left out.
+uint64_t read_all(const at::Tensor &whole) {
+    const auto *at = static_cast<const uint64_t *>(data_of(whole.unsafeGetTensorImpl()));
+    const auto n = static_cast<int64_t>(whole.nbytes() / sizeof *at);
+    std::atomic<uint64_t> sum{0};
+    at::parallel_for(0, n, 1 << 14, [&](int64_t begin, int64_t end) {
+        uint64_t part = 0;
+        for (int64_t i = begin; i < end; i++)
+            part ^= at[i];
+        sum ^= part;
+    });
+    return sum;
+}
+
+// The whole goes to memory and comes back; panels stay in the cache.
+void time_both(Entry *entry, const at::Tensor &dy, const at::Tensor &x) {
+    const double began = now();
+    const volatile uint64_t read = read_all(whole_product(dy, x));
+    const double between = now();
+    (void)read;
+    const WeightProduct product(dy, x);
+    at::parallel_for(0, product.panels(), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t first = i * product.panel_rows();
+            product.panel(first, std::min(first + product.panel_rows(), product.rows()));
+        }
+    });
+    note_least(&entry->whole, between - began);
+    note_least(&entry->panels, now() - between);
+}
+
+bool has_time(Trials *all, double seconds) {
+    return all->spent + seconds <= kShare * (now() - all->began);
+}
+
+Verdict verdict_of(const Entry &entry, bool forced) {
+    if (!entry.is_tried)
+        return Verdict::UNTRIED;
+    if (!entry.is_equal && OF_GUARD(product_bits))
+        return Verdict::DIFFERENT;
+    return forced || entry.panels <= entry.whole ? Verdict::EQUAL : Verdict::SLOWER;
+}
+
+// How long the whole product takes is noted first, to know what a trial would cost.
+void try_now(Trials *all, Entry *entry, const at::Tensor &dy, const at::Tensor &x, bool forced) {
+    const double began = now();
+    if (!entry->is_tried && entry->whole != 0 && (forced || has_time(all, kProducts * entry->whole))) {
+        entry->is_equal = is_equal_on_all(dy, x);
+        entry->is_tried = true;
+    }
+    if (entry->whole == 0 || entry->is_equal)
+        time_both(entry, dy, x);
+    all->spent += now() - began;
+}
+
+} // namespace
+
+Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced) {
+    Trials &all = trials();
+    const std::lock_guard<std::mutex> guard(all.lock);
+    if (all.began == 0)
+        all.began = now();
+    const Key key = key_of(dy, x);
+    const auto found = all.entries.find(key);
+    if (found == all.entries.end() && all.entries.size() >= kMostKeys)
+        return Verdict::UNTRIED;
+    Entry &entry = found == all.entries.end() ? all.entries[key] : found->second;
+    const PlainMode plain;
+    entry.uses++;
+    if (!entry.is_tried && (forced || entry.uses > kUsesBefore))
+        try_now(&all, &entry, dy, x, forced);
+    if (!entry.is_tried && forced)
+        try_now(&all, &entry, dy, x, forced);
+    if (entry.is_equal && ++entry.promised >= entry.again && !forced &&
+        has_time(&all, 2 * entry.whole)) {
+        time_both(&entry, dy, x);
+        entry.again *= 2;
+    }
+    return verdict_of(entry, forced);
+}
+
+} // namespace optfuse
