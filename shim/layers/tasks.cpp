@@ -108,6 +108,10 @@ struct WeightTask final : Task {
         if (const Layer *layer = use.known.layer.get())
             layer->user.forget(layer->user.ctx, layer->number);
     }
+    // As stock's nodes have them: of a Linear the bias comes first, and its gradient is complete
+    // first.
+    size_t weight_output() const { return conv ? 0 : num_outputs() - 1; }
+    size_t bias_output() const { return conv ? 1 : 0; }
     // It waits no more.
     void run() {
         if (std::exchange(waits, false))
@@ -160,32 +164,33 @@ struct WeightTask final : Task {
     at::Tensor promise(const at::Tensor &g, const at::Tensor &rows) const {
         const std::shared_ptr<PromisingLayer> &layer = use.known.promising;
         if (!layer || use.known.layer || use.known.watched || use.known.input_weight || !by_rows ||
-            at::GradMode::is_enabled() || is_reduced(next_edge(0)))
+            at::GradMode::is_enabled() || is_reduced(next_edge(weight_output())))
             return {};
         return layer->promise(layer, g, rows);
     }
     void compute(const at::Tensor &g, variable_list &out) {
-        const bool weight = task_should_compute_output(0);
-        const bool bias = num_outputs() > 1 && task_should_compute_output(1);
+        const bool weight = task_should_compute_output(weight_output());
+        const bool bias = num_outputs() > 1 && task_should_compute_output(bias_output());
         if (kept_x.tensor.defined() && kept_x.has_changed(kept_x.tensor))
             changed("the input");
         if (conv) {
             const auto found =
                 convolution_backward(g, kept_x.tensor, kept_w, {false, weight, bias});
             if (weight)
-                out[0] = std::get<1>(found);
+                out[weight_output()] = std::get<1>(found);
             if (bias)
-                out[1] = std::get<2>(found);
+                out[bias_output()] = std::get<2>(found);
             return;
         }
         if (weight) {
             const at::Tensor rows = input();
-            out[0] = promise(g, rows);
-            if (!out[0].defined())
-                out[0] = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
+            at::Tensor &dw = out[weight_output()];
+            dw = promise(g, rows);
+            if (!dw.defined())
+                dw = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
         }
         if (bias)
-            out[1] = g; // the engine adds up its rows, as it does for stock's node
+            out[bias_output()] = g; // the engine adds up its rows, as it does for stock's node
     }
     void release_variables() override {
         const Lock lock(mutex_);
@@ -299,11 +304,13 @@ void place(WeightTask *task, const at::Tensor &y, const at::Tensor &w, const at:
         return_outputs(task, *task->streams);
     }
     edge_list edges;
-    for (const at::Tensor &t : {w, bias}) {
-        if (task->streams && t.defined())
+    const bool bias_first = !task->conv;
+    for (const at::Tensor &t : {bias_first ? bias : w, bias_first ? w : bias}) {
+        if (!t.defined())
+            continue;
+        if (task->streams)
             bring_to_side(t);
-        if (t.defined() || edges.empty())
-            edges.push_back(edge_of(t));
+        edges.push_back(edge_of(t));
     }
     task->set_next_edges(std::move(edges));
     task->add_input_metadata(y);
