@@ -7,6 +7,7 @@ import ctypes
 import html
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +15,23 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import FUSED, checked
 from optfuse._gpu import is_gpu
-from optfuse._library.bindings import DTYPES, FORWARD, Counts, check, lib
+from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
 from optfuse._link import link_of
 from optfuse._options import is_fused
 from optfuse._rules import Group, Rule
 from optfuse._trials import products
+
+
+@dataclass(frozen=True)
+class PromisedLayer:
+    """What became of the gradients of one weight, where fuse(products=...) asks for promises."""
+
+    label: str
+    promised: int  # uses in backward whose gradient was a promise; of these:
+    panels: int  # the update computed it part by part
+    made: int  # somebody looked at it
+    whole: int  # uses whose gradient was computed in backward, as in stock
+    because: str  # why, the last time
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Summary:
     threads_seen: bool  # another thread used a pending parameter: no more deferring
     compiled: bool  # compiled code used parameters on a GPU: no more deferring
     scaled_steps: int  # by PyTorch's own implementation, with a scale that was set by hand
+    promised: tuple[PromisedLayer, ...]  # weights large enough, with products="auto"
     past_caches: bool  # backward fusion stores parameters on the CPU so now (docs/performance.md)
 
     def __str__(self) -> str:
@@ -100,6 +114,13 @@ class Summary:
                 f"updates of {self.delayed} parameters arrive late, as asked; newer versions that "
                 f"wait take up to {self.delay_bytes:,} bytes"
             )
+        if self.promised:
+            uses = sum(layer.promised + layer.whole for layer in self.promised)
+            panels = sum(layer.panels for layer in self.promised)
+            yield (
+                f"{panels} of {uses} gradients of {len(self.promised)} layers' weights were never "
+                "in memory; explain() says why others were"
+            )
         if self.threads_seen:
             yield "another thread used a pending parameter; updates run at once since then"
         if self.compiled:
@@ -131,6 +152,15 @@ def _external_updates(rule: Rule, groups: list[Group], dtype: str) -> str:
     return " and ".join(sorted(found))
 
 
+def _promised(plan: int) -> Iterator[PromisedLayer]:
+    found = Promises()
+    for i in count():
+        if not lib.of_shim_promises_of(plan, i, ctypes.byref(found)):
+            return
+        numbers = found.promised, found.panels, found.made, found.whole
+        yield PromisedLayer(found.label.decode(), *numbers, found.because.decode())
+
+
 def _numbers(counts: Counts) -> dict[str, Any]:
     return {name: getattr(counts, name) for name, *_ in counts._fields_}
 
@@ -154,6 +184,7 @@ def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
         delay_bytes=0,
         compiled=False,
         scaled_steps=0,
+        promised=(),
         **_numbers(Counts()),
     )
 
@@ -196,6 +227,7 @@ def summary(optimizer: Optimizer) -> Summary:
         delay_bytes=link.delayed.nbytes() if link.delayed else 0,
         compiled=link.compiled,
         scaled_steps=link.ledger.scaled_steps,
+        promised=tuple(_promised(link.plan)),
         **_numbers(counts),
     )
 
@@ -203,10 +235,18 @@ def summary(optimizer: Optimizer) -> Summary:
 @checked(optimizer=FUSED)
 def explain(optimizer: Optimizer) -> str:
     """Describes an update of the fused optimizer for people: of an optimizer whose
-    step() is traced the programs of its last step, one operator a line, with that step's numbers.
-    Raises optfuse.Error if the optimizer is not fused."""
+    step() is traced the programs of its last step, one operator a line, with that step's numbers;
+    and of each layer whose gradient may be a promise what became of it. Raises optfuse.Error if the optimizer is not fused."""
     name = type(optimizer).__name__
     if not is_fused(optimizer):
         return f"{name}: not fused, OPTFUSE_DISABLE is set"
     link = link_of(optimizer)
-    return f"{name}: {link.ledger.updater.explained(link.label)}"
+    lines = [f"{name}: {link.ledger.updater.explained(link.label)}"]
+    for layer in _promised(link.plan):
+        because = f", {layer.because}" if layer.because else ""
+        lines.append(
+            f"gradient of {layer.label}: {layer.panels} times computed by the update, "
+            f"{layer.made} times for somebody who looked at it, {layer.whole} times in backward"
+            + because
+        )
+    return "\n".join(lines)

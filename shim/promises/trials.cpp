@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -30,7 +31,7 @@ using Key = std::array<int64_t, 18>;
 constexpr int kUsesBefore = 2;    // a shape that comes so seldom is not worth a trial
 constexpr size_t kMostKeys = 1024;
 constexpr double kShare = 0.01;   // of the time since the first call
-constexpr double kProducts = 10;  // that a trial takes
+constexpr double kProducts = 12;  // that a trial takes
 constexpr uint64_t kTimesAgain = 64; // uses until times are taken once more, then twice as many
 constexpr size_t kCacheLine = 64;
 
@@ -97,9 +98,10 @@ template <typename Real> Real special(Numbers &numbers) {
     return of[static_cast<size_t>((numbers.next() + 1) / 2 * 8.999)];
 }
 
-enum class Kind { SPREAD, CANCELLING, SPECIAL };
+enum class Kind { SPREAD, CANCELLING, TINY, SPECIAL };
 
-// Of all magnitudes; row by row such that sums cancel; and with infinities and the like among them.
+// Of all magnitudes; row by row such that sums cancel; such that products are around the least that
+// is no denormal, which some threads may take for zeros; and with infinities and the like.
 template <typename Real> Real number(Kind kind, int64_t row, Numbers &numbers) {
     const double random = numbers.next();
     switch (kind) {
@@ -107,6 +109,8 @@ template <typename Real> Real number(Kind kind, int64_t row, Numbers &numbers) {
         return static_cast<Real>(random * random * random * 1e3);
     case Kind::CANCELLING:
         return static_cast<Real>((row % 2 == 0 ? 1 : -1) + random * 1e-3);
+    case Kind::TINY:
+        return static_cast<Real>(random * 4) * std::sqrt(std::numeric_limits<Real>::min());
     case Kind::SPECIAL:
         return numbers.next() > 0.5 ? special<Real>(numbers) : static_cast<Real>(random);
     }
@@ -170,7 +174,7 @@ bool are_equal(const at::Tensor &dy, const at::Tensor &x) {
 
 bool is_equal_on_all(const at::Tensor &dy, const at::Tensor &x) {
     Numbers numbers;
-    for (const Kind kind : {Kind::SPREAD, Kind::CANCELLING, Kind::SPECIAL})
+    for (const Kind kind : {Kind::SPREAD, Kind::CANCELLING, Kind::TINY, Kind::SPECIAL})
         if (!are_equal(filled(dy, kind, numbers), filled(x, kind, numbers)))
             return false;
     return are_equal(dy, x);
@@ -227,11 +231,11 @@ Verdict verdict_of(const Entry &entry, bool forced) {
 // How long the whole product takes is noted first, to know what a trial would cost.
 void try_now(Trials *all, Entry *entry, const at::Tensor &dy, const at::Tensor &x, bool forced) {
     const double began = now();
-    if (!entry->is_tried && entry->whole != 0 && (forced || has_time(all, kProducts * entry->whole))) {
+    if (forced || (entry->whole != 0 && has_time(all, kProducts * entry->whole))) {
         entry->is_equal = is_equal_on_all(dy, x);
         entry->is_tried = true;
     }
-    if (entry->whole == 0 || entry->is_equal)
+    if (!forced && (entry->whole == 0 || entry->is_equal))
         time_both(entry, dy, x);
     all->spent += now() - began;
 }
@@ -246,13 +250,11 @@ Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced) {
     const Key key = key_of(dy, x);
     const auto found = all.entries.find(key);
     if (found == all.entries.end() && all.entries.size() >= kMostKeys)
-        return Verdict::UNTRIED;
+        all.entries.clear(); // those that are in use come again
     Entry &entry = found == all.entries.end() ? all.entries[key] : found->second;
     const PlainMode plain;
     entry.uses++;
     if (!entry.is_tried && (forced || entry.uses > kUsesBefore))
-        try_now(&all, &entry, dy, x, forced);
-    if (!entry.is_tried && forced)
         try_now(&all, &entry, dy, x, forced);
     if (entry.is_equal && ++entry.promised >= entry.again && !forced &&
         has_time(&all, 2 * entry.whole)) {

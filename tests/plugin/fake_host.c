@@ -162,6 +162,11 @@ static void fill(fake_tensor *tensor, of_inputs *in) {
     in->count.step = tensor->step + 1;
     in->step_at = tensor->step_at;
     in->awaits = tensor->awaits;
+    in->product = tensor->product;
+    in->rows = tensor->rows;
+    in->panel_rows = tensor->panel_rows;
+    if (in->product)
+        in->grad = NULL;
     in->program = tensor->program;
 }
 

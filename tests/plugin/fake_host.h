@@ -46,6 +46,8 @@ typedef struct fake_tensor {
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */
     fake_buffer *used_on_look; /* collect() uses this buffer */
     const void *awaits;        /* its gradient is on its way; or NULL */
+    const void *product;       /* its gradient is one; or NULL */
+    int64_t rows, panel_rows;  /* of that */
     const of_program *program; /* of a rule that runs programs */
     void (*on_collect)(void *arg);
     void (*on_release)(void *arg);

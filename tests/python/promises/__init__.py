@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients of linear layers that are promises (docs/promises.md)."""
