@@ -236,7 +236,8 @@ def summary(optimizer: Optimizer) -> Summary:
 def explain(optimizer: Optimizer) -> str:
     """Describes an update of the fused optimizer for people: of an optimizer whose
     step() is traced the programs of its last step, one operator a line, with that step's numbers;
-    and of each layer whose gradient may be a promise what became of it. Raises optfuse.Error if the optimizer is not fused."""
+    and of each layer whose gradient may be a promise what became of it. Raises optfuse.Error if the
+    optimizer is not fused."""
     name = type(optimizer).__name__
     if not is_fused(optimizer):
         return f"{name}: not fused, OPTFUSE_DISABLE is set"

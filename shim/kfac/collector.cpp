@@ -10,7 +10,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <chrono>
 #include <utility>
 
 #include "error.h"
@@ -19,11 +18,6 @@
 
 namespace optfuse {
 namespace {
-
-double now() {
-    const auto since = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration<double>(since).count();
-}
 
 // Products are no part of the model's graph, and not in autocast's precision.
 struct Aside {
@@ -139,7 +133,7 @@ void Collector::output_gradient(size_t layer, uint64_t collection, const at::Ten
 void Collector::add(size_t slot, uint64_t collection, double rows, const at::Tensor &matrix,
                     double scale) {
     const Contribution contribution{matrix, scale};
-    check(of_factors_add(core_.get(), slot, collection, rows, now(), &contribution));
+    check(of_factors_add(core_.get(), slot, collection, rows, seconds_now(), &contribution));
 }
 
 bool Collector::add_to_sums(void *ctx, const void *contribution, size_t offset, bool late) {

@@ -5,12 +5,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
-#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "clock.h"
 #include "planners/layer_user.h"
 #include "promises/layer.h"
 
@@ -40,17 +40,14 @@ struct Layer {
   private:
     struct Clock {
         Clock(const Layer &of, of_layer_task is)
-            : layer(of), task(is), runs(of.user.is_timed(of.user.ctx)), began(runs ? now() : 0) {}
+            : layer(of), task(is), runs(of.user.is_timed(of.user.ctx)),
+              began(runs ? seconds_now() : 0) {}
         ~Clock() {
             if (runs)
-                layer.user.took(layer.user.ctx, layer.number, task, began, now());
+                layer.user.took(layer.user.ctx, layer.number, task, began, seconds_now());
         }
         Clock(const Clock &) = delete;
         Clock &operator=(const Clock &) = delete;
-        static double now() {
-            const auto since = std::chrono::steady_clock::now().time_since_epoch();
-            return std::chrono::duration<double>(since).count();
-        }
         const Layer &layer;
         of_layer_task task;
         bool runs;
@@ -135,8 +132,8 @@ struct LayerUse {
     bool recomputed = false; // inside backward: its own backward may never come
 
     const std::string &name() const {
-        return known.layer     ? known.layer->name
-               : known.watched ? known.watched->name
+        return known.layer          ? known.layer->name
+               : known.watched      ? known.watched->name
                : known.input_weight ? known.input_weight->name
                                     : known.promising->label();
     }

@@ -22,7 +22,9 @@ void *find_in_libtorch(const char *name) {
     return library != nullptr ? dlsym(library, name) : nullptr;
 }
 
-bool SerialMkl::is_possible() { return set_threads() != nullptr; }
+bool SerialMkl::is_possible() {
+    return set_threads() != nullptr;
+}
 
 // A parallel region for a few hundred roots costs more than the roots, even one that has a
 // single thread because it is inside of another region.

@@ -25,7 +25,9 @@ bool is_plain(const at::Tensor &t) {
 }
 
 // What is kept in the gradient's place is small beside it.
-bool is_thin(int64_t rows, int64_t n, int64_t k) { return 2 * rows * (n + k) <= n * k; }
+bool is_thin(int64_t rows, int64_t n, int64_t k) {
+    return 2 * rows * (n + k) <= n * k;
+}
 
 } // namespace
 

@@ -21,10 +21,10 @@ class PromisingLayer {
 
     // Uses of the layer in backward, by what became of the gradient.
     struct Counts {
-        uint64_t promised = 0; // of these:
-        uint64_t panels = 0;   // the update computed it panel by panel
-        uint64_t made = 0;     // somebody looked at it, and it was computed into memory
-        uint64_t whole = 0;    // not promised
+        uint64_t promised = 0;    // of these:
+        uint64_t panels = 0;      // the update computed it panel by panel
+        uint64_t made = 0;        // somebody looked at it, and it was computed into memory
+        uint64_t whole = 0;       // not promised
         const char *because = ""; // the last one that was not
     };
     Counts counts() const;

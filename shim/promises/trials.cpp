@@ -11,13 +11,13 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <mutex>
 
+#include "clock.h"
 #include "floating.h"
 #include "guard.h"
 #include "promises/product.h"
@@ -28,10 +28,10 @@ namespace optfuse {
 namespace {
 
 using Key = std::array<int64_t, 18>;
-constexpr int kUsesBefore = 2;    // a shape that comes so seldom is not worth a trial
+constexpr int kUsesBefore = 2; // a shape that comes so seldom is not worth a trial
 constexpr size_t kMostKeys = 1024;
-constexpr double kShare = 0.01;   // of the time since the first call
-constexpr double kProducts = 12;  // that a trial takes
+constexpr double kShare = 0.01;      // of the time since the first call
+constexpr double kProducts = 12;     // that a trial takes
 constexpr uint64_t kTimesAgain = 64; // uses until times are taken once more, then twice as many
 constexpr size_t kCacheLine = 64;
 
@@ -53,11 +53,6 @@ Trials &trials() {
     return *only;
 }
 
-double now() {
-    const auto since = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration<double>(since).count();
-}
-
 int64_t offset_in_line(const at::Tensor &t) {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data_of(t.unsafeGetTensorImpl())) %
                                 kCacheLine);
@@ -71,12 +66,24 @@ Key key_of(const at::Tensor &dy, const at::Tensor &x) {
     const auto precision = [&torch](Float32Backend backend, Float32Op op) {
         return static_cast<int64_t>(torch.float32Precision(backend, op));
     };
-    return {dy.size(0), dy.size(1), x.size(1), dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
-            offset_in_line(dy), offset_in_line(x), static_cast<int64_t>(x.scalar_type()),
-            at::get_num_threads(), at::in_parallel_region(), of_floating_now(),
+    return {dy.size(0),
+            dy.size(1),
+            x.size(1),
+            dy.stride(0),
+            dy.stride(1),
+            x.stride(0),
+            x.stride(1),
+            offset_in_line(dy),
+            offset_in_line(x),
+            static_cast<int64_t>(x.scalar_type()),
+            at::get_num_threads(),
+            at::in_parallel_region(),
+            of_floating_now(),
             precision(Float32Backend::MKLDNN, Float32Op::MATMUL),
-            precision(Float32Backend::GENERIC, Float32Op::ALL), torch.userEnabledMkldnn(),
-            torch.deterministicAlgorithms(), torch.deterministicMkldnn()};
+            precision(Float32Backend::GENERIC, Float32Op::ALL),
+            torch.userEnabledMkldnn(),
+            torch.deterministicAlgorithms(),
+            torch.deterministicMkldnn()};
 }
 
 // The numbers of a trial. None comes from PyTorch's generators, whose state is the user's.
@@ -93,8 +100,15 @@ class Numbers {
 
 template <typename Real> Real special(Numbers &numbers) {
     using Limits = std::numeric_limits<Real>;
-    const Real of[] = {0, Real(-0.0), Limits::denorm_min(), -Limits::min() / 4, Limits::infinity(),
-                       -Limits::infinity(), Limits::quiet_NaN(), Limits::max(), 1};
+    const Real of[] = {0,
+                       Real(-0.0),
+                       Limits::denorm_min(),
+                       -Limits::min() / 4,
+                       Limits::infinity(),
+                       -Limits::infinity(),
+                       Limits::quiet_NaN(),
+                       Limits::max(),
+                       1};
     return of[static_cast<size_t>((numbers.next() + 1) / 2 * 8.999)];
 }
 
@@ -201,9 +215,9 @@ uint64_t read_all(const at::Tensor &whole) {
 
 // The whole goes to memory and comes back; panels stay in the cache.
 void time_both(Entry *entry, const at::Tensor &dy, const at::Tensor &x) {
-    const double began = now();
+    const double began = seconds_now();
     const volatile uint64_t read = read_all(whole_product(dy, x));
-    const double between = now();
+    const double between = seconds_now();
     (void)read;
     const WeightProduct product(dy, x);
     at::parallel_for(0, product.panels(), 1, [&](int64_t begin, int64_t end) {
@@ -213,11 +227,11 @@ void time_both(Entry *entry, const at::Tensor &dy, const at::Tensor &x) {
         }
     });
     note_least(&entry->whole, between - began);
-    note_least(&entry->panels, now() - between);
+    note_least(&entry->panels, seconds_now() - between);
 }
 
 bool has_time(Trials *all, double seconds) {
-    return all->spent + seconds <= kShare * (now() - all->began);
+    return all->spent + seconds <= kShare * (seconds_now() - all->began);
 }
 
 Verdict verdict_of(const Entry &entry, bool forced) {
@@ -230,14 +244,14 @@ Verdict verdict_of(const Entry &entry, bool forced) {
 
 // How long the whole product takes is noted first, to know what a trial would cost.
 void try_now(Trials *all, Entry *entry, const at::Tensor &dy, const at::Tensor &x, bool forced) {
-    const double began = now();
+    const double began = seconds_now();
     if (forced || (entry->whole != 0 && has_time(all, kProducts * entry->whole))) {
         entry->is_equal = is_equal_on_all(dy, x);
         entry->is_tried = true;
     }
     if (!forced && (entry->whole == 0 || entry->is_equal))
         time_both(entry, dy, x);
-    all->spent += now() - began;
+    all->spent += seconds_now() - began;
 }
 
 } // namespace
@@ -246,7 +260,7 @@ Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced) {
     Trials &all = trials();
     const std::lock_guard<std::mutex> guard(all.lock);
     if (all.began == 0)
-        all.began = now();
+        all.began = seconds_now();
     const Key key = key_of(dy, x);
     const auto found = all.entries.find(key);
     if (found == all.entries.end() && all.entries.size() >= kMostKeys)

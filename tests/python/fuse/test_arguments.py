@@ -103,6 +103,7 @@ WRONG = {
         "eager": (None, True, 3, "0.weight", ["0.weight"], [0], net(), lambda w: w.other[0].weight),
         "strict": NO_FLAG,
         "bucket_bytes": (*NO_COUNT, -1, 1.5, 2**70),
+        "products": ("on", "force", True, 1, ["auto"]),
     },
     "Forward": {
         "max_grad_norm": (*NO_NUMBER[1:], -1, -0.5, -math.inf, "inf"),

@@ -21,6 +21,7 @@ from guard_scenarios import (  # noqa: F401
     layouts,
     own_step,
     pending,
+    promises,
     reordering,
     traced,
 )

@@ -131,6 +131,7 @@ class Layers:
 
 def values_of(layers, wrap):
     """All that a program yields, copied when it does."""
+
     def copied(value):
         if isinstance(value, torch.Tensor):
             return value.detach().clone()

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import adamw, assert_same, everything, python_ok, same, sgd
-from promises.counted import promises_of, total
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
+from promises.counted import promises_of, total
 
 STEPS = 3
 WIDTH = 40
@@ -234,7 +234,7 @@ def test_other_uses_of_the_weight(way, mode):
     def iteration(model, optimizer, i):
         train(model, optimizer, i, loss=lambda m, i: loss(m, batch(i)))
 
-    equal(script_of(iteration), mode, promised="autocast" != way)
+    equal(script_of(iteration), mode, promised=way != "autocast")
 
 
 @pytest.mark.parametrize("what", ("grad", "inputs", "both"))
@@ -595,8 +595,10 @@ def test_scaled_losses():
 def test_accumulated_passes_in_backward_mode():
     def script(wrap):
         model = wide()
-        optimizer = wrap(adamw(model.parameters()), accumulate=2) if wrap.fused else wrap(
-            adamw(model.parameters())
+        optimizer = (
+            wrap(adamw(model.parameters()), accumulate=2)
+            if wrap.fused
+            else wrap(adamw(model.parameters()))
         )
         for i in range(2 * STEPS):
             loss_of(model, i).backward()
@@ -770,7 +772,7 @@ def test_a_layer_whose_gradient_is_looked_at_stops(monkeypatch):
     monkeypatch.setenv("OPTFUSE_PRODUCTS", "auto")
     model = nn.Linear(600, 600)
     optimizer = optfuse.fuse(adamw(model.parameters()))
-    for i in range(400):
+    for _ in range(400):
         optimizer.zero_grad()
         model(torch.randn(4, 600)).square().mean().backward()
         model.weight.grad.norm()
