@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every use of a pending tensor: each public attribute and method of Tensor, and each function of
 torch that takes a tensor first or second, is used on a pending parameter, its .data, its gradient
-and its state, each untouched before, and in backward mode on a consumed gradient. What comes of a
-call, and what it leaves behind, is compared with the same call after stock's step().
+and its state, each untouched before, in backward mode on a consumed gradient, and on a promised
+one. What comes of a call, and what it leaves behind, is compared with the same call after stock's step().
 
 All functions are bound before optfuse is imported. Run by test_uses.py, which explains EXCEPTED:
 
@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import inspect
 import io
+import os
 import sys
 import types
 import unittest
@@ -338,12 +339,25 @@ def trained(values, fuse):
     return weight, optimizer
 
 
+def promised(weight, optimizer):
+    """The gradient of a linear layer, which nobody has computed if the optimizer is fused."""
+    weight.grad = None
+    x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=weight.dtype).view(2, -1)
+    functional.linear(x, weight).tanh().sum().backward()
+    return weight.grad
+
+
+def can_be_promised(values):
+    return values.dim() == 2 and values.dtype in (torch.float32, torch.float64) and values.numel()
+
+
 PICK = {
     "parameter": lambda weight, optimizer: weight,
     "data": lambda weight, optimizer: weight.data,
     "gradient": lambda weight, optimizer: weight.grad,
     "state": lambda weight, optimizer: optimizer.state[weight]["momentum_buffer"],
     "consumed": lambda weight, optimizer: weight.grad,
+    "promise": promised,
 }
 
 
@@ -363,6 +377,8 @@ def after(use, role, fuse):
     if fuse is not None and role != "consumed":
         assert is_pending(optimizer), "nothing is pending: the call would prove nothing"
     tensor = PICK[role](weight, optimizer)
+    if fuse is not None and role == "promise":
+        assert is_promised(optimizer), "no gradient is a promise: the call would prove nothing"
     result = result_of(use.call, tensor)
     left = [weight, PICK["state"](weight, optimizer)]
     if role != "consumed":
@@ -374,6 +390,13 @@ def is_pending(optimizer):
     import optfuse
 
     return optfuse.summary(optimizer).pending == 1
+
+
+def is_promised(optimizer):
+    import optfuse
+
+    (layer,) = optfuse.summary(optimizer).promised
+    return layer.promised == 1 or "other bits" in layer.because
 
 
 # Comparing.
@@ -456,6 +479,8 @@ def compare(use, optfuse):
     for role in PICK:
         if EXCEPTED.get(use.label, ("",))[0] in ("all", role):
             continue
+        if role == "promise" and not can_be_promised(use.values):
+            continue
         try:
             found = compared(use, role, optfuse)
         except Exception as error:
@@ -467,6 +492,7 @@ def compare(use, optfuse):
 def main(arguments):
     full, names = "--full" in arguments, [a for a in arguments if not a.startswith("--")]
     torch.set_num_threads(1)
+    os.environ["OPTFUSE_PRODUCTS"] = "force"
     bound = targets()
     ops = op_db()
     counts, lines, never = {}, [], []
