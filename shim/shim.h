@@ -161,8 +161,8 @@ OF_API void of_shim_update_beside(of_shim_plan *plan);
 /* Before the first parameters are told: gradients of linear layers' weights may be promises
  * (promises/promise.h). forced: of layers of any size, at once. */
 OF_API void of_shim_promise_gradients(of_shim_plan *plan, bool forced);
-/* What became of the gradients of the i-th layer whose weight is large enough, uses since the plan
- * was made: promised, of these updated panel by panel and looked at, and computed as a whole.
+/* The gradients of the i-th layer whose weight is large enough, by what became of them, in uses since
+ * the plan was made: promised, of these updated panel by panel and looked at, and computed as a whole.
  * label, because: valid until the next call on this thread; the reason of the last whole one, or "".
  * False: there is no i-th. */
 typedef struct of_shim_promises {

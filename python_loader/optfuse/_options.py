@@ -30,7 +30,7 @@ def is_disabled() -> bool:
 
 
 def products_asked() -> str:
-    """What OPTFUSE_PRODUCTS says of fuse(products=...) where the call says nothing. Raises
+    """The answer of OPTFUSE_PRODUCTS where fuse(products=...) is not given. Raises
     optfuse.Error."""
     asked = os.environ.get("OPTFUSE_PRODUCTS") or OFF
     if asked not in (AUTO, OFF, FORCED):

@@ -24,7 +24,8 @@ from optfuse._trials import products
 
 @dataclass(frozen=True)
 class PromisedLayer:
-    """What became of the gradients of one weight, where fuse(products=...) asks for promises."""
+    """The gradients of one weight, where fuse(products=...) asks for promises, by what became of
+    them."""
 
     label: str
     promised: int  # uses in backward whose gradient was a promise; of these:

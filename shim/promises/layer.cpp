@@ -14,7 +14,7 @@ namespace {
 
 // All of a smaller layer stays in the caches anyway.
 constexpr int64_t kLeastElements = 1 << 18;
-// Of the last promises: if somebody looked at so many, none is made for a while.
+// If somebody looked at so many of the last promises, none is made for a while.
 constexpr unsigned kLast = 0xf;
 constexpr int kTooMany = 2;
 
@@ -24,7 +24,7 @@ bool is_plain(const at::Tensor &t) {
            !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
 }
 
-// What is kept in the gradient's place is small beside it.
+// The factors are kept in the gradient's place, and are small beside it.
 bool is_thin(int64_t rows, int64_t n, int64_t k) {
     return 2 * rows * (n + k) <= n * k;
 }

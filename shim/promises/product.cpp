@@ -25,7 +25,7 @@ constexpr int64_t kPanelBytes = 512 << 10;
 // Rows are taken by so many: a panel then begins where a cache line does, whatever their length.
 constexpr int64_t kRows = 32;
 
-// Of Fortran: c = alpha a b + beta c by columns, m x n.
+// The function of Fortran: c = alpha a b + beta c by columns, m x n.
 template <typename Real>
 using Gemm = void (*)(const char *ta, const char *tb, const int *m, const int *n, const int *k,
                       const Real *alpha, const Real *a, const int *lda, const Real *b,

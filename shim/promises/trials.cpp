@@ -114,8 +114,9 @@ template <typename Real> Real special(Numbers &numbers) {
 
 enum class Kind { SPREAD, CANCELLING, TINY, SPECIAL };
 
-// Of all magnitudes; row by row such that sums cancel; such that products are around the least that
-// is no denormal, which some threads may take for zeros; and with infinities and the like.
+// Numbers of all magnitudes; row by row such that sums cancel; such that products are around the
+// least that is no denormal, which some threads may take for zeros; and with infinities and the
+// like.
 template <typename Real> Real number(Kind kind, int64_t row, Numbers &numbers) {
     const double random = numbers.next();
     switch (kind) {

@@ -2,7 +2,8 @@
 """Every use of a pending tensor: each public attribute and method of Tensor, and each function of
 torch that takes a tensor first or second, is used on a pending parameter, its .data, its gradient
 and its state, each untouched before, in backward mode on a consumed gradient, and on a promised
-one. What comes of a call, and what it leaves behind, is compared with the same call after stock's step().
+one. What comes of a call, and what it leaves behind, is compared with the same call after stock's
+step().
 
 All functions are bound before optfuse is imported. Run by test_uses.py, which explains EXCEPTED:
 

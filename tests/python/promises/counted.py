@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What became of an optimizer's promised gradients."""
+"""Counts of an optimizer's promised gradients."""
 
 import optfuse
 

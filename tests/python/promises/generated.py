@@ -61,7 +61,7 @@ def loss_of(out, numbers):
 
 
 class Layers:
-    """What one program trains, and what it does between two calls. All choices are by its seed."""
+    """A program: layers to train, and things to do between two calls, all chosen by its seed."""
 
     def __init__(self, seed):
         numbers = self.numbers = random.Random(seed)

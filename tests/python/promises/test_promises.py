@@ -27,7 +27,7 @@ MODES = ("forward", "backward")
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
-    """Of layers of any size, at their first use."""
+    """Promises of layers of any size, at their first use."""
     monkeypatch.setenv("OPTFUSE_PRODUCTS", "force")
 
 
@@ -324,7 +324,7 @@ def test_hooks(mode, early, kind):
     equal(script, mode)
 
 
-# What it is computed from is written to
+# Writers of the factors
 
 
 class InPlace(torch.autograd.Function):
@@ -482,7 +482,7 @@ def test_saved_tensors_that_are_offloaded(mode):
     equal(script_of(iteration), mode, panels=True)
 
 
-# What a script does between two calls
+# Between two calls
 
 
 def idioms():
@@ -745,7 +745,7 @@ def test_settings_that_change(setting, when, restored):
     equal(script, "forward")
 
 
-# What is not promised
+# Layers that are left alone
 
 
 def test_small_or_thick_layers_are_left_alone(monkeypatch):
@@ -792,6 +792,27 @@ def test_off_is_the_default(monkeypatch):
     monkeypatch.setenv("OPTFUSE_PRODUCTS", "maybe")
     with pytest.raises(optfuse.Error, match="OPTFUSE_PRODUCTS=maybe"):
         optfuse.fuse(optimizer)
+
+
+def test_grad_fn_is_a_node_of_ours_and_its_saved_tensors_are_others():
+    model = wide()
+    optfuse.fuse(adamw(model.parameters()))
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        y = model[0](batch(0).requires_grad_())
+    assert y.grad_fn.name().startswith("optfuse dX of ")
+    assert [tuple(t.shape) for t in packed] == [(5, WIDTH), (WIDTH, WIDTH)]
+
+
+def test_compiled_autograd_is_refused():
+    model = wide()
+    optfuse.fuse(adamw(model.parameters()))
+    loss = loss_of(model, 0)
+    with (
+        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+        pytest.raises(optfuse.Error, match='products="off"'),
+    ):
+        loss.backward()
 
 
 def test_the_tap_goes_with_the_last_layer():
