@@ -129,7 +129,7 @@ PRIVATE = re.compile(
     r'|->impl\("(\w+)"'
     r"|(set_sequence_nr)\("
     r"|/\* (PyMethodDef) \*/"
-    r'|"((?:V[MS]\w+_64_|MKL_\w+|torch_get_\w+|_ZN\w+))"'
+    r'|"((?:V[MS]\w+_64_|MKL_\w+|[sd]gemm_|torch_get_\w+|_ZN\w+))"'
 )
 FALLBACK = re.compile(r"registerFallback\(|TORCH_LIBRARY_IMPL|m\.impl\(|(?:\.|->)impl\(\"\w+\"")
 

@@ -364,10 +364,24 @@ PRIVATE = (
     *(
         Private(name, "tensor/square_roots.cpp", why, "its first use; it compares or does without")
         for name, why in (
-            ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),
             ("VMSSQRT_64_", "square roots of float32 with the bits of torch.sqrt()"),
             ("VMDSQRT_64_", "square roots of float64 with the bits of torch.sqrt()"),
         )
+    ),
+    Private(
+        "MKL_Set_Num_Threads_Local",
+        "matrix/mkl.cpp",
+        "keeps MKL from opening parallel regions in ours",
+        "its first use; the library does without",
+    ),
+    *(
+        Private(
+            name,
+            "promises/product.cpp",
+            "panels of a product with the bits of torch.mm()",
+            "the first trial of a shape, which compares; without it nothing is promised",
+        )
+        for name in ("sgemm_", "dgemm_")
     ),
     *(
         Private(name, "matrix/blas_find.c", why, "its first use, after which operators multiply")

@@ -796,23 +796,25 @@ def test_off_is_the_default(monkeypatch):
 
 def test_grad_fn_is_a_node_of_ours_and_its_saved_tensors_are_others():
     model = wide()
-    optfuse.fuse(adamw(model.parameters()))
+    optimizer = optfuse.fuse(adamw(model.parameters()))
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         y = model[0](batch(0).requires_grad_())
     assert y.grad_fn.name().startswith("optfuse dX of ")
     assert [tuple(t.shape) for t in packed] == [(5, WIDTH), (WIDTH, WIDTH)]
+    optfuse.unfuse(optimizer)
 
 
 def test_compiled_autograd_is_refused():
     model = wide()
-    optfuse.fuse(adamw(model.parameters()))
+    optimizer = optfuse.fuse(adamw(model.parameters()))
     loss = loss_of(model, 0)
     with (
         torch._dynamo.compiled_autograd._enable(lambda graph: graph),
         pytest.raises(optfuse.Error, match='products="off"'),
     ):
         loss.backward()
+    optfuse.unfuse(optimizer)
 
 
 def test_the_tap_goes_with_the_last_layer():
