@@ -7,17 +7,21 @@ for each other. Both ends know which messages come in which order (flow.py), so 
 no header. No send is waited for before the end, and a receive is only waited for when its task
 comes: whatever the plan's order can do, this can.
 
-A process that fails says so in the store of torch.distributed, and closes its connections: so do
-those that lose it, one after the other, and each can say which process was the first."""
+A process that fails says so in the store of torch.distributed, and then closes its connections: so
+do those that lose it, one after the other, and each can say which process was the first."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import pickle
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +36,7 @@ from optfuse._library.bindings import Error
 AHEAD = 4  # messages of an edge that are received before their task comes
 TAGS = 1 << 15
 CPU = torch.device("cpu")
+NEVER = timedelta(days=365)  # when gloo gives a message up that _within() waits for
 STORE_LOST = (
     "The store of torch.distributed is lost, too. It is on the process of rank 0, where no launcher"
     " has it: so that one may have been the first"
@@ -133,6 +138,8 @@ class Transport:
         self._group, self._device = group, device
         self._timeout = group._get_backend(device).options._timeout  # type: ignore[attr-defined]
         self.process = dist.get_rank(group)
+        # Process 0 waits for another one while all others wait for process 0.
+        self._patience = self._timeout * (2 if self.process else 1)
         self._groups: list[dist.ProcessGroup] = []
         self._out: dict[int, Out] = {}
         self.sources: dict[int, In] = {}
@@ -196,17 +203,15 @@ class Transport:
 
     def _tell(self, to: int, told: Any, doing: str) -> None:
         try:
-            dist.send_object_list([told], group=self._everybody, group_dst=to, device=CPU)
-        except RuntimeError as error:
+            _within(self._patience, functools.partial(_send, told, self._everybody, to))
+        except (RuntimeError, TimeoutError) as error:
             raise self._lost(to, doing, error) from error
 
     def _hear(self, source: int, doing: str) -> Any:
-        found: list[Any] = [None]
         try:
-            dist.recv_object_list(found, group=self._everybody, group_src=source, device=CPU)
-        except RuntimeError as error:
+            return _within(self._patience, functools.partial(_receive, self._everybody, source))
+        except (RuntimeError, TimeoutError) as error:
             raise self._lost(source, doing, error) from error
-        return found[0]
 
     def fail(self, error: BaseException) -> None:
         """Ends the pipeline for all: whoever waits for this process gets an error, now or later."""
@@ -243,6 +248,39 @@ class Transport:
 
 def _first_sentence(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].partition(". ")[0]
+
+
+def _send(told: Any, group: dist.ProcessGroup, to: int) -> None:
+    data = torch.frombuffer(bytearray(pickle.dumps(told)), dtype=torch.uint8)
+    for message in (torch.tensor(data.numel(), device=CPU), data):
+        dist.isend(message, group=group, group_dst=to).wait(NEVER)
+
+
+def _receive(group: dist.ProcessGroup, source: int) -> Any:
+    size = torch.tensor(0, device=CPU)
+    dist.irecv(size, group=group, group_src=source).wait(NEVER)
+    data = bytearray(int(size))
+    message = torch.frombuffer(data, dtype=torch.uint8)
+    dist.irecv(message, group=group, group_src=source).wait(NEVER)
+    return pickle.loads(data)
+
+
+def _within(patience: timedelta, call: Callable[[], Any]) -> Any:
+    """The result of a call that waits for a message. While gloo's own time-out ends all connections
+    of the group, here they stay until this process has said in the store which one it has lost."""
+    done: Future[Any] = Future()
+
+    def play() -> None:
+        try:
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=play, daemon=True).start()
+    try:
+        return done.result(patience.total_seconds())
+    except Late:
+        raise TimeoutError(f"Timed out after {patience.total_seconds():g} seconds") from None
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
