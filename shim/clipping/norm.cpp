@@ -2,7 +2,6 @@
 // norm.cpp: 2-norms of gradients and whether they are finite, in one pass over
 // their memory, with the factors that are pending on them and without applying
 // these. PyTorch's operators do the work for gradients that can't be read here.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include "guard.h"
 #include "norm.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 #include "tensor/refuse.h"
 
@@ -65,7 +65,7 @@ void compute(std::vector<of_norm> &items) {
                 norm(order[i]);
         of_floating_set(outside);
     };
-    at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), n), 1, work);
+    in_parallel(std::min<int64_t>(thread_count(), n), 1, work);
 }
 
 at::Tensor norms_of(const std::vector<float> &values) {

@@ -22,6 +22,11 @@ void *find_in_libtorch(const char *name) {
     return library != nullptr ? dlsym(library, name) : nullptr;
 }
 
+int SerialMkl::threads() {
+    static const auto found = function_of_mkl<int (*)()>("MKL_Get_Max_Threads");
+    return found == nullptr ? 0 : found();
+}
+
 bool SerialMkl::is_possible() {
     return set_threads() != nullptr;
 }

@@ -19,6 +19,7 @@ class SerialMkl {
     SerialMkl(const SerialMkl &) = delete;
     SerialMkl &operator=(const SerialMkl &) = delete;
     static bool is_possible(); // whether there is MKL
+    static int threads();      // that it would use here without one; 0: there is no MKL
 
   private:
     const bool outermost;

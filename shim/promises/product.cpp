@@ -2,7 +2,6 @@
 // product.cpp: panels of rows by the very function of MKL that at::mm() calls for the whole.
 #include "promises/product.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "guard.h"
 #include "matrix/mkl.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
@@ -63,7 +63,7 @@ at::Tensor kept_copy(const at::Tensor &t) {
 
 // As many panels for each thread as for the others, if there are enough rows.
 int64_t rows_of_panel(int64_t rows, int64_t row_bytes) {
-    const int64_t threads = at::get_num_threads();
+    const int64_t threads = thread_count();
     const int64_t least = (rows * row_bytes + kPanelBytes - 1) / kPanelBytes;
     const int64_t panels = std::max<int64_t>((least + threads - 1) / threads * threads, 1);
     const int64_t of_each = (rows + panels - 1) / panels;
@@ -108,7 +108,7 @@ void WeightProduct::compute(int64_t first, int64_t end, void *out) const {
 
 void WeightProduct::compute_all(void *out) const {
     const size_t row_bytes = static_cast<size_t>(columns()) * x_.element_size();
-    at::parallel_for(0, panels(), 1, [&](int64_t begin, int64_t end) {
+    in_parallel(panels(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
             const int64_t first = i * panel_rows_;
             compute(first, std::min(first + panel_rows_, rows()),

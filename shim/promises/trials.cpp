@@ -4,7 +4,6 @@
 #include "promises/trials.h"
 
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mm.h>
@@ -20,14 +19,16 @@
 #include "clock.h"
 #include "floating.h"
 #include "guard.h"
+#include "matrix/mkl.h"
 #include "promises/product.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
 namespace {
 
-using Key = std::array<int64_t, 18>;
+using Key = std::array<int64_t, 19>;
 constexpr int kUsesBefore = 2; // a shape that comes so seldom is not worth a trial
 constexpr size_t kMostKeys = 1024;
 constexpr double kShare = 0.01;      // of the time since the first call
@@ -76,7 +77,8 @@ Key key_of(const at::Tensor &dy, const at::Tensor &x) {
             offset_in_line(dy),
             offset_in_line(x),
             static_cast<int64_t>(x.scalar_type()),
-            at::get_num_threads(),
+            thread_count(),
+            SerialMkl::threads(),
             at::in_parallel_region(),
             of_floating_now(),
             precision(Float32Backend::MKLDNN, Float32Op::MATMUL),
@@ -173,7 +175,7 @@ bool are_equal(const at::Tensor &dy, const at::Tensor &x) {
     const auto *at = static_cast<const char *>(data_of(whole.unsafeGetTensorImpl()));
     const size_t row_bytes = product.nbytes() / static_cast<size_t>(product.rows());
     std::atomic<bool> equal{whole.is_contiguous()};
-    at::parallel_for(0, product.panels(), 1, [&](int64_t begin, int64_t end) {
+    in_parallel(product.panels(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end && equal; i++) {
             const int64_t first = i * product.panel_rows();
             const int64_t last = std::min(first + product.panel_rows(), product.rows());
@@ -205,7 +207,7 @@ uint64_t read_all(const at::Tensor &whole) {
     const auto *at = static_cast<const uint64_t *>(data_of(whole.unsafeGetTensorImpl()));
     const auto n = static_cast<int64_t>(whole.nbytes() / sizeof *at);
     std::atomic<uint64_t> sum{0};
-    at::parallel_for(0, n, 1 << 14, [&](int64_t begin, int64_t end) {
+    in_parallel(n, 1 << 14, [&](int64_t begin, int64_t end) {
         uint64_t part = 0;
         for (int64_t i = begin; i < end; i++)
             part ^= at[i];
@@ -221,7 +223,7 @@ void time_both(Entry *entry, const at::Tensor &dy, const at::Tensor &x) {
     const double between = seconds_now();
     (void)read;
     const WeightProduct product(dy, x);
-    at::parallel_for(0, product.panels(), 1, [&](int64_t begin, int64_t end) {
+    in_parallel(product.panels(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
             const int64_t first = i * product.panel_rows();
             product.panel(first, std::min(first + product.panel_rows(), product.rows()));

@@ -4,7 +4,6 @@
 // any optimizer.
 #include "tensor/await.h"
 
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,6 +17,7 @@
 #include "compat.h"
 #include "python/gil.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
 
 namespace optfuse {
 namespace {
@@ -107,7 +107,7 @@ void sweep() {
 constexpr int64_t kCopiedAtATime = int64_t{1} << 18; // bytes; fewer are one thread's work
 
 void copy(const Arrival *arrival) {
-    at::parallel_for(0, arrival->bytes, kCopiedAtATime, [&](int64_t begin, int64_t end) {
+    in_parallel(arrival->bytes, kCopiedAtATime, [&](int64_t begin, int64_t end) {
         std::memcpy(arrival->to + begin, arrival->from + begin, static_cast<size_t>(end - begin));
     });
 }

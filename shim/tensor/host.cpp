@@ -2,7 +2,6 @@
 // host.cpp: the core's host over libtorch. Functions in the order of an
 // update's life: collect (collect.cpp), commit, defer, settle, release. None
 // of these can fail.
-#include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
@@ -26,6 +25,7 @@
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
 #include "tensor/square_roots.h"
@@ -205,14 +205,14 @@ void drop(void *, void *tensor) {
 }
 
 void parallel_for(void *, int64_t n, void (*fn)(void *, int64_t, int64_t), void *arg) {
-    at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+    in_parallel(n, 1, [&](int64_t begin, int64_t end) {
         const SerialMkl alone;
         fn(arg, begin, end);
     });
 }
 
 int threads(void *) {
-    return at::get_num_threads();
+    return thread_count();
 }
 
 std::string range_name(const Slot *slot, size_t n) {

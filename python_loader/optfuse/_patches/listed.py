@@ -368,11 +368,12 @@ PRIVATE = (
             ("VMDSQRT_64_", "square roots of float64 with the bits of torch.sqrt()"),
         )
     ),
-    Private(
-        "MKL_Set_Num_Threads_Local",
-        "matrix/mkl.cpp",
-        "keeps MKL from opening parallel regions in ours",
-        "its first use; the library does without",
+    *(
+        Private(name, "matrix/mkl.cpp", why, "its first use; the library does without")
+        for name, why in (
+            ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),
+            ("MKL_Get_Max_Threads", "products round by the number of its threads"),
+        )
     ),
     *(
         Private(

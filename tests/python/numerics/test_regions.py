@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""MKL is asked for a few hundred square roots at a time. It opens a parallel region for
-them, on pool threads too, unless it is told not to."""
+"""Parallel regions. MKL is asked for a few hundred square roots at a time, and opens one for
+them, on pool threads too, unless it is told not to; and a thread's number of threads stays."""
 
 import ctypes
 import json
 import subprocess
+import threading
 
 import pytest
 import torch
-from common import python_ok
+from common import batch, everything, python_ok, same, sgd
 from optim_classes import build
+from torch import nn
 
 import optfuse
 
@@ -78,3 +80,28 @@ def test_what_the_user_tells_mkl_stays(several_threads):
         before = set_threads(7)
         optfuse.flush(optimizer)
         assert set_threads(before) == 7, f"after {numel} elements"
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_a_thread_keeps_its_number_of_threads(mode):
+    """A new thread has the process's number until PyTorch first shares out work on it. Products of
+    matrices round by that number, and an update must not be what sets it."""
+
+    def script(wrap):
+        torch.set_num_threads(1)
+        model = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
+        optimizer = wrap(sgd(model.parameters()))
+        for i in range(4):
+
+            def work(i=i):
+                optimizer.zero_grad()
+                x = batch(i, inputs=40, outputs=40)[0]
+                model(x).square().mean().backward()
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, mode, prove=False)

@@ -455,7 +455,6 @@ def test_two_threads_in_backward():
             x = batch(i)
 
             def run(k, x=x, i=i):
-                torch.get_num_threads()  # from here on this thread has the setting of the main one
                 optimizers[k].zero_grad()
                 models[k](x).square().mean().backward()
 
