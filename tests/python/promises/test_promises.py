@@ -104,6 +104,40 @@ def test_training_without_a_look(mode, make):
     equal(script_of(lambda *of: train(*of), make), mode, panels=True, made=False)
 
 
+class Block(nn.Module):
+    """A transformer's, with the output tied to the embedding of the input."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.words = nn.Embedding(50, width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.narrow(F.gelu(self.wide(self.norm(x))))
+        return F.linear(x, self.words.weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_a_transformer_over_a_hundred_steps(mode, make):
+    def iteration(model, optimizer, i):
+        tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if mode == "forward" and i % 20 == 7:
+            yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield "loss", loss
+
+    equal(script_of(iteration, make, Block, steps=100), mode, panels=True)
+
+
 # Looks
 
 
