@@ -57,6 +57,7 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
         return of_fail(OF_INVALID, "the parameter or its gradient has elements but no memory");
     return check_state_or_program(plan, in, used);
 }
+
 static void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
     of_count *count = &update->in.count;
     const bool on_cpu = update->in.device == OF_CPU;
