@@ -17,8 +17,19 @@ namespace {
 void prepare_fork() {
     const WithoutGil wait;
     await_arrivals(ALL_GROUPS);
-    keep_all_promises();
+    ForkOfPromises::keep_all();
     of_fork_prepare();
+    ForkOfPromises::lock();
+}
+
+void after_fork_in_parent() {
+    ForkOfPromises::unlock();
+    of_fork_parent();
+}
+
+void after_fork_in_child() {
+    ForkOfPromises::unlock();
+    of_fork_child();
 }
 
 } // namespace
@@ -32,7 +43,7 @@ int start() {
     const int status = register_first_use();
     if (status != OF_OK)
         return status;
-    pthread_atfork(prepare_fork, of_fork_parent, of_fork_child);
+    pthread_atfork(prepare_fork, after_fork_in_parent, after_fork_in_child);
     started = true;
     return OF_OK;
 }

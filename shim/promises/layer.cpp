@@ -43,16 +43,27 @@ bool PromisingLayer::takes(int64_t rows, const at::Tensor &weight) const {
 }
 
 PromisingLayer::Counts PromisingLayer::counts() const {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard<std::mutex> guard(lock());
     return counts_;
+}
+
+std::mutex &PromisingLayer::lock() {
+    static auto *only = new std::mutex; // leaked: threads may outlive destructors
+    return *only;
+}
+
+bool PromisingLayer::is_quiet() {
+    const std::lock_guard<std::mutex> guard(lock());
+    if (quiet_ == 0)
+        return false;
+    quiet_--;
+    return true;
 }
 
 // Null: it can be promised.
 const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
-    if (quiet_ > 0) {
-        quiet_--;
+    if (is_quiet())
         return "the gradient was looked at";
-    }
     if (!is_plain(dy) || !is_plain(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
         x.numel() == 0)
         return "of the layer's dtype or layout";
@@ -73,15 +84,15 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
 
 at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
                                    const at::Tensor &dy, const at::Tensor &x) {
-    const std::lock_guard<std::mutex> guard(lock_);
     const char *why = why_not(dy, x);
-    if (why != nullptr) {
-        counts_.whole++;
-        counts_.because = why;
-        return {};
+    {
+        const std::lock_guard<std::mutex> guard(lock());
+        counts_.promised += why == nullptr;
+        counts_.whole += why != nullptr;
+        counts_.because = why == nullptr ? counts_.because : why;
     }
-    counts_.promised++;
-    return make_promise(std::make_shared<const WeightProduct>(dy, x), self);
+    return why != nullptr ? at::Tensor()
+                          : make_promise(std::make_shared<const WeightProduct>(dy, x), self);
 }
 
 void PromisingLayer::note(bool was_looked_at) {
@@ -94,13 +105,13 @@ void PromisingLayer::note(bool was_looked_at) {
 }
 
 void PromisingLayer::note_panels() {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard<std::mutex> guard(lock());
     counts_.panels++;
     note(false);
 }
 
 void PromisingLayer::note_made() {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard<std::mutex> guard(lock());
     counts_.made++;
     note(true);
 }

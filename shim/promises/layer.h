@@ -39,12 +39,16 @@ class PromisingLayer {
     void note_made();
 
   private:
+    bool is_quiet();
     const char *why_not(const at::Tensor &dy, const at::Tensor &x);
     void note(bool was_looked_at);
 
     const std::string label_;
     const bool forced_;
-    mutable std::mutex lock_; // guards the rest
+    // Guards the rest, of all layers: a fork has one lock to take. None is held that it could wait
+    // for.
+    static std::mutex &lock();
+    friend class ForkOfPromises;
     Counts counts_;
     unsigned looked_at_ = 0; // a bit for each of the last promises
     uint64_t quiet_ = 0;     // uses for which none is made

@@ -13,6 +13,7 @@
 #include "guard.h"
 #include "promises/layer.h"
 #include "promises/product.h"
+#include "promises/trials.h"
 #include "tensor/memory.h"
 
 namespace optfuse {
@@ -173,7 +174,7 @@ void compute_now(const c10::TensorImpl *gradient) {
         throw std::runtime_error(of_error_message());
 }
 
-void keep_all_promises() {
+void ForkOfPromises::keep_all() {
     std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;
     {
         Promises &all = promises();
@@ -184,6 +185,18 @@ void keep_all_promises() {
     }
     for (const auto &storage : held)
         keep_promise(storage.get());
+}
+
+void ForkOfPromises::lock() {
+    PromisingLayer::lock().lock();
+    trials_lock().lock();
+    promises().lock.lock();
+}
+
+void ForkOfPromises::unlock() {
+    promises().lock.unlock();
+    trials_lock().unlock();
+    PromisingLayer::lock().unlock();
 }
 
 } // namespace optfuse

@@ -28,7 +28,15 @@ bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in);
 bool keep_promise(c10::StorageImpl *storage);
 // Computes the gradient, if it is one, for what reads its memory. Throws.
 void compute_now(const c10::TensorImpl *gradient);
-void keep_all_promises(); // before a fork
+
+// Around fork(), with the core's locks held: a child has none of the threads that could let go of
+// these.
+class ForkOfPromises {
+  public:
+    static void keep_all(); // before: a child can't multiply on several threads
+    static void lock();
+    static void unlock();
+};
 
 extern const of_product_host product_host;
 

@@ -281,4 +281,8 @@ Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced) {
     return verdict_of(entry, forced);
 }
 
+std::mutex &trials_lock() {
+    return trials().lock;
+}
+
 } // namespace optfuse

@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <mutex>
+
 namespace optfuse {
 
 enum class Verdict {
@@ -17,5 +19,7 @@ enum class Verdict {
 // this thread and process. May try it here and now: that takes some ten products, and at most a
 // hundredth of the time since the first call. forced: at once, and never SLOWER.
 Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced);
+
+std::mutex &trials_lock(); // held while one runs
 
 } // namespace optfuse
