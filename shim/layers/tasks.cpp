@@ -37,11 +37,14 @@ struct Kept {
 
     void note(const at::Tensor &t) {
         impl = t.unsafeGetTensorImpl();
-        version = t._version();
+        version = version_of(t);
     }
     bool has_changed(const at::Tensor &t) const {
-        return OF_GUARD(task_version) && t.unsafeGetTensorImpl() == impl && t._version() != version;
+        return OF_GUARD(task_version) && t.unsafeGetTensorImpl() == impl &&
+               version_of(t) != version;
     }
+    // Tensors made in inference mode count none.
+    static int64_t version_of(const at::Tensor &t) { return t.is_inference() ? 0 : t._version(); }
 };
 
 [[noreturn]] void refuse_compiled_autograd() {
