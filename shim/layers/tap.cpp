@@ -37,6 +37,9 @@ struct Registry {
     std::shared_mutex lock;
     std::unordered_map<const c10::TensorImpl *, Known> layers;
     std::vector<std::unique_ptr<torch::Library>> kernels; // while there are layers
+    // An optimizer may die while other threads call these operators, and PyTorch's dispatcher does
+    // not let kernels go then: once gradients may be promised they stay.
+    bool stays = false;
 };
 
 Registry &registry() {
@@ -237,7 +240,7 @@ void drop(std::shared_ptr<T> Known::*user, const IsTheirs &is_theirs) {
             gone.push_back(std::move(layer));
         it = it->second ? std::next(it) : known.layers.erase(it);
     }
-    if (known.layers.empty())
+    if (known.layers.empty() && !known.stays)
         known.kernels.clear();
 }
 
@@ -310,6 +313,7 @@ void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<Promisi
     std::shared_ptr<PromisingLayer> &of = known.layers[weight].promising;
     if (!of)
         of = layer;
+    known.stays = true;
     if (known.kernels.empty())
         put_kernels(known);
 }
@@ -323,8 +327,6 @@ void forget_promising(const c10::TensorImpl *weight, const PromisingLayer *layer
     found->second.promising.reset();
     if (!found->second)
         known.layers.erase(found);
-    if (known.layers.empty())
-        known.kernels.clear();
 }
 
 void forget_input_weights(int64_t owner) {

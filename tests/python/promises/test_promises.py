@@ -506,6 +506,41 @@ def test_two_threads_in_backward():
     equal(script, "forward", panels=True)
 
 
+def test_optimizers_come_and_go_while_another_thread_calls_linear():
+    """PyTorch's dispatcher does not let kernels go while somebody calls their operator."""
+    code = """
+import threading, time, torch, optfuse
+from torch import nn
+x, w, stopped = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True), threading.Event()
+def call():
+    while not stopped.is_set():
+        torch.nn.functional.linear(x, w)
+def come_and_go():
+    optfuse.unfuse(optfuse.fuse(torch.optim.SGD(nn.Linear(16, 16).parameters(), fused=True)))
+come_and_go()
+threads = [threading.Thread(target=call) for _ in range(3)]
+for thread in threads:
+    thread.start()
+end = time.monotonic() + 5
+while time.monotonic() < end:
+    come_and_go()
+stopped.set()
+"""
+    python_ok(code, OPTFUSE_PRODUCTS="force")
+
+
+def test_backward_in_inference_mode():
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss = loss_of(model, i)
+        with torch.inference_mode():
+            loss.backward()
+        yield "gradients", [p.grad for p in model.parameters()]
+        optimizer.step()
+
+    equal(script_of(iteration), "forward")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_saved_tensors_that_are_offloaded(mode):
     def iteration(model, optimizer, i):
