@@ -57,12 +57,15 @@ Launched launched_of(const c10::StorageImpl *storage) {
     return promise == nullptr ? Launched() : Launched{promise->product, promise->layer};
 }
 
-// From here on the storage has this memory. Another thread may have come first.
+// From here on the storage has this memory. Another thread may have come first; and one that comes
+// now takes it for granted as soon as it is no promise any more, so the seal goes before.
 bool give_memory(c10::StorageImpl *storage, c10::DataPtr &&memory) {
     c10::DataPtr before; // dies unlocked
     const std::lock_guard<std::mutex> guard(promises().lock);
     if (!is_promise(storage))
         return false;
+    if (!of_is_pending(storage)) // else the update's launch takes the seal off
+        unseal(storage);
     before = storage->set_data_ptr(std::move(memory));
     return true;
 }
@@ -76,8 +79,6 @@ bool compute(c10::StorageImpl *storage) {
     if (!give_memory(storage, std::move(memory)))
         return true;
     kept.layer->note_made();
-    if (!of_is_pending(storage)) // else the update's launch takes the seal off
-        unseal(storage);
     return true;
 }
 
