@@ -148,6 +148,20 @@ START_TEST(without_memory_for_a_panel_the_plan_says_so) {
 }
 END_TEST
 
+START_TEST(a_use_fails_without_memory_for_a_panel) {
+    fixture *f = promising(OF_FORWARD);
+    twin *t = add(f, 96 * 50);
+    product *p = promise_expected(f, t, 96, 32);
+    p->fails = true;
+    step_only(f);
+    ck_assert_int_eq(of_access(t->tensor->param, false), OF_ACCESS_FAILED);
+    ck_assert_ptr_nonnull(strstr(of_error_message(), "no memory for a panel"));
+    teardown_unchecked(f);
+    free(p->values);
+    free(p);
+}
+END_TEST
+
 /* Panels that would cut a cache line; rows that are none; a host without the table. */
 START_TEST(bad_shapes_are_refused) {
     static const int64_t bad[][2] = {{96, 1}, {7, 32}, {0, 32}, {96, 0}};
@@ -193,6 +207,7 @@ int main(void) {
     tcase_add_test(tests, what_somebody_has_computed_is_read_from_memory);
     tcase_add_test(tests, neighbours_run_along);
     tcase_add_test(tests, without_memory_for_a_panel_the_plan_says_so);
+    tcase_add_test(tests, a_use_fails_without_memory_for_a_panel);
     tcase_add_test(tests, bad_shapes_are_refused);
     tcase_add_test(tests, a_table_with_a_hole_is_refused);
     return run(suite);
