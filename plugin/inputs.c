@@ -25,9 +25,11 @@ static of_status check_state_or_program(const of_plan *plan, const of_inputs *in
 }
 
 static of_status check_product(const of_plan *plan, const of_inputs *in, unsigned used) {
-    if (!plan->host.product || in->device != OF_CPU || in->exclusive || !in->param)
+    const bool by_host = plan->rule->external || (in->program && in->program->by_host);
+    if (!plan->host.product || in->device != OF_CPU || in->exclusive || by_host || !in->param)
         return of_fail(OF_INVALID, "a gradient that is a product is of a parameter on the CPU, of "
-                                   "a host that computes it, and not exclusive");
+                                   "a host that computes it, and neither exclusive nor updated by "
+                                   "the host");
     const size_t line = 64;
     if (in->rows < 1 || in->numel % in->rows != 0 || in->panel_rows < 1 ||
         (size_t)(in->numel / in->rows * in->panel_rows) * of_dtype_size(in->dtype) % line != 0)
@@ -45,7 +47,7 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
         return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
                        (int)in->device);
     if (plan->rule->external)
-        return OF_OK;
+        return in->product ? check_product(plan, in, used) : OF_OK;
     if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.gpu)
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");

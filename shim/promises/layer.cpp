@@ -66,12 +66,12 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
         return "the gradient was looked at";
     if (!is_plain(dy) || !is_plain(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
         x.numel() == 0)
-        return "of the layer's dtype or layout";
+        return "panels take dense float32 or float64 on the CPU";
     if (c10::impl::TorchDispatchModeTLS::any_modes_set())
         return "a mode looks at operators";
     switch (try_panels(dy, x, forced_)) {
     case Verdict::UNTRIED:
-        return "the shape came seldom";
+        return "the shape came too seldom for a trial";
     case Verdict::DIFFERENT:
         return "panels have other bits here";
     case Verdict::SLOWER:

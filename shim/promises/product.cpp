@@ -92,10 +92,6 @@ size_t WeightProduct::nbytes() const {
     return static_cast<size_t>(rows() * columns()) * x_.element_size();
 }
 
-size_t WeightProduct::kept() const {
-    return dy_.nbytes() + x_.nbytes();
-}
-
 void WeightProduct::compute(int64_t first, int64_t end, void *out) const {
     const unsigned outside = of_floating_now();
     of_floating_set(floating_);

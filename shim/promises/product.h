@@ -21,7 +21,6 @@ class WeightProduct {
     int64_t panel_rows() const { return panel_rows_; }
     int64_t panels() const { return (rows() + panel_rows_ - 1) / panel_rows_; }
     size_t nbytes() const; // of dW
-    size_t kept() const;   // bytes of the factors
     at::ScalarType dtype() const { return x_.scalar_type(); }
 
     // Rows [first, end) of dW, one after the other; the first is a panel's first, and the end the

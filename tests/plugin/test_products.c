@@ -177,7 +177,7 @@ START_TEST(bad_shapes_are_refused) {
         ck_assert_ptr_nonnull(strstr(of_error_message(), "a product of"));
         teardown_unchecked(f);
     }
-    fixture *f = setup(OF_FORWARD, 0);
+    fixture *f = setup(OF_FORWARD, 0); /* a host without the table */
     twin *t = add(f, 96 * 50);
     product *p = promise_expected(f, t, 96, 32);
     ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_INVALID);

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import adamw, assert_same, everything, python_ok, same, sgd
+from common import adamw, assert_same, everything, one_process, python_ok, same, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -870,6 +870,21 @@ def test_grad_fn_is_a_node_of_ours_and_its_saved_tensors_are_others():
         y = model[0](batch(0).requires_grad_())
     assert y.grad_fn.name().startswith("optfuse dX of ")
     assert [tuple(t.shape) for t in packed] == [(5, WIDTH), (WIDTH, WIDTH)]
+    optfuse.unfuse(optimizer)
+
+
+def test_raw_memory_of_a_promise_is_sealed():
+    model = wide()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    loss_of(model, 0).backward()
+    grad = first(model).grad
+    with one_process():
+        with pytest.raises(RuntimeError, match="invalid"):
+            torch.distributed.scatter(torch.empty_like(first(model)), [grad])
+        grad.norm()
+        received = torch.empty_like(grad)
+        torch.distributed.scatter(received, [grad])
+    assert_same("received", received, grad)
     optfuse.unfuse(optimizer)
 
 
