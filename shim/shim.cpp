@@ -37,10 +37,8 @@ int failed(const std::exception &e) {
 
 // The mark may stand for the update of another plan. After a flush there mostly is none.
 bool clean(c10::TensorImpl *impl) {
-    if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl))
+    if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl) || optfuse::is_promise(impl))
         return true;
-    if (impl->has_storage() && !optfuse::keep_promise(optfuse::storage_of(impl)))
-        return false;
     const bool is_certain = !of_any_pending() && !optfuse::is_any_on_its_way();
     if (!is_certain && optfuse::use_memory(impl, false) >= OF_IN_FLIGHT)
         return false;
@@ -337,6 +335,8 @@ void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = tru
 void of_shim_promise_gradients(of_shim_plan *handle, bool forced) {
     plan_of(handle)->promising = forced ? optfuse::Promising::FORCED : optfuse::Promising::AUTO;
 }
+
+void of_shim_keep_promises(void) { optfuse::AllPromises::keep_all(); }
 
 bool of_shim_promises_of(of_shim_plan *handle, size_t i, of_shim_promises *out) {
     const auto &layers = plan_of(handle)->promising_layers;

@@ -161,6 +161,9 @@ OF_API void of_shim_update_beside(of_shim_plan *plan);
 /* Before the first parameters are told: gradients of linear layers' weights may be promises
  * (promises/promise.h). forced: of layers of any size, at once. */
 OF_API void of_shim_promise_gradients(of_shim_plan *plan, bool forced);
+/* Computes those of the process that nobody has computed: what comes next may read memory past the
+ * dispatcher. */
+OF_API void of_shim_keep_promises(void);
 /* The gradients of the i-th layer whose weight is large enough, by what became of them, in uses since
  * the plan was made: promised, of these updated panel by panel and looked at, and computed as a whole.
  * label, because: valid until the next call on this thread; the reason of the last whole one, or "".

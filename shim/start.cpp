@@ -17,18 +17,18 @@ namespace {
 void prepare_fork() {
     const WithoutGil wait;
     await_arrivals(ALL_GROUPS);
-    ForkOfPromises::keep_all();
+    AllPromises::keep_all();
     of_fork_prepare();
-    ForkOfPromises::lock();
+    AllPromises::lock();
 }
 
 void after_fork_in_parent() {
-    ForkOfPromises::unlock();
+    AllPromises::unlock();
     of_fork_parent();
 }
 
 void after_fork_in_child() {
-    ForkOfPromises::unlock();
+    AllPromises::unlock();
     of_fork_child();
 }
 

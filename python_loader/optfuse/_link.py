@@ -122,6 +122,7 @@ class Link:
             return False
         if compiled.running() or _gpu.replays_are_unseen():
             self.flush()
+            lib.of_shim_keep_promises()
         return True
 
     def drop_gradients(self, optimizer: Optimizer, may_drop: bool) -> bool:

@@ -51,6 +51,17 @@ def flush_all() -> None:
         check(lib.of_flush_all())
 
 
+def reveal_all() -> None:
+    """And computes promised gradients, for code that reads memory past the dispatcher."""
+    flush_all()
+    lib.of_shim_keep_promises()
+
+
+def _reveal_to_compiled() -> None:
+    _each_marked(Link.flush_for_compiled)
+    lib.of_shim_keep_promises()
+
+
 def drain_all() -> None:
     """And waits until the GPUs have done it."""
     _each_marked(lambda link: link.flush(drain=True))
@@ -120,10 +131,10 @@ def start() -> None:
     start_library(_on_event)
     replacing.warn_of_changes()
     os.register_at_fork(before=_flush_before_fork)
-    raw_memory.install(flush_all, _swap_and_tell)
-    compiled.install(lambda: _each_marked(Link.flush_for_compiled))
+    raw_memory.install(reveal_all, _swap_and_tell)
+    compiled.install(_reveal_to_compiled)
     _gpu.install(flush_all, drain_all)
-    profiling.install(flush_all)
+    profiling.install(reveal_all)
     loss_scale.install()
     unscale.install()
     reduction.install()

@@ -305,6 +305,12 @@ void seal_consumed(bool sealed) {
     }
 }
 
+bool consumed_are_sealed() {
+    AllConsumed &all = all_consumed();
+    const std::lock_guard<std::mutex> guard(all.lock);
+    return all.sealed;
+}
+
 bool is_consumed(const c10::TensorImpl *impl) {
     if (!impl->has_storage())
         return false;

@@ -25,6 +25,7 @@ void consume_again(const c10::TensorImpl *impl);
 bool has_aliases(const c10::TensorImpl *impl);
 // Whether C++ code that asks for the address of one gets an error, or a null pointer.
 void seal_consumed(bool sealed);
+bool consumed_are_sealed(); // else a profiler notes addresses
 bool is_consumed(const c10::TensorImpl *impl);
 // A DTensor reads as a consumed gradient from here on. local: its local tensor, which is one.
 void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local);

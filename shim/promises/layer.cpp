@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "promises/layer.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <utility>
 
+#include "autograd/consumed.h"
 #include "promises/product.h"
 #include "promises/promise.h"
 #include "promises/trials.h"
@@ -27,6 +29,12 @@ bool is_plain(const at::Tensor &t) {
 // The factors are kept in the gradient's place, and are small beside it.
 bool is_thin(int64_t rows, int64_t n, int64_t k) {
     return 2 * rows * (n + k) <= n * k;
+}
+
+// As a profiler does that records shapes or stacks.
+bool addresses_are_noted() {
+    const auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+    return (observers.has_value() && observers->needs_inputs_) || !consumed_are_sealed();
 }
 
 } // namespace
@@ -69,6 +77,8 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
         return "panels take dense float32 or float64 on the CPU";
     if (c10::impl::TorchDispatchModeTLS::any_modes_set())
         return "a mode looks at operators";
+    if (addresses_are_noted())
+        return "a profiler looks at the memory of tensors";
     switch (try_panels(dy, x, forced_)) {
     case Verdict::UNTRIED:
         return "the shape came too seldom for a trial";

@@ -48,7 +48,7 @@ class PromisingLayer {
     // Guards the rest, of all layers: a fork has one lock to take. None is held that it could wait
     // for.
     static std::mutex &lock();
-    friend class ForkOfPromises;
+    friend class AllPromises;
     Counts counts_;
     unsigned looked_at_ = 0; // a bit for each of the last promises
     uint64_t quiet_ = 0;     // uses for which none is made

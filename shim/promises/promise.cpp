@@ -175,7 +175,7 @@ void compute_now(const c10::TensorImpl *gradient) {
         throw std::runtime_error(of_error_message());
 }
 
-void ForkOfPromises::keep_all() {
+void AllPromises::keep_all() {
     std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;
     {
         Promises &all = promises();
@@ -188,13 +188,13 @@ void ForkOfPromises::keep_all() {
         keep_promise(storage.get());
 }
 
-void ForkOfPromises::lock() {
+void AllPromises::lock() {
     PromisingLayer::lock().lock();
     trials_lock().lock();
     promises().lock.lock();
 }
 
-void ForkOfPromises::unlock() {
+void AllPromises::unlock() {
     promises().lock.unlock();
     trials_lock().unlock();
     PromisingLayer::lock().unlock();

@@ -29,11 +29,11 @@ bool keep_promise(c10::StorageImpl *storage);
 // Computes the gradient, if it is one, for what reads its memory. Throws.
 void compute_now(const c10::TensorImpl *gradient);
 
-// Around fork(), with the core's locks held: a child has none of the threads that could let go of
-// these.
-class ForkOfPromises {
+class AllPromises {
   public:
-    static void keep_all(); // before: a child can't multiply on several threads
+    static void keep_all();
+    // Around fork(), with the core's locks held: a child has none of the threads that could let go
+    // of these.
     static void lock();
     static void unlock();
 };

@@ -2,6 +2,7 @@
 """Gradients of linear layers that nobody computes but the update, beside stock: whoever looks
 finds what stock has, whoever writes to what they are computed from changes nothing."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -871,6 +872,46 @@ def test_grad_fn_is_a_node_of_ours_and_its_saved_tensors_are_others():
     assert y.grad_fn.name().startswith("optfuse dX of ")
     assert [tuple(t.shape) for t in packed] == [(5, WIDTH), (WIDTH, WIDTH)]
     optfuse.unfuse(optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ("record_shapes", "with_stack", "profile_memory"))
+def test_a_profiler_that_looks_at_tensors(mode, what):
+    def iteration(model, optimizer, i):
+        def watched(when):
+            return torch.profiler.profile(**{what: True}) if when else contextlib.nullcontext()
+
+        with watched(i == 1):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            with watched(i == 2):
+                optimizer.step()
+
+    equal(script_of(iteration, steps=5), mode, panels=True)
+
+
+def test_flush_leaves_a_gradient_a_promise():
+    """It has been used up by then, or is none of flush()'s business."""
+    model = wide()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    for i in range(4):
+        train(model, optimizer, i)
+        optfuse.flush(optimizer if i % 2 else None)
+    assert total(optimizer, "panels") == total(optimizer, "promised") == 12
+    assert total(optimizer, "made") == 0
+
+
+def test_compiled_code_reads_a_gradient():
+    torch._dynamo.reset()
+    scaled = torch.compile(lambda g: g * 2, backend="aot_eager")
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        yield "scaled", [scaled(p.grad) for p in model.parameters()]
+        optimizer.step()
+
+    equal(script_of(iteration), "forward", made=True)
 
 
 def test_raw_memory_of_a_promise_is_sealed():
