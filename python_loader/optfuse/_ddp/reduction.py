@@ -285,14 +285,15 @@ def _init_helper(
 def _pre_forward(
     stock: Callable[..., Any], self: DistributedDataParallel, *inputs: Any, **kwargs: Any
 ) -> Any:
-    """Rearranges the buckets, once, after the first backward pass."""
+    """Rearranges the buckets, once, after the first backward pass. They are for the parameters
+    that needed gradients when the model was wrapped: some may be frozen by now."""
     if self.find_unused_parameters or self.static_graph:
         # It reduces the gradients of those that this forward pass will not use, too.
-        launch_gradients(_reduced(self))
+        launch_gradients(self._module_parameters)
     keeps_them = self.find_unused_parameters and not self.static_graph
     if self._has_rebuilt_buckets or keeps_them or self not in _reductions:
         return stock(self, *inputs, **kwargs)
-    with consumed_gradients.aside(_reduced(self)):
+    with consumed_gradients.aside(self._module_parameters):
         return stock(self, *inputs, **kwargs)
 
 

@@ -92,6 +92,39 @@ def test_buckets_are_rebuilt_with_a_parameter_that_the_module_has_no_more(gloo, 
     same(script, "backward")
 
 
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("options", ({}, {"gradient_as_bucket_view": True}), ids=str)
+def test_buckets_are_rebuilt_with_a_parameter_that_is_frozen(gloo, mode, options):
+    """DDP asks for the memory of its gradient, too, and doesn't survive an exception there."""
+
+    def script(wrap):
+        wrapped = DDP(net(), **options)
+        optimizer = wrap(adamw(wrapped.parameters()), **ddp_scripts.ddp_of(wrap, wrapped))
+        wrapped(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["params"].pop(0).requires_grad_(False)
+        optimizer.zero_grad()
+        yield "output", wrapped(torch.ones(2, 6))
+        yield "weights", dict(wrapped.module.state_dict())
+
+    same(script, mode)
+
+
+@pytest.mark.parametrize("options", ({}, {"gradient_as_bucket_view": True}), ids=str)
+def test_a_frozen_parameter_is_reduced_with_the_gradient_of_the_pass_before(gloo, options):
+    def script(wrap):
+        wrapped = DDP(TwoHeads(), find_unused_parameters=True, **options)
+        optimizer = wrap(adamw(wrapped.parameters()))
+        for i in range(4):
+            wrapped(torch.ones(2, 4), i % 2).square().sum().backward()
+            optimizer.step()
+            if i == 1:
+                wrapped.module.heads[1].weight.requires_grad_(False)
+        yield from everything(wrapped, optimizer)
+
+    same(script)
+
+
 def test_unused_parameters_are_refused(gloo):
     refuses(DDP(net(), find_unused_parameters=True), "find_unused_parameters=True")
 
