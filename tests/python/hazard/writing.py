@@ -97,6 +97,8 @@ GRADIENTS = {
 @action(weight=6, index=INDEX, kind=GRADIENTS)
 @torch.no_grad()
 def set_gradient(world, index, kind):
+    if world.ddp is not None and kind == "sparse":
+        return  # DDP asks it for its memory, and the process ends, in stock too
     p = world.param(index)
     p.grad = GRADIENTS[kind](p)
 
