@@ -33,12 +33,11 @@ template <typename Entry> std::vector<Tensor> adam_state(const Entry &e) {
 template <typename Options, typename Entry>
 void adam(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &counter,
           bool decoupled) {
-    if (!e.exp_avg().defined()) {
-        e.exp_avg(zeros(p));
-        e.exp_avg_sq(zeros(p));
-        if (o.amsgrad())
-            e.max_exp_avg_sq(zeros(p));
-    }
+    for (Tensor *average : {&e.exp_avg(), &e.exp_avg_sq()})
+        if (!average->defined())
+            *average = zeros(p);
+    if (o.amsgrad() && !e.max_exp_avg_sq().defined())
+        e.max_exp_avg_sq(zeros(p));
     counter.add_(1);
     const std::vector<Tensor> params{p}, grads{g}, averages{e.exp_avg()}, squares{e.exp_avg_sq()},
         steps{counter},
@@ -87,16 +86,20 @@ struct SGD {
     static Options others() { return Options(5e-3).momentum(0.8).nesterov(true).weight_decay(0.1); }
     static std::vector<Tensor> state(const Entry &e) { return {e.momentum_buffer()}; }
     static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &) {
-        const bool first = !e.momentum_buffer().defined();
+        const bool has_buffer = o.momentum() != 0;
+        const bool first = has_buffer && !e.momentum_buffer().defined();
         if (first)
             e.momentum_buffer(zeros(p));
         // In 16 bits on the CPU PyTorch's vectors of 16 elements are broken, and from torch 2.14 on
         // they round otherwise (docs/numerics.md).
         const bool is_other = p.is_cpu() && p.element_size() == 2;
         const int64_t size = is_other ? 15 : std::max<int64_t>(p.numel(), 1);
-        const auto pieces = [size](const Tensor &t) { return t.detach().view(-1).split(size); };
-        at::_fused_sgd_(pieces(p), pieces(g), pieces(e.momentum_buffer()), o.weight_decay(),
-                        o.momentum(), o.lr(), o.dampening(), o.nesterov(), false, first);
+        const auto pieces = [size](const Tensor &t) { // in the order of memory
+            return t.detach().as_strided({t.numel()}, {1}).split(size);
+        };
+        at::_fused_sgd_(
+            pieces(p), pieces(g), has_buffer ? pieces(e.momentum_buffer()) : std::vector<Tensor>(),
+            o.weight_decay(), o.momentum(), o.lr(), o.dampening(), o.nesterov(), false, first);
     }
 };
 
@@ -142,13 +145,12 @@ struct RMSprop {
     }
     static void update(const Tensor &p, Tensor g, const Options &o, Entry &e, Tensor &n) {
         n.add_(1);
-        if (!e.square_avg().defined()) {
+        if (!e.square_avg().defined())
             e.square_avg(zeros(p));
-            if (o.momentum() > 0)
-                e.momentum_buffer(zeros(p));
-            if (o.centered())
-                e.grad_avg(zeros(p));
-        }
+        if (o.momentum() > 0 && !e.momentum_buffer().defined())
+            e.momentum_buffer(zeros(p));
+        if (o.centered() && !e.grad_avg().defined())
+            e.grad_avg(zeros(p));
         if (o.weight_decay() != 0)
             g = g.add(p, o.weight_decay());
         e.square_avg().mul_(number(o.alpha())).addcmul_(g, g, 1 - o.alpha());

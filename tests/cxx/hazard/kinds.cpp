@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "hazard/kinds.h"
+
+#include "reference.h"
+
+#include <type_traits>
+#include <utility>
+
+namespace hazard {
+namespace {
+
+constexpr double RATES[] = {1e-1, 1e-2, 1e-3, 0}, DECAYS[] = {0, 0.1, 0.01, 0.5},
+                 BETAS[] = {0.9, 0.5, 0.99, 0}, EPSILONS[] = {1e-8, 1e-3, 1e-6, 1e-10};
+
+// ---- options, by number
+
+template <typename Options> void change_adam(Options &o, unsigned which, unsigned value) {
+    switch (which % 5) {
+    case 0:
+        o.lr(RATES[value]);
+        break;
+    case 1:
+        o.weight_decay(DECAYS[value]);
+        break;
+    case 2:
+        o.betas({BETAS[value], 0.95});
+        break;
+    case 3:
+        o.eps(EPSILONS[value]);
+        break;
+    default:
+        o.amsgrad(!o.amsgrad());
+    }
+}
+
+void change_options(optim::AdamWOptions &o, unsigned which, unsigned value) {
+    change_adam(o, which, value);
+}
+
+void change_options(optim::AdamOptions &o, unsigned which, unsigned value) {
+    change_adam(o, which, value);
+}
+
+void change_options(optim::SGDOptions &o, unsigned which, unsigned value) {
+    switch (which % 5) {
+    case 0:
+        o.lr(RATES[value]);
+        break;
+    case 1:
+        o.weight_decay(DECAYS[value]);
+        break;
+    case 2:
+        o.momentum(BETAS[value]).nesterov(false);
+        break;
+    case 3:
+        o.dampening(DECAYS[value]).nesterov(false);
+        break;
+    default:
+        o.nesterov(!o.nesterov() && o.momentum() > 0 && o.dampening() == 0);
+    }
+}
+
+void change_options(optim::AdagradOptions &o, unsigned which, unsigned value) {
+    switch (which % 4) {
+    case 0:
+        o.lr(RATES[value]);
+        break;
+    case 1:
+        o.weight_decay(DECAYS[value]);
+        break;
+    case 2:
+        o.lr_decay(DECAYS[value]);
+        break;
+    default:
+        o.eps(EPSILONS[value]);
+    }
+}
+
+void change_options(optim::RMSpropOptions &o, unsigned which, unsigned value) {
+    switch (which % 6) {
+    case 0:
+        o.lr(RATES[value]);
+        break;
+    case 1:
+        o.weight_decay(DECAYS[value]);
+        break;
+    case 2:
+        o.alpha(BETAS[value]);
+        break;
+    case 3:
+        o.eps(EPSILONS[value]);
+        break;
+    case 4:
+        o.momentum(BETAS[value]);
+        break;
+    default:
+        o.centered(!o.centered());
+    }
+}
+
+// ---- entries
+
+template <typename Entry> std::vector<Tensor *> adam_tensors(Entry &e) {
+    return {&e.exp_avg(), &e.exp_avg_sq(), &e.max_exp_avg_sq()};
+}
+
+std::vector<Tensor *> tensors_of(optim::AdamWParamState &e) {
+    return adam_tensors(e);
+}
+
+std::vector<Tensor *> tensors_of(optim::AdamParamState &e) {
+    return adam_tensors(e);
+}
+
+std::vector<Tensor *> tensors_of(optim::SGDParamState &e) {
+    return {&e.momentum_buffer()};
+}
+
+std::vector<Tensor *> tensors_of(optim::AdagradParamState &e) {
+    return {&e.sum()};
+}
+
+std::vector<Tensor *> tensors_of(optim::RMSpropParamState &e) {
+    return {&e.square_avg(), &e.momentum_buffer(), &e.grad_avg()};
+}
+
+// ---- the reference, on dense tensors of one layout: PyTorch's fused kernels read memory in order
+
+template <typename Rule> struct KindOf final : Kind {
+    using Options = typename Rule::Options;
+    using Entry = typename Rule::Entry;
+    static constexpr bool is_sgd = std::is_same_v<Rule, reference::SGD>;
+
+    static Options variants(unsigned variant) {
+        switch (variant % 3) {
+        case 0:
+            return Rule::options();
+        case 1:
+            return Rule::others();
+        default:
+            return Options(1e-2);
+        }
+    }
+    std::unique_ptr<optim::OptimizerOptions> options(unsigned variant) const override {
+        return std::make_unique<Options>(variants(variant));
+    }
+    std::unique_ptr<optim::Optimizer> make(Groups groups, unsigned variant) const override {
+        return std::make_unique<typename Rule::Class>(std::move(groups), variants(variant));
+    }
+    void change(optim::OptimizerOptions &options, unsigned which, unsigned value) const override {
+        change_options(static_cast<Options &>(options), which, value % 4);
+    }
+    std::vector<Tensor *> tensors(optim::OptimizerParamState &entry) const override {
+        return tensors_of(static_cast<Entry &>(entry));
+    }
+    int64_t *step(optim::OptimizerParamState &entry) const override {
+        if constexpr (is_sgd)
+            return nullptr;
+        else
+            return &static_cast<Entry &>(entry).step();
+    }
+
+    void update(optim::Optimizer &optimizer, const optim::OptimizerOptions &options,
+                const Tensor &param) const override {
+        const torch::NoGradGuard no_grad;
+        const auto &o = static_cast<const Options &>(options);
+        Entry none;
+        update_dense(param, o, keeps_state(o) ? entry_of(optimizer, param) : none);
+    }
+
+  private:
+    static bool keeps_state([[maybe_unused]] const Options &o) {
+        if constexpr (is_sgd)
+            return o.momentum() != 0;
+        else
+            return true;
+    }
+
+    static Entry &entry_of(optim::Optimizer &optimizer, const Tensor &param) {
+        auto &place = optimizer.state()[param.unsafeGetTensorImpl()];
+        if (!place)
+            place = std::make_unique<Entry>();
+        auto &entry = static_cast<Entry &>(*place);
+        if constexpr (std::is_same_v<Rule, reference::Adagrad>)
+            if (!entry.sum().defined())
+                entry.sum(torch::full_like(param, static_cast<const Options &>(optimizer.defaults())
+                                                      .initial_accumulator_value()));
+        return entry;
+    }
+
+    static Tensor laid_out_as(const Tensor &other, const Tensor &t) {
+        return t.strides() == other.strides() ? t.detach() : torch::zeros_like(other).copy_(t);
+    }
+
+    static void update_dense(const Tensor &param, const Options &o, Entry &entry) {
+        const Tensor dense =
+            param.is_non_overlapping_and_dense() ? param.detach() : param.detach().contiguous();
+        const std::vector<Tensor *> places = tensors_of(entry);
+        std::vector<Tensor> kept;
+        for (Tensor *place : places) {
+            kept.push_back(*place);
+            if (place->defined())
+                *place = laid_out_as(dense, *place);
+        }
+        Tensor counter = torch::zeros({});
+        if constexpr (!is_sgd)
+            counter.fill_(entry.step());
+        Rule::update(dense, laid_out_as(dense, param.grad()), o, entry, counter);
+        if constexpr (!is_sgd)
+            entry.step(counter.item<int64_t>());
+        param.detach().copy_(dense);
+        for (size_t i = 0; i < places.size(); i++)
+            if (kept[i].defined())
+                *places[i] = kept[i].copy_(*places[i]);
+    }
+};
+
+} // namespace
+
+const std::vector<std::unique_ptr<Kind>> &kinds() {
+    static const auto all = [] {
+        std::vector<std::unique_ptr<Kind>> made;
+        made.push_back(std::make_unique<KindOf<reference::AdamW>>());
+        made.push_back(std::make_unique<KindOf<reference::Adam>>());
+        made.push_back(std::make_unique<KindOf<reference::SGD>>());
+        made.push_back(std::make_unique<KindOf<reference::RMSprop>>());
+        made.push_back(std::make_unique<KindOf<reference::Adagrad>>());
+        return made;
+    }();
+    return all;
+}
+
+} // namespace hazard
