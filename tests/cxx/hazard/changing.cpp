@@ -133,7 +133,7 @@ void write(World &w, const Numbers &n) {
     }
 }
 
-// Of which PyTorch's versions tell nothing.
+// PyTorch's versions tell nothing of these.
 void write_data(World &w, const Numbers &n) {
     const Tensor &p = w.param(n[0]);
     switch (n[1] % 3) {

@@ -140,7 +140,7 @@ Run play(const Program &program, Play how) {
     return run;
 }
 
-// What a run sees otherwise than the reference, or an empty string.
+// The first difference between a run and the reference, or an empty string.
 std::string difference(const Run &stock, const Run &run) {
     const size_t n = std::min(stock.seen.size(), run.seen.size());
     for (size_t i = 0; i < n; i++) {

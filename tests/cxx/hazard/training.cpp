@@ -7,7 +7,7 @@
 namespace hazard {
 namespace {
 
-// Which parameters a pass leaves out: mostly none, and never the first.
+// The parameters that a pass leaves out: mostly none, and never the first.
 unsigned some(unsigned n) {
     return n % 3 == 0 ? n & ~1u : 0;
 }
