@@ -9,6 +9,7 @@
 #include "autograd/dtensor_gradients.h"
 #include "clipping/pending.h"
 #include "error.h"
+#include "gpu/trial.h"
 #include "matrix/newton_schulz.h"
 #include "matrix/products.h"
 #include "plan.h"
@@ -297,6 +298,13 @@ Polynomial polynomial_of(const std::vector<double> &numbers) {
     return {numbers[0], numbers[1], numbers[2]};
 }
 
+// See gpu/trial.h.
+bool bits_differ(const std::string &rule, const std::vector<double> &hyper, at::ScalarType dtype,
+                 c10::Device device, const std::string &label) {
+    return gpu_bits_differ(*of_rule_find(rule.c_str()), hyper,
+                           at::TensorOptions(dtype).device(device), label);
+}
+
 // A direction of this shape, as Muon turns it.
 std::string try_products_of(const at::Tensor &matrix, const std::vector<double> &coefficients) {
     const bool is_tall = matrix.size(0) > matrix.size(1);
@@ -379,6 +387,9 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
     m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);
     m.def("norm(Tensor x) -> Tensor", optfuse::norm_by_our_formula);
+    m.def("gpu_bits_differ(str rule, float[] hyper, ScalarType dtype, Device device, str label) "
+          "-> bool",
+          optfuse::bits_differ);
     m.def("try_products(Tensor matrix, float[] coefficients) -> str", optfuse::try_products_of);
     m.def("why_operators(Device device, int rows, int columns, bool by_rows, "
           "float[] coefficients) -> str",

@@ -48,8 +48,8 @@ from optfuse._refuse import (
 )
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step
-from optfuse._selfcheck import gpu_bits_differ
 from optfuse._traced.rule import TracedRule
+from optfuse._trials.gpu_trial import gpu_bits_differ
 from optfuse._trials.rule_choice import rule_of
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -188,7 +188,7 @@ def _try_on_machine(optimizer: Optimizer, traced: TracedRule | None, strict: boo
     rule = traced or rule_of(optimizer)
     if rule is not RULES.get(type(optimizer)) or rule.external:
         return []
-    differ = gpu_bits_differ(optimizer, lambda small: become_fused(small, Options()))
+    differ = gpu_bits_differ(rule, optimizer.param_groups)
     if strict and differ:
         raise Error(
             f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "

@@ -8,10 +8,10 @@
 
 #include "autograd/backward.h"
 #include "compat.h"
-#include "cxx/gpu_reference.h"
-#include "cxx/gpu_trial.h"
 #include "error.h"
 #include "gpu/device.h"
+#include "gpu/reference.h"
+#include "gpu/trial.h"
 #include "guard.h"
 #include "slots.h"
 #include "tensor/refuse.h"
@@ -99,7 +99,7 @@ void FusedOptimizer::check_bits(const at::Tensor &param,
                  "optimizer as it is");
         return;
     }
-    if (gpu_bits_differ(*shared->rule, row.hyper(options), param, label) && strict)
+    if (gpu_bits_differ(*shared->rule, row.hyper(options), param.options(), label) && strict)
         fail("optfuse: Options::strict, but the update of " + label + " has other bits than " +
              gpu_reference(row.rule).name + " on " + param.device().str() +
              ": leave strict out, or keep the optimizer as it is");

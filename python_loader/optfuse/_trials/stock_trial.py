@@ -8,7 +8,7 @@ the class's own step() does. Two things are not known beforehand:
 - On a GPU, where PyTorch's operators round: that depends on how its compiler contracted
   them for a chip and a release. The rules that are tried there promise the bits of the
   class's own step(), with the flags that it was made with. (For Adam, AdamW and SGD the
-  kernels reproduce fused=True whatever a trial finds: _selfcheck.py.) So it is with the
+  kernels reproduce fused=True whatever a trial finds: gpu_trial.py.) So it is with the
   operators that take the place of Adafactor's and Muon's step() (shim/external/native.h), although
   these should have its bits everywhere.
 - A release for which a rule's bits are not known (_library/releases.py). The trial is against the

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// gpu_reference.cpp: the operators that Python's torch.optim calls on a GPU: with fused=True for
+// reference.cpp: the operators that Python's torch.optim calls on a GPU: with fused=True for
 // Adam, AdamW and SGD, and by default, which is foreach=True there, for the others.
-#include "cxx/gpu_reference.h"
+#include "gpu/reference.h"
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_addcdiv.h>
@@ -36,7 +36,7 @@ void adam(const Hyper &h, int step, const Tensors &params, Tensors grads, const 
     const auto update = [&](auto op) {
         op(params, grads, state[adam_exp_avg], state[adam_exp_avg_sq], state[adam_max_exp_avg_sq],
            counters, h[adam_lr], h[adam_beta1], h[adam_beta2], h[adam_weight_decay], h[adam_eps],
-           h[adam_amsgrad] != 0, false);
+           h[adam_amsgrad] != 0, h[adam_maximize] != 0);
     };
     if (h[adam_decoupled_weight_decay] != 0)
         update([](const auto &...of) { at::_fused_adamw_(of...); });
@@ -46,7 +46,8 @@ void adam(const Hyper &h, int step, const Tensors &params, Tensors grads, const 
 
 void sgd(const Hyper &h, int step, const Tensors &params, Tensors grads, const State &state) {
     at::_fused_sgd_(params, grads, state[sgd_momentum_buffer], h[sgd_weight_decay], h[sgd_momentum],
-                    h[sgd_lr], h[sgd_dampening], h[sgd_nesterov] != 0, false, step == 1);
+                    h[sgd_lr], h[sgd_dampening], h[sgd_nesterov] != 0, h[sgd_maximize] != 0,
+                    step == 1);
 }
 
 void rmsprop(const Hyper &h, int, const Tensors &params, Tensors grads, const State &state) {

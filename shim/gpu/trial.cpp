@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// gpu_trial.cpp: the same as _selfcheck.py, for all classes. PyTorch's kernels round as its compiler
-// happened to contract them for each chip and release, so equal bits are not assumed but looked at.
-#include "cxx/gpu_trial.h"
+// trial.cpp: PyTorch's kernels round as its compiler happened to contract them for each chip and
+// release (docs/numerics.md), so equal bits are not assumed but looked at, on this very GPU: in a
+// few small steps, the last of them with clipped gradients.
+#include "gpu/trial.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
 
 #include <cmath>
 #include <cstring>
@@ -16,16 +18,20 @@
 #include <sstream>
 #include <tuple>
 
-#include "cxx/gpu_reference.h"
+#include "clipping/pending.h"
 #include "error.h"
+#include "gpu/reference.h"
 #include "slots.h"
+#include "tensor/plain_mode.h"
 #include "tensor/refuse.h"
 
 namespace optfuse {
 namespace {
 
 constexpr int kSteps = 3;
-constexpr int64_t kSizes[] = {1, 7, 64, 1003}; // in fours and not
+// In fours and not; all threads of a block, several times.
+constexpr int64_t kSizes[] = {1, 7, 64, 1003, 8196, 9001};
+constexpr double kClipped = 0.0123; // the factor of the last step
 
 // Far above what other roundings of the same formula give, far below an error.
 double tolerance(at::ScalarType dtype) {
@@ -41,14 +47,15 @@ double tolerance(at::ScalarType dtype) {
     }
 }
 
-// The same ones for both, wherever they go.
+// The same ones for both, wherever they go: tensors of all sizes, twice.
 class Numbers {
   public:
-    explicit Numbers(const at::Tensor &like) : as(like.options()) {}
+    explicit Numbers(const at::TensorOptions &there) : as(there) {}
     Tensors next() {
         Tensors made;
-        for (const int64_t size : kSizes)
-            made.push_back(at::randn({size}, generator, at::kDouble).to(as));
+        for (int half = 0; half < 2; half++)
+            for (const int64_t size : kSizes)
+                made.push_back(at::randn({size}, generator, at::kDouble).to(as));
         return made;
     }
 
@@ -70,12 +77,16 @@ std::vector<Tensors> state_of(const of_rule &rule, const std::vector<double> &hy
 }
 
 Tensors train_by_reference(const of_rule &rule, const std::vector<double> &hyper,
-                           const at::Tensor &like) {
-    Numbers numbers(like);
+                           const at::TensorOptions &there) {
+    Numbers numbers(there);
     const Tensors params = numbers.next();
     const std::vector<Tensors> state = state_of(rule, hyper, params);
-    for (int step = 1; step <= kSteps; step++)
-        gpu_reference(rule.name).update(hyper, step, params, numbers.next(), state);
+    for (int step = 1; step <= kSteps; step++) {
+        const Tensors grads = numbers.next();
+        if (step == kSteps) // as torch.nn.utils.clip_grad_norm_() does
+            at::_foreach_mul_(grads, at::full({}, kClipped, there));
+        gpu_reference(rule.name).update(hyper, step, params, grads, state);
+    }
     return params;
 }
 
@@ -89,7 +100,7 @@ class Trial {
             check_status(of_shim_group(handle, 0, hyper.data(), hyper.size()));
             const std::vector<Tensors> state = state_of(rule, hyper, params);
             for (size_t i = 0; i < params.size(); i++)
-                add(params[i], state, i, label);
+                add(params[i], state, i, i >= params.size() / 2, label);
         } catch (...) {
             of_shim_plan_free(handle);
             throw;
@@ -99,6 +110,14 @@ class Trial {
     Trial(const Trial &) = delete;
     Trial &operator=(const Trial &) = delete;
 
+    // Leaves multiplying the gradients to the next step().
+    void clip(const at::Tensor &factor) {
+        Plan *plan = plan_of(handle);
+        std::vector<GradientOf> gradients;
+        for (Slot *slot : plan->slots)
+            gradients.push_back({plan, slot});
+        scale_all(gradients, factor);
+    }
     void step() {
         std::vector<size_t> needs(plan_of(handle)->slots.size());
         size_t missing = 0;
@@ -112,7 +131,7 @@ class Trial {
   private:
     static void check_status(int status) { check(static_cast<of_status>(status)); }
 
-    void add(const at::Tensor &param, const std::vector<Tensors> &all, size_t i,
+    void add(const at::Tensor &param, const std::vector<Tensors> &all, size_t i, bool is_second,
              const std::string &label) {
         Plan &plan = *plan_of(handle);
         const c10::TensorImpl *impl = param.unsafeGetTensorImpl();
@@ -122,23 +141,32 @@ class Trial {
         std::vector<std::optional<at::Tensor>> state;
         for (const Tensors &one : all)
             state.push_back(one.empty() ? std::nullopt : std::optional(one[i]));
-        const auto counter =
-            plan.rule->counts ? std::optional(at::zeros({}, at::kFloat)) : std::nullopt;
-        set_state(*plan.slots.back(), state, counter, true);
+        set_state(*plan.slots.back(), state, counter_of(*plan.rule, param, is_second), true);
+    }
+
+    // The second parameter of a size has its counter on the GPU, if kernels read it there.
+    static std::optional<at::Tensor> counter_of(const of_rule &rule, const at::Tensor &param,
+                                                bool is_second) {
+        if (!rule.counts)
+            return std::nullopt;
+        const bool is_there = is_second && rule.prepare_gpu == nullptr;
+        return at::zeros({}, is_there ? param.options().dtype(at::kFloat) : at::kFloat);
     }
 
     of_shim_plan *handle = nullptr;
 };
 
-Tensors train(const of_rule &rule, const std::vector<double> &hyper, const at::Tensor &like,
+Tensors train(const of_rule &rule, const std::vector<double> &hyper, const at::TensorOptions &there,
               const std::string &label) {
-    Numbers numbers(like);
+    Numbers numbers(there);
     const Tensors params = numbers.next();
     Trial trial(rule, hyper, params, label);
-    for (int step = 0; step < kSteps; step++) {
+    for (int step = 1; step <= kSteps; step++) {
         const Tensors grads = numbers.next();
         for (size_t i = 0; i < params.size(); i++)
             params[i].mutable_grad() = grads[i];
+        if (step == kSteps)
+            trial.clip(at::full({}, kClipped, there));
         trial.step();
     }
     trial.flush();
@@ -155,48 +183,57 @@ double distance(const at::Tensor &ours, const at::Tensor &theirs, const at::Tens
     return off.masked_fill(same, 0.0).max().item().toDouble();
 }
 
-bool compare(const of_rule &rule, const std::vector<double> &hyper, const at::Tensor &param,
+// Raises if nothing was compared, or if the update is off by more than rounding.
+void check_distance(double worst, const Tensors &theirs, const at::TensorOptions &there,
+                    const std::string &where, const char *reference) {
+    if (theirs.back().isnan().all().item().toBool())
+        fail(where +
+             ", where a trial of the update ended in nothing but NaN and compared nothing; nothing "
+             "was fused. Mend the optimizer's options, or keep it as it is");
+    const at::ScalarType dtype = c10::typeMetaToScalarType(there.dtype());
+    if (worst <= tolerance(dtype))
+        return;
+    std::ostringstream text;
+    text << where << ", where the update for " << dtype << " is off by a relative " << worst
+         << " from " << reference
+         << ", far more than rounding; nothing was fused. Keep the optimizer as it "
+         << "is, and please report the GPU, the driver and the release of torch";
+    fail(text.str());
+}
+
+bool compare(const of_rule &rule, const std::vector<double> &hyper, const at::TensorOptions &there,
              const std::string &label) {
-    const at::AutoGradMode no_grad(false);
-    const Tensors ours = train(rule, hyper, param, label);
-    const Tensors theirs = train_by_reference(rule, hyper, param), start = Numbers(param).next();
+    const PlainMode plain;
+    const Tensors ours = train(rule, hyper, there, label);
+    const Tensors theirs = train_by_reference(rule, hyper, there), start = Numbers(there).next();
     double worst = 0.0;
     for (size_t i = 0; i < ours.size(); i++) {
         const double d = distance(ours[i], theirs[i], start[i]);
         worst = d <= worst ? worst : d; // NaN is worse
     }
-    if (theirs.back().isnan().all().item().toBool())
-        fail("optfuse: " + label + " is on " + param.device().str() +
-             ", where a trial of the update ended in nothing but NaN and compared nothing; nothing "
-             "was fused. Mend the optimizer's options, or keep it as it is");
-    if (worst <= tolerance(param.scalar_type()))
-        return worst != 0.0;
-    std::ostringstream text;
-    text << "optfuse: " << label << " is on " << param.device() << ", where the update for "
-         << param.scalar_type() << " is off by a relative " << worst
-         << " from " << gpu_reference(rule.name).name
-         << ", far more than rounding; nothing was fused. Keep the optimizer as it is, and please "
-            "report the GPU, the driver and the release of torch";
-    fail(text.str());
+    check_distance(worst, theirs, there, "optfuse: " + label + " is on " + there.device().str(),
+                   gpu_reference(rule.name).name);
+    return worst != 0.0;
 }
 
 using Kind = std::tuple<std::string, std::vector<double>, at::ScalarType, c10::DeviceIndex>;
 
 } // namespace
 
-bool gpu_bits_differ(const of_rule &rule, std::vector<double> hyper, const at::Tensor &param,
+bool gpu_bits_differ(const of_rule &rule, std::vector<double> hyper, at::TensorOptions there,
                      const std::string &label) {
     static std::mutex lock; // guards known
     static auto *known = new std::map<Kind, bool>;
     for (size_t i = 0; i < rule.n_hyper; i++) // a schedule is no other kind
         if (std::strcmp(rule.hyper[i], "lr") == 0)
             hyper[i] = 1e-2;
-    const Kind kind{rule.name, hyper, param.scalar_type(), param.device().index()};
+    const Kind kind{rule.name, hyper, c10::typeMetaToScalarType(there.dtype()),
+                    there.device().index()};
     const std::lock_guard<std::mutex> guard(lock);
     const auto found = known->find(kind);
     if (found != known->end())
         return found->second;
-    return (*known)[kind] = compare(rule, hyper, param, label);
+    return (*known)[kind] = compare(rule, hyper, there, label);
 }
 
 } // namespace optfuse

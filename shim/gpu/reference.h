@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// gpu_reference.h: the updates whose bits the kernels for GPUs have, by PyTorch's operators.
+// reference.h: the updates whose bits the kernels for GPUs have, by PyTorch's operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ struct GpuReference {
                    const std::vector<Tensors> &state);
 };
 
-// Every rule of classes.cpp has one.
+// The rules of Adam, SGD, RMSprop and Adagrad have one. Throws for others.
 const GpuReference &gpu_reference(const char *rule);
 
 } // namespace optfuse
