@@ -40,9 +40,17 @@ HAS_PYTHON_H = Path(sysconfig.get_path("include"), "Python.h").is_file()
 # Bits
 
 
+def plain(tensor):
+    """As it is in memory; of a DTensor this process's part, since torch 2.11 can't compare whole
+    ones."""
+    tensor = tensor.detach()
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.resolve_conj().resolve_neg().contiguous()
+
+
 def differing(ours, stock):
     """Mask of the elements whose bits differ; NaN equals NaN, -0 is not +0."""
-    ours, stock = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (ours, stock))
+    ours, stock = plain(ours), plain(stock)
     integer = INTEGER[stock.element_size()]
     mask = ours.view(integer) != stock.view(integer)
     if stock.is_floating_point() and mask.any():

@@ -52,8 +52,9 @@ PATCHES = (
     ),
     *(
         Patch(f"torch.Tensor.{name}", _RAW)
-        for name in ("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_")
+        for name in ("data_ptr", "untyped_storage", "apply_", "map_", "map2_")
     ),
+    Patch("torch.Tensor.const_data_ptr", _RAW, optional=True),  # torch 2.11 has none
     *(
         Patch(
             f"torch._C.StorageBase.{name}",
