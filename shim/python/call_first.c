@@ -39,7 +39,25 @@ typedef struct changed {
     bool is_method; /* self is an argument, too */
 } changed;
 
-/* Calls `first` as Python would: what that returns, or NULL after an error. */
+/* As PyObject_Vectorcall(), which Python 3.10 does not export; but values of keywords come by
+ * position, since no `first` needs their names. */
+static of_object *call_array(of_object *first, of_object *const *values, size_t n) {
+    of_object *const list = of_interpreter.new_list(0), *tuple = NULL, *result = NULL;
+    size_t i = 0;
+    while (list && i < n && of_interpreter.append(list, values[i]) == 0)
+        i++;
+    if (list && i == n)
+        tuple = of_interpreter.tuple_of(list);
+    if (tuple) {
+        result = of_interpreter.call_with(first, tuple, NULL);
+        of_interpreter.drop(tuple);
+    }
+    if (list)
+        of_interpreter.drop(list);
+    return result;
+}
+
+/* Calls `first`: what that returns, or NULL after an error. */
 static of_object *call_with_arguments(const changed *f, void *a, void *b, void *c) {
     const bool keywords = f->kind & KEYWORDS;
     switch (f->kind & ~KEYWORDS) {
@@ -48,7 +66,8 @@ static of_object *call_with_arguments(const changed *f, void *a, void *b, void *
     case ONE:
         return of_interpreter.call_objects(f->first, a, NULL);
     case ARRAY:
-        return of_interpreter.call_array(f->first, a, (size_t)b, keywords ? c : NULL);
+        return call_array(f->first, a,
+                          (size_t)b + (keywords && c ? (size_t)of_interpreter.tuple_size(c) : 0));
     default:
         of_interpreter.keep(of_interpreter.none);
         return of_interpreter.none;

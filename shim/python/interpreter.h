@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* interpreter.h: the functions of Python that the shim calls. Nothing of Python is
- * linked: the process has them. All but _Py_NoneStruct are of the stable ABI, PyObject_Vectorcall
- * from 3.12 on. */
+ * linked: the process has them. All but _Py_NoneStruct are of the stable ABI of Python 3.10. */
 #ifndef OPTFUSE_SHIM_INTERPRETER_H
 #define OPTFUSE_SHIM_INTERPRETER_H
 
@@ -29,8 +28,6 @@ typedef struct _object of_object;
       of_object *(*call_method)(of_object * object, const char *name, const char *format, ...))    \
     X("PyObject_CallFunctionObjArgs",                                                              \
       of_object *(*call_objects)(of_object * callable, ... /* NULL at the end */))                 \
-    X("PyObject_Vectorcall",                                                                       \
-      of_object *(*call_array)(of_object * callable, void *array, size_t n, of_object *names))     \
     X("Py_AddPendingCall", int (*call_later)(int (*function)(void *), void *argument))             \
     X("PyErr_CheckSignals", int (*run_signal_handlers)(void))                                      \
     X("Py_IncRef", void (*keep)(of_object * object))                                               \
@@ -58,6 +55,7 @@ typedef struct _object of_object;
     X("PyList_New", of_object *(*new_list)(ssize_t size))                                          \
     X("PyList_Append", int (*append)(of_object * list, of_object * item))                          \
     X("PySequence_List", of_object *(*list_of)(of_object * iterable))                              \
+    X("PyList_AsTuple", of_object *(*tuple_of)(of_object * list))                                  \
     X("PyTuple_Size", ssize_t (*tuple_size)(of_object * tuple))                                    \
     X("PyTuple_GetItem", of_object *(*tuple_item)(of_object * tuple, ssize_t i) /* borrowed */)    \
     X("PySet_Size", ssize_t (*set_size)(of_object * set))                                          \
