@@ -26,6 +26,7 @@ import launch
 import memory
 import pipeline_plan
 import pipeline_run
+import promises
 import reorder
 import survey
 import torch
@@ -46,6 +47,7 @@ SECTIONS = {
     "memory": memory.section,
     "launch": launch.section,
     "trips": trips.section,
+    "promises": promises.section,
     "survey": survey.section,
     "traced": traced.section,
     "distributed": distributed.section,
@@ -62,6 +64,7 @@ OF_ANY_OPTIMIZER = (
     "survey",
     "traced",
     "trips",
+    "promises",
     "kernels",
     "reorder",
     "kfac",
@@ -77,6 +80,7 @@ HELP = """sections:
   memory   peak memory of tensors and of the whole process
   launch   instructions of the host around an update, for a CPU and for a GPU
   trips    Python functions that an iteration enters, and its calls of the library
+  promises thin linear layers whose gradients are promises, under two policies of memory
   survey   which optimizers of other packages fuse, traced or registered; see --packages
   traced   step() of ten classes of another package, by itself and traced; see --packages
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp

@@ -6,11 +6,11 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from bytes_alone import FLOORS, bytes_alone
@@ -77,7 +77,10 @@ class Measured:
         return {**asdict(self.cell), **asdict(self), "cell": str(self)}
 
 
-def in_time(cells: list[Cell], chosen: Any) -> Iterator[Cell]:
+CellT = TypeVar("CellT")
+
+
+def in_time(cells: Sequence[CellT], chosen: Any) -> Iterator[CellT]:
     for i, cell in enumerate(cells):
         if time.monotonic() > chosen.until:
             title(f"left out for want of time: {', '.join(map(str, cells[i:]))}")

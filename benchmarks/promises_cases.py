@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the section promises trains: stacks of linear layers and blocks of a transformer, with few
+rows in a batch, and scripts that take something of a promise away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from models import Block
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from optfuse._ab.variants import Iteration, Wrap
+
+HEAD = 64  # features of an attention head
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str  # of the model: mlp or gpt
+    layers: int
+    width: int
+    rows: tuple[int, ...]  # of the batches, in turn; of gpt: tokens
+    iterations: int  # a round
+    passes: int = 1  # backward passes a step
+    clips: bool = False  # by clip_grad_norm_
+    logs: bool = False  # reads the norm of each gradient after each step
+
+    def __str__(self) -> str:
+        rows = f"{len(self.rows)} sizes" if len(self.rows) > 1 else f"{self.rows[0]}"
+        unit = f"batch {rows}" if self.kind == "mlp" else f"{rows} tokens"
+        also = {
+            "clip_grad_norm_": self.clips,
+            f"accumulate={self.passes}": self.passes > 1,
+            "norm logger": self.logs,
+        }
+        name = f"{self.kind} {self.layers} x {self.width}, {unit}"
+        return ", ".join([name, *(word for word, is_so in also.items() if is_so)])
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward fusion can: its gradients are gone when a script would look."""
+        return not self.clips and not self.logs
+
+
+PLAIN = Case("mlp", 4, 2048, (16,), 5)
+CASES = (
+    Case("mlp", 4, 4096, (8,), 2),
+    PLAIN,
+    Case("gpt", 4, 1024, (16,), 3),
+    Case("gpt", 4, 768, (64,), 3),
+    Case("mlp", 8, 1024, (8,), 10),
+    Case("mlp", 8, 1024, (128,), 4),
+    Case("mlp", 20, 512, (8,), 10),
+    Case("mlp", 4, 2048, (16,), 5, clips=True),
+    Case("mlp", 4, 2048, (16,), 2, passes=4),
+    Case("mlp", 4, 2048, (16,), 5, logs=True),
+    Case("mlp", 4, 2048, tuple(range(1, 41)), 8),
+)
+QUICK = (PLAIN, Case("mlp", 8, 1024, (8,), 10))
+SMOKE = (Case("mlp", 2, 512, (4,), 2),)
+ALL = {str(case): case for case in (*CASES, *QUICK, *SMOKE)}
+
+
+def model_of(case: Case) -> nn.Module:
+    width = case.width
+    if case.kind == "gpt":
+        return nn.Sequential(*(Block(width, width // HEAD) for _ in range(case.layers)))
+    layers = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(case.layers))
+    return nn.Sequential(*layers)
+
+
+def training(case: Case, wrap: Wrap) -> Iteration:
+    """A build function for optfuse.ab, the case given."""
+    model = model_of(case)
+    opt = wrap(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    lead = (1,) if case.kind == "gpt" else ()
+    shapes = [(*lead, rows, case.width) for rows in case.rows]
+    batches = cycle([(torch.randn(shape), torch.randn(shape)) for shape in shapes])
+
+    def iterate() -> Tensor:
+        opt.zero_grad()
+        for _ in range(case.passes):
+            x, y = next(batches)
+            loss = mse_loss(model(x), y)
+            loss.backward()
+        if case.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        if case.logs:
+            _ = [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
+        return loss
+
+    return iterate
