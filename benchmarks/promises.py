@@ -62,6 +62,10 @@ def variants(case: Case, made: dict[str, Optimizer]) -> dict[str, Wrap]:
     return {FUSED: lambda optimizer: optimizer, **ours}
 
 
+def is_promising(kind: str) -> bool:
+    return kind in KINDS and KINDS[kind][1] != "off"
+
+
 def settle(case: Case, limit: float) -> float:
     """Trains until each layer has the verdict of its trial, which the whole process knows from
     then on. Returns the seconds that this took, at most the limit."""
@@ -85,7 +89,7 @@ def promised(kind: str, made: dict[str, Optimizer], steps: int) -> dict[str, Any
     """Gradients of large layers' weights since fuse(): how many there were, how many the update
     computed part by part, how many somebody looked at, and why others were whole. `share`: of the
     bytes of all parameters, those that were updated without a gradient in memory."""
-    if KINDS.get(kind, ("", "off"))[1] == "off":
+    if not is_promising(kind):
         return {}
     optimizer = made[kind]
     layers = optfuse.summary(optimizer).promised
@@ -132,8 +136,9 @@ def speed(case: Case, rounds: int, seconds: float, limit: float) -> dict[str, An
 
 def peak(case: Case, kind: str, limit: float) -> dict[str, Any]:
     """The most MB of tensors in the tenth iteration, parameters and state included."""
-    settle(case, limit)
-    gc.collect()
+    if is_promising(kind):
+        settle(case, limit)
+        gc.collect()
     made: dict[str, Optimizer] = {}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
