@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the section promises trains: stacks of linear layers and blocks of a transformer, with few
-rows in a batch, and scripts that take something of a promise away."""
+"""The models and scripts of the section promises: stacks of linear layers and blocks of a
+transformer, with few rows in a batch, and scripts that look at gradients or add them up."""
 
 from __future__ import annotations
 
