@@ -73,8 +73,7 @@ def model_of(case: Case) -> nn.Module:
 
 
 def training(case: Case, wrap: Wrap) -> Iteration:
-    """A build function for optfuse.ab, the case given. An iteration ends without gradients: where
-    they stay, the flush() with which ab() stops its clock would compute them."""
+    """A build function for optfuse.ab, the case given."""
     model = model_of(case)
     opt = wrap(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
     lead = (1,) if case.kind == "gpt" else ()
@@ -82,6 +81,7 @@ def training(case: Case, wrap: Wrap) -> Iteration:
     batches = cycle([(torch.randn(shape), torch.randn(shape)) for shape in shapes])
 
     def iterate() -> Tensor:
+        opt.zero_grad()
         for _ in range(case.passes):
             x, y = next(batches)
             loss = mse_loss(model(x), y)
@@ -91,7 +91,6 @@ def training(case: Case, wrap: Wrap) -> Iteration:
         opt.step()
         if case.logs:
             _ = [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
-        opt.zero_grad()
         return loss
 
     return iterate
