@@ -52,6 +52,9 @@ def add_fuse_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-fold", dest="fold", action="store_false")
     parser.add_argument(
+        "--products", choices=("auto", "off"), help="whether gradients may be promises"
+    )
+    parser.add_argument(
         "--strict", action="store_true", help="fuse nothing that is not built with fused=True"
     )
     parser.add_argument(
@@ -90,7 +93,7 @@ def at_least(least: float, kind: Callable[[str], float]) -> Callable[[str], floa
 
 def fuse_settings(options: argparse.Namespace) -> dict[str, Any]:
     """How optimizers are fused, but for the mode."""
-    named = ("accumulate", "bucket_bytes", "side_stream", "fold", "strict")
+    named = ("accumulate", "bucket_bytes", "side_stream", "fold", "strict", "products")
     chosen = {name: getattr(options, name) for name in named}
     return {"options": chosen, "register": options.register}
 

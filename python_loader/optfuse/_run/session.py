@@ -27,7 +27,7 @@ from optfuse._own_step.reach import inner_optimizer
 from optfuse._own_step.register import is_registered, register
 
 Models = Iterable[DistributedDataParallel]
-_OF_ANY_MODE = "bucket_bytes", "strict"
+_OF_ANY_MODE = "bucket_bytes", "strict", "products"
 _OF_FORWARD = "max_grad_norm", "fold"
 _OF_BACKWARD = "side_stream", "accumulate"
 

@@ -70,6 +70,12 @@ def test_updates_are_created_where_the_mode_says():
         assert "updates: 20 created" in printed, printed
 
 
+def test_gradients_may_be_promises_where_that_is_asked_for():
+    for products, n in ("auto", 1), ("off", 0):
+        done = succeeded(python(*RUN, "-q", "--products", products, "wide.py"))
+        assert done.stdout == f"{n}\n", done.stderr
+
+
 @pytest.mark.parametrize("mode", ["backward"])
 def test_subclasses_that_are_traced_and_classes_that_were_registered(mode):
     """Fused implementations can't be traced; without the flag a class of torch can."""
