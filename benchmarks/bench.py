@@ -26,7 +26,7 @@ import launch
 import memory
 import pipeline_plan
 import pipeline_run
-import promises
+import promised_gradients
 import reorder
 import survey
 import torch
@@ -47,7 +47,7 @@ SECTIONS = {
     "memory": memory.section,
     "launch": launch.section,
     "trips": trips.section,
-    "promises": promises.section,
+    "promises": promised_gradients.section,
     "survey": survey.section,
     "traced": traced.section,
     "distributed": distributed.section,

@@ -16,9 +16,9 @@ ITERATIONS = 3
 @pytest.fixture
 def promises(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import promises
+    import promised_gradients
 
-    return promises
+    return promised_gradients
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def cases():
 
 
 def small(**changes):
-    from promises_cases import Case
+    from promised_gradients_cases import Case
 
     return Case(
         **{"kind": "mlp", "layers": 2, "width": 32, "rows": (4,), "iterations": 1, **changes}
@@ -79,7 +79,7 @@ def test_reasons_that_stay_are_the_librarys(promises):
 
 
 def test_names_of_cases_are_their_own(promises):
-    from promises_cases import ALL, CASES, QUICK, SMOKE
+    from promised_gradients_cases import ALL, CASES, QUICK, SMOKE
 
     assert len({str(case) for case in CASES}) == len(CASES)
     assert all(ALL[str(case)] == case for case in (*CASES, *QUICK, *SMOKE))

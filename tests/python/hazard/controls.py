@@ -60,6 +60,10 @@ OUT_OF_REACH = {
     ),
     **dict.fromkeys(("late_write", "exchange"), "programs delay no updates"),
     **dict.fromkeys(
+        ("factors_copied", "product_bits"),
+        "gradients are promises only where OPTFUSE_PRODUCTS says so; run_promises.py plays those",
+    ),
+    **dict.fromkeys(
         ("late_groups", "late_scale", "written"),
         "programs with it off have raised for other reasons so far; its scenario shows it",
     ),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from compare import in_time
 from figures import FUSED, columns, progress, title
-from promises_cases import ALL, CASES, PLAIN, QUICK, SMOKE, Case, training
+from promised_gradients_cases import ALL, CASES, PLAIN, QUICK, SMOKE, Case, training
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
