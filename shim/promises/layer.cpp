@@ -10,6 +10,7 @@
 #include "promises/product.h"
 #include "promises/promise.h"
 #include "promises/trials.h"
+#include "tensor/refuse.h"
 
 namespace optfuse {
 namespace {
@@ -22,7 +23,8 @@ constexpr int kTooMany = 2;
 
 bool is_plain(const at::Tensor &t) {
     return t.layout() == c10::kStrided && t.device().is_cpu() && t.dim() == 2 &&
-           (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble) && !t.is_neg() &&
+           (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble) &&
+           !is_lazy(t.unsafeGetTensorImpl()) &&
            !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
 }
 

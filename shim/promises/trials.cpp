@@ -233,8 +233,8 @@ void time_both(Entry *entry, const at::Tensor &dy, const at::Tensor &x) {
     note_least(&entry->panels, seconds_now() - between);
 }
 
-bool has_time(Trials *all, double seconds) {
-    return all->spent + seconds <= kShare * (seconds_now() - all->began);
+bool has_time(const Trials &all, double seconds) {
+    return all.spent + seconds <= kShare * (seconds_now() - all.began);
 }
 
 Verdict verdict_of(const Entry &entry, bool forced) {
@@ -246,15 +246,14 @@ Verdict verdict_of(const Entry &entry, bool forced) {
 }
 
 // How long the whole product takes is noted first, to know what a trial would cost.
-void try_now(Trials *all, Entry *entry, const at::Tensor &dy, const at::Tensor &x, bool forced) {
-    const double began = seconds_now();
+void try_now(const Trials &all, Entry *entry, const at::Tensor &dy, const at::Tensor &x,
+             bool forced) {
     if (forced || (entry->whole != 0 && has_time(all, kProducts * entry->whole))) {
         entry->is_equal = is_equal_on_all(dy, x);
         entry->is_tried = true;
     }
     if (!forced && (entry->whole == 0 || entry->is_equal))
         time_both(entry, dy, x);
-    all->spent += seconds_now() - began;
 }
 
 } // namespace
@@ -271,13 +270,15 @@ Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced) {
     Entry &entry = found == all.entries.end() ? all.entries[key] : found->second;
     const PlainMode plain;
     entry.uses++;
+    const double began = seconds_now();
     if (!entry.is_tried && (forced || entry.uses > kUsesBefore))
-        try_now(&all, &entry, dy, x, forced);
+        try_now(all, &entry, dy, x, forced);
     if (entry.is_equal && ++entry.promised >= entry.again && !forced &&
-        has_time(&all, 2 * entry.whole)) {
+        has_time(all, 2 * entry.whole)) {
         time_both(&entry, dy, x);
         entry.again *= 2;
     }
+    all.spent += seconds_now() - began;
     return verdict_of(entry, forced);
 }
 
