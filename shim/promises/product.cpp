@@ -88,10 +88,6 @@ WeightProduct::WeightProduct(const at::Tensor &dy, const at::Tensor &x)
       panel_rows_(rows_of_panel(rows(), columns() * static_cast<int64_t>(x_.element_size()))),
       floating_(of_floating_now()) {}
 
-size_t WeightProduct::nbytes() const {
-    return static_cast<size_t>(rows() * columns()) * x_.element_size();
-}
-
 void WeightProduct::compute(int64_t first, int64_t end, void *out) const {
     const unsigned outside = of_floating_now();
     of_floating_set(floating_);
@@ -103,20 +99,15 @@ void WeightProduct::compute(int64_t first, int64_t end, void *out) const {
 }
 
 void WeightProduct::compute_all(void *out) const {
-    const size_t row_bytes = static_cast<size_t>(columns()) * x_.element_size();
-    in_parallel(panels(), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-            const int64_t first = i * panel_rows_;
-            compute(first, std::min(first + panel_rows_, rows()),
-                    static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes);
-        }
+    each_panel([&](int64_t first, int64_t end) {
+        compute(first, end, static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes());
     });
 }
 
 const void *WeightProduct::panel(int64_t first, int64_t end) const {
     thread_local std::unique_ptr<void, Free> memory;
     thread_local size_t size = 0;
-    const size_t needed = static_cast<size_t>(panel_rows_ * columns()) * x_.element_size();
+    const size_t needed = static_cast<size_t>(panel_rows_) * row_bytes();
     if (size < needed) {
         memory.reset(std::aligned_alloc(64, (needed + 63) / 64 * 64));
         size = memory ? needed : 0;

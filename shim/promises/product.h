@@ -4,7 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+
+#include "tensor/parallel.h"
 
 namespace optfuse {
 
@@ -19,8 +22,16 @@ class WeightProduct {
     int64_t columns() const { return x_.size(1); }
     // How many rows are computed at a time: the product's bits may depend on that.
     int64_t panel_rows() const { return panel_rows_; }
-    int64_t panels() const { return (rows() + panel_rows_ - 1) / panel_rows_; }
-    size_t nbytes() const; // of dW
+    // Calls work(first, end) for the rows of each panel, on all threads. It must not throw.
+    template <class Work> void each_panel(const Work &work) const {
+        const int64_t panels = (rows() + panel_rows_ - 1) / panel_rows_;
+        in_parallel(panels, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++)
+                work(i * panel_rows_, std::min((i + 1) * panel_rows_, rows()));
+        });
+    }
+    size_t row_bytes() const { return static_cast<size_t>(columns()) * x_.element_size(); }
+    size_t nbytes() const { return static_cast<size_t>(rows()) * row_bytes(); } // of dW
     at::ScalarType dtype() const { return x_.scalar_type(); }
 
     // Rows [first, end) of dW, one after the other; the first is a panel's first, and the end the

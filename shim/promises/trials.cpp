@@ -173,18 +173,13 @@ bool are_equal(const at::Tensor &dy, const at::Tensor &x) {
     const at::Tensor whole = whole_product(dy, x);
     const WeightProduct product(dy, x);
     const auto *at = static_cast<const char *>(data_of(whole.unsafeGetTensorImpl()));
-    const size_t row_bytes = product.nbytes() / static_cast<size_t>(product.rows());
     std::atomic<bool> equal{whole.is_contiguous()};
-    in_parallel(product.panels(), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end && equal; i++) {
-            const int64_t first = i * product.panel_rows();
-            const int64_t last = std::min(first + product.panel_rows(), product.rows());
-            const void *panel = product.panel(first, last);
-            const size_t bytes = static_cast<size_t>(last - first) * row_bytes;
-            if (panel == nullptr ||
-                std::memcmp(panel, at + static_cast<size_t>(first) * row_bytes, bytes) != 0)
-                equal = false;
-        }
+    product.each_panel([&](int64_t first, int64_t end) {
+        const void *panel = equal ? product.panel(first, end) : nullptr;
+        const size_t bytes = static_cast<size_t>(end - first) * product.row_bytes();
+        const char *rows = at + static_cast<size_t>(first) * product.row_bytes();
+        if (panel == nullptr || std::memcmp(panel, rows, bytes) != 0)
+            equal = false;
     });
     return equal;
 }
@@ -223,12 +218,7 @@ void time_both(Entry *entry, const at::Tensor &dy, const at::Tensor &x) {
     const double between = seconds_now();
     (void)read;
     const WeightProduct product(dy, x);
-    in_parallel(product.panels(), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-            const int64_t first = i * product.panel_rows();
-            product.panel(first, std::min(first + product.panel_rows(), product.rows()));
-        }
-    });
+    product.each_panel([&](int64_t first, int64_t end) { product.panel(first, end); });
     note_least(&entry->whole, between - began);
     note_least(&entry->panels, seconds_now() - between);
 }
