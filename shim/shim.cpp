@@ -336,7 +336,7 @@ void of_shim_promise_gradients(of_shim_plan *handle, bool forced) {
     plan_of(handle)->promising = forced ? optfuse::Promising::FORCED : optfuse::Promising::AUTO;
 }
 
-void of_shim_keep_promises(void) { optfuse::AllPromises::keep_all(); }
+void of_shim_keep_promises(void) { optfuse::keep_all_promises(); }
 
 bool of_shim_promises_of(of_shim_plan *handle, size_t i, of_shim_promises *out) {
     const auto &layers = plan_of(handle)->promising_layers;

@@ -17,18 +17,18 @@ namespace {
 void prepare_fork() {
     const WithoutGil wait;
     await_arrivals(ALL_GROUPS);
-    AllPromises::keep_all();
+    keep_all_promises();
     of_fork_prepare();
-    AllPromises::lock();
+    lock_promises();
 }
 
 void after_fork_in_parent() {
-    AllPromises::unlock();
+    unlock_promises();
     of_fork_parent();
 }
 
 void after_fork_in_child() {
-    AllPromises::unlock();
+    unlock_promises();
     of_fork_child();
 }
 

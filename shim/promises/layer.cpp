@@ -53,17 +53,17 @@ bool PromisingLayer::takes(int64_t rows, const at::Tensor &weight) const {
 }
 
 PromisingLayer::Counts PromisingLayer::counts() const {
-    const std::lock_guard<std::mutex> guard(lock());
+    const std::lock_guard<std::mutex> guard(layers_lock());
     return counts_;
 }
 
-std::mutex &PromisingLayer::lock() {
+std::mutex &layers_lock() {
     static auto *only = new std::mutex; // leaked: threads may outlive destructors
     return *only;
 }
 
 bool PromisingLayer::is_quiet() {
-    const std::lock_guard<std::mutex> guard(lock());
+    const std::lock_guard<std::mutex> guard(layers_lock());
     if (quiet_ == 0)
         return false;
     quiet_--;
@@ -98,7 +98,7 @@ at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
                                    const at::Tensor &dy, const at::Tensor &x) {
     const char *why = why_not(dy, x);
     {
-        const std::lock_guard<std::mutex> guard(lock());
+        const std::lock_guard<std::mutex> guard(layers_lock());
         counts_.promised += why == nullptr;
         counts_.whole += why != nullptr;
         counts_.because = why == nullptr ? counts_.because : why;
@@ -117,13 +117,13 @@ void PromisingLayer::note(bool was_looked_at) {
 }
 
 void PromisingLayer::note_panels() {
-    const std::lock_guard<std::mutex> guard(lock());
+    const std::lock_guard<std::mutex> guard(layers_lock());
     counts_.panels++;
     note(false);
 }
 
 void PromisingLayer::note_made() {
-    const std::lock_guard<std::mutex> guard(lock());
+    const std::lock_guard<std::mutex> guard(layers_lock());
     counts_.made++;
     note(true);
 }

@@ -45,15 +45,15 @@ class PromisingLayer {
 
     const std::string label_;
     const bool forced_;
-    // Guards the rest, of all layers: a fork has one lock to take. None is held that it could wait
-    // for.
-    static std::mutex &lock();
-    friend class AllPromises;
+    // The rest is guarded by layers_lock().
     Counts counts_;
     unsigned looked_at_ = 0; // a bit for each of the last promises
     uint64_t quiet_ = 0;     // uses for which none is made
     uint64_t next_quiet_ = 64;
 };
+
+// One for all layers, so that a fork has one to take; nothing waits while it is held.
+std::mutex &layers_lock();
 
 // Whether this parameter's gradient may be promised at all.
 bool can_be_promised(const c10::TensorImpl *weight, bool forced);

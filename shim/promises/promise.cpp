@@ -175,7 +175,7 @@ void compute_now(const c10::TensorImpl *gradient) {
         throw std::runtime_error(of_error_message());
 }
 
-void AllPromises::keep_all() {
+void keep_all_promises() {
     std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;
     {
         Promises &all = promises();
@@ -188,16 +188,16 @@ void AllPromises::keep_all() {
         keep_promise(storage.get());
 }
 
-void AllPromises::lock() {
-    PromisingLayer::lock().lock();
+void lock_promises() {
+    layers_lock().lock();
     trials_lock().lock();
     promises().lock.lock();
 }
 
-void AllPromises::unlock() {
+void unlock_promises() {
     promises().lock.unlock();
     trials_lock().unlock();
-    PromisingLayer::lock().unlock();
+    layers_lock().unlock();
 }
 
 } // namespace optfuse

@@ -29,14 +29,11 @@ bool keep_promise(c10::StorageImpl *storage);
 // Computes the gradient, if it is one, for what reads its memory. Throws.
 void compute_now(const c10::TensorImpl *gradient);
 
-class AllPromises {
-  public:
-    static void keep_all();
-    // Around fork(), with the core's locks held: a child has none of the threads that could let go
-    // of these.
-    static void lock();
-    static void unlock();
-};
+void keep_all_promises();
+// Around fork(), with the core's locks held: a child has none of the threads that could let go of
+// these.
+void lock_promises();
+void unlock_promises();
 
 extern const of_product_host product_host;
 
