@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -137,8 +136,8 @@ struct Plan {
     bool reduces = false; // some slots are: a pass waits for them at its end
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     Promising promising = Promising::OFF;
-    // By label: a parameter that is told anew goes on with its own.
-    std::map<std::string, std::shared_ptr<PromisingLayer>> promising_layers;
+    // A parameter that is told anew goes on with that of its label.
+    std::vector<std::shared_ptr<PromisingLayer>> promising_layers;
     int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint64_t> prepared[64] = {};

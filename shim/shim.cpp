@@ -342,7 +342,7 @@ bool of_shim_promises_of(of_shim_plan *handle, size_t i, of_shim_promises *out) 
     const auto &layers = plan_of(handle)->promising_layers;
     if (i >= layers.size())
         return false;
-    const auto &layer = *std::next(layers.begin(), static_cast<std::ptrdiff_t>(i))->second;
+    const auto &layer = *layers[i];
     const auto counts = layer.counts();
     *out = {layer.label().c_str(), counts.because, counts.promised, counts.panels, counts.made,
             counts.whole};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "slots.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -14,11 +15,13 @@ void let_promise(Plan &plan, Slot *slot) {
     const bool forced = plan.promising == Promising::FORCED;
     if (plan.rule->external || !can_be_promised(slot->param, forced))
         return;
-    auto &layer = plan.promising_layers[slot->label];
-    if (!layer)
-        layer = std::make_shared<PromisingLayer>(slot->label, forced);
-    slot->promising = layer;
-    know_promising(slot->param, layer);
+    auto &layers = plan.promising_layers;
+    const auto is_its = [slot](const auto &layer) { return layer->label() == slot->label; };
+    const auto found = std::find_if(layers.begin(), layers.end(), is_its);
+    slot->promising = found != layers.end()
+                          ? *found
+                          : layers.emplace_back(new PromisingLayer(slot->label, forced));
+    know_promising(slot->param, slot->promising);
 }
 
 } // namespace

@@ -37,8 +37,9 @@ struct Registry {
     std::shared_mutex lock;
     std::unordered_map<const c10::TensorImpl *, Known> layers;
     std::vector<std::unique_ptr<torch::Library>> kernels; // while there are layers
-    // An optimizer may die while other threads call these operators, and PyTorch's dispatcher does
-    // not let kernels go then: once gradients may be promised they stay.
+    // An optimizer may die while other threads call these operators, and PyTorch's dispatcher can't
+    // lose kernels then: once gradients may be promised they stay. Other layers go by an explicit
+    // remove(), which docs/reordering.md asks to call alone.
     bool stays = false;
 };
 
