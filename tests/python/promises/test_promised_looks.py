@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Looks at a gradient that nobody has computed find the numbers that stock has; and the other things
+that can be seen of such a layer."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from common import adamw, assert_same, one_process
+
+import optfuse
+from promises.scripted import MODES, WIDTH, batch, equal, first, loss_of, script_of, train, wide
+
+LOOKS = {
+    "norm": lambda p: p.grad.norm(),
+    "numpy": lambda p: torch.from_numpy(p.grad.numpy().copy()),
+    "detach().numpy()": lambda p: torch.from_numpy(p.grad.detach().numpy().copy()),
+    "data": lambda p: p.grad.data.clone(),
+    "address": lambda p: p.grad.data_ptr() != 0 and p.grad.clone(),
+    "storage": lambda p: torch.tensor(list(p.grad.untyped_storage())[:64]),
+    "tolist": lambda p: torch.tensor(p.grad.tolist()),
+    "copy": lambda p: copy.deepcopy(p.grad),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p.grad)),
+    "dlpack": lambda p: torch.from_dlpack(p.grad).clone(),
+    "a row": lambda p: p.grad[1].clone(),
+    "shape": lambda p: torch.tensor([*p.grad.shape, *p.grad.stride(), p.grad.numel()]),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("when", ("before step", "after step", "after the update"))
+def test_whoever_looks_finds_the_gradient(look, when):
+    def iteration(model, optimizer, i):
+        p = first(model)
+        seen = []
+        train(model, optimizer, i, lambda: when == "before step" and seen.append(LOOKS[look](p)))
+        if when == "after the update":
+            yield "weight", p
+        if when != "before step":
+            seen.append(LOOKS[look](p))
+        yield "seen", seen
+
+    equal(script_of(iteration), "forward", made=look != "shape", panels=True)
+
+
+@pytest.mark.parametrize("order", ("alias first", "gradient first"))
+def test_an_alias_is_the_same_memory(order):
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        p = first(model)
+        alias = p.grad.data
+        for tensor in (alias, p.grad) if order == "alias first" else (p.grad, alias):
+            tensor.mul_(2)
+        yield "both", [alias, p.grad]
+        optimizer.step()
+
+    equal(script_of(iteration), "forward", made=True)
+
+
+def test_a_gradient_that_two_parameters_have():
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        model[2].weight.grad = model[0].weight.grad
+        optimizer.step()
+
+    equal(script_of(iteration), "forward")
+
+
+def test_grad_fn_is_a_node_of_ours_and_its_saved_tensors_are_others():
+    model = wide()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        y = model[0](batch(0).requires_grad_())
+    assert y.grad_fn.name().startswith("optfuse dX of ")
+    assert [tuple(t.shape) for t in packed] == [(5, WIDTH), (WIDTH, WIDTH)]
+    optfuse.unfuse(optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ("record_shapes", "with_stack", "profile_memory"))
+def test_a_profiler_that_looks_at_tensors(mode, what):
+    def iteration(model, optimizer, i):
+        def watched(when):
+            return torch.profiler.profile(**{what: True}) if when else contextlib.nullcontext()
+
+        with watched(i == 1):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            with watched(i == 2):
+                optimizer.step()
+
+    equal(script_of(iteration, steps=5), mode, panels=True)
+
+
+def test_compiled_code_reads_a_gradient():
+    torch._dynamo.reset()
+    scaled = torch.compile(lambda g: g * 2, backend="aot_eager")
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        yield "scaled", [scaled(p.grad) for p in model.parameters()]
+        optimizer.step()
+
+    equal(script_of(iteration), "forward", made=True)
+
+
+def test_raw_memory_of_a_promise_is_sealed():
+    model = wide()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    loss_of(model, 0).backward()
+    grad = first(model).grad
+    with one_process():
+        with pytest.raises(RuntimeError, match="invalid"):
+            torch.distributed.scatter(torch.empty_like(first(model)), [grad])
+        grad.norm()
+        received = torch.empty_like(grad)
+        torch.distributed.scatter(received, [grad])
+    assert_same("received", received, grad)
+    optfuse.unfuse(optimizer)
+
+
+def test_compiled_autograd_is_refused():
+    model = wide()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    loss = loss_of(model, 0)
+    with (
+        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+        pytest.raises(optfuse.Error, match='products="off"'),
+    ):
+        loss.backward()
+    optfuse.unfuse(optimizer)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Layers whose gradients are promised, and those that are left alone."""
+
+import pytest
+import torch
+from common import adamw
+from torch import nn
+
+import optfuse
+from promises.counted import promises_of, total
+from promises.scripted import WIDTH, batch, train, wide
+
+
+def test_small_or_thick_layers_are_left_alone(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_PRODUCTS", "auto")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    y = model(torch.randn(5, 64))
+    assert promises_of(optimizer) == () and "Addmm" in y.grad_fn.name()
+    thick = nn.Linear(600, 600)
+    optimizer = optfuse.fuse(adamw(thick.parameters()))
+    assert "Addmm" in thick(torch.randn(600, 600)).grad_fn.name()
+    assert "optfuse" in thick(torch.randn(8, 600)).grad_fn.name()
+    assert [layer.promised for layer in promises_of(optimizer)] == [0]
+
+
+@pytest.mark.parametrize("make", (torch.optim.Adafactor, torch.optim.Muon))
+def test_rules_without_kernels_have_none(make):
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    optimizer = optfuse.fuse(make(model.parameters(), lr=1e-3))
+    assert promises_of(optimizer) == ()
+
+
+def test_a_layer_whose_gradient_is_looked_at_stops(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_PRODUCTS", "auto")
+    model = nn.Linear(600, 600)
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    for _ in range(400):
+        optimizer.zero_grad()
+        model(torch.randn(4, 600)).square().mean().backward()
+        model.weight.grad.norm()
+        optimizer.step()
+    (layer,) = promises_of(optimizer)
+    assert layer.made <= 10 and layer.made + layer.whole == 400
+    if layer.made:
+        assert "looked at" in optfuse.explain(optimizer)
+
+
+def test_off_is_the_default(monkeypatch):
+    monkeypatch.delenv("OPTFUSE_PRODUCTS")
+    model = nn.Linear(600, 600)
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    assert promises_of(optimizer) == () and "Addmm" in model(torch.randn(4, 600)).grad_fn.name()
+    optfuse.unfuse(optimizer)
+    monkeypatch.setenv("OPTFUSE_PRODUCTS", "maybe")
+    with pytest.raises(optfuse.Error, match="OPTFUSE_PRODUCTS=maybe"):
+        optfuse.fuse(optimizer)
+
+
+def test_flush_leaves_a_gradient_a_promise():
+    """It has been used up by then, or is none of flush()'s business."""
+    model = wide()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    for i in range(4):
+        train(model, optimizer, i)
+        optfuse.flush(optimizer if i % 2 else None)
+    assert total(optimizer, "panels") == total(optimizer, "promised") == 12
+    assert total(optimizer, "made") == 0
+
+
+def test_after_unfuse_the_layers_node_is_that_of_stock():
+    model = wide()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    assert "optfuse" in model[0](batch(0)).grad_fn.name()
+    optfuse.unfuse(optimizer)
+    assert "Addmm" in model[0](batch(0)).grad_fn.name()
