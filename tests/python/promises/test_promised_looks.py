@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Looks at a gradient that nobody has computed find the numbers that stock has; and the other things
-that can be seen of such a layer."""
+"""Whoever looks at a gradient that nobody has computed finds the numbers that stock has. More that
+can be seen of such a layer."""
 
 import contextlib
 import copy
