@@ -14,88 +14,68 @@ constexpr double RATES[] = {1e-1, 1e-2, 1e-3, 0}, DECAYS[] = {0, 0.1, 0.01, 0.5}
 
 // ---- options, by number
 
-template <typename Options> void change_adam(Options &o, unsigned which, unsigned value) {
-    switch (which % 5) {
-    case 0:
-        o.lr(RATES[value]);
-        break;
-    case 1:
-        o.weight_decay(DECAYS[value]);
-        break;
-    case 2:
-        o.betas({BETAS[value], 0.95});
-        break;
-    case 3:
-        o.eps(EPSILONS[value]);
-        break;
-    default:
-        o.amsgrad(!o.amsgrad());
-    }
+template <typename Options> using Change = void (*)(Options &o, unsigned value);
+
+template <typename Options> void lr(Options &o, unsigned value) {
+    o.lr(RATES[value]);
+}
+
+template <typename Options> void weight_decay(Options &o, unsigned value) {
+    o.weight_decay(DECAYS[value]);
+}
+
+template <typename Options> void eps(Options &o, unsigned value) {
+    o.eps(EPSILONS[value]);
+}
+
+template <typename Options>
+const Change<Options> ADAM[] = {lr, weight_decay,
+                                [](Options &o, unsigned value) { o.betas({BETAS[value], 0.95}); },
+                                eps, [](Options &o, unsigned) { o.amsgrad(!o.amsgrad()); }};
+
+const Change<optim::SGDOptions> SGD[] = {
+    lr, weight_decay,
+    [](optim::SGDOptions &o, unsigned value) { o.momentum(BETAS[value]).nesterov(false); },
+    [](optim::SGDOptions &o, unsigned value) { o.dampening(DECAYS[value]).nesterov(false); },
+    [](optim::SGDOptions &o, unsigned) {
+        o.nesterov(!o.nesterov() && o.momentum() > 0 && o.dampening() == 0);
+    }};
+
+const Change<optim::AdagradOptions> ADAGRAD[] = {
+    lr, weight_decay, [](optim::AdagradOptions &o, unsigned value) { o.lr_decay(DECAYS[value]); },
+    eps};
+
+const Change<optim::RMSpropOptions> RMSPROP[] = {
+    lr,
+    weight_decay,
+    [](optim::RMSpropOptions &o, unsigned value) { o.alpha(BETAS[value]); },
+    eps,
+    [](optim::RMSpropOptions &o, unsigned value) { o.momentum(BETAS[value]); },
+    [](optim::RMSpropOptions &o, unsigned) { o.centered(!o.centered()); }};
+
+template <typename Options, size_t N>
+void change(Options &o, const Change<Options> (&changes)[N], unsigned which, unsigned value) {
+    changes[which % N](o, value);
 }
 
 void change_options(optim::AdamWOptions &o, unsigned which, unsigned value) {
-    change_adam(o, which, value);
+    change(o, ADAM<optim::AdamWOptions>, which, value);
 }
 
 void change_options(optim::AdamOptions &o, unsigned which, unsigned value) {
-    change_adam(o, which, value);
+    change(o, ADAM<optim::AdamOptions>, which, value);
 }
 
 void change_options(optim::SGDOptions &o, unsigned which, unsigned value) {
-    switch (which % 5) {
-    case 0:
-        o.lr(RATES[value]);
-        break;
-    case 1:
-        o.weight_decay(DECAYS[value]);
-        break;
-    case 2:
-        o.momentum(BETAS[value]).nesterov(false);
-        break;
-    case 3:
-        o.dampening(DECAYS[value]).nesterov(false);
-        break;
-    default:
-        o.nesterov(!o.nesterov() && o.momentum() > 0 && o.dampening() == 0);
-    }
+    change(o, SGD, which, value);
 }
 
 void change_options(optim::AdagradOptions &o, unsigned which, unsigned value) {
-    switch (which % 4) {
-    case 0:
-        o.lr(RATES[value]);
-        break;
-    case 1:
-        o.weight_decay(DECAYS[value]);
-        break;
-    case 2:
-        o.lr_decay(DECAYS[value]);
-        break;
-    default:
-        o.eps(EPSILONS[value]);
-    }
+    change(o, ADAGRAD, which, value);
 }
 
 void change_options(optim::RMSpropOptions &o, unsigned which, unsigned value) {
-    switch (which % 6) {
-    case 0:
-        o.lr(RATES[value]);
-        break;
-    case 1:
-        o.weight_decay(DECAYS[value]);
-        break;
-    case 2:
-        o.alpha(BETAS[value]);
-        break;
-    case 3:
-        o.eps(EPSILONS[value]);
-        break;
-    case 4:
-        o.momentum(BETAS[value]);
-        break;
-    default:
-        o.centered(!o.centered());
-    }
+    change(o, RMSPROP, which, value);
 }
 
 // ---- entries
