@@ -57,11 +57,11 @@ template <class T>
 using NodeOf = std::conditional_t<std::is_base_of_v<c10::intrusive_ptr_target, Node>,
                                   c10::intrusive_ptr<T>, std::shared_ptr<T>>;
 
-// Whether DistributedDataParallel copies the gradient as soon as it is complete; or it is that of a
-// cast, which is computed in another dtype.
-bool is_reduced(const Edge &edge) {
+// Whether a gradient goes from here into .grad: not by way of a cast's node, and not to be copied
+// there at once, as DistributedDataParallel does.
+bool leads_to_grad(const Edge &edge) {
     const auto *end = dynamic_cast<torch::autograd::AccumulateGrad *>(edge.function.get());
-    return end == nullptr || !edge.function->post_hooks().empty();
+    return end != nullptr && edge.function->post_hooks().empty();
 }
 
 // The common part of both kinds of tasks.
@@ -167,7 +167,7 @@ struct WeightTask final : Task {
     at::Tensor promise(const at::Tensor &g, const at::Tensor &rows) const {
         const std::shared_ptr<PromisingLayer> &layer = use.known.promising;
         if (!layer || use.known.layer || use.known.watched || use.known.input_weight || !by_rows ||
-            at::GradMode::is_enabled() || is_reduced(next_edge(weight_output())))
+            at::GradMode::is_enabled() || !leads_to_grad(next_edge(weight_output())))
             return {};
         return layer->promise(layer, g, rows);
     }

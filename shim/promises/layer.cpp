@@ -21,7 +21,7 @@ constexpr int64_t kLeastElements = 1 << 18;
 constexpr unsigned kLast = 0xf;
 constexpr int kTooMany = 2;
 
-bool is_plain(const at::Tensor &t) {
+bool has_form(const at::Tensor &t) {
     return t.layout() == c10::kStrided && t.device().is_cpu() && t.dim() == 2 &&
            (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble) &&
            !is_lazy(t.unsafeGetTensorImpl()) &&
@@ -74,7 +74,7 @@ bool PromisingLayer::is_quiet() {
 const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
     if (is_quiet())
         return "the gradient was looked at";
-    if (!is_plain(dy) || !is_plain(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
+    if (!has_form(dy) || !has_form(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
         x.numel() == 0)
         return "panels take dense float32 or float64 on the CPU";
     if (c10::impl::TorchDispatchModeTLS::any_modes_set())

@@ -16,8 +16,7 @@ enum class Promising { OFF, AUTO, FORCED }; // FORCED: of any size, at once; for
 // Any thread calls.
 class PromisingLayer {
   public:
-    explicit PromisingLayer(std::string label, bool forced)
-        : label_(std::move(label)), forced_(forced) {}
+    PromisingLayer(std::string label, bool forced) : label_(std::move(label)), forced_(forced) {}
 
     // Uses of the layer in backward, by what became of the gradient.
     struct Counts {

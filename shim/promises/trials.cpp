@@ -5,7 +5,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mm.h>
 
 #include <array>
@@ -89,7 +88,7 @@ Key key_of(const at::Tensor &dy, const at::Tensor &x) {
 }
 
 // The numbers of a trial. None comes from PyTorch's generators, whose state is the user's.
-class Numbers {
+class Draws {
   public:
     double next() { // from -1 to 1
         state_ = state_ * 6364136223846793005u + 1442695040888963407u;
@@ -100,7 +99,7 @@ class Numbers {
     uint64_t state_ = 1;
 };
 
-template <typename Real> Real special(Numbers &numbers) {
+template <typename Real> Real special(Draws &draws) {
     using Limits = std::numeric_limits<Real>;
     const Real of[] = {0,
                        Real(-0.0),
@@ -111,16 +110,16 @@ template <typename Real> Real special(Numbers &numbers) {
                        Limits::quiet_NaN(),
                        Limits::max(),
                        1};
-    return of[static_cast<size_t>((numbers.next() + 1) / 2 * 8.999)];
+    return of[static_cast<size_t>((draws.next() + 1) / 2 * 8.999)];
 }
 
 enum class Kind { SPREAD, CANCELLING, TINY, SPECIAL };
 
-// Numbers of all magnitudes; row by row such that sums cancel; such that products are around the
+// Draws of all magnitudes; row by row such that sums cancel; such that products are around the
 // least that is no denormal, which some threads may take for zeros; and with infinities and the
 // like.
-template <typename Real> Real number(Kind kind, int64_t row, Numbers &numbers) {
-    const double random = numbers.next();
+template <typename Real> Real number(Kind kind, int64_t row, Draws &draws) {
+    const double random = draws.next();
     switch (kind) {
     case Kind::SPREAD:
         return static_cast<Real>(random * random * random * 1e3);
@@ -129,17 +128,17 @@ template <typename Real> Real number(Kind kind, int64_t row, Numbers &numbers) {
     case Kind::TINY:
         return static_cast<Real>(random * 4) * std::sqrt(std::numeric_limits<Real>::min());
     case Kind::SPECIAL:
-        return numbers.next() > 0.5 ? special<Real>(numbers) : static_cast<Real>(random);
+        return draws.next() > 0.5 ? special<Real>(draws) : static_cast<Real>(random);
     }
     return 0;
 }
 
 // Zeros, half of them negative, as behind a ReLU: CANCELLING has some in each column.
-template <typename Real> void fill_as(at::Tensor &t, Kind kind, Numbers &numbers) {
+template <typename Real> void fill_as(at::Tensor &t, Kind kind, Draws &draws) {
     auto *at = static_cast<Real *>(data_of(t.unsafeGetTensorImpl()));
     for (int64_t i = 0; i < t.size(0); i++)
         for (int64_t j = 0; j < t.size(1); j++) {
-            const Real value = number<Real>(kind, i, numbers);
+            const Real value = number<Real>(kind, i, draws);
             const bool is_zero = kind == Kind::CANCELLING && (i * 7 + j) % 5 < 2;
             at[i * t.stride(0) + j * t.stride(1)] = is_zero ? value * Real(0) : value;
         }
@@ -155,12 +154,12 @@ at::Tensor like(const at::Tensor &t) {
     return flat.as_strided(t.sizes(), t.strides(), offset);
 }
 
-at::Tensor filled(const at::Tensor &t, Kind kind, Numbers &numbers) {
+at::Tensor filled(const at::Tensor &t, Kind kind, Draws &draws) {
     at::Tensor made = like(t);
     if (t.scalar_type() == at::kFloat)
-        fill_as<float>(made, kind, numbers);
+        fill_as<float>(made, kind, draws);
     else
-        fill_as<double>(made, kind, numbers);
+        fill_as<double>(made, kind, draws);
     return made;
 }
 
@@ -185,9 +184,9 @@ bool are_equal(const at::Tensor &dy, const at::Tensor &x) {
 }
 
 bool is_equal_on_all(const at::Tensor &dy, const at::Tensor &x) {
-    Numbers numbers;
+    Draws draws;
     for (const Kind kind : {Kind::SPREAD, Kind::CANCELLING, Kind::TINY, Kind::SPECIAL})
-        if (!are_equal(filled(dy, kind, numbers), filled(x, kind, numbers)))
+        if (!are_equal(filled(dy, kind, draws), filled(x, kind, draws)))
             return false;
     return are_equal(dy, x);
 }
