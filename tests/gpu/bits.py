@@ -253,6 +253,36 @@ def powers(name: str, on: On) -> None:
             restart(optimizer)
 
 
+#: Steps after which one bit of ASGD's eta depends on what rcp.approx gives, which no CPU tells
+#: (results/ptx-executed.json), with the class's default options.
+APPROXIMATE = (
+    74604, 104119, 152439, 158596, 170506, 175870, 186051, 188855, 196962, 197668, 199257,
+)  # fmt: skip
+
+
+def asgd_numbers(on: On) -> None:
+    """ASGD's eta and mu after chosen steps, and others: one parameter each."""
+    steps = [*APPROXIMATE, *range(1, POWERS_TO, 20011 if on.quick else 397)]
+    one = torch.ones(1, device=on.device)
+
+    def trained(wrap: Callable[[Any], Any], mode: str) -> list[Tensor]:
+        params = [torch.nn.Parameter(torch.zeros(1, device=on.device)) for _ in steps]
+        optimizer: Any = torch.optim.ASGD(params, lr=0.01)
+        for p, step in zip(params, steps, strict=True):
+            counter, eta, mu = torch.tensor([step - 1.0, 0.01, 1.0], device=on.device).unbind()
+            optimizer.state[p] = {"step": counter, "eta": eta, "mu": mu, "ax": torch.zeros_like(p)}
+        optimizer = wrap(optimizer)
+        deliver(optimizer, [one] * len(steps), mode)
+        optimizer.step()
+        states = [optimizer.state[p] for p in params]
+        return [torch.stack([s[key] for s in states]) for key in ("step", "eta", "mu")]
+
+    stock = trained(lambda optimizer: optimizer, "forward")
+    ours = trained(partial(optfuse.fuse, mode=on.mode), on.mode)
+    for key, a, b in zip(("step", "eta", "mu"), ours, stock, strict=True):
+        common.assert_same(f"ASGD, {key} after steps {steps}", a, b)
+
+
 def tensor_lr(options: list[dict[str, Any]], on: On) -> list[dict[str, Any]]:
     """Two groups of these whose lr is a tensor: on the CPU, and on the device."""
     return [
@@ -305,6 +335,11 @@ def bodies(name: str, dtype: torch.dtype) -> dict[str, Callable[[On], None]]:
     if name != "SGD":
         found["capturable"] = capturable
     return found
+
+
+@scenario(devices=("cuda",))
+def asgd_numbers_of_chosen_steps(on: On) -> None:
+    asgd_numbers(on)
 
 
 @scenario(devices=("cuda",), modes=("forward",))

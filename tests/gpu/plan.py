@@ -24,7 +24,7 @@ from machine import Machine
 from part import FAILED, NOT_RUN, OK, Command, Part, Ran, Verdict, judge_by_status
 from results import Results
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = "9"  # exit status of compute-sanitizer where it found something
 #: Scenarios at a time; each has a thread of its own, and one waits for the GPU.
 PROCESSES = max(3, min(12, 3 * (os.cpu_count() or 1) // 4))
@@ -118,7 +118,7 @@ def sequence(call: str | None) -> list[tuple[Maker, float]]:
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
     full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0)]
     deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
-    deep += [(layers, 60.0)]
+    deep += [(layers, 60.0), (from_ptx, 60.0), (panels, 40.0)]
     short = [*quick, *full[1:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -185,6 +185,13 @@ def kernels(plan: Plan) -> Part:
 
 
 @on_gpu
+def from_ptx(plan: Plan) -> Part:
+    """The PTX of the wheel, which the driver compiles for chips that have no code in it."""
+    check = Command([plan.program("kernel_check"), "--rounds", "4"], {"CUDA_FORCE_PTX_JIT": "1"})
+    return Part("kernels compiled by the driver", [check], 120, CHECKS)
+
+
+@on_gpu
 def sanitizers(plan: Plan) -> Part:
     name = "compute-sanitizer on the kernels"
     found = plan.machine.find("compute-sanitizer")
@@ -231,6 +238,13 @@ def layers(plan: Plan) -> Part:
 def packing(plan: Plan) -> Part:
     command = plan.python("tests/gpu/packing.py", "--device", plan.device)
     return Part("packing of factors", [command], 45, MEASURED, judge_last)
+
+
+@on_gpu
+def panels(plan: Plan) -> Part:
+    """Nothing to pass: what updates behind panels of a product would gain."""
+    command = plan.python("tests/gpu/panels.py")
+    return Part("products by panels", [command], 60, MEASURED, judge_last)
 
 
 def controls(plan: Plan) -> Part:

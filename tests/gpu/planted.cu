@@ -2,7 +2,7 @@
 // planted: one defect for each tool of compute-sanitizer, to see that the tool
 // finds defects on this machine at all.
 //
-//   planted memcheck | racecheck | synccheck
+//   planted memcheck | racecheck | synccheck | initcheck
 #include <string.h>
 
 #include "gpu.h"
@@ -29,6 +29,10 @@ __global__ void forgets_a_thread(int *out) {
     out[threadIdx.x] = 1;
 }
 
+__global__ void reads_what_nobody_wrote(int *values) {
+    values[threadIdx.x] += 1;
+}
+
 int main(int argc, char **argv) {
     const char *tool = argc > 1 ? argv[1] : "";
     int *values;
@@ -40,6 +44,8 @@ int main(int argc, char **argv) {
         races<<<1, 64>>>(values);
     else if (strcmp(tool, "synccheck") == 0)
         diverges<<<1, 32>>>(values), forgets_a_thread<<<1, 32>>>(values);
+    else if (strcmp(tool, "initcheck") == 0)
+        reads_what_nobody_wrote<<<1, 64>>>(values);
     else
         return 2;
     cudaDeviceSynchronize(); // its error is the tool's to report
