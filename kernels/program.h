@@ -50,6 +50,13 @@ typedef struct of_instruction {
     double s, t;
 } of_instruction;
 
+/* s and t as the kernels for GPUs take them, before they are rounded to the type of the
+ * computation: there PyTorch multiplies by a divisor's reciprocal, which it makes in double. */
+static inline void of_gpu_numbers(const of_instruction *q, double numbers[2]) {
+    numbers[0] = q->operation == OF_OPERATOR_div_number ? 1.0 / q->s : q->s;
+    numbers[1] = q->operation == OF_OPERATOR_div_number_add_number ? 1.0 / q->t : q->t;
+}
+
 /* Whoever makes one owns `code`, which lives and stays as it is as long as updates run it. */
 typedef struct of_program {
     const of_instruction *code;

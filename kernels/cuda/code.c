@@ -24,8 +24,9 @@ static uint64_t packed(const of_instruction *q) {
 
 /* GPUs are slow at double: numbers come rounded. */
 static void put_numbers(uint64_t *to, of_dtype dtype, const of_instruction *q) {
-    const double wide[] = {q->s, q->t};
-    const float narrow[] = {(float)q->s, (float)q->t};
+    double wide[2];
+    of_gpu_numbers(q, wide);
+    const float narrow[] = {(float)wide[0], (float)wide[1]};
     if (dtype == OF_FLOAT64)
         memcpy(to, wide, sizeof wide);
     else

@@ -15,8 +15,10 @@ static void update_one(const of_span *span, const of_program *program, size_t at
                                             : of_load(of_register_memory(span, k), at);
     for (size_t i = 0; i < program->n; i++) {
         const of_instruction *q = &program->code[i];
+        double numbers[2];
+        of_gpu_numbers(q, numbers);
         of_operate(q->operation, 1, &file[q->to], &file[q->a], &file[q->b], &file[q->c],
-                   (of_real)q->s, (of_real)q->t);
+                   (of_real)numbers[0], (of_real)numbers[1]);
     }
     for (unsigned k = 0; k < OF_REGISTER_TEMPORARY; k++)
         if (program->writes >> k & 1u)

@@ -84,9 +84,9 @@ OF_RULE_FN of_real aten_number(double number) {
     return (of_real)number;
 }
 
-/* By the reciprocal: the last bit may differ from that of a quotient. */
-OF_RULE_FN of_real aten_divide(of_real self, double number) {
-    return aten_mul(self, (of_real)1 / (of_real)number);
+/* By the divisor's reciprocal (of_gpu_numbers()): the last bit may differ from a quotient's. */
+OF_RULE_FN of_real aten_divide(of_real self, double reciprocal) {
+    return aten_mul(self, (of_real)reciprocal);
 }
 
 /* By the chip's approximation, which a CPU does not have. */

@@ -97,8 +97,8 @@ struct Times : Any {
 };
 struct By : Any {
     template <class E> static auto of(const E &e) {
-        if (e.is_number(1))
-            return e[0] * (1 / e[1]);
+        if (e.is_number(1)) // its reciprocal is made in double
+            return e[0] * static_cast<typename E::Real>(1 / e.all.of[1].number);
         return e.stored(e[0]) / e[1];
     }
 };

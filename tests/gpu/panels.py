@@ -79,6 +79,7 @@ def iteration(dy: Tensor, x: Tensor, weight: Tensor, sizes: list[int]) -> Callab
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The graph needs the memory of `run` as long as it is played."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -107,10 +108,10 @@ def report_times() -> None:
                 kinds = {"whole": [n]}
                 kinds |= {f"{m} MiB": heights(n, k, dtype, m) for m in PANELS}
                 weight = torch.randn(n, k, device="cuda", dtype=dtype)
-                graphs = {
-                    name: captured(iteration(dy, x, weight.clone(), sizes))
-                    for name, sizes in kinds.items()
+                runs = {
+                    name: iteration(dy, x, weight.clone(), sizes) for name, sizes in kinds.items()
                 }
+                graphs = {name: captured(run) for name, run in runs.items()}
                 took: dict[str, list[float]] = {name: [] for name in graphs}
                 for _ in range(3 + ROUNDS):
                     for name, graph in graphs.items():
