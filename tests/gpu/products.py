@@ -50,12 +50,12 @@ def products_of_matrices(on: On) -> None:
         print(f"  the operators make others: {why}", flush=True)
 
 
-def host_time(on: On, coefficients: tuple[float, ...]) -> tuple[float, int]:
+def host_time(on: On, coefficients: tuple[float, ...], stock: bool = False) -> tuple[float, int]:
     """Microseconds of an update until everything is launched, the least of some; and how
     many products cuBLAS made in one."""
     values = numbers((512 * 384,), on, torch.float32, 3)[0].view(512, 384)
     param = torch.nn.Parameter(values.clone())
-    ours: Any = optfuse.fuse(Muon([param]))
+    ours: Any = Muon([param]) if stock else optfuse.fuse(Muon([param]))
     ours.param_groups[0]["ns_coefficients"] = coefficients
     spent, made = [], 0
     for _ in range(2 + REPEATS):
@@ -76,3 +76,4 @@ def host_time_of_products(on: On) -> None:
         microseconds, made = host_time(on, coefficients)
         print(f"{what}: {made} of 15 products by cuBLAS, {microseconds:.0f} us", flush=True)
         assert coefficients == usual or made == 0, "the operators make what was not tried"
+    print(f"stock: {host_time(on, usual, stock=True)[0]:.0f} us", flush=True)
