@@ -134,11 +134,12 @@ using namespace fake;
 #define UNARY(NAME, FORMULA)                                                                       \
     m.impl(NAME, [](List x) { return made("aten::" NAME, x, {}, {}, 0.0, FORMULA); });             \
     m.impl(NAME "_", [](List x) { in_place("aten::" NAME "_", x, {}, {}, 0.0, FORMULA); });
-#define NUMBER(NAME, FORMULA)                                                                      \
+#define ONE_NUMBER(NAME, FORMULA)                                                                  \
     m.impl(NAME ".Scalar",                                                                         \
            [](List x, Scalar n) { return made("aten::" NAME, x, {}, {}, n, FORMULA); });           \
     m.impl(NAME "_.Scalar",                                                                        \
-           [](List x, Scalar n) { in_place("aten::" NAME "_", x, {}, {}, n, FORMULA); });          \
+           [](List x, Scalar n) { in_place("aten::" NAME "_", x, {}, {}, n, FORMULA); });
+#define NUMBERS(NAME, FORMULA)                                                                     \
     m.impl(NAME ".ScalarList",                                                                     \
            [](List x, Scalars n) { return made("aten::" NAME, x, {}, {}, n, FORMULA); });          \
     m.impl(NAME "_.ScalarList",                                                                    \
@@ -165,9 +166,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     UNARY("_foreach_sqrt", root)
     UNARY("_foreach_reciprocal", invert)
     UNARY("_foreach_sign", sign)
-    NUMBER("_foreach_add", plus_number)
-    NUMBER("_foreach_mul", times_number)
-    NUMBER("_foreach_div", by_number)
+    ONE_NUMBER("_foreach_add", plus_number)
+    NUMBERS("_foreach_add", plus_number)
+    ONE_NUMBER("_foreach_mul", times_number)
+    NUMBERS("_foreach_mul", times_number)
+    NUMBERS("_foreach_div", by_number)
+    // By the number's reciprocal, which is made in double.
+    m.impl("_foreach_div.Scalar", [](List x, Scalar n) {
+        return made("aten::_foreach_div", x, {}, {}, 1 / n.toDouble(), times_number);
+    });
+    m.impl("_foreach_div_.Scalar", [](List x, Scalar n) {
+        in_place("aten::_foreach_div_", x, {}, {}, 1 / n.toDouble(), times_number);
+    });
     LIST("_foreach_mul", times)
     LIST("_foreach_div", by)
     LIST("_foreach_maximum", larger)

@@ -37,7 +37,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (1, 5, 16, 37, 1003, 9001)
 FORMULAS = {**OPERATORS, **POWERS}
 LISTS = {
-    "div number": lambda p, g: torch._foreach_div([p], 0.3)[0],
+    "div number": lambda p, g: torch._foreach_div([p], 0.001)[0],
+    "div numbers": lambda p, g: torch._foreach_div([p], [0.001])[0],
     "mul number": lambda p, g: torch._foreach_mul([p], 0.3)[0],
     "maximum": lambda p, g: torch._foreach_maximum([p], [g])[0],
     "minimum": lambda p, g: torch._foreach_minimum([p], [g])[0],
@@ -174,6 +175,15 @@ def test_operators_that_no_kernel_runs(cls):
     refused(cls, "it calls operator aten.*, which no kernel runs; on a GPU programs have")
 
 
+class PowerOfLists(Base):
+    def update(self, p, grad, state, group):
+        p.add_(torch._foreach_pow([grad], 2)[0], alpha=-0.1)
+
+
+def test_powers_of_lists_are_not_products():
+    refused(PowerOfLists, "_foreach_pow.*which no kernel runs|pow\\(\\) on GPUs")
+
+
 def test_other_roundings_are_seen_in_the_trial(monkeypatch):
     """A quotient is not a product with the reciprocal."""
 
@@ -182,7 +192,7 @@ def test_other_roundings_are_seen_in_the_trial(monkeypatch):
         def step(self, closure=None):
             for group in self.param_groups:
                 params = [p for p in group["params"] if p.grad is not None]
-                grads = torch._foreach_div([p.grad for p in params], 0.3)
+                grads = torch._foreach_div([p.grad for p in params], [0.3] * len(params))
                 torch._foreach_add_(params, grads, alpha=-group["lr"])
 
     params = [torch.ones(40, device=NAME, requires_grad=True)]

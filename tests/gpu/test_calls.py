@@ -52,7 +52,6 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
             "packing of factors",
             "K-FAC and another order of backward",
             "kernels compiled by the driver",
-            "products by panels",
         ],
     }
 

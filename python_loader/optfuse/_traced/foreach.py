@@ -32,7 +32,7 @@ _NAMES = {"maximum": "clamp_min", "minimum": "clamp_max"}
 
 
 def _each(handler: Handler, one: Called) -> Handler:
-    multiplies = one.name in ("mul", "div")
+    multiplies, powers = one.name in ("mul", "div"), one.name == "pow"
 
     def for_each(called: Called, args: Args, options: Options) -> Any:
         lists = [x for x in (*args, *options.values()) if type(x) in _LISTS]
@@ -42,6 +42,8 @@ def _each(handler: Handler, one: Called) -> Handler:
         on_cpu = tape.device == CPU
         if multiplies and tape.dtype.itemsize == 2 and not _of_tensors(args[1]) and on_cpu:
             raise NotElementwise(f"{called.full_name} rounds numbers to {tape.dtype} first")
+        if powers and not on_cpu:
+            raise NotElementwise(f"{called.full_name} takes a library's pow() on GPUs")
         n = len(tape.lines)
         made = [
             handler(
@@ -52,7 +54,8 @@ def _each(handler: Handler, one: Called) -> Handler:
             for i in range(len(lists[0]))
         ]
         if not on_cpu:
-            tape.lines[n:] = map(_of_lists, tape.lines[n:])
+            names = _OF_LISTS if type(args[-1]) in _LISTS else _OF_ONE_NUMBER
+            tape.lines[n:] = [_renamed(line, names) for line in tape.lines[n:]]
         return None if called.in_place else made
 
     return for_each
@@ -62,12 +65,13 @@ def _of_tensors(x: Any) -> bool:
     return type(x) in _LISTS and all(isinstance(item, torch.Tensor) for item in x)
 
 
-# Operators that are others on lists.
-_OF_LISTS = {name: f"{name}_list" for name in ("div_number", "maximum", "minimum")}
+# Operators that are others on lists. One number for all tensors divides them as it does one.
+_OF_ONE_NUMBER = {name: f"{name}_list" for name in ("maximum", "minimum")}
+_OF_LISTS = {**_OF_ONE_NUMBER, "div_number": "div_number_list"}
 
 
-def _of_lists(line: Line | Call) -> Line | Call:
-    return line if isinstance(line, Call) else (_OF_LISTS.get(line[0], line[0]), *line[1:])
+def _renamed(line: Line | Call, names: dict[str, str]) -> Line | Call:
+    return line if isinstance(line, Call) else (names.get(line[0], line[0]), *line[1:])
 
 
 def _put(packet: Any, name: str, handler: Handler) -> None:

@@ -637,7 +637,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul": lambda p, g: p * g,
     "mul_number": lambda p, g: p * 0.3,
     "div": lambda p, g: p / g,
-    "div_number": lambda p, g: p / 0.3,
+    "div_number": lambda p, g: p / 0.001,
     "number_div": lambda p, g: 0.3 / g,
     "addcmul": lambda p, g: p.addcmul(g, g, value=0.3),
     "addcdiv": lambda p, g: p.addcdiv(g, p, value=0.3),
