@@ -43,17 +43,25 @@ def is_any_large(optimizer: Optimizer) -> bool:
 
 
 def small_copies(
-    optimizer: Optimizer, random: torch.Generator, large: bool, short: int = SHORT
+    optimizer: Optimizer,
+    random: torch.Generator,
+    large: bool,
+    short: int = SHORT,
+    enlarged: bool = False,
 ) -> list[Small]:
     """Small copies: from each kind of group some parameters that differ in kind, and at least two.
-    short: the longest dimension of small copies."""
+    short: the longest dimension of small copies. enlarged: a large copy of a parameter without
+    state is large whatever the parameter's size, unless it has no dimension."""
     state: dict[Any, Any] = optimizer.__dict__["state"]
     smalls = []
     for index in _chosen_groups(optimizer.param_groups):
         group = optimizer.param_groups[index]
         for i in _chosen(group["params"]):
             name = label(group, index, i)
-            smalls.append(_small(name, index, group["params"][i], state, random, large, short))
+            param = group["params"][i]
+            longest = _longest(local_of(param)) if large else short
+            more = enlarged and large and state.get(param) is None
+            smalls.append(_small(name, index, param, state, random, longest, more))
     return smalls
 
 
@@ -95,12 +103,13 @@ def _small(
     param: Tensor,
     state: Any,
     random: torch.Generator,
-    large: bool,
-    short: int,
+    longest: int,
+    enlarged: bool,
 ) -> Small:
     local: Tensor = local_of(param)
-    longest = _longest(local) if large else short
     shape = [min(longest, n) for n in local.shape]
+    if enlarged and shape and 0 < math.prod(shape) <= LARGE:
+        shape[0] *= LARGE // math.prod(shape) + 1
     numbers = normal(shape, local, random) * 10 ** (-6 * _uniform(shape, local, random))
     small = numbers.requires_grad_(param.requires_grad)
     entry = state.get(param)

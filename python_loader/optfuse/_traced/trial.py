@@ -92,7 +92,8 @@ class _Pair:
         self, optimizer: Optimizer, stock: type[Optimizer], run: Run, random: torch.Generator
     ) -> None:
         self._take = twin.step_of(stock)
-        smalls = small_copies(optimizer, random, run.large, ODD)
+        on_gpu = any(is_gpu(p.device) for group in optimizer.param_groups for p in group["params"])
+        smalls = small_copies(optimizer, random, run.large, ODD, enlarged=on_gpu)
         if run.steps[0] == "mixed":
             for small in smalls:
                 small.param.detach().copy_(_mixed(small.param, random))
