@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <memory>
 
 #include "optfuse.h"
@@ -20,8 +21,16 @@ class WeightProduct;
 void free_promise(void *promise);
 at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
                         std::shared_ptr<PromisingLayer> layer);
-bool is_promise(const c10::StorageImpl *storage);
-bool is_promise(const c10::TensorImpl *impl);
+// Whether this process has made any: most make none, and are asked at each update.
+extern std::atomic<bool> any_promise_made;
+bool has_promise(const c10::StorageImpl *storage);
+inline bool is_promise(const c10::StorageImpl *storage) {
+    return any_promise_made.load(std::memory_order_relaxed) && has_promise(storage);
+}
+inline bool is_promise(const c10::TensorImpl *impl) {
+    return any_promise_made.load(std::memory_order_relaxed) && impl->has_storage() &&
+           has_promise(impl->unsafe_storage().unsafeGetStorageImpl());
+}
 // Has the update compute it panel by panel. False: it has been computed meanwhile.
 bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in);
 // Computes it, if it is one. False after of_set_error(): there is no memory.
