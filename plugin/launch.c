@@ -64,6 +64,13 @@ static void launch_on_cpu(of_plan *plan, of_list *list, of_list *done) {
     of_settle(plan, list, done);
 }
 
+static bool has_product(const of_list *list) {
+    const of_update *u = list->first;
+    while (u && !u->in.product)
+        u = u->next;
+    return u != NULL;
+}
+
 static void launch_products(of_plan *plan, of_list *list, of_list *done) {
     if (!list->first)
         return;
@@ -99,8 +106,10 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     plan->counts.launches += is_update;
     const bool perhaps = is_update && (plan->rule->external || plan->rule->runs_programs);
     of_list by_host = perhaps ? take(list, is_by_host) : (of_list){0};
-    of_list products = is_update ? of_take_products(plan, list) : (of_list){0};
-    launch_products(plan, &products, done);
+    if (is_update && has_product(list)) {
+        of_list products = of_take_products(plan, list);
+        launch_products(plan, &products, done);
+    }
     launch_on_cpu(plan, list, done);
     launch_by_host(plan, &by_host, done);
 }
