@@ -52,7 +52,7 @@ NEXT = (0, 5, 2, 0, 1, 2)
 # Operations of program.cu, with rcp last: for each element, all operators of operators.def and one
 # product with the factor of clipping; and once, for numbers. The inverse root is counted on its
 # own.
-PROGRAM, PROGRAM_ONCE = (10, 13, 5, 4, 1, 2), (0, 0, 1, 0, 0, 2)
+PROGRAM, PROGRAM_ONCE = (10, 13, 5, 4, 1, 2), (0, 0, 1, 0, 0, 0)
 # Operations of packing.cu: products in a sum, and barriers.
 PACKING = {"add": (1, 0), "merge": (2, 0), "unpack": (0, 1)}
 PROGRAM_LANES = {"float32": 4, "float64": 2, "bfloat16": 4, "float16": 4}
