@@ -4,8 +4,11 @@
 
 #include <time.h>
 
-/* How many launches it is to the next trial: while the votes differ, and when they agree. */
+/* How many launches it is to the next trial, in the mean: while the votes differ, and when they
+ * agree. No fixed number: of a model with as many layers always the same one would be tried,
+ * perhaps the first, whose weight backward does not read. */
 enum { OFTEN = 8, RARELY = 64 };
+enum { PART_BITS = 8, LOW_BITS = 32 - PART_BITS };
 enum { MOST_VOTES = 3 };
 
 /* The share of the time of usual stores. The rest makes up for what no trial sees: the next forward
@@ -13,7 +16,12 @@ enum { MOST_VOTES = 3 };
 static const double worth = 0.8;
 
 void of_store_policy_init(of_store_policy *policy) {
-    *policy = (of_store_policy){0};
+    *policy = (of_store_policy){.random = UINT32_C(1) << 31};
+}
+
+/* From half of the mean to one and a half of it. */
+static unsigned interval(const of_store_policy *policy, unsigned mean) {
+    return mean / 2 + (mean * (policy->random >> LOW_BITS) >> PART_BITS);
 }
 
 bool of_store_policy_is_past(const of_store_policy *policy) {
@@ -22,9 +30,12 @@ bool of_store_policy_is_past(const of_store_policy *policy) {
 
 bool of_store_policy_try(of_store_policy *policy) {
     const bool agreed = policy->votes == MOST_VOTES || policy->votes == -MOST_VOTES;
-    if (++policy->launches < (agreed ? RARELY : OFTEN))
+    if (++policy->launches < interval(policy, agreed ? RARELY : OFTEN))
         return false;
     policy->launches = 0;
+    /* A linear congruence, of which the high bits are random (Knuth, The Art of Computer
+     * Programming, volume 2, 3.3.4, table 1, line 16). */
+    policy->random = policy->random * 1664525u + 1013904223u;
     policy->past_first = !policy->past_first;
     return true;
 }

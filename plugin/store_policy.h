@@ -21,6 +21,7 @@ extern "C" {
 typedef struct of_store_policy {
     int votes;          /* above 0: past the caches */
     unsigned launches;  /* on several threads, since the last trial */
+    uint32_t random;    /* its high bits: how soon the next trial is */
     bool past_first;    /* in the last trial */
     double past, usual; /* seconds, of the first of two trials */
 } of_store_policy;
