@@ -13,7 +13,8 @@ static int launches(of_store_policy *policy, double ratio, int n) {
     int trials = 0;
     for (int i = 0; i < n; i++)
         if (of_store_policy_try(policy)) {
-            of_store_policy_found(policy, ratio + 2 * policy->past_first, 1 + 2 * !policy->past_first);
+            of_store_policy_found(policy, ratio + 2 * policy->past_first,
+                                  1 + 2 * !policy->past_first);
             trials++;
         }
     return trials;
