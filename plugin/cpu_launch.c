@@ -101,6 +101,13 @@ bool of_goes_past_caches_now(const of_plan *plan) {
     return is_shared(plan) && of_store_policy_is_past(&plan->store_policy);
 }
 
+void of_run_stores(of_plan *plan, int64_t n, of_store_fn *run, void *arg) {
+    if (is_shared(plan))
+        of_store_policy_run(&plan->store_policy, n, run, arg);
+    else
+        run(arg, 0, n, false);
+}
+
 void of_cpu_launch(of_plan *plan, of_list *list) {
     int64_t chunks = 0;
     int64_t elements = 0;
@@ -114,10 +121,8 @@ void of_cpu_launch(of_plan *plan, of_list *list) {
     }
     if (is_serial(elements, largest))
         run_chunks(&(of_region){list->first, 0, of_goes_past_caches_now(plan)}, 0, chunks);
-    else if (is_shared(plan))
-        of_store_policy_run(&plan->store_policy, chunks, run_region, list->first);
     else
-        run_region(list->first, 0, chunks, false);
+        of_run_stores(plan, chunks, run_region, list->first);
 }
 
 static const of_kind part_kind = {.index = OF_UPDATES, .run = of_run_kernel};

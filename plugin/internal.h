@@ -329,6 +329,8 @@ void of_run_kernel(const of_update *update, size_t begin, size_t end, bool past_
 void of_run_with(const of_update *update, const void *grad, size_t begin, size_t end,
                  bool past_caches);
 bool of_goes_past_caches_now(const of_plan *plan); /* of_counts.past_caches */
+/* n items on several threads: stored as the plan's policy says, which has its trials here. */
+void of_run_stores(of_plan *plan, int64_t n, of_store_fn *run, void *arg);
 
 /* gpu_launch.c: with plan->lock held. Runs a list of updates that are on devices. */
 void of_gpu_launch(of_plan *plan, of_list *list, of_list *done);

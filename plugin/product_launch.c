@@ -6,6 +6,7 @@
 
 typedef struct of_panels {
     const of_update *update;
+    int64_t begin; /* the first that is run */
     bool past_caches;
     atomic_bool failed;
 } of_panels;
@@ -36,27 +37,35 @@ static void run_panel(of_panels *panels, int64_t first, int64_t end) {
                     panels->past_caches);
 }
 
-/* Panels [begin, end) of one update. */
+/* Panels [begin, end) of those that are run. */
 static void run_panels(void *arg, int64_t begin, int64_t end) {
     of_panels *panels = arg;
     const of_inputs *in = &panels->update->in;
     const unsigned outside = of_floating_now();
     of_floating_set(panels->update->floating);
-    for (int64_t i = begin; i < end; i++) {
+    for (int64_t i = panels->begin + begin; i < panels->begin + end; i++) {
         const int64_t first = i * in->panel_rows, end_of_panel = first + in->panel_rows;
         run_panel(panels, first, end_of_panel < in->rows ? end_of_panel : in->rows);
     }
     of_floating_set(outside);
 }
 
+/* Panels [begin, end) of an update, on several threads. */
+static void run_threads(void *arg, int64_t begin, int64_t end, bool past_caches) {
+    of_panels *panels = arg;
+    const of_host *host = &panels->update->plan->host;
+    panels->begin = begin;
+    panels->past_caches = past_caches;
+    host->parallel_for(host->ctx, end - begin, run_panels, panels);
+}
+
 bool of_product_launch(of_plan *plan, of_list *list) {
-    const of_host *host = &plan->host;
     bool done = true;
     for (of_update *u = list->first; u; u = u->next) {
-        of_panels panels = {u, of_goes_past_caches_now(plan), false};
+        of_panels panels = {.update = u};
         const int64_t n = (u->in.rows + u->in.panel_rows - 1) / u->in.panel_rows;
-        host->parallel_for(host->ctx, n, run_panels, &panels);
-        host->product->end(u->factors_of_product);
+        of_run_stores(plan, n, run_threads, &panels);
+        plan->host.product->end(u->factors_of_product);
         done = done && !atomic_load(&panels.failed);
     }
     if (!done)

@@ -60,7 +60,7 @@ static double seconds(of_store_fn *run, void *arg, int64_t begin, int64_t end, b
 }
 
 void of_store_policy_run(of_store_policy *policy, int64_t n, of_store_fn *run, void *arg) {
-    if (!of_store_policy_try(policy)) {
+    if (n < 2 || !of_store_policy_try(policy)) {
         run(arg, 0, n, of_store_policy_is_past(policy));
         return;
     }
