@@ -45,6 +45,48 @@ def test_the_same_object_with_the_same_face_comes_back():
     assert repr(fused) == repr(adamw(net().parameters()))
 
 
+def test_a_step_that_raises_for_one_group_has_updated_none():
+    """Stock has updated the groups before it."""
+
+    def trained_until_it_raises(fused):
+        first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+        groups = [{"params": [first]}, {"params": [second]}]
+        optimizer = torch.optim.Adam(groups, lr=0.1, fused=True)
+        if fused:
+            optimizer = optfuse.fuse(optimizer)
+        second.grad = torch.ones(4)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["amsgrad"] = True  # which the second's state is not made for
+        first.grad, second.grad = torch.ones(4), torch.ones(4)
+        with pytest.raises(KeyError, match="max_exp_avg_sq"):
+            optimizer.step()
+        raised = first.detach().clone()
+        for group in optimizer.param_groups:
+            group["amsgrad"] = False
+        optimizer.step()
+        return raised, first.detach().clone(), second.detach().clone()
+
+    stock, ours = trained_until_it_raises(False), trained_until_it_raises(True)
+    assert not torch.equal(stock[0], torch.ones(4))
+    assert torch.equal(ours[0], torch.ones(4))
+    assert torch.equal(ours[2], stock[2]), "the group that raised goes on alike"
+    assert not torch.equal(ours[1], ours[0]), "and the other one is updated then"
+
+
+def test_backward_raises_where_state_lacks_what_an_option_asks_for():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = optfuse.fuse(torch.optim.Adam([p], fused=True), optfuse.Backward())
+    p.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = p.detach().clone()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(optfuse.Error, match="KeyError.*max_exp_avg_sq"):
+        p.sum().backward()
+    assert torch.equal(p, before)
+
+
 @both_modes
 @pytest.mark.parametrize("make", (adamw, sgd))
 def test_several_groups(mode, make):
