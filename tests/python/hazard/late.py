@@ -245,10 +245,11 @@ def step_with_a_closure_that_changes(world, optimizer, model, index, kind):
     world.see("loss", world.step(optimizer, closure))
 
 
-def lacks_some_buffers(sgd):
-    used = [p for group in sgd.param_groups for p in group["params"] if p.grad is not None]
-    has = {sgd.state.get(p, {}).get("momentum_buffer") is not None for p in used}
-    return len(has) == 2
+def buffers_of(sgd):
+    """Whether those that step() would update with momentum have a buffer: {True}, {False}, both."""
+    groups = [group for group in sgd.param_groups if group["momentum"]]
+    used = [p for group in groups for p in group["params"] if p.grad is not None]
+    return {sgd.state.get(p, {}).get("momentum_buffer") is not None for p in used}
 
 
 @action(weight=4, between=True, optimizer=INDEX, scale=(None, 8.0), inf=(None, 0.0, 1.0))
@@ -257,8 +258,10 @@ def step_with_scale(world, optimizer, scale, inf):
     chosen = world.optimizer(optimizer)
     if not chosen.param_groups[0].get("fused"):
         return  # others assert that there is none, or ignore it
-    if isinstance(chosen, torch.optim.SGD) and lacks_some_buffers(chosen):
+    if isinstance(chosen, torch.optim.SGD) and len(buffers_of(chosen)) == 2:
         return  # stock raises a TypeError, see reference.py
+    if isinstance(chosen, torch.optim.SGD) and inf and False in buffers_of(chosen):
+        return  # stock makes buffers and writes nothing to them
     given = {"grad_scale": scale, "found_inf": inf}
     for name, value in given.items():
         if value is not None:
