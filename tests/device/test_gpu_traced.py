@@ -10,7 +10,7 @@ from common import assert_same, everything
 from fakecuda import NAME
 from legal import legal, net, train
 from test_gpu_moves import model_on, moved
-from test_traced import OPERATORS, POWERS, special
+from test_traced_operators import OPERATORS, POWERS, special
 from torch import nn
 from traced_classes import (
     TRACEABLE,

@@ -13,8 +13,8 @@ import torch
 from bits import DTYPES, different
 from harness import On, add
 from own_rules import VECTORS, train
-from test_traced import OPERATORS, POWERS, special
 from test_traced_foreach import NAMED
+from test_traced_operators import OPERATORS, POWERS, special
 from torch import Tensor
 from traced_classes import TRACEABLE, Base
 

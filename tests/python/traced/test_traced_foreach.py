@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from common import python_ok
-from test_traced import special
+from test_traced_operators import special
 from torch import Tensor, nn
 from traced_classes import Base
 
