@@ -65,7 +65,10 @@ void of_store_policy_run(of_store_policy *policy, int64_t n, of_store_fn *run, v
         return;
     }
     const bool past = policy->past_first;
-    const double first = seconds(run, arg, 0, n / 2, past);
-    const double second = seconds(run, arg, n / 2, n, !past);
+    const int64_t half = n / 2;
+    const double first = seconds(run, arg, 0, half, past);
+    const double second = seconds(run, arg, half, 2 * half, !past);
     of_store_policy_found(policy, past ? first : second, past ? second : first);
+    if (2 * half < n)
+        run(arg, 2 * half, n, of_store_policy_is_past(policy));
 }

@@ -33,7 +33,8 @@ bool of_store_policy_is_past(const of_store_policy *policy);
 /* Runs items [begin, end) on several threads and stores so. */
 typedef void of_store_fn(void *arg, int64_t begin, int64_t end, bool past_caches);
 
-/* A launch of n items on several threads: run(arg, 0, n), or the two halves of a trial. */
+/* A launch of n items on several threads: run(arg, 0, n), or the two halves of a trial and, of an
+ * odd number, the last item. */
 void of_store_policy_run(of_store_policy *policy, int64_t n, of_store_fn *run, void *arg);
 
 /* The two halves of of_store_policy_run(). Whether the next launch is a trial, in which

@@ -124,7 +124,7 @@ static void slow_parallel_for(void *ctx, int64_t n, void (*fn)(void *, int64_t, 
                               void *arg) {
     machine.parallel_for(ctx, n, fn, arg);
     machine.all = n > machine.all ? n : machine.all;
-    if (n == machine.all)
+    if (n == machine.all || n == 1) // the last of an odd number
         return;
     const int half = machine.halves++ % 4;
     if ((half == 0 || half == 3) == machine.past_is_slow)
@@ -150,6 +150,30 @@ START_TEST(a_trial_tells_which_is_faster) {
 }
 END_TEST
 
+static struct {
+    int64_t begin, end;
+} ran[3];
+static size_t n_ran;
+
+static void note(void *arg, int64_t begin, int64_t end, bool past_caches) {
+    (void)arg, (void)past_caches;
+    ran[n_ran].begin = begin;
+    ran[n_ran++].end = end;
+}
+
+START_TEST(halves_of_a_trial_are_equal) {
+    of_store_policy policy;
+    of_store_policy_init(&policy);
+    do {
+        n_ran = 0;
+        of_store_policy_run(&policy, 9, note, NULL);
+    } while (n_ran == 1);
+    ck_assert_uint_eq(n_ran, 3);
+    ck_assert(ran[0].begin == 0 && ran[0].end == 4 && ran[1].begin == 4 && ran[1].end == 8);
+    ck_assert(ran[2].begin == 8 && ran[2].end == 9);
+}
+END_TEST
+
 START_TEST(nothing_is_tried_where_nobody_shares) {
     ck_assert_uint_eq(trials_of(OF_BACKWARD, 1, LARGE), 0);
     ck_assert_uint_eq(trials_of(OF_FORWARD, 3, LARGE), 0);
@@ -167,6 +191,7 @@ int main(void) {
     tcase_add_test(tests, not_always_one_layer_is_tried);
     tcase_add_test(tests, a_trial_changes_no_bits);
     tcase_add_test(tests, a_trial_tells_which_is_faster);
+    tcase_add_test(tests, halves_of_a_trial_are_equal);
     tcase_add_test(tests, nothing_is_tried_where_nobody_shares);
     suite_add_tcase(suite, tests);
     return run(suite);
