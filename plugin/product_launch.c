@@ -13,7 +13,7 @@ typedef struct of_panels {
 
 of_list of_take_products(of_plan *plan, of_list *list) {
     of_list taken = {0};
-    for (of_update *u = list->first, *next; u && plan->host.product; u = next) {
+    for (of_update *u = list->first, *next; u; u = next) {
         next = u->next;
         if (!u->in.product)
             continue;

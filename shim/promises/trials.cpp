@@ -115,7 +115,7 @@ template <typename Real> Real special(Draws &draws) {
 
 enum class Kind { SPREAD, CANCELLING, TINY, SPECIAL };
 
-// Draws of all magnitudes; row by row such that sums cancel; such that products are around the
+// Numbers of all magnitudes; row by row such that sums cancel; such that products are around the
 // least that is no denormal, which some threads may take for zeros; and with infinities and the
 // like.
 template <typename Real> Real number(Kind kind, int64_t row, Draws &draws) {

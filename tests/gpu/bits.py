@@ -260,8 +260,9 @@ APPROXIMATE = (
 )  # fmt: skip
 
 
-def asgd_numbers(on: On) -> None:
-    """ASGD's eta and mu after chosen steps, and others: one parameter each."""
+@scenario(devices=("cuda",))
+def asgd_numbers_of_chosen_steps(on: On) -> None:
+    """Also of others; one parameter each."""
     steps = [*APPROXIMATE, *range(1, POWERS_TO, 20011 if on.quick else 397)]
     one = torch.ones(1, device=on.device)
 
@@ -335,11 +336,6 @@ def bodies(name: str, dtype: torch.dtype) -> dict[str, Callable[[On], None]]:
     if name != "SGD":
         found["capturable"] = capturable
     return found
-
-
-@scenario(devices=("cuda",))
-def asgd_numbers_of_chosen_steps(on: On) -> None:
-    asgd_numbers(on)
 
 
 @scenario(devices=("cuda",), modes=("forward",))
