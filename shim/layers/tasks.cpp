@@ -12,6 +12,7 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "compat.h"
@@ -57,11 +58,14 @@ template <class T>
 using NodeOf = std::conditional_t<std::is_base_of_v<c10::intrusive_ptr_target, Node>,
                                   c10::intrusive_ptr<T>, std::shared_ptr<T>>;
 
-// Whether a gradient goes from here into .grad: not by way of a cast's node, and not to be copied
-// there at once, as DistributedDataParallel does.
-bool leads_to_grad(const Edge &edge) {
-    const auto *end = dynamic_cast<torch::autograd::AccumulateGrad *>(edge.function.get());
-    return end != nullptr && edge.function->post_hooks().empty();
+// The parameter into whose .grad a gradient goes from here, maybe by way of autocast's cast; null:
+// none, or it is copied there at once, as by DistributedDataParallel.
+const at::Tensor *receiver(const Edge &edge) {
+    const Node *node = edge.function.get();
+    if (dynamic_cast<const torch::autograd::generated::ToCopyBackward0 *>(node) != nullptr)
+        node = node->next_edge(0).function.get();
+    const auto *end = dynamic_cast<const torch::autograd::AccumulateGrad *>(node);
+    return end != nullptr && end->post_hooks().empty() ? &end->variable : nullptr;
 }
 
 // The common part of both kinds of tasks.
@@ -167,9 +171,11 @@ struct WeightTask final : Task {
     at::Tensor promise(const at::Tensor &g, const at::Tensor &rows) const {
         const std::shared_ptr<PromisingLayer> &layer = use.known.promising;
         if (!layer || use.known.layer || use.known.watched || use.known.input_weight || !by_rows ||
-            at::GradMode::is_enabled() || !leads_to_grad(next_edge(weight_output())))
+            at::GradMode::is_enabled())
             return {};
-        return layer->promise(layer, g, rows);
+        const at::Tensor *parameter = receiver(next_edge(weight_output()));
+        return parameter != nullptr ? layer->promise(layer, g, rows, parameter->scalar_type())
+                                    : at::Tensor();
     }
     void compute(const at::Tensor &g, variable_list &out) {
         const bool weight = task_should_compute_output(weight_output());

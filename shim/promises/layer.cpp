@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "promises/layer.h"
 
+#include <ATen/Context.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -23,8 +24,7 @@ constexpr int kTooMany = 2;
 
 bool has_form(const at::Tensor &t) {
     return t.layout() == c10::kStrided && t.device().is_cpu() && t.dim() == 2 &&
-           (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble) &&
-           !is_lazy(t.unsafeGetTensorImpl()) &&
+           can_multiply(t.scalar_type()) && !is_lazy(t.unsafeGetTensorImpl()) &&
            !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
 }
 
@@ -71,17 +71,22 @@ bool PromisingLayer::is_quiet() {
 }
 
 // Null: it can be promised.
-const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
+const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
+                                    at::ScalarType dtype) {
     if (is_quiet())
         return "the gradient was looked at";
     if (!has_form(dy) || !has_form(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
         x.numel() == 0)
-        return "panels take dense float32 or float64 on the CPU";
+        return "panels take dense matrices of one dtype on the CPU";
+    if (x.scalar_type() != dtype && x.element_size() != 2)
+        return "the gradient is cast on its way";
+    if (x.element_size() == 2 && !at::globalContext().userEnabledMkldnn())
+        return "panels of 16 bits are oneDNN's, which is off";
     if (c10::impl::TorchDispatchModeTLS::any_modes_set())
         return "a mode looks at operators";
     if (addresses_are_noted())
         return "a profiler looks at the memory of tensors";
-    switch (try_panels(dy, x, forced_)) {
+    switch (try_panels(dy, x, dtype, forced_)) {
     case Verdict::UNTRIED:
         return "the shape came too seldom for a trial";
     case Verdict::DIFFERENT:
@@ -95,8 +100,9 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x) {
 }
 
 at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
-                                   const at::Tensor &dy, const at::Tensor &x) {
-    const char *why = why_not(dy, x);
+                                   const at::Tensor &dy, const at::Tensor &x,
+                                   at::ScalarType dtype) {
+    const char *why = why_not(dy, x, dtype);
     {
         const std::lock_guard<std::mutex> guard(layers_lock());
         counts_.promised += why == nullptr;

@@ -31,15 +31,16 @@ class PromisingLayer {
 
     // Whether it is worth asking for the gradient of a use with so many rows.
     bool takes(int64_t rows, const at::Tensor &weight) const;
-    // The gradient dY' X of such a use as a promise (promise.h); undefined: compute it.
+    // The gradient dY' X of such a use as a promise (promise.h), which comes to .grad in this
+    // dtype; undefined: compute it.
     at::Tensor promise(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
-                       const at::Tensor &x);
+                       const at::Tensor &x, at::ScalarType dtype);
     void note_panels();
     void note_made();
 
   private:
     bool is_quiet();
-    const char *why_not(const at::Tensor &dy, const at::Tensor &x);
+    const char *why_not(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype);
     void note(bool was_looked_at);
 
     const std::string label_;

@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// product.cpp: panels of rows by the very function of MKL that at::mm() calls for the whole.
+// product.cpp: panels of rows by the very function of MKL, or in 16 bits of oneDNN, that at::mm()
+// calls for the whole.
 #include "promises/product.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <memory>
+#include <new>
 
 #include "floating.h"
 #include "guard.h"
@@ -53,6 +59,46 @@ void multiply(const at::Tensor &dy, const at::Tensor &x, int64_t first, int64_t 
                  static_cast<Real *>(out), &k);
 }
 
+bool is_16_bits(at::ScalarType dtype) {
+    return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// ATen's way to oneDNN: result = alpha a b + beta result. Whether PyTorch's settings allow oneDNN
+// it does not ask. A release that has none promises no gradients of 16 bits.
+using Mkldnn = void (*)(const at::Tensor &a, const at::Tensor &b, const at::Tensor &result,
+                        float beta, float alpha);
+Mkldnn mkldnn_matmul() {
+    static const auto found = reinterpret_cast<Mkldnn>(
+        find_in_libtorch("_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"));
+    return found;
+}
+
+at::Tensor tensor_at(void *memory, int64_t rows, int64_t columns, at::ScalarType dtype) {
+    return at::from_blob(memory, {rows, columns}, at::TensorOptions(dtype));
+}
+
+void multiply_16_bits(const at::Tensor &dy, const at::Tensor &x, int64_t first, int64_t end,
+                      void *out) {
+    const SerialMkl alone;
+    const PlainMode plain;
+    mkldnn_matmul()(dy.slice(1, first, end).t(), x,
+                    tensor_at(out, end - first, x.size(1), x.scalar_type()), 0, 1);
+}
+
+// oneDNN refuses them where the processor has no instructions for them.
+bool can_multiply_16_bits(at::ScalarType dtype) {
+    if (mkldnn_matmul() == nullptr)
+        return false;
+    try {
+        const PlainMode plain;
+        const at::Tensor one = at::ones({1, 1}, dtype);
+        multiply_16_bits(one, one, 0, 1, data_of(at::ones({1, 1}, dtype).unsafeGetTensorImpl()));
+        return true;
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
 at::Tensor kept_copy(const at::Tensor &t) {
     const PlainMode plain;
     if (t.is_contiguous() && !OF_GUARD(factors_copied))
@@ -61,7 +107,10 @@ at::Tensor kept_copy(const at::Tensor &t) {
 }
 
 // As many panels for each thread as for the others, if there are enough rows.
-int64_t rows_of_panel(int64_t rows, int64_t row_bytes) {
+int64_t rows_of_panel(const at::Tensor &dy, const at::Tensor &x) {
+    // 16 bits are cast to 32 under autocast.
+    const int64_t element = std::max<int64_t>(static_cast<int64_t>(x.element_size()), 4);
+    const int64_t rows = dy.size(1), row_bytes = x.size(1) * element;
     const int64_t threads = thread_count();
     const int64_t least = (rows * row_bytes + kPanelBytes - 1) / kPanelBytes;
     const int64_t panels = std::max<int64_t>((least + threads - 1) / threads * threads, 1);
@@ -73,47 +122,97 @@ struct Free {
     void operator()(void *memory) const { std::free(memory); }
 };
 
+// Of one thread, for a panel; it grows.
+class Room {
+  public:
+    void *of(size_t bytes) { // null: there is no memory
+        if (size_ < bytes) {
+            memory_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+            size_ = memory_ ? bytes : 0;
+        }
+        return memory_.get();
+    }
+
+  private:
+    std::unique_ptr<void, Free> memory_;
+    size_t size_ = 0;
+};
+
 } // namespace
 
 bool can_multiply(at::ScalarType dtype) {
+    static const bool has_mkl = SerialMkl::is_possible();
+    if (is_16_bits(dtype)) {
+        static const bool brain = can_multiply_16_bits(at::kBFloat16);
+        static const bool half = can_multiply_16_bits(at::kHalf);
+        return dtype == at::kHalf ? half : brain;
+    }
     const bool is_there = dtype == at::kFloat    ? gemm<float>() != nullptr
                           : dtype == at::kDouble ? gemm<double>() != nullptr
                                                  : false;
-    return is_there && SerialMkl::is_possible();
+    return is_there && has_mkl;
 }
 
 WeightProduct::WeightProduct(const at::Tensor &dy, const at::Tensor &x)
-    : dy_(kept_copy(dy)), x_(kept_copy(x)),
-      panel_rows_(rows_of_panel(rows(), columns() * static_cast<int64_t>(x_.element_size()))),
-      floating_(of_floating_now()) {}
+    : dy_(kept_copy(dy)), x_(kept_copy(x)), dtype_(x.scalar_type()),
+      panel_rows_(rows_of_panel(dy, x)), floating_(of_floating_now()) {}
 
-void WeightProduct::compute(int64_t first, int64_t end, void *out) const {
+WeightProduct::WeightProduct(const WeightProduct &of, at::ScalarType dtype)
+    : dy_(of.dy_), x_(of.x_), dtype_(dtype), panel_rows_(of.panel_rows_), floating_(of.floating_) {}
+
+bool WeightProduct::compute(int64_t first, int64_t end, void *out) const {
     const unsigned outside = of_floating_now();
     of_floating_set(floating_);
-    if (dtype() == at::kFloat)
+    bool done = true;
+    if (has_16_bits())
+        done = compute_16_bits(first, end, out);
+    else if (dtype_ == at::kFloat)
         multiply<float>(dy_, x_, first, end, out);
     else
         multiply<double>(dy_, x_, first, end, out);
     of_floating_set(outside);
+    return done;
+}
+
+bool WeightProduct::compute_16_bits(int64_t first, int64_t end, void *out) const {
+    try {
+        if (dtype_ == x_.scalar_type()) {
+            multiply_16_bits(dy_, x_, first, end, out);
+            return true;
+        }
+        return compute_cast(first, end, out);
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
+bool WeightProduct::compute_cast(int64_t first, int64_t end, void *out) const {
+    thread_local Room room;
+    void *rounded = room.of(static_cast<size_t>(panel_rows_ * columns()) * x_.element_size());
+    if (rounded == nullptr)
+        return false;
+    multiply_16_bits(dy_, x_, first, end, rounded);
+    const PlainMode plain;
+    tensor_at(out, end - first, columns(), dtype_)
+        .copy_(tensor_at(rounded, end - first, columns(), x_.scalar_type()));
+    return true;
 }
 
 void WeightProduct::compute_all(void *out) const {
+    std::atomic<bool> done{true};
     each_panel([&](int64_t first, int64_t end) {
-        compute(first, end, static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes());
+        if (!compute(first, end,
+                     static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes()))
+            done = false;
     });
+    if (!done)
+        throw std::bad_alloc();
 }
 
 const void *WeightProduct::panel(int64_t first, int64_t end) const {
-    thread_local std::unique_ptr<void, Free> memory;
-    thread_local size_t size = 0;
-    const size_t needed = static_cast<size_t>(panel_rows_) * row_bytes();
-    if (size < needed) {
-        memory.reset(std::aligned_alloc(64, (needed + 63) / 64 * 64));
-        size = memory ? needed : 0;
-    }
-    if (memory)
-        compute(first, end, memory.get());
-    return memory.get();
+    thread_local Room room;
+    void *out = room.of(static_cast<size_t>(panel_rows_) * row_bytes());
+    return out != nullptr && compute(first, end, out) ? out : nullptr;
 }
 
 } // namespace optfuse

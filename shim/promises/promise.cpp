@@ -148,6 +148,13 @@ at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
     return made;
 }
 
+at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype) {
+    const Launched found = launched_of(storage);
+    if (!found.product || !found.product->has_16_bits())
+        return {};
+    return make_promise(std::make_shared<const WeightProduct>(*found.product, dtype), found.layer);
+}
+
 bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in) {
     const Launched found = launched_of(storage);
     if (!found.product)

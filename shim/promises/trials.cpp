@@ -4,6 +4,7 @@
 #include "promises/trials.h"
 
 #include <ATen/Context.h>
+#include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
@@ -27,7 +28,7 @@
 namespace optfuse {
 namespace {
 
-using Key = std::array<int64_t, 19>;
+using Key = std::array<int64_t, 20>;
 constexpr int kUsesBefore = 2; // a shape that comes so seldom is not worth a trial
 constexpr size_t kMostKeys = 1024;
 constexpr double kShare = 0.01;      // of the time since the first call
@@ -58,8 +59,21 @@ int64_t offset_in_line(const at::Tensor &t) {
                                 kCacheLine);
 }
 
+// The gradient that a trial is about.
+struct Product {
+    const at::Tensor &dy, &x;
+    at::ScalarType dtype; // of the parameter's gradient
+
+    at::Tensor whole() const { return dy.t().mm(x).to(dtype); }
+    WeightProduct by_panels() const {
+        const WeightProduct found(dy, x);
+        return dtype == x.scalar_type() ? found : WeightProduct(found, dtype);
+    }
+};
+
 // All that may change how PyTorch multiplies.
-Key key_of(const at::Tensor &dy, const at::Tensor &x) {
+Key key_of(const Product &of) {
+    const at::Tensor &dy = of.dy, &x = of.x;
     const at::Context &torch = at::globalContext();
     using at::Float32Backend;
     using at::Float32Op;
@@ -76,6 +90,7 @@ Key key_of(const at::Tensor &dy, const at::Tensor &x) {
             offset_in_line(dy),
             offset_in_line(x),
             static_cast<int64_t>(x.scalar_type()),
+            static_cast<int64_t>(of.dtype),
             thread_count(),
             SerialMkl::threads(),
             at::in_parallel_region(),
@@ -115,22 +130,31 @@ template <typename Real> Real special(Draws &draws) {
 
 enum class Kind { SPREAD, CANCELLING, TINY, SPECIAL };
 
+template <typename Real> Real rounded(double number) {
+    if constexpr (sizeof(Real) == 2)
+        return Real(static_cast<float>(number));
+    else
+        return static_cast<Real>(number);
+}
+
 // Numbers of all magnitudes; row by row such that sums cancel; such that products are around the
 // least that is no denormal, which some threads may take for zeros; and with infinities and the
 // like.
 template <typename Real> Real number(Kind kind, int64_t row, Draws &draws) {
     const double random = draws.next();
+    const double most = std::is_same_v<Real, at::Half> ? 8 : 1e3; // products are finite
     switch (kind) {
     case Kind::SPREAD:
-        return static_cast<Real>(random * random * random * 1e3);
+        return rounded<Real>(random * random * random * most);
     case Kind::CANCELLING:
-        return static_cast<Real>((row % 2 == 0 ? 1 : -1) + random * 1e-3);
+        return rounded<Real>((row % 2 == 0 ? 1 : -1) + random * 1e-3);
     case Kind::TINY:
-        return static_cast<Real>(random * 4) * std::sqrt(std::numeric_limits<Real>::min());
+        return rounded<Real>(random * 4 *
+                             std::sqrt(static_cast<double>(std::numeric_limits<Real>::min())));
     case Kind::SPECIAL:
-        return draws.next() > 0.5 ? special<Real>(draws) : static_cast<Real>(random);
+        return draws.next() > 0.5 ? special<Real>(draws) : rounded<Real>(random);
     }
-    return 0;
+    return Real(0);
 }
 
 // Zeros, half of them negative, as behind a ReLU: CANCELLING has some in each column.
@@ -156,21 +180,15 @@ at::Tensor like(const at::Tensor &t) {
 
 at::Tensor filled(const at::Tensor &t, Kind kind, Draws &draws) {
     at::Tensor made = like(t);
-    if (t.scalar_type() == at::kFloat)
-        fill_as<float>(made, kind, draws);
-    else
-        fill_as<double>(made, kind, draws);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, t.scalar_type(), "filled",
+                                    [&] { fill_as<scalar_t>(made, kind, draws); });
     return made;
 }
 
-at::Tensor whole_product(const at::Tensor &dy, const at::Tensor &x) {
-    return dy.t().mm(x);
-}
-
 // Whether each panel, computed as for an update, has the bits of its rows of the whole.
-bool are_equal(const at::Tensor &dy, const at::Tensor &x) {
-    const at::Tensor whole = whole_product(dy, x);
-    const WeightProduct product(dy, x);
+bool are_equal(const Product &of) {
+    const at::Tensor whole = of.whole();
+    const WeightProduct product = of.by_panels();
     const auto *at = static_cast<const char *>(data_of(whole.unsafeGetTensorImpl()));
     std::atomic<bool> equal{whole.is_contiguous()};
     product.each_panel([&](int64_t first, int64_t end) {
@@ -183,12 +201,12 @@ bool are_equal(const at::Tensor &dy, const at::Tensor &x) {
     return equal;
 }
 
-bool is_equal_on_all(const at::Tensor &dy, const at::Tensor &x) {
+bool is_equal_on_all(const Product &of) {
     Draws draws;
     for (const Kind kind : {Kind::SPREAD, Kind::CANCELLING, Kind::TINY, Kind::SPECIAL})
-        if (!are_equal(filled(dy, kind, draws), filled(x, kind, draws)))
+        if (!are_equal({filled(of.dy, kind, draws), filled(of.x, kind, draws), of.dtype}))
             return false;
-    return are_equal(dy, x);
+    return are_equal(of);
 }
 
 void note_least(double *least, double seconds) {
@@ -211,12 +229,12 @@ uint64_t read_all(const at::Tensor &whole) {
 }
 
 // The whole goes to memory and comes back; panels stay in the cache.
-void time_both(Entry *entry, const at::Tensor &dy, const at::Tensor &x) {
+void time_both(Entry *entry, const Product &of) {
     const double began = seconds_now();
-    const volatile uint64_t read = read_all(whole_product(dy, x));
+    const volatile uint64_t read = read_all(of.whole());
     const double between = seconds_now();
     (void)read;
-    const WeightProduct product(dy, x);
+    const WeightProduct product = of.by_panels();
     product.each_panel([&](int64_t first, int64_t end) { product.panel(first, end); });
     note_least(&entry->whole, between - began);
     note_least(&entry->panels, seconds_now() - between);
@@ -235,24 +253,24 @@ Verdict verdict_of(const Entry &entry, bool forced) {
 }
 
 // How long the whole product takes is noted first, to know what a trial would cost.
-void try_now(const Trials &all, Entry *entry, const at::Tensor &dy, const at::Tensor &x,
-             bool forced) {
+void try_now(const Trials &all, Entry *entry, const Product &of, bool forced) {
     if (forced || (entry->whole != 0 && has_time(all, kProducts * entry->whole))) {
-        entry->is_equal = is_equal_on_all(dy, x);
+        entry->is_equal = is_equal_on_all(of);
         entry->is_tried = true;
     }
     if (!forced && (entry->whole == 0 || entry->is_equal))
-        time_both(entry, dy, x);
+        time_both(entry, of);
 }
 
 } // namespace
 
-Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced) {
+Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype, bool forced) {
+    const Product of{dy, x, dtype};
     Trials &all = trials();
     const std::lock_guard<std::mutex> guard(all.lock);
     if (all.began == 0)
         all.began = seconds_now();
-    const Key key = key_of(dy, x);
+    const Key key = key_of(of);
     const auto found = all.entries.find(key);
     if (found == all.entries.end() && all.entries.size() >= kMostKeys)
         all.entries.clear(); // those that are in use come again
@@ -261,10 +279,10 @@ Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced) {
     entry.uses++;
     const double began = seconds_now();
     if (!entry.is_tried && (forced || entry.uses > kUsesBefore))
-        try_now(all, &entry, dy, x, forced);
+        try_now(all, &entry, of, forced);
     if (entry.is_equal && ++entry.promised >= entry.again && !forced &&
         has_time(all, 2 * entry.whole)) {
-        time_both(&entry, dy, x);
+        time_both(&entry, of);
         entry.again *= 2;
     }
     all.spent += seconds_now() - began;

@@ -15,10 +15,11 @@ enum class Verdict {
     SLOWER
 };
 
-// For dW = dY' X of matrices with these sizes, strides, offsets and dtype, under the settings of
-// this thread and process. May try it here and now: that takes some ten products, and at most a
-// hundredth of the time since the first call. forced: at once, and never SLOWER.
-Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, bool forced);
+// For dW = dY' X, then cast to `dtype`, of matrices with these sizes, strides, offsets and dtype,
+// under the settings of this thread and process. May try it here and now: that takes some ten
+// products, and at most a hundredth of the time since the first call. forced: at once, and never
+// SLOWER.
+Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype, bool forced);
 
 std::mutex &trials_lock(); // held while one runs
 

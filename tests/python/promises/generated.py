@@ -27,6 +27,9 @@ OPTIMIZERS = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-3),
     "Muon": lambda p: optim.Muon([q for q in p if q.dim() == 2], lr=1e-3),
 }
+#: Whose bits in 16 bits depend on no number of threads (docs/numerics.md).
+IN_16_BITS = ("AdamW", "Adam amsgrad", "Adagrad", "Adafactor", "Muon")
+DTYPES = (*(4 * (torch.float32,)), torch.float64, torch.bfloat16, torch.float16)
 STEPS = 4
 
 
@@ -66,9 +69,9 @@ class Layers:
     def __init__(self, seed):
         numbers = self.numbers = random.Random(seed)
         self.seed = seed
-        self.optimizer = numbers.choice(list(OPTIMIZERS))
+        self.dtype = numbers.choice(DTYPES)
+        self.optimizer = numbers.choice(IN_16_BITS if self.dtype.itemsize == 2 else [*OPTIMIZERS])
         self.mode = numbers.choice(("forward", "backward"))
-        self.dtype = numbers.choice((torch.float32, torch.float32, torch.float64))
         self.sizes = [self.width() for _ in range(numbers.choice((2, 3)))]
         self.rows = int(2 ** numbers.uniform(0, 10))
         self.bias = numbers.random() < 0.7

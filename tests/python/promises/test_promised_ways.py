@@ -125,7 +125,79 @@ def test_other_uses_of_the_weight(way, mode):
     def iteration(model, optimizer, i):
         train(model, optimizer, i, loss=lambda m, i: loss(m, batch(i)))
 
-    equal(script_of(iteration), mode, promised=way != "autocast")
+    equal(script_of(iteration), mode)
+
+
+#: Whether oneDNN multiplies numbers of 16 bits here.
+MULTIPLIES = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", MULTIPLIES)
+@pytest.mark.parametrize("make", (adamw, sgd))
+def test_autocast(mode, dtype, make):
+    """A promise of 16 bits becomes one of 32 on its way to .grad."""
+
+    def loss_of(model, i):
+        with torch.autocast("cpu", dtype):
+            y = model(batch(i))
+        return y.float().square().mean()
+
+    def iteration(model, optimizer, i):
+        train(model, optimizer, i, loss=loss_of)
+        if i == 1 and mode == "forward":
+            yield "gradients", [p.grad for p in model.parameters()]
+
+    is_there = MULTIPLIES[dtype]
+    equal(script_of(iteration, make), mode, panels=is_there, promised=is_there)
+
+
+@pytest.mark.parametrize("where", ("of the cast", "of the weight"))
+def test_autocast_and_hooks(where):
+    """A hook that casts the gradient once more sees the numbers that it would see in stock."""
+
+    def iteration(model, optimizer, i):
+        seen = []
+        weight = first(model)
+        cast = weight.to(torch.bfloat16)
+        watched = cast if where == "of the cast" else weight
+        handle = watched.register_hook(lambda g: seen.append(g.to(torch.float64)))
+        optimizer.zero_grad()
+        F.linear(batch(i).to(torch.bfloat16), cast).float().square().mean().backward()
+        handle.remove()
+        yield "seen", seen
+        optimizer.step()
+
+    equal(script_of(iteration), "forward", promised=MULTIPLIES[torch.bfloat16])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_that_is_cast_by_hand(mode):
+    """Only products of 16 bits are promised before a cast."""
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        y = F.linear(batch(i).double(), first(model).double())
+        y.square().mean().backward()
+        optimizer.step()
+
+    equal(script_of(iteration), mode, promised=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", MULTIPLIES)
+def test_weights_of_16_bits(mode, dtype):
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        model(batch(i).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+
+    is_there = MULTIPLIES[dtype]
+    model = lambda: wide().to(dtype)  # noqa: E731
+    equal(script_of(iteration, model=model), mode, panels=is_there, promised=is_there)
 
 
 @pytest.mark.parametrize("what", ("grad", "inputs", "both"))
