@@ -101,7 +101,7 @@ def fuse(
         backward(): .grad stands for it, and the update computes it part by part, in the cache.
         Whoever looks at .grad before gets its numbers. It is done where a trial on this machine
         finds the same bits and no loss of time (docs/promises.md). "off": no gradient is a
-        promise. None: what the environment says, OPTFUSE_PRODUCTS, or else "off".
+        promise. None: what the environment says, OPTFUSE_PRODUCTS, or else "auto".
     old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises

@@ -32,7 +32,7 @@ def is_disabled() -> bool:
 def products_asked() -> str:
     """The answer of OPTFUSE_PRODUCTS where fuse(products=...) is not given. Raises
     optfuse.Error."""
-    asked = os.environ.get("OPTFUSE_PRODUCTS") or OFF
+    asked = os.environ.get("OPTFUSE_PRODUCTS") or AUTO
     if asked not in (AUTO, OFF, FORCED):
         raise Error(f'optfuse: OPTFUSE_PRODUCTS={asked} is none of "{AUTO}", "{OFF}", "{FORCED}"')
     return asked

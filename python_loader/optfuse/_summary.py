@@ -24,7 +24,7 @@ from optfuse._trials import products
 
 @dataclass(frozen=True)
 class PromisedLayer:
-    """The gradients of one weight, where fuse(products=...) asks for promises, by what became of
+    """The gradients of one weight, where fuse(products=...) allows promises, by what became of
     them."""
 
     label: str

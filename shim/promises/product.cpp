@@ -122,7 +122,7 @@ struct Free {
     void operator()(void *memory) const { std::free(memory); }
 };
 
-// Of one thread, for a panel; it grows.
+// Memory of one thread for a panel; it grows.
 class Room {
   public:
     void *of(size_t bytes) { // null: there is no memory

@@ -357,6 +357,12 @@ PRIVATE = (
         "tests/device/test_side_stream.py, where the plan must say that dW is there",
     ),
     Private(
+        "ToCopyBackward0",
+        "layers/tasks.cpp",
+        "a promised gradient of 16 bits is cast by that node on its way to .grad",
+        "tests/python/promises/test_promised_ways.py, where autocast's gradients must be promises",
+    ),
+    Private(
         "set_sequence_nr",
         "layers/tasks.cpp",
         "autograd's engine runs what is ready by this number: a dW that waits gets a low one",
@@ -383,7 +389,7 @@ PRIVATE = (
             "panels of a product with the bits of torch.mm()",
             "the first trial of a shape, which compares; without it nothing is promised",
         )
-        for name in ("sgemm_", "dgemm_")
+        for name in ("sgemm_", "dgemm_", "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff")
     ),
     *(
         Private(name, "matrix/blas_find.c", why, "its first use, after which operators multiply")

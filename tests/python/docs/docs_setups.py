@@ -58,7 +58,7 @@ model.fc1, model.head = nn.Linear(16, 16), nn.Linear(16, 4)
 
 SETUPS = {
     "opt = torch.optim.AdamW(model.parameters(), lr=3e-4)": "",
-    'opt = optfuse.fuse(torch.optim.AdamW(model.parameters()), products="auto")': "",
+    "opt = optfuse.fuse(torch.optim.AdamW(model.parameters()))": "",
     "optfuse.clip_grad_norm_(opt, 1.0)": _READY,
     "scaler.scale(loss).backward()": _READY + _SCALER,
     "opt = optfuse.fuse(opt, optfuse.Backward(accumulate=4))": "",

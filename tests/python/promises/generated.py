@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-3),
     "Muon": lambda p: optim.Muon([q for q in p if q.dim() == 2], lr=1e-3),
 }
-#: Whose bits in 16 bits depend on no number of threads (docs/numerics.md).
+#: Optimizers whose bits in 16 bits are the same for every number of threads (docs/numerics.md).
 IN_16_BITS = ("AdamW", "Adam amsgrad", "Adagrad", "Adafactor", "Muon")
 DTYPES = (*(4 * (torch.float32,)), torch.float64, torch.bfloat16, torch.float16)
 STEPS = 4

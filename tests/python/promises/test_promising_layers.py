@@ -46,12 +46,18 @@ def test_a_layer_whose_gradient_is_looked_at_stops(monkeypatch):
         assert "looked at" in optfuse.explain(optimizer)
 
 
-def test_off_is_the_default(monkeypatch):
+def test_auto_is_the_default(monkeypatch):
     monkeypatch.delenv("OPTFUSE_PRODUCTS")
     model = nn.Linear(600, 600)
     optimizer = optfuse.fuse(adamw(model.parameters()))
-    assert promises_of(optimizer) == () and "Addmm" in model(torch.randn(4, 600)).grad_fn.name()
+    assert len(promises_of(optimizer)) == 1
     optfuse.unfuse(optimizer)
+    for off in ({"products": "off"}, {}):
+        optimizer = optfuse.fuse(optimizer, **off)
+        assert promises_of(optimizer) == ()
+        assert "Addmm" in model(torch.randn(4, 600)).grad_fn.name()
+        optfuse.unfuse(optimizer)
+        monkeypatch.setenv("OPTFUSE_PRODUCTS", "off")
     monkeypatch.setenv("OPTFUSE_PRODUCTS", "maybe")
     with pytest.raises(optfuse.Error, match="OPTFUSE_PRODUCTS=maybe"):
         optfuse.fuse(optimizer)
