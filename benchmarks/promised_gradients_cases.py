@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The models and scripts of the section promises: stacks of linear layers and blocks of a
-transformer, with few rows in a batch, and scripts that look at gradients or add them up."""
+"""The models and scripts of the section promises: stacks of linear layers, blocks of a transformer
+and an embedding, with few rows in a batch, and scripts that look at gradients or add them up."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch.nn.functional import mse_loss
 from optfuse._ab.variants import Iteration, Wrap
 
 HEAD = 64  # features of an attention head
+CLASSES = 64  # behind an embedding
 
 
 @dataclass(frozen=True)
 class Case:
-    kind: str  # of the model: mlp or gpt
-    layers: int
+    kind: str  # of the model: mlp, gpt or embedding
+    layers: int  # of an embedding: words
     width: int
-    rows: tuple[int, ...]  # of the batches, in turn; of gpt: tokens
+    rows: tuple[int, ...]  # of the batches, in turn; of gpt and an embedding: tokens
     iterations: int  # a round
     passes: int = 1  # backward passes a step
     clips: bool = False  # by clip_grad_norm_
@@ -58,6 +59,7 @@ CASES = (
     Case("mlp", 4, 2048, (16,), 2, passes=4),
     Case("mlp", 4, 2048, (16,), 5, logs=True),
     Case("mlp", 4, 2048, tuple(range(1, 41)), 8),
+    Case("embedding", 50257, 768, (256,), 3),
 )
 QUICK = (PLAIN, Case("mlp", 8, 1024, (8,), 10))
 SMOKE = (Case("mlp", 2, 512, (4,), 2),)
@@ -68,17 +70,25 @@ def model_of(case: Case) -> nn.Module:
     width = case.width
     if case.kind == "gpt":
         return nn.Sequential(*(Block(width, width // HEAD) for _ in range(case.layers)))
+    if case.kind == "embedding":
+        return nn.Sequential(nn.Embedding(case.layers, width), nn.Linear(width, CLASSES))
     layers = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(case.layers))
     return nn.Sequential(*layers)
+
+
+def batch_of(case: Case, rows: int) -> tuple[Tensor, Tensor]:
+    """Inputs and what the model is to make of them."""
+    if case.kind == "embedding":
+        return torch.randint(case.layers, (rows,)), torch.randn(rows, CLASSES)
+    shape = (1, rows, case.width) if case.kind == "gpt" else (rows, case.width)
+    return torch.randn(shape), torch.randn(shape)
 
 
 def training(case: Case, wrap: Wrap) -> Iteration:
     """A build function for optfuse.ab, the case given."""
     model = model_of(case)
     opt = wrap(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    lead = (1,) if case.kind == "gpt" else ()
-    shapes = [(*lead, rows, case.width) for rows in case.rows]
-    batches = cycle([(torch.randn(shape), torch.randn(shape)) for shape in shapes])
+    batches = cycle([batch_of(case, rows) for rows in case.rows])
 
     def iterate() -> Tensor:
         opt.zero_grad()

@@ -172,5 +172,7 @@ void forget_input_weights(int64_t owner);
 // caller keeps the weight alive until it is forgotten.
 void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<PromisingLayer> &layer);
 void forget_promising(const c10::TensorImpl *weight, const PromisingLayer *layer);
+// Null: it may not.
+std::shared_ptr<PromisingLayer> promising_layer(const at::Tensor &weight);
 
 } // namespace optfuse

@@ -319,6 +319,10 @@ void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<Promisi
         put_kernels(known);
 }
 
+std::shared_ptr<PromisingLayer> promising_layer(const at::Tensor &weight) {
+    return known_by(weight).promising;
+}
+
 void forget_promising(const c10::TensorImpl *weight, const PromisingLayer *layer) {
     Registry &known = registry();
     const std::unique_lock<std::shared_mutex> lock(known.lock);

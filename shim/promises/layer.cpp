@@ -8,9 +8,11 @@
 #include <utility>
 
 #include "autograd/consumed.h"
+#include "promises/embedding.h"
 #include "promises/product.h"
 #include "promises/promise.h"
 #include "promises/trials.h"
+#include "tensor/plain_mode.h"
 #include "tensor/refuse.h"
 
 namespace optfuse {
@@ -70,11 +72,21 @@ bool PromisingLayer::is_quiet() {
     return true;
 }
 
-// Null: it can be promised.
-const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
-                                    at::ScalarType dtype) {
+// As all why_not(): null if it can be promised.
+const char *PromisingLayer::why_not_now() {
     if (is_quiet())
         return "the gradient was looked at";
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set())
+        return "a mode looks at operators";
+    if (addresses_are_noted())
+        return "a profiler looks at the memory of tensors";
+    return nullptr;
+}
+
+const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
+                                    at::ScalarType dtype) {
+    if (const char *why = why_not_now())
+        return why;
     if (!has_form(dy) || !has_form(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
         x.numel() == 0)
         return "panels take dense matrices of one dtype on the CPU";
@@ -82,10 +94,6 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
         return "the gradient is cast on its way";
     if (x.element_size() == 2 && !at::globalContext().userEnabledMkldnn())
         return "panels of 16 bits are oneDNN's, which is off";
-    if (c10::impl::TorchDispatchModeTLS::any_modes_set())
-        return "a mode looks at operators";
-    if (addresses_are_noted())
-        return "a profiler looks at the memory of tensors";
     switch (try_panels(dy, x, dtype, forced_)) {
     case Verdict::UNTRIED:
         return "the shape came too seldom for a trial";
@@ -99,18 +107,49 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
     return nullptr;
 }
 
+const char *PromisingLayer::why_not_rows(const at::Tensor &dy, const at::Tensor &indices,
+                                         int64_t rows) {
+    if (const char *why = why_not_now())
+        return why;
+    if (!forced_ && 2 * indices.numel() > rows)
+        return "an embedding has few rows for so many tokens";
+    return dy.numel() == 0 ? "there are no tokens" : nullptr;
+}
+
+void PromisingLayer::note_use(const char *why_not) {
+    const std::lock_guard<std::mutex> guard(layers_lock());
+    counts_.promised += why_not == nullptr;
+    counts_.whole += why_not != nullptr;
+    counts_.because = why_not == nullptr ? counts_.because : why_not;
+}
+
 at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
                                    const at::Tensor &dy, const at::Tensor &x,
                                    at::ScalarType dtype) {
     const char *why = why_not(dy, x, dtype);
-    {
-        const std::lock_guard<std::mutex> guard(layers_lock());
-        counts_.promised += why == nullptr;
-        counts_.whole += why != nullptr;
-        counts_.because = why == nullptr ? counts_.because : why;
-    }
+    note_use(why);
     return why != nullptr ? at::Tensor()
-                          : make_promise(std::make_shared<const WeightProduct>(dy, x), self);
+                          : make_promise(std::make_shared<const LinearProduct>(dy, x), self);
+}
+
+bool PromisingLayer::takes_rows_of(const at::Tensor &dy) {
+    return dy.layout() == c10::kStrided && dy.device().is_cpu() &&
+           (dy.scalar_type() == at::kFloat || dy.scalar_type() == at::kDouble) &&
+           !is_lazy(dy.unsafeGetTensorImpl()) &&
+           !dy.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+}
+
+at::Tensor PromisingLayer::promise_rows(const std::shared_ptr<PromisingLayer> &self,
+                                        const at::Tensor &dy, const at::Tensor &indices,
+                                        int64_t rows, int64_t padding) {
+    const char *why = why_not_rows(dy, indices, rows);
+    note_use(why);
+    if (why != nullptr)
+        return {};
+    const PlainMode plain;
+    const at::Tensor tokens = dy.reshape({-1, dy.size(-1)});
+    return make_promise(std::make_shared<const EmbeddingProduct>(tokens, indices, rows, padding),
+                        self);
 }
 
 void PromisingLayer::note(bool was_looked_at) {

@@ -35,12 +35,21 @@ class PromisingLayer {
     // dtype; undefined: compute it.
     at::Tensor promise(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
                        const at::Tensor &x, at::ScalarType dtype);
+    // The same of a use of an embedding, for so many of its rows and columns, whose tokens have
+    // these indices (embedding.h).
+    at::Tensor promise_rows(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
+                            const at::Tensor &indices, int64_t rows, int64_t padding);
+    // Whether promise_rows() takes this dY.
+    static bool takes_rows_of(const at::Tensor &dy);
     void note_panels();
     void note_made();
 
   private:
     bool is_quiet();
+    const char *why_not_now();
     const char *why_not(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype);
+    const char *why_not_rows(const at::Tensor &dy, const at::Tensor &indices, int64_t rows);
+    void note_use(const char *why_not);
     void note(bool was_looked_at);
 
     const std::string label_;

@@ -106,16 +106,10 @@ at::Tensor kept_copy(const at::Tensor &t) {
     return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous)).copy_(t);
 }
 
-// As many panels for each thread as for the others, if there are enough rows.
+// 16 bits are cast to 32 under autocast.
 int64_t rows_of_panel(const at::Tensor &dy, const at::Tensor &x) {
-    // 16 bits are cast to 32 under autocast.
     const int64_t element = std::max<int64_t>(static_cast<int64_t>(x.element_size()), 4);
-    const int64_t rows = dy.size(1), row_bytes = x.size(1) * element;
-    const int64_t threads = thread_count();
-    const int64_t least = (rows * row_bytes + kPanelBytes - 1) / kPanelBytes;
-    const int64_t panels = std::max<int64_t>((least + threads - 1) / threads * threads, 1);
-    const int64_t of_each = (rows + panels - 1) / panels;
-    return (of_each + kRows - 1) / kRows * kRows;
+    return optfuse::rows_of_panel(dy.size(1), x.size(1) * element);
 }
 
 struct Free {
@@ -153,49 +147,25 @@ bool can_multiply(at::ScalarType dtype) {
     return is_there && has_mkl;
 }
 
-WeightProduct::WeightProduct(const at::Tensor &dy, const at::Tensor &x)
-    : dy_(kept_copy(dy)), x_(kept_copy(x)), dtype_(x.scalar_type()),
-      panel_rows_(rows_of_panel(dy, x)), floating_(of_floating_now()) {}
+int64_t rows_of_panel(int64_t rows, int64_t row_bytes) {
+    const int64_t threads = thread_count();
+    const int64_t least = (rows * row_bytes + kPanelBytes - 1) / kPanelBytes;
+    const int64_t panels = std::max<int64_t>((least + threads - 1) / threads * threads, 1);
+    const int64_t of_each = (rows + panels - 1) / panels;
+    return (of_each + kRows - 1) / kRows * kRows;
+}
 
-WeightProduct::WeightProduct(const WeightProduct &of, at::ScalarType dtype)
-    : dy_(of.dy_), x_(of.x_), dtype_(dtype), panel_rows_(of.panel_rows_), floating_(of.floating_) {}
+WeightProduct::WeightProduct(int64_t rows, int64_t columns, at::ScalarType dtype,
+                             int64_t panel_rows)
+    : rows_(rows), columns_(columns), dtype_(dtype), panel_rows_(panel_rows),
+      floating_(of_floating_now()) {}
 
 bool WeightProduct::compute(int64_t first, int64_t end, void *out) const {
     const unsigned outside = of_floating_now();
     of_floating_set(floating_);
-    bool done = true;
-    if (has_16_bits())
-        done = compute_16_bits(first, end, out);
-    else if (dtype_ == at::kFloat)
-        multiply<float>(dy_, x_, first, end, out);
-    else
-        multiply<double>(dy_, x_, first, end, out);
+    const bool done = fill(first, end, out);
     of_floating_set(outside);
     return done;
-}
-
-bool WeightProduct::compute_16_bits(int64_t first, int64_t end, void *out) const {
-    try {
-        if (dtype_ == x_.scalar_type()) {
-            multiply_16_bits(dy_, x_, first, end, out);
-            return true;
-        }
-        return compute_cast(first, end, out);
-    } catch (const std::exception &) {
-        return false;
-    }
-}
-
-bool WeightProduct::compute_cast(int64_t first, int64_t end, void *out) const {
-    thread_local Room room;
-    void *rounded = room.of(static_cast<size_t>(panel_rows_ * columns()) * x_.element_size());
-    if (rounded == nullptr)
-        return false;
-    multiply_16_bits(dy_, x_, first, end, rounded);
-    const PlainMode plain;
-    tensor_at(out, end - first, columns(), dtype_)
-        .copy_(tensor_at(rounded, end - first, columns(), x_.scalar_type()));
-    return true;
 }
 
 void WeightProduct::compute_all(void *out) const {
@@ -213,6 +183,51 @@ const void *WeightProduct::panel(int64_t first, int64_t end) const {
     thread_local Room room;
     void *out = room.of(static_cast<size_t>(panel_rows_) * row_bytes());
     return out != nullptr && compute(first, end, out) ? out : nullptr;
+}
+
+LinearProduct::LinearProduct(const at::Tensor &dy, const at::Tensor &x)
+    : WeightProduct(dy.size(1), x.size(1), x.scalar_type(), rows_of_panel(dy, x)),
+      dy_(kept_copy(dy)), x_(kept_copy(x)) {}
+
+std::shared_ptr<const WeightProduct> LinearProduct::cast(at::ScalarType dtype) const {
+    if (!is_16_bits(x_.scalar_type()))
+        return nullptr;
+    auto made = std::make_shared<LinearProduct>(*this);
+    made->dtype_ = dtype;
+    return made;
+}
+
+bool LinearProduct::fill(int64_t first, int64_t end, void *out) const {
+    if (is_16_bits(x_.scalar_type()))
+        return fill_16_bits(first, end, out);
+    if (dtype_ == at::kFloat)
+        multiply<float>(dy_, x_, first, end, out);
+    else
+        multiply<double>(dy_, x_, first, end, out);
+    return true;
+}
+
+bool LinearProduct::fill_16_bits(int64_t first, int64_t end, void *out) const {
+    try {
+        if (dtype_ != x_.scalar_type())
+            return fill_cast(first, end, out);
+        multiply_16_bits(dy_, x_, first, end, out);
+        return true;
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
+bool LinearProduct::fill_cast(int64_t first, int64_t end, void *out) const {
+    thread_local Room room;
+    void *rounded = room.of(static_cast<size_t>(panel_rows_ * columns_) * x_.element_size());
+    if (rounded == nullptr)
+        return false;
+    multiply_16_bits(dy_, x_, first, end, rounded);
+    const PlainMode plain;
+    tensor_at(out, end - first, columns_, dtype_)
+        .copy_(tensor_at(rounded, end - first, columns_, x_.scalar_type()));
+    return true;
 }
 
 } // namespace optfuse

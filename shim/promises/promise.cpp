@@ -150,9 +150,9 @@ at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
 
 at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype) {
     const Launched found = launched_of(storage);
-    if (!found.product || !found.product->has_16_bits())
-        return {};
-    return make_promise(std::make_shared<const WeightProduct>(*found.product, dtype), found.layer);
+    std::shared_ptr<const WeightProduct> cast =
+        found.product ? found.product->cast(dtype) : nullptr;
+    return cast ? make_promise(std::move(cast), found.layer) : at::Tensor();
 }
 
 bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in) {

@@ -21,8 +21,7 @@ class WeightProduct;
 void free_promise(void *promise);
 at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
                         std::shared_ptr<PromisingLayer> layer);
-// The promise of the same gradient in this dtype, as autocast's node casts one on its way;
-// undefined: it is one of 32 or 64 bits, or has been computed meanwhile.
+// The promise of the same gradient in this dtype; undefined: it has to be computed.
 at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype);
 // Whether this process has made any: most make none, and are asked at each update.
 extern std::atomic<bool> any_promise_made;

@@ -60,19 +60,19 @@ int64_t offset_in_line(const at::Tensor &t) {
 }
 
 // The gradient that a trial is about.
-struct Product {
+struct Asked {
     const at::Tensor &dy, &x;
     at::ScalarType dtype; // of the parameter's gradient
 
     at::Tensor whole() const { return dy.t().mm(x).to(dtype); }
-    WeightProduct by_panels() const {
-        const WeightProduct found(dy, x);
-        return dtype == x.scalar_type() ? found : WeightProduct(found, dtype);
+    std::shared_ptr<const WeightProduct> by_panels() const {
+        auto found = std::make_shared<const LinearProduct>(dy, x);
+        return dtype == x.scalar_type() ? found : found->cast(dtype);
     }
 };
 
 // All that may change how PyTorch multiplies.
-Key key_of(const Product &of) {
+Key key_of(const Asked &of) {
     const at::Tensor &dy = of.dy, &x = of.x;
     const at::Context &torch = at::globalContext();
     using at::Float32Backend;
@@ -186,22 +186,22 @@ at::Tensor filled(const at::Tensor &t, Kind kind, Draws &draws) {
 }
 
 // Whether each panel, computed as for an update, has the bits of its rows of the whole.
-bool are_equal(const Product &of) {
+bool are_equal(const Asked &of) {
     const at::Tensor whole = of.whole();
-    const WeightProduct product = of.by_panels();
+    const std::shared_ptr<const WeightProduct> product = of.by_panels();
     const auto *at = static_cast<const char *>(data_of(whole.unsafeGetTensorImpl()));
     std::atomic<bool> equal{whole.is_contiguous()};
-    product.each_panel([&](int64_t first, int64_t end) {
-        const void *panel = equal ? product.panel(first, end) : nullptr;
-        const size_t bytes = static_cast<size_t>(end - first) * product.row_bytes();
-        const char *rows = at + static_cast<size_t>(first) * product.row_bytes();
+    product->each_panel([&](int64_t first, int64_t end) {
+        const void *panel = equal ? product->panel(first, end) : nullptr;
+        const size_t bytes = static_cast<size_t>(end - first) * product->row_bytes();
+        const char *rows = at + static_cast<size_t>(first) * product->row_bytes();
         if (panel == nullptr || std::memcmp(panel, rows, bytes) != 0)
             equal = false;
     });
     return equal;
 }
 
-bool is_equal_on_all(const Product &of) {
+bool is_equal_on_all(const Asked &of) {
     Draws draws;
     for (const Kind kind : {Kind::SPREAD, Kind::CANCELLING, Kind::TINY, Kind::SPECIAL})
         if (!are_equal({filled(of.dy, kind, draws), filled(of.x, kind, draws), of.dtype}))
@@ -229,13 +229,13 @@ uint64_t read_all(const at::Tensor &whole) {
 }
 
 // The whole goes to memory and comes back; panels stay in the cache.
-void time_both(Entry *entry, const Product &of) {
+void time_both(Entry *entry, const Asked &of) {
     const double began = seconds_now();
     const volatile uint64_t read = read_all(of.whole());
     const double between = seconds_now();
     (void)read;
-    const WeightProduct product = of.by_panels();
-    product.each_panel([&](int64_t first, int64_t end) { product.panel(first, end); });
+    const std::shared_ptr<const WeightProduct> product = of.by_panels();
+    product->each_panel([&](int64_t first, int64_t end) { product->panel(first, end); });
     note_least(&entry->whole, between - began);
     note_least(&entry->panels, seconds_now() - between);
 }
@@ -253,7 +253,7 @@ Verdict verdict_of(const Entry &entry, bool forced) {
 }
 
 // How long the whole product takes is noted first, to know what a trial would cost.
-void try_now(const Trials &all, Entry *entry, const Product &of, bool forced) {
+void try_now(const Trials &all, Entry *entry, const Asked &of, bool forced) {
     if (forced || (entry->whole != 0 && has_time(all, kProducts * entry->whole))) {
         entry->is_equal = is_equal_on_all(of);
         entry->is_tried = true;
@@ -265,7 +265,7 @@ void try_now(const Trials &all, Entry *entry, const Product &of, bool forced) {
 } // namespace
 
 Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype, bool forced) {
-    const Product of{dy, x, dtype};
+    const Asked of{dy, x, dtype};
     Trials &all = trials();
     const std::lock_guard<std::mutex> guard(all.lock);
     if (all.began == 0)

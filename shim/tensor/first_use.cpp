@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "autograd/consumed.h"
@@ -17,6 +18,7 @@
 #include "error.h"
 #include "guard.h"
 #include "plan.h"
+#include "promises/operators.h"
 #include "promises/promise.h"
 #include "python/callback.h"
 #include "python/gil.h"
@@ -36,37 +38,6 @@ bool called_by_engine() { return torch::autograd::get_current_graph_task_id() !=
 // As autograd does to put a gradient into .grad; a script's alias could lead past the dispatcher.
 bool makes_alias(const char *op) {
     return called_by_engine() && std::strcmp(op, "aten::detach") == 0;
-}
-
-constexpr size_t kArgumentsOfTo = 8; // of aten::to.dtype_layout
-
-// As autocast's node does with a weight's gradient. Anything but another dtype is a look.
-bool casts_promise(const char *op, const c10::TensorImpl *impl, const torch::jit::Stack &stack) {
-    if (!is_promise(impl) || !called_by_engine() || std::strcmp(op, "aten::to") != 0)
-        return false;
-    const auto given = [&stack](size_t i) { return torch::jit::peek(stack, i, kArgumentsOfTo); };
-    const c10::IValue layout = given(2), device = given(3), pinned = given(4);
-    return given(1).isInt() && at::isFloatingType(given(1).toScalarType()) &&
-           given(1).toScalarType() != impl->dtype().toScalarType() &&
-           (layout.isNone() || layout.toLayout() == c10::kStrided) &&
-           (device.isNone() || device.toDevice().is_cpu()) &&
-           (pinned.isNone() || !pinned.toBool()) && given(7).isNone();
-}
-
-// False: this is no such call, or the gradient has to be computed.
-bool cast_if_promise(const char *op, torch::jit::Stack *stack, size_t n) {
-    if (n != kArgumentsOfTo || !torch::jit::peek(*stack, 0, n).isTensor())
-        return false;
-    const c10::TensorImpl *impl = torch::jit::peek(*stack, 0, n).toTensor().unsafeGetTensorImpl();
-    if (!casts_promise(op, impl, *stack))
-        return false;
-    const at::ScalarType dtype = torch::jit::peek(*stack, 1, n).toScalarType();
-    at::Tensor cast = cast_promise(storage_of(impl), dtype);
-    if (!cast.defined())
-        return false;
-    torch::jit::drop(*stack, n);
-    stack->emplace_back(std::move(cast));
-    return true;
 }
 
 // Neither a thread that trains nor one of the engine's.
@@ -118,8 +89,9 @@ void pass_on(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit
     const auto &schema = op.schema();
     const char *name = schema.operator_name().name.c_str();
     const size_t n = schema.arguments().size();
-    if (cast_if_promise(name, stack, n))
+    if (answer_with_promise(name, stack, n))
         return;
+    const std::shared_ptr<PromisingLayer> embedding = promising_embedding(name, *stack, n);
     const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey);
     Answer answer = Answer::PASS;
     for (size_t i = 0; i < n; i++)
@@ -130,6 +102,8 @@ void pass_on(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit
         overwrite_consumed(op, below, stack);
     else
         op.redispatchBoxed(below, stack);
+    if (embedding)
+        ask_in_backward(embedding, stack->back().toTensor());
 }
 
 void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {

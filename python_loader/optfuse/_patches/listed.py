@@ -363,6 +363,12 @@ PRIVATE = (
         "tests/python/promises/test_promised_ways.py, where autocast's gradients must be promises",
     ),
     Private(
+        "EmbeddingBackward0",
+        "promises/operators.cpp",
+        "the node whose hook asks for a promised gradient",
+        "tests/python/promises/test_promised_embeddings.py, where the gradients must be promises",
+    ),
+    Private(
         "set_sequence_nr",
         "layers/tasks.cpp",
         "autograd's engine runs what is ready by this number: a dW that waits gets a low one",

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Embeddings, whose gradients are promises in forward mode: most of their rows are zeros."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import adamw, sgd
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import optfuse
+from promises.counted import promises_of
+from promises.scripted import equal, script_of, train
+
+WORDS, WIDTH = 70, 24
+
+
+class Words(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, **options)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens).tanh())
+
+
+def tokens(i, shape=(4, 9), most=WORDS):
+    return torch.randint(most, shape, generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(model, i):
+    return model(tokens(i)).square().mean()
+
+
+def training(loss=loss_of, make=adamw, model=Words, steps=5):
+    return script_of(lambda *of: train(*of, loss=loss), make, model, steps)
+
+
+@pytest.mark.parametrize("make", (adamw, sgd))
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_training_without_a_look(mode, make):
+    equal(training(make=make), mode, panels=True, made=False)
+
+
+def test_only_the_update_computes_an_embeddings_gradient():
+    model = nn.Embedding(WORDS, WIDTH)
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    for i in range(5):
+        train(model, optimizer, i, loss=loss_of)
+    optfuse.flush()
+    (layer,) = promises_of(optimizer)
+    assert (layer.panels, layer.made, layer.whole) == (4, 0, 0)  # none at the very first use
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"padding_idx": 3},
+        {"padding_idx": -1},
+        {"dtype": torch.float64},
+        {"scale_grad_by_freq": True},
+        {"max_norm": 0.5},
+        {"dtype": torch.bfloat16},
+    ),
+    ids=str,
+)
+def test_options(options):
+    def model():
+        made = Words(**options)
+        return made.to(options.get("dtype", torch.float32))
+
+    equal(training(model=model), "forward", promised=None)
+
+
+@pytest.mark.parametrize("kind", ("int32", "one", "the same", "none", "1-D", "strided"))
+def test_tokens(kind):
+    def loss(model, i):
+        found = {
+            "int32": tokens(i).int(),
+            "one": tokens(i, ()),
+            "the same": tokens(i, (200,), most=2),
+            "none": tokens(i, (0, 4)),
+            "1-D": tokens(i, (7,)),
+            "strided": tokens(i, (8, 18))[::2, ::2].t(),
+        }[kind]
+        return model(found).square().sum()
+
+    equal(training(loss), "forward", promised=None)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_special_numbers(dtype):
+    """-0.0, which is added to +0, numbers that are no longer normal, infinities and NaN."""
+    kinds = (0.0, -0.0, torch.finfo(dtype).tiny / 8, float("inf"), float("-inf"), float("nan"), 1.0)
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        out = model.words(tokens(i, (64,)))
+        numbers = torch.Generator().manual_seed(i)
+        choice = torch.randint(len(kinds), out.shape, generator=numbers)
+        out.backward(torch.tensor(kinds, dtype=dtype)[choice])
+        if i % 2:
+            yield "gradient", model.words.weight.grad
+        optimizer.step()
+
+    make = lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True)  # noqa: E731
+    equal(script_of(iteration, make, lambda: Words().to(dtype)), "forward", promised=True)
+
+
+def other_uses():
+    def tied(model, i):
+        return F.linear(model.words(tokens(i)), model.words.weight).square().mean()
+
+    def twice(model, i):
+        return (model.words(tokens(i)) * model.words(tokens(i + 100))).square().mean()
+
+    def looked_at_before(model, i):
+        return loss_of(model, i) + model.words.weight.norm()
+
+    def looked_at_after(model, i):
+        penalty = model.words.weight.pow(2).sum()
+        return loss_of(model, i) + penalty
+
+    def checkpointed(model, i, reentrant):
+        start = torch.ones((), requires_grad=True)
+        y = checkpoint(lambda s: model.words(tokens(i)) * s, start, use_reentrant=reentrant)
+        return y.square().mean()
+
+    def cast(model, i):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, i)
+
+    def functional(model, i):
+        return F.embedding(tokens(i), model.words.weight, padding_idx=5).square().mean()
+
+    return {
+        "tied": tied,
+        "two uses": twice,
+        "norm before": looked_at_before,
+        "penalty": looked_at_after,
+        "checkpoint": lambda model, i: checkpointed(model, i, False),
+        "reentrant checkpoint": lambda model, i: checkpointed(model, i, True),
+        "autocast": cast,
+        "functional": functional,
+    }
+
+
+@pytest.mark.parametrize("way", other_uses())
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_other_uses(way, mode):
+    equal(training(other_uses()[way]), mode, promised=None)
+
+
+def events():
+    def looks(model, optimizer, i):
+        yield "gradient", model.words.weight.grad
+
+    def clips(model, optimizer, i):
+        yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def writes(model, optimizer, i):
+        model.words.weight.grad.mul_(2)
+        yield "written", None
+
+    def evaluates(model, optimizer, i):
+        optimizer.step()
+        with torch.no_grad():
+            yield "loss", loss_of(model, i)
+        loss_of(model, i + 50).backward()
+
+    return {"look": looks, "clip": clips, "write": writes, "evaluate": evaluates}
+
+
+@pytest.mark.parametrize("event", events())
+def test_between_backward_and_step(event):
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        yield from events()[event](model, optimizer, i)
+        optimizer.step()
+
+    equal(script_of(iteration, model=Words, steps=5), "forward", promised=True)
+
+
+@pytest.mark.parametrize("kind", ("output", "weight", "node before", "node after"))
+def test_hooks(kind):
+    """Also one behind ours, which sees the marked gradient, and may use it or hand on another."""
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        seen = []
+        y = model.words(tokens(i))
+        if kind == "output":
+            y.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        elif kind == "weight":
+            handle = model.words.weight.register_hook(lambda g: seen.append(g.clone()))
+        else:
+            hands_on = kind == "node after"
+
+            def prehook(grads):
+                seen.append(grads[0].norm())
+                return (grads[0] * 3,) if hands_on else None
+
+            y.grad_fn.register_prehook(prehook)
+        y.square().mean().backward()
+        if kind == "weight":
+            handle.remove()
+        yield "seen", seen
+        optimizer.step()
+
+    equal(script_of(iteration, model=Words, steps=4), "forward", promised=None)
+
+
+@pytest.mark.parametrize("kind", ("kept", "recorded", "grad"))
+def test_graphs(kind):
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss = loss_of(model, i)
+        weight = model.words.weight
+        if kind == "kept":
+            loss.backward(retain_graph=True)
+            loss.backward()
+        elif kind == "recorded":
+            (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+            grad.square().sum().backward()
+        else:
+            yield "gradient", torch.autograd.grad(loss, weight, retain_graph=True)
+            loss.backward()
+        optimizer.step()
+
+    equal(script_of(iteration, model=Words, steps=4), "forward", promised=None)
+
+
+def test_many_tokens_for_few_rows_are_left_alone(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_PRODUCTS", "auto")
+    model = nn.Embedding(2000, 256)
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    for i in range(6):
+        train(model, optimizer, i, loss=lambda m, i: m(tokens(i, (999 + i,), 2000)).sum())
+    optfuse.flush()
+    (layer,) = promises_of(optimizer)
+    assert (layer.panels, layer.whole) == (1, 4)
+    assert "few rows for so many tokens" in optfuse.explain(optimizer)
+
+
+def test_compiled_autograd_computes_the_gradient():
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss = model(tokens(i)).square().mean()
+        with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+            loss.backward()
+        optimizer.step()
+
+    equal(script_of(iteration, model=lambda: nn.Embedding(WORDS, WIDTH)), "forward", promised=False)
