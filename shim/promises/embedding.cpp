@@ -41,16 +41,16 @@ void EmbeddingProduct::add_rows(int64_t first, int64_t end, Real *out) const {
     auto use = std::lower_bound(uses_.begin(), uses_.end(), first,
                                 [](const Use &a, int64_t row) { return a.row < row; });
     for (; use != uses_.end() && use->row < end; ++use) {
-        Real *to = out + (use->row - first) * columns_;
-        const Real *from = dy + use->token * columns_;
-        for (int64_t i = 0; i < columns_; i++)
+        Real *to = out + (use->row - first) * columns();
+        const Real *from = dy + use->token * columns();
+        for (int64_t i = 0; i < columns(); i++)
             to[i] += from[i];
     }
 }
 
 bool EmbeddingProduct::fill(int64_t first, int64_t end, void *out) const {
     std::memset(out, 0, static_cast<size_t>(end - first) * row_bytes());
-    if (dtype_ == at::kFloat)
+    if (dtype() == at::kFloat)
         add_rows(first, end, static_cast<float *>(out));
     else
         add_rows(first, end, static_cast<double *>(out));

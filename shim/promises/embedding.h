@@ -18,7 +18,7 @@ class EmbeddingProduct final : public WeightProduct {
     // int64, from 0 to rows - 1. Tokens with the index `padding` contribute nothing; -1: all do.
     EmbeddingProduct(const at::Tensor &dy, const at::Tensor &indices, int64_t rows,
                      int64_t padding);
-    std::shared_ptr<const WeightProduct> cast(at::ScalarType) const override { return nullptr; }
+    size_t factor_bytes() const override { return dy_.nbytes() + uses_.size() * sizeof(Use); }
 
   private:
     struct Use {

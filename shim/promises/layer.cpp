@@ -9,7 +9,7 @@
 
 #include "autograd/consumed.h"
 #include "promises/embedding.h"
-#include "promises/product.h"
+#include "promises/linear.h"
 #include "promises/promise.h"
 #include "promises/trials.h"
 #include "tensor/plain_mode.h"
@@ -90,8 +90,6 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
     if (!has_form(dy) || !has_form(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
         x.numel() == 0)
         return "panels take dense matrices of one dtype on the CPU";
-    if (x.scalar_type() != dtype && x.element_size() != 2)
-        return "the gradient is cast on its way";
     if (x.element_size() == 2 && !at::globalContext().userEnabledMkldnn())
         return "panels of 16 bits are oneDNN's, which is off";
     switch (try_panels(dy, x, dtype, forced_)) {
@@ -159,6 +157,15 @@ void PromisingLayer::note(bool was_looked_at) {
     looked_at_ = 0;
     quiet_ = next_quiet_;
     next_quiet_ *= 2;
+}
+
+bool PromisingLayer::takes(const WeightProduct &sum) const {
+    return forced_ || 2 * sum.factor_bytes() <= sum.nbytes();
+}
+
+void PromisingLayer::note_added() {
+    const std::lock_guard<std::mutex> guard(layers_lock());
+    counts_.promised--;
 }
 
 void PromisingLayer::note_panels() {

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <string>
 
+#include "promises/product.h"
+
 namespace optfuse {
 
 enum class Promising { OFF, AUTO, FORCED }; // FORCED: of any size, at once; for tests
@@ -18,12 +20,12 @@ class PromisingLayer {
   public:
     PromisingLayer(std::string label, bool forced) : label_(std::move(label)), forced_(forced) {}
 
-    // Uses of the layer in backward, by what became of the gradient.
+    // Gradients, by what became of them.
     struct Counts {
-        uint64_t promised = 0;    // of these:
+        uint64_t promised = 0;    // sums of promises count once; of these:
         uint64_t panels = 0;      // the update computed it panel by panel
         uint64_t made = 0;        // somebody looked at it, and it was computed into memory
-        uint64_t whole = 0;       // not promised
+        uint64_t whole = 0;       // contributions that were not promised
         const char *because = ""; // the last one that was not
     };
     Counts counts() const;
@@ -41,6 +43,9 @@ class PromisingLayer {
                             const at::Tensor &indices, int64_t rows, int64_t padding);
     // Whether promise_rows() takes this dY.
     static bool takes_rows_of(const at::Tensor &dy);
+    // Whether a sum of promises is still small beside the gradient.
+    bool takes(const WeightProduct &sum) const;
+    void note_added(); // a promise is a part of another one now
     void note_panels();
     void note_made();
 

@@ -30,6 +30,7 @@ using torch::autograd::generated::EmbeddingBackward0;
 using torch::jit::Stack;
 
 constexpr size_t kArgumentsOfTo = 8; // of aten::to.dtype_layout
+constexpr size_t kArgumentsOfAdd = 3;
 constexpr size_t kArgumentsOfEmbedding = 5;
 constexpr size_t kArgumentsOfItsBackward = 6;
 
@@ -55,6 +56,30 @@ at::Tensor cast_of(const Stack &stack) {
         return {};
     return cast_promise(storage_of(impl),
                         torch::jit::peek(stack, 1, kArgumentsOfTo).toScalarType());
+}
+
+const c10::TensorImpl *promise_in(const Stack &stack, size_t i) {
+    const c10::IValue &value = torch::jit::peek(stack, i, kArgumentsOfAdd);
+    const c10::TensorImpl *impl =
+        value.isTensor() ? value.toTensor().unsafeGetTensorImpl() : nullptr;
+    const bool is_free = impl != nullptr && is_promise(impl) && !of_is_pending(storage_of(impl));
+    return is_free ? impl : nullptr;
+}
+
+// Arguments: two tensors, and a factor of the second. in_place: the first becomes the sum.
+at::Tensor added(const Stack &stack, bool in_place) {
+    const c10::TensorImpl *to = promise_in(stack, 0), *other = promise_in(stack, 1);
+    const c10::IValue &factor = torch::jit::peek(stack, 2, kArgumentsOfAdd);
+    if (to == nullptr || other == nullptr || to->sizes() != other->sizes() || !factor.isInt() ||
+        factor.toInt() != 1)
+        return {};
+    if (!in_place)
+        return sum_of_promises(storage_of(to), storage_of(other));
+    if (!add_promise(storage_of(to), storage_of(other)))
+        return {};
+    at::Tensor self = torch::jit::peek(stack, 0, kArgumentsOfAdd).toTensor();
+    self.unsafeGetTensorImpl()->bump_version();
+    return self;
 }
 
 // A promise that the node of an embedding asks for, which runs on this thread.
@@ -107,11 +132,16 @@ at::Tensor gradient_of_embedding(const Stack &stack) {
 } // namespace
 
 bool answer_with_promise(const char *op, Stack *stack, size_t n) {
-    if ((n != kArgumentsOfTo && n != kArgumentsOfItsBackward) || !is_in_backward())
+    if ((n != kArgumentsOfTo && n != kArgumentsOfItsBackward && n != kArgumentsOfAdd) ||
+        !is_in_backward())
         return false;
     at::Tensor answer;
     if (n == kArgumentsOfTo && std::strcmp(op, "aten::to") == 0)
         answer = cast_of(*stack);
+    else if (n == kArgumentsOfAdd && std::strcmp(op, "aten::add") == 0)
+        answer = added(*stack, false);
+    else if (n == kArgumentsOfAdd && std::strcmp(op, "aten::add_") == 0)
+        answer = added(*stack, true);
     else if (asked_here.layer && std::strcmp(op, "aten::embedding_backward") == 0)
         answer = gradient_of_embedding(*stack);
     if (!answer.defined())

@@ -11,8 +11,9 @@ namespace optfuse {
 
 class PromisingLayer;
 
-// If autograd casts a promise on its way, or computes the gradient of an embedding that may be
-// promised: puts the promise in the place of the arguments. False: go on as ever.
+// If autograd casts a promise on its way, adds one to another, or computes the gradient of an
+// embedding that may be promised: puts the promise in the place of the arguments. False: go on as
+// ever.
 bool answer_with_promise(const char *op, torch::jit::Stack *stack, size_t n);
 
 // The layer, if the operator is aten::embedding of a weight whose gradient may be promised, with

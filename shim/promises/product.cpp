@@ -1,24 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// product.cpp: panels of rows by the very function of MKL, or in 16 bits of oneDNN, that at::mm()
-// calls for the whole.
 #include "promises/product.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/ones.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <exception>
-#include <memory>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "floating.h"
-#include "guard.h"
-#include "matrix/mkl.h"
-#include "tensor/memory.h"
-#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
@@ -30,94 +23,12 @@ constexpr int64_t kPanelBytes = 512 << 10;
 // Rows are taken by so many: a panel then begins where a cache line does, whatever their length.
 constexpr int64_t kRows = 32;
 
-// The function of Fortran: c = alpha a b + beta c by columns, m x n.
-template <typename Real>
-using Gemm = void (*)(const char *ta, const char *tb, const int *m, const int *n, const int *k,
-                      const Real *alpha, const Real *a, const int *lda, const Real *b,
-                      const int *ldb, const Real *beta, Real *c, const int *ldc);
-
-template <typename Real> Gemm<Real> gemm();
-template <> Gemm<float> gemm() {
-    static const auto found = function_of_mkl<Gemm<float>>("sgemm_");
-    return found;
-}
-template <> Gemm<double> gemm() {
-    static const auto found = function_of_mkl<Gemm<double>>("dgemm_");
-    return found;
-}
-
-// By columns dW is X' dY, k x n, and X and dY are transposed already.
-template <typename Real>
-void multiply(const at::Tensor &dy, const at::Tensor &x, int64_t first, int64_t end, void *out) {
-    const SerialMkl alone;
-    const int m = static_cast<int>(x.size(0)), n = static_cast<int>(dy.size(1));
-    const int k = static_cast<int>(x.size(1)), rows = static_cast<int>(end - first);
-    const Real one = 1, zero = 0;
-    const auto *from = static_cast<const Real *>(data_of(dy.unsafeGetTensorImpl())) + first;
-    gemm<Real>()("n", "t", &k, &rows, &m, &one,
-                 static_cast<const Real *>(data_of(x.unsafeGetTensorImpl())), &k, from, &n, &zero,
-                 static_cast<Real *>(out), &k);
-}
-
-bool is_16_bits(at::ScalarType dtype) {
-    return dtype == at::kBFloat16 || dtype == at::kHalf;
-}
-
-// ATen's way to oneDNN: result = alpha a b + beta result. Whether PyTorch's settings allow oneDNN
-// it does not ask. A release that has none promises no gradients of 16 bits.
-using Mkldnn = void (*)(const at::Tensor &a, const at::Tensor &b, const at::Tensor &result,
-                        float beta, float alpha);
-Mkldnn mkldnn_matmul() {
-    static const auto found = reinterpret_cast<Mkldnn>(
-        find_in_libtorch("_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"));
-    return found;
-}
-
-at::Tensor tensor_at(void *memory, int64_t rows, int64_t columns, at::ScalarType dtype) {
-    return at::from_blob(memory, {rows, columns}, at::TensorOptions(dtype));
-}
-
-void multiply_16_bits(const at::Tensor &dy, const at::Tensor &x, int64_t first, int64_t end,
-                      void *out) {
-    const SerialMkl alone;
-    const PlainMode plain;
-    mkldnn_matmul()(dy.slice(1, first, end).t(), x,
-                    tensor_at(out, end - first, x.size(1), x.scalar_type()), 0, 1);
-}
-
-// oneDNN refuses them where the processor has no instructions for them.
-bool can_multiply_16_bits(at::ScalarType dtype) {
-    if (mkldnn_matmul() == nullptr)
-        return false;
-    try {
-        const PlainMode plain;
-        const at::Tensor one = at::ones({1, 1}, dtype);
-        multiply_16_bits(one, one, 0, 1, data_of(at::ones({1, 1}, dtype).unsafeGetTensorImpl()));
-        return true;
-    } catch (const std::exception &) {
-        return false;
-    }
-}
-
-at::Tensor kept_copy(const at::Tensor &t) {
-    const PlainMode plain;
-    if (t.is_contiguous() && !OF_GUARD(factors_copied))
-        return t.detach();
-    return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous)).copy_(t);
-}
-
-// 16 bits are cast to 32 under autocast.
-int64_t rows_of_panel(const at::Tensor &dy, const at::Tensor &x) {
-    const int64_t element = std::max<int64_t>(static_cast<int64_t>(x.element_size()), 4);
-    return optfuse::rows_of_panel(dy.size(1), x.size(1) * element);
-}
-
 struct Free {
     void operator()(void *memory) const { std::free(memory); }
 };
 
-// Memory of one thread for a panel; it grows.
-class Room {
+// Memory that grows.
+class Buffer {
   public:
     void *of(size_t bytes) { // null: there is no memory
         if (size_ < bytes) {
@@ -132,19 +43,86 @@ class Room {
     size_t size_ = 0;
 };
 
+// A panel's memory as long as this lives. Products inside of products have others.
+class Room {
+  public:
+    explicit Room(size_t bytes) {
+        if (buffers().size() <= depth())
+            buffers().emplace_back();
+        memory_ = buffers()[depth()++].of(bytes);
+    }
+    ~Room() { depth()--; }
+    Room(const Room &) = delete;
+    Room &operator=(const Room &) = delete;
+    void *memory() const { return memory_; } // null: there is none
+
+  private:
+    static std::vector<Buffer> &buffers() {
+        thread_local std::vector<Buffer> all;
+        return all;
+    }
+    static size_t &depth() {
+        thread_local size_t now = 0;
+        return now;
+    }
+    void *memory_;
+};
+
+// Rows of a panel, as PyTorch's operators take them.
+at::Tensor tensor_of(void *panel, const WeightProduct &product, int64_t rows) {
+    return at::from_blob(panel, {rows, product.columns()}, at::TensorOptions(product.dtype()));
+}
+
+class CastProduct final : public WeightProduct {
+  public:
+    CastProduct(SharedProduct of, at::ScalarType to)
+        : WeightProduct(of->rows(), of->columns(), to, of->panel_rows()), from_(std::move(of)) {}
+    size_t factor_bytes() const override { return from_->factor_bytes(); }
+
+  private:
+    bool fill(int64_t first, int64_t end, void *out) const override {
+        const Room room(from_->panel_bytes());
+        if (room.memory() == nullptr || !from_->compute(first, end, room.memory()))
+            return false;
+        const PlainMode plain;
+        tensor_of(out, *this, end - first).copy_(tensor_of(room.memory(), *from_, end - first));
+        return true;
+    }
+
+    const SharedProduct from_;
+};
+
+class SumProduct final : public WeightProduct {
+  public:
+    SumProduct(SharedProduct a, SharedProduct b)
+        : WeightProduct(a->rows(), a->columns(), a->dtype(), a->panel_rows()), a_(std::move(a)),
+          b_(std::move(b)) {}
+    size_t factor_bytes() const override { return a_->factor_bytes() + b_->factor_bytes(); }
+
+  private:
+    bool fill(int64_t first, int64_t end, void *out) const override {
+        const Room room(b_->panel_bytes());
+        if (room.memory() == nullptr || !a_->compute(first, end, out) ||
+            !b_->compute(first, end, room.memory()))
+            return false;
+        const PlainMode plain;
+        tensor_of(out, *this, end - first).add_(tensor_of(room.memory(), *b_, end - first));
+        return true;
+    }
+
+    const SharedProduct a_, b_;
+};
+
 } // namespace
 
-bool can_multiply(at::ScalarType dtype) {
-    static const bool has_mkl = SerialMkl::is_possible();
-    if (is_16_bits(dtype)) {
-        static const bool brain = can_multiply_16_bits(at::kBFloat16);
-        static const bool half = can_multiply_16_bits(at::kHalf);
-        return dtype == at::kHalf ? half : brain;
-    }
-    const bool is_there = dtype == at::kFloat    ? gemm<float>() != nullptr
-                          : dtype == at::kDouble ? gemm<double>() != nullptr
-                                                 : false;
-    return is_there && has_mkl;
+SharedProduct cast_product(SharedProduct product, at::ScalarType dtype) {
+    return std::make_shared<const CastProduct>(std::move(product), dtype);
+}
+
+SharedProduct sum_of_products(const SharedProduct &a, SharedProduct b) {
+    const bool are_alike = a->rows() == b->rows() && a->columns() == b->columns() &&
+                           a->dtype() == b->dtype() && a->panel_rows() == b->panel_rows();
+    return are_alike ? std::make_shared<const SumProduct>(a, std::move(b)) : nullptr;
 }
 
 int64_t rows_of_panel(int64_t rows, int64_t row_bytes) {
@@ -163,7 +141,11 @@ WeightProduct::WeightProduct(int64_t rows, int64_t columns, at::ScalarType dtype
 bool WeightProduct::compute(int64_t first, int64_t end, void *out) const {
     const unsigned outside = of_floating_now();
     of_floating_set(floating_);
-    const bool done = fill(first, end, out);
+    bool done = false;
+    try {
+        done = fill(first, end, out);
+    } catch (const std::exception &) { // threads of a parallel region must not throw
+    }
     of_floating_set(outside);
     return done;
 }
@@ -180,54 +162,9 @@ void WeightProduct::compute_all(void *out) const {
 }
 
 const void *WeightProduct::panel(int64_t first, int64_t end) const {
-    thread_local Room room;
-    void *out = room.of(static_cast<size_t>(panel_rows_) * row_bytes());
+    thread_local Buffer buffer;
+    void *out = buffer.of(panel_bytes());
     return out != nullptr && compute(first, end, out) ? out : nullptr;
-}
-
-LinearProduct::LinearProduct(const at::Tensor &dy, const at::Tensor &x)
-    : WeightProduct(dy.size(1), x.size(1), x.scalar_type(), rows_of_panel(dy, x)),
-      dy_(kept_copy(dy)), x_(kept_copy(x)) {}
-
-std::shared_ptr<const WeightProduct> LinearProduct::cast(at::ScalarType dtype) const {
-    if (!is_16_bits(x_.scalar_type()))
-        return nullptr;
-    auto made = std::make_shared<LinearProduct>(*this);
-    made->dtype_ = dtype;
-    return made;
-}
-
-bool LinearProduct::fill(int64_t first, int64_t end, void *out) const {
-    if (is_16_bits(x_.scalar_type()))
-        return fill_16_bits(first, end, out);
-    if (dtype_ == at::kFloat)
-        multiply<float>(dy_, x_, first, end, out);
-    else
-        multiply<double>(dy_, x_, first, end, out);
-    return true;
-}
-
-bool LinearProduct::fill_16_bits(int64_t first, int64_t end, void *out) const {
-    try {
-        if (dtype_ != x_.scalar_type())
-            return fill_cast(first, end, out);
-        multiply_16_bits(dy_, x_, first, end, out);
-        return true;
-    } catch (const std::exception &) {
-        return false;
-    }
-}
-
-bool LinearProduct::fill_cast(int64_t first, int64_t end, void *out) const {
-    thread_local Room room;
-    void *rounded = room.of(static_cast<size_t>(panel_rows_ * columns_) * x_.element_size());
-    if (rounded == nullptr)
-        return false;
-    multiply_16_bits(dy_, x_, first, end, rounded);
-    const PlainMode plain;
-    tensor_at(out, end - first, columns_, dtype_)
-        .copy_(tensor_at(rounded, end - first, columns_, x_.scalar_type()));
-    return true;
 }
 
 } // namespace optfuse

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// product.h: the gradient of a weight as a product of two thin matrices. They are copies, so that
-// nobody else can write to them. Any thread computes, any part at any time.
+// product.h: the gradient of a weight as a product of two thin matrices, or a sum of such products.
+// The factors are copies, so that nobody else can write to them. Any thread computes, any part at
+// any time.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -17,6 +18,7 @@ namespace optfuse {
 class WeightProduct {
   public:
     virtual ~WeightProduct() = default;
+    WeightProduct(const WeightProduct &) = delete;
     WeightProduct &operator=(const WeightProduct &) = delete;
 
     int64_t rows() const { return rows_; }
@@ -32,8 +34,10 @@ class WeightProduct {
         });
     }
     size_t row_bytes() const { return static_cast<size_t>(columns_) * c10::elementSize(dtype_); }
+    size_t panel_bytes() const { return static_cast<size_t>(panel_rows_) * row_bytes(); }
     size_t nbytes() const { return static_cast<size_t>(rows_) * row_bytes(); } // of dW
     at::ScalarType dtype() const { return dtype_; }
+    virtual size_t factor_bytes() const = 0;
 
     // Rows [first, end) of dW, one after the other; the first is a panel's first, and the end the
     // panel's. False: there is no memory.
@@ -42,43 +46,27 @@ class WeightProduct {
     void compute_all(void *out) const;
     // A panel in memory of the calling thread, until its next call; null: there is no memory.
     const void *panel(int64_t first, int64_t end) const;
-    // The same gradient cast to another dtype element by element; null: it can't be promised.
-    virtual std::shared_ptr<const WeightProduct> cast(at::ScalarType dtype) const = 0;
 
   protected:
     WeightProduct(int64_t rows, int64_t columns, at::ScalarType dtype, int64_t panel_rows);
-    WeightProduct(const WeightProduct &) = default;
-    virtual bool fill(int64_t first, int64_t end, void *out) const = 0; // see compute()
-
-    int64_t rows_, columns_;
-    at::ScalarType dtype_;
-    int64_t panel_rows_;
+    virtual bool fill(int64_t first, int64_t end, void *out) const = 0; // compute(); may throw
 
   private:
-    unsigned floating_; // floating.h: of the thread that made it
+    const int64_t rows_, columns_;
+    const at::ScalarType dtype_;
+    const int64_t panel_rows_;
+    const unsigned floating_; // floating.h: of the thread that made it
 };
 
-// The gradient of a linear layer's weight: dW = dY' X.
-class LinearProduct final : public WeightProduct {
-  public:
-    // dy: m x n, x: m x k, of one dtype that can_multiply(), on the CPU; with any strides.
-    LinearProduct(const at::Tensor &dy, const at::Tensor &x);
-    // Null unless the factors have 16 bits.
-    std::shared_ptr<const WeightProduct> cast(at::ScalarType dtype) const override;
+using SharedProduct = std::shared_ptr<const WeightProduct>;
 
-  private:
-    bool fill(int64_t first, int64_t end, void *out) const override;
-    bool fill_16_bits(int64_t first, int64_t end, void *out) const;
-    bool fill_cast(int64_t first, int64_t end, void *out) const;
-
-    at::Tensor dy_, x_;
-};
+// The same gradient cast to another dtype, element by element.
+SharedProduct cast_product(SharedProduct product, at::ScalarType dtype);
+// a + b as autograd adds gradients up; null: they are of other forms.
+SharedProduct sum_of_products(const SharedProduct &a, SharedProduct b);
 
 // So many rows that a panel fits the cache of a core, and that there are as many panels for each
 // thread as for the others, if there are enough rows.
 int64_t rows_of_panel(int64_t rows, int64_t row_bytes);
-
-// Whether this machine's libraries for matrices have what compute() calls.
-bool can_multiply(at::ScalarType dtype);
 
 } // namespace optfuse

@@ -21,7 +21,7 @@ namespace {
 
 // Stands in the place of a promise's memory.
 struct Promise {
-    std::shared_ptr<const WeightProduct> product;
+    SharedProduct product;
     std::shared_ptr<PromisingLayer> layer;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
 };
@@ -47,7 +47,7 @@ Promise *promise_of(const c10::StorageImpl *storage) {
 
 // The product of an update that is being launched, and whose it is.
 struct Launched {
-    std::shared_ptr<const WeightProduct> product;
+    SharedProduct product;
     std::shared_ptr<PromisingLayer> layer;
 };
 
@@ -57,28 +57,54 @@ Launched launched_of(const c10::StorageImpl *storage) {
     return promise == nullptr ? Launched() : Launched{promise->product, promise->layer};
 }
 
-// From here on the storage has this memory. Another thread may have come first; and one that comes
-// now takes it for granted as soon as it is no promise any more, so the seal goes before.
-bool give_memory(c10::StorageImpl *storage, c10::DataPtr &&memory) {
+// a + b, and whose gradient it is; null: one of them has been computed, or they have to be.
+struct Sum {
+    SharedProduct product;
+    std::shared_ptr<PromisingLayer> of;
+};
+
+Sum sum_of(const c10::StorageImpl *a, const c10::StorageImpl *b) {
+    const Launched left = launched_of(a), right = launched_of(b);
+    if (!left.product || !right.product)
+        return {};
+    SharedProduct sum = sum_of_products(left.product, right.product);
+    if (!sum || !left.layer->takes(*sum))
+        return {};
+    right.layer->note_added();
+    return {std::move(sum), left.layer};
+}
+
+enum class Given { DONE, COMPUTED_ALREADY, CHANGED };
+
+// From here on the storage has this memory, with the product's numbers. Another thread may have
+// come first; and one that comes now takes the memory for granted as soon as the storage is no
+// promise any more, so the seal goes before.
+Given give_memory(c10::StorageImpl *storage, const SharedProduct &product, c10::DataPtr &&memory) {
     c10::DataPtr before; // dies unlocked
     const std::lock_guard<std::mutex> guard(promises().lock);
-    if (!is_promise(storage))
-        return false;
+    const Promise *promise = promise_of(storage);
+    if (promise == nullptr)
+        return Given::COMPUTED_ALREADY;
+    if (promise->product != product)
+        return Given::CHANGED;
     if (!of_is_pending(storage)) // else the update's launch takes the seal off
         unseal(storage);
     before = storage->set_data_ptr(std::move(memory));
-    return true;
+    return Given::DONE;
 }
 
 bool compute(c10::StorageImpl *storage) {
-    const Launched kept = launched_of(storage);
-    if (!kept.product)
-        return true;
-    c10::DataPtr memory = c10::GetAllocator(c10::kCPU)->allocate(kept.product->nbytes());
-    kept.product->compute_all(memory.get());
-    if (!give_memory(storage, std::move(memory)))
-        return true;
-    kept.layer->note_made();
+    Given given = Given::CHANGED;
+    while (given == Given::CHANGED) {
+        const Launched kept = launched_of(storage);
+        if (!kept.product)
+            return true;
+        c10::DataPtr memory = c10::GetAllocator(c10::kCPU)->allocate(kept.product->nbytes());
+        kept.product->compute_all(memory.get());
+        given = give_memory(storage, kept.product, std::move(memory));
+        if (given == Given::DONE)
+            kept.layer->note_made();
+    }
     return true;
 }
 
@@ -120,8 +146,7 @@ bool has_promise(const c10::StorageImpl *storage) {
     return memory_of(storage).get_deleter() == free_promise;
 }
 
-at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
-                        std::shared_ptr<PromisingLayer> layer) {
+at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> layer) {
     any_promise_made.store(true, std::memory_order_relaxed); // before anybody can have it
     const c10::Device cpu(c10::kCPU);
     const at::ScalarType dtype = product->dtype();
@@ -149,10 +174,24 @@ at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
 }
 
 at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype) {
-    const Launched found = launched_of(storage);
-    std::shared_ptr<const WeightProduct> cast =
-        found.product ? found.product->cast(dtype) : nullptr;
-    return cast ? make_promise(std::move(cast), found.layer) : at::Tensor();
+    Launched found = launched_of(storage);
+    return found.product ? make_promise(cast_product(std::move(found.product), dtype), found.layer)
+                         : at::Tensor();
+}
+
+at::Tensor sum_of_promises(const c10::StorageImpl *a, const c10::StorageImpl *b) {
+    const Sum sum = sum_of(a, b);
+    return sum.product ? make_promise(sum.product, sum.of) : at::Tensor();
+}
+
+bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other) {
+    const Sum sum = sum_of(to, other);
+    const std::lock_guard<std::mutex> guard(promises().lock);
+    Promise *promise = sum.product ? promise_of(to) : nullptr;
+    if (promise == nullptr)
+        return false;
+    promise->product = sum.product;
+    return true;
 }
 
 bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in) {

@@ -11,18 +11,22 @@
 #include <memory>
 
 #include "optfuse.h"
+#include "promises/product.h"
 
 namespace optfuse {
 
 class PromisingLayer;
-class WeightProduct;
 
 // A promise is known by this deleter.
 void free_promise(void *promise);
-at::Tensor make_promise(std::shared_ptr<const WeightProduct> product,
-                        std::shared_ptr<PromisingLayer> layer);
+at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> layer);
 // The promise of the same gradient in this dtype; undefined: it has to be computed.
 at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype);
+// The promise of a sum, as autograd adds up what several uses of a weight contribute; undefined: it
+// has to be computed.
+at::Tensor sum_of_promises(const c10::StorageImpl *a, const c10::StorageImpl *b);
+// From here on the first is a promise of the sum. False: it has to be computed.
+bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other);
 // Whether this process has made any: most make none, and are asked at each update.
 extern std::atomic<bool> any_promise_made;
 bool has_promise(const c10::StorageImpl *storage);

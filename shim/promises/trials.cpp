@@ -20,7 +20,7 @@
 #include "floating.h"
 #include "guard.h"
 #include "matrix/mkl.h"
-#include "promises/product.h"
+#include "promises/linear.h"
 #include "tensor/memory.h"
 #include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
@@ -65,9 +65,9 @@ struct Asked {
     at::ScalarType dtype; // of the parameter's gradient
 
     at::Tensor whole() const { return dy.t().mm(x).to(dtype); }
-    std::shared_ptr<const WeightProduct> by_panels() const {
-        auto found = std::make_shared<const LinearProduct>(dy, x);
-        return dtype == x.scalar_type() ? found : found->cast(dtype);
+    SharedProduct by_panels() const {
+        SharedProduct found = std::make_shared<const LinearProduct>(dy, x);
+        return dtype == x.scalar_type() ? found : cast_product(std::move(found), dtype);
     }
 };
 
@@ -188,7 +188,7 @@ at::Tensor filled(const at::Tensor &t, Kind kind, Draws &draws) {
 // Whether each panel, computed as for an update, has the bits of its rows of the whole.
 bool are_equal(const Asked &of) {
     const at::Tensor whole = of.whole();
-    const std::shared_ptr<const WeightProduct> product = of.by_panels();
+    const SharedProduct product = of.by_panels();
     const auto *at = static_cast<const char *>(data_of(whole.unsafeGetTensorImpl()));
     std::atomic<bool> equal{whole.is_contiguous()};
     product->each_panel([&](int64_t first, int64_t end) {
@@ -234,7 +234,7 @@ void time_both(Entry *entry, const Asked &of) {
     const volatile uint64_t read = read_all(of.whole());
     const double between = seconds_now();
     (void)read;
-    const std::shared_ptr<const WeightProduct> product = of.by_panels();
+    const SharedProduct product = of.by_panels();
     product->each_panel([&](int64_t first, int64_t end) { product->panel(first, end); });
     note_least(&entry->whole, between - began);
     note_least(&entry->panels, seconds_now() - between);

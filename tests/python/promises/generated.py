@@ -77,6 +77,7 @@ class Layers:
         self.bias = numbers.random() < 0.7
         self.threads = numbers.choice((1, 2, 2, 3, 4))
         self.twice = numbers.random() < 0.1  # a weight that is used two times
+        self.passes = numbers.choice((1, 1, 1, 2, 3))  # that are added up
         self.autocast = self.dtype == torch.float32 and numbers.random() < 0.1
 
     def width(self):
@@ -101,15 +102,8 @@ class Layers:
 
     def iteration(self, model, optimizer, numbers):
         optimizer.zero_grad(set_to_none=numbers.random() < 0.8)
-        x = strided(self.rows, self.sizes[0], self.dtype, numbers)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            out = model(x)
-            if self.twice:
-                out = out + model(x * 0.5)
-        loss = loss_of(out.to(self.dtype), numbers)
-        loss.backward()
-        if x.is_contiguous() and numbers.random() < 0.3:
-            x.zero_()
+        for _ in range(self.passes):
+            loss = self.backward(model, numbers)
         event = numbers.choice(("", "", "", "look", "clip", "later", "write"))
         if self.mode == "forward" and event == "look":
             yield "gradient", [p.grad for p in model.parameters()]
@@ -124,11 +118,24 @@ class Layers:
             yield "weight, early", model[0].weight
         yield "loss", loss
 
+    def backward(self, model, numbers):
+        """One pass; its loss."""
+        x = strided(self.rows, self.sizes[0], self.dtype, numbers)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            out = model(x)
+            if self.twice:
+                out = out + model(x * 0.5)
+        loss = loss_of(out.to(self.dtype), numbers)
+        loss.backward()
+        if x.is_contiguous() and numbers.random() < 0.3:
+            x.zero_()
+        return loss
+
     def __str__(self):
         return (
             f"seed {self.seed}: {self.optimizer}, {self.mode}, {self.sizes}, {self.rows} rows, "
             f"{self.dtype}, bias {self.bias}, {self.threads} threads, twice {self.twice}, "
-            f"autocast {self.autocast}"
+            f"autocast {self.autocast}, {self.passes} passes"
         )
 
 
@@ -155,7 +162,9 @@ def compare(seed, tally):
     made = []
 
     def fused(optimizer):
-        made.append(optfuse.fuse(optimizer, layers.mode))
+        backward = optfuse.Backward(accumulate=layers.passes)
+        mode = backward if layers.mode == "backward" else optfuse.Forward()
+        made.append(optfuse.fuse(optimizer, mode))
         return made[-1]
 
     try:

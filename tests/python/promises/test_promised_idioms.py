@@ -123,24 +123,6 @@ def test_scaled_losses():
     equal(script, "forward", made=True)
 
 
-def test_accumulated_passes_in_backward_mode():
-    def script(wrap):
-        model = wide()
-        optimizer = (
-            wrap(adamw(model.parameters()), accumulate=2)
-            if wrap.fused
-            else wrap(adamw(model.parameters()))
-        )
-        for i in range(2 * STEPS):
-            loss_of(model, i).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        yield from everything(model, optimizer)
-
-    equal(script, "backward", made=True)
-
-
 def test_two_optimizers():
     def script(wrap):
         model = wide()

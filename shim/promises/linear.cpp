@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// linear.cpp: panels of rows by the very function of MKL, or in 16 bits of oneDNN, that at::mm()
+// calls for the whole.
+#include "promises/linear.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "guard.h"
+#include "matrix/mkl.h"
+#include "tensor/memory.h"
+#include "tensor/plain_mode.h"
+
+namespace optfuse {
+namespace {
+
+// The function of Fortran: c = alpha a b + beta c by columns, m x n.
+template <typename Real>
+using Gemm = void (*)(const char *ta, const char *tb, const int *m, const int *n, const int *k,
+                      const Real *alpha, const Real *a, const int *lda, const Real *b,
+                      const int *ldb, const Real *beta, Real *c, const int *ldc);
+
+template <typename Real> Gemm<Real> gemm();
+template <> Gemm<float> gemm() {
+    static const auto found = function_of_mkl<Gemm<float>>("sgemm_");
+    return found;
+}
+template <> Gemm<double> gemm() {
+    static const auto found = function_of_mkl<Gemm<double>>("dgemm_");
+    return found;
+}
+
+// By columns dW is X' dY, k x n, and X and dY are transposed already.
+template <typename Real>
+void multiply(const at::Tensor &dy, const at::Tensor &x, int64_t first, int64_t end, void *out) {
+    const SerialMkl alone;
+    const int m = static_cast<int>(x.size(0)), n = static_cast<int>(dy.size(1));
+    const int k = static_cast<int>(x.size(1)), rows = static_cast<int>(end - first);
+    const Real one = 1, zero = 0;
+    const auto *from = static_cast<const Real *>(data_of(dy.unsafeGetTensorImpl())) + first;
+    gemm<Real>()("n", "t", &k, &rows, &m, &one,
+                 static_cast<const Real *>(data_of(x.unsafeGetTensorImpl())), &k, from, &n, &zero,
+                 static_cast<Real *>(out), &k);
+}
+
+bool is_16_bits(at::ScalarType dtype) {
+    return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// ATen's way to oneDNN: result = alpha a b + beta result. Whether PyTorch's settings allow oneDNN
+// it does not ask. A release that has none promises no gradients of 16 bits.
+using Mkldnn = void (*)(const at::Tensor &a, const at::Tensor &b, const at::Tensor &result,
+                        float beta, float alpha);
+Mkldnn mkldnn_matmul() {
+    static const auto found = reinterpret_cast<Mkldnn>(
+        find_in_libtorch("_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"));
+    return found;
+}
+
+void multiply_16_bits(const at::Tensor &dy, const at::Tensor &x, int64_t first, int64_t end,
+                      void *out) {
+    const SerialMkl alone;
+    const PlainMode plain;
+    mkldnn_matmul()(dy.slice(1, first, end).t(), x,
+                    at::from_blob(out, {end - first, x.size(1)}, x.options()), 0, 1);
+}
+
+// oneDNN refuses them where the processor has no instructions for them.
+bool can_multiply_16_bits(at::ScalarType dtype) {
+    if (mkldnn_matmul() == nullptr)
+        return false;
+    try {
+        const PlainMode plain;
+        const at::Tensor one = at::ones({1, 1}, dtype);
+        multiply_16_bits(one, one, 0, 1, data_of(at::ones({1, 1}, dtype).unsafeGetTensorImpl()));
+        return true;
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
+at::Tensor kept_copy(const at::Tensor &t) {
+    const PlainMode plain;
+    if (t.is_contiguous() && !OF_GUARD(factors_copied))
+        return t.detach();
+    return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous)).copy_(t);
+}
+
+// 16 bits are cast to 32 under autocast.
+int64_t rows_of_panel(const at::Tensor &dy, const at::Tensor &x) {
+    const int64_t element = std::max<int64_t>(static_cast<int64_t>(x.element_size()), 4);
+    return optfuse::rows_of_panel(dy.size(1), x.size(1) * element);
+}
+
+} // namespace
+
+bool can_multiply(at::ScalarType dtype) {
+    static const bool has_mkl = SerialMkl::is_possible();
+    if (is_16_bits(dtype)) {
+        static const bool brain = can_multiply_16_bits(at::kBFloat16);
+        static const bool half = can_multiply_16_bits(at::kHalf);
+        return dtype == at::kHalf ? half : brain;
+    }
+    const bool is_there = dtype == at::kFloat    ? gemm<float>() != nullptr
+                          : dtype == at::kDouble ? gemm<double>() != nullptr
+                                                 : false;
+    return is_there && has_mkl;
+}
+
+LinearProduct::LinearProduct(const at::Tensor &dy, const at::Tensor &x)
+    : WeightProduct(dy.size(1), x.size(1), x.scalar_type(), rows_of_panel(dy, x)),
+      dy_(kept_copy(dy)), x_(kept_copy(x)) {}
+
+bool LinearProduct::fill(int64_t first, int64_t end, void *out) const {
+    if (is_16_bits(dtype()))
+        multiply_16_bits(dy_, x_, first, end, out);
+    else if (dtype() == at::kFloat)
+        multiply<float>(dy_, x_, first, end, out);
+    else
+        multiply<double>(dy_, x_, first, end, out);
+    return true;
+}
+
+} // namespace optfuse
