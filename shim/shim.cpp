@@ -338,6 +338,8 @@ void of_shim_promise_gradients(of_shim_plan *handle, bool forced) {
 
 void of_shim_keep_promises(void) { optfuse::keep_all_promises(); }
 
+bool of_shim_keep_memory(void) { return of_heap_keep(); }
+
 bool of_shim_promises_of(of_shim_plan *handle, size_t i, of_shim_promises *out) {
     const auto &layers = plan_of(handle)->promising_layers;
     if (i >= layers.size())

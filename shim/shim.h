@@ -164,6 +164,8 @@ OF_API void of_shim_promise_gradients(of_shim_plan *plan, bool forced);
 /* Computes those of the process that nobody has computed: what comes next may read memory past the
  * dispatcher. */
 OF_API void of_shim_keep_promises(void);
+/* autograd/heap.h, of_heap_keep(). */
+OF_API bool of_shim_keep_memory(void);
 /* The gradients of the i-th layer whose weight is large enough, by what became of them, in uses since
  * the plan was made: promised, of these updated panel by panel and looked at, and computed as a whole.
  * label, because: valid until the next call on this thread; the reason of the last whole one, or "".

@@ -22,6 +22,7 @@ from optfuse._library.bindings import (
     BACKWARD,
     DONE,
     EVENT_APPLY,
+    Error,
     check,
     guard,
     lib,
@@ -38,6 +39,22 @@ def _each_marked(work: Callable[[Link], None]) -> None:
     for link in list(links.values()):
         if link.ledger.marked:
             work(link)
+
+
+def keep_memory() -> None:
+    """Has this process keep memory that was freed for what comes next, from here to its end.
+
+    glibc's malloc gives blocks above 32 MB back to the system when they are freed, and a gradient
+    of such a size costs a page fault for each 4 KiB in every iteration (docs/performance.md). This
+    sets M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3), as GLIBC_TUNABLES does for a process
+    that starts. It can't be undone: memory of a model that is deleted stays with the process.
+
+    Raises optfuse.Error where malloc is not glibc's, or refuses."""
+    if not lib.of_shim_keep_memory():
+        raise Error(
+            "optfuse: keep_memory() sets glibc's malloc, and this process has another, or one that "
+            "refuses; nothing is changed; see that one's documentation for how it keeps memory"
+        )
 
 
 def flush_all() -> None:

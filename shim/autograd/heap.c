@@ -14,12 +14,15 @@
  * Other allocators don't move the end, and have other ways. */
 #include "autograd/heap.h"
 
+#include <limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <unistd.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 enum {
     LARGEST = 32 << 20,
@@ -30,6 +33,7 @@ enum {
 };
 
 static atomic_size_t users;
+static atomic_bool keeps_all; /* of_heap_keep(): malloc learns nothing any more */
 /* Guards what follows. It is tried and never waited for: a fork may have left it taken. */
 static pthread_mutex_t heap_lock = PTHREAD_MUTEX_INITIALIZER;
 static void *pin;
@@ -40,6 +44,8 @@ static uintptr_t end_now(void) {
 }
 
 static void teach(void) {
+    if (atomic_load(&keeps_all))
+        return;
     void *volatile block = malloc(LARGEST - ITS_OWN); /* else the compiler leaves both out */
     free(block);
 }
@@ -68,6 +74,24 @@ static void *put_at_the_end(void) {
         free(blocks[--n]);
     return small;
 }
+
+#ifdef __GLIBC__
+/* Before 2.35 it refuses a threshold above 32 MB, and takes a limit of the number of such blocks. */
+static bool keep_large_blocks(void) {
+    return mallopt(M_MMAP_THRESHOLD, INT_MAX) == 1 || mallopt(M_MMAP_MAX, 0) == 1;
+}
+
+bool of_heap_keep(void) {
+    const bool done = keep_large_blocks() && mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1;
+    if (done)
+        atomic_store(&keeps_all, true);
+    return done;
+}
+#else
+bool of_heap_keep(void) {
+    return false;
+}
+#endif
 
 void of_heap_use(void) {
     atomic_fetch_add(&users, 1);

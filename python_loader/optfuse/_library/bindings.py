@@ -93,6 +93,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_update_beside": (None, [_Plan]),
     "of_shim_promise_gradients": (None, [_Plan, _Bool]),
     "of_shim_keep_promises": (None, []),
+    "of_shim_keep_memory": (_Bool, []),
     "of_shim_promises_of": (_Bool, [_Plan, _Size, ctypes.POINTER(Promises)]),
     "of_shim_add_only": (None, [_Plan, _Int]),
     "of_shim_restart_count": (None, [_Plan]),

@@ -40,7 +40,8 @@ def trained(layers, width, batch, iterations=16):
         "import ctypes, resource, torch, optfuse\n"
         "from torch import nn\n"
         f"model = nn.Sequential(*(nn.Linear({width}, {width}) for _ in range({layers})))\n"
-        "optimizer = optfuse.fuse(torch.optim.AdamW(model.parameters()), mode='backward')\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "optfuse.fuse(optimizer, mode='backward', products='off')\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "sbrk = ctypes.CDLL(None).sbrk\n"
         "sbrk.restype, sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]\n"
@@ -57,3 +58,27 @@ def trained(layers, width, batch, iterations=16):
         fresh=True,
     )
     return zip(*ast.literal_eval(out), strict=True)
+
+
+@pytest.mark.parametrize("keeps", (True, False))
+def test_memory_is_kept(keeps):
+    """A gradient of 64 MiB, 16,384 pages, is in the same memory in each iteration."""
+    out = python_ok(
+        "import resource, torch, optfuse\n"
+        "from torch import nn\n"
+        f"optfuse.keep_memory() if {keeps} else None\n"
+        "model = nn.Linear(4096, 4096, bias=False)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optfuse.fuse(optimizer, products='off')\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "found = []\n"
+        "for _ in range(6):\n"
+        "    before = faults()\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(4, 4096)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    found.append(faults() - before)\n"
+        "print(found[-2:])\n"
+    )
+    faults = max(ast.literal_eval(out))
+    assert faults < 1000 if keeps else faults > 10_000
