@@ -17,11 +17,13 @@ static void unclaim(of_plan *plan, size_t slot) {
 
 static of_status claim(of_plan *plan, size_t slot) {
     if (plan->slots[slot].updated && OF_GUARD(twice))
-        return of_fail(OF_TWICE, "a second gradient arrived before step(): backward fusion has "
-                                 "already updated this parameter; call step() after each "
-                                 "backward, run passes that only add to the gradients, or whose "
-                                 "gradients for this optimizer are thrown away, inside `with "
-                                 "optfuse.accumulate(optimizer):`, or use mode=\"forward\"");
+        return of_fail(OF_TWICE,
+                       "a second gradient arrived before step(): backward fusion has already "
+                       "updated this parameter.\nTo accumulate, fuse with "
+                       "optfuse.Backward(accumulate=n), which counts n passes a step; or run "
+                       "passes that only add, or whose gradients are thrown away, inside `with "
+                       "optfuse.accumulate(optimizer):`.\nAny number of passes works with "
+                       "optfuse.fuse(optimizer, mode=\"forward\")");
     set_updated(plan, slot);
     return OF_OK;
 }

@@ -175,12 +175,12 @@ bool gradients_are_kept(optfuse::Plan *plan) {
     const bool all = all_updated(plan);
     for (const optfuse::Slot *slot : plan->slots)
         if ((all || of_plan_is_updated(plan->core, slot->index)) && !is_kept(slot)) {
-            of_set_error("the gradient of %s was discarded, zeroed or replaced between backward() "
-                         "and step(), but backward fusion has already applied it. Run backward "
-                         "passes whose gradients are thrown away inside `with "
-                         "optfuse.accumulate(optimizer):`; where gradients are changed, use "
+            of_set_error("%sthe gradient of %s was discarded, zeroed or replaced between "
+                         "backward() and step(), but backward fusion has already applied it.\n"
+                         "Run backward passes whose gradients are thrown away inside `with "
+                         "optfuse.accumulate(optimizer):`.\nWhere gradients are changed, use "
                          "optfuse.fuse(optimizer, mode=\"forward\")",
-                         slot->label.c_str());
+                         optfuse::find_caller().place.c_str(), slot->label.c_str());
             return false;
         }
     return true;

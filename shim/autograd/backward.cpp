@@ -47,7 +47,9 @@ void check(const Plan *plan, size_t slot, of_status status) {
         fail(type == nullptr ? "optfuse: " + text : text, type);
     }
     const std::string label = slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
-    fail("optfuse: " + (text.find(label) == std::string::npos ? label + ": " + text : text));
+    const std::string place = status == OF_TWICE ? find_caller().place : "";
+    fail("optfuse: " + place +
+         (text.find(label) == std::string::npos ? label + ": " + text : text));
 }
 
 // Those of them that are a part of a bucket become tensors of their own.

@@ -8,8 +8,10 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstring>
 #include <initializer_list>
 #include <mutex>
@@ -22,6 +24,7 @@
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "python/callback.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
 
@@ -329,28 +332,61 @@ void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local) {
 
 namespace {
 
+// Each of these has at most three lines: the mistake, and one or two ways out.
+const char *const kForward = "optfuse.fuse(optimizer, mode=\"forward\")";
+const char *const kMark = "inside `with optfuse.accumulate(optimizer):`";
+
 [[noreturn]] void refuse_overwriting(const char *op, const c10::TensorImpl *impl) {
-    fail(std::string("optfuse: ") + op + " would overwrite the gradient of a parameter of shape " +
-         shape_of(impl) +
-         " between backward() and step(), but backward fusion has already applied it. Overwrite it "
-         "after step(). Backward passes whose gradients are thrown away belong inside `with "
-         "optfuse.accumulate(optimizer):`. Where gradients are changed, use "
-         "optfuse.fuse(optimizer, mode=\"forward\").");
+    fail("optfuse: " + find_caller().place + op +
+         " would overwrite the gradient of a parameter of shape " + shape_of(impl) +
+         " between backward() and step(), but backward fusion has already applied it.\n"
+         "Overwrite it after step(), or run passes whose gradients are thrown away " +
+         kMark + ".\nWhere gradients are changed before step(), use " + kForward);
 }
 
-[[noreturn]] void refuse_reading(const char *op, const c10::TensorImpl *impl) {
-    const bool raw = std::strcmp(op, "optfuse::access") == 0;
+// Autograd adds to the gradient that is there.
+bool is_second_pass(const char *op) {
+    return torch::autograd::get_current_graph_task_id() != -1 &&
+           is_one_of(op, {"aten::add_", "aten::add"});
+}
+
+std::string way_out_of_second_pass(bool is_unconfirmed) {
+    if (!is_unconfirmed)
+        return std::string("Call zero_grad() between step() and the next backward(). Gradients "
+                           "that add up over several steps need ") +
+               kForward;
+    return std::string("To accumulate, fuse with optfuse.Backward(accumulate=n), which counts n "
+                       "passes a step; or run passes that only add, or whose gradients are thrown "
+                       "away, ") +
+           kMark + ".\nAny number of passes works with " + kForward;
+}
+
+std::string way_out_of_reading(const char *op) {
     const bool writes = op[std::strlen(op) - 1] == '_';
-    fail(std::string("optfuse: ") + (raw ? "an access to raw memory (such as data_ptr)" : op) +
-         " read the gradient of a parameter of shape " + shape_of(impl) +
-         ", but backward fusion has already applied it and freed it. Call step() and "
-         "zero_grad() before the next backward that reaches this parameter. " +
-         (writes ? "To set a gradient to zero by hand, call its zero_() after step(). " : "") +
-         "Backward passes that only add to the gradients, or whose gradients for this optimizer "
-         "are thrown away (as those of a GAN's generator loss for the discriminator), belong "
-         "inside `with optfuse.accumulate(optimizer):`. Clipping, loss scaling and anything "
-         "else that needs gradients after backward work with optfuse.fuse(optimizer, "
-         "mode=\"forward\").");
+    return std::string("Gradients are there after backward() with ") + kForward +
+           ".\nWhere none is needed any more, call zero_grad() after step()" +
+           (writes ? "; to set one to zero by hand, call its zero_() then" : "");
+}
+
+[[noreturn]] void refuse_reading(const char *op, c10::TensorImpl *impl) {
+    const bool raw = std::strcmp(op, "optfuse::access") == 0;
+    const bool before_step = is_unconfirmed(local_of(impl)), adds = is_second_pass(op);
+    const Caller caller = find_caller();
+    std::string act = raw ? "an access to raw memory (such as data_ptr)" : op, way_out;
+    if (adds) {
+        act = before_step ? "a second backward() before step()"
+                          : "backward() without zero_grad() after step()";
+        way_out = way_out_of_second_pass(before_step);
+    } else if (!caller.act.empty()) {
+        act = caller.act + " (" + op + ")";
+        way_out = caller.act + " needs all gradients after backward(): use " + kForward;
+        way_out[0] = static_cast<char>(std::toupper(way_out[0]));
+    } else {
+        way_out = way_out_of_reading(op);
+    }
+    fail("optfuse: " + caller.place + act + (adds ? " would add to" : " read") +
+         " the gradient of a parameter of shape " + shape_of(impl) +
+         ", but backward fusion has already applied it and freed it.\n" + way_out);
 }
 
 } // namespace

@@ -15,6 +15,7 @@ const Spelling spellings[] = {
     {"optfuse.fuse(optimizer, mode=\"forward\")", "optfuse::Mode::forward"},
     {"mode=\"forward\"", "optfuse::Mode::forward"},
     {"inside `with optfuse.accumulate(optimizer):`", "under an optfuse::Accumulate"},
+    {"fuse with optfuse.Backward(accumulate=n)", "set optfuse::Options::accumulate"},
     {"backward(create_graph=True)", "backward() with create_graph"},
     {"unfuse the other first", "destroy the optfuse::Fused of the other first"},
     {"unfuse the optimizer", "destroy its optfuse::Fused"},

@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "guard.h"
+#include "python/callback.h"
 #include "shim.h"
 
 namespace optfuse {
@@ -141,10 +142,12 @@ void Ledger::step(OptimizerReader &now) {
 
 bool Ledger::zero_grad(OptimizerReader &now, bool may_drop) {
     if (has_updated())
-        fail("optfuse: zero_grad() before step(): backward fusion has already applied the "
-             "gradients that this would discard. Call step() after each backward; run passes that "
-             "only add to the gradients, or whose gradients are thrown away, inside `with "
-             "optfuse.accumulate(optimizer):`; or use optfuse.fuse(optimizer, mode=\"forward\")");
+        fail("optfuse: " + find_caller().place +
+             "zero_grad() before step(): backward fusion has already applied the gradients that "
+             "this would discard.\nCall step() first; or run passes that only add to the "
+             "gradients, or whose gradients are thrown away, inside `with "
+             "optfuse.accumulate(optimizer):`.\nWhere a step() is left out, use "
+             "optfuse.fuse(optimizer, mode=\"forward\")");
     const bool in_backward = plan.mode == OF_BACKWARD;
     const bool is_same = (in_backward || may_drop) && now.has_same_params();
     if (in_backward && !is_same)

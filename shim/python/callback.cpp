@@ -88,9 +88,13 @@ class HeldInterrupts {
     struct sigaction before;
 };
 
+std::string utf8_of(_object *text) {
+    const char *utf8 = text == nullptr ? nullptr : python().utf8(text, nullptr);
+    return utf8 == nullptr ? "" : utf8;
+}
+
 std::string text_of(_object *made) {
-    const char *utf8 = made == nullptr ? nullptr : python().utf8(made, nullptr);
-    const std::string text = utf8 == nullptr ? "" : utf8;
+    const std::string text = utf8_of(made);
     if (made != nullptr)
         python().drop(made);
     python().clear();
@@ -196,6 +200,21 @@ bool in_python(const std::function<void()> &work) {
         }
     });
     return raised ? take_exception(false) != 0 : done;
+}
+
+Caller find_caller() {
+    if (PythonError::type == nullptr) // no Python here
+        return {};
+    const of_python &p = python();
+    const Gil gil;
+    _object *found = p.call_method(PythonError::type, "_find_caller", nullptr);
+    Caller caller;
+    if (found != nullptr) {
+        caller = {utf8_of(p.tuple_item(found, 0)), utf8_of(p.tuple_item(found, 1))};
+        p.drop(found);
+    }
+    p.clear();
+    return caller;
 }
 
 } // namespace optfuse

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <string>
 
 #include "error.h"
 #include "shim.h"
@@ -23,6 +24,12 @@ extern thread_local _object *raised_in_python;
 // Runs work() with the GIL, and handlers of signals before or after it. Returns false after
 // of_set_error(), as ask_python() does.
 bool in_python(const std::function<void()> &work);
+// Where a script is: what of PyTorch it has called, "clipping" or "unscaling" or nothing, and file
+// and line, "train.py:12: ", or nothing if no frame of Python's is there. Only for an error.
+struct Caller {
+    std::string act, place;
+};
+Caller find_caller();
 // Whether Python makes an update of this plan on this thread now, under the plan's lock: who
 // waits for that lock here, as a signal handler might, waits for ever.
 bool is_updating_here(const Plan *plan);

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from optfuse._library.caller import find_caller
 from optfuse._library.loader import load
 from optfuse._library.log import configure, receive
 
@@ -34,6 +35,7 @@ class Error(RuntimeError):
     """A refusal of optfuse, with the parameter, the reason and what to do."""
 
     __module__ = "optfuse"  # where users find it, and tracebacks name it
+    _find_caller = staticmethod(find_caller)  # for the library, where it raises one
 
 
 class Promises(ctypes.Structure):

@@ -148,9 +148,18 @@ def choose(candidates: Iterable[Path], torch: Torch, package: Path) -> Path:
 
 
 def _no_release(builds: Iterable[Build], torch: Torch) -> str:
-    """Where all libraries are for other releases."""
+    """Where all libraries are for other releases; a single one was compiled for the torch that was
+    there."""
     releases = [build.torch for build in builds]
     one = f"`pip install 'torch=={releases[-1]}.*'`"
+    if len(releases) == 1:
+        return (
+            f"torch was exchanged under optfuse, which is built for torch {releases[0]}, and this "
+            f"is torch {torch.version}. To keep this torch build optfuse again: {REBUILD}. To get "
+            f"the other back: {one}, from the index that it came from. To keep torch from now on "
+            "install other packages with `pip install -c torch.txt`, where torch.txt has the line "
+            f"torch=={torch.version}"
+        )
     return (
         f"optfuse is built for torch {', '.join(releases)}, and this is torch {torch.version}: "
         f"{one} installs a torch that it is built for. Or install an optfuse that is built for "

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The place in a script where an error is raised, looked up then and only then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+_OURS = ("optfuse", "torch")
+#: Modules of torch that need all gradients after backward(), and what they do.
+_ACTS = {"torch.nn.utils.clip_grad": "clipping", "torch.amp.grad_scaler": "unscaling"}
+
+
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "")
+
+
+def _shown(path: str) -> str:
+    """Paths below the working directory begin there."""
+    try:
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+    except OSError:  # the directory is gone
+        return path
+
+
+def find_caller() -> tuple[str, str]:
+    """The deed of torch that needs all gradients, or nothing; and "train.py:12: ", file and line
+    of the innermost frame outside of torch and optfuse, or nothing."""
+    act = ""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = _module(frame)
+        if module.partition(".")[0] not in _OURS:
+            return act, f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}: "
+        act = act or _ACTS.get(module, "")
+        frame = frame.f_back
+    return act, ""
