@@ -89,6 +89,9 @@ def test_a_release_that_came_later_needs_a_library_that_was_built_for_it(
         loader.find(torch, {}, tmp_path)
     message = str(caught.value)
     assert version in message and "pip install --no-build-isolation ." in message
+    assert message.startswith("torch was exchanged under optfuse, which is built for torch 2.13")
+    assert "`pip install 'torch==2.13.*'`, from the index that it came from" in message
+    assert f"`pip install -c torch.txt`, where torch.txt has the line torch=={version}" in message
     library = make_library(tmp_path, "liboptfuse_torch-later", torch=torch.release)
     assert loader.find(torch, {}, tmp_path) == library
 
