@@ -22,7 +22,7 @@ _FINDS = "doctor has to run where torch or the library can't be loaded, and says
 INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
     **{
         ("optfuse._doctor.command", f"optfuse._doctor.{name}"): _FINDS
-        for name in ("assumptions", "bits", "gpus")
+        for name in ("assumptions", "bits", "gpus", "wide_layer")
     },
     ("optfuse._script_ab.command", "optfuse._script_ab.work"): "arguments are looked at before "
     "torch is imported, and the library may be missing",

@@ -12,12 +12,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from optfuse._ab.far_away import MakeRun, far_away
 from optfuse._ab.progress import Progress
-from optfuse._ab.result import Comparison, compare_parameters, judge, undecided
+from optfuse._ab.result import FEWEST_ROUNDS, Comparison, compare_parameters, judge, undecided
 from optfuse._ab.run import Run
 from optfuse._ab.variants import VARIANTS, BuildFn, NoOptimizer, Wrap, reference, reference_flags
 from optfuse._arguments.check import (
@@ -31,10 +33,10 @@ from optfuse._arguments.check import (
     text,
     whole,
 )
+from optfuse._library import machine
 from optfuse._library.bindings import Error
 from optfuse._trials.random_state import random_state, set_random_state
 
-FEWEST_ROUNDS = 5  # whatever ab()'s limit in seconds
 REFERENCE = "reference"
 
 
@@ -46,7 +48,7 @@ def _first_able(runs: list[Run], *names: str) -> Run:
     return next((able[name] for name in names if name in able), next(iter(able.values())))
 
 
-def _report(runs: list[Run], baseline: str, **settings: Any) -> Comparison:
+def _report(runs: list[Run], baseline: str, make: MakeRun, **settings: Any) -> Comparison:
     """Judges the runs that could run against the baseline and the reference."""
     training = [run for run in runs if run.trains] or runs
     base = _first_able(runs, baseline, "fused=True", "default")
@@ -62,10 +64,12 @@ def _report(runs: list[Run], baseline: str, **settings: Any) -> Comparison:
     rounds = len(base.row.rounds_ms)
     steps = settings["warmup"] + rounds * (settings["iterations"] + 1)
     settings |= {"rounds": rounds, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    settings |= {"date": machine.date(), "cpu": machine.processor()}
     names = (base.row.name, right.row.name)
     rows = [run.row for run in runs]
     warnings = [*_untrained(runs), *undecided(rows, rounds, FEWEST_ROUNDS)]
-    return Comparison(rows, *names, steps=steps, settings=settings, warnings=warnings)
+    wrong = [*far_away(training, right, make, steps)]
+    return Comparison(rows, *names, steps=steps, settings=settings, warnings=warnings, wrong=wrong)
 
 
 def _untrained(runs: list[Run]) -> Iterator[str]:
@@ -131,7 +135,9 @@ def ab(
         print(optfuse.ab(build))
 
     It is called once per variant, from the same seed (of PyTorch, Python and
-    NumPy), and must give each the same model and batches. `variants` maps a
+    NumPy), and must give each the same model and batches. The function that it returns
+    runs warmup + rounds * (iterations + 1) times, 125 if nothing else is said: a
+    build_fn that draws from an iterator needs as many batches. `variants` maps a
     name to a function that takes the fresh optimizer and returns the variant's;
     default: no optimizer, as written ("default"), foreach=True, fused=True,
     backward and forward fusion. Where their bits are not those of fused=True,
@@ -143,11 +149,13 @@ def ab(
     and a device synchronize. On a GPU `host_ms` is the time in which the host
     issued the work and `device_ms` the GPU's own. `rounds` is the most rounds; after
     `seconds` (at least 5 rounds) no other is begun. `progress` is called with a
-    line of text after each round; without it a terminal shows where ab() is. A
+    line of text after each round; without it a terminal shows where ab() is, and
+    a log has a line every ten seconds. A
     variant that refuses the optimizer is reported with the reason. `speed` is the
     median over rounds of the baseline's time by the variant's. The variants share
-    one heap; `page_faults` tells where the memory allocator, not the optimizer,
-    made the difference.
+    one heap; `page_faults` and `fault_share` tell where the memory allocator, not the
+    optimizer, made the difference. `peak_mb` is the process' resident memory while the
+    variant ran; the models of all variants are in it.
 
     Parameters are compared by bits with those of fused=True, of "reference" or,
     where fusion runs the class's own step(), of "default", and in value with those
@@ -159,13 +167,15 @@ def ab(
     a gain. Raises optfuse.Error for wrong arguments, and if no variant could run.
     """
     names = [*(variants or VARIANTS)]
+    in_all = warmup + rounds * (iterations + 1)
+    make = partial(Run, build_fn=build_fn, seed=seed, iterations=in_all)
     if baseline not in ("fused=True", *names):
         raise refusal("ab", "baseline", baseline, f"one of {', '.join(names)}")
     state = random_state()
     began = time.perf_counter()
     shown = Progress(progress)
     try:
-        runs = _runs(build_fn, variants, seed)
+        runs = _runs(make, variants)
         for run in runs:
             if not run.row.note:
                 shown.warm_up(run.row.name)
@@ -173,17 +183,17 @@ def ab(
                 run.look()
         deadline = math.inf if seconds is None else began + seconds
         _interleave(runs, rounds, iterations, random.Random(seed), deadline, shown)
+        return _report(runs, baseline, make, iterations=iterations, warmup=warmup, seed=seed)
     finally:
         shown.clear()
         set_random_state(state)
-    return _report(runs, baseline, iterations=iterations, warmup=warmup, seed=seed)
 
 
-def _runs(build_fn: BuildFn, variants: Mapping[str, Wrap] | None, seed: int) -> list[Run]:
-    runs = [Run(name, wrap, build_fn, seed) for name, wrap in (variants or VARIANTS).items()]
+def _runs(make: MakeRun, variants: Mapping[str, Wrap] | None) -> list[Run]:
+    runs = [make(name, wrap) for name, wrap in (variants or VARIANTS).items()]
     if variants is None and _reference_of(runs) == REFERENCE:
         beside = [run.row.name for run in runs].index("fused=True")
-        runs.insert(beside + 1, Run(REFERENCE, reference, build_fn, seed))
+        runs.insert(beside + 1, make(REFERENCE, reference))
     return runs
 
 
@@ -211,5 +221,6 @@ def _interleave(
         able = [run for run in runs if not run.row.note]
         order.shuffle(able)
         for run in able:
+            shown.tick(f"optfuse.ab: round {done + 1} of {rounds}, {run.row.name}")
             run.timed_turn(iterations)
         shown.round(done + 1, rounds, deadline)

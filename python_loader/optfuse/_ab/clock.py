@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -42,10 +41,6 @@ class Clock:
         torch.cuda.synchronize()
         wall = time.perf_counter() - self._start
         return Seconds(wall, host, start.elapsed_time(end) / 1e3)
-
-
-def page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def seed_all(seed: int) -> None:

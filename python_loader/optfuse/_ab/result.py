@@ -10,33 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
+from optfuse._ab.interval import GAIN, LOSS, Interval, median_interval
+from optfuse._ab.page_faults import WORTH_SAYING, Usage, advice, share
+from optfuse._ab.verdict import on_speed
 from optfuse._trials.compare import same_bits
 
-RESAMPLES = 4000  # of the bootstrap
-LOSS, GAIN = 0.9, 1.1  # a speed that may be both is not known
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A median and the bounds of its 95 % bootstrap interval."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def median_interval(samples: Sequence[float], seed: int = 0) -> Interval:
-    """The median of the samples and its 95 % bootstrap interval."""
-    values = torch.tensor(samples, dtype=torch.float64, device="cpu")
-    generator = torch.Generator("cpu").manual_seed(seed)
-    shape = (RESAMPLES, len(values))
-    picks = torch.randint(len(values), shape, generator=generator, device="cpu")
-    medians = values[picks].quantile(0.5, dim=1)
-    bounds = medians.quantile(values.new_tensor([0.025, 0.975]))
-    return Interval(values.quantile(0.5).item(), bounds[0].item(), bounds[1].item())
+FEWEST_ROUNDS = 5  # of which something can be said about their scatter
+STOCK = ("default", "foreach=True", "fused=True", "reference")  # PyTorch's own implementations
 
 
 @dataclass
@@ -54,11 +34,14 @@ class Row:
     max_difference: float | None = None  # parameters against the default variant's
     trained: bool | None = None  # whether a parameter changed at all
     page_faults: float | None = None  # per iteration; memory the allocator gave back and took again
+    fault_share: float | None = None  # of the processor's time, in page faults
+    peak_mb: float | None = None  # resident memory of the process, while this variant ran
     rounds_ms: list[float] = field(default_factory=list)  # each round, per iteration
     rounds_host_ms: list[float] = field(default_factory=list)  # on a GPU, like rounds_ms
     rounds_device_ms: list[float] = field(default_factory=list)
     rounds_faults: list[float] = field(default_factory=list)  # each round, per iteration
     losses: list[float] = field(default_factory=list)  # each iteration, warm-up included
+    used: Usage = field(default_factory=Usage)  # in all timed iterations
 
 
 @dataclass
@@ -71,12 +54,32 @@ class Comparison:
     steps: int  # each variant took
     settings: dict[str, Any]
     warnings: list[str] = field(default_factory=list)  # why it may say less than it seems to
+    wrong: list[str] = field(default_factory=list)  # weights that are far from the reference's
 
     def __getitem__(self, name: str) -> Row:
         return {row.name: row for row in self.rows}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"verdict": self.verdict, **asdict(self)}
+
+    @property
+    def verdict(self) -> str:
+        """In one line; or nothing, where all that ran is PyTorch's own."""
+        others = (*STOCK, self.baseline)
+        judged = [row for row in self.rows if row.equal_bits is not None and row.name not in others]
+        timed = [(row.speed.median, row.name, row.speed) for row in judged if row.speed]
+        if not timed:
+            return ""
+        equal = [row.name for row in judged if row.equal_bits]
+        weights = f"weights equal those of {self.reference} bit by bit"
+        if self.wrong:
+            weights = "; ".join(self.wrong)
+        elif len(equal) < len(judged):
+            differ = [row.name for row in judged if not row.equal_bits]
+            weights = f"weights of {', '.join(differ)} have other bits than {self.reference}'s"
+        _, name, speed = max(timed, key=lambda one: one[0])
+        rounds = self.settings.get("rounds", FEWEST_ROUNDS)
+        return f"{weights}; {on_speed(name, speed, self.baseline, rounds, FEWEST_ROUNDS)}"
 
     def __str__(self) -> str:
         head: tuple[str, ...] = (
@@ -87,12 +90,10 @@ class Comparison:
         )
         on_gpu = any(row.host_ms for row in self.rows)
         head += ("host ms",) if on_gpu else ()
-        head += (f"bits of {self.reference}", "from default")
+        head += ("peak MB", f"bits of {self.reference}", "from default")
         cells = [head, *(_cells(row, on_gpu) for row in self.rows)]
-        notes = [f"{row.name} left out: {row.note}" for row in self.rows if row.note]
-        tail = f"Medians with 95 % bootstrap intervals; {self.steps} steps each."
-        said = [*notes, *_legend(self), tail, *(f"warning: {text}" for text in self.warnings)]
-        return "\n".join(aligned(cells) + said)
+        above = [f"verdict: {self.verdict}", ""] if self.verdict else []
+        return "\n".join(above + aligned(cells) + list(_legend(self)))
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -103,6 +104,7 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _legend(compared: Comparison) -> Iterator[str]:
+    yield from (f"{row.name} left out: {row.note}" for row in compared.rows if row.note)
     names = [row.name for row in compared.rows if not row.note]
     if "default" in names:
         yield "default: the optimizer as written. from default: the largest distance of a weight."
@@ -114,6 +116,31 @@ def _legend(compared: Comparison) -> Iterator[str]:
             "PyTorch's\nimplementations round differently from each other; fusion does not, "
             "unless training itself is random."
         )
+    if any(row.peak_mb for row in compared.rows):
+        yield "peak MB: of the process while this variant ran; it holds the models of all variants."
+    yield f"Medians with 95 % bootstrap intervals; {compared.steps} steps each."
+    yield from in_page_faults(compared.rows)
+    machine = [str(compared.settings[k]) for k in ("date", "cpu") if k in compared.settings]
+    if machine:
+        counts = [f"{compared.settings[k]} {k}" for k in ("threads",)]
+        torch_here = f"torch {compared.settings['torch']}"
+        yield f"{', '.join([*machine, *counts, torch_here])}."
+    yield from (f"warning: {text}" for text in compared.warnings)
+
+
+class Faulting(Protocol):
+    """The part of a row that in_page_faults() reads."""
+
+    name: str
+    fault_share: float | None
+
+
+def in_page_faults(rows: Sequence[Faulting]) -> Iterator[str]:
+    """Where they take a share that is worth a word, that of the variant with the largest."""
+    shares = [(row.fault_share, row.name) for row in rows if row.fault_share]
+    found, name = max(shares, default=(0.0, ""))
+    if found > WORTH_SAYING:
+        yield advice(found, f"under {name}")
 
 
 class Judged(Protocol):
@@ -137,22 +164,23 @@ def undecided(rows: Sequence[Judged], rounds: int, fewest: int) -> Iterator[str]
 
 def _cells(row: Row, on_gpu: bool) -> tuple[str, ...]:
     if row.ms is None:
-        return (row.name, *("-",) * (6 if on_gpu else 5))
+        return (row.name, *("-",) * (7 if on_gpu else 6))
     loss = "-" if row.final_loss is None else f"{row.final_loss:.6g}"
     bits = {None: "-", True: "equal", False: "differ"}[row.equal_bits]
     far = "-" if row.max_difference is None else f"{row.max_difference:.1e}"
     host = (str(row.host_ms or "-"),) if on_gpu else ()
-    return (row.name, str(row.ms), str(row.speed or "-"), loss, *host, bits, far)
+    peak = "-" if row.peak_mb is None else f"{row.peak_mb:.0f}"
+    return (row.name, str(row.ms), str(row.speed or "-"), loss, *host, peak, bits, far)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
-    a, b = _real(a).double(), _real(b).double()
+    a, b = real(a).double(), real(b).double()
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs()).max().item()
 
@@ -170,6 +198,7 @@ def judge(row: Row, baseline: Row) -> None:
     pairs = zip(baseline.rounds_ms, row.rounds_ms, strict=True)
     row.speed = median_interval([theirs / own for theirs, own in pairs])
     row.page_faults = statistics.median(row.rounds_faults)
+    row.fault_share = share(row.used)
     row.final_loss = row.losses[-1] if row.losses else None
 
 

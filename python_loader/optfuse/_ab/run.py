@@ -11,9 +11,12 @@ import torch
 from torch.optim import Optimizer
 
 from optfuse import _fuse
-from optfuse._ab.clock import Clock, Seconds, page_faults, seed_all
+from optfuse._ab.clock import Clock, Seconds, seed_all
+from optfuse._ab.page_faults import Usage
+from optfuse._ab.peak import begin_peak, peak_mb
 from optfuse._ab.result import Row, equal_bits
 from optfuse._ab.variants import BuildFn, NoOptimizer, Wrap
+from optfuse._accumulate import leave_unsaid
 from optfuse._arguments.check import OPTIMIZER, argument, refusal
 from optfuse._classes import give_up_unasked
 from optfuse._library.bindings import Error
@@ -27,10 +30,14 @@ class Refused(Exception):
 class Run:
     """One variant in training: its own model, optimizers and random numbers."""
 
-    def __init__(self, name: str, variant: Wrap, build_fn: BuildFn, seed: int) -> None:
+    def __init__(
+        self, name: str, variant: Wrap, build_fn: BuildFn, seed: int, iterations: int
+    ) -> None:
+        """iterations: how many there will be in all."""
         self.row = Row(name)
         self.optimizers: list[Optimizer] = []
-        self._variant = variant
+        self._done, self._iterations = 0, iterations
+        self.variant = variant
         self._built: list[torch.Tensor] | None = None  # parameters, until one has changed
         seed_all(seed)
         try:
@@ -53,13 +60,14 @@ class Run:
         argument("wrap", "optimizer", optimizer, OPTIMIZER)
         give_up_unasked(optimizer)
         try:
-            wrapped = self._variant(optimizer)
+            wrapped = self.variant(optimizer)
         except (RuntimeError, ValueError, TypeError) as error:
             raise Refused(str(error)) from error
         if not hasattr(wrapped, "param_groups"):
             name = f"variants[{self.row.name!r}](optimizer)"
             raise refusal("ab", name, wrapped, "an optimizer", "return it")
         self.optimizers.append(wrapped)
+        leave_unsaid(wrapped)
         return wrapped
 
     @property
@@ -76,6 +84,20 @@ class Run:
             self._built = None
         self.row.trained = self._built is None if self.trains else None
 
+    def _next(self) -> Any:
+        """Runs one iteration; its loss."""
+        try:
+            loss = self._iteration()
+        except StopIteration as error:
+            raise ValueError(
+                f"optfuse: ab(): the batches of build_fn(wrap) ended after {self._done}, and ab() "
+                f"takes {self._iterations} for each variant, one an iteration: warmup + rounds * "
+                "(iterations + 1). Make as many, begin again with itertools.cycle(), or pass "
+                "fewer rounds"
+            ) from error
+        self._done += 1
+        return loss
+
     def turn(self, iterations: int) -> Seconds:
         """Runs some iterations; how long that took with all their updates done."""
         set_random_state(self._random)
@@ -86,12 +108,12 @@ class Run:
             _fuse.flush()
             clock = Clock()
             for _ in range(iterations):
-                loss = self._iteration()
+                loss = self._next()
                 losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             _fuse.flush()
             seconds = clock.stop()
         except Error as error:  # a refusal that only the first backward can see
-            self.row.note, seconds = str(error), Seconds(math.nan)
+            self.row.note, seconds = " ".join(str(error).split()), Seconds(math.nan)
         finally:
             if collecting:
                 gc.enable()
@@ -103,14 +125,17 @@ class Run:
         self.turn(1)  # brings this variant's model back into the caches
         if self.row.note:
             return
-        faults = page_faults()
+        faults, before = self.row.used.faults, Usage.now()
+        begin_peak()
         seconds = self.turn(iterations)
+        self.row.used.add_since(before)
+        self.row.peak_mb = max(peak_mb(), self.row.peak_mb or 0.0)
         each = 1e3 / iterations
         self.row.rounds_ms.append(seconds.wall * each)
         if seconds.host is not None and seconds.device is not None:
             self.row.rounds_host_ms.append(seconds.host * each)
             self.row.rounds_device_ms.append(seconds.device * each)
-        self.row.rounds_faults.append((page_faults() - faults) / iterations)
+        self.row.rounds_faults.append((self.row.used.faults - faults) / iterations)
 
 
 def _number(loss: Any) -> float:

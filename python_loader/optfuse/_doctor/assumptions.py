@@ -36,14 +36,16 @@ def findings() -> Iterator[Finding]:
     if not changed:
         replaced = sum(len(each.patches) for each in lists)
         used = sum(len(each.places) for each in lists)
-        yield Finding("torch's parts", f"{replaced} replaced and {used} used are as expected")
+        text = "all that optfuse replaces or relies on is as expected"
+        yield Finding("torch's parts", text, details=f"{replaced} replaced, {used} used")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what has just been said
         _process.start()
     missed = list(_missed())
     yield from missed
     if not missed:
-        yield Finding("first use", f"seen by {', '.join(USES)}")
+        text = "whoever reads a parameter gets its new value: tried by "
+        yield Finding("first use", text + ", ".join(USES))
 
 
 def _address(param: Tensor) -> float:

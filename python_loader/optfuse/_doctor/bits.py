@@ -119,7 +119,10 @@ class _Tally:
     def __str__(self) -> str:
         done = self.equal + self.wrong
         late = f", and there was no time for {self.late} more" if self.late else ""
-        return f"{self.equal} of {done} cases (class, mode, dtype) are equal to stock's{late}"
+        return (
+            f"{self.equal} of {done} cases (class, mode, dtype) end with PyTorch's weights, bit by "
+            f"bit{late}"
+        )
 
 
 def findings() -> Iterator[Finding]:
@@ -128,7 +131,7 @@ def findings() -> Iterator[Finding]:
     with random_as_it_was():
         torch.set_num_threads(1)
         try:
-            yield Finding("instructions", _instruction_set())
+            yield Finding("instructions", f"{_instruction_set()}: updates run in these kernels")
             yield from tally.findings(cases())
         finally:
             torch.set_num_threads(threads)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from typing import Any
 from optfuse import __version__
 from optfuse._doctor.finding import Finding, in_words
 from optfuse._library import loader
+from optfuse._library.machine import processor
 from optfuse._library.releases import TESTED
 
 PACKAGE = Path(loader.__file__).resolve().parent.parent
@@ -46,7 +48,9 @@ def versions() -> Iterator[Finding]:
         )
     else:
         yield Finding("torch", "can't be imported")
-    yield Finding("processor", _processor())
+    if importlib.util.find_spec("numpy") is None:
+        yield Finding("NumPy", "not installed; torch and optfuse work without it")
+    yield Finding("processor", processor())
 
 
 def _libc() -> str:
@@ -54,15 +58,6 @@ def _libc() -> str:
         return os.confstr("CS_GNU_LIBC_VERSION") or "another C library than glibc"
     except (AttributeError, ValueError, OSError):
         return "another C library than glibc"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else 'unknown'}, {os.cpu_count()} logical cores"
 
 
 def libraries() -> Iterator[Finding]:
@@ -73,9 +68,10 @@ def libraries() -> Iterator[Finding]:
         library = loader.find(here, os.environ, PACKAGE)
         fields = json.loads(library.with_suffix(".json").read_text(encoding="utf-8"))
         built = ", ".join(f"{name} {value}" for name, value in sorted(fields.items()))
-        yield Finding("library", f"{library} ({built})")
+        yield Finding("library", f"{library}, built for this torch", details=built)
         kernels = loader.find_cuda(library, os.environ)
-        yield Finding("CUDA kernels", str(kernels or "none: it was built without nvcc"))
+        none = "none: built without nvcc, so parameters on a GPU can't be fused"
+        yield Finding("CUDA kernels", str(kernels or none))
     except Exception as error:
         known = [str(path.with_suffix(".so")) for path in loader.descriptions(PACKAGE)]
         reason = in_words(error) if isinstance(error, ImportError) else "torch can't be imported"
@@ -84,19 +80,24 @@ def libraries() -> Iterator[Finding]:
 
 
 def _openmp() -> str:
-    """Runtimes that are in this process: ours is torch's, and another one competes for cores."""
+    """Runtimes that are in this process: ours is torch's."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "unknown"
-    found = re.findall(r"(/.*/lib(?:g|i)?omp5?(?:[-.].*)?\.so.*)$", maps, re.MULTILINE)
-    return ", ".join(dict.fromkeys(found)) or "none"
+    paths = re.findall(r"(/.*/lib(?:g|i)?omp5?(?:[-.].*)?\.so.*)$", maps, re.MULTILINE)
+    found = list(dict.fromkeys(paths))
+    if len(found) > 1:
+        return f"{', '.join(found)}: threads of several runtimes compete for the cores"
+    return f"{found[0]}: one runtime, as it should be" if found else "none"
 
 
 def environment() -> Iterator[Finding]:
     yield Finding("OpenMP", _openmp())
     named = sorted(k for k in os.environ if k.startswith(_SETTINGS) or k in _PRELOADED)
     settings = ", ".join(f"{name}={os.environ[name]}" for name in named)
-    yield Finding("settings", settings or "none of its own, of OpenMP or of CUDA")
+    yield Finding(
+        "settings", settings or "none: nothing in the environment changes how updates run"
+    )
     if os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0"):
         yield Finding("note", "OPTFUSE_DISABLE is set: fuse() does nothing until it is unset")

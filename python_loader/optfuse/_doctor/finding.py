@@ -11,6 +11,7 @@ class Finding:
     name: str
     text: str
     is_problem: bool = False
+    details: str = ""  # for --verbose
 
 
 def in_words(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from optfuse._library.loader import find_cuda
 
 def findings() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding("GPU", "none that torch can use")
+        yield Finding("GPU", "none that torch can use: models train on the CPU")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)

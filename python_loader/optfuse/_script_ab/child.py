@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,18 @@ class Run:
             return f"was ended by {signal.Signals(-self.status).name}"
         return f"ended with exit status {self.status}"
 
-    def last_line(self) -> str:
-        lines = [line for line in self.output.splitlines() if line.strip()]
-        return lines[-1].strip() if lines else "it printed nothing"
+    def last_words(self) -> str:
+        """The last line, or all of an error of ours, in one line."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        ours = [i for i, line in enumerate(lines) if line.startswith("optfuse.Error: ")]
+        return " ".join(lines[max(ours[-1:] or [len(lines) - 1]) :]) or "it printed nothing"
 
 
-def run(script: Script, variant: Variant, looks: bool) -> Run:
-    """looks: at the parameters after each step. Otherwise steps are timed."""
+def run(
+    script: Script, variant: Variant, looks: bool, tick: Callable[[], None] = lambda: None
+) -> Run:
+    """looks: at the parameters after each step. Otherwise steps are timed. tick: called each second
+    meanwhile."""
     with tempfile.TemporaryDirectory(prefix="optfuse-ab-", dir=_temporary()) as folder:
         out, elsewhere, output = (Path(folder, name) for name in ("found.json", "else", "output"))
         settings = {
@@ -89,21 +95,34 @@ def run(script: Script, variant: Variant, looks: bool) -> Run:
             "prefix": sys.prefix,
         }
         with output.open("wb") as stream:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, *script.arguments],
                 env=_environment(settings, script.seed),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                check=False,
             )
+            status = _wait(process, tick)
         found = json.loads(out.read_text()) if out.exists() else None
-        if (done.returncode or found is None) and shutil.disk_usage(folder).free < LEAST_ROOM:
+        if (status or found is None) and shutil.disk_usage(folder).free < LEAST_ROOM:
             raise NoRoom(
                 f"the disk of {tempfile.gettempdir()} is full, where {script.name}'s output and "
                 "times are kept while it runs: make room there, or name another folder by TMPDIR"
             )
-        return Run(done.returncode, found, elsewhere.exists(), _tail(output))
+        return Run(status, found, elsewhere.exists(), _tail(output))
+
+
+def _wait(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> int:
+    """The exit status."""
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=1.0)
+            tick()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
 def _temporary() -> str:

@@ -3,16 +3,30 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from optfuse import __version__
 from optfuse._ab.progress import Progress
+from optfuse._library import machine
 from optfuse._script_ab.child import Script, Variant
 from optfuse._script_ab.looks import Looks
 from optfuse._script_ab.result import AS_WRITTEN, Comparison, judge
 from optfuse._script_ab.runs import CannotCompare
 from optfuse._script_ab.times import Times
+
+
+def _circumstances(script: Script, written: dict[str, Any]) -> dict[str, Any]:
+    """For whoever reads the report later. written: what a run as written has found."""
+    return {
+        "seed": script.seed,
+        "optfuse": __version__,
+        "date": machine.date(),
+        "cpu": machine.processor(),
+        "command": f"python {shlex.join(script.arguments)}",
+        **{name: written[name] for name in ("torch", "python", "threads", "gpu")},
+    }
 
 
 def compare(
@@ -41,9 +55,7 @@ def compare(
         "rounds": rounds,
         "warm_up": times.warm_up,
         "timed_steps": times.counted,
-        "seed": script.seed,
-        "optfuse": __version__,
-        **{name: written[name] for name in ("torch", "python", "threads", "gpu")},
+        **_circumstances(script, written),
     }
     made = [f"{o['name']} ({o['where']}, {o['steps']} steps)" for o in written["optimizers"]]
     return Comparison(

@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from optfuse._ab.progress import Progress
+from optfuse._ab.wrong import limit_of, sentence
 from optfuse._script_ab.child import Run, Script, Variant, run
 from optfuse._script_ab.result import AS_WRITTEN, Row
-from optfuse._script_ab.runs import CannotCompare, checked, sentence, why_left_out
+from optfuse._script_ab.runs import CannotCompare, checked, why_left_out, without_prefix
+from optfuse._script_ab.sketches import distances, first_beyond
 
 Digests = list[list[Any]]  # after each step: the number of the optimizer, and of its parameters
 
@@ -37,7 +39,7 @@ class Looks:
         self.differs_from_itself: int | None = None
         self._script = script
         self._progress = progress
-        self._digests: dict[str, Digests] = {}
+        self._found: dict[str, dict[str, Any]] = {}  # by the probe, by their rows' names
 
     def as_written(self) -> dict[str, Any]:
         """The findings of the first of two runs; the second tells whether runs can be compared at
@@ -78,21 +80,45 @@ class Looks:
             self.reference = AS_WRITTEN
         for row in self.rows:
             if not row.note:
-                digests = (self._digests[name] for name in (row.name, self.reference))
+                digests = (self._found[name]["digests"] for name in (row.name, self.reference))
                 row.first_difference = first_difference(*digests)
                 row.equal_bits = row.first_difference is None
+        differ = [row for row in self.rows if row.mode and row.equal_bits is False]
+        if differ and self.differs_from_itself is None:
+            self._look_for_wrong(differ)
+
+    def _look_for_wrong(self, rows: list[Row]) -> None:
+        """Fills in where weights are farther from the reference's than rounding explains."""
+        theirs = self._found[self.reference]
+        stock = [self._found[r.name] for r in self.rows if not r.mode and r.name in self._found]
+        if len(stock) < 2:  # as written it is the reference
+            stock += self._another(len(theirs["optimizers"]))
+        spread = max((far.distance for far in distances(stock, theirs)), default=0.0)
+        for row in rows:
+            far = first_beyond(limit_of(spread), self._found[row.name], theirs)
+            if far is not None:
+                label = dict(theirs["labels"])[far.optimizer][far.index]
+                row.wrong = sentence(
+                    row.name, label, self.reference, far.step, far.distance, spread
+                )
+
+    def _another(self, optimizers: int) -> list[dict[str, Any]]:
+        """Another of PyTorch's implementations, if it runs."""
+        flags = [{"fused": None, "foreach": False}] * optimizers
+        done = self._look(Variant("foreach=False", flags=flags))
+        return [done.found] if done.found is not None and not done.status else []
 
     def __getitem__(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
     def _look(self, variant: Variant, what: str = "") -> Run:
         self._progress.show(f"optfuse ab: comparing weights, {what or variant.name}")
-        return run(self._script, variant, looks=True)
+        return run(self._script, variant, True, self._progress.tick)
 
     def _add(self, variant: Variant, done: Run) -> None:
         row = Row(variant.name, variant.mode, why_left_out(self._script, variant, done))
         if done.found is not None:
-            row.said = [sentence(text) for text in done.found.get("said", [])]
-            self._digests[row.name] = done.found["digests"]
+            row.said = [without_prefix(text) for text in done.found.get("said", [])]
+            self._found[row.name] = done.found
         self.rows.append(row)
         self.variants[row.name] = variant

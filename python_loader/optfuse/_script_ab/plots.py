@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from optfuse._script_ab.result import Comparison, Row
+from optfuse._script_ab.result import AS_WRITTEN, Comparison, Row
 
-COLORS = ("#888888", "#4c78a8", "#f58518", "#54a24b")
+#: One a variant, whichever others are there; the one with PyTorch's flags has the last.
+COLORS = {
+    AS_WRITTEN: "#888888",
+    "forward fusion": "#f58518",
+    "backward fusion": "#54a24b",
+    "": "#4c78a8",
+}
 POINTS = 400  # of a line
 
 
@@ -46,7 +52,7 @@ def _svg(name: str, height: float, draw: Callable[[Any], None]) -> str:
 
 def _colored(rows: Sequence[Row]) -> Iterator[tuple[int, Row, str]]:
     for i, row in enumerate(rows):
-        yield i, row, COLORS[i % len(COLORS)]
+        yield i, row, COLORS.get(row.name, COLORS[""])
 
 
 def _rounds(axes: Any, rows: Sequence[Row]) -> None:

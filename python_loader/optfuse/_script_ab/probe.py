@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import sys
 import time
 import weakref
@@ -41,6 +42,37 @@ def digest(params: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+def sketch(param: torch.Tensor) -> list[float]:
+    """Eight sums of the elements, each with a sign of its own that is drawn from a fixed generator:
+    sketches of two parameters are about as far apart as these are, and take no room."""
+    values = param.detach().cpu()
+    values = (torch.view_as_real(values) if values.is_complex() else values).double().flatten()
+    drawn = torch.Generator("cpu").manual_seed(len(values))
+    values *= torch.randint(2, values.shape, generator=drawn, device="cpu") * 2 - 1
+    sums = torch.zeros(8, dtype=torch.float64, device="cpu")
+    for i in range(8):
+        sums[i] = values[i::8].sum()
+    return [float(x) for x in sums.tolist()]
+
+
+def is_sketched(step: int) -> bool:
+    """All of the first steps, and fewer later: they take long."""
+    return step % (1 << max(0, step.bit_length() - 5)) == 0
+
+
+def label(names: Any, group: int, index: int, shape: Any) -> str:
+    """A parameter in a sentence, as the package's own errors name it."""
+    if names is not None:
+        return f"parameter {names[index]!r} of shape {tuple(shape)}"
+    return f"parameter {index} of group {group} of shape {tuple(shape)}"
+
+
+def usage() -> tuple[int, float, float]:
+    """Page faults so far, and seconds of processors, in all and in the kernel."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt, used.ru_utime + used.ru_stime, used.ru_stime
+
+
 def peak_rss_mb() -> float:
     """The peak memory of this program. (getrusage() begins with what the parent had.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -54,6 +86,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._ends: list[float] = []
+        self.used: list[tuple[int, float, float]] = []  # usage() at each end
         self._events: list[torch.cuda.Event] = []
 
     def step_ends(self) -> None:
@@ -61,6 +94,7 @@ class Clock:
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
         self._ends.append(time.perf_counter())
+        self.used.append(usage())
 
     def milliseconds(self) -> list[float]:
         """From one end to the next."""
@@ -93,6 +127,8 @@ class Session:
         self._is_main = os.getppid() == settings["parent"]
         self._watched: list[Watched] = []
         self._digests: list[tuple[int, str]] = []  # which optimizer stepped, and its parameters
+        self._sketches: dict[int, list[list[float]]] = {}  # of the parameters, by place in these
+        self._labels: dict[int, list[str]] = {}  # of the parameters, by optimizer
         self._processes = 1  # of torch.distributed
         self._stopped = False
 
@@ -167,12 +203,23 @@ class Session:
         watched = self._watched[index]
         watched.clock.step_ends()
         if self._settings["looks"]:
-            groups = optimizer.param_groups
-            self._digests.append((index, digest(p for group in groups for p in group["params"])))
+            self._look_at(optimizer, index, len(watched.clock))
             self._processes = max(self._processes, _processes())
             self.look(optimizer, index)
         if len(watched.clock) == self._settings["steps"]:
             self._stop()
+
+    def _look_at(self, optimizer: Optimizer, index: int, step: int) -> None:
+        groups = optimizer.param_groups
+        params = [p for group in groups for p in group["params"]]
+        if is_sketched(step):
+            self._sketches[len(self._digests)] = [*map(sketch, params)]
+        self._digests.append((index, digest(params)))
+        self._labels[index] = [
+            label(group.get("param_names"), i, j, p.shape)
+            for i, group in enumerate(groups)
+            for j, p in enumerate(group["params"])
+        ]
 
     def _say_elsewhere(self) -> None:
         """Another process than the script's trains."""
@@ -200,7 +247,10 @@ class Session:
                 {"name": w.name, "where": w.where, "steps": len(w.clock)} for w in self._watched
             ],
             "ms": [w.clock.milliseconds() for w in self._watched],
+            "used": [w.clock.used for w in self._watched],
             "digests": self._digests,
+            "sketches": sorted(self._sketches.items()),
+            "labels": sorted(self._labels.items()),
             "peak_mb": peak_rss_mb(),
             "peak_gpu_mb": bytes_of_gpus / 2**20 if gpus else None,
             "processes": self._processes,

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from optfuse._ab.result import Interval, aligned, median_interval, undecided
+from optfuse._ab.interval import Interval, median_interval
+from optfuse._ab.page_faults import Usage, share
+from optfuse._ab.result import aligned, in_page_faults, undecided
+from optfuse._ab.verdict import on_speed, times
 
 AS_WRITTEN = "as written"
 FEWEST_ROUNDS = 3  # of which something can be said about their scatter
@@ -30,6 +33,9 @@ class Row:
     peak_gpu_mb: float | None = None  # allocated by PyTorch
     equal_bits: bool | None = None  # parameters against the reference's, after each step
     first_difference: int | None = None  # the step after which they differ first
+    wrong: str = ""  # a sentence, where rounding does not explain it
+    fault_share: float | None = None  # of the processor's time, in page faults
+    used: Usage = field(default_factory=Usage)  # in all timed iterations
     rounds_ms: list[float] = field(default_factory=list)  # each round, per iteration
     rounds_peak_mb: list[float] = field(default_factory=list)
     rounds_peak_gpu_mb: list[float] = field(default_factory=list)
@@ -85,6 +91,9 @@ class Comparison:
         if self.weights == "equal":
             steps = f"each of {self.steps} steps"
             return f"weights equal those of {self._stock} bit by bit after {steps}"
+        wrong = [row.wrong for row in self.fused if row.wrong]
+        if wrong:
+            return "; ".join(wrong)
         first = min(self.fused, key=lambda row: row.first_difference or self.steps + 1)
         return (
             f"weights of {first.name} differ from those of {self._stock} from step "
@@ -94,14 +103,12 @@ class Comparison:
     def _verdict_on_speed(self) -> str:
         timed = [(row.speed.median, row.speed, row) for row in self.fused if row.speed]
         _, speed, best = max(timed, key=lambda one: one[0])
-        if self.settings["rounds"] < FEWEST_ROUNDS or speed.low <= 1 <= speed.high:
-            return f"no difference in speed is known ({best.name}: {speed} times {self._stock})"
-        if speed.high < 1:
-            return f"{best.name} is slower, at {speed} times the speed of {self._stock}"
-        said = f"{best.name} is {speed} times as fast as {self._stock}"
-        if self.reference != AS_WRITTEN:
-            said += f" and {best.speed_as_written} times as fast as the script {AS_WRITTEN}"
-        return said
+        rounds = self.settings["rounds"]
+        said = on_speed(best.name, speed, self._stock, rounds, FEWEST_ROUNDS)
+        written = best.speed_as_written
+        if self.reference == AS_WRITTEN or written is None or rounds < FEWEST_ROUNDS:
+            return said
+        return f"{said}, and {times(written.median)} times as fast as the script {AS_WRITTEN}"
 
     @property
     def warnings(self) -> list[str]:
@@ -143,6 +150,12 @@ class Comparison:
             f"{steps} iterations. Peaks are those of the process."
         )
         yield f"Optimizers: {', '.join(self.optimizers)}."
+        yield from in_page_faults(self.rows)
+        known = [str(self.settings[name]) for name in ("date", "cpu") if name in self.settings]
+        if known:
+            threads, release = self.settings["threads"], self.settings["torch"]
+            known += [f"{threads} threads", f"torch {release}", self.settings["command"]]
+            yield f"{', '.join(known)}."
         if any(row.equal_bits is False for row in self.rows) and self.differs_from_itself is None:
             yield (
                 f"differ: some weight has other bits than with {self.reference}. PyTorch's "
@@ -178,6 +191,7 @@ def judge(row: Row, reference: Row, written: Row) -> None:
     row.ms = scatter(row.rounds_ms)
     row.speed = _speed(row, reference)
     row.speed_as_written = _speed(row, written)
+    row.fault_share = share(row.used)
     row.peak_mb = median(row.rounds_peak_mb)
     row.peak_gpu_mb = median(row.rounds_peak_gpu_mb) if row.rounds_peak_gpu_mb else None
 

@@ -46,13 +46,13 @@ def checked(script: Script, done: Run) -> dict[str, Any]:
 def why_left_out(script: Script, variant: Variant, done: Run) -> str:
     """Nothing: it can be compared."""
     if done.status or done.found is None:
-        return f"{done.ending()}: {sentence(done.last_line())}"
+        return f"{done.ending()}: {without_prefix(done.last_words())}"
     if _steps(done) < script.fewest_steps:
         return f"the script took {_steps(done)} steps with it"
     modes = done.found.get("modes")
     if modes is None or variant.mode in (mode for _, mode in modes):
         return ""
-    said = [sentence(text) for text in done.found["said"]]
+    said = [without_prefix(text) for text in done.found["said"]]
     return said[0] if said else "no optimizer was fused"
 
 
@@ -61,6 +61,6 @@ def _steps(done: Run) -> int:
     return max((one["steps"] for one in done.found["optimizers"]), default=0) if done.found else 0
 
 
-def sentence(text: str) -> str:
+def without_prefix(text: str) -> str:
     """Without the beginning that every message of ours has."""
     return text.removeprefix("optfuse.Error: ").removeprefix("optfuse: ")

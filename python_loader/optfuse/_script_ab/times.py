@@ -8,6 +8,7 @@ import time
 from statistics import median
 from typing import Any
 
+from optfuse._ab.page_faults import Usage
 from optfuse._ab.progress import Progress
 from optfuse._script_ab.child import Run, Script, Variant, run
 from optfuse._script_ab.result import AS_WRITTEN, Row
@@ -43,7 +44,7 @@ class Times:
             order.shuffle(able)
             for i, row in enumerate(able):
                 self._say(number + i / len(able), rounds, row.name)
-                done = run(self._script, variants[row.name], looks=False)
+                done = run(self._script, variants[row.name], False, self._progress.tick)
                 steps[row.name] += self._taken(row, variants[row.name], done)
         for row in rows:
             row.steps_ms = [median(each) for each in zip(*steps[row.name], strict=False)]
@@ -64,6 +65,8 @@ class Times:
         ms: list[float] = done.found["ms"][self._clock]
         row.rounds_ms.append(median(ms[self.warm_up :]))
         row.rounds_peak_mb.append(done.found["peak_mb"])
+        used = done.found["used"][self._clock]
+        row.used.add(Usage(*used[self.warm_up]), Usage(*used[-1]))
         if done.found["peak_gpu_mb"] is not None:
             row.rounds_peak_gpu_mb.append(done.found["peak_gpu_mb"])
         return [ms]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import optfuse
-from optfuse._doctor import assumptions, bits, privacy
+from optfuse._doctor import assumptions, bits, privacy, wide_layer
 from optfuse._library import started
 
 PACKAGE = Path(optfuse.__file__).parent
@@ -52,12 +52,64 @@ def test_it_finds_nothing_here():
     facts = dict(line.split(": ", 1) for line in done.stdout.splitlines()[1:-1])
     assert facts["optfuse"].strip().startswith(optfuse.__version__)
     assert torch.__version__ in facts["torch"]
-    assert facts["instructions"].strip() in ("c", "baseline", "avx2", "avx512")
-    assert "liboptfuse_torch-" in facts["library"]
+    assert facts["instructions"].split(":")[0].strip() in ("c", "baseline", "avx2", "avx512")
+    assert re.search(r"liboptfuse_torch-.*\.so, built for this torch$", facts["library"])
+    assert "all that optfuse replaces or relies on" in facts["torch's parts"]
+    assert facts["page faults"].strip()
+    assert "[" not in done.stdout, "counts are for --verbose"
     assert re.search(r"/lib[gi]?omp", facts["OpenMP"])
     equal, tried = re.match(r" *(\d+) of (\d+) cases", facts["bits"]).groups()
     assert equal == tried and int(tried) > 10
     assert all(name in facts["first use"] for name in assumptions.USES)
+
+
+def test_verbose_adds_numbers_to_the_same_lines():
+    done = doctor("--verbose")
+    assert problems(done) == []
+    assert re.search(r"relies on is as expected \[\d+ replaced, \d+ used\]", done.stdout)
+    assert re.search(r"built for this torch \[abi \d+, .*torch 2\.\d+\]", done.stdout)
+
+
+def test_without_numpy_it_is_clean(tmp_path):
+    """Site-packages as they are here, without NumPy; torch warns there when it looks for it."""
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        if not entry.name.startswith(("numpy", "_numpy", "__pycache__")):
+            (tmp_path / entry.name).symlink_to(entry)
+    paths = [str(PACKAGE.parent), str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "optfuse", "doctor"],
+        cwd="/",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert problems(done) == []
+    assert re.search(
+        r"^NumPy: +not installed; torch and optfuse work without it$", done.stdout, re.MULTILINE
+    )
+    assert "DLPack" in done.stdout and "operators, NumPy" not in done.stdout
+
+
+def test_another_torch_than_the_one_that_optfuse_was_compiled_for(tmp_path):
+    text = "__version__ = '2.15.3+cu130'\ndef compiled_with_cxx11_abi(): return True"
+    done = doctor(PYTHONPATH=fake_torch(tmp_path, text))
+    (problem,) = problems(done)
+    assert "torch was exchanged under optfuse" in problem and "build optfuse again" in problem
+
+
+@pytest.mark.parametrize("share", (0.2, 0.01))
+def test_page_faults_of_a_wide_layer_are_named_with_the_remedy(share, monkeypatch):
+    monkeypatch.setattr(wide_layer, "_used", lambda: None)
+    monkeypatch.setattr(wide_layer, "share", lambda used: share)
+    (finding,) = wide_layer.findings()
+    assert ("GLIBC_TUNABLES=" in finding.text) is (share > 0.05) and not finding.is_problem
+
+
+def test_the_wide_layer_has_page_faults():
+    """As long as malloc gives its gradient back."""
+    used = wide_layer._used()
+    assert used.faults > 0 and 0 < used.in_kernel <= used.seconds
 
 
 def test_no_name_of_a_user_or_machine_is_printed(tmp_path):

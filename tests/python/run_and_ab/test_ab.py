@@ -4,6 +4,7 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -106,6 +107,71 @@ def test_a_variant_that_trains_otherwise_is_reported_as_different():
     result = compare(variants={"fused=True": fused, "half the lr": lambda o: slower(fused(o))})
     assert result["half the lr"].equal_bits is False
     assert result["half the lr"].max_difference > 1e-3
+    (wrong,) = result.wrong
+    assert wrong.startswith("WEIGHTS ARE WRONG under half the lr: after step 1 parameter ")
+    assert re.search(r" of shape \(.*\) is 0\.\d+ of its size away from fused=True's \(", wrong)
+    assert str(result).startswith(f"verdict: {wrong}; half the lr is ")
+
+
+@pytest.mark.parametrize("what", ("nan", "late"))
+def test_wrong_weights_have_their_first_step_and_parameter(what):
+    """One weight of the second layer becomes NaN, or another number, as if by a fault of fusion."""
+
+    class Faulty(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            self.taken = getattr(self, "taken", 0) + 1
+            if self.taken == 6:
+                weight = self.param_groups[0]["params"][2]
+                weight.data[1, 2] = math.nan if what == "nan" else weight.data[1, 2] + 0.5
+
+    def faulty(optimizer):
+        group = optimizer.param_groups[0]
+        return Faulty([{"params": group["params"], "param_names": list("abcd")}], lr=group["lr"])
+
+    result = compare(lambda wrap: build(wrap, torch.optim.SGD), variants={
+        "default": VARIANTS["default"], "fused=True": VARIANTS["fused=True"], "faulty": faulty
+    })  # fmt: skip
+    (wrong,) = result.wrong
+    assert "under faulty: after step 6 parameter 'c' of shape (3, 32)" in wrong
+    assert ("has NaN or infinities that fused=True's has not" in wrong) is (what == "nan")
+
+
+def test_other_roundings_are_not_wrong_weights():
+    variants = {
+        **{name: VARIANTS[name] for name in STOCK},
+        "mine": lambda o: VARIANTS["foreach=True"](o),
+    }
+    result = compare(variants=variants)
+    assert result["mine"].equal_bits is False and not result.wrong
+    assert "weights of mine have other bits than fused=True's; " in result.verdict
+
+
+def test_batches_that_end_say_how_many_are_needed():
+    def short(wrap):
+        iteration = build(wrap)
+        batches = iter(range(9))
+
+        def drawn():
+            next(batches)
+            return iteration()
+
+        return drawn
+
+    with pytest.raises(
+        ValueError, match=r"ended after 9, and ab\(\) takes 18 for each variant"
+    ) as e:
+        compare(short)
+    assert isinstance(e.value.__cause__, StopIteration) and "itertools.cycle()" in str(e.value)
+    compare(short, rounds=1, iterations=3, warmup=5)  # nine
+
+
+def test_memory_and_page_faults_of_each_variant(result):
+    for row in result.rows:
+        assert 50 < row.peak_mb < 20000 and 0.0 <= row.fault_share < 1.0
+    assert "page faults take" not in str(result), "all is small"
+    assert {"date", "cpu", "threads", "torch"} <= {*result.settings}
+    assert f"torch {torch.__version__}" in str(result)
 
 
 def test_nothing_is_pending_when_a_clock_starts_or_stops(monkeypatch):
@@ -196,7 +262,10 @@ def test_the_result_goes_to_json_and_prints_as_a_table(result):
     assert [row["name"] for row in read["rows"]] == list(VARIANTS)
     assert read["settings"]["rounds"] == 10 and read["steps"] == result.steps
     assert read["rows"][3]["losses"] == result["fused=True"].losses
-    table = str(result).splitlines()
+    said = str(result).splitlines()
+    assert said[0] == f"verdict: {read['verdict']}" == f"verdict: {result.verdict}"
+    assert said[0].startswith("verdict: weights equal those of fused=True bit by bit; ")
+    table = said[2:]
     assert [line.split("  ")[0] for line in table[1:7]] == list(VARIANTS)
     assert "equal" in table[5] and "equal" in table[6]
 

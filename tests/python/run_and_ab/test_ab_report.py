@@ -15,8 +15,11 @@ from test_ab import build, compare
 from torch import nn
 
 import optfuse
-from optfuse._ab.result import Comparison, Row, median_interval, undecided
+from optfuse._ab import page_faults, progress
+from optfuse._ab.interval import Interval, median_interval
+from optfuse._ab.result import Comparison, Row, in_page_faults, undecided
 from optfuse._ab.variants import VARIANTS
+from optfuse._ab.verdict import on_speed
 
 TWO = {name: VARIANTS[name] for name in ("no optimizer", "default")}
 
@@ -239,9 +242,71 @@ def test_the_line_is_taken_away_by_an_error_too(monkeypatch):
     assert sys.stderr.getvalue().endswith("\r\x1b[K")
 
 
-def test_in_a_log_nothing_is_shown(capfd):
+def test_in_a_log_nothing_is_shown_in_the_first_seconds(capfd):
     compare(variants=TWO)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_log_has_a_line_every_ten_seconds(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    shown = progress.Progress(None)
+    for second in range(35):
+        clock[0] = float(second)
+        shown.show(f"at {second}")
+        shown.tick()
+    shown.clear()
+    lines = sys.stderr.getvalue().splitlines()
+    assert lines == [f"at {s} (after {s} s)" for s in (10, 20, 30)]
+
+
+# Page faults
+
+
+def test_page_faults_are_named_above_five_percent():
+    rows = [Row("default", fault_share=0.37), Row("forward fusion", fault_share=0.2), Row("x")]
+    (text,) = in_page_faults(rows)
+    assert text.startswith("page faults take about 37% of the processor's time under default")
+    assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296" in text
+    assert not [*in_page_faults([Row("default", fault_share=0.049), Row("x")])]
+
+
+def test_the_share_is_bounded_by_the_time_in_the_kernel(monkeypatch):
+    monkeypatch.setattr(page_faults, "seconds_a_fault", lambda: 1e-6)
+    assert page_faults.share(page_faults.Usage(1e6, 10.0, 4.0)) == pytest.approx(0.1)
+    assert page_faults.share(page_faults.Usage(1e6, 10.0, 0.5)) == pytest.approx(0.05)
+    assert page_faults.share(page_faults.Usage()) == 0.0
+
+
+def test_fresh_memory_has_page_faults_and_kept_memory_has_none():
+    assert 1e-8 < page_faults.seconds_a_fault() < 1e-3
+    fresh, kept = page_faults.Usage(), page_faults.Usage()
+    before = page_faults.Usage.now()
+    memory = bytearray(64 << 20)
+    fresh.add_since(before)
+    before = page_faults.Usage.now()
+    memory[::4096] = b"x" * len(memory[::4096])
+    kept.add_since(before)
+    assert fresh.faults > 10 * max(kept.faults, 1)
+
+
+# Verdicts
+
+
+def test_a_verdict_can_be_read_once():
+    def said(median, low, high, rounds=9):
+        return on_speed("forward fusion", Interval(median, low, high), "fused=True", rounds, 5)
+
+    start = "forward fusion is "
+    assert said(3.14, 3.09, 3.18, 2) == (
+        f"{start}3.1 times as fast as fused=True in 2 rounds, which are too few to be sure: run "
+        "more"
+    )
+    assert said(1.6, 1.55, 1.66) == f"{start}1.60 times as fast as fused=True (1.55 to 1.66)"
+    assert said(1.0, 0.98, 1.03).startswith(f"{start}as fast as fused=True, as far as can be seen")
+    assert said(0.5, 0.48, 0.52).startswith(f"{start}slower than fused=True: 0.50 times as fast")
+    assert "or anything from 0.80 to 1.30 times" in said(1.0, 0.8, 1.3)
 
 
 def test_a_function_of_the_caller_hears_of_each_round():

@@ -21,6 +21,7 @@ from torch import nn
 from optfuse._script_ab import child, probe
 from optfuse._script_ab.looks import first_difference
 from optfuse._script_ab.page import page
+from optfuse._script_ab.plots import _colored
 from optfuse._script_ab.result import Comparison, Row, judge, scatter
 from optfuse._script_ab.work import keep
 
@@ -30,16 +31,19 @@ AB = ("-m", "optfuse", "ab")
 
 
 def ab(*arguments, folder="ab_scripts", **variables):
-    """A CompletedProcess. Run with one thread and, if nothing else is said, in one round."""
-    return subprocess.run(
+    """A CompletedProcess, without the lines that say where it is. Run with one thread and, if
+    nothing else is said, in one round."""
+    done = subprocess.run(
         [sys.executable, *arguments],
         cwd=HERE / folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
+    done.stderr = re.sub(r"^optfuse ab: .* \(after \d+ s\)\n", "", done.stderr, flags=re.MULTILINE)
+    return done
 
 
 def compared(*arguments, status=0, **variables):
@@ -85,6 +89,7 @@ def test_a_reproducible_script_is_equal_to_the_reference(whole):
     assert re.search("differ from step [12] on$", table[1]), printed
     assert all(line.endswith("equal") for line in table[2:]), printed
     assert "Optimizers: AdamW (mlp.py:17, 12 steps)." in printed
+    assert f"1 threads, torch {torch.__version__}, python mlp.py." in printed
 
 
 def test_the_json_has_all_figures(whole):
@@ -148,6 +153,8 @@ def test_the_page_is_one_file_that_loads_nothing(whole):
     assert not parsed.open and not parsed.loads
     assert parsed.tags.count("tr") == 5
     assert "weights equal those of fused=True" in text
+    for name in ("date 20", "cpu ", "threads 1", f"torch {torch.__version__}", "python mlp.py"):
+        assert name in text, name
     assert parsed.tags.count("svg") == (3 if has_matplotlib() else 0)
     assert ("pip install matplotlib" in text) is not has_matplotlib()
 
@@ -203,6 +210,21 @@ def test_other_weights_are_found_at_their_step(shown):
     )
 
 
+def test_wrong_weights_have_their_step_parameter_and_size():
+    said = verdict(compared("mlp.py", "wrong weights", status=1))
+    assert said.startswith(
+        "WEIGHTS ARE WRONG under forward fusion: after step 6 parameter 2 of group 0 of shape (5, "
+        "64) is 0."
+    ), said
+    assert "of its size away from fused=True's (PyTorch's implementations are " in said
+
+
+@rare
+def test_weights_that_are_nan_have_their_step_and_parameter():
+    said = verdict(compared("mlp.py", "nan", status=1))
+    assert "after step 6 parameter 2 of group 0 of shape (5, 64) has NaN or infinities" in said
+
+
 @rare
 def test_a_variant_that_ends_early_differs():
     said = verdict(compared("mlp.py", "other end", status=1))
@@ -240,8 +262,8 @@ def test_backward_mode_is_left_out_with_its_reason():
     printed = compared("--modes", "forward,backward", "mlp.py", "clips")
     assert verdict(printed).startswith("weights equal those of fused=True")
     (left_out,) = [line for line in printed.splitlines() if " left out: " in line]
-    assert left_out.startswith("backward fusion left out: ended with exit status 1: ")
-    assert 'mode="forward"' in left_out
+    assert left_out.startswith("backward fusion left out: ended with exit status 1: mlp.py:")
+    assert "clipping" in left_out and 'mode="forward"' in left_out
 
 
 @rare
@@ -468,16 +490,25 @@ FASTER, SLOWER, SAME = [5.0] * 5, [16.0] * 5, [7.0, 8.0, 9.0, 8.0, 7.9]
 def test_verdicts_on_speed():
     assert comparison(FASTER).verdict == (
         "weights equal those of fused=True bit by bit after each of 12 steps; forward fusion is "
-        "1.60 [1.60, 1.60] times as fast as fused=True and 2.00 [2.00, 2.00] times as fast as the "
-        "script as written"
+        "1.60 times as fast as fused=True (1.60 to 1.60), and 2.0 times as fast as the script as "
+        "written"
     )
-    assert "; forward fusion is slower, at 0.50 [0.50" in comparison(SLOWER).verdict
-    assert "; no difference in speed is known (forward fusion: 1.0" in comparison(SAME).verdict
-    assert "no difference in speed is known" in comparison(FASTER, rounds=2).verdict
-    assert "is 1.60" in comparison(FASTER, rounds=3).verdict
+    assert "; forward fusion is slower than fused=True: 0.50 times" in comparison(SLOWER).verdict
+    assert "; forward fusion is as fast as fused=True, as far as" in comparison(SAME).verdict
+    assert comparison(FASTER, rounds=2).verdict.endswith(
+        "; forward fusion is 1.60 times as fast as fused=True in 2 rounds, which are too few to be "
+        "sure: run more"
+    )
+    assert "is 1.60 times as fast as fused=True (" in comparison(FASTER, rounds=3).verdict
     assert comparison(FASTER, reference="as written").verdict.endswith(
-        "forward fusion is 2.00 [2.00, 2.00] times as fast as the script as written"
+        "forward fusion is 2.0 times as fast as the script as written (2.0 to 2.0)"
     )
+
+
+def test_wrong_weights_are_the_headline():
+    wrong = comparison(FASTER, equal_bits=False, first_difference=7, wrong="WEIGHTS ARE WRONG")
+    assert wrong.verdict.startswith("WEIGHTS ARE WRONG; forward fusion is ")
+    assert wrong.weights == "differ"
 
 
 def test_verdicts_on_weights():
@@ -502,6 +533,37 @@ def test_few_rounds_show_their_range():
     assert "with their range" in str(comparison(SAME, rounds=4))
     assert "with 95 % bootstrap intervals" in str(comparison(SAME))
     assert "warning: rounds=2 is too few" in str(comparison(SAME, rounds=2))
+
+
+def test_a_variant_has_one_colour_whichever_others_are_there():
+    found = comparison(FASTER).rows
+    colours = {row.name: color for _, row, color in _colored(found)}
+    assert len({*colours.values()}) == 3
+    assert {row.name: color for _, row, color in _colored(found[1:])} == {
+        name: colours[name] for name in list(colours)[1:]
+    }
+    assert [c for _, _, c in _colored([row("foreach=False", [1.0])])] == [colours["fused=True"]]
+
+
+def test_sketches_are_as_far_apart_as_parameters():
+    random = torch.Generator().manual_seed(0)
+    for n in (1, 7, 1000):
+        a = torch.randn(n, generator=random)
+        for size in (1e-6, 0.1):
+            b = a.double() + size * torch.randn(n, generator=random)
+            apart = math.dist(probe.sketch(a.double()), probe.sketch(b))
+            assert 0.3 < apart / (a - b).norm().item() < 3
+    assert probe.sketch(torch.zeros(0)) == [0.0] * 8
+    assert [s for s in range(1, 140) if probe.is_sketched(s)] == [
+        *range(1, 32), *range(32, 64, 2), *range(64, 128, 4), 128, 136
+    ]  # fmt: skip
+
+
+def test_a_log_has_lines_while_a_script_runs():
+    seen = []
+    script = child.Script("x.py", ("-c", "import time; time.sleep(2.5)"), 0, None, 1)
+    child.run(script, child.Variant("as written"), False, lambda: seen.append(1))
+    assert len(seen) >= 2
 
 
 @functools.cache

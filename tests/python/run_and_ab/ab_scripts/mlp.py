@@ -28,6 +28,8 @@ for step in range(1, STEPS + 1):
     scheduler.step()
     if habit == "other weights" and step == 5 and fused:
         net[0].weight.data[3, 4] *= 1.0000002
+    if habit in ("wrong weights", "nan") and step == 5 and fused:
+        net[2].weight.data[1, 2] += 0.5 if habit == "wrong weights" else float("nan")
     if habit == "other end" and step == 9 and fused:
         break
     if habit == "fails" and step == 7:
