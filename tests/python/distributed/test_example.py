@@ -29,7 +29,7 @@ def in_backward_mode():
 
 def started(script, folder):
     """The output of the script, started as the page says."""
-    (command,) = re.findall(r"^    (torchrun .*)$", section(), re.MULTILINE)
+    (command,) = re.findall(r"^# (torchrun .*)$", section(), re.MULTILINE)
     name = command.split()[-1]
     (folder / name).write_text(script, "utf-8")
     run = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]  # = torchrun

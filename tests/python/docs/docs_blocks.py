@@ -28,9 +28,11 @@ class Block:
         return f"{self.page}:{self.line}"
 
     @property
-    def first(self):
-        """The name of a block in tests: lines are numbered anew with each sentence above."""
-        return self.text.splitlines()[0].split("  #")[0].strip()
+    def command(self):
+        """How a script of its own is started: its first line, a comment. Or nothing."""
+        first = self.text.splitlines()[0]
+        is_script = re.fullmatch(r"# (torchrun .*|\w+)\.py", first)
+        return first.removeprefix("# ") if is_script else ""
 
 
 def _kind_of(text):

@@ -12,7 +12,6 @@ from pathlib import Path
 import docs_blocks
 import pytest
 from docs_blocks import BLOCKS, PAGES, ROOT
-from docs_setups import ALL, APART, ELSEWHERE, ON_TWO, SETUPS
 from several import finished
 
 import optfuse
@@ -36,60 +35,62 @@ def test_each_block_is_of_a_kind_that_is_tested():
     assert not wrong, f"Python that can't be parsed: {wrong}"
 
 
-def test_no_setup_is_left_over():
-    firsts = {part.first for block in BLOCKS if block.kind == "python" for part in parts(block)}
-    left = {*SETUPS, *ON_TWO, *ELSEWHERE, *APART} - firsts - {b.page for b in BLOCKS}
-    assert not left, f"no block begins so: {left}"
-
-
-def parts(block):
-    """The block, or its paragraphs."""
-    if block.first not in APART:
-        return [block]
-    return [
-        docs_blocks.Block(block.page, block.line, block.kind, text)
-        for text in block.text.split("\n\n")
-    ]
-
-
-def runnable(block):
+def runnable(text):
     """Where something is not installed, without the lines that need it."""
-    lines = block.text.splitlines()
     missing = [
         package
-        for package in re.findall(r"# needs (\w+)", block.text)
+        for package in re.findall(r"# needs (\w+)", text)
         if importlib.util.find_spec(package) is None
     ]
+    lines = text.splitlines()
     return "\n".join(x for x in lines if not any(f"# needs {name}" in x for name in missing))
 
 
-def start_on_two(block, folder):
-    script = folder / "script.py"
-    script.write_text(ALL + ON_TWO[block.first] + block.text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = finished(
-        [*torchrun, "--nproc-per-node=2", str(script)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
+def ran(command, text, folder):
+    """Nothing is added to the text."""
+    script = folder / command[-1]
+    script.write_text(runnable(text), "utf-8")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    done = finished([sys.executable, *command], cwd=folder, env=environment, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
-@pytest.mark.filterwarnings("ignore:.*DistributedDataParallel:UserWarning")
-@pytest.mark.parametrize("block", of_kind("python"))
-def test_python_runs(block, gloo, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    elsewhere = ELSEWHERE.get(block.first) or ELSEWHERE.get(block.page)
-    if elsewhere:
-        pytest.skip(f"{elsewhere} starts it")
-    if block.first in ON_TWO:
-        start_on_two(block, tmp_path)
-        return
-    for part in parts(block):
-        assert part.first in SETUPS, f"{part}: no line of docs_setups.py begins {part.first!r}"
-        names = {"__name__": str(part)}
-        exec(ALL + SETUPS[part.first], names)
-        exec(compile(runnable(part), str(part), "exec"), names)
+def pasted(page):
+    """Its Python blocks that are no scripts of their own, one behind the other: each is pasted
+    after those before it."""
+    blocks = [block for block in BLOCKS if block.page == page and block.kind == "python"]
+    return "\n\n".join(block.text for block in blocks if not block.command)
+
+
+@pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if b.kind == "python"}))
+def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
+    if not pasted(page):
+        pytest.skip("tests/python/recipes starts its scripts")
+    ran(["pasted.py"], pasted(page), tmp_path)
+
+
+ON_TWO = [param for param in of_kind("python") if param.values[0].command.startswith("torchrun ")]
+
+
+@pytest.mark.parametrize("block", ON_TWO)
+def test_a_block_for_two_processes_runs_by_its_command(block, tmp_path):
+    _, *words = block.command.split()
+    ran(["-m", "torch.distributed.run", *words], block.text, tmp_path)
+
+
+def test_blocks_for_several_processes_are_scripts():
+    """Others would need what is not on the page, as the files of recipes.md do not."""
+    assert len(ON_TWO) >= 4
+    several = re.compile(r"init_process_group|fully_shard|DistributedDataParallel\(")
+    wrong = [
+        str(block)
+        for block in BLOCKS
+        if block.kind == "python" and several.search(block.text) and not block.command
+    ]
+    assert not wrong, f"they don't begin with their command: {wrong}"
 
 
 @pytest.mark.parametrize("block", [*of_kind("c"), *of_kind("cpp"), *of_kind("cmake")])
@@ -166,7 +167,7 @@ def test_functions_that_the_docs_name_are_there():
         try:
             functools.reduce(getattr, name.split("."), optfuse)
         except AttributeError:
-            return name.split(".")[-1] in ("h", "hpp", "py") or is_module(name)
+            return name.split(".")[-1] in ("h", "hpp", "pc", "py") or is_module(name)
         return True
 
     def is_module(name):

@@ -122,6 +122,27 @@ def test_both_are_found_by_cmake_beside_a_libtorch(
 
 
 @pytest.mark.slow
+def test_cmake_finds_it_by_pkg_config_without_the_files_of_torch(
+    prefix: Path, tmp_path: Path
+) -> None:
+    """Those of a CUDA build of torch, which here are played, end CMake."""
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    torch_files = tmp_path / "Torch"
+    torch_files.mkdir()
+    (torch_files / "TorchConfig.cmake").write_text('message(FATAL_ERROR "no CUDA libraries")')
+    place = next(prefix.rglob("optfuse.pc")).parent
+    arguments = [f"-DTorch_DIR={torch_files}", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    with pytest.raises(AssertionError, match="no CUDA libraries"):
+        output("cmake", "-S", EXAMPLES, "-B", tmp_path / "stopped", *arguments)
+    arguments += ["-DBY_PKG_CONFIG=ON", f"-DPKG_CONFIG_ARGN=--with-path={place}"]
+    arguments[-1] += f";--define-variable=prefix={prefix}"
+    output("cmake", "-S", EXAMPLES, "-B", tmp_path, *arguments)
+    output("cmake", "--build", tmp_path)
+    check_training(tmp_path / "train", tmp_path)
+
+
+@pytest.mark.slow
 def test_the_shim_is_compiled_with_the_headers_of_the_libtorch(
     build_of_libtorch: Path, libtorch: Path
 ) -> None:
