@@ -11,6 +11,11 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 1.995 else f"{ratio:.1f}"
 
 
+def is_known(speed: Interval, rounds: int, fewest: int) -> bool:
+    """Whether rounds and interval are such that the median means something."""
+    return rounds >= fewest and not (speed.low <= LOSS and speed.high >= GAIN)
+
+
 def on_speed(name: str, speed: Interval, base: str, rounds: int, fewest: int) -> str:
     """base: whose time by the variant's is the speed; fewest: rounds that a verdict takes."""
     said = f"{name} is {times(speed.median)} times as fast as {base}"
@@ -18,7 +23,7 @@ def on_speed(name: str, speed: Interval, base: str, rounds: int, fewest: int) ->
     many = "1 round, which is" if rounds == 1 else f"{rounds} rounds, which are"
     if rounds < fewest:
         return f"{said} in {many} too few to be sure: run more"
-    if speed.low <= LOSS and speed.high >= GAIN:
+    if not is_known(speed, rounds, fewest):
         return f"{said}, or anything from {bounds} times: run more rounds, or a quieter machine"
     if speed.low <= 1.0 <= speed.high:
         return f"{name} is as fast as {base}, as far as can be seen ({bounds} times)"

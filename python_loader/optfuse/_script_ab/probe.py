@@ -48,7 +48,7 @@ def sketch(param: torch.Tensor) -> list[float]:
     values = param.detach().cpu()
     values = (torch.view_as_real(values) if values.is_complex() else values).double().flatten()
     drawn = torch.Generator("cpu").manual_seed(len(values))
-    values *= torch.randint(2, values.shape, generator=drawn, device="cpu") * 2 - 1
+    values = values * (torch.randint(2, values.shape, generator=drawn, device="cpu") * 2 - 1)
     sums = torch.zeros(8, dtype=torch.float64, device="cpu")
     for i in range(8):
         sums[i] = values[i::8].sum()

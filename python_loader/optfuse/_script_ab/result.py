@@ -11,7 +11,7 @@ from typing import Any
 from optfuse._ab.interval import Interval, median_interval
 from optfuse._ab.page_faults import Usage, share
 from optfuse._ab.result import aligned, in_page_faults, undecided
-from optfuse._ab.verdict import on_speed, times
+from optfuse._ab.verdict import is_known, on_speed, times
 
 AS_WRITTEN = "as written"
 FEWEST_ROUNDS = 3  # of which something can be said about their scatter
@@ -106,7 +106,8 @@ class Comparison:
         rounds = self.settings["rounds"]
         said = on_speed(best.name, speed, self._stock, rounds, FEWEST_ROUNDS)
         written = best.speed_as_written
-        if self.reference == AS_WRITTEN or written is None or rounds < FEWEST_ROUNDS:
+        known = is_known(speed, rounds, FEWEST_ROUNDS)
+        if self.reference == AS_WRITTEN or written is None or not known:
             return said
         return f"{said}, and {times(written.median)} times as fast as the script {AS_WRITTEN}"
 

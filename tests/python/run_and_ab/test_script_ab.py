@@ -494,7 +494,14 @@ def test_verdicts_on_speed():
         "written"
     )
     assert "; forward fusion is slower than fused=True: 0.50 times" in comparison(SLOWER).verdict
-    assert "; forward fusion is as fast as fused=True, as far as" in comparison(SAME).verdict
+    assert comparison([7.9, 8.0, 8.1, 8.0, 8.05]).verdict.endswith(
+        "; forward fusion is as fast as fused=True, as far as can be seen (0.99 to 1.01 times), "
+        "and 1.25 times as fast as the script as written"
+    )
+    assert comparison(SAME).verdict.endswith(
+        "; forward fusion is 1.00 times as fast as fused=True, or anything from 0.89 to 1.14 "
+        "times: run more rounds, or a quieter machine"
+    )
     assert comparison(FASTER, rounds=2).verdict.endswith(
         "; forward fusion is 1.60 times as fast as fused=True in 2 rounds, which are too few to be "
         "sure: run more"
@@ -551,8 +558,10 @@ def test_sketches_are_as_far_apart_as_parameters():
         a = torch.randn(n, generator=random)
         for size in (1e-6, 0.1):
             b = a.double() + size * torch.randn(n, generator=random)
+            before = b.clone()
             apart = math.dist(probe.sketch(a.double()), probe.sketch(b))
             assert 0.3 < apart / (a - b).norm().item() < 3
+            assert b.equal(before), "a look changes nothing"
     assert probe.sketch(torch.zeros(0)) == [0.0] * 8
     assert [s for s in range(1, 140) if probe.is_sketched(s)] == [
         *range(1, 32), *range(32, 64, 2), *range(64, 128, 4), 128, 136
