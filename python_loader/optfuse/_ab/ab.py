@@ -150,16 +150,18 @@ def ab(
     issued the work and `device_ms` the GPU's own. `rounds` is the most rounds; after
     `seconds` (at least 5 rounds) no other is begun. `progress` is called with a
     line of text after each round; without it a terminal shows where ab() is, and
-    a log has a line every ten seconds. A
-    variant that refuses the optimizer is reported with the reason. `speed` is the
-    median over rounds of the baseline's time by the variant's. The variants share
+    a log has a line every ten seconds. A variant that refuses the optimizer is
+    reported with the reason. `speed` is the median over rounds of the baseline's
+    time by the variant's. The variants share
     one heap; `page_faults` and `fault_share` tell where the memory allocator, not the
     optimizer, made the difference. `peak_mb` is the process' resident memory while the
     variant ran; the models of all variants are in it.
 
     Parameters are compared by bits with those of fused=True, of "reference" or,
     where fusion runs the class's own step(), of "default", and in value with those
-    of "default".
+    of "default". `wrong` names weights that have NaN, or that are more than 100 times
+    as far from the reference's as PyTorch's implementations are from each other: their
+    first step, the parameter and the size. The verdict begins with them.
 
     `warnings` says where the result means little: no parameter changed, or
     the step() of what wrap() returned was never called; fewer than 5 rounds; an
