@@ -20,7 +20,9 @@ typedef struct of_norm {
     bool finite; /* out: before the factors */
 } of_norm;
 
-typedef void of_norm_fn(of_norm *norm);
+/* Norms of several arrays. Each sum is a chain of additions that wait for each other, so that
+ * four arrays at a time take little longer than one. */
+typedef void of_norm_fn(of_norm *const norms[], size_t n);
 
 /* The best whose ISA is at most `isa`. All give the same bits. */
 of_norm_fn *of_norm_find(of_isa isa);

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // operators.cpp: the operators through which Python hands over tensors. `plan` is
 // the address of an of_shim_plan.
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
+#include "arguments.h"
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
 #include "autograd/dtensor_gradients.h"
-#include "clipping/pending.h"
 #include "error.h"
 #include "gpu/trial.h"
 #include "matrix/newton_schulz.h"
@@ -17,32 +16,11 @@
 #include "slots.h"
 #include "tensor/await.h"
 #include "tensor/exchange.h"
-#include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
 
 namespace optfuse {
 namespace {
-
-Plan &plan_at(int64_t address) {
-    return *reinterpret_cast<Plan *>(address);
-}
-
-Slot &slot_at(Plan &plan, int64_t index) {
-    if (index < 0 || static_cast<size_t>(index) >= plan.slots.size())
-        fail("optfuse: no parameter number " + std::to_string(index));
-    return *plan.slots[static_cast<size_t>(index)];
-}
-
-// Traced, they would come with tensors that have no numbers, and that the plan must not keep.
-void refuse_fake_tensors(const char *what) {
-    using Modes = c10::impl::TorchDispatchModeTLS;
-    if (Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value())
-        fail(std::string("optfuse: ") + what +
-             " inside code that is traced (torch.compile, torch.export or a "
-             "FakeTensorMode), where tensors are fake; nothing was changed. Call "
-             "optimizer.step() and functions of optfuse outside of it");
-}
 
 // For a plan without slots whose groups are set. One entry a parameter in each
 // list; updated: in backward mode, since the last step(); tried: see Slot, and for
@@ -243,55 +221,6 @@ c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
     return consumed;
 }
 
-void await_gradient(const at::Tensor &grad) {
-    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    if (grad.defined() && g->has_storage() && !await_arrival(storage_of(g)))
-        fail(std::string("optfuse: ") + of_error_message());
-}
-
-std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
-                                     const std::vector<int64_t> &slots) {
-    refuse_fake_tensors("gradients are clipped or unscaled");
-    std::vector<GradientOf> of;
-    for (size_t i = 0; i < slots.size(); i++) {
-        of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
-        await_gradient(of.back().grad());
-        // An optimizer's own code may write to the gradient, and so may programs; our rules don't.
-        const bool may_write = of.back().plan->rule->external || writes_gradient(of.back().slot);
-        if (may_write && of.back().grad().defined())
-            launch_others(of.back().grad().unsafeGetTensorImpl(), of_launch_at);
-    }
-    return of;
-}
-
-void sweep(const std::vector<GradientOf> &of) {
-    const Plan *last = nullptr;
-    for (const GradientOf &g : of)
-        if (g.plan != last)
-            of_plan_sweep((last = g.plan)->core);
-}
-
-// Multiplies the gradients of slots by a 0-dim tensor, rounding to their dtypes.
-// Nobody may write to the factor any more.
-void scale_gradients(const std::vector<int64_t> &plans, const std::vector<int64_t> &slots,
-                     const at::Tensor &factor) {
-    const std::vector<GradientOf> of = gradients_of(plans, slots);
-    sweep(of);
-    scale_all(of, factor);
-}
-
-std::optional<at::Tensor> norms_of_gradients(const std::vector<int64_t> &plans,
-                                             const std::vector<int64_t> &slots) {
-    return norms(gradients_of(plans, slots));
-}
-
-std::optional<bool> unscale_gradients(const std::vector<int64_t> &plans,
-                                      const std::vector<int64_t> &slots, const at::Tensor &factor) {
-    const std::vector<GradientOf> of = gradients_of(plans, slots);
-    sweep(of);
-    return unscale(of, factor);
-}
-
 Polynomial polynomial_of(const std::vector<double> &numbers) {
     if (numbers.size() != 3)
         fail("optfuse: a Newton-Schulz iteration has three coefficients");
@@ -383,10 +312,6 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("consume_again(Tensor[] gradients) -> ()", optfuse::consume_all_again);
     m.def("are_consumed(Tensor[] gradients) -> bool[]", optfuse::are_consumed);
     m.def("consume_wrapper(Tensor wrapper, Tensor local) -> ()", optfuse::consume_wrapper);
-    m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_gradients);
-    m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_gradients);
-    m.def("unscale(int[] plans, int[] slots, Tensor factor) -> bool?", optfuse::unscale_gradients);
-    m.def("norm(Tensor x) -> Tensor", optfuse::norm_by_our_formula);
     m.def("gpu_bits_differ(str rule, float[] hyper, ScalarType dtype, Device device, str label) "
           "-> bool",
           optfuse::bits_differ);

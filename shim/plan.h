@@ -113,6 +113,7 @@ struct Plan {
     Owner *owner = nullptr; // outlives the plan, or has closed it
     std::shared_ptr<void> python; // the owner, if that is python/reader.h's
     of_mode mode = OF_FORWARD;
+    bool folds = true; // clipping and unscaling may leave gradients to the update
     const of_rule *rule = nullptr;
     NativeUpdate *native = nullptr; // rules without kernels: or Python updates
     std::vector<Slot *> slots;     // owned by the core, in its order

@@ -10,6 +10,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
+#include "clipping/pending.h"
 #include "compat.h"
 #include "error.h"
 #include "gpu/device.h"
@@ -335,6 +336,12 @@ void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = tru
 void of_shim_promise_gradients(of_shim_plan *handle, bool forced) {
     plan_of(handle)->promising = forced ? optfuse::Promising::FORCED : optfuse::Promising::AUTO;
 }
+
+void of_shim_write_gradients(of_shim_plan *handle) { plan_of(handle)->folds = false; }
+
+int64_t of_shim_wait_from(int64_t numel) { return optfuse::wait_from(numel); }
+
+int of_shim_norms_tried(void) { return static_cast<int>(optfuse::norms_tried()); }
 
 void of_shim_keep_promises(void) { optfuse::keep_all_promises(); }
 

@@ -161,6 +161,14 @@ OF_API void of_shim_update_beside(of_shim_plan *plan);
 /* Before the first parameters are told: gradients of linear layers' weights may be promises
  * (promises/promise.h). forced: of layers of any size, at once. */
 OF_API void of_shim_promise_gradients(of_shim_plan *plan, bool forced);
+/* Clipping and unscaling write the plan's gradients themselves, by PyTorch's operators. */
+OF_API void of_shim_write_gradients(of_shim_plan *plan);
+/* Gradients of at least so many elements wait to be multiplied, others are multiplied at once.
+ * Returns what it was. */
+OF_API int64_t of_shim_wait_from(int64_t numel);
+/* Whether our norms are used: 0 not tried yet, 1 they have the bits of PyTorch's operator, 2 the
+ * operator is used. */
+OF_API int of_shim_norms_tried(void);
 /* Computes those of the process that nobody has computed: what comes next may read memory past the
  * dispatcher. */
 OF_API void of_shim_keep_promises(void);

@@ -2,6 +2,8 @@
 #include "slots.h"
 
 #include <algorithm>
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -24,7 +26,56 @@ void let_promise(Plan &plan, Slot *slot) {
     know_promising(slot->param, slot->promising);
 }
 
+// The slots of all plans by their parameters. Never freed: nothing of ours may run at process exit.
+std::mutex slots_lock; // guards slots_by_param
+using SlotsByParam = std::unordered_multimap<const c10::TensorImpl *, Slot *>;
+SlotsByParam &slots_by_param = *new SlotsByParam;
+
+void know_slot(Slot *slot) {
+    const std::lock_guard<std::mutex> guard(slots_lock);
+    slots_by_param.emplace(slot->param, slot);
+}
+
+void forget_slot(const Slot *slot) {
+    const std::lock_guard<std::mutex> guard(slots_lock);
+    const auto [first, last] = slots_by_param.equal_range(slot->param);
+    const auto is_it = [slot](const auto &entry) { return entry.second == slot; };
+    const auto found = std::find_if(first, last, is_it);
+    if (found != last)
+        slots_by_param.erase(found);
+}
+
+// Of several optimizers in forward mode any will do.
+Slot *find_slot(const c10::TensorImpl *param) {
+    const auto [first, last] = slots_by_param.equal_range(param);
+    for (auto entry = first; entry != last; ++entry) {
+        const Plan *plan = entry->second->plan;
+        if (plan->mode != OF_FORWARD || !plan->folds)
+            return nullptr;
+    }
+    return first == last ? nullptr : first->second;
+}
+
 } // namespace
+
+bool find_slots(const std::vector<at::Tensor> &params, std::vector<Slot *> *slots) {
+    const std::lock_guard<std::mutex> guard(slots_lock);
+    slots->reserve(params.size());
+    for (const at::Tensor &param : params) {
+        slots->push_back(find_slot(param.unsafeGetTensorImpl()));
+        if (slots->back() == nullptr)
+            return false;
+    }
+    return true;
+}
+
+void lock_slots() {
+    slots_lock.lock();
+}
+
+void unlock_slots() {
+    slots_lock.unlock();
+}
 
 void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int64_t tried,
               std::string label) {
@@ -36,11 +87,13 @@ void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int
     // The core owns the slot from here on, also when this fails.
     check(of_plan_add_slot(plan.core, slot, group, eager, &slot->index));
     plan.slots.push_back(slot);
+    know_slot(slot);
     if (plan.promising != Promising::OFF)
         let_promise(plan, slot);
 }
 
 Slot::~Slot() {
+    forget_slot(this);
     if (promising)
         forget_promising(param, promising.get());
 }

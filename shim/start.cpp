@@ -6,6 +6,7 @@
 #include "optfuse.h"
 #include "promises/promise.h"
 #include "python/gil.h"
+#include "slots.h"
 #include "start.h"
 #include "tensor/await.h"
 #include "tensor/first_use.h"
@@ -20,14 +21,17 @@ void prepare_fork() {
     keep_all_promises();
     of_fork_prepare();
     lock_promises();
+    lock_slots();
 }
 
 void after_fork_in_parent() {
+    unlock_slots();
     unlock_promises();
     of_fork_parent();
 }
 
 void after_fork_in_child() {
+    unlock_slots();
     unlock_promises();
     of_fork_child();
 }

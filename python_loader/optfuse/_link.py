@@ -184,6 +184,8 @@ def _new_plan(rule: Rule, options: Options) -> int:
     assert handle.value is not None
     if options.side_stream:
         lib.of_shim_update_beside(handle.value)
+    if not options.fold:
+        lib.of_shim_write_gradients(handle.value)
     if options.products != OFF:
         lib.of_shim_promise_gradients(handle.value, options.products == FORCED)
     return handle.value

@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from optfuse import _gpu
 from optfuse._backward import loss_scale
-from optfuse._clipping import unscale
+from optfuse._clipping import torch_functions, unscale
 from optfuse._ddp import await_reduction, reduction
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._library.bindings import (
@@ -154,6 +154,7 @@ def start() -> None:
     profiling.install(reveal_all)
     loss_scale.install()
     unscale.install()
+    torch_functions.install()
     reduction.install()
     await_reduction.install()
     _started = True

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import FUSED, checked
+from optfuse._clipping.one_call import TORCHS, norms_are
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
 from optfuse._link import link_of
@@ -62,6 +63,7 @@ class Summary:
     launches: int
     threads_seen: bool  # another thread used a pending parameter: no more deferring
     compiled: bool  # compiled code used parameters on a GPU: no more deferring
+    norms: str  # who finds those of gradients, to clip them on the CPU
     scaled_steps: int  # by PyTorch's own implementation, with a scale that was set by hand
     promised: tuple[PromisedLayer, ...]  # weights large enough, with products="auto"
     past_caches: bool  # backward fusion stores parameters on the CPU so now (docs/performance.md)
@@ -100,6 +102,8 @@ class Summary:
             f"torch's operators multiply matrices of Muon, and not cuBLAS, because {why}"
             for why in self.products_because
         )
+        if self.norms == TORCHS:
+            yield "torch's operator finds the norms of gradients: ours has other bits here"
         if self.scaled_steps:
             yield (
                 f"{self.scaled_steps} steps were those of PyTorch's own fused=True, because "
@@ -227,6 +231,7 @@ def summary(optimizer: Optimizer) -> Summary:
         delayed=len(link.delayed or ()),
         delay_bytes=link.delayed.nbytes() if link.delayed else 0,
         compiled=link.compiled,
+        norms=norms_are(),
         scaled_steps=link.ledger.scaled_steps,
         promised=tuple(_promised(link.plan)),
         **_numbers(counts),

@@ -13,7 +13,6 @@
 #include "compat.h"
 #include "floating.h"
 #include "guard.h"
-#include "norm.h"
 #include "tensor/memory.h"
 #include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
@@ -46,28 +45,6 @@ of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
     return item;
 }
 
-// Longest first, each whole: its sum is in PyTorch's order. All threads compute as this one.
-void compute(std::vector<of_norm> &items) {
-    static of_norm_fn *const norm = of_norm_find(of_isa_detect());
-    std::vector<of_norm *> order;
-    for (of_norm &item : items)
-        order.push_back(&item);
-    std::sort(order.begin(), order.end(),
-              [](const of_norm *a, const of_norm *b) { return a->n > b->n; });
-    std::atomic<size_t> next{0};
-    const unsigned floating = of_floating_now();
-    const auto n = static_cast<int64_t>(order.size());
-    const auto work = [&](int64_t begin, int64_t end) {
-        const unsigned outside = of_floating_now();
-        of_floating_set(floating);
-        for (int64_t thread = begin; thread < end; thread++)
-            for (size_t i = next++; i < order.size(); i = next++)
-                norm(order[i]);
-        of_floating_set(outside);
-    };
-    in_parallel(std::min<int64_t>(thread_count(), n), 1, work);
-}
-
 at::Tensor norms_of(const std::vector<float> &values) {
     PlainMode plain;
     at::Tensor norms = at::empty({static_cast<int64_t>(values.size())}, at::kFloat);
@@ -77,29 +54,58 @@ at::Tensor norms_of(const std::vector<float> &values) {
 
 } // namespace
 
-std::optional<at::Tensor> norms(const std::vector<GradientOf> &of) {
+// Longest first, each whole: its sum is in PyTorch's order. All threads compute as this one.
+void find_norms(std::vector<of_norm> &items) {
+    static of_norm_fn *const norm = of_norm_find(of_isa_detect());
+    constexpr size_t kWorthAThread = 32768, kAtATime = 8;
+    std::vector<of_norm *> order;
+    size_t total = 0;
+    for (of_norm &item : items) {
+        order.push_back(&item);
+        total += item.n;
+    }
+    const auto longer = [](const of_norm *a, const of_norm *b) { return a->n > b->n; };
+    std::stable_sort(order.begin(), order.end(), longer);
+    if (total < kWorthAThread || thread_count() == 1)
+        return norm(order.data(), order.size());
+    std::atomic<size_t> next{0};
+    const unsigned floating = of_floating_now();
+    const auto work = [&](int64_t, int64_t) {
+        const unsigned outside = of_floating_now();
+        of_floating_set(floating);
+        for (size_t i = next.fetch_add(kAtATime); i < order.size(); i = next.fetch_add(kAtATime))
+            norm(&order[i], std::min(kAtATime, order.size() - i));
+        of_floating_set(outside);
+    };
+    in_parallel(thread_count(), 1, work);
+}
+
+std::optional<at::Tensor> norms(const std::vector<const at::Tensor *> &of) {
     std::vector<float> values(of.size());
     std::vector<of_norm> items;
     std::vector<size_t> places;
+    if (of.empty() || !std::all_of(of.begin(), of.end(), [](auto *t) { return can_read(*t); }) ||
+        !norms_are_torchs())
+        return std::nullopt;
     for (size_t i = 0; i < of.size(); i++) {
         unsigned n_factors = 0;
-        if (!can_read(of[i].grad()))
-            return std::nullopt;
-        const of_norm item = item_of(of[i].grad(), &values[i], &n_factors);
+        const of_norm item = item_of(*of[i], &values[i], &n_factors);
         if (std::isnan(values[i])) {
             items.push_back(item);
             places.push_back(i);
         }
     }
-    compute(items);
+    find_norms(items);
     for (size_t i = 0; i < items.size(); i++)
         values[places[i]] = items[i].norm;
     return norms_of(values);
 }
 
-std::optional<bool> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor) {
+std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     const double number = factor.item<double>();
     std::vector<of_norm> items;
+    if (!norms_are_torchs())
+        return std::nullopt;
     for (const GradientOf &g : of) {
         float known = kUnknown;
         unsigned n_factors = 0;
@@ -110,23 +116,13 @@ std::optional<bool> unscale(const std::vector<GradientOf> &of, const at::Tensor 
             return std::nullopt;
         items.back().factors[0] = number;
     }
-    compute(items);
-    bool finite = true;
+    find_norms(items);
+    Unscaled done = {true, false};
     for (size_t i = 0; i < of.size(); i++) {
-        finite = (items[i].finite || !OF_GUARD(nonfinite)) && finite;
-        scale_one(of[i], number, items[i].norm, factor);
+        done.finite = (items[i].finite || !OF_GUARD(nonfinite)) && done.finite;
+        done.some_wait |= scale_one(of[i], number, items[i].norm, factor);
     }
-    return finite;
-}
-
-at::Tensor norm_by_our_formula(const at::Tensor &x) {
-    of_norm item = {};
-    item.data = x.const_data_ptr<float>();
-    item.n = static_cast<size_t>(x.numel());
-    item.factors[0] = item.factors[1] = 1;
-    std::vector<of_norm> items{item};
-    compute(items);
-    return norms_of({items[0].norm});
+    return done;
 }
 
 } // namespace optfuse

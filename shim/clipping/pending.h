@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "norm.h"
 #include "plan.h"
 
 namespace optfuse {
@@ -19,20 +20,57 @@ struct GradientOf {
     Slot *slot;
     const at::Tensor &grad() const { return slot->param->grad(); }
 };
-// Multiplies a gradient, when it is next read, by a 0-dim tensor whose value is `number`. norm:
-// of the result, NaN if not known. A gradient that can't wait is multiplied at once.
-void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor);
-// All of them; on a GPU the host does not wait for the factor's value.
-void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor);
+// Whether a kernel can multiply the gradient in place, without autograd having to know.
+bool can_scale(const at::Tensor &grad, of_dtype *dtype);
+// Before gradients are read: those on their way are waited for, and what may write to them runs.
+void make_ready(const std::vector<GradientOf> &of);
+// Multiplies a gradient by a 0-dim tensor whose value is `number`: a small one at once, since that
+// takes less time than to remember it, and a large one when it is next read. norm: of the result,
+// NaN if not known. A gradient that can't wait is multiplied at once. Returns whether it waits.
+bool scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor);
+// All of them; on a GPU the host does not wait for the factor's value. Returns whether some wait.
+bool scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor);
+// Gradients of at least so many elements wait. Returns what it was.
+int64_t wait_from(int64_t numel);
 extern const of_scaling_host scaling_host;
 
 // norm.cpp
-// The 2-norms of gradients, of the dtype PyTorch gives them; none if one of the
-// gradients can't be read here.
-std::optional<at::Tensor> norms(const std::vector<GradientOf> &of);
-// scale_one() of all, with their norms, and whether all were finite before; none,
-// with nothing changed, if one of them can't be read here or has a factor.
-std::optional<bool> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor);
-at::Tensor norm_by_our_formula(const at::Tensor &x); // contiguous float32
+// The 2-norms of tensors, of the dtype PyTorch gives them; none if one of them can't be read here,
+// or if norms_are_torchs() says no.
+std::optional<at::Tensor> norms(const std::vector<const at::Tensor *> &of);
+// scale_one() of all, with their norms; none, with nothing changed, if one of them can't be read
+// here or has a factor.
+struct Unscaled {
+    bool finite; // all of them, before
+    bool some_wait;
+};
+std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor);
+// Norms of arrays, on all threads where that pays.
+void find_norms(std::vector<of_norm> &items);
+
+// norm_trial.cpp
+// Whether our pass adds up squares in the order in which this PyTorch does on this CPU, with as
+// many threads: tried at the first question, and again when their number has changed.
+bool norms_are_torchs();
+// What is known of it; nothing is tried.
+enum class NormsTried { NOT_YET, EQUAL, DIFFERENT };
+NormsTried norms_tried();
+
+// clip.cpp: torch.nn.utils' functions on parameters of fused optimizers. None, or false, and nothing
+// was changed: a gradient is not one that our kernels read and multiply in place, gradients have
+// several dtypes, or a parameter has no optimizer in forward mode.
+struct Clipped {
+    at::Tensor norm;
+    bool some_wait;
+};
+std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double max_norm,
+                                 double norm_type, bool error_if_nonfinite);
+std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double max_norm,
+                                   const at::Tensor &norm); // whether some wait
+bool clip_value(const std::vector<at::Tensor> &params, double limit);
+std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
+                                    const at::Tensor &factor);
+// The norm of any tensors: none where norms() has none.
+std::optional<at::Tensor> total_norm(const std::vector<at::Tensor> &tensors, double norm_type);
 
 } // namespace optfuse

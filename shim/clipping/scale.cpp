@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// scale.cpp: gradients that are multiplied by clipping or unscaling when they
-// are next read, and not before.
+// scale.cpp: gradients that clipping or unscaling multiplies: large ones when they are next
+// read, and not before.
 #include <ATen/ops/_foreach_mul.h>
 
+#include <atomic>
 #include <limits>
 #include <map>
 #include <optional>
@@ -14,6 +15,8 @@
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
+#include "scale.h"
+#include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
@@ -21,9 +24,7 @@
 #include "tensor/refuse.h"
 
 namespace optfuse {
-namespace {
 
-// Whether a kernel can multiply the gradient in place, without autograd having to know.
 bool can_scale(const at::Tensor &grad, of_dtype *dtype) {
     if (!grad.defined())
         return false;
@@ -33,6 +34,11 @@ bool can_scale(const at::Tensor &grad, of_dtype *dtype) {
            !is_consumed(g) && g->is_non_overlapping_and_dense() && !g->requires_grad() &&
            !g->is_inference() && g->numel() != 0;
 }
+
+namespace {
+
+// A record of what waits takes as long as to multiply so many numbers in the cache.
+std::atomic<int64_t> waits_from{16384};
 
 // Gradients whose memory others see are left to PyTorch's operator, which takes many at once;
 // so is every gradient while a CUDA graph is captured.
@@ -126,6 +132,29 @@ void settle_scaling(void *, void *opaque, bool was_deferred) {
         record_all(refs);
 }
 
+of_scale_fn *kernel_of(of_dtype dtype) {
+    static const of_isa isa = of_isa_detect();
+    return of_scale_find(dtype, isa);
+}
+
+// False: it is not small, not on the CPU, or has another factor that waits.
+bool scale_now(const GradientOf &of, double number) {
+    of_dtype dtype;
+    const at::Tensor &grad = of.grad();
+    if (!can_scale(grad, &dtype) || !grad.device().is_cpu() || grad.numel() >= waits_from)
+        return false;
+    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    compute_now(g);
+    launch_others(g, of_launch_at);
+    if (of_is_scaled(storage_of(g)))
+        return false;
+    const double factors[OF_MAX_FACTORS] = {number, 1.0};
+    void *numbers = written_data_of(g);
+    kernel_of(dtype)(numbers, numbers, static_cast<size_t>(g->numel()), factors);
+    g->bump_version();
+    return true;
+}
+
 // False: the gradient can't be left pending.
 bool scale_later(const GradientOf &of, double number, float norm) {
     note_stepping_thread(); // in the first iteration before any step()
@@ -146,9 +175,10 @@ void set_factors(const std::vector<GradientOf> &of, const at::Tensor &factor) {
             (last = g.plan, g.plan->scalars.set_factor(factor));
 }
 
-void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor) {
+bool scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     constexpr float unknown = std::numeric_limits<float>::quiet_NaN();
     std::optional<double> number; // asked for if a gradient of the CPU needs it
+    bool some_wait = false;
     Alike now;
     for (const GradientOf &g : of) {
         const at::Tensor &grad = g.grad();
@@ -157,9 +187,9 @@ void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
                 number = factor.item<double>();
             of_dtype dtype;
             if (*number != 1 || !can_scale(grad, &dtype)) // PyTorch's operator may refuse it
-                scale_one(g, *number, unknown, factor);
+                some_wait |= scale_one(g, *number, unknown, factor);
         } else if (scale_later(g, 1, unknown)) {
-            continue;
+            some_wait = true;
         } else if (grad.layout() != at::kStrided || is_lazy(grad.unsafeGetTensorImpl())) {
             grad.mul_(factor.to(grad.device()));
         } else {
@@ -168,6 +198,20 @@ void scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
     }
     for (auto &[where, grads] : now)
         at::_foreach_mul_(grads, factor.to(grads[0].device()));
+    return some_wait;
+}
+
+void sweep(const std::vector<GradientOf> &of) {
+    const Plan *last = nullptr;
+    for (const GradientOf &g : of)
+        if (g.plan != last)
+            of_plan_sweep((last = g.plan)->core);
+}
+
+void await_gradient(const at::Tensor &grad) {
+    const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+    if (grad.defined() && g->has_storage() && !await_arrival(storage_of(g)))
+        fail(std::string("optfuse: ") + of_error_message());
 }
 
 } // namespace
@@ -180,20 +224,41 @@ const of_scaling_host scaling_host = {sizeof(of_scaling_host),
                                       keep,
                                       share_factor};
 
-void scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
-    if (!scale_later(of, number, norm) && of.grad().defined())
-        of.grad().mul_(factor);
+int64_t wait_from(int64_t numel) {
+    return waits_from.exchange(numel);
 }
 
-void scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor) {
+void make_ready(const std::vector<GradientOf> &of) {
+    for (const GradientOf &g : of) {
+        await_gradient(g.grad());
+        // An optimizer's own code may write to the gradient, and so may programs; our rules don't.
+        const bool may_write = g.plan->rule->external || writes_gradient(g.slot);
+        if (may_write && g.grad().defined())
+            launch_others(g.grad().unsafeGetTensorImpl(), of_launch_at);
+    }
+    sweep(of);
+}
+
+bool scale_one(const GradientOf &of, double number, float norm, const at::Tensor &factor) {
+    if (scale_now(of, number))
+        return false;
+    if (scale_later(of, number, norm))
+        return true;
+    if (of.grad().defined())
+        of.grad().mul_(factor);
+    return false;
+}
+
+bool scale_all(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     set_factors(of, factor);
     try {
-        scale_all_given(of, factor);
+        const bool some_wait = scale_all_given(of, factor);
+        set_factors(of, {});
+        return some_wait;
     } catch (...) {
         set_factors(of, {});
         throw;
     }
-    set_factors(of, {});
 }
 
 } // namespace optfuse

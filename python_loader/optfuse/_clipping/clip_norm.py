@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Clipping by the norm of all gradients, folded into the update: one pass that
-reads the gradients, and none that writes them."""
+"""Clipping by the norm of all gradients: one pass that reads them. Small ones are multiplied at
+once, large ones by the update, which reads them anyway."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
@@ -15,6 +14,12 @@ from torch.optim import Optimizer
 
 from optfuse import _link
 from optfuse._arguments.check import FLAG, PARAMETERS, checked, number, optional
+from optfuse._clipping import one_call
+from optfuse._clipping.torch_functions import (
+    stock_clip_grad_norm_,
+    stock_clip_grads_with_norm_,
+    stock_get_total_norm,
+)
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._gpu import is_on_gpu
 from optfuse._library.bindings import BACKWARD, Error, guard
@@ -38,7 +43,8 @@ def _folds(link: _link.Link, grad: Tensor) -> bool:
 
 
 class Gradients:
-    """The gradients of these parameters: in slots of plans, or left to torch."""
+    """The gradients of these parameters, whatever they are: in slots of plans, or left to
+    torch."""
 
     def __init__(self, params: list[Tensor]) -> None:
         links = sorted(_link.links.values(), key=lambda link: link.mode != BACKWARD)
@@ -62,7 +68,7 @@ class Gradients:
 
     def norms(self) -> Tensor | None:
         """Their 2-norms in this order, or None if an operator must find them."""
-        if self.plain or self.on_gpu or not _our_norm_is_torchs():
+        if self.plain or self.on_gpu:
             return None
         norms: Tensor | None = torch.ops.optfuse.norms(self.plans, self.slots)
         return norms
@@ -77,15 +83,6 @@ class Gradients:
         torch.ops.optfuse.scale(self.plans, self.slots, factor)
         self._flush_if_noted()
 
-    def unscale(self, factor: Tensor) -> bool | None:
-        """The same, and whether all were finite; None, with nothing done, if an
-        operator must find out."""
-        if self.plain or not self.slots or not _our_norm_is_torchs():
-            return None
-        finite: bool | None = torch.ops.optfuse.unscale(self.plans, self.slots, factor)
-        self._flush_if_noted()
-        return finite
-
 
 def _refuse_backward(link: _link.Link, slot: int) -> None:
     if link.mode == BACKWARD and guard("clip"):
@@ -94,22 +91,6 @@ def _refuse_backward(link: _link.Link, slot: int) -> None:
             "belongs to an optimizer in backward mode, whose updates don't wait for them; "
             'use optfuse.fuse(optimizer, mode="forward")'
         )
-
-
-@functools.cache
-def _our_norm_is_torchs() -> bool:
-    """Our pass over the gradients adds up their squares in the order in which
-    this PyTorch does on this CPU. If it doesn't after all, PyTorch's operators
-    do the work."""
-    random = torch.Generator("cpu").manual_seed(0)
-    for n in (*range(1, 40), 1000, 1001, 1006, 1007, 5000):
-        for spread in (1.0, 1e-30):  # the squares of the latter vanish
-            x = torch.randn(n, generator=random, device="cpu") * spread
-            ours = torch.ops.optfuse.norm(x)
-            for theirs in (torch.linalg.vector_norm(x, 2.0), *torch._foreach_norm([x], 2.0)):
-                if guard("norm") and ours.item() != theirs.item():
-                    return False
-    return True
 
 
 def _total_norm(
@@ -126,7 +107,7 @@ def _total_norm(
             if not error_if_nonfinite or total.isfinite():
                 return total
     grads = [p.grad for p in params if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    return stock_get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
 
 
 def _untraced(function: Function) -> Function:
@@ -171,7 +152,6 @@ def clip_grad_norm_(
     return clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@torch.no_grad()
 def clip(
     params: list[Tensor],
     max_norm: float,
@@ -180,14 +160,26 @@ def clip(
     foreach: bool | None = None,
 ) -> Tensor:
     """clip_grad_norm_() of arguments that were checked, where dynamo does not trace."""
+    norm = one_call.clip_norm(params, max_norm, float(norm_type), error_if_nonfinite)
+    if norm is not None:
+        return norm
+    return _clip_one_by_one(params, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def _clip_one_by_one(
+    params: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
     gradients = Gradients(params)
     if not gradients.slots or any(map(is_dtensor, params)):
-        return torch.nn.utils.clip_grad_norm_(
-            params, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        return stock_clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = _total_norm(gradients, params, norm_type, error_if_nonfinite, foreach)
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     gradients.scale(factor)
     if gradients.plain:
-        torch.nn.utils.clip_grads_with_norm_(gradients.plain, max_norm, norm, foreach)
+        stock_clip_grads_with_norm_(gradients.plain, max_norm, norm, foreach)
     return norm

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """GradScaler in forward mode: unscale_() looks at the gradients once, for
 infinities and NaN and for the norms that clipping may ask for, and leaves the
-division by the scale to whoever reads a gradient next: mostly the update.
+division of large ones by the scale to whoever reads them next: mostly the update.
 
 The scaler itself is stock's. It works without this too, and does wherever a
 gradient is not one that our pass can read."""
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
-from optfuse._clipping.clip_norm import Gradients
+from optfuse._clipping import one_call
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._library.bindings import FORWARD
 from optfuse._link import link_of
@@ -33,10 +33,9 @@ def _folds(optimizer: Optimizer, *tensors: Tensor) -> bool:
 
 def _unscale(optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor) -> bool:
     """Whether this was done here."""
-    with torch.no_grad():
-        finite = Gradients(parameters_of(optimizer)).unscale(inv_scale)
-        if finite is False:
-            found_inf.fill_(1.0)
+    finite = one_call.unscale(parameters_of(optimizer), inv_scale)
+    if finite is False:
+        found_inf.fill_(1.0)
     return finite is not None
 
 

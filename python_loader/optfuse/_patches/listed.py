@@ -40,6 +40,8 @@ _RAW = "gives raw memory to whoever asks, without an operator: launch what is pe
 _SAVED = "TorchScript reads the memory of a whole module in C++: launch what is pending first"
 _GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
 _PROFILER = "a profiler that notes addresses asks the tensors past the dispatcher"
+_CLIPS = "on parameters of fused optimizers it does all in one call of the library"
+_CLIP = "torch.nn.utils.clip_grad"
 _GRAPHS = (("torch.cuda.CUDAGraph", TESTED[0]), ("torch.accelerator.Graph", "2.12"))
 #: Methods that give a graph's handle away.
 GRAPH_HANDLES = ("raw_cuda_graph", "raw_cuda_graph_exec")
@@ -121,6 +123,29 @@ PATCHES = (
         "K-FAC has to know the scale, and whether the optimizer's step will be left out",
         ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
         asked_by="torch.amp.GradScaler.unscale_",
+    ),
+    *(
+        Patch(f"{module}.{name}", _CLIPS, takes)
+        for module in ("torch.nn.utils", _CLIP)
+        for name, takes in (
+            ("clip_grad_norm_", ("parameters", "max_norm", "norm_type", "error_if_nonfinite")),
+            ("clip_grad_value_", ("parameters", "clip_value")),
+        )
+    ),
+    *(
+        Patch(path, _CLIPS, takes, asked_by)
+        for private, public, takes in (
+            ("_get_total_norm", "get_total_norm", ("tensors", "norm_type", "error_if_nonfinite")),
+            (
+                "_clip_grads_with_norm_",
+                "clip_grads_with_norm_",
+                ("parameters", "max_norm", "total_norm"),
+            ),
+        )
+        for path, asked_by in (
+            (f"torch.nn.utils.{public}", ""),
+            (f"{_CLIP}.{private}", f"{_CLIP}.clip_grad_norm_"),
+        )
     ),
     *(
         Patch(

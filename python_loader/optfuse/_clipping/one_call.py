@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The library's functions that clip and unscale all gradients in one call (shim/clipping): of plain
+parameters on the CPU whose optimizers are all fused in forward mode, and whose gradients have
+one dtype. Each returns None, with nothing changed, where that is not so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from optfuse import _link
+from optfuse._library.bindings import FORWARD, lib
+from optfuse._patches.profiling import addresses_are_noted
+
+#: Who finds norms of float32 gradients.
+NOT_TRIED, OURS, TORCHS = "not tried yet", "one pass of ours", "torch's operator"
+
+_PLAIN = {Tensor, Parameter}
+_ops: Any = torch.ops.optfuse
+_clip, _clip_with_norm = _ops.clip.default, _ops.clip_with_norm.default
+_clip_value, _total_norm = _ops.clip_value.default, _ops.total_norm.default
+_unscale = _ops.unscale.default
+
+
+def _are_plain(tensors: list[Tensor]) -> bool:
+    """Whether nobody but PyTorch's own operators would see what is done to them."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
+        return False
+    return _PLAIN.issuperset(map(type, tensors))
+
+
+def _note_marks() -> None:
+    """Gradients wait to be multiplied."""
+    for link in list(_link.links.values()):
+        link.ledger.marked = True
+    if addresses_are_noted():
+        for link in list(_link.links.values()):
+            link.flush()
+
+
+def clip_norm(
+    params: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor | None:
+    if not _are_plain(params):
+        return None
+    norm, some_wait = _clip(params, max_norm, norm_type, error_if_nonfinite)
+    if some_wait:
+        _note_marks()
+    return norm  # type: ignore[no-any-return]
+
+
+def clip_with_norm(params: list[Tensor], max_norm: float, norm: Tensor) -> bool | None:
+    if not _are_plain([*params, norm]):
+        return None
+    some_wait = _clip_with_norm(params, max_norm, norm)
+    if some_wait:
+        _note_marks()
+    return some_wait  # type: ignore[no-any-return]
+
+
+def clip_value(params: list[Tensor], limit: float) -> bool | None:
+    return _are_plain(params) and _clip_value(params, limit) or None
+
+
+def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor | None:
+    """The norm of whatever tensors, as long as somebody has fused an optimizer."""
+    modes = {link.mode for link in list(_link.links.values())}
+    if modes != {FORWARD} or not _are_plain(tensors):
+        return None
+    return _total_norm(tensors, norm_type)  # type: ignore[no-any-return]
+
+
+def unscale(params: list[Tensor], factor: Tensor) -> bool | None:
+    """Whether all were finite."""
+    if not _are_plain(params):
+        return None
+    finite, some_wait = _unscale(params, factor)
+    if some_wait:
+        _note_marks()
+    return finite  # type: ignore[no-any-return]
+
+
+def norms_are() -> str:
+    """Who finds norms, as summary() says."""
+    return (NOT_TRIED, OURS, TORCHS)[lib.of_shim_norms_tried()]

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// clip.cpp: what torch.nn.utils does to gradients by many operators, called from Python, in one
+// call.
+#include <ATen/ops/add.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
+#include <ATen/ops/clamp_min.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/reciprocal.h>
+#include <ATen/ops/stack.h>
+
+#include <cmath>
+
+#include "clipping/pending.h"
+#include "external/native.h"
+#include "slots.h"
+
+namespace optfuse {
+namespace {
+
+// The gradients that are there, if all are on the CPU, of one dtype, and may be multiplied by our
+// kernels; none: of some that is not so.
+std::vector<GradientOf> gradients_alike(const std::vector<at::Tensor> &params) {
+    std::vector<GradientOf> of;
+    std::vector<Slot *> slots;
+    of_dtype first = OF_DTYPE_COUNT, dtype;
+    if (!find_slots(params, &slots))
+        return {};
+    for (Slot *slot : slots) {
+        const GradientOf g = {slot->plan, slot};
+        if (!g.grad().defined())
+            continue;
+        if (!can_scale(g.grad(), &dtype) || !g.grad().device().is_cpu())
+            return {};
+        if (!of.empty() && dtype != first)
+            return {};
+        first = dtype;
+        of.push_back(g);
+    }
+    return of;
+}
+
+at::Tensor total_of(const std::vector<const at::Tensor *> &all, double norm_type,
+                    const std::optional<at::Tensor> &found) {
+    if (found)
+        return at::linalg_vector_norm(*found, norm_type);
+    std::vector<at::Tensor> norms;
+    for (const at::Tensor *tensor : all)
+        norms.push_back(at::linalg_vector_norm(*tensor, norm_type));
+    return at::linalg_vector_norm(at::stack(norms), norm_type);
+}
+
+std::optional<at::Tensor> our_norms(const std::vector<const at::Tensor *> &all, double norm_type) {
+    return norm_type == 2 ? norms(all) : std::nullopt;
+}
+
+at::Tensor total_norm_of(const std::vector<GradientOf> &of, double norm_type) {
+    std::vector<const at::Tensor *> all;
+    for (const GradientOf &g : of)
+        all.push_back(&g.grad());
+    return total_of(all, norm_type, our_norms(all, norm_type));
+}
+
+// As Python's operators round it.
+at::Tensor factor_of(double max_norm, const at::Tensor &norm) {
+    const at::Tensor reciprocal = at::reciprocal(at::add(norm, operand(1e-6)));
+    return at::clamp(at::mul(reciprocal, operand(max_norm)), std::nullopt, 1.0);
+}
+
+} // namespace
+
+std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double max_norm,
+                                 double norm_type, bool error_if_nonfinite) {
+    const c10::AutoGradMode no_grad(false);
+    const std::vector<GradientOf> of = gradients_alike(params);
+    if (of.empty())
+        return std::nullopt;
+    make_ready(of);
+    const at::Tensor norm = total_norm_of(of, norm_type);
+    if (error_if_nonfinite && !std::isfinite(norm.item<double>()))
+        return std::nullopt; // torch's function says so
+    return Clipped{norm, scale_all(of, factor_of(max_norm, norm))};
+}
+
+std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double max_norm,
+                                   const at::Tensor &norm) {
+    const c10::AutoGradMode no_grad(false);
+    const std::vector<GradientOf> of = gradients_alike(params);
+    if (of.empty() || norm.dim() != 0 || !norm.device().is_cpu())
+        return std::nullopt;
+    make_ready(of);
+    return scale_all(of, factor_of(max_norm, norm));
+}
+
+bool clip_value(const std::vector<at::Tensor> &params, double limit) {
+    const c10::AutoGradMode no_grad(false);
+    const std::vector<GradientOf> of = gradients_alike(params);
+    for (const GradientOf &g : of)
+        g.grad().clamp_min_(-limit);
+    for (const GradientOf &g : of)
+        g.grad().clamp_max_(limit);
+    return !of.empty();
+}
+
+std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
+                                    const at::Tensor &factor) {
+    const c10::AutoGradMode no_grad(false);
+    const std::vector<GradientOf> of = gradients_alike(params);
+    if (of.empty())
+        return std::nullopt;
+    make_ready(of);
+    return unscale(of, factor);
+}
+
+std::optional<at::Tensor> total_norm(const std::vector<at::Tensor> &tensors, double norm_type) {
+    const c10::AutoGradMode no_grad(false);
+    std::vector<const at::Tensor *> all;
+    for (const at::Tensor &tensor : tensors)
+        all.push_back(&tensor);
+    const std::optional<at::Tensor> found = our_norms(all, norm_type);
+    if (!found)
+        return std::nullopt;
+    return total_of(all, norm_type, found);
+}
+
+} // namespace optfuse

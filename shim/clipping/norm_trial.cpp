@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// norm_trial.cpp: whether our norms have the bits of PyTorch's operator. It takes less than a
+// millisecond.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include <atomic>
+
+#include "clipping/pending.h"
+#include "guard.h"
+#include "tensor/parallel.h"
+#include "tensor/plain_mode.h"
+
+namespace optfuse {
+namespace {
+
+// Every tail; vectors and a tail; and more than PyTorch computes on one thread.
+std::vector<int64_t> lengths() {
+    std::vector<int64_t> all{1000, 1001, 1006, 1007, 5000, 33333};
+    for (int64_t n = 1; n < 40; n++)
+        all.push_back(n);
+    return all;
+}
+
+// Numbers from -1 to 1, whatever PyTorch's generators do.
+at::Tensor random_numbers(int64_t n, float spread) {
+    at::Tensor numbers = at::empty({n}, at::kFloat);
+    uint32_t random = 1;
+    for (int64_t i = 0; i < n; i++) {
+        random = random * 1664525u + 1013904223u;
+        const auto number = static_cast<float>(static_cast<int32_t>(random));
+        numbers.mutable_data_ptr<float>()[i] = number / 2147483648.0f * spread;
+    }
+    return numbers;
+}
+
+bool are_equal(float spread) {
+    const std::vector<int64_t> all = lengths();
+    const at::Tensor numbers = random_numbers(33333, spread);
+    std::vector<of_norm> items;
+    for (const int64_t n : all)
+        items.push_back({numbers.const_data_ptr<float>(), static_cast<size_t>(n), {1, 1}, 0, true});
+    find_norms(items);
+    for (size_t i = 0; i < all.size(); i++)
+        if (at::linalg_vector_norm(numbers.narrow(0, 0, all[i]), 2).item<float>() != items[i].norm)
+            return false;
+    return true;
+}
+
+std::atomic<int> tried_with{0}; // threads
+std::atomic<bool> found_equal{false};
+
+} // namespace
+
+bool norms_are_torchs() {
+    if (tried_with != thread_count()) {
+        PlainMode plain;
+        found_equal = (are_equal(1) && are_equal(1e-30f)) || !OF_GUARD(norm); // squares that vanish
+        tried_with = thread_count();
+    }
+    return found_equal;
+}
+
+NormsTried norms_tried() {
+    if (tried_with == 0)
+        return NormsTried::NOT_YET;
+    return found_equal ? NormsTried::EQUAL : NormsTried::DIFFERENT;
+}
+
+} // namespace optfuse
