@@ -24,8 +24,16 @@ typedef enum of_dtype { OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16, OF_FLOAT16, OF_DTYP
 
 typedef enum of_device { OF_CPU, OF_CUDA } of_device;
 
-/* OF_ISA_C is the plain C row, one element at a time: the yardstick. */
-typedef enum of_isa { OF_ISA_C, OF_ISA_BASELINE, OF_ISA_AVX2, OF_ISA_AVX512, OF_ISA_COUNT } of_isa;
+/* OF_ISA_C is the plain C row, one element at a time: the yardstick. The baseline is SSE2 on
+ * x86-64, NEON on AArch64; SVE is code for vectors of any length. */
+typedef enum of_isa {
+    OF_ISA_C,
+    OF_ISA_BASELINE,
+    OF_ISA_AVX2,
+    OF_ISA_AVX512,
+    OF_ISA_SVE,
+    OF_ISA_COUNT
+} of_isa;
 
 /* The implementation of PyTorch whose bits a row reproduces: its fused CPU
  * kernel as compiled for AVX2 (fused multiply-adds), which also serves CPUs
@@ -151,9 +159,11 @@ extern const of_kernel of_kernels[];
 const of_kernel *of_kernel_find(const char *rule, of_reference reference, of_dtype dtype,
                                 of_device device, of_isa isa);
 
-of_isa of_isa_detect(void); /* the best this CPU runs */
+/* Whether the build has kernels for it and this CPU runs them. */
+bool of_isa_runs(of_isa isa);
+of_isa of_isa_detect(void); /* the best that runs */
 const char *of_isa_name(of_isa isa);
-bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "avx512" */
+bool of_isa_parse(const char *name, of_isa *out); /* "c", "baseline", "avx2", "avx512", "sve" */
 
 /* How many of a parameter's numel elements, its last ones, take the reference's
  * scalar formula: what does not fill a vector, or two where the reference is

@@ -8,7 +8,8 @@
     X(dtype, code, c, OF_ISA_C)                                                                    \
     X(dtype, code, baseline, OF_ISA_BASELINE)                                                      \
     OF_AVX2(X(dtype, code, avx2, OF_ISA_AVX2))                                                     \
-    OF_AVX512(X(dtype, code, avx512, OF_ISA_AVX512))
+    OF_AVX512(X(dtype, code, avx512, OF_ISA_AVX512))                                               \
+    OF_SVE(X(dtype, code, sve, OF_ISA_SVE))
 #define OF_PACKINGS(X)                                                                             \
     OF_PACKING_ISAS(X, float32, OF_FLOAT32)                                                        \
     OF_PACKING_ISAS(X, float64, OF_FLOAT64)

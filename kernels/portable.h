@@ -8,26 +8,36 @@
 #ifndef OF_PORTABLE_H
 #define OF_PORTABLE_H
 
-#define OF_SYMBOL(name, version) __asm__(".symver " #name "," #name "@" #version);
+/* The C library's first version there. */
+#if defined(__aarch64__)
+#define OF_FIRST GLIBC_2.17
+#else
+#define OF_FIRST GLIBC_2.2.5
+#endif
 
-OF_SYMBOL(pow, GLIBC_2.2.5)
+#define OF_SYMBOL_AT(name, version) __asm__(".symver " #name "," #name "@" #version);
+#define OF_SYMBOL(name, version) OF_SYMBOL_AT(name, version)
+
+OF_SYMBOL(pow, OF_FIRST)
 
 /* Symbols of libdl and libpthread, which moved into libc with glibc 2.34. */
-OF_SYMBOL(dladdr, GLIBC_2.2.5)
-OF_SYMBOL(dlerror, GLIBC_2.2.5)
-OF_SYMBOL(dlopen, GLIBC_2.2.5)
-OF_SYMBOL(dlsym, GLIBC_2.2.5)
-OF_SYMBOL(pthread_mutex_trylock, GLIBC_2.2.5)
-OF_SYMBOL(pthread_once, GLIBC_2.2.5)
-OF_SYMBOL(pthread_rwlock_destroy, GLIBC_2.2.5)
-OF_SYMBOL(pthread_rwlock_init, GLIBC_2.2.5)
-OF_SYMBOL(pthread_rwlock_rdlock, GLIBC_2.2.5)
-OF_SYMBOL(pthread_rwlock_unlock, GLIBC_2.2.5)
-OF_SYMBOL(pthread_rwlock_wrlock, GLIBC_2.2.5)
+OF_SYMBOL(dladdr, OF_FIRST)
+OF_SYMBOL(dlerror, OF_FIRST)
+OF_SYMBOL(dlopen, OF_FIRST)
+OF_SYMBOL(dlsym, OF_FIRST)
+OF_SYMBOL(pthread_mutex_trylock, OF_FIRST)
+OF_SYMBOL(pthread_once, OF_FIRST)
+OF_SYMBOL(pthread_rwlock_destroy, OF_FIRST)
+OF_SYMBOL(pthread_rwlock_init, OF_FIRST)
+OF_SYMBOL(pthread_rwlock_rdlock, OF_FIRST)
+OF_SYMBOL(pthread_rwlock_unlock, OF_FIRST)
+OF_SYMBOL(pthread_rwlock_wrlock, OF_FIRST)
 
 /* std::condition_variable::wait(std::unique_lock<std::mutex> &) */
 OF_SYMBOL(_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, GLIBCXX_3.4.11)
 
 #undef OF_SYMBOL
+#undef OF_SYMBOL_AT
+#undef OF_FIRST
 
 #endif

@@ -9,7 +9,8 @@
     X(dtype, code, c, OF_ISA_C)                                                                    \
     X(dtype, code, baseline, OF_ISA_BASELINE)                                                      \
     OF_AVX2(X(dtype, code, avx2, OF_ISA_AVX2))                                                     \
-    OF_AVX512(X(dtype, code, avx512, OF_ISA_AVX512))
+    OF_AVX512(X(dtype, code, avx512, OF_ISA_AVX512))                                               \
+    OF_SVE(X(dtype, code, sve, OF_ISA_SVE))
 #define OF_SCALES(X)                                                                               \
     OF_SCALE_ISAS(X, float32, OF_FLOAT32)                                                          \
     OF_SCALE_ISAS(X, float64, OF_FLOAT64)                                                          \
@@ -34,8 +35,10 @@ of_scale_fn *of_scale_find(of_dtype dtype, of_isa isa) {
 of_norm_fn of_norm_c, of_norm_baseline;
 OF_AVX2(of_norm_fn of_norm_avx2;)
 OF_AVX512(of_norm_fn of_norm_avx512;)
+OF_SVE(of_norm_fn of_norm_sve;)
 
 of_norm_fn *of_norm_find(of_isa isa) {
+    OF_SVE(if (isa >= OF_ISA_SVE) return of_norm_sve;)
     OF_AVX512(if (isa >= OF_ISA_AVX512) return of_norm_avx512;)
     OF_AVX2(if (isa >= OF_ISA_AVX2) return of_norm_avx2;)
     return isa >= OF_ISA_BASELINE ? of_norm_baseline : of_norm_c;

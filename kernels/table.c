@@ -13,13 +13,24 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     X(__VA_ARGS__, c, OF_ISA_C)                                                                    \
     X(__VA_ARGS__, baseline, OF_ISA_BASELINE)                                                      \
     OF_AVX2(X(__VA_ARGS__, avx2, OF_ISA_AVX2))                                                     \
-    OF_AVX512(X(__VA_ARGS__, avx512, OF_ISA_AVX512))
+    OF_AVX512(X(__VA_ARGS__, avx512, OF_ISA_AVX512))                                               \
+    OF_SVE(X(__VA_ARGS__, sve, OF_ISA_SVE))
 #define OF_OP_BY_OP_ISAS(X, ...)                                                                   \
     X(__VA_ARGS__, c, OF_ISA_C, fused, OF_REF_CPU_FUSED)                                           \
     X(__VA_ARGS__, c, OF_ISA_C, plain, OF_REF_CPU_FUSED_PLAIN)                                     \
-    X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)                       \
+    OF_OP_BY_OP_BASELINE(X, __VA_ARGS__)                                                           \
     OF_AVX2(X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED))                            \
-    OF_AVX512(X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED))
+    OF_AVX512(X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED))                      \
+    OF_SVE(X(__VA_ARGS__, sve, OF_ISA_SVE, fused, OF_REF_CPU_FUSED))
+
+/* AArch64's baseline has fused multiply-adds. */
+#ifdef __aarch64__
+#define OF_OP_BY_OP_BASELINE(X, ...)                                                               \
+    X(__VA_ARGS__, baseline, OF_ISA_BASELINE, fused, OF_REF_CPU_FUSED)
+#else
+#define OF_OP_BY_OP_BASELINE(X, ...)                                                               \
+    X(__VA_ARGS__, baseline, OF_ISA_BASELINE, plain, OF_REF_CPU_FUSED_PLAIN)
+#endif
 
 /* X(..., float32, OF_FLOAT32) and the others. */
 #define OF_DTYPES(X, ...)                                                                          \

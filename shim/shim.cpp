@@ -63,11 +63,11 @@ int choose_isa(const char *name, of_isa *out) {
     if (*name == '\0')
         return OF_OK;
     if (!of_isa_parse(name, out)) {
-        of_set_error("OPTFUSE_ISA=%s is not one of c, baseline, avx2, avx512", name);
+        of_set_error("OPTFUSE_ISA=%s is not one of c, baseline, avx2, avx512, sve", name);
         return OF_INVALID;
     }
-    if (*out > best) {
-        of_set_error("OPTFUSE_ISA=%s: this processor runs at most %s", name, of_isa_name(best));
+    if (!of_isa_runs(*out)) {
+        of_set_error("OPTFUSE_ISA=%s: the best that this processor runs is %s", name, of_isa_name(best));
         return OF_INVALID;
     }
     return OF_OK;

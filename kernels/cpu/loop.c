@@ -2,6 +2,7 @@
 /* loop.c: the loop over the elements, compiled once per rule, dtype and
  * instruction set. It is plain C that the compiler vectorizes: options are
  * constants inside a loop, and there is one loop per combination of options. */
+#include "cell.h"
 #include "instance.h"
 #include "narrow_block.h"
 #include "non_temporal.h"
@@ -32,29 +33,29 @@ static of_arrays advance(const of_arrays *arrays, size_t n) {
 }
 
 OF_RULE_FN void update_reals(const of_constants *constants, unsigned variant, of_form form,
-                             of_factors by, size_t n, of_real *restrict param,
-                             const of_real *restrict grad, of_real *const *states) {
+                             of_factors by, size_t n, of_cell *restrict param,
+                             const of_cell *restrict grad, of_cell *const *states) {
     const of_constants k = *constants;
     const unsigned used = OF_RULE_NAME(variant_state)(variant);
-    of_real *state[OF_N_STATE];
+    of_cell *state[OF_N_STATE];
     memcpy(state, states, sizeof state);
     OF_NO_ALIAS
     for (size_t i = 0; i < n; i++) {
-        of_element e = {param[i], grad[i], {0}};
+        of_element e = {of_get(param[i]), of_get(grad[i]), {0}};
         if (by.scaled)
-            e.grad = e.grad * by.first * by.second;
+            e.grad = of_multiplied(of_multiplied(e.grad, by.first), by.second);
         for (unsigned j = 0; j < OF_N_STATE; j++)
             if (used & (1u << j))
-                e.state[j] = state[j][i];
+                e.state[j] = of_get(state[j][i]);
         OF_RULE_NAME(element)(&k, variant, form, &e);
-        param[i] = e.param;
+        param[i] = of_put(e.param);
         for (unsigned j = 0; j < OF_N_STATE; j++)
             if (used & (1u << j))
-                state[j][i] = e.state[j];
+                state[j][i] = of_put(e.state[j]);
     }
 }
 
-#ifdef OF_IS_NARROW
+#if defined(OF_IS_NARROW) && !defined(OF_CONVERTS_IN_LOOPS)
 
 OF_RULE_FN void multiply_block(float *block, float factor) {
     uint16_t stored[OF_BLOCK];
@@ -139,7 +140,7 @@ OF_RULE_FN void update_past_caches(const of_constants *k, unsigned variant, of_f
                                    of_factors by, const of_arrays *arrays, size_t n) {
     of_arrays rest = *arrays;
     for (; n >= OF_BLOCK; n -= OF_BLOCK) {
-        _Alignas(64) of_real param[OF_BLOCK];
+        _Alignas(64) of_cell param[OF_BLOCK];
         memcpy(param, rest.param, sizeof param);
         update_reals(k, variant, form, by, OF_BLOCK, param, rest.grad, rest.state);
         of_store_past_caches(rest.param, param, sizeof param);

@@ -5,10 +5,29 @@
 
 #include "stored.h"
 
-#include "../rules/real.h"
+#include "cell.h"
 #include "narrow_block.h"
 
-#ifdef OF_IS_NARROW
+#ifdef OF_CONVERTS_IN_LOOPS
+
+enum { OF_WIDENED = 1 };
+
+static void widen(of_real *restrict to, const of_stored *restrict from, size_t n) {
+    OF_NO_ALIAS
+    for (size_t i = 0; i < n; i++)
+        to[i] = of_get(from[i]);
+}
+
+static void narrow(of_stored *restrict to, const of_real *restrict from, size_t n) {
+    OF_NO_ALIAS
+    for (size_t i = 0; i < n; i++)
+        to[i] = of_put(from[i]);
+}
+
+#elif defined(OF_IS_NARROW)
+
+/* Widened arrays are filled up to a multiple of this. */
+enum { OF_WIDENED = OF_BLOCK };
 
 /* The rest after whole vectors is widened with zeros behind it. */
 static void widen(of_real *to, const of_stored *from, size_t n) {

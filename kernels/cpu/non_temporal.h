@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* non_temporal.h: stores that go past the caches. A line that another core has, too,
- * need not be taken from it first (docs/performance.md). */
+ * need not be taken from it first (docs/performance.md). AArch64 has a hint only, which
+ * compilers give no loop that they vectorize: nothing goes past the caches there. */
 #ifndef OPTFUSE_CPU_NON_TEMPORAL_H
 #define OPTFUSE_CPU_NON_TEMPORAL_H
 
@@ -20,7 +21,12 @@
 enum { OF_CACHE_LINE = 64 };
 
 OF_STORE_FN bool of_goes_past_caches(const of_span *span) {
+#if defined(__SSE2__)
     return span->past_caches && (uintptr_t)span->param % OF_CACHE_LINE == 0;
+#else
+    (void)span;
+    return false;
+#endif
 }
 
 /* 32 bytes, or whole cache lines; `to` is aligned as if it began with as many. */

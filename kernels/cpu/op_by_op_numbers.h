@@ -3,9 +3,9 @@
 #ifndef OPTFUSE_CPU_OP_BY_OP_NUMBERS_H
 #define OPTFUSE_CPU_OP_BY_OP_NUMBERS_H
 
-#include "op_by_op_instance.h"
 #include "narrow_array.h"
 #include "non_temporal.h"
+#include "op_by_op_instance.h"
 
 /* Two roots of float64 take 8 KiB, five arrays of float 10 KiB. */
 enum { OF_OP_BY_OP_BLOCK = 512 };
@@ -39,7 +39,8 @@ static void store_past_caches(of_stored *to, const of_stored *from, size_t n) {
 
 __attribute__((noinline)) static of_numbers load(const of_span *span, unsigned used, size_t at,
                                                  size_t n, of_room *room) {
-    of_numbers x = {room->param, {NULL}, room->grad, (n + OF_BLOCK - 1) / OF_BLOCK * OF_BLOCK};
+    of_numbers x = {
+        room->param, {NULL}, room->grad, (n + OF_WIDENED - 1) / OF_WIDENED * OF_WIDENED};
     widen(room->param, (const of_stored *)span->param + at, n);
     widen(room->grad, (const of_stored *)span->grad + at, n);
     for (unsigned i = 0; i < OF_N_STATE; i++) {
@@ -67,7 +68,7 @@ __attribute__((noinline)) static void save(const of_span *span, unsigned used, s
 
 /* Tells the compiler that nothing is left after whole vectors. */
 OF_RULE_FN size_t count(const of_numbers *x) {
-    return x->n / OF_BLOCK * OF_BLOCK;
+    return x->n / OF_WIDENED * OF_WIDENED;
 }
 
 #else

@@ -3,6 +3,7 @@
  * build defines OF_DTYPE, OF_DTYPE_<NAME> and OF_ISA; and OF_PLAIN for the row
  * that takes one element at a time, with which the others are compared. */
 #include "../scale.h"
+#include "cell.h"
 #include "narrow_block.h"
 #include "stored.h"
 
@@ -19,6 +20,17 @@ void OF_SCALE(void *to, const void *from, size_t n, const double factors[OF_MAX_
     OF_NO_ALIAS
     for (size_t i = 0; i < n; i++)
         out[i] = in[i] * first * second;
+}
+
+#elif defined(OF_CONVERTS_IN_LOOPS) && !defined(OF_PLAIN)
+
+void OF_SCALE(void *to, const void *from, size_t n, const double factors[OF_MAX_FACTORS]) {
+    const float first = (float)factors[0], second = (float)factors[1];
+    of_stored *out = to;
+    const of_stored *in = from;
+    OF_NO_ALIAS
+    for (size_t i = 0; i < n; i++)
+        out[i] = of_put(of_multiplied(of_get(in[i]), first) * second);
 }
 
 #else

@@ -24,6 +24,7 @@ MACROS = {
     "kernels/cuda/program_element.h": PROGRAM,
     "kernels/cuda/op_by_op_element.h": FORM,
     "kernels/cpu/instance.h": LOOP,
+    "kernels/cpu/cell.h": INSTANCE,
     "kernels/cpu/memory.h": INSTANCE,
     "kernels/cpu/narrow_array.h": INSTANCE,
     "kernels/cpu/stored.h": INSTANCE,
