@@ -18,6 +18,27 @@ static inline void of_floating_set(unsigned mode) {
     _mm_setcsr((_mm_getcsr() & ~(unsigned)OF_FLOATING_BITS) | mode);
 }
 
+#elif defined(__aarch64__)
+#include <stdint.h>
+
+/* FPCR: flush, rounding, flush of 16-bit numbers. */
+enum { OF_FLOATING_BITS = 1 << 24 | 3 << 22 | 1 << 19 };
+
+static inline uint64_t of_floating_register(void) {
+    uint64_t fpcr;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(fpcr)::"memory");
+    return fpcr;
+}
+
+static inline unsigned of_floating_now(void) {
+    return (unsigned)of_floating_register() & OF_FLOATING_BITS;
+}
+
+static inline void of_floating_set(unsigned mode) {
+    const uint64_t others = of_floating_register() & ~(uint64_t)OF_FLOATING_BITS;
+    __asm__ volatile("msr fpcr, %0" ::"r"(others | mode) : "memory");
+}
+
 #else
 
 static inline unsigned of_floating_now(void) {
