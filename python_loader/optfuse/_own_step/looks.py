@@ -154,8 +154,16 @@ def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
 @functools.cache
 def draws(stock: type[Optimizer]) -> bool:
     """Whether the class's code names functions that draw random numbers, or clocks."""
-    names = _names(_functions(stock))
-    random = any(name.startswith("rand") or "random" in name for name in names - _ON_TENSORS)
+    return _draw(_names(_functions(stock)) - _ON_TENSORS)
+
+
+def draws_at_all(stock: type[Optimizer]) -> bool:
+    """The same, with functions that draw numbers like a tensor."""
+    return _draw(_names(_functions(stock)))
+
+
+def _draw(names: set[str]) -> bool:
+    random = any(name.startswith("rand") or "random" in name for name in names)
     return random or not _DRAWING.isdisjoint(names)
 
 

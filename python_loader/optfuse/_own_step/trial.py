@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from optfuse._library.bindings import Error, guard
 from optfuse._own_step import twin
+from optfuse._own_step.looks import draws_at_all
 from optfuse._own_step.reach import why_reaches_too_much
 from optfuse._own_step.settings import SETTINGS, Promise, Settings, changes, copied_settings
 from optfuse._own_step.shared import why_writes_too_much
@@ -269,9 +270,10 @@ class Trial:
                 "state", alone.entry or {}, state.get(small.param) or {}
             )
             if place is not None:
+                cause = "random numbers or a clock in step(): " if draws_at_all(self._stock) else ""
                 self._refuse(
-                    f"after {what} on a small copy of {small.name}, {place} differs when that "
-                    "parameter is stepped by itself"
+                    f"{cause}after {what} on a small copy of {small.name}, {place} differs when "
+                    "that parameter is stepped by itself"
                 )
         stepped = {id(small.param) for small in self._smalls}
         for owner in state:

@@ -43,8 +43,8 @@ def halves():
 
 BUILT = {CouplesLarge: large, CouplesHalves: halves}
 REFUSED = {
-    GlobalNorm: "the parameter differs",
-    Noisy: "the parameter differs",
+    GlobalNorm: "independently: after step",
+    Noisy: "independently: random numbers or a clock in step(): after step",
     Listed: "its attribute 'all' holds parameters",
     ClipsAbove: "with gradients 1",
     EveryFifth: "after step 5",
