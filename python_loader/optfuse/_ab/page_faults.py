@@ -62,5 +62,5 @@ def advice(found: float, where: str) -> str:
     return (
         f"page faults take about {found:.0%} of the processor's time {where}: malloc gives large "
         "blocks back and takes them again in each iteration. It keeps them, and more memory, "
-        f"if Python is started with {REMEDY}"
+        f"if Python is started with {REMEDY}, or from a call of optfuse.keep_memory() on"
     )

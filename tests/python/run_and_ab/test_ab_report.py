@@ -269,6 +269,7 @@ def test_page_faults_are_named_above_five_percent():
     (text,) = in_page_faults(rows)
     assert text.startswith("page faults take about 37% of the processor's time under default")
     assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296" in text
+    assert "optfuse.keep_memory()" in text
     assert not [*in_page_faults([Row("default", fault_share=0.049), Row("x")])]
 
 
