@@ -108,6 +108,14 @@ OF_RULE_FN of_real adam_maximum(bool tail, of_real old, of_real now) {
     return old != old ? old : larger;
 }
 
+/* The product of the average of squares that is rounded on its own: in vectors, the compilers of
+ * PyTorch's x86-64 and AArch64 packages have fused different ones. */
+#if defined(__aarch64__)
+enum { adam_rounds_gradient_first = true };
+#else
+enum { adam_rounds_gradient_first = false };
+#endif
+
 OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form form,
                              of_element *e) {
     const bool fused = form.fused;
@@ -124,7 +132,7 @@ OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form 
     *average = of_multiply_add(fused, k->average_weight, grad - *average, base);
 
     const of_real weighted = k->square_weight * grad;
-    if (form.tail)
+    if (form.tail || adam_rounds_gradient_first)
         *square = of_multiply_add(fused, *square, k->beta2, weighted * grad);
     else
         *square = of_multiply_add(fused, weighted, grad, *square * k->beta2);

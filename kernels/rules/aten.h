@@ -16,11 +16,21 @@
  * by add and clamp. They are the same for all elements: the compiler takes the
  * rounding out of the loop. */
 
-/* self.add(other, alpha). For a type of 16 bits the scalar code rounds the
- * product to it too, and so does all code on CPUs without an FMA unit. */
+/* Whether a result within an operator is rounded to a type of 16 bits. The scalar code does so, and
+ * all code on CPUs without an FMA unit and on AArch64. */
+OF_RULE_FN bool aten_rounds_within(of_form form) {
+#if defined(__aarch64__)
+    (void)form;
+    return true;
+#else
+    return form.tail || !form.fused;
+#endif
+}
+
+/* self.add(other, alpha). The product is such a result. */
 OF_RULE_FN of_real aten_add(of_form form, of_real self, of_real other, double alpha) {
     const of_real factor = aten_round((of_real)alpha);
-    if (ATEN_IS_NARROW && (form.tail || !form.fused))
+    if (ATEN_IS_NARROW && aten_rounds_within(form))
         return aten_round(self + aten_round(other * factor));
     return aten_round(of_multiply_add(form.fused, other, factor, self));
 }
@@ -80,11 +90,10 @@ OF_RULE_FN of_real aten_divide(of_real self, double number) {
     return aten_div_number(self, number);
 }
 
-/* For a type of 16 bits the scalar code rounds the root, too, and so does all code on CPUs without
- * an FMA unit. */
+/* The root is a result within. */
 OF_RULE_FN of_real aten_rsqrt(of_form form, of_real x) {
     const of_real root = of_square_root(x);
-    return aten_round((of_real)1 / (form.tail || !form.fused ? aten_round(root) : root));
+    return aten_round((of_real)1 / (aten_rounds_within(form) ? aten_round(root) : root));
 }
 
 #endif

