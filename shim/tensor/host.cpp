@@ -268,8 +268,14 @@ of_host make_host(Plan *plan) {
 
 void fill_reference(of_plan_options *options) {
     const std::string capability = at::get_cpu_capability();
+#ifdef __aarch64__
+    // NEON has fused multiply-adds, too.
+    options->reference = OF_REF_CPU_FUSED;
+    options->vector_bytes = capability == "SVE256" ? 32 : 16;
+#else
     options->reference = capability == "DEFAULT" || capability == "NO AVX" ? OF_REF_CPU_FUSED_PLAIN
                                                                            : OF_REF_CPU_FUSED;
+#endif
 }
 
 } // namespace optfuse

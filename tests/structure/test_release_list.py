@@ -47,3 +47,9 @@ def test_classes_of_cxx_have_the_bits_of_the_releases_in_the_list() -> None:
     for rule, last in rows:
         listed = {LIST["_LAST"].get((rule, dtype)) for dtype in ("bfloat16", "float16")}
         assert listed == {f"2.{last}" if int(last) else None}, rule
+
+
+def test_no_bits_are_known_on_another_processor() -> None:
+    holds, last = LIST["holds"], TESTED[-1]
+    assert holds("adam", "float32", last, "x86_64")
+    assert not holds("adam", "float32", last, "aarch64")

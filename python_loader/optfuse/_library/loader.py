@@ -20,7 +20,7 @@ from pathlib import Path
 from optfuse._library.releases import TESTED, is_too_old, release_of
 
 ABI = 6  # of the C functions that the loader calls
-PLATFORM = "linux_x86_64"
+PLATFORM = f"linux_{platform.machine()}"
 _STEM = "liboptfuse_torch-"
 INSTALL = f"pip install 'torch=={TESTED[-1]}.*'"
 REBUILD = (
@@ -55,8 +55,8 @@ def check_platform(
     system: str, machine: str, libc: str, implementation: str, gil: bool, main_interpreter: bool
 ) -> None:
     """Raises ImportError where the library can't run at all."""
-    if system != "linux" or machine != "x86_64":
-        raise ImportError(f"optfuse runs on Linux x86-64, not on {system} {machine}")
+    if system != "linux" or machine not in ("x86_64", "aarch64"):
+        raise ImportError(f"optfuse runs on Linux x86-64 and AArch64, not on {system} {machine}")
     if libc != "glibc":
         raise ImportError(f"optfuse needs glibc; this Python uses {libc or 'another C library'}")
     if implementation != "cpython":

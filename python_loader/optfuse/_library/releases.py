@@ -2,8 +2,10 @@
 """The releases of PyTorch: those that optfuse is tested with, and for which of them an
 update is known to have stock's bits.
 
-The one place for both. It imports nothing: tests/bootstrap.py reads it by itself, and
+The one place for both. It imports nothing of ours: tests/bootstrap.py reads it by itself, and
 tests/structure compares it with the build and the documents."""
+
+import platform
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
@@ -26,10 +28,12 @@ def is_too_old(release: str) -> bool:
     return _numbers(release) < _numbers(TESTED[0])
 
 
-def holds(rule: str, dtype: str, release: str) -> bool:
-    """Whether this rule's update is known to have the bits of that release."""
+def holds(rule: str, dtype: str, release: str, machine: str = platform.machine()) -> bool:
+    """Whether this rule's update is known to have the bits of that release. On another processor
+    than x86-64 none is: its build of PyTorch rounds in ways of its own."""
     last = _LAST.get((rule, dtype), TESTED[-1])
-    return release in TESTED and _numbers(release) <= _numbers(last)
+    known = release in TESTED and _numbers(release) <= _numbers(last)
+    return known and machine == "x86_64"
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ def make_library(folder: Path, stem: str = STEM, **changes: object) -> Path:
 
 def test_supported_platform_passes() -> None:
     loader.check_platform(**GOOD_PLATFORM)
+    loader.check_platform(**(GOOD_PLATFORM | {"machine": "aarch64"}))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_supported_platform_passes() -> None:
     [
         ("system", "darwin", "Linux x86-64"),
         ("system", "win32", "Linux x86-64"),
-        ("machine", "aarch64", "Linux x86-64"),
+        ("machine", "ppc64le", "Linux x86-64 and AArch64"),
         ("libc", "", "glibc"),
         ("implementation", "pypy", "CPython"),
         ("gil", False, "free-threaded"),
