@@ -22,14 +22,14 @@ import symbols
 SITE, STUBS, SHIM = BUILD / "site", BUILD / "stubs", BUILD / "shim"
 TARGET = "shim/liboptfuse_torch-2.13-cxx11abi1-linux_aarch64.so"
 LIBRARY = SHIM / TARGET
-# What systems of manylinux_2_28 have.
+# Versions that systems of manylinux_2_28 have.
 ALLOWED = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8,)}
 PACKAGES = [*emulation.PACKAGES, "python3"]
 WHEELS = [bootstrap.TORCH, "nvidia-cuda-runtime>=13.0,<13.1", "nvidia-cuda-cupti>=13.0,<13.1"]
 WHEELS += ["filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy"]
 WHEELS += ["typing-extensions"]
 GLIBC = range(17, 29)  # minor versions that wheels may name
-# What torch reads of the processor: an Arm Neoverse V1. Without it it fails at its first operator.
+# The processor that torch reads of, an Arm Neoverse V1; without it torch fails at once.
 CPUINFO = """processor\t: 0
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm sve
 CPU implementer\t: 0x41
@@ -64,7 +64,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def complaints(library: Path) -> str:
-    """What keeps a library from systems with glibc 2.28 or with pages of 64 KiB."""
+    """The features that keep a library from systems with glibc 2.28 or with pages of 64 KiB."""
     found = [f"{f} {v}" for f, v in symbols.too_new(library, ALLOWED).items()]
     read = ["readelf", "--wide", "--segments", str(library)]
     text = subprocess.run(read, capture_output=True, text=True, check=True).stdout
