@@ -29,6 +29,9 @@ static table tables[OF_KINDS];
 static atomic_size_t members; /* of all tables */
 static atomic_size_t scalings;
 
+/* Without the lock. A thread that must see an update as pending was told of it, after it was
+ * counted. One that reads 0 sees all that updates wrote: every change is a read and a write in one
+ * that releases, so that the last one carries on those before. */
 bool of_any_pending(void) {
     return atomic_load_explicit(&members, memory_order_acquire) != 0;
 }

@@ -36,6 +36,9 @@ of_update *of_pool_take(of_plan *plan) {
     return update;
 }
 
+/* A stack whose head many push and one empties: no head can come back meanwhile under the same
+ * address, since nobody takes a single record off. A push releases what was written to the record,
+ * and each later push, being a read and a write in one, carries that on to whoever acquires. */
 void of_pool_give(of_plan *plan, of_update *update) {
     of_update *head = atomic_load_explicit(&plan->returned, memory_order_relaxed);
     do
