@@ -106,7 +106,8 @@ def _missing() -> dict[str, set[str]]:
     """By version, the symbols of torch's libraries that nobody here defines."""
     of_torch = sorted((SITE / "torch" / "lib").glob("*.so*"))
     others = [interpreter(), *(SITE / "nvidia/cu13/lib").glob("*.so*")]
-    others += [path for path in ROOT.glob("**/aarch64-linux-gnu/*.so*") if path.is_file()]
+    for folder in (ROOT / "lib/aarch64-linux-gnu", ROOT / "usr/lib/aarch64-linux-gnu"):
+        others += [path for path in folder.glob("*.so*") if path.is_file()]
     asked: set[tuple[str, str]] = set()
     defined: set[str] = set()
     for library in of_torch + others:
@@ -132,9 +133,9 @@ def _make_stub(library: str, version: str, names: set[str]) -> None:
 
 
 def _make_stubs() -> None:
-    if STUBS.is_dir():
+    if (STUBS / UNVERSIONED).is_file():
         return
-    STUBS.mkdir(parents=True)
+    STUBS.mkdir(parents=True, exist_ok=True)
     for library in DECOYS:
         _make_stub(library, "", set())
     for version, names in _missing().items():
