@@ -32,6 +32,21 @@ static void streams() {
     }
 }
 
+// By their names: with optimization the compiler calls none of them above.
+std::string
+moved(void *buffer) __asm__("_ZNOSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
+std::string copied(const void *buffer) __asm__(
+    "_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
+
+static void buffers() {
+    for (const char *text : {"", "short", "a text that has no place within a string"}) {
+        std::stringbuf buffer(text);
+        const std::string first = copied(&buffer), second = moved(&buffer);
+        expect(first == text && second == text, "a buffer gave another text");
+        expect(buffer.str().empty(), "a buffer still has what was moved out");
+    }
+}
+
 static int alive = 0;
 
 struct Counted : std::runtime_error {
@@ -70,6 +85,7 @@ static void allocations(std::size_t count) {
 
 int main(int argc, char **) {
     streams();
+    buffers();
     exceptions();
     allocations(static_cast<std::size_t>(-argc));
     return 0;
