@@ -7,6 +7,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/util/TypeCast.h>
 
 #include <array>
 #include <atomic>
@@ -132,7 +133,7 @@ enum class Kind { SPREAD, CANCELLING, TINY, SPECIAL };
 
 template <typename Real> Real rounded(double number) {
     if constexpr (sizeof(Real) == 2)
-        return Real(static_cast<float>(number));
+        return c10::convert<Real>(static_cast<float>(number));
     else
         return static_cast<Real>(number);
 }
