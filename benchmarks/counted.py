@@ -90,6 +90,16 @@ def forward_parts(n: int, count: Count) -> None:
             counting(f"{name}, pending", lambda op=op: use(op))
 
 
+def clipping(n: int, count: Count) -> None:
+    params = parameters(n)
+    optimizer = optfuse.fuse(AdamW(params))
+    for p in params:
+        p.grad = torch.ones(1)
+    for counting in (uncounted, count):
+        counting("clip", lambda: nn.utils.clip_grad_norm_(params, 0.1))
+    optfuse.unfuse(optimizer)
+
+
 def stock(n: int, count: Count) -> None:
     params = parameters(n)
     optimizer = AdamW(params, fused=True)
@@ -146,5 +156,5 @@ if __name__ == "__main__":
         for way in ("fused=True", "forward fusion", "backward fusion", "side stream"):
             train(way, parameter_count, marks())
     else:
-        for part in (hooks, forward_parts, stock):
+        for part in (hooks, forward_parts, clipping, stock):
             part(parameter_count, marks())

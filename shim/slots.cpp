@@ -45,7 +45,7 @@ void forget_slot(const Slot *slot) {
         slots_by_param.erase(found);
 }
 
-// Of several optimizers in forward mode any will do.
+// Any one, if several optimizers in forward mode have the parameter.
 Slot *find_slot(const c10::TensorImpl *param) {
     const auto [first, last] = slots_by_param.equal_range(param);
     for (auto entry = first; entry != last; ++entry) {

@@ -5,6 +5,7 @@
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
 #include <ATen/ops/clamp_min.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/reciprocal.h>
@@ -41,34 +42,48 @@ std::vector<GradientOf> gradients_alike(const std::vector<at::Tensor> &params) {
     return of;
 }
 
-at::Tensor total_of(const std::vector<const at::Tensor *> &all, double norm_type,
-                    const std::optional<at::Tensor> &found) {
-    if (found)
-        return at::linalg_vector_norm(*found, norm_type);
+at::Tensor norm_of_operators(const std::vector<const at::Tensor *> &all, double norm_type) {
     std::vector<at::Tensor> norms;
     for (const at::Tensor *tensor : all)
         norms.push_back(at::linalg_vector_norm(*tensor, norm_type));
     return at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-std::optional<at::Tensor> our_norms(const std::vector<const at::Tensor *> &all, double norm_type) {
-    return norm_type == 2 ? norms(all) : std::nullopt;
-}
-
-at::Tensor total_norm_of(const std::vector<GradientOf> &of, double norm_type) {
+at::Tensor norm_of(const std::vector<GradientOf> &of, double norm_type) {
     std::vector<const at::Tensor *> all;
     for (const GradientOf &g : of)
         all.push_back(&g.grad());
-    return total_of(all, norm_type, our_norms(all, norm_type));
+    const std::optional<at::Tensor> found = norm_type == 2 ? total_norm(all) : std::nullopt;
+    return found ? *found : norm_of_operators(all, norm_type);
 }
 
-// As Python's operators round it.
+// As PyTorch's operators round each of its steps.
+template <typename Number> Number factor_in(double max_norm, Number norm) {
+    const Number factor = 1 / (norm + static_cast<Number>(1e-6)) * static_cast<Number>(max_norm);
+    return factor > 1 ? 1 : factor;
+}
+
 at::Tensor factor_of(double max_norm, const at::Tensor &norm) {
+    if (norm.scalar_type() == at::kFloat)
+        return operand(factor_in(max_norm, *norm.const_data_ptr<float>()));
+    if (norm.scalar_type() == at::kDouble)
+        return operand(factor_in(max_norm, *norm.const_data_ptr<double>()));
     const at::Tensor reciprocal = at::reciprocal(at::add(norm, operand(1e-6)));
     return at::clamp(at::mul(reciprocal, operand(max_norm)), std::nullopt, 1.0);
 }
 
 } // namespace
+
+std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors) {
+    const std::optional<std::vector<float>> found = norms(tensors);
+    if (!found)
+        return std::nullopt;
+    std::vector<of_norm> total{{found->data(), found->size(), {1, 1}, 0, true}};
+    find_norms(total);
+    at::Tensor norm = at::empty({}, at::kFloat);
+    *norm.mutable_data_ptr<float>() = total[0].norm;
+    return norm;
+}
 
 std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double max_norm,
                                  double norm_type, bool error_if_nonfinite) {
@@ -77,7 +92,7 @@ std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double m
     if (of.empty())
         return std::nullopt;
     make_ready(of);
-    const at::Tensor norm = total_norm_of(of, norm_type);
+    const at::Tensor norm = norm_of(of, norm_type);
     if (error_if_nonfinite && !std::isfinite(norm.item<double>()))
         return std::nullopt; // torch's function says so
     return Clipped{norm, scale_all(of, factor_of(max_norm, norm))};
@@ -87,7 +102,8 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
                                    const at::Tensor &norm) {
     const c10::AutoGradMode no_grad(false);
     const std::vector<GradientOf> of = gradients_alike(params);
-    if (of.empty() || norm.dim() != 0 || !norm.device().is_cpu())
+    if (of.empty() || norm.dim() != 0 || !norm.device().is_cpu() ||
+        norm.scalar_type() != of[0].grad().scalar_type())
         return std::nullopt;
     make_ready(of);
     return scale_all(of, factor_of(max_norm, norm));
@@ -111,17 +127,6 @@ std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
         return std::nullopt;
     make_ready(of);
     return unscale(of, factor);
-}
-
-std::optional<at::Tensor> total_norm(const std::vector<at::Tensor> &tensors, double norm_type) {
-    const c10::AutoGradMode no_grad(false);
-    std::vector<const at::Tensor *> all;
-    for (const at::Tensor &tensor : tensors)
-        all.push_back(&tensor);
-    const std::optional<at::Tensor> found = our_norms(all, norm_type);
-    if (!found)
-        return std::nullopt;
-    return total_of(all, norm_type, found);
 }
 
 } // namespace optfuse

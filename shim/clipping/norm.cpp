@@ -2,8 +2,6 @@
 // norm.cpp: 2-norms of gradients and whether they are finite, in one pass over
 // their memory, with the factors that are pending on them and without applying
 // these. PyTorch's operators do the work for gradients that can't be read here.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -15,7 +13,6 @@
 #include "guard.h"
 #include "tensor/memory.h"
 #include "tensor/parallel.h"
-#include "tensor/plain_mode.h"
 #include "tensor/refuse.h"
 
 namespace optfuse {
@@ -43,13 +40,6 @@ of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
     item.n = static_cast<size_t>(g->numel());
     *n_factors = of_scale_factors(storage_of(g), item.factors, known);
     return item;
-}
-
-at::Tensor norms_of(const std::vector<float> &values) {
-    PlainMode plain;
-    at::Tensor norms = at::empty({static_cast<int64_t>(values.size())}, at::kFloat);
-    std::copy(values.begin(), values.end(), norms.mutable_data_ptr<float>());
-    return norms;
 }
 
 } // namespace
@@ -80,7 +70,7 @@ void find_norms(std::vector<of_norm> &items) {
     in_parallel(thread_count(), 1, work);
 }
 
-std::optional<at::Tensor> norms(const std::vector<const at::Tensor *> &of) {
+std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of) {
     std::vector<float> values(of.size());
     std::vector<of_norm> items;
     std::vector<size_t> places;
@@ -98,7 +88,7 @@ std::optional<at::Tensor> norms(const std::vector<const at::Tensor *> &of) {
     find_norms(items);
     for (size_t i = 0; i < items.size(); i++)
         values[places[i]] = items[i].norm;
-    return norms_of(values);
+    return values;
 }
 
 std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor) {

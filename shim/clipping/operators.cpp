@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // operators.cpp: the operators by which Python clips and unscales gradients, as pending.h says.
 // Those of parameters find their slots; others are told plans and slots.
+#include <ATen/ops/tensor.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -36,7 +37,8 @@ std::optional<at::Tensor> norms_of_slots(const std::vector<int64_t> &plans,
     std::vector<const at::Tensor *> all;
     for (const GradientOf &g : of)
         all.push_back(&g.grad());
-    return norms(all);
+    const std::optional<std::vector<float>> found = norms(all);
+    return found ? std::optional<at::Tensor>(at::tensor(*found)) : std::nullopt;
 }
 
 // The norm, and whether gradients wait.
@@ -71,9 +73,12 @@ std::tuple<std::optional<bool>, bool> unscale_of(const std::vector<at::Tensor> &
     return {done->finite, done->some_wait};
 }
 
-std::optional<at::Tensor> norm_of_all(const std::vector<at::Tensor> &tensors, double norm_type) {
+std::optional<at::Tensor> norm_of_all(const std::vector<at::Tensor> &tensors) {
     refuse_fake_tensors("norms are computed");
-    return total_norm(tensors, norm_type);
+    std::vector<const at::Tensor *> all;
+    for (const at::Tensor &tensor : tensors)
+        all.push_back(&tensor);
+    return total_norm(all);
 }
 
 } // namespace
@@ -89,6 +94,6 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
           optfuse::clip_with);
     m.def("clip_value(Tensor[] params, float limit) -> bool", optfuse::clip_values);
     m.def("unscale(Tensor[] params, Tensor factor) -> (bool?, bool)", optfuse::unscale_of);
-    m.def("total_norm(Tensor[] tensors, float norm_type) -> Tensor?", optfuse::norm_of_all);
+    m.def("total_norm(Tensor[] tensors) -> Tensor?", optfuse::norm_of_all);
     m.def("norms_are_torchs() -> bool", optfuse::norms_are_torchs);
 }

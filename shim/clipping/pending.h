@@ -35,9 +35,9 @@ int64_t wait_from(int64_t numel);
 extern const of_scaling_host scaling_host;
 
 // norm.cpp
-// The 2-norms of tensors, of the dtype PyTorch gives them; none if one of them can't be read here,
-// or if norms_are_torchs() says no.
-std::optional<at::Tensor> norms(const std::vector<const at::Tensor *> &of);
+// The 2-norms of float32 tensors; none if one of them can't be read here, or if norms_are_torchs()
+// says no.
+std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of);
 // scale_one() of all, with their norms; none, with nothing changed, if one of them can't be read
 // here or has a factor.
 struct Unscaled {
@@ -52,13 +52,13 @@ void find_norms(std::vector<of_norm> &items);
 // Whether our pass adds up squares in the order in which this PyTorch does on this CPU, with as
 // many threads: tried at the first question, and again when their number has changed.
 bool norms_are_torchs();
-// What is known of it; nothing is tried.
+// The verdict so far; nothing is tried.
 enum class NormsTried { NOT_YET, EQUAL, DIFFERENT };
 NormsTried norms_tried();
 
-// clip.cpp: torch.nn.utils' functions on parameters of fused optimizers. None, or false, and nothing
-// was changed: a gradient is not one that our kernels read and multiply in place, gradients have
-// several dtypes, or a parameter has no optimizer in forward mode.
+// clip.cpp: torch.nn.utils' functions on parameters of fused optimizers. None, or false, and
+// nothing was changed: a gradient is not one that our kernels read and multiply in place, gradients
+// have several dtypes, or a parameter has no optimizer in forward mode.
 struct Clipped {
     at::Tensor norm;
     bool some_wait;
@@ -70,7 +70,7 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
 bool clip_value(const std::vector<at::Tensor> &params, double limit);
 std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
                                     const at::Tensor &factor);
-// The norm of any tensors: none where norms() has none.
-std::optional<at::Tensor> total_norm(const std::vector<at::Tensor> &tensors, double norm_type);
+// The 2-norm of any tensors: none where norms() has none.
+std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors);
 
 } // namespace optfuse

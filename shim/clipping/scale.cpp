@@ -12,6 +12,7 @@
 #include "clipping/pending.h"
 #include "compat.h"
 #include "error.h"
+#include "floating.h"
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
@@ -175,6 +176,14 @@ void set_factors(const std::vector<GradientOf> &of, const at::Tensor &factor) {
             (last = g.plan, g.plan->scalars.set_factor(factor));
 }
 
+// PyTorch multiplies two tensors without dimensions in the wider dtype, and otherwise rounds the
+// factor to the gradient's.
+bool multiplies_wide(const at::Tensor &grad, const at::Tensor &factor) {
+    return grad.defined() && grad.dim() == 0 && grad.scalar_type() != at::kDouble &&
+           factor.scalar_type() == at::kDouble &&
+           !factor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
 bool scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     constexpr float unknown = std::numeric_limits<float>::quiet_NaN();
     std::optional<double> number; // asked for if a gradient of the CPU needs it
@@ -182,11 +191,14 @@ bool scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
     Alike now;
     for (const GradientOf &g : of) {
         const at::Tensor &grad = g.grad();
-        if (!grad.defined() || !is_gpu(grad.device())) {
+        if (multiplies_wide(grad, factor)) {
+            grad.mul_(factor);
+        } else if (!grad.defined() || !is_gpu(grad.device())) {
             if (!number)
                 number = factor.item<double>();
             of_dtype dtype;
-            if (*number != 1 || !can_scale(grad, &dtype)) // PyTorch's operator may refuse it
+            const bool changes = *number != 1 || of_floating_now() != 0; // denormals become zeros
+            if (changes || !can_scale(grad, &dtype)) // PyTorch's operator may refuse it
                 some_wait |= scale_one(g, *number, unknown, factor);
         } else if (scale_later(g, 1, unknown)) {
             some_wait = true;

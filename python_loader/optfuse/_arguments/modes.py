@@ -76,9 +76,9 @@ class Forward:
     ) -> None:
         """max_grad_norm: step() first clips the gradients of this optimizer to this 2-norm, as
             clip_grad_norm_() does; for loops that can't be edited.
-        fold: whether multiplying gradients is left to the update, in clip_grad_norm_() and
-            max_grad_norm, and, on the CPU, when torch.amp.GradScaler unscales. It changes no
-            result.
+        fold: whether multiplying large gradients is left to the update, in clip_grad_norm_() of
+            ours and of torch.nn.utils, max_grad_norm, and, on the CPU, when torch.amp.GradScaler
+            unscales. It changes no result.
         ddp: the DistributedDataParallel model whose reduced gradients this process awaits when a
             gradient or its parameter is first used, usually in the next forward pass, so that
             backward() and step() return while gradients are on the network. Parameters on the CPU

@@ -130,12 +130,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ without its pass over the gradients.
+    """torch.nn.utils.clip_grad_norm_ without its pass over large gradients.
 
     parameters: an optimizer, or parameters of any shape. Gradients of fused
-        ones (forward mode, dense; float32, float64, bfloat16, float16) are
-        multiplied where the update reads them, or at their first use if that
-        comes earlier; all others at once, by torch's own function. On a GPU
+        ones (forward mode, dense; float32, float64, bfloat16, float16) of at
+        least 16,384 elements are multiplied where the update reads them, or at
+        their first use if that comes earlier; smaller ones at once, and all
+        others by torch's own function. On a GPU
         that is so for optimizers with a CUDA kernel, and nothing waits for the
         norm; while a CUDA graph is captured all are multiplied at once.
     max_norm, norm_type, error_if_nonfinite, foreach: as torch's.

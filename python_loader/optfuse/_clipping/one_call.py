@@ -65,12 +65,12 @@ def clip_value(params: list[Tensor], limit: float) -> bool | None:
     return _are_plain(params) and _clip_value(params, limit) or None
 
 
-def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor | None:
-    """The norm of whatever tensors, as long as somebody has fused an optimizer."""
+def total_norm(tensors: list[Tensor]) -> Tensor | None:
+    """The 2-norm of whatever tensors, as long as somebody has fused an optimizer."""
     modes = {link.mode for link in list(_link.links.values())}
     if modes != {FORWARD} or not _are_plain(tensors):
         return None
-    return _total_norm(tensors, norm_type)  # type: ignore[no-any-return]
+    return _total_norm(tensors)  # type: ignore[no-any-return]
 
 
 def unscale(params: list[Tensor], factor: Tensor) -> bool | None:

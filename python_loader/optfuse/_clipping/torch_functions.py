@@ -5,11 +5,10 @@ call of the library. Everything else is left to PyTorch's own, as is what dynamo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import GeneratorType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import utils
@@ -65,10 +64,10 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    if is_compiling() or not _is_number(norm_type) or error_if_nonfinite:
+    if is_compiling() or norm_type != 2 or error_if_nonfinite:
         return stock_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     listed = _listed(tensors)
-    norm = one_call.total_norm(listed, norm_type)
+    norm = one_call.total_norm(listed)
     return stock_get_total_norm(listed, norm_type, False, foreach) if norm is None else norm
 
 
@@ -85,9 +84,7 @@ def clip_grads_with_norm_(
 
 
 @functools.wraps(stock_clip_grad_value_)
-def clip_grad_value_(
-    parameters: Tensors, clip_value: float, foreach: bool | None = None
-) -> None:
+def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | None = None) -> None:
     if is_compiling() or not _is_number(clip_value):
         return stock_clip_grad_value_(parameters, clip_value, foreach)
     params = _listed(parameters)

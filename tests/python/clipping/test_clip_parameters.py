@@ -87,6 +87,23 @@ def test_mixed_dtypes():
     same(script)
 
 
+def test_a_gradient_without_dimensions_beside_a_wider_one():
+    """The norm is float64, and so is the product of two tensors without dimensions."""
+
+    def script(wrap):
+        params = [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(9).double())]
+        optimizer = wrap(adamw(params))
+        for i in range(20):
+            params[0].grad = torch.tensor(1 / (3 + i))
+            params[1].grad = torch.linspace(-1, 1 + i, 9).double()
+            yield "norm", clip(wrap, params)
+            yield "gradients", [p.grad for p in params]
+            optimizer.step()
+        yield "params", params
+
+    same(script)
+
+
 def odd_gradients():
     base = torch.linspace(-2, 3, 12 * 11).view(12, 11)
     yield "transposed", base.t().contiguous().t()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch.nn.utils' own functions on parameters of fused optimizers: everything in one call of the
+library, with PyTorch's bits, and PyTorch's own where that can't be."""
+
+import math
+import os
+import subprocess
+import sys
+
+import generated_gradients
+import pytest
+import torch
+from clip_scripts import DTYPES, STEPS, TIGHT, backward, gradients, long_net, twin_of
+from common import adamw, assert_same_tensor, everything, loss_of, net, same
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import optfuse
+from optfuse._clipping import torch_functions
+from optfuse._clipping.torch_functions import (
+    stock_clip_grad_norm_,
+    stock_clip_grad_value_,
+)
+
+WAYS = pytest.mark.parametrize("at_once", (True, False), ids=("at once", "later"))
+
+
+def clipped_net(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = long_net(dtype)
+    optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Forward(**options))
+    backward(model, 0, dtype)
+    return model, optimizer, twin_of(model)
+
+
+def assert_same_gradients(model, twin):
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_same_tensor("gradient", p.grad, q.grad)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """PyTorch's own functions are not called."""
+
+    def fail(*_, **__):
+        raise AssertionError("PyTorch's own function was called")
+
+    for name in ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_"):
+        monkeypatch.setattr(torch_functions, f"stock_{name}", fail)
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_type", (2.0, 2, 1.0, math.inf))
+@pytest.mark.parametrize("foreach", (None, True, False))
+def test_all_is_done_in_one_call(request, alone, at_once, dtype, norm_type, foreach):
+    if at_once:
+        request.getfixturevalue("small_gradients_go_at_once")
+    model, _optimizer, twin = clipped_net(dtype)
+    options = {"norm_type": norm_type, "foreach": foreach}
+    ours = nn.utils.clip_grad_norm_(model.parameters(), TIGHT, **options)
+    stock = generated_gradients.reference(list(twin.parameters()), TIGHT, norm_type, foreach)
+    assert_same_tensor("norm", ours, stock)
+    assert_same_gradients(model, twin)
+
+
+def test_a_function_that_was_imported_before_gains_too(alone):
+    model, _optimizer, twin = clipped_net()
+    ours = stock_clip_grad_norm_(model.parameters(), TIGHT)
+    assert_same_tensor(
+        "norm", ours, generated_gradients.reference([*twin.parameters()], TIGHT, 2.0, None)
+    )
+    assert_same_gradients(model, twin)
+
+
+def test_values(alone):
+    model, _optimizer, twin = clipped_net()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    stock_clip_grad_value_(twin.parameters(), 1e-3)
+    assert_same_gradients(model, twin)
+
+
+@WAYS
+@pytest.mark.parametrize("scales", (True, False), ids=("GradScaler", "unscaled"))
+def test_whole_trainings(request, at_once, scales):
+    if at_once:
+        request.getfixturevalue("small_gradients_go_at_once")
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(adamw(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", enabled=scales, growth_interval=2)
+        for i in range(2 * STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, i)).backward()
+            if i == 3:
+                model[0].weight.grad[0, 0] = math.inf
+            scaler.unscale_(optimizer)
+            yield "norm", nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
+            if i % 3 == 2:
+                yield "gradients", gradients(model)
+            scaler.step(optimizer)
+            scaler.update()
+            yield "scale", scaler.get_scale()
+        yield from everything(model, optimizer)
+
+    same(script)
+
+
+def test_small_gradients_are_multiplied_at_once(small_gradients_go_at_once):
+    model, _optimizer, twin = clipped_net()
+    kept = [p.grad.detach() for p in model.parameters()]  # and so are others of the same memory
+    versions = [g._version for g in kept]
+    nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
+    generated_gradients.reference([*twin.parameters()], TIGHT, 2.0, None)
+    for g, q in zip(kept, twin.parameters(), strict=True):
+        assert_same_tensor("gradient", g, q.grad)
+    assert all(g._version > version for g, version in zip(kept, versions, strict=True))
+
+
+def test_denormals_are_flushed_where_the_factor_is_1(small_gradients_go_at_once):
+    p = nn.Parameter(torch.ones(40))
+    optimizer = optfuse.fuse(adamw([p]))
+    p.grad = torch.full((40,), 1e-40)
+    torch.set_flush_denormal(True)
+    try:
+        nn.utils.clip_grad_norm_([p], 1e9)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (p.grad == 0).all()
+    optfuse.unfuse(optimizer)
+
+
+def test_an_error_changes_nothing():
+    model, _optimizer, twin = clipped_net()
+    for m in (model, twin):
+        m[0].weight.grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        nn.utils.clip_grad_norm_(model.parameters(), TIGHT, error_if_nonfinite=True)
+    assert_same_gradients(model, twin)
+
+
+# Cases that are left to PyTorch
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", (Counting, Functions))
+def test_a_mode_sees_pytorchs_operators(mode):
+    model, _optimizer, twin = clipped_net()
+    with mode() as seen:
+        nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
+    assert not [f for f in seen.seen if "optfuse" in str(f)] and len(seen.seen) > 3
+    generated_gradients.reference([*twin.parameters()], TIGHT, 2.0, None)
+    assert_same_gradients(model, twin)
+
+
+def test_parameters_that_are_not_fused():
+    model, optimizer, twin = clipped_net()
+    strange = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for p in strange:
+        p.grad = torch.ones(3)
+    nn.utils.clip_grad_norm_([*model.parameters(), strange[0]], TIGHT)
+    generated_gradients.reference([*twin.parameters(), strange[1]], TIGHT, 2.0, None)
+    assert_same_gradients(model, twin)
+    assert_same_tensor("gradient", strange[0].grad, strange[1].grad)
+    optfuse.unfuse(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), TIGHT / 2)
+    generated_gradients.reference([*twin.parameters()], TIGHT / 2, 2.0, None)
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("max_norm", (-1.0, torch.tensor(TIGHT), "0.05"))
+def test_odd_arguments(max_norm):
+    model, _optimizer, twin = clipped_net()
+    ours = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    stock = generated_gradients.reference([*twin.parameters()], float(max_norm), 2.0, None)
+    assert_same_tensor("norm", ours, stock)
+    assert_same_gradients(model, twin)
+
+
+def test_no_parameters_at_all():
+    with pytest.warns(UserWarning, match="empty generator"):
+        assert nn.utils.clip_grad_norm_((p for p in ()), 1.0) == 0
+    assert nn.utils.clip_grad_norm_([], 1.0) == 0
+
+
+def test_inside_compiled_code():
+    model, _optimizer, twin = clipped_net()
+    compiled = torch.compile(nn.utils.clip_grad_norm_, backend="eager")
+    ours = compiled([*model.parameters()], TIGHT)
+    assert_same_tensor(
+        "norm", ours, generated_gradients.reference([*twin.parameters()], TIGHT, 2.0, None)
+    )
+    assert_same_gradients(model, twin)
+
+
+def test_summary_says_who_finds_norms():
+    model, optimizer, _ = clipped_net()
+    nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
+    equal = torch.ops.optfuse.norms_are_torchs()
+    expected = "one pass of ours" if equal else "torch's operator"
+    assert optfuse.summary(optimizer).norms == expected
+    assert ("torch's operator finds" in str(optfuse.summary(optimizer))) is not equal
+
+
+# Bits
+
+
+@pytest.mark.parametrize("capability", ("default", "avx2", "avx512"))
+def test_generated_gradients(capability):
+    """A sample; docs/numerics.md has the count of a whole run."""
+    script = os.path.join(os.path.dirname(__file__), "generated_gradients.py")
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run([sys.executable, script, "400"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
