@@ -39,7 +39,7 @@ PARTS = (
     Part("step() in forward mode, in C", ("step in C",), 0.1),
     Part("step() in forward mode, in all", ("step",), 0.16),
     Part("step() in backward mode, in all", ("step, backward fusion",), 0.03),
-    Part("torch's clip_grad_norm_ in forward mode", ("clip",), 0.08),
+    Part("torch's clip_grad_norm_ in forward mode", ("clip",), 0.09),
     Part("the update itself, launched by flush()", ("flush",), 0.055),
     Part("step() of fused=True, with the update", (WHOLE,)),
 )
