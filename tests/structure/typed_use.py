@@ -26,6 +26,7 @@ assert_type(optfuse.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("in
 assert_type(optfuse.summary(optimizer), optfuse.Summary)
 assert_type(str(optfuse.explain(optimizer)), str)
 optfuse.flush()
+optfuse.keep_memory()
 optfuse.drain(optimizer)
 optfuse.register(torch.optim.Adamax, per_parameter=True)
 with optfuse.accumulate(optimizer):

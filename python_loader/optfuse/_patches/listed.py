@@ -419,7 +419,7 @@ PRIVATE = (
     *(
         Private(
             name,
-            "promises/product.cpp",
+            "promises/linear.cpp",
             "panels of a product with the bits of torch.mm()",
             "the first trial of a shape, which compares; without it nothing is promised",
         )
