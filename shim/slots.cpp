@@ -62,6 +62,8 @@ bool find_slots(const std::vector<at::Tensor> &params, std::vector<Slot *> *slot
     const std::lock_guard<std::mutex> guard(slots_lock);
     slots->reserve(params.size());
     for (const at::Tensor &param : params) {
+        if (!param.grad().defined())
+            continue;
         slots->push_back(find_slot(param.unsafeGetTensorImpl()));
         if (slots->back() == nullptr)
             return false;

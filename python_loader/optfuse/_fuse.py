@@ -97,11 +97,12 @@ def fuse(
         mode, which concern parameters of less than 16,384 elements, on GPUs 4 MiB.
         1: each by itself. In backward mode on the CPU larger parameters wait, too,
         where a number is given: at the price of memory.
-    products: "auto": the gradient of a large torch.nn.Linear with few rows is not computed in
-        backward(): .grad stands for it, and the update computes it part by part, in the cache.
-        Whoever looks at .grad before gets its numbers. It is done where a trial on this machine
-        finds the same bits and no loss of time (docs/promises.md). "off": no gradient is a
-        promise. None: what the environment says, OPTFUSE_PRODUCTS, or else "auto".
+    products: "auto": the gradient of a large torch.nn.Linear with few rows, in forward mode also
+        of a large torch.nn.Embedding, is not computed in backward(): .grad stands for it, and the
+        update computes it part by part, in the cache. Whoever looks at .grad before gets its
+        numbers. It is done where a trial on this machine finds the same bits and no loss of time,
+        for embeddings always (docs/promises.md). "off": no gradient is a promise. None: what the
+        environment says, OPTFUSE_PRODUCTS, or else "auto".
     old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import FUSED, checked
-from optfuse._clipping.one_call import TORCHS, norms_are
+from optfuse._clipping.one_call import NOT_TRIED, TORCHS, norms_are
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
 from optfuse._link import link_of
@@ -190,6 +190,7 @@ def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
         compiled=False,
         scaled_steps=0,
         promised=(),
+        norms=NOT_TRIED,
         **_numbers(Counts()),
     )
 

@@ -46,7 +46,9 @@ struct Wrapped {
     c10::Storage before; // its own
 };
 
-void free_wrapped(void *wrapped) { delete static_cast<Wrapped *>(wrapped); }
+void free_wrapped(void *wrapped) {
+    delete static_cast<Wrapped *>(wrapped);
+}
 
 c10::DataPtr &memory_of(const c10::TensorImpl *impl) {
     return storage_of(impl)->_mutable_data_ptr_no_checks();
@@ -133,7 +135,9 @@ bool moves(const char *op) {
            std::strcmp(op, "aten::_has_compatible_shallow_copy_type") == 0;
 }
 
-bool converts(const char *op) { return std::strcmp(op, "aten::_to_copy") == 0; }
+bool converts(const char *op) {
+    return std::strcmp(op, "aten::_to_copy") == 0;
+}
 
 c10::Device with_index(const c10::Device &device) {
     if (device.has_index() || device.is_cpu() || device.is_meta())
@@ -368,9 +372,10 @@ std::string way_out_of_reading(const char *op) {
            (writes ? "; to set one to zero by hand, call its zero_() then" : "");
 }
 
-[[noreturn]] void refuse_reading(const char *op, c10::TensorImpl *impl) {
+[[noreturn]] void refuse_reading(const char *op, c10::TensorImpl *impl, bool is_target) {
     const bool raw = std::strcmp(op, "optfuse::access") == 0;
-    const bool before_step = is_unconfirmed(local_of(impl)), adds = is_second_pass(op);
+    const bool before_step = is_unconfirmed(local_of(impl));
+    const bool adds = is_target && is_second_pass(op);
     const Caller caller = find_caller();
     std::string act = raw ? "an access to raw memory (such as data_ptr)" : op, way_out;
     if (adds) {
@@ -401,7 +406,7 @@ Answer answer_consumed(const char *op, c10::TensorImpl *impl, bool is_target) {
         return Answer::PASS;
     if (converts(op) && !impl->key_set().has(c10::DispatchKey::Python))
         return Answer::CONVERT;
-    refuse_reading(op, impl);
+    refuse_reading(op, impl, is_target);
 }
 
 } // namespace optfuse

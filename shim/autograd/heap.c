@@ -14,7 +14,6 @@
  * Other allocators don't move the end, and have other ways. */
 #include "autograd/heap.h"
 
-#include <limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -76,13 +75,14 @@ static void *put_at_the_end(void) {
 }
 
 #ifdef __GLIBC__
-/* Before 2.35 it refuses a threshold above 32 MB, and takes a limit of the number of such blocks. */
+/* -1 is the largest size. Before 2.35 a threshold above 32 MB is refused, and a limit of the number
+ * of such blocks is taken. */
 static bool keep_large_blocks(void) {
-    return mallopt(M_MMAP_THRESHOLD, INT_MAX) == 1 || mallopt(M_MMAP_MAX, 0) == 1;
+    return mallopt(M_MMAP_THRESHOLD, -1) == 1 || mallopt(M_MMAP_MAX, 0) == 1;
 }
 
 bool of_heap_keep(void) {
-    const bool done = keep_large_blocks() && mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1;
+    const bool done = keep_large_blocks() && mallopt(M_TRIM_THRESHOLD, -1) == 1;
     if (done)
         atomic_store(&keeps_all, true);
     return done;

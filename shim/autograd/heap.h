@@ -17,8 +17,8 @@ void of_heap_leave(void);
 /* At the first gradient of each backward pass of those who use it. It helps the heap of
  * the process, which is that of the thread that began it. */
 void of_heap_begin_backward(void);
-/* From here on malloc gives no memory back to the system, whatever the size of a block, but for what
- * lies in blocks of more than 2 GiB. It can't be undone. False: malloc refuses, or is not glibc's. */
+/* From here on malloc gives no memory of its main heap back to the system, whatever the size of a
+ * block. It can't be undone. False: malloc refuses, or is not glibc's. */
 bool of_heap_keep(void);
 
 #ifdef __cplusplus

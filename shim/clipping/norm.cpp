@@ -26,8 +26,10 @@ bool can_read(const at::Tensor &grad) {
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     return g->layout() == c10::kStrided && g->has_storage() && g->device().is_cpu() &&
            g->dtype().toScalarType() == c10::ScalarType::Float &&
-           !g->key_set().has(c10::DispatchKey::Python) && !is_lazy(g) && !is_consumed(g) &&
-           g->is_contiguous() && g->numel() != 0 && g->numel() < (int64_t{1} << 31);
+           !g->key_set().has(c10::DispatchKey::Python) &&
+           !g->key_set().has(c10::DispatchKey::Functionalize) && !grad._fw_grad(0).defined() &&
+           !is_lazy(g) && !is_consumed(g) && g->is_contiguous() && g->numel() != 0 &&
+           g->numel() < (int64_t{1} << 31);
 }
 
 // The gradient with its pending factors. *known: the norm, if an earlier pass has found it; else
@@ -47,7 +49,7 @@ of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
 // Longest first, each whole: its sum is in PyTorch's order. All threads compute as this one.
 void find_norms(std::vector<of_norm> &items) {
     static of_norm_fn *const norm = of_norm_find(of_isa_detect());
-    constexpr size_t kWorthAThread = 32768, kAtATime = 8;
+    constexpr size_t kWorthAThread = 32768;
     std::vector<of_norm *> order;
     size_t total = 0;
     for (of_norm &item : items) {
@@ -58,13 +60,20 @@ void find_norms(std::vector<of_norm> &items) {
     std::stable_sort(order.begin(), order.end(), longer);
     if (total < kWorthAThread || thread_count() == 1)
         return norm(order.data(), order.size());
+    // Long ones go to threads one by one, the rest by so many at a time.
+    constexpr size_t kAtATime = 8;
+    const auto is_long = [](const of_norm *item) { return item->n >= kWorthAThread; };
+    const size_t n_long = static_cast<size_t>(std::count_if(order.begin(), order.end(), is_long));
+    const size_t n_ranges = n_long + (order.size() - n_long + kAtATime - 1) / kAtATime;
     std::atomic<size_t> next{0};
     const unsigned floating = of_floating_now();
     const auto work = [&](int64_t, int64_t) {
         const unsigned outside = of_floating_now();
         of_floating_set(floating);
-        for (size_t i = next.fetch_add(kAtATime); i < order.size(); i = next.fetch_add(kAtATime))
-            norm(&order[i], std::min(kAtATime, order.size() - i));
+        for (size_t range = next++; range < n_ranges; range = next++) {
+            const size_t i = range < n_long ? range : n_long + (range - n_long) * kAtATime;
+            norm(&order[i], range < n_long ? 1 : std::min(kAtATime, order.size() - i));
+        }
         of_floating_set(outside);
     };
     in_parallel(thread_count(), 1, work);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // norm_trial.cpp: whether our norms have the bits of PyTorch's operator. It takes less than a
 // millisecond.
+#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
@@ -41,8 +42,13 @@ bool are_equal(float spread) {
     for (const int64_t n : all)
         items.push_back({numbers.const_data_ptr<float>(), static_cast<size_t>(n), {1, 1}, 0, true});
     find_norms(items);
+    std::vector<at::Tensor> tensors;
+    for (const int64_t n : all)
+        tensors.push_back(numbers.narrow(0, 0, n));
+    const std::vector<at::Tensor> theirs = at::_foreach_norm(tensors, 2);
     for (size_t i = 0; i < all.size(); i++)
-        if (at::linalg_vector_norm(numbers.narrow(0, 0, all[i]), 2).item<float>() != items[i].norm)
+        if (at::linalg_vector_norm(tensors[i], 2).item<float>() != items[i].norm ||
+            theirs[i].item<float>() != items[i].norm)
             return false;
     return true;
 }

@@ -243,9 +243,9 @@ int64_t wait_from(int64_t numel) {
 void make_ready(const std::vector<GradientOf> &of) {
     for (const GradientOf &g : of) {
         await_gradient(g.grad());
-        // An optimizer's own code may write to the gradient, and so may programs; our rules don't.
-        const bool may_write = g.plan->rule->external || writes_gradient(g.slot);
-        if (may_write && g.grad().defined())
+        // An update that writes to the gradient: by an optimizer's own code, by a program, or of
+        // another parameter that has the same memory.
+        if (g.grad().defined())
             launch_others(g.grad().unsafeGetTensorImpl(), of_launch_at);
     }
     sweep(of);

@@ -167,7 +167,7 @@ struct WeightTask final : Task {
     // stream's to do; so dX unpacks for a dW on another one.
     at::Tensor input() const { return kept_x.tensor.defined() ? kept_x.tensor : x.unpack(); }
     // Undefined: the product has to be computed now. A promise goes the way of a gradient: whoever
-    // else contributes to it, or looks on the way, has it computed.
+    // looks on the way has it computed; a cast, and a contribution that is a promise, are no look.
     at::Tensor promise(const at::Tensor &g, const at::Tensor &rows) const {
         const std::shared_ptr<PromisingLayer> &layer = use.known.promising;
         if (!layer || use.known.layer || use.known.watched || use.known.input_weight || !by_rows ||

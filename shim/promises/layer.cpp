@@ -2,6 +2,7 @@
 #include "promises/layer.h"
 
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -25,7 +26,7 @@ constexpr unsigned kLast = 0xf;
 constexpr int kTooMany = 2;
 
 bool has_form(const at::Tensor &t) {
-    return t.layout() == c10::kStrided && t.device().is_cpu() && t.dim() == 2 &&
+    return t.layout() == c10::kStrided && t.device().is_cpu() && t.has_storage() && t.dim() == 2 &&
            can_multiply(t.scalar_type()) && !is_lazy(t.unsafeGetTensorImpl()) &&
            !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
 }
@@ -33,6 +34,12 @@ bool has_form(const at::Tensor &t) {
 // The factors are kept in the gradient's place, and are small beside it.
 bool is_thin(int64_t rows, int64_t n, int64_t k) {
     return 2 * rows * (n + k) <= n * k;
+}
+
+// PyTorch's product in backward() casts what it gets, too.
+bool is_cast_by_autocast(at::ScalarType dtype) {
+    return at::autocast::is_autocast_enabled(at::kCPU) && dtype != at::kDouble &&
+           dtype != at::autocast::get_autocast_dtype(at::kCPU);
 }
 
 // As a profiler does that records shapes or stacks.
@@ -90,6 +97,8 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
     if (!has_form(dy) || !has_form(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
         x.numel() == 0)
         return "panels take dense matrices of one dtype on the CPU";
+    if (is_cast_by_autocast(x.scalar_type()))
+        return "autocast is on in backward";
     if (x.element_size() == 2 && !at::globalContext().userEnabledMkldnn())
         return "panels of 16 bits are oneDNN's, which is off";
     switch (try_panels(dy, x, dtype, forced_)) {
@@ -131,7 +140,7 @@ at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
 }
 
 bool PromisingLayer::takes_rows_of(const at::Tensor &dy) {
-    return dy.layout() == c10::kStrided && dy.device().is_cpu() &&
+    return dy.layout() == c10::kStrided && dy.device().is_cpu() && dy.has_storage() &&
            (dy.scalar_type() == at::kFloat || dy.scalar_type() == at::kDouble) &&
            !is_lazy(dy.unsafeGetTensorImpl()) &&
            !dy.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
@@ -165,7 +174,7 @@ bool PromisingLayer::takes(const WeightProduct &sum) const {
 
 void PromisingLayer::note_added() {
     const std::lock_guard<std::mutex> guard(layers_lock());
-    counts_.promised--;
+    counts_.promised -= counts_.promised != 0;
 }
 
 void PromisingLayer::note_panels() {

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <exception>
@@ -61,9 +62,19 @@ Mkldnn mkldnn_matmul() {
     return found;
 }
 
+// As long as one lives oneDNN computes on this thread alone, as it does inside a parallel region.
+struct SerialOneDnn {
+    SerialOneDnn() { omp_set_num_threads(1); }
+    ~SerialOneDnn() { omp_set_num_threads(before); }
+    SerialOneDnn(const SerialOneDnn &) = delete;
+    SerialOneDnn &operator=(const SerialOneDnn &) = delete;
+    const int before = omp_get_max_threads();
+};
+
 void multiply_16_bits(const at::Tensor &dy, const at::Tensor &x, int64_t first, int64_t end,
                       void *out) {
     const SerialMkl alone;
+    const SerialOneDnn alone_too;
     const PlainMode plain;
     mkldnn_matmul()(dy.slice(1, first, end).t(), x,
                     at::from_blob(out, {end - first, x.size(1)}, x.options()), 0, 1);

@@ -100,6 +100,7 @@ struct AskForPromise final : torch::autograd::FunctionPreHook {
         return !at::GradMode::is_enabled() && end != nullptr && end->post_hooks().empty();
     }
     variable_list operator()(const variable_list &grads) override {
+        asked_here = {}; // of a node that has failed
         if (grads.size() != 1 || !grads[0].defined() || !goes_to_grad() ||
             !layer->takes_rows_of(grads[0]))
             return grads;
@@ -133,7 +134,7 @@ at::Tensor gradient_of_embedding(const Stack &stack) {
 
 bool answer_with_promise(const char *op, Stack *stack, size_t n) {
     if ((n != kArgumentsOfTo && n != kArgumentsOfItsBackward && n != kArgumentsOfAdd) ||
-        !is_in_backward())
+        !is_in_backward() || at::GradMode::is_enabled())
         return false;
     at::Tensor answer;
     if (n == kArgumentsOfTo && std::strcmp(op, "aten::to") == 0)

@@ -94,23 +94,30 @@ class CastProduct final : public WeightProduct {
 
 class SumProduct final : public WeightProduct {
   public:
-    SumProduct(SharedProduct a, SharedProduct b)
-        : WeightProduct(a->rows(), a->columns(), a->dtype(), a->panel_rows()), a_(std::move(a)),
-          b_(std::move(b)) {}
-    size_t factor_bytes() const override { return a_->factor_bytes() + b_->factor_bytes(); }
+    explicit SumProduct(std::vector<SharedProduct> of)
+        : WeightProduct(of[0]->rows(), of[0]->columns(), of[0]->dtype(), of[0]->panel_rows()),
+          terms(std::move(of)) {}
+    size_t factor_bytes() const override {
+        size_t sum = 0;
+        for (const SharedProduct &term : terms)
+            sum += term->factor_bytes();
+        return sum;
+    }
+    const std::vector<SharedProduct> terms; // added from the first to the last
 
   private:
     bool fill(int64_t first, int64_t end, void *out) const override {
-        const Room room(b_->panel_bytes());
-        if (room.memory() == nullptr || !a_->compute(first, end, out) ||
-            !b_->compute(first, end, room.memory()))
+        if (!terms[0]->compute(first, end, out))
             return false;
+        const Room room(panel_bytes());
         const PlainMode plain;
-        tensor_of(out, *this, end - first).add_(tensor_of(room.memory(), *b_, end - first));
+        for (size_t i = 1; i < terms.size(); i++) {
+            if (room.memory() == nullptr || !terms[i]->compute(first, end, room.memory()))
+                return false;
+            tensor_of(out, *this, end - first).add_(tensor_of(room.memory(), *this, end - first));
+        }
         return true;
     }
-
-    const SharedProduct a_, b_;
 };
 
 } // namespace
@@ -122,7 +129,12 @@ SharedProduct cast_product(SharedProduct product, at::ScalarType dtype) {
 SharedProduct sum_of_products(const SharedProduct &a, SharedProduct b) {
     const bool are_alike = a->rows() == b->rows() && a->columns() == b->columns() &&
                            a->dtype() == b->dtype() && a->panel_rows() == b->panel_rows();
-    return are_alike ? std::make_shared<const SumProduct>(a, std::move(b)) : nullptr;
+    if (!are_alike)
+        return nullptr;
+    const auto *sum = dynamic_cast<const SumProduct *>(a.get());
+    std::vector<SharedProduct> terms = sum != nullptr ? sum->terms : std::vector<SharedProduct>{a};
+    terms.push_back(std::move(b));
+    return std::make_shared<const SumProduct>(std::move(terms));
 }
 
 int64_t rows_of_panel(int64_t rows, int64_t row_bytes) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// product.h: the gradient of a weight as a product of two thin matrices, or a sum of such products.
-// The factors are copies, so that nobody else can write to them. Any thread computes, any part at
-// any time.
+// product.h: the gradient of a weight as a product of two thin matrices (linear.h, embedding.h),
+// its cast, or a sum of such. The factors are copies, so that nobody else can write to them. Any
+// thread computes, any part at any time.
 #pragma once
 
 #include <c10/core/ScalarType.h>

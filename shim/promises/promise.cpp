@@ -57,21 +57,19 @@ Launched launched_of(const c10::StorageImpl *storage) {
     return promise == nullptr ? Launched() : Launched{promise->product, promise->layer};
 }
 
-// a + b, and whose gradient it is; null: one of them has been computed, or they have to be.
+// a + b, and whose gradients these are; null: one of them has been computed, or they have to be.
 struct Sum {
     SharedProduct product;
-    std::shared_ptr<PromisingLayer> of;
+    Launched left, right;
 };
 
 Sum sum_of(const c10::StorageImpl *a, const c10::StorageImpl *b) {
-    const Launched left = launched_of(a), right = launched_of(b);
-    if (!left.product || !right.product)
-        return {};
-    SharedProduct sum = sum_of_products(left.product, right.product);
+    Launched left = launched_of(a), right = launched_of(b);
+    SharedProduct sum =
+        left.product && right.product ? sum_of_products(left.product, right.product) : nullptr;
     if (!sum || !left.layer->takes(*sum))
         return {};
-    right.layer->note_added();
-    return {std::move(sum), left.layer};
+    return {std::move(sum), std::move(left), std::move(right)};
 }
 
 enum class Given { DONE, COMPUTED_ALREADY, CHANGED };
@@ -181,16 +179,22 @@ at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype) {
 
 at::Tensor sum_of_promises(const c10::StorageImpl *a, const c10::StorageImpl *b) {
     const Sum sum = sum_of(a, b);
-    return sum.product ? make_promise(sum.product, sum.of) : at::Tensor();
+    if (!sum.product)
+        return {};
+    sum.right.layer->note_added();
+    return make_promise(sum.product, sum.left.layer);
 }
 
 bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other) {
     const Sum sum = sum_of(to, other);
-    const std::lock_guard<std::mutex> guard(promises().lock);
-    Promise *promise = sum.product ? promise_of(to) : nullptr;
-    if (promise == nullptr)
-        return false;
-    promise->product = sum.product;
+    {
+        const std::lock_guard<std::mutex> guard(promises().lock);
+        Promise *promise = sum.product ? promise_of(to) : nullptr;
+        if (promise == nullptr || promise->product != sum.left.product)
+            return false;
+        promise->product = sum.product;
+    }
+    sum.right.layer->note_added();
     return true;
 }
 

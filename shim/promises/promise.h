@@ -25,7 +25,7 @@ at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype);
 // The promise of a sum, as autograd adds up what several uses of a weight contribute; undefined: it
 // has to be computed.
 at::Tensor sum_of_promises(const c10::StorageImpl *a, const c10::StorageImpl *b);
-// From here on the first is a promise of the sum. False: it has to be computed.
+// From here on the first is a promise of the sum. False: it has to be computed, or has been.
 bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other);
 // Whether this process has made any: most make none, and are asked at each update.
 extern std::atomic<bool> any_promise_made;

@@ -14,8 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import optfuse
-from optfuse._ab import result
-from optfuse._clipping import clip_norm
+from optfuse._ab.interval import median_interval
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ADAMW = torch.ops.aten._fused_adamw_.default
@@ -144,7 +143,5 @@ def test_fused_where_new_tensors_go_to_the_gpu_by_default():
 
 
 def test_what_else_draws_numbers_does_so_on_the_cpu():
-    on_the_cpu = clip_norm._our_norm_is_torchs.__wrapped__()  # as this CPU's operators sum
     with torch.device(NAME):
-        assert clip_norm._our_norm_is_torchs.__wrapped__() == on_the_cpu
-        assert result.median_interval([2.0, 4.0]).median == 3.0
+        assert median_interval([2.0, 4.0]).median == 3.0

@@ -29,6 +29,8 @@ def _are_plain(tensors: list[Tensor]) -> bool:
     """Whether nobody but PyTorch's own operators would see what is done to them."""
     if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
         return False
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace
+        return False
     return _PLAIN.issuperset(map(type, tensors))
 
 
@@ -66,7 +68,7 @@ def clip_value(params: list[Tensor], limit: float) -> bool | None:
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor | None:
-    """The 2-norm of whatever tensors, as long as somebody has fused an optimizer."""
+    """The 2-norm of whatever tensors, as long as all fused optimizers are in forward mode."""
     modes = {link.mode for link in list(_link.links.values())}
     if modes != {FORWARD} or not _are_plain(tensors):
         return None

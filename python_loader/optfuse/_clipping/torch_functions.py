@@ -95,12 +95,13 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
 
 def install() -> None:
     """Once per process. PyTorch's clip_grad_norm_ looks two of them up by their private names: so
-    those who have imported it before gain, too."""
+    those who have imported it before gain, too. Its own name there stays PyTorch's, by which pickle
+    finds what was imported before."""
+    for ours in (clip_grad_norm_, get_total_norm, clip_grads_with_norm_, clip_grad_value_):
+        ours.__module__ = utils.__name__  # where pickle finds ours
     replace(utils, "clip_grad_norm_", clip_grad_norm_)
     replace(utils, "get_total_norm", get_total_norm)
     replace(utils, "clip_grads_with_norm_", clip_grads_with_norm_)
     replace(utils, "clip_grad_value_", clip_grad_value_)
-    replace(clip_grad, "clip_grad_norm_", clip_grad_norm_)
-    replace(clip_grad, "clip_grad_value_", clip_grad_value_)
     replace(clip_grad, "_get_total_norm", get_total_norm)
     replace(clip_grad, "_clip_grads_with_norm_", clip_grads_with_norm_)

@@ -125,14 +125,10 @@ PATCHES = (
         asked_by="torch.amp.GradScaler.unscale_",
     ),
     *(
-        patch
+        Patch(f"torch.nn.utils.{name}", _CLIPS, takes)
         for name, takes in (
             ("clip_grad_norm_", ("parameters", "max_norm", "norm_type", "error_if_nonfinite")),
             ("clip_grad_value_", ("parameters", "clip_value")),
-        )
-        for patch in (
-            Patch(f"torch.nn.utils.{name}", _CLIPS, takes),
-            Patch(f"{_CLIP}.{name}", _CLIPS),  # the same function
         )
     ),
     *(

@@ -2,8 +2,10 @@
 """torch.nn.utils' own functions on parameters of fused optimizers: everything in one call of the
 library, with PyTorch's bits, and PyTorch's own where that can't be."""
 
+import gc
 import math
 import os
+import pickle
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ import torch
 from clip_scripts import DTYPES, STEPS, TIGHT, backward, gradients, long_net, twin_of
 from common import adamw, assert_same_tensor, everything, loss_of, net, same
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +30,7 @@ WAYS = pytest.mark.parametrize("at_once", (True, False), ids=("at once", "later"
 
 
 def clipped_net(dtype=torch.float32, **options):
+    gc.collect()  # beside an optimizer in backward mode norms are PyTorch's
     torch.manual_seed(0)
     model = long_net(dtype)
     optimizer = optfuse.fuse(adamw(model.parameters()), optfuse.Forward(**options))
@@ -202,6 +206,52 @@ def test_no_parameters_at_all():
     with pytest.warns(UserWarning, match="empty generator"):
         assert nn.utils.clip_grad_norm_((p for p in ()), 1.0) == 0
     assert nn.utils.clip_grad_norm_([], 1.0) == 0
+
+
+def test_what_was_imported_before_is_pickled():
+    clipped_net()
+    for function in (stock_clip_grad_norm_, stock_clip_grad_value_, nn.utils.clip_grad_norm_):
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_parameters_without_a_gradient_may_be_anybodys(alone):
+    """As those that are frozen, which no optimizer has."""
+    model, _optimizer, twin = clipped_net()
+    frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+    ours = nn.utils.clip_grad_norm_([frozen, *model.parameters()], TIGHT)
+    stock = generated_gradients.reference([*twin.parameters()], TIGHT, 2.0, None)
+    assert_same_tensor("norm", ours, stock)
+    assert_same_gradients(model, twin)
+
+
+def test_a_gradient_that_another_parameters_update_will_change():
+    """Its memory is that parameter's, and no operator has seen it since step()."""
+
+    def script(wrap):
+        torch.manual_seed(0)
+        p, q = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        optimizers = [wrap(torch.optim.SGD([x], lr=1.0, fused=True)) for x in (p, q)]
+        q.grad = torch.full((4,), 30.0)
+        optimizers[1].step()
+        p.grad = q.data
+        yield "norm", nn.utils.clip_grad_norm_([p], 0.5)
+        yield "gradient", p.grad
+
+    same(script, "forward", prove=False)
+
+
+def test_tensors_that_stand_for_others():
+    """A dual tensor's norm has a tangent; a functionalized tensor has no memory."""
+    clipped_net()
+    x, tangent = torch.randn(5), torch.randn(5)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        norm = nn.utils.get_total_norm([dual], foreach=False)
+        assert forward_ad.unpack_dual(norm).tangent is not None
+    functional = torch.func.functionalize(lambda t: nn.utils.get_total_norm([t]))
+    assert functional(x) == torch.linalg.vector_norm(x)
+    traced = torch.jit.trace(lambda t: t / nn.utils.get_total_norm([t]), x)
+    assert torch.equal(traced(2 * x), 2 * x / torch.linalg.vector_norm(2 * x))
 
 
 def test_inside_compiled_code():

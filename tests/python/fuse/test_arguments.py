@@ -126,6 +126,7 @@ WRONG = {
     },
     "unfuse": {"optimizer": (None, *NOT_FUSED)},
     "flush": {"optimizer": NOT_FUSED},
+    "keep_memory": {},
     "drain": {"optimizer": (None, *NOT_FUSED)},
     "summary": {"optimizer": (None, *NOT_FUSED)},
     "explain": {"optimizer": (None, *NOT_FUSED)},

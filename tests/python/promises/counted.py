@@ -8,5 +8,7 @@ def promises_of(optimizer):
     return optfuse.summary(optimizer).promised
 
 
-def total(optimizer, what):
-    return sum(getattr(layer, what) for layer in promises_of(optimizer))
+def total(optimizer, what, shape=""):
+    """shape: of the weights that count, as str() prints it; all by default."""
+    layers = [layer for layer in promises_of(optimizer) if layer.label.endswith(shape)]
+    return sum(getattr(layer, what) for layer in layers)

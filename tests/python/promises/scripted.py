@@ -10,6 +10,11 @@ from promises.counted import promises_of, total
 STEPS = 3
 WIDTH = 40
 MODES = ("forward", "backward")
+#: Whether oneDNN multiplies numbers of 16 bits here.
+MULTIPLIES = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+}
 
 
 def wide():
@@ -30,8 +35,8 @@ def loss_of(model, i):
 class Counting:
     """Stands in the place of same()'s wrap: counts what became of the gradients."""
 
-    def __init__(self, script):
-        self.script, self.optimizers = script, []
+    def __init__(self, script, shape):
+        self.script, self.shape, self.optimizers = script, str(shape), []
 
     def __call__(self, wrap):
         def counted(optimizer, **options):
@@ -43,12 +48,13 @@ class Counting:
 
     def total(self, what):
         fused = self.optimizers[-1]
-        return total(fused, what)
+        return total(fused, what, self.shape)
 
 
-def equal(script, mode, panels=None, made=None, promised=True, **options):
-    """Stock and fused see the same. panels, made: whether some gradients went that way."""
-    counting = Counting(script)
+def equal(script, mode, panels=None, made=None, promised=True, shape="", **options):
+    """Stock and fused see the same. panels, made: whether some gradients, of weights of this shape,
+    went that way."""
+    counting = Counting(script, shape)
     same(counting, mode, prove=False, **options)
     if promised is not None:
         assert (counting.total("promised") > 0) == promised

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from promises.scripted import (
     MODES,
+    MULTIPLIES,
     STEPS,
     WIDTH,
     batch,
@@ -125,14 +126,7 @@ def test_other_uses_of_the_weight(way, mode):
     def iteration(model, optimizer, i):
         train(model, optimizer, i, loss=lambda m, i: loss(m, batch(i)))
 
-    equal(script_of(iteration), mode)
-
-
-#: Whether oneDNN multiplies numbers of 16 bits here.
-MULTIPLIES = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-}
+    equal(script_of(iteration), mode, promised=way != "autocast" or MULTIPLIES[torch.bfloat16])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -153,6 +147,36 @@ def test_autocast(mode, dtype, make):
 
     is_there = MULTIPLIES[dtype]
     equal(script_of(iteration, make), mode, panels=is_there, promised=is_there)
+
+
+@pytest.mark.parametrize("forward", (True, False))
+def test_backward_under_autocast(forward):
+    """There stock's product casts what it gets."""
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                loss = model(batch(i)).float().square().mean()
+            loss.backward()
+        optimizer.step()
+
+    equal(script_of(iteration, steps=5), "forward", promised=forward and MULTIPLIES[torch.bfloat16])
+
+
+def test_several_gradients_at_once():
+    """PyTorch then computes on a tensor that has no memory of its own."""
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        y = model(batch(i))
+        many = torch.randn(4, *y.shape, generator=torch.Generator().manual_seed(i))
+        weights = [first(model), model[2].weight]
+        yield "gradients", torch.autograd.grad(y, weights, many, is_grads_batched=True)
+        loss_of(model, i).backward()
+        optimizer.step()
+
+    equal(script_of(iteration), "forward", promised=True)
 
 
 @pytest.mark.parametrize("where", ("of the cast", "of the weight"))

@@ -117,7 +117,7 @@ def alone() -> None:
     refused("Cannot access data pointer of Storage", shared[0].data_ptr)
     later = InCxx(shared, 1e-2, "backward")
     backward(shared)
-    refused("under an optfuse::Accumulate", lambda: shared[0].grad.sum())
+    refused("has already applied it", lambda: shared[0].grad.sum())
     later.step()
 
 
