@@ -15,9 +15,9 @@ namespace optfuse {
 // For a plan whose groups are set. tried: see Slot; label: how errors name the parameter.
 void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int64_t tried,
               std::string label);
-// Puts the slots of parameters that have a gradient, in this order, if clipping may leave all to the
-// update.
-// False: one has none, or it has an optimizer in backward mode, or one that is not to do so.
+// Puts the slots of those parameters that have a gradient, in this order. False: one has no slot, or
+// one of an optimizer in backward mode, or of one whose gradients clipping must not leave to the
+// update. The slots live as long as their optimizers, which the caller keeps.
 bool find_slots(const std::vector<at::Tensor> &params, std::vector<Slot *> *slots);
 // Around fork(): a child has none of the threads that could let go of the lock.
 void lock_slots();

@@ -57,8 +57,8 @@ enum class NormsTried { NOT_YET, EQUAL, DIFFERENT };
 NormsTried norms_tried();
 
 // clip.cpp: torch.nn.utils' functions on parameters of fused optimizers. None, or false, and
-// nothing was changed: a gradient is not one that our kernels read and multiply in place, gradients
-// have several dtypes, or a parameter has no optimizer in forward mode.
+// nothing was changed: there is no gradient, or one that our kernels can't multiply in place,
+// gradients have several dtypes, find_slots() says no, or error_if_nonfinite has an error to raise.
 struct Clipped {
     at::Tensor norm;
     bool some_wait;

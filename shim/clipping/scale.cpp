@@ -176,8 +176,8 @@ void set_factors(const std::vector<GradientOf> &of, const at::Tensor &factor) {
             (last = g.plan, g.plan->scalars.set_factor(factor));
 }
 
-// PyTorch multiplies two tensors without dimensions in the wider dtype, and otherwise rounds the
-// factor to the gradient's.
+// PyTorch multiplies two tensors without dimensions in the wider dtype; a factor beside a gradient
+// with dimensions is rounded as docs/numerics.md says.
 bool multiplies_wide(const at::Tensor &grad, const at::Tensor &factor) {
     return grad.defined() && grad.dim() == 0 && grad.scalar_type() != at::kDouble &&
            factor.scalar_type() == at::kDouble &&

@@ -25,10 +25,15 @@ constexpr int64_t kLeastElements = 1 << 18;
 constexpr unsigned kLast = 0xf;
 constexpr int kTooMany = 2;
 
-bool has_form(const at::Tensor &t) {
-    return t.layout() == c10::kStrided && t.device().is_cpu() && t.has_storage() && t.dim() == 2 &&
-           can_multiply(t.scalar_type()) && !is_lazy(t.unsafeGetTensorImpl()) &&
+// A tensor with memory on the CPU that holds its numbers as they are.
+bool is_plain_memory(const at::Tensor &t) {
+    return t.layout() == c10::kStrided && t.device().is_cpu() && t.has_storage() &&
+           !is_lazy(t.unsafeGetTensorImpl()) &&
            !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+}
+
+bool is_factor(const at::Tensor &t) {
+    return is_plain_memory(t) && t.dim() == 2 && t.numel() != 0 && can_multiply(t.scalar_type());
 }
 
 // The factors are kept in the gradient's place, and are small beside it.
@@ -94,8 +99,7 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
                                     at::ScalarType dtype) {
     if (const char *why = why_not_now())
         return why;
-    if (!has_form(dy) || !has_form(x) || dy.scalar_type() != x.scalar_type() || dy.numel() == 0 ||
-        x.numel() == 0)
+    if (!is_factor(dy) || !is_factor(x) || dy.scalar_type() != x.scalar_type())
         return "panels take dense matrices of one dtype on the CPU";
     if (is_cast_by_autocast(x.scalar_type()))
         return "autocast is on in backward";
@@ -140,10 +144,8 @@ at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
 }
 
 bool PromisingLayer::takes_rows_of(const at::Tensor &dy) {
-    return dy.layout() == c10::kStrided && dy.device().is_cpu() && dy.has_storage() &&
-           (dy.scalar_type() == at::kFloat || dy.scalar_type() == at::kDouble) &&
-           !is_lazy(dy.unsafeGetTensorImpl()) &&
-           !dy.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+    return is_plain_memory(dy) &&
+           (dy.scalar_type() == at::kFloat || dy.scalar_type() == at::kDouble);
 }
 
 at::Tensor PromisingLayer::promise_rows(const std::shared_ptr<PromisingLayer> &self,

@@ -1,21 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients here are small, and small ones are multiplied at once. Most tests are about those that
-wait."""
-
-import pytest
-
-from optfuse._library.bindings import lib
-
-ALWAYS = 0
-
-
-@pytest.fixture(autouse=True)
-def small_gradients_wait():
-    usual = lib.of_shim_wait_from(ALWAYS)
-    yield usual
-    lib.of_shim_wait_from(usual)
-
-
-@pytest.fixture
-def small_gradients_go_at_once(small_gradients_wait):
-    lib.of_shim_wait_from(small_gradients_wait)
+from small_gradients import small_gradients_go_at_once, small_gradients_wait  # noqa: F401
