@@ -120,6 +120,7 @@ def test_the_page_is_one_file_that_loads_nothing(whole):
     assert ("pip install matplotlib" in text) is not has_matplotlib()
 
 
+@rare
 def test_a_script_that_draws_from_the_clock_is_not_reproducible():
     said = verdict(compared("mlp.py", "noise"))
     assert said.startswith(

@@ -111,7 +111,6 @@ def test_what_a_script_prints_is_not_markup():
 # Training that differs
 
 
-@rare
 @functools.cache
 def drawing():
     return comparison([5.0, 6.0, 5.5, 5.2, 5.1])
