@@ -48,9 +48,9 @@ double tolerance(at::ScalarType dtype) {
 }
 
 // The same ones for both, wherever they go: tensors of all sizes, twice.
-class Numbers {
+class TrialNumbers {
   public:
-    explicit Numbers(const at::TensorOptions &there) : as(there) {}
+    explicit TrialNumbers(const at::TensorOptions &there) : as(there) {}
     Tensors next() {
         Tensors made;
         for (int half = 0; half < 2; half++)
@@ -78,7 +78,7 @@ std::vector<Tensors> state_of(const of_rule &rule, const std::vector<double> &hy
 
 Tensors train_by_reference(const of_rule &rule, const std::vector<double> &hyper,
                            const at::TensorOptions &there) {
-    Numbers numbers(there);
+    TrialNumbers numbers(there);
     const Tensors params = numbers.next();
     const std::vector<Tensors> state = state_of(rule, hyper, params);
     for (int step = 1; step <= kSteps; step++) {
@@ -158,7 +158,7 @@ class Trial {
 
 Tensors train(const of_rule &rule, const std::vector<double> &hyper, const at::TensorOptions &there,
               const std::string &label) {
-    Numbers numbers(there);
+    TrialNumbers numbers(there);
     const Tensors params = numbers.next();
     Trial trial(rule, hyper, params, label);
     for (int step = 1; step <= kSteps; step++) {
@@ -205,7 +205,8 @@ bool compare(const of_rule &rule, const std::vector<double> &hyper, const at::Te
              const std::string &label) {
     const PlainMode plain;
     const Tensors ours = train(rule, hyper, there, label);
-    const Tensors theirs = train_by_reference(rule, hyper, there), start = Numbers(there).next();
+    const Tensors theirs = train_by_reference(rule, hyper, there),
+                  start = TrialNumbers(there).next();
     double worst = 0.0;
     for (size_t i = 0; i < ours.size(); i++) {
         const double d = distance(ours[i], theirs[i], start[i]);

@@ -21,31 +21,31 @@ namespace {
 
 // The facts that decide how PyTorch and cuBLAS multiply, as long as the settings are the usual
 // ones: the GPU, rows, columns and layout of the first x, and the numbers.
-using Kind = std::tuple<int, int64_t, int64_t, bool, double, double, double>;
+using MatrixKind = std::tuple<int, int64_t, int64_t, bool, double, double, double>;
 
-Kind kind_of(const at::Tensor &x, const Polynomial &p) {
+MatrixKind kind_of(const at::Tensor &x, const Polynomial &p) {
     return {x.device().index(), x.size(0), x.size(1), x.is_contiguous(), p.a, p.b, p.c};
 }
 
 std::mutex table_lock; // nothing else is done under it
 
-std::map<Kind, std::string> &table() { // why not by cuBLAS; empty: by it
-    static auto *verdicts = new std::map<Kind, std::string>; // until the process ends
+std::map<MatrixKind, std::string> &table() { // why not by cuBLAS; empty: by it
+    static auto *verdicts = new std::map<MatrixKind, std::string>; // until the process ends
     return *verdicts;
 }
 
-void remember(const Kind &kind, const std::string &why) {
+void remember(const MatrixKind &kind, const std::string &why) {
     const std::lock_guard<std::mutex> guard(table_lock);
     table()[kind] = why;
 }
 
-std::optional<std::string> verdict(const Kind &kind) {
+std::optional<std::string> verdict(const MatrixKind &kind) {
     const std::lock_guard<std::mutex> guard(table_lock);
     const auto found = table().find(kind);
     return found == table().end() ? std::nullopt : std::optional(found->second);
 }
 
-std::string why_not(const Kind &kind) {
+std::string why_not(const MatrixKind &kind) {
     const std::optional<std::string> why = verdict(kind);
     if (why && !why->empty())
         return *why;
@@ -53,16 +53,15 @@ std::string why_not(const Kind &kind) {
     return settings.empty() && !why ? "there was no trial" : settings;
 }
 
-bool is_promised(const Kind &kind) {
+bool is_promised(const MatrixKind &kind) {
     const std::optional<std::string> why = verdict(kind);
     return why && why->empty() && other_settings().empty();
 }
 
 // A row or a column does not fit: its strides say nothing.
 bool fits_cublas(const at::Tensor &x) {
-    return is_gpu(x.device()) && x.scalar_type() == at::kBFloat16 &&
-           x.layout() == at::kStrided && x.dim() == 2 && x.size(0) > 1 && x.size(1) > 1 &&
-           x.is_non_overlapping_and_dense();
+    return is_gpu(x.device()) && x.scalar_type() == at::kBFloat16 && x.layout() == at::kStrided &&
+           x.dim() == 2 && x.size(0) > 1 && x.size(1) > 1 && x.is_non_overlapping_and_dense();
 }
 
 template <class Multiply>
@@ -104,7 +103,7 @@ std::string compared_safely(const at::Tensor &x, const Polynomial &p) {
 } // namespace
 
 at::Tensor iterated(at::Tensor x, const Polynomial &p, double times) {
-    const Kind kind = kind_of(x, p);
+    const MatrixKind kind = kind_of(x, p);
     bool direct = fits_cublas(x) && (!OF_GUARD(products) || is_promised(kind));
     const auto product = [&](const Product &wanted) {
         if (direct) {
