@@ -91,6 +91,10 @@ class Link:
         confirmed = [p for slot, p in enumerate(params) if not is_ahead(slot)]
         consumed_gradients.drop([*confirmed, *map(local_of, confirmed)])
 
+    def kept(self) -> Optimizer | None:
+        """The optimizer, if it still exists."""
+        return self._optimizer()
+
     def optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
         if optimizer is None:

@@ -9,29 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from optfuse import _link
+from optfuse._arguments.plain import are_plain
 from optfuse._library.bindings import FORWARD, lib
 from optfuse._patches.profiling import addresses_are_noted
 
 #: Who finds norms of float32 gradients.
 NOT_TRIED, OURS, TORCHS = "not tried yet", "one pass of ours", "torch's operator"
 
-_PLAIN = {Tensor, Parameter}
 _ops: Any = torch.ops.optfuse
 _clip, _clip_with_norm = _ops.clip.default, _ops.clip_with_norm.default
 _clip_value, _total_norm = _ops.clip_value.default, _ops.total_norm.default
 _unscale = _ops.unscale.default
 
 
-def _are_plain(tensors: list[Tensor]) -> bool:
-    """Whether nobody but PyTorch's own operators would see what is done to them."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
-        return False
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace
-        return False
-    return _PLAIN.issuperset(map(type, tensors))
+def _owners() -> list[Optimizer | None]:
+    """Keeps them while the library uses what it knows of their parameters: another thread may let
+    go of one meanwhile."""
+    return [link.kept() for link in list(_link.links.values())]
 
 
 def _note_marks() -> None:
@@ -46,8 +43,9 @@ def _note_marks() -> None:
 def clip_norm(
     params: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
-    if not _are_plain(params):
+    if not are_plain(params):
         return None
+    _kept = _owners()
     norm, some_wait = _clip(params, max_norm, norm_type, error_if_nonfinite)
     if some_wait:
         _note_marks()
@@ -55,8 +53,9 @@ def clip_norm(
 
 
 def clip_with_norm(params: list[Tensor], max_norm: float, norm: Tensor) -> bool | None:
-    if not _are_plain([*params, norm]):
+    if not are_plain([*params, norm]):
         return None
+    _kept = _owners()
     some_wait = _clip_with_norm(params, max_norm, norm)
     if some_wait:
         _note_marks()
@@ -64,21 +63,25 @@ def clip_with_norm(params: list[Tensor], max_norm: float, norm: Tensor) -> bool 
 
 
 def clip_value(params: list[Tensor], limit: float) -> bool | None:
-    return _are_plain(params) and _clip_value(params, limit) or None
+    if not are_plain(params):
+        return None
+    _kept = _owners()
+    return _clip_value(params, limit) or None
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor | None:
     """The 2-norm of whatever tensors, as long as all fused optimizers are in forward mode."""
     modes = {link.mode for link in list(_link.links.values())}
-    if modes != {FORWARD} or not _are_plain(tensors):
+    if modes != {FORWARD} or not are_plain(tensors):
         return None
     return _total_norm(tensors)  # type: ignore[no-any-return]
 
 
 def unscale(params: list[Tensor], factor: Tensor) -> bool | None:
     """Whether all were finite."""
-    if not _are_plain(params):
+    if not are_plain(params):
         return None
+    _kept = _owners()
     finite, some_wait = _unscale(params, factor)
     if some_wait:
         _note_marks()

@@ -2,11 +2,13 @@
 """torch.nn.utils' own functions on parameters of fused optimizers: everything in one call of the
 library, with PyTorch's bits, and PyTorch's own where that can't be."""
 
+import gc
 import math
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import generated_gradients
@@ -293,3 +295,25 @@ def test_generated_gradients(capability):
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run([sys.executable, script, "400"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ("_clip", "_clip_value"))
+def test_the_optimizers_live_while_the_library_clips(monkeypatch, name):
+    """Another thread may let go of one meanwhile."""
+    model, *owned = clipped_net()[:2]
+    known = weakref.ref(owned[0])
+    alive = []
+    real = getattr(one_call, name)
+
+    def let_go_first(*args):
+        owned.clear()
+        gc.collect()
+        alive.append(known() is not None)
+        return real(*args)
+
+    monkeypatch.setattr(one_call, name, let_go_first)
+    if name == "_clip":
+        nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
+    else:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    assert alive == [True]
