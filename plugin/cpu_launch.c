@@ -25,6 +25,22 @@ typedef struct of_region {
     bool past_caches; /* of_span.past_caches */
 } of_region;
 
+/* Of elements that have just been updated. */
+static void run_average(const of_update *update, size_t begin, size_t end) {
+    const of_plan *plan = update->plan;
+    const of_inputs *in = &update->in;
+    const size_t numel = (size_t)in->numel;
+    const size_t offset = begin * of_dtype_size(in->dtype);
+    of_span span = {.param = advance(update->average.memory, offset),
+                    .grad = advance(in->param, offset),
+                    .n = end - begin};
+    if (end == numel)
+        span.tail =
+            of_tail(plan->program_rule, plan->reference, in->dtype, plan->vector_bytes, numel);
+    span.square_roots = plan->host.square_roots[in->dtype == OF_FLOAT64];
+    plan->programs[in->dtype]->run(&span, &update->average.program);
+}
+
 void of_run_with(const of_update *update, const void *grad, size_t begin, size_t end,
                  bool past_caches) {
     const of_inputs *in = &update->in;
@@ -42,6 +58,8 @@ void of_run_with(const of_update *update, const void *grad, size_t begin, size_t
     span.square_roots = update->plan->host.square_roots[in->dtype == OF_FLOAT64];
     span.past_caches = past_caches;
     update->kernel->run(&span, update->scalars);
+    if (update->average.program)
+        run_average(update, begin, end);
 }
 
 void of_run_kernel(const of_update *update, size_t begin, size_t end, bool past_caches) {

@@ -27,8 +27,9 @@
 extern "C" {
 #endif
 
-/* Keys: the memory of parameter, gradient, state, step counter and other counters. */
-enum { OF_ABI_VERSION = 13, OF_MAX_KEYS = 3 + OF_MAX_STATE };
+/* Keys: the memory of parameter, gradient, state, step counter and other counters; and of an
+ * average. */
+enum { OF_ABI_VERSION = 14, OF_MAX_KEYS = 4 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {
@@ -180,6 +181,10 @@ typedef struct of_host {
      * returns true; or returns false, and the update is launched at once,
      * because someone else may see the memory. */
     bool (*defer)(void *ctx, void *references);
+    /* optional: the same for the average of a pending update (of_average_behind()), under the
+     * plan's lock. The references keep its memory and its program until release(), and settle()
+     * lifts this, too. */
+    void (*defer_average)(void *ctx, void *references, void *average);
     /* The kernel has run (was_deferred: after defer() returned true): lifts
      * what defer() did, marks the gradient as consumed in backward mode. */
     void (*settle)(void *ctx, void *references, bool was_deferred);

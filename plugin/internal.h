@@ -86,6 +86,7 @@ struct of_update {
      * that is registered belong to the registry's lock. */
     unsigned n_factors;
     double factors[OF_MAX_FACTORS];
+    of_average average;      /* made behind it; its program is NULL if there is none */
     of_scale_fn *scale;      /* of a scaling on the CPU */
     float norm;              /* of a scaling: see of_scale_factors() */
     unsigned floating;       /* floating.h: of the thread that created it, as its launch has it */
@@ -162,6 +163,8 @@ struct of_plan {
     size_t passes_a_step;
     of_isa isa;
     const of_kernel *kernels[OF_DTYPE_COUNT]; /* of the CPU; NULL: none */
+    const of_rule *program_rule;              /* of programs, and its kernels there */
+    const of_kernel *programs[OF_DTYPE_COUNT];
     void (*settle[OF_KINDS])(void *ctx, void *references, bool was_deferred); /* the host's */
 
     atomic_size_t users; /* references of hosts */
@@ -258,6 +261,8 @@ typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;
 /* Enters the first n keys, all or none. On a conflict *key is taken by another
  * update, *own, or by one of another plan (*own is NULL). */
 of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own);
+/* One more key of an update that has entered all it has; false: no room, or another has it. */
+bool of_registry_extend(of_update *update, const void *key);
 void of_registry_remove(of_list *list);
 void of_registry_remove_one(of_update *update);
 /* Takes one key from what is in flight there. */

@@ -79,6 +79,7 @@ typedef struct of_counts {
     uint64_t at_close;  /* launched with a bucket, by flush or by the next step */
     uint64_t pending;   /* now */
     uint64_t launches;  /* parallel regions or single calls */
+    uint64_t averages;  /* that were written with their updates */
     uint64_t in_flight; /* now: launched on a device and not known to be done */
     bool threads_seen;  /* a foreign thread used a pending parameter: no more deferring */
     bool past_caches;   /* backward mode, now and by this thread: parameters on the CPU would
@@ -233,6 +234,23 @@ OF_API of_accessed of_launch_at(const void *key, bool foreign);
  * calling thread is neither the one that called step() nor one of the host's
  * engine threads. */
 OF_API of_accessed of_access(const void *key, bool foreign);
+/* An average of a parameter: memory of as many elements of the same dtype, of which a program makes
+ * the next average. To the program the average is the parameter, and the parameter the gradient,
+ * which it only reads; it reads and writes no state. */
+typedef struct of_average {
+    const void *param_key; /* that of the parameter's memory */
+    const void *key;       /* that of the average's, for of_access() */
+    void *memory;
+    int64_t numel;
+    of_dtype dtype;
+    const of_program *program;
+    void *host; /* for of_host.defer_average() */
+} of_average;
+/* Has an average made by the launch of the update that is pending on the parameter, from the updated
+ * elements while they are in cache. False, with nothing done, if none is pending there, if it runs
+ * on a device or by the host, has an average already or was created with another setting of
+ * denormals than this thread's: then the caller makes the average itself. */
+OF_API bool of_average_behind(const of_average *average);
 /* Whether an update is pending on this memory, or in flight. */
 OF_API bool of_is_pending(const void *key);
 /* Whether anything is pending or in flight in the process. Cheap; no lock. */

@@ -118,9 +118,13 @@ static void choose(of_plan *plan, const of_plan_options *options) {
     plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
     for (int device = OF_CPU; device <= OF_CUDA; device++)
         plan->bucket_bytes[device] = bucket_bytes(options, (of_device)device);
-    for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
+    plan->program_rule = of_rule_find("traced");
+    for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
         plan->kernels[dtype] = of_kernel_find(plan->rule->name, options->reference, (of_dtype)dtype,
                                               OF_CPU, options->isa);
+        plan->programs[dtype] = of_kernel_find("traced", options->reference, (of_dtype)dtype,
+                                               OF_CPU, options->isa);
+    }
 }
 
 of_status of_plan_create(const of_host *host, const char *rule, const of_plan_options *options,

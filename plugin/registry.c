@@ -163,6 +163,24 @@ of_added of_registry_add(of_update *update, size_t n, const void **key, of_updat
     return result;
 }
 
+bool of_registry_extend(of_update *update, const void *key) {
+    of_inputs *in = &update->in;
+    table *t = &tables[update->kind->index];
+    bool added = false;
+    pthread_mutex_lock(&lock);
+    if (in->n_keys < OF_MAX_KEYS && update->n_registered == in->n_keys && make_room(t, 1)) {
+        entry *at = seek(t, key);
+        if ((added = !at->key)) {
+            *at = (entry){key, update};
+            t->used++;
+            in->keys[in->n_keys++] = key;
+            update->n_registered++;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return added;
+}
+
 void of_registry_remove(of_list *list) {
     pthread_mutex_lock(&lock);
     for (of_update *update = list->first; update; update = update->next)

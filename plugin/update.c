@@ -12,6 +12,7 @@ void of_inputs_clear(of_update *update) {
     update->n_factors = 0;
     update->factors[0] = update->factors[1] = 1.0;
     update->reader = NULL;
+    update->average.program = NULL;
     update->floating = of_floating_now();
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from optfuse import _gpu
+from optfuse._averages import averaged_model
 from optfuse._backward import loss_scale
 from optfuse._clipping import torch_functions, unscale
 from optfuse._ddp import await_reduction, reduction
@@ -155,6 +156,7 @@ def start() -> None:
     loss_scale.install()
     unscale.install()
     torch_functions.install()
+    averaged_model.install()
     reduction.install()
     await_reduction.install()
     _started = True

@@ -61,6 +61,7 @@ class Summary:
     pending: int
     in_flight: int  # launched on a GPU and not known to be done
     launches: int
+    averages: int  # of AveragedModel, made with the updates of their weights
     threads_seen: bool  # another thread used a pending parameter: no more deferring
     compiled: bool  # compiled code used parameters on a GPU: no more deferring
     norms: str  # who finds those of gradients, to clip them on the CPU
@@ -79,6 +80,7 @@ class Summary:
             f"in {self.launches} launches",
         ]
         lines += [f"  {self.traced}"] if self.traced else []
+        lines += [f"  averages of weights: {self.averages} made with updates"] * (self.averages > 0)
         notes = (*self._notes_on_bits(), *self._notes_on_times())
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
 

@@ -11,6 +11,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
+#include "averages/averages.h"
 #include "clipping/pending.h"
 #include "compat.h"
 #include "external/apply.h"
@@ -141,6 +142,21 @@ bool defer(void *, void *opaque) {
     return true;
 }
 
+// The average is one more part of the update. The core has entered its key.
+void defer_average(void *, void *opaque, void *opaque_average) {
+    References *refs = references_of(opaque);
+    const auto *deferred = static_cast<const DeferredAverage *>(opaque_average);
+    c10::TensorImpl *impl = deferred->average.unsafeGetTensorImpl();
+    refs->average = deferred->average;
+    refs->average_program = deferred->program;
+    refs->storages[refs->n++] =
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(impl));
+    if (OF_GUARD(key))
+        mark(impl);
+    if (OF_GUARD(seal))
+        seal(storage_of(impl));
+}
+
 // Whether zero_grad() has let go of the consumed gradient, and nobody else holds it.
 bool can_reuse_consumed(const at::Tensor &consumed, const at::Tensor &param) {
     return consumed.defined() &&
@@ -177,6 +193,8 @@ void settle(void *, void *opaque, bool was_deferred) {
         if (!of_is_scaled(refs->storages[i].get()) && // else the gradient stays pending
             !is_promise(refs->storages[i].get()))     // or nobody has computed it yet
             unseal(refs->storages[i].get());
+    if (refs->average.defined() && may_take_marks_off(refs->slot->plan))
+        unmark(refs->average.unsafeGetTensorImpl());
     if (refs->on_gpu && was_deferred)
         record_all(refs);
     else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner
@@ -247,6 +265,7 @@ of_host make_host(Plan *plan) {
     host.prefetch = prefetch;
     host.commit = commit;
     host.defer = defer;
+    host.defer_average = defer_average;
     host.settle = settle;
     host.release = release;
     host.drop = drop;
@@ -266,13 +285,17 @@ of_host make_host(Plan *plan) {
     return host;
 }
 
+bool takes_sve256() {
+    return at::get_cpu_capability() == "SVE256";
+}
+
 void fill_reference(of_plan_options *options) {
-    const std::string capability = at::get_cpu_capability();
 #ifdef __aarch64__
     // NEON has fused multiply-adds, too.
     options->reference = OF_REF_CPU_FUSED;
-    options->vector_bytes = capability == "SVE256" ? 32 : 16;
+    options->vector_bytes = takes_sve256() ? 32 : 16;
 #else
+    const std::string capability = at::get_cpu_capability();
     options->reference = capability == "DEFAULT" || capability == "NO AVX" ? OF_REF_CPU_FUSED_PLAIN
                                                                            : OF_REF_CPU_FUSED;
 #endif

@@ -48,6 +48,9 @@ struct References {
     bool grad_mode = true;
     bool as_is = false;
     std::shared_ptr<const Program> program; // of a rule that runs programs
+    // Made behind the update: what is kept until it is.
+    at::Tensor average;
+    std::shared_ptr<const Program> average_program;
     Proxies proxies; // a deferred update's
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,

@@ -10,11 +10,11 @@
 
 #include "fake_device.h"
 
-enum { MAX_BUFFERS = 2 + OF_MAX_STATE };
+enum { MAX_BUFFERS = 3 + OF_MAX_STATE };
 
 typedef struct fake_hold {
     fake_tensor *tensor;
-    fake_buffer *buffers[MAX_BUFFERS]; /* parameter, gradient, state */
+    fake_buffer *buffers[MAX_BUFFERS]; /* parameter, gradient, state, average */
     size_t n_buffers;
     fake_buffer *factor; /* on a device */
     bool inside;  /* the update */
@@ -270,6 +270,16 @@ static bool defer(void *ctx, void *opaque) {
     return true;
 }
 
+/* The key is entered by the core. */
+static void defer_average(void *ctx, void *opaque, void *average) {
+    fake_hold *hold = opaque;
+    record(ctx, "average", hold->tensor->id);
+    require(hold->deferred && !hold->settled, "an average while the update is pending");
+    fake_buffer_retain(average);
+    hold->buffers[hold->n_buffers++] = average;
+    atomic_store(&((fake_buffer *)average)->marked, true);
+}
+
 static void settle(void *ctx, void *opaque, bool was_deferred) {
     fake_host *host = ctx;
     fake_hold *hold = opaque;
@@ -432,6 +442,7 @@ fake_host *fake_host_new(void) {
                             .prefetch = prefetch,
                             .commit = commit,
                             .defer = defer,
+                            .defer_average = defer_average,
                             .settle = settle,
                             .release = release,
                             .drop = drop,

@@ -61,6 +61,7 @@ class Counts(ctypes.Structure):
         ("at_close", ctypes.c_uint64),
         ("pending", ctypes.c_uint64),
         ("launches", ctypes.c_uint64),
+        ("averages", ctypes.c_uint64),
         ("in_flight", ctypes.c_uint64),
         ("threads_seen", ctypes.c_bool),
         ("past_caches", ctypes.c_bool),

@@ -146,6 +146,11 @@ PATCHES = (
             (f"{_CLIP}.{private}", f"{_CLIP}.clip_grad_norm_"),
         )
     ),
+    Patch(
+        "torch.optim.swa_utils.AveragedModel.update_parameters",
+        "averages of weights are made in one call of the library, or with the weights' updates",
+        ("self", "model"),
+    ),
     *(
         Patch(
             f"torch.nn.parallel.DistributedDataParallel.{name}",

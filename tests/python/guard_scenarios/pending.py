@@ -11,10 +11,14 @@ import threading
 import torch
 from common import assert_same, batch, loss_of
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import optfuse
 from guard_scenarios.registry import Pair, guards, must_raise, through_address
 from optfuse import _gpu
+from optfuse._averages.averaged_model import stock_update_parameters
+
+EMA = get_ema_multi_avg_fn(0.5)
 
 
 @guards("key", "seal")
@@ -31,6 +35,19 @@ def an_alias_made_before_sees_the_update():
     arrays = [p.detach().numpy() for p in (pair.theirs[0].weight, pair.ours[0].weight)]
     pair.train(0)
     assert (arrays[0] == arrays[1]).all(), "an array over the weight shows the old one"
+
+
+@guards("average_alias")
+def an_alias_of_an_average_sees_it():
+    pair = Pair()
+    averages = [AveragedModel(m, multi_avg_fn=EMA) for m in (pair.theirs, pair.ours)]
+    arrays = [a.module[0].weight.detach().numpy() for a in averages]
+    for i in range(2):
+        pair.train(i)
+        stock_update_parameters(averages[0], pair.theirs)
+        averages[1].update_parameters(pair.ours)
+    pair.assert_pending()
+    assert (arrays[0] == arrays[1]).all(), "an array over the average shows the old one"
 
 
 @guards("seal", "raw")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch.optim.swa_utils.AveragedModel: its average of all weights is one call of the library
+(shim/averages), which leaves those of pending weights to their updates. Its own averaging runs
+where a weight is not a plain one on the CPU, and for averages that are not PyTorch's."""
+
+from __future__ import annotations
+
+import functools
+from itertools import chain
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Module
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+
+from optfuse import _link
+from optfuse._arguments.plain import are_plain
+from optfuse._patches.replacing import replace
+
+stock_update_parameters = AveragedModel.update_parameters
+
+_average = torch.ops.optfuse.average.default
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_EMA, _EMA_OF_LISTS = swa_utils.get_ema_avg_fn(), swa_utils.get_ema_multi_avg_fn()
+_SWA, _SWA_OF_LISTS = swa_utils.get_swa_avg_fn(), swa_utils.get_swa_multi_avg_fn()
+
+
+#: Formula of averages.h.
+LERP, WEIGHTED, MEAN = range(3)
+
+
+class Averaging(NamedTuple):
+    """One step of an average a of a weight w."""
+
+    formula: int  # lerp(a, w, take), keep * a + take * w, or a + (w - a) / take
+    keep: float
+    take: float
+
+
+def _inner(function: Any) -> Any:
+    """What torch.no_grad() has decorated."""
+    return getattr(function, "__wrapped__", function)
+
+
+def _is_made_as(function: Any, known: Any) -> bool:
+    """Whether both are what one function of PyTorch's returns, perhaps with another decay."""
+    return (
+        type(function) is FunctionType
+        and function.__code__ is known.__code__
+        and getattr(_inner(function), "__code__", None) is _inner(known).__code__
+    )
+
+
+def _decay_of(function: Any) -> float | None:
+    (decay,) = (cell.cell_contents for cell in _inner(function).__closure__)
+    return decay if type(decay) in (float, int) else None
+
+
+def averaging_of(model: AveragedModel) -> Averaging | None:
+    """The next step of its average; None: not one of PyTorch's, or the first, a copy."""
+    count, one, many = model.n_averaged, model.avg_fn, model.multi_avg_fn
+    if type(count) is not Tensor or count.device.type != "cpu" or count.numel() != 1 or not count:
+        return None
+    if one is None and many is None or _is_made_as(one, _SWA):
+        return Averaging(MEAN, 0.0, float(count + 1))
+    if one is None and _is_made_as(many, _SWA_OF_LISTS):
+        return Averaging(LERP, 0.0, float(1 / (count + 1)))  # a tensor's quotient, as in PyTorch
+    function, known = (many, _EMA_OF_LISTS) if one is None else (one, _EMA)
+    decay = _decay_of(function) if _is_made_as(function, known) else None
+    return None if decay is None else Averaging(LERP if one is None else WEIGHTED, decay, 1 - decay)
+
+
+def _pairs(averaged: AveragedModel, model: Module) -> list[tuple[Tensor, Tensor]]:
+    if not averaged.use_buffers:
+        return [*zip(averaged.parameters(), model.parameters(), strict=False)]
+    module = averaged.module
+    theirs = (
+        chain(module.parameters(), module.buffers()),
+        chain(model.parameters(), model.buffers()),
+    )
+    return [*zip(*theirs, strict=False)]
+
+
+def _can_average(averages: list[Tensor], weights: list[Tensor]) -> bool:
+    return (
+        are_plain(averages)
+        and are_plain(weights)
+        and not torch.is_inference_mode_enabled()
+        and all(
+            a.dtype is w.dtype and a.dtype in _DTYPES and a.is_cpu and w.is_cpu
+            for a, w in zip(averages, weights, strict=True)
+        )
+    )
+
+
+@functools.wraps(stock_update_parameters)
+def update_parameters(self: AveragedModel, model: Module) -> None:
+    averaging = averaging_of(self) if _link.links and not is_compiling() else None
+    pairs = _pairs(self, model) if averaging else []
+    averages, weights = [a for a, _ in pairs], [w for _, w in pairs]
+    if averaging is None or not pairs or not _can_average(averages, weights):
+        return stock_update_parameters(self, model)
+    _average(averages, weights, *averaging)
+    if not self.use_buffers:
+        for ours, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
+            ours.detach().copy_(theirs.detach())
+    self.n_averaged += 1
+    return None
+
+
+def install() -> None:
+    """Once per process."""
+    replace(AveragedModel, "update_parameters", update_parameters)

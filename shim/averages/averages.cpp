@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// averages.cpp: see averages.h; and the operator by which Python asks for it.
+#include "averages/averages.h"
+
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/sub.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "arguments.h"
+#include "autograd/consumed.h"
+#include "compat.h"
+#include "error.h"
+#include "guard.h"
+#include "tensor/memory.h"
+#include "tensor/refuse.h"
+
+namespace optfuse {
+namespace {
+
+bool lies_like(const c10::TensorImpl *a, const c10::TensorImpl *p) {
+    return a->dtype() == p->dtype() && a->device() == p->device() &&
+           equal(a->sizes(), p->sizes()) && equal(a->strides(), p->strides()) &&
+           a->is_non_overlapping_and_dense() && a->numel() != 0;
+}
+
+// Whether a launch may write the average: nobody else knows its memory.
+bool can_wait(const at::Tensor &average, const at::Tensor &param, of_dtype *dtype) {
+    c10::TensorImpl *a = average.unsafeGetTensorImpl(), *p = param.unsafeGetTensorImpl();
+    return a->layout() == c10::kStrided && a->has_storage() && a->device().is_cpu() &&
+           dtype_of(a, dtype) && p->has_storage() && lies_like(a, p) && !is_lazy(a) &&
+           !is_consumed(a) && !a->is_inference() && !has_mark(a) && has_mark(p) &&
+           (is_private(storage_of(a), 0) || !OF_GUARD(average_alias));
+}
+
+bool wait(const at::Tensor &average, const at::Tensor &param,
+          const std::shared_ptr<const Program> &program) {
+    of_average item = {};
+    if (!can_wait(average, param, &item.dtype))
+        return false;
+    const c10::TensorImpl *a = average.unsafeGetTensorImpl();
+    DeferredAverage deferred{average, program};
+    item.param_key = storage_of(param.unsafeGetTensorImpl());
+    item.key = storage_of(a);
+    item.memory = written_data_of(a);
+    item.numel = a->numel();
+    item.program = &program->core;
+    item.host = &deferred;
+    if (!of_average_behind(&item))
+        return false;
+    average.unsafeGetTensorImpl()->bump_version();
+    return true;
+}
+
+} // namespace
+
+std::shared_ptr<const Program> program_of(const Averaging &how) {
+    constexpr int64_t kAverage = OF_REGISTER_PARAM, kWeight = OF_REGISTER_GRAD;
+    constexpr int64_t kFirst = OF_REGISTER_TEMPORARY, kSecond = kFirst + 1;
+    std::vector<int64_t> code;
+    std::vector<double> numbers;
+    const auto line = [&](of_operator of, int64_t to, int64_t a, int64_t b, double s) {
+        code.insert(code.end(), {of, to, a, b, 0});
+        numbers.insert(numbers.end(), {s, 0});
+    };
+    switch (how.formula) {
+    case Formula::LERP:
+        line(OF_OPERATOR_lerp, kAverage, kAverage, kWeight, how.take);
+        break;
+    case Formula::WEIGHTED:
+        line(OF_OPERATOR_mul_number, kFirst, kAverage, 0, how.keep);
+        line(OF_OPERATOR_mul_number, kSecond, kWeight, 0, how.take);
+        line(OF_OPERATOR_add, kAverage, kFirst, kSecond, 1);
+        break;
+    default:
+        line(OF_OPERATOR_add, kFirst, kWeight, kAverage, -1);
+        line(OF_OPERATOR_div_number, kFirst, kFirst, 0, how.take);
+        line(OF_OPERATOR_add, kAverage, kAverage, kFirst, 1);
+        break;
+    }
+    return make_program(code, numbers);
+}
+
+void average_by_operators(const std::vector<at::Tensor> &averages,
+                          const std::vector<at::Tensor> &weights, const Averaging &how) {
+    if (how.formula == Formula::LERP)
+        return averages.empty() ? void() : at::_foreach_lerp_(averages, weights, how.take);
+    const at::Tensor count = at::scalar_tensor(static_cast<int64_t>(how.take), at::kLong);
+    for (size_t i = 0; i < averages.size(); i++) {
+        const at::Tensor &a = averages[i], &w = weights[i];
+        a.copy_(how.formula == Formula::WEIGHTED
+                    ? at::add(at::mul(a, how.keep), at::mul(w, how.take))
+                    : at::add(a, at::div(at::sub(w, a), count)));
+    }
+}
+
+int64_t average(const std::vector<at::Tensor> &averages, const std::vector<at::Tensor> &params,
+                const Averaging &how) {
+    if (averages.size() != params.size())
+        fail("optfuse: an average for each parameter");
+    const c10::AutoGradMode no_grad(false);
+    const std::shared_ptr<const Program> program = program_of(how);
+    std::vector<at::Tensor> now, of;
+    for (size_t i = 0; i < params.size(); i++)
+        if (!is_averaged_alike(how, params[i].scalar_type()) ||
+            !wait(averages[i], params[i], program)) {
+            now.push_back(averages[i]);
+            of.push_back(params[i]);
+        }
+    average_by_operators(now, of, how);
+    return static_cast<int64_t>(params.size() - now.size());
+}
+
+namespace {
+
+int64_t average_from_python(const std::vector<at::Tensor> &averages,
+                            const std::vector<at::Tensor> &params, int64_t formula, double keep,
+                            double take) {
+    refuse_fake_tensors("weights are averaged");
+    if (formula < 0 || formula >= static_cast<int64_t>(Formula::COUNT))
+        fail("optfuse: no formula number " + std::to_string(formula));
+    return average(averages, params, {static_cast<Formula>(formula), keep, take});
+}
+
+} // namespace
+} // namespace optfuse
+
+TORCH_LIBRARY_FRAGMENT(optfuse, m) {
+    m.def("average(Tensor[] averages, Tensor[] params, int formula, float keep, float take) -> int",
+          optfuse::average_from_python);
+}
+
+// Else the first use of the weights would launch their updates.
+TORCH_LIBRARY_IMPL(optfuse, TESTING_ONLY_GenericWrapper, m) {
+    m.impl("average", optfuse::average_from_python);
+}

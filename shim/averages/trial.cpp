@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// trial.cpp: the program of an average beside PyTorch's operators, by bits.
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+
+#include "averages/averages.h"
+#include "tensor/host.h"
+#include "tensor/parallel.h"
+#include "tensor/plain_mode.h"
+#include "tensor/refuse.h"
+
+namespace optfuse {
+namespace {
+
+// Short ones; vectors and tails; and more than PyTorch computes on one thread.
+constexpr int64_t kLengths[] = {1, 7, 64, 1003, 100003};
+// lerp takes another formula from 0.5 on.
+constexpr double kTaken[] = {0.1, 1e-4, 0.75};
+constexpr double kCounts[] = {2, 3, 1001};
+
+// From -1 to 1, with zeros and numbers that products make denormal or vanish.
+at::Tensor numbers(int64_t n, uint32_t random, at::ScalarType dtype) {
+    const at::Tensor made = at::empty({n}, at::kFloat);
+    for (int64_t i = 0; i < n; i++) {
+        random = random * 1664525u + 1013904223u;
+        const auto number = static_cast<float>(static_cast<int32_t>(random)) / 2147483648.0f;
+        made.mutable_data_ptr<float>()[i] = i % 31 == 5   ? -0.0f
+                                            : i % 37 == 3 ? number * 1e-38f
+                                                          : number;
+    }
+    return made.to(dtype);
+}
+
+void run_program(const Program &program, const at::Tensor &average, const at::Tensor &param,
+                 of_dtype dtype) {
+    of_plan_options options = {};
+    fill_reference(&options);
+    const of_program *core = &program.core;
+    const size_t bytes = options.vector_bytes ? options.vector_bytes : 32;
+    const auto n = static_cast<size_t>(average.numel());
+    of_span span = {};
+    span.param = average.mutable_data_ptr();
+    span.grad = param.const_data_ptr();
+    span.n = n;
+    span.tail = of_tail(of_rule_find("traced"), options.reference, dtype, bytes, n);
+    of_kernel_find("traced", options.reference, dtype, OF_CPU, of_isa_detect())->run(&span, &core);
+}
+
+bool is_equal(const Averaging &how, int64_t n, at::ScalarType type, of_dtype dtype) {
+    const at::Tensor ours = numbers(n, 1, type), theirs = ours.clone(), param = numbers(n, 2, type);
+    run_program(*program_of(how), ours, param, dtype);
+    average_by_operators({theirs}, {param}, how);
+    return std::memcmp(ours.const_data_ptr(), theirs.const_data_ptr(), ours.nbytes()) == 0;
+}
+
+bool are_all_equal(Formula formula, at::ScalarType type) {
+    const PlainMode plain;
+    of_dtype dtype;
+    if (!dtype_of(at::empty({1}, type).unsafeGetTensorImpl(), &dtype))
+        return false;
+    for (const double taken : formula == Formula::MEAN ? kCounts : kTaken)
+        for (const int64_t n : kLengths)
+            if (!is_equal({formula, 1 - taken, taken}, n, type, dtype))
+                return false;
+    return true;
+}
+
+struct Verdict {
+    int threads = 0; // it was found with so many; 0: not tried
+    bool is_equal = false;
+};
+
+std::mutex lock; // guards the verdicts
+std::array<std::array<Verdict, static_cast<size_t>(at::ScalarType::NumOptions)>,
+           static_cast<size_t>(Formula::COUNT)>
+    verdicts;
+
+} // namespace
+
+bool is_averaged_alike(const Averaging &how, at::ScalarType dtype) {
+    const std::lock_guard<std::mutex> guard(lock);
+    Verdict &verdict = verdicts[static_cast<size_t>(how.formula)][static_cast<size_t>(dtype)];
+    if (verdict.threads != thread_count())
+        verdict = {thread_count(), are_all_equal(how.formula, dtype)};
+    return verdict.is_equal;
+}
+
+} // namespace optfuse

@@ -1,0 +1,174 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Averages that are made by the launch of the parameter's update. */
+#include <string.h>
+
+#include "fixture.h"
+#include "floating.h"
+
+enum { NUMEL = 5003 }; /* more than a chunk, with a tail */
+
+/* average = average + 0.25 (param - average) */
+static const of_instruction code = {
+    OF_OPERATOR_lerp, OF_REGISTER_PARAM, OF_REGISTER_PARAM, OF_REGISTER_GRAD, 0, 0.25, 0.0};
+static of_program lerp = {.code = &code, .n = 1};
+
+static fixture *f;
+static twin *t;
+static fake_buffer *average;
+
+static void begin(void) {
+    ck_assert_ptr_null(of_program_check(&lerp));
+    f = setup(OF_FORWARD, 0);
+    t = add(f, NUMEL);
+    average = fake_buffer_new(NUMEL * sizeof(float));
+    for (int i = 0; i < NUMEL; i++)
+        ((float *)average->data)[i] = (float)(i % 7);
+}
+
+static void end(void) {
+    ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+    ck_assert_int_eq(average->refs, 1);
+    fake_buffer_release(average);
+    teardown(f);
+}
+
+static of_average of_tensor(const fake_tensor *tensor) {
+    return (of_average){.param_key = tensor->param,
+                        .key = average,
+                        .memory = average->data,
+                        .numel = tensor->numel,
+                        .dtype = tensor->dtype,
+                        .program = &lerp,
+                        .host = average};
+}
+
+static bool behind(of_average a) {
+    return of_average_behind(&a);
+}
+
+/* Of a parameter that has these values, made by one direct call of the kernel. */
+static void expect_average(const void *param, const float *before) {
+    float expected[NUMEL];
+    const of_program *program = &lerp;
+    const of_rule *rule = of_rule_find("traced");
+    memcpy(expected, before, sizeof expected);
+    of_span span = {.param = expected, .grad = param, .n = NUMEL};
+    span.tail = of_tail(rule, OF_REF_CPU_FUSED, OF_FLOAT32, 32, NUMEL);
+    of_kernel_find("traced", OF_REF_CPU_FUSED, OF_FLOAT32, OF_CPU, of_isa_detect())
+        ->run(&span, &program);
+    ck_assert_mem_eq(fake_use(average, false), expected, sizeof expected);
+}
+
+START_TEST(launch_makes_the_average_of_the_updated_parameter) {
+    float before[NUMEL];
+    begin();
+    memcpy(before, average->data, sizeof before);
+    backward_all(f);
+    step(f);
+    ck_assert(behind(of_tensor(t->tensor)));
+    ck_assert_mem_eq(average->data, before, sizeof before); /* not yet */
+    fake_use(t->tensor->param, false);
+    expect_average(t->param, before);
+    ck_assert_uint_eq(counts(f).averages, 1);
+    end();
+}
+END_TEST
+
+START_TEST(use_of_the_average_launches) {
+    float before[NUMEL];
+    begin();
+    memcpy(before, average->data, sizeof before);
+    backward_all(f);
+    step(f);
+    ck_assert(behind(of_tensor(t->tensor)));
+    expect_average(t->param, before);
+    ck_assert(launched(t));
+    ck_assert(!of_any_pending());
+    end();
+}
+END_TEST
+
+START_TEST(next_step_makes_it_before_its_own_update) {
+    float before[NUMEL], param[NUMEL];
+    begin();
+    memcpy(before, average->data, sizeof before);
+    backward_all(f);
+    step(f);
+    memcpy(param, t->param, sizeof param);
+    ck_assert(behind(of_tensor(t->tensor)));
+    backward_all(f);
+    step(f);
+    expect_average(param, before);
+    end();
+}
+END_TEST
+
+START_TEST(a_record_that_is_used_again_has_no_average) {
+    float before[NUMEL];
+    begin();
+    for (int i = 0; i < 2; i++) {
+        memcpy(before, average->data, sizeof before);
+        backward_all(f);
+        step(f);
+        if (i == 0)
+            ck_assert(behind(of_tensor(t->tensor)));
+        ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+    }
+    ck_assert_mem_eq(average->data, before, sizeof before);
+    end();
+}
+END_TEST
+
+START_TEST(refused_where_the_caller_has_to_make_it) {
+    begin();
+    ck_assert(!behind(of_tensor(t->tensor))); /* nothing is pending */
+    backward_all(f);
+    step(f);
+    of_average wrong = of_tensor(t->tensor);
+    wrong.numel--;
+    ck_assert(!behind(wrong));
+    wrong = of_tensor(t->tensor);
+    wrong.dtype = OF_FLOAT64;
+    ck_assert(!behind(wrong));
+    wrong = of_tensor(t->tensor);
+    wrong.param_key = t->tensor->state[0];
+    ck_assert(!behind(wrong));
+    wrong = of_tensor(t->tensor);
+    wrong.key = t->tensor->grad; /* the update has it already */
+    ck_assert(!behind(wrong));
+    ck_assert(behind(of_tensor(t->tensor)));
+    ck_assert(!behind(of_tensor(t->tensor))); /* it has one */
+    ck_assert_uint_eq(counts(f).averages, 1);
+    end();
+}
+END_TEST
+
+#if !defined(__aarch64__)
+START_TEST(denormals_are_flushed_for_both_or_not_at_all) {
+    const unsigned outside = of_floating_now(), flush = 0x8000;
+    begin();
+    backward_all(f);
+    step(f);
+    of_floating_set(outside | flush);
+    const bool taken = behind(of_tensor(t->tensor));
+    of_floating_set(outside);
+    ck_assert(!taken);
+    end();
+}
+END_TEST
+#endif
+
+int main(void) {
+    Suite *suite = suite_create("average");
+    TCase *cases = tcase_create("average");
+    tcase_add_test(cases, launch_makes_the_average_of_the_updated_parameter);
+    tcase_add_test(cases, use_of_the_average_launches);
+    tcase_add_test(cases, next_step_makes_it_before_its_own_update);
+    tcase_add_test(cases, a_record_that_is_used_again_has_no_average);
+    tcase_add_test(cases, refused_where_the_caller_has_to_make_it);
+#if !defined(__aarch64__)
+    tcase_add_test(cases, denormals_are_flushed_for_both_or_not_at_all);
+#endif
+    suite_add_tcase(suite, cases);
+    return run(suite);
+}
