@@ -6,7 +6,6 @@ where a weight is not a plain one on the CPU, and for averages that are not PyTo
 from __future__ import annotations
 
 import functools
-from itertools import chain
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -74,20 +73,43 @@ def averaging_of(model: AveragedModel) -> Averaging | None:
     return None if decay is None else Averaging(LERP if one is None else WEIGHTED, decay, 1 - decay)
 
 
-def _pairs(averaged: AveragedModel, model: Module) -> list[tuple[Tensor, Tensor]]:
-    if not averaged.use_buffers:
-        return [*zip(averaged.parameters(), model.parameters(), strict=False)]
-    module = averaged.module
-    theirs = (
-        chain(module.parameters(), module.buffers()),
-        chain(model.parameters(), model.buffers()),
-    )
-    return [*zip(*theirs, strict=False)]
+_IN_ORDER = ("parameters", "named_parameters", "buffers", "named_buffers", "modules")
+_IN_ORDER += ("named_modules", "named_children", "_named_members")
+
+
+@functools.cache
+def _is_usual(kind: type[Module]) -> bool:
+    """Whether its modules, parameters and buffers are those in its dictionaries, in their order."""
+    return all(getattr(kind, name) is getattr(Module, name) for name in _IN_ORDER)
+
+
+def _tensors(root: Module) -> tuple[list[Tensor], list[Tensor]] | None:
+    """parameters() and buffers(), which take longer; None: a module has its own."""
+    parameters: dict[int, Tensor] = {}  # by id: a tensor's hash takes longer
+    buffers: dict[int, Tensor] = {}
+    seen: set[Module] = set()
+    left: list[Module | None] = [root]
+    while left:
+        module = left.pop()
+        if module is None or module in seen:
+            continue
+        if not _is_usual(type(module)):
+            return None
+        seen.add(module)
+        for p in module._parameters.values():
+            if p is not None:
+                parameters[id(p)] = p
+        if module._buffers:
+            buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
+        if module._modules:
+            left += reversed(module._modules.values())
+    return [*parameters.values()], [*buffers.values()]
 
 
 def _can_average(averages: list[Tensor], weights: list[Tensor]) -> bool:
     return (
-        are_plain(averages)
+        len(averages) == len(weights) > 0
+        and are_plain(averages)
         and are_plain(weights)
         and not torch.is_inference_mode_enabled()
         and all(
@@ -97,18 +119,29 @@ def _can_average(averages: list[Tensor], weights: list[Tensor]) -> bool:
     )
 
 
+def _average_all(averaged: AveragedModel, model: Module, averaging: Averaging) -> bool:
+    """False, with nothing done: it is for PyTorch's own function."""
+    ours, theirs = _tensors(averaged.module), _tensors(model)
+    if ours is None or theirs is None:
+        return False
+    (averages, kept), (weights, buffers) = ours, theirs
+    if averaged.use_buffers:
+        averages, weights = averages + kept, weights + buffers
+    if not _can_average(averages, weights) or len(kept) != len(buffers):
+        return False
+    _average(averages, weights, *averaging)
+    if not averaged.use_buffers:
+        for a, w in zip(kept, buffers, strict=True):
+            a.detach().copy_(w.detach())
+    return True
+
+
 @functools.wraps(stock_update_parameters)
 def update_parameters(self: AveragedModel, model: Module) -> None:
     averaging = averaging_of(self) if _link.links and not is_compiling() else None
-    pairs = _pairs(self, model) if averaging else []
-    averages, weights = [a for a, _ in pairs], [w for _, w in pairs]
-    if averaging is None or not pairs or not _can_average(averages, weights):
+    if averaging is None or not _average_all(self, model, averaging):
         return stock_update_parameters(self, model)
-    _average(averages, weights, *averaging)
-    if not self.use_buffers:
-        for ours, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
-            ours.detach().copy_(theirs.detach())
-    self.n_averaged += 1
+    self.n_averaged.add_(1)
     return None
 
 
