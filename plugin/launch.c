@@ -144,14 +144,19 @@ static bool goes_with(const of_update *first, of_update *u) {
            u->in.numel < OF_SERIAL_ELEMENTS && !of_is_missing(u->plan, u);
 }
 
+/* On one thread: what all its updates read and write stays in the core's own cache, so that what is
+ * used next is still there. */
+static const size_t bytes_on_one_thread = (size_t)64 << 10;
+
 /* Bytes. In backward mode the open bucket goes on filling without the one that is used. */
 static size_t bucket_at_use(const of_plan *plan, const of_update *first) {
     const of_host *host = &plan->host;
+    const size_t bytes = plan->bucket_bytes[first->in.device];
     if (plan->mode == OF_BACKWARD)
         return 0;
     if (first->in.device == OF_CPU && host->threads && host->threads(host->ctx) == 1)
-        return 0; /* what is used next is still in the cache */
-    return plan->bucket_bytes[first->in.device];
+        return bytes < bytes_on_one_thread ? bytes : bytes_on_one_thread;
+    return bytes;
 }
 
 /* Whoever is next in the plan is likely to be used next. */

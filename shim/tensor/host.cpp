@@ -193,8 +193,11 @@ void settle(void *, void *opaque, bool was_deferred) {
         if (!of_is_scaled(refs->storages[i].get()) && // else the gradient stays pending
             !is_promise(refs->storages[i].get()))     // or nobody has computed it yet
             unseal(refs->storages[i].get());
-    if (refs->average.defined() && may_take_marks_off(refs->slot->plan))
-        unmark(refs->average.unsafeGetTensorImpl());
+    if (was_deferred && !refs->on_gpu && may_take_marks_off(refs->slot->plan)) {
+        unmark(refs->slot->param); // else its next use looks for an update in vain
+        if (refs->average.defined())
+            unmark(refs->average.unsafeGetTensorImpl());
+    }
     if (refs->on_gpu && was_deferred)
         record_all(refs);
     else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner

@@ -160,15 +160,30 @@ START_TEST(neighbours_run_at_the_first_use_of_one_of_them) {
 }
 END_TEST
 
-START_TEST(on_one_thread_neighbours_wait_for_their_own_first_use) {
-    fixture *f = setup(OF_FORWARD, BUCKET);
+START_TEST(on_one_thread_fewer_neighbours_run) {
+    const int64_t numel = 10000; /* 40 kB: two of them are more than 64 KiB */
+    fixture *f = setup(OF_FORWARD, 1 << 20);
     f->host->n_threads = 1;
-    for (int i = 0; i < 3; i++)
-        add(f, 100);
+    for (int i = 0; i < 4; i++)
+        add(f, numel);
     backward_all(f);
     step(f);
     fake_use(f->twins[1].tensor->param, false);
-    ck_assert(!launched(&f->twins[0]) && launched(&f->twins[1]) && !launched(&f->twins[2]));
+    for (size_t i = 0; i < 4; i++)
+        ck_assert_msg(launched(&f->twins[i]) == (i == 1 || i == 2), "%zu", i);
+    teardown(f);
+}
+END_TEST
+
+START_TEST(on_one_thread_none_run_where_the_user_says_so) {
+    fixture *f = setup(OF_FORWARD, 1);
+    f->host->n_threads = 1;
+    add(f, 100);
+    add(f, 100);
+    backward_all(f);
+    step(f);
+    fake_use(f->twins[0].tensor->param, false);
+    ck_assert(launched(&f->twins[0]) && !launched(&f->twins[1]));
     teardown(f);
 }
 END_TEST
@@ -198,7 +213,8 @@ int main(void) {
     tcase_add_test(tests, what_is_exclusive_runs_by_itself);
     tcase_add_test(tests, the_host_is_told_whose_inputs_come_next);
     tcase_add_test(tests, neighbours_run_at_the_first_use_of_one_of_them);
-    tcase_add_test(tests, on_one_thread_neighbours_wait_for_their_own_first_use);
+    tcase_add_test(tests, on_one_thread_fewer_neighbours_run);
+    tcase_add_test(tests, on_one_thread_none_run_where_the_user_says_so);
     tcase_add_test(tests, what_is_large_runs_at_its_own_first_use);
     suite_add_tcase(suite, tests);
     return run(suite);
