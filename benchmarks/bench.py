@@ -28,6 +28,7 @@ import pipeline_plan
 import pipeline_run
 import promised_gradients
 import reorder
+import small
 import survey
 import torch
 import traced
@@ -43,6 +44,7 @@ import optfuse
 SECTIONS = {
     "cells": compare.cells,
     "grid": compare.grid,
+    "small": small.section,
     "kernels": kernels.section,
     "memory": memory.section,
     "launch": launch.section,
@@ -76,6 +78,7 @@ OF_ANY_OPTIMIZER = (
 HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
   grid     five models, three batches each, and the floor: an update's bytes alone
+  small    nets of microseconds: plain, with clipping, with an average; 1 and 2 threads
   kernels  the update alone: every optimizer against stock and the floor
   memory   peak memory of tensors and of the whole process
   launch   instructions of the host around an update, for a CPU and for a GPU

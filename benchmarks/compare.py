@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from bytes_alone import FLOORS, bytes_alone
-from cells import GRID_CELLS, Cell, cells_of, training
+from cells import GRID_CELLS, cells_of, training
 from figures import OURS, Line, lines, progress, table, title, verdict
 from variants import few_variants, variants
 
 import optfuse
-from optfuse._ab.variants import Wrap
+from optfuse._ab.variants import BuildFn, Wrap
 
 ROUND_TRIPS = 2000
 FAR_NS = 80.0  # more than two cores that share a cache need
@@ -62,9 +62,18 @@ class Distances:
         return median(self.ns[i + 1] for i in rounds)
 
 
+class AnyCell(Protocol):
+    """A dataclass; its text names it."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def iterations(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Measured:
-    cell: Cell
+    cell: AnyCell
     where: str  # "", or that the cores share no cache
     core_ns: float | None  # median distance of the first two cores
     rounds: int
@@ -94,7 +103,8 @@ def cells(chosen: Any) -> dict[str, Any]:
     found: list[Measured] = []
     for cell in in_time(cells_of(chosen, chosen.quick), chosen):
         wraps = variants(cell.device, chosen.compiled)
-        found += compare(chosen, cell, wraps, chosen.rounds or MOST, seconds)
+        build = training(cell, chosen.optimizer)
+        found += compare(chosen, cell, build, wraps, chosen.rounds or MOST, seconds)
     return {"cells": [one.to_dict() for one in found]}
 
 
@@ -104,7 +114,8 @@ def grid(chosen: Any) -> dict[str, Any]:
     chosen_cells = [c for c in GRID_CELLS if not chosen.model or c.model in chosen.model]
     found: list[Measured] = []
     for cell in in_time(chosen_cells, chosen):
-        found += compare(chosen, cell, wraps, chosen.rounds or GRID_ROUNDS, None)
+        build = training(cell, chosen.optimizer)
+        found += compare(chosen, cell, build, wraps, chosen.rounds or GRID_ROUNDS, None)
     lines_of_all = [line for one in found for line in one.lines]
     said = [verdict(lines_of_all, name) for name in (*OURS, *FLOORS)]
     title("\n".join(said))
@@ -112,7 +123,12 @@ def grid(chosen: Any) -> dict[str, Any]:
 
 
 def compare(
-    chosen: Any, cell: Cell, wraps: Mapping[str, Wrap], rounds: int, seconds: float | None
+    chosen: Any,
+    cell: AnyCell,
+    build: BuildFn,
+    wraps: Mapping[str, Wrap],
+    rounds: int,
+    seconds: float | None,
 ) -> list[Measured]:
     distances = Distances()
 
@@ -121,7 +137,7 @@ def compare(
         distances.sample()
 
     compared = optfuse.ab(
-        training(cell, chosen.optimizer),
+        build,
         variants=wraps,
         rounds=rounds,
         iterations=cell.iterations,
