@@ -14,6 +14,7 @@
 #include "gpu/trial.h"
 #include "guard.h"
 #include "slots.h"
+#include "tensor/host.h"
 #include "tensor/refuse.h"
 
 namespace optfuse {
@@ -83,7 +84,8 @@ bool FusedOptimizer::has_same_params() {
     return slot == members.size() && groups.size() == n_groups;
 }
 
-// Raises under strict unless the update has the bits that docs/cxx.md promises.
+// Raises unless the update has the bits that docs/cxx.md promises: where PyTorch is known to round
+// otherwise always, where its release or a GPU may do so under strict.
 void FusedOptimizer::check_bits(const at::Tensor &param,
                                 const torch::optim::OptimizerOptions &options,
                                 const std::string &label) const {
@@ -91,6 +93,12 @@ void FusedOptimizer::check_bits(const at::Tensor &param,
     if (!dtype_of(param.unsafeGetTensorImpl(), &dtype))
         return; // refused by its dtype
     if (!is_gpu(param.device())) {
+        if (takes_sve256())
+            fail("optfuse: PyTorch runs its SVE256 kernels on this processor, whose bits the "
+                 "update of " +
+                 label +
+                 " does not have: set ATEN_CPU_CAPABILITY=default before the program starts, or "
+                 "keep the optimizer as it is");
         const int last = row.same_16_bits_up_to;
         if (strict && of_dtype_size(dtype) == 2 && last != 0 && OF_TORCH_AT_LEAST(last + 1))
             fail("optfuse: Options::strict, but " + label + " is " + of_dtype_name(dtype) +

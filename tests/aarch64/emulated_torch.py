@@ -20,6 +20,7 @@ import bootstrap
 import symbols
 
 SITE, STUBS, SHIM = BUILD / "site", BUILD / "stubs", BUILD / "shim"
+LIBRARIES = f"{SITE / 'nvidia/cu13/lib'}:{STUBS}"  # that torch's own need
 TARGET = "shim/liboptfuse_torch-2.13-cxx11abi1-linux_aarch64.so"
 LIBRARY = SHIM / TARGET
 # Versions that systems of manylinux_2_28 have.
@@ -51,10 +52,9 @@ def interpreter() -> Path:
 
 def command(*arguments: str) -> list[str]:
     """That Python, with this checkout's package."""
-    libraries = f"{SITE / 'nvidia/cu13/lib'}:{STUBS}"
     package = bootstrap.ROOT / "python_loader"
     variables = {
-        "LD_LIBRARY_PATH": libraries,
+        "LD_LIBRARY_PATH": LIBRARIES,
         "PYTHONPATH": f"{package}:{SITE}",
         "PYTHONHOME": str(ROOT / "usr"),
     }

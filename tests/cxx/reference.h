@@ -90,10 +90,10 @@ struct SGD {
         const bool first = has_buffer && !e.momentum_buffer().defined();
         if (first)
             e.momentum_buffer(zeros(p));
-        // In 16 bits on the CPU PyTorch's vectors of 16 elements are broken, and from torch 2.14 on
-        // they round otherwise (docs/numerics.md).
+        // In 16 bits on the CPU PyTorch's vectors (of 8 elements on AArch64, else 16) are broken, and
+        // from torch 2.14 on they round otherwise (docs/numerics.md).
         const bool is_other = p.is_cpu() && p.element_size() == 2;
-        const int64_t size = is_other ? 15 : std::max<int64_t>(p.numel(), 1);
+        const int64_t size = is_other ? 7 : std::max<int64_t>(p.numel(), 1);
         const auto pieces = [size](const Tensor &t) { // in the order of memory
             return t.detach().as_strided({t.numel()}, {1}).split(size);
         };
