@@ -5,7 +5,9 @@
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
 #include <ATen/ops/clamp_min.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/reciprocal.h>
@@ -58,18 +60,24 @@ at::Tensor norm_of(const std::vector<GradientOf> &of, double norm_type) {
 }
 
 // As PyTorch's operators round each of its steps.
-template <typename Number> Number factor_in(double max_norm, Number norm) {
-    const Number factor = 1 / (norm + static_cast<Number>(1e-6)) * static_cast<Number>(max_norm);
+template <typename Number> Number factor_in(double max_norm, Number norm, Language language) {
+    const Number most = static_cast<Number>(max_norm), least = static_cast<Number>(1e-6);
+    const Number factor =
+        language == Language::PYTHON ? 1 / (norm + least) * most : most / (norm + least);
     return factor > 1 ? 1 : factor;
 }
 
-at::Tensor factor_of(double max_norm, const at::Tensor &norm) {
+at::Tensor factor_of(double max_norm, const at::Tensor &norm, Language language) {
     if (norm.scalar_type() == at::kFloat)
-        return operand(factor_in(max_norm, *norm.const_data_ptr<float>()));
+        return operand(factor_in(max_norm, *norm.const_data_ptr<float>(), language));
     if (norm.scalar_type() == at::kDouble)
-        return operand(factor_in(max_norm, *norm.const_data_ptr<double>()));
-    const at::Tensor reciprocal = at::reciprocal(at::add(norm, operand(1e-6)));
-    return at::clamp(at::mul(reciprocal, operand(max_norm)), std::nullopt, 1.0);
+        return operand(factor_in(max_norm, *norm.const_data_ptr<double>(), language));
+    const at::Tensor divisor = at::add(norm, operand(1e-6));
+    const at::Tensor factor =
+        language == Language::PYTHON
+            ? at::mul(at::reciprocal(divisor), operand(max_norm))
+            : at::div(at::empty_like(divisor, at::MemoryFormat::Preserve).fill_(max_norm), divisor);
+    return at::clamp(factor, std::nullopt, 1.0);
 }
 
 } // namespace
@@ -86,7 +94,7 @@ std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tens
 }
 
 std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double max_norm,
-                                 double norm_type, bool error_if_nonfinite) {
+                                 double norm_type, bool error_if_nonfinite, Language language) {
     const c10::AutoGradMode no_grad(false);
     const std::vector<GradientOf> of = gradients_alike(params);
     if (of.empty())
@@ -95,7 +103,7 @@ std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double m
     const at::Tensor norm = norm_of(of, norm_type);
     if (error_if_nonfinite && !std::isfinite(norm.item<double>()))
         return std::nullopt; // torch's function says so
-    return Clipped{norm, scale_all(of, factor_of(max_norm, norm))};
+    return Clipped{norm, scale_all(of, factor_of(max_norm, norm, language))};
 }
 
 std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double max_norm,
@@ -106,7 +114,7 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
         norm.scalar_type() != of[0].grad().scalar_type())
         return std::nullopt;
     make_ready(of);
-    return scale_all(of, factor_of(max_norm, norm));
+    return scale_all(of, factor_of(max_norm, norm, Language::PYTHON));
 }
 
 bool clip_value(const std::vector<at::Tensor> &params, double limit) {

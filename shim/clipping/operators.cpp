@@ -46,7 +46,7 @@ std::tuple<std::optional<at::Tensor>, bool> clip(const std::vector<at::Tensor> &
                                                  double max_norm, double norm_type,
                                                  bool error_if_nonfinite) {
     refuse_fake_tensors(kWhat);
-    const auto done = clip_norm(params, max_norm, norm_type, error_if_nonfinite);
+    const auto done = clip_norm(params, max_norm, norm_type, error_if_nonfinite, Language::PYTHON);
     if (!done)
         return {std::nullopt, false};
     return {done->norm, done->some_wait};

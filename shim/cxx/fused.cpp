@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "clipping/pending.h"
 #include "cxx/optimizer.h"
 #include "cxx/spelling.h"
 #include "error.h"
@@ -80,6 +81,20 @@ int of_shim_fused_flush(of_shim_fused *fused) {
 
 void of_shim_fused_add_only(of_shim_fused *fused, int entered) {
     of_shim_add_only(optimizer_of(fused)->plan(), entered);
+}
+
+int of_shim_clip_grad_norm(const void *parameters, size_t n, double max_norm,
+                           bool error_if_nonfinite, double *norm, bool *done) {
+    *done = false;
+    return status_of([&] {
+        const auto *first = static_cast<const at::Tensor *>(parameters);
+        const auto clipped = optfuse::clip_norm({first, first + n}, max_norm, 2.0,
+                                                error_if_nonfinite, optfuse::Language::CXX);
+        if (!clipped)
+            return;
+        *norm = clipped->norm.item<double>();
+        *done = true;
+    });
 }
 
 int of_shim_fused_counts(of_shim_fused *fused, of_counts *out) {

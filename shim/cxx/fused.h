@@ -37,6 +37,12 @@ OF_API int of_shim_fused_flush(of_shim_fused *fused);
 /* of_plan_add_only(). */
 OF_API void of_shim_fused_add_only(of_shim_fused *fused, int entered);
 OF_API int of_shim_fused_counts(of_shim_fused *fused, of_counts *out);
+/* Clips the gradients of parameters, n torch::Tensor, to a total 2-norm, as
+ * torch::nn::utils::clip_grad_norm_() does. *done is false, and nothing was changed, if they are
+ * not all of optimizers fused in forward mode, on the CPU and of one dtype, if none has a gradient,
+ * or if error_if_nonfinite has an error to raise. */
+OF_API int of_shim_clip_grad_norm(const void *parameters, size_t n, double max_norm,
+                                  bool error_if_nonfinite, double *norm, bool *done);
 
 #ifdef __cplusplus
 }

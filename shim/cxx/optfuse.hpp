@@ -15,11 +15,13 @@
 // Needs no Python in the process.
 #pragma once
 
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
 #include <torch/version.h>
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "error.hpp"
 #include "fused.h"
@@ -135,6 +137,22 @@ inline Fused fuse(torch::optim::Optimizer &optimizer, Mode mode = Mode::forward)
     Options options;
     options.mode = mode;
     return fuse(optimizer, options);
+}
+
+// Clips gradients as torch::nn::utils::clip_grad_norm_() does, in place and with its bits. Where
+// all parameters are of optimizers fused in forward mode, on the CPU and of one dtype, and the norm
+// is the 2-norm, it is one pass, and large gradients are multiplied by the updates that read them.
+// Returns the total norm. Throws what torch's throws.
+inline double clip_grad_norm_(const std::vector<torch::Tensor> &parameters, double max_norm,
+                              double norm_type = 2.0, bool error_if_nonfinite = false) {
+    double norm = 0;
+    bool done = false;
+    if (norm_type == 2.0)
+        detail::check(of_shim_clip_grad_norm(parameters.data(), parameters.size(), max_norm,
+                                             error_if_nonfinite, &norm, &done));
+    return done ? norm
+                : torch::nn::utils::clip_grad_norm_(parameters, max_norm, norm_type,
+                                                    error_if_nonfinite);
 }
 
 // Launches what is pending of every optimizer.

@@ -17,6 +17,7 @@ static bool has_python() {
 int main() {
     test_training();
     test_distance();
+    test_clipping();
     test_refusals();
     test_lifetime();
     expect(!has_python(), "the process has no Python");
