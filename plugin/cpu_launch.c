@@ -25,7 +25,7 @@ typedef struct of_region {
     bool past_caches; /* of_span.past_caches */
 } of_region;
 
-/* Of elements that have just been updated. */
+/* Makes the average of elements that have just been updated. */
 static void run_average(const of_update *update, size_t begin, size_t end) {
     const of_plan *plan = update->plan;
     const of_inputs *in = &update->in;

@@ -133,9 +133,6 @@ int64_t average_from_python(const std::vector<at::Tensor> &averages,
 TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("average(Tensor[] averages, Tensor[] params, int formula, float keep, float take) -> int",
           optfuse::average_from_python);
-}
-
-// Else the first use of the weights would launch their updates.
-TORCH_LIBRARY_IMPL(optfuse, TESTING_ONLY_GenericWrapper, m) {
-    m.impl("average", optfuse::average_from_python);
+    // Else the first use of the weights would launch their updates.
+    m.impl("average", torch::dispatch(optfuse::kPendingKey, optfuse::average_from_python));
 }

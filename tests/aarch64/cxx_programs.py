@@ -8,11 +8,10 @@ import os
 import subprocess
 from pathlib import Path
 
+import bootstrap
 import emulation
 from emulated_torch import LIBRARIES, LIBRARY, SITE
 from emulation import BUILD, NEON, SVE
-
-import bootstrap
 
 TESTS = BUILD / "test_cxx"
 EXAMPLE = BUILD / "train"
@@ -31,12 +30,12 @@ def compile_command(source: Path, program: Path) -> list[str]:
     libraries = [LIBRARY, torch / "lib/libtorch_cpu.so", torch / "lib/libc10.so"]
     command = ["aarch64-linux-gnu-g++", "-std=c++20", "-w", str(source), "-o", str(program)]
     command += [f"-I{folder}" for folder in folders]
-    # What these libraries need is found when the program runs.
+    # The libraries that these need are found when the program runs.
     return [*command, *map(str, libraries), "-Wl,--allow-shlib-undefined"]
 
 
 def _tests_in_one() -> Path:
-    """torch's headers take longer to read than these files."""
+    """One source, since torch's headers take longer to read than these files."""
     tests = bootstrap.ROOT / "tests" / "cxx"
     source = BUILD / "test_cxx.cpp"
     names = ("main.cpp", "training.cpp", "clipping.cpp", "refusals.cpp")
@@ -67,8 +66,8 @@ def _output_of_example(processor: str, *variables: str) -> str:
 
 
 def complaints() -> str:
-    """What the example does otherwise than it should: it trains on NEON and refuses SVE256, whose
-    roundings the kernels do not have."""
+    """Wrong outputs of the example, which should train on NEON and refuse SVE256, whose roundings
+    the kernels do not have."""
     wide = SVE[32]
     expected = {
         (NEON,): "loss",

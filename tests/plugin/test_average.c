@@ -46,7 +46,7 @@ static bool behind(of_average a) {
     return of_average_behind(&a);
 }
 
-/* Of a parameter that has these values, made by one direct call of the kernel. */
+/* Expects the one of a parameter with these values, made by one direct call of the kernel. */
 static void expect_average(const void *param, const float *before) {
     float expected[NUMEL];
     const of_program *program = &lerp;

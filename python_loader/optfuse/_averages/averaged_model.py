@@ -41,7 +41,7 @@ class Averaging(NamedTuple):
 
 
 def _inner(function: Any) -> Any:
-    """What torch.no_grad() has decorated."""
+    """The function that torch.no_grad() has decorated."""
     return getattr(function, "__wrapped__", function)
 
 

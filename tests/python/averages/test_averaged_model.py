@@ -2,6 +2,7 @@
 """torch.optim.swa_utils.AveragedModel of models whose optimizer is fused: the averages of PyTorch,
 made with the updates of the weights in forward mode."""
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -14,6 +15,7 @@ import pytest
 import torch
 from clip_scripts import DTYPES, backward, long_net
 from common import adamw, assert_same, everything, net, same, sgd, snapshot, train
+from pytorchs_own import pytorchs_own
 from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
@@ -53,11 +55,8 @@ def decay_of_tensor():
 
 
 def update(wrap, averaged, model):
-    """PyTorch's own function in the run with stock."""
-    if wrap.fused:
+    with contextlib.nullcontext() if wrap.fused else pytorchs_own():
         averaged.update_parameters(model)
-    else:
-        stock_update_parameters(averaged, model)
 
 
 def averages_of(optimizer):

@@ -45,6 +45,7 @@ OFTEN = {
 
 # Why programs can't see that these are off.
 OUT_OF_REACH = {
+    "average_alias": "programs keep no alias of an average",
     "foreign": "it prevents a race; a program's other thread ends before the next action",
     "fork": "programs don't fork",
     "ddp": "programs have one process",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from common import assert_same, one_process
+from pytorchs_own import pytorchs_own
 
 import optfuse
 from hazard.registry import ACTIONS, Action
@@ -68,7 +69,8 @@ def act(world, action, arguments):
 
 
 def play(program, mode, at_once=False):
-    with one_process() if "ddp" in program.setup else contextlib.nullcontext():
+    alone = one_process() if "ddp" in program.setup else contextlib.nullcontext()
+    with alone, pytorchs_own() if mode == "stock" else contextlib.nullcontext():
         return played(program, mode, at_once)
 
 
