@@ -63,7 +63,7 @@ struct Clipped {
     at::Tensor norm;
     bool some_wait;
 };
-// Whose function it stands for: Python's multiplies by a reciprocal, C++'s divides.
+// The function that it stands for: Python's multiplies by a reciprocal, C++'s divides.
 enum class Language { PYTHON, CXX };
 std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double max_norm,
                                  double norm_type, bool error_if_nonfinite, Language language);
