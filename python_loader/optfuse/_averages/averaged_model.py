@@ -6,13 +6,14 @@ where a weight is not a plain one on the CPU, and for averages that are not PyTo
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Module
+from torch.nn import Module, ParameterList
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
@@ -26,7 +27,6 @@ _average = torch.ops.optfuse.average.default
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _EMA, _EMA_OF_LISTS = swa_utils.get_ema_avg_fn(), swa_utils.get_ema_multi_avg_fn()
 _SWA, _SWA_OF_LISTS = swa_utils.get_swa_avg_fn(), swa_utils.get_swa_multi_avg_fn()
-
 
 #: Formula of averages.h.
 LERP, WEIGHTED, MEAN = range(3)
@@ -127,12 +127,39 @@ def _average_all(averaged: AveragedModel, model: Module, averaging: Averaging) -
     (averages, kept), (weights, buffers) = ours, theirs
     if averaged.use_buffers:
         averages, weights = averages + kept, weights + buffers
-    if not _can_average(averages, weights) or len(kept) != len(buffers):
+    if not _can_average(averages, weights) or len(kept) != len(buffers) or not _are_as_here():
         return False
     _average(averages, weights, *averaging)
     if not averaged.use_buffers:
         for a, w in zip(kept, buffers, strict=True):
             a.detach().copy_(w.detach())
+    return True
+
+
+def _own_kinds() -> Iterator[dict[str, Any]]:
+    yield {}
+    yield from ({"avg_fn": function} for function in (_EMA, _SWA))
+    yield from ({"multi_avg_fn": function} for function in (_EMA_OF_LISTS, _SWA_OF_LISTS))
+
+
+@functools.cache
+def _are_as_here() -> bool:
+    """Whether this PyTorch averages by the formulas above: it is asked once, on a few numbers."""
+    weights = [torch.linspace(i - 3, 2, 7, dtype=torch.float32, device="cpu") for i in range(4)]
+    model = ParameterList([weights[0]])
+    for kind in _own_kinds():
+        theirs, ours = (AveragedModel(model, device="cpu", **kind) for _ in range(2))
+        for weight in weights:
+            model[0].data = weight
+            stock_update_parameters(theirs, model)
+            averaging = averaging_of(ours)
+            if averaging is None:
+                stock_update_parameters(ours, model)
+            else:
+                _average([*ours.parameters()], [*model.parameters()], *averaging)
+                ours.n_averaged.add_(1)
+        if not torch.equal(ours.module[0], theirs.module[0]):
+            return False
     return True
 
 

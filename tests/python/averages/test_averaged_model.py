@@ -418,3 +418,23 @@ def test_compiled_code_sees_no_marks_of_averages():
         averaged.update_parameters(model)
         ours = run(x)
         assert_same("output", ours, averaged.module(x))
+
+
+def test_another_release_that_averages_otherwise_is_left_alone(monkeypatch):
+    """As if this PyTorch's functions had other formulas."""
+    assert averaged_model._are_as_here()
+    averaged_model._are_as_here.cache_clear()
+    kinds = [{}, {"avg_fn": lambda a, w, n: a}]
+    monkeypatch.setattr(averaged_model, "_own_kinds", lambda: kinds)
+    monkeypatch.setattr(averaged_model, "_is_made_as", lambda f, known: f is not None)
+    monkeypatch.setattr(averaged_model, "_decay_of", lambda f: 0.5)
+    try:
+        model = net()
+        optimizer = optfuse.fuse(adamw(model.parameters()))
+        averaged = AveragedModel(model, **KINDS["EMA"]())
+        for i in range(2):
+            train(model, optimizer, i)
+            averaged.update_parameters(model)
+        assert averages_of(optimizer) == 0
+    finally:
+        averaged_model._are_as_here.cache_clear()
