@@ -48,7 +48,8 @@ def keep_memory() -> None:
     glibc's malloc gives blocks above 32 MB back to the system when they are freed, and a gradient
     of such a size costs a page fault for each 4 KiB in every iteration (docs/performance.md). This
     sets M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3), as GLIBC_TUNABLES does for a process
-    that starts. It can't be undone: memory of a model that is deleted stays with the process.
+    that starts. It can't be undone: memory of a model that is deleted stays with the process. Kept
+    memory is not packed, so that backward mode no longer needs less of it.
 
     Raises optfuse.Error where malloc is not glibc's, or refuses."""
     if not lib.of_shim_keep_memory():
