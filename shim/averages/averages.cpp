@@ -29,6 +29,37 @@ bool lies_like(const c10::TensorImpl *a, const c10::TensorImpl *p) {
            a->is_non_overlapping_and_dense() && a->numel() != 0;
 }
 
+// Which of them this process averages alike, asked once for each dtype of a call.
+class AlikeByDtype {
+  public:
+    explicit AlikeByDtype(const Averaging &of) : how(of) {}
+    bool operator()(at::ScalarType dtype) {
+        if (last != dtype) {
+            last = dtype;
+            answer = is_averaged_alike(how, dtype);
+        }
+        return answer;
+    }
+
+  private:
+    const Averaging &how;
+    at::ScalarType last = at::ScalarType::Undefined;
+    bool answer = false;
+};
+
+// Whether they are for average_by_operators() at least.
+bool are_on_cpu(const std::vector<at::Tensor> &averages, const std::vector<at::Tensor> &params) {
+    of_dtype dtype;
+    for (size_t i = 0; i < params.size(); i++) {
+        const c10::TensorImpl *a = averages[i].unsafeGetTensorImpl(),
+                              *p = params[i].unsafeGetTensorImpl();
+        if (!a->device().is_cpu() || !p->device().is_cpu() || a->dtype() != p->dtype() ||
+            !dtype_of(a, &dtype))
+            return false;
+    }
+    return true;
+}
+
 // Whether a launch may write the average: nobody else knows its memory.
 bool can_wait(const at::Tensor &average, const at::Tensor &param, of_dtype *dtype) {
     c10::TensorImpl *a = average.unsafeGetTensorImpl(), *p = param.unsafeGetTensorImpl();
@@ -103,12 +134,14 @@ int64_t average(const std::vector<at::Tensor> &averages, const std::vector<at::T
                 const Averaging &how) {
     if (averages.size() != params.size())
         fail("optfuse: an average for each parameter");
+    if (!are_on_cpu(averages, params))
+        return -1;
     const c10::AutoGradMode no_grad(false);
     const std::shared_ptr<const Program> program = program_of(how);
     std::vector<at::Tensor> now, of;
+    AlikeByDtype is_alike(how);
     for (size_t i = 0; i < params.size(); i++)
-        if (!is_averaged_alike(how, params[i].scalar_type()) ||
-            !wait(averages[i], params[i], program)) {
+        if (!is_alike(params[i].scalar_type()) || !wait(averages[i], params[i], program)) {
             now.push_back(averages[i]);
             of.push_back(params[i]);
         }

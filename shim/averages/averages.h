@@ -35,7 +35,8 @@ struct DeferredAverage {
 
 // averages.cpp: makes the next averages of parameters, pair by pair of the same shape and dtype, on
 // the CPU: behind the update that is pending on the parameter, or now by PyTorch's operators.
-// Returns how many wait.
+// Returns how many wait; -1, with nothing done: one is not on the CPU, a pair has two dtypes, or
+// one that no update is fused in.
 int64_t average(const std::vector<at::Tensor> &averages, const std::vector<at::Tensor> &params,
                 const Averaging &how);
 void average_by_operators(const std::vector<at::Tensor> &averages,

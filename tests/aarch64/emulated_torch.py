@@ -14,17 +14,14 @@ from pathlib import Path
 import emulation
 from emulation import BUILD, ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "wheel"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_loader"))
 
 import bootstrap
-import symbols
 
 SITE, STUBS, SHIM = BUILD / "site", BUILD / "stubs", BUILD / "shim"
 LIBRARIES = f"{SITE / 'nvidia/cu13/lib'}:{STUBS}"  # that torch's own need
 TARGET = "shim/liboptfuse_torch-2.13-cxx11abi1-linux_aarch64.so"
 LIBRARY = SHIM / TARGET
-# Versions that systems of manylinux_2_28 have.
-ALLOWED = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8,)}
 PACKAGES = [*emulation.PACKAGES, "python3"]
 WHEELS = [bootstrap.TORCH, "nvidia-cuda-runtime>=13.0,<13.1", "nvidia-cuda-cupti>=13.0,<13.1"]
 WHEELS += ["filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy"]
@@ -61,16 +58,6 @@ def command(*arguments: str) -> list[str]:
     variables |= {"OPTFUSE_LIBRARY": str(LIBRARY), "OMP_NUM_THREADS": "2"}
     told = [word for name, text in variables.items() for word in ("-E", f"{name}={text}")]
     return ["qemu-aarch64-static", "-L", str(ROOT), *told, str(interpreter()), *arguments]
-
-
-def complaints(library: Path) -> str:
-    """The features that keep a library from systems with glibc 2.28 or with pages of 64 KiB."""
-    found = [f"{f} {v}" for f, v in symbols.too_new(library, ALLOWED).items()]
-    read = ["readelf", "--wide", "--segments", str(library)]
-    text = subprocess.run(read, capture_output=True, text=True, check=True).stdout
-    steps = {int(step, 16) for step in re.findall(r"LOAD .* (0x[0-9a-f]+)$", text, re.MULTILINE)}
-    found += [f"segments {step} bytes apart" for step in steps if step % (64 << 10)]
-    return ", ".join(found)
 
 
 def _download() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 import zipfile
@@ -16,10 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import symbols
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "python_loader"))
+
+import symbols  # noqa: E402
+
 TORCH = Path(torch.__file__).parent
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 STEM = f"liboptfuse_torch-{RELEASE}-cxx11abi1-linux_x86_64"

@@ -24,7 +24,7 @@ from optfuse._patches.replacing import replace
 stock_update_parameters = AveragedModel.update_parameters
 
 _average = torch.ops.optfuse.average.default
-_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_UNFIT = -1  # of averages.h
 _EMA, _EMA_OF_LISTS = swa_utils.get_ema_avg_fn(), swa_utils.get_ema_multi_avg_fn()
 _SWA, _SWA_OF_LISTS = swa_utils.get_swa_avg_fn(), swa_utils.get_swa_multi_avg_fn()
 
@@ -107,16 +107,8 @@ def _tensors(root: Module) -> tuple[list[Tensor], list[Tensor]] | None:
 
 
 def _can_average(averages: list[Tensor], weights: list[Tensor]) -> bool:
-    return (
-        len(averages) == len(weights) > 0
-        and are_plain(averages)
-        and are_plain(weights)
-        and not torch.is_inference_mode_enabled()
-        and all(
-            a.dtype is w.dtype and a.dtype in _DTYPES and a.is_cpu and w.is_cpu
-            for a, w in zip(averages, weights, strict=True)
-        )
-    )
+    fit = len(averages) == len(weights) > 0 and not torch.is_inference_mode_enabled()
+    return fit and are_plain(averages) and are_plain(weights)
 
 
 def _average_all(averaged: AveragedModel, model: Module, averaging: Averaging) -> bool:
@@ -129,7 +121,8 @@ def _average_all(averaged: AveragedModel, model: Module, averaging: Averaging) -
         averages, weights = averages + kept, weights + buffers
     if not _can_average(averages, weights) or len(kept) != len(buffers) or not _are_as_here():
         return False
-    _average(averages, weights, *averaging)
+    if _average(averages, weights, *averaging) == _UNFIT:
+        return False
     if not averaged.use_buffers:
         for a, w in zip(kept, buffers, strict=True):
             a.detach().copy_(w.detach())

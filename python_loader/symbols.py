@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Versions of the system's symbols that a library asks for."""
+"""What a library asks of a system: versions of its symbols, and the size of its pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 Version = tuple[int, ...]
+#: Of systems of manylinux_2_28.
+ALLOWED = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8,)}
+PAGE = 64 << 10  # bytes, of some of AArch64's systems
 
 
 def asked(library: Path) -> dict[str, Version]:
@@ -35,3 +38,13 @@ def too_new(library: Path, allowed: dict[str, Version]) -> dict[str, Version]:
     """The versions that a library asks for beyond `allowed`; a family that is missing there allows
     none."""
     return {f: v for f, v in asked(library).items() if v > allowed.get(f, ())}
+
+
+def complaints(library: Path) -> str:
+    """The features that keep a library of AArch64 from systems of manylinux_2_28."""
+    found = [f"{f} {'.'.join(map(str, v))}" for f, v in too_new(library, ALLOWED).items()]
+    read = ["readelf", "--wide", "--segments", str(library)]
+    text = subprocess.run(read, capture_output=True, text=True, check=True).stdout
+    steps = {int(step, 16) for step in re.findall(r"LOAD .* (0x[0-9a-f]+)$", text, re.MULTILINE)}
+    found += [f"segments {step} bytes apart" for step in steps if step % PAGE]
+    return ", ".join(found)
