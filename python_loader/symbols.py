@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a library asks of a system: versions of its symbols, and the size of its pages."""
+"""The demands of a library on a system: versions of its symbols, and the size of its pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 Version = tuple[int, ...]
-#: Of systems of manylinux_2_28.
+#: The newest that systems of manylinux_2_28 have.
 ALLOWED = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8,)}
 PAGE = 64 << 10  # bytes, of some of AArch64's systems
 

@@ -29,7 +29,7 @@ bool lies_like(const c10::TensorImpl *a, const c10::TensorImpl *p) {
            a->is_non_overlapping_and_dense() && a->numel() != 0;
 }
 
-// Which of them this process averages alike, asked once for each dtype of a call.
+// is_averaged_alike(), asked once for each dtype of a call.
 class AlikeByDtype {
   public:
     explicit AlikeByDtype(const Averaging &of) : how(of) {}
