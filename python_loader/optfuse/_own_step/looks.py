@@ -157,11 +157,6 @@ def draws(stock: type[Optimizer]) -> bool:
     return _draw(_names(_functions(stock)) - _ON_TENSORS)
 
 
-def draws_at_all(stock: type[Optimizer]) -> bool:
-    """The same, with functions that draw numbers like a tensor."""
-    return _draw(_names(_functions(stock)))
-
-
 def _draw(names: set[str]) -> bool:
     random = any(name.startswith("rand") or "random" in name for name in names)
     return random or not _DRAWING.isdisjoint(names)

@@ -166,8 +166,9 @@ Kind = float | str
 @dataclass(frozen=True)
 class Run:
     """Steps that are taken one after the other. Of each the gradients: a number is what
-    normally distributed ones are multiplied by; "some": every other parameter has none;
-    "zero": all are; "inf" and "nan": one number of one parameter's is."""
+    normally distributed ones are multiplied by; "some": every other parameter has none; "late":
+    the first one has none, and every other one after it; "zero": all are; "inf" and "nan": one
+    number of one parameter's is."""
 
     steps: tuple[Kind, ...]
     large: bool = False  # copies
@@ -177,6 +178,8 @@ RUNS = (
     # Runs with plain gradients show whatever happens in every k-th step, for k up to 20.
     Run((1.0, 1.0, 1.0, 1e-4, 1.0, 1.0, 1.0, "zero", *12 * (1.0,), 100.0)),
     Run((1.0, 1.0, "some", 1.0, 1.0)),
+    # State that is made for all parameters where the first one has none yet.
+    Run(("late", 1.0, 1.0)),
     # The later ones leave nothing of what the earlier ones did.
     Run((1.0, 1e-8, 1e-20, 1e-40, 1e3, 1e6, 1e12, 1e18, 1e30, "inf", "nan")),
     Run((1.0, 1.0, 1e-3, 1e3, 1.0, 1.0), large=True),
@@ -195,4 +198,4 @@ def gradients(
         grad = torch.zeros_like(grad) if kind == "zero" else grad * scale
         if kind in ("inf", "nan") and i == special and grad.numel():
             grad.view(-1)[0] = float(kind)
-        yield None if kind == "some" and i % 2 else grad
+        yield None if kind == ("late", "some")[i % 2] else grad

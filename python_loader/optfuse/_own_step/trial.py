@@ -24,9 +24,16 @@ from torch.optim import Optimizer
 
 from optfuse._library.bindings import Error, guard
 from optfuse._own_step import twin
-from optfuse._own_step.looks import draws_at_all
+from optfuse._own_step.causes import Coupled, copied, name_cause
 from optfuse._own_step.reach import why_reaches_too_much
-from optfuse._own_step.settings import SETTINGS, Promise, Settings, changes, copied_settings
+from optfuse._own_step.settings import (
+    SETTINGS,
+    Change,
+    Promise,
+    Settings,
+    changes,
+    copied_settings,
+)
 from optfuse._own_step.shared import why_writes_too_much
 from optfuse._own_step.small import (
     RUNS,
@@ -120,6 +127,7 @@ class Trial:
         self._whole = self._copy_of(optimizer)
         self._enter_training()
         self._alone = [self._twin_of(small) for small in smalls]
+        self._first = copied(self._whole)
         self._twin = twin.Twin(stock)
         self._not_own = _not_own(twin.attributes_of(self._whole))
         self._found = Promise()
@@ -150,15 +158,42 @@ class Trial:
     # ---- steps
 
     def run(self, run: Run, random: torch.Generator) -> Promise:
+        start = random.get_state()
         for step, kind in enumerate(run.steps[:STEPS]):
             given = list(gradients(self._smalls, kind, step, random))
             for small, alone, grad in zip(self._smalls, self._alone, given, strict=True):
                 small.param.grad = None if grad is None else grad.clone()
                 alone.param.grad = grad
             what = f"step {step + 1}" + ("" if kind == 1.0 else f" with gradients {kind}")
-            if not self._take(step, kind, what):
-                break  # it takes no such gradients
+            try:
+                if not self._take(step, kind, what):
+                    break  # it takes no such gradients
+            except Coupled as coupled:
+                cause = self._cause(run, random.set_state(start), step, coupled)
+                _refuse(self._stock, f"{cause}{coupled.why}")
         return self._found
+
+    def _cause(self, run: Run, random: torch.Generator, last: int, coupled: Coupled) -> str:
+        """Takes the same steps up to the last one, in which it was seen that they are coupled."""
+        if coupled.target is None:
+            return ""
+        whole = self._first
+        params = [p for group in whole.param_groups for p in group["params"]]
+        try:
+            for step, kind in enumerate(run.steps[: last + 1]):
+                given = gradients(self._smalls, kind, step, random)
+                for param, grad in zip(params, given, strict=True):
+                    param.grad = grad
+                if step < last:
+                    self._take_again(whole, step)
+            cause = name_cause(whole, self._take_again, last, coupled.target)
+        except Exception:  # what was seen is reason enough
+            return ""
+        return "" if cause is None else f"{cause}: "
+
+    def _take_again(self, whole: Optimizer, seed: int) -> None:
+        self._seed(seed)
+        self._step(whole)
 
     def _take(self, step: int, kind: Kind, what: str) -> bool:
         """One step in each of the three ways. False: the class raises an error."""
@@ -241,8 +276,13 @@ class Trial:
 
     # ---- comparing
 
-    def _refuse(self, why: str) -> None:
-        _refuse(self._stock, why)
+    def _refuse(self, why: str, target: int | Change | None = None) -> None:
+        if guard("independent"):
+            raise Coupled(why, target)
+
+    def _refuse_change(self, change: Change, how: str) -> None:
+        group = None if change.group is None else self._groups.index(change.group)
+        self._refuse(f"it changes {change}, in {how}", Change(change.name, group))
 
     def _settings(self, copied: bool = False) -> Settings:
         groups = map(twin.own_options, self._whole.param_groups)
@@ -265,15 +305,15 @@ class Trial:
 
     def _compare(self, what: str) -> None:
         state = self._whole.state
-        for small, alone in zip(self._smalls, self._alone, strict=True):
+        for i, (small, alone) in enumerate(zip(self._smalls, self._alone, strict=True)):
             place = difference("the parameter", alone.param, small.param) or difference(
                 "state", alone.entry or {}, state.get(small.param) or {}
             )
             if place is not None:
-                cause = "random numbers or a clock in step(): " if draws_at_all(self._stock) else ""
                 self._refuse(
-                    f"{cause}after {what} on a small copy of {small.name}, {place} differs when "
-                    "that parameter is stepped by itself"
+                    f"after {what} on a small copy of {small.name}, {place} differs when that "
+                    "parameter is stepped by itself",
+                    i,
                 )
         stepped = {id(small.param) for small in self._smalls}
         for owner in state:
@@ -284,16 +324,13 @@ class Trial:
         after = self._settings()
         for settings in alone:
             for change in changes(after, settings):
-                self._refuse(
-                    f"it changes {change}, in {what} in another way when a parameter is stepped "
-                    "by itself"
+                self._refuse_change(
+                    change, f"{what} in another way when a parameter is stepped by itself"
                 )
         changed = list(changes(before, after))
         idle = self._idle_or_none(before, bool(changed) or self._found.changes())
         for change in changes(after, idle) if idle is not None else ():
-            self._refuse(
-                f"it changes {change}, in {what} in another way when no parameter has a gradient"
-            )
+            self._refuse_change(change, f"{what} in another way when no parameter has a gradient")
         self._found |= Promise(
             options=frozenset(c.name for c in changed if c.group is not None),
             attributes=frozenset(c.name for c in changed if c.group is None),

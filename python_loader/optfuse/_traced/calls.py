@@ -240,7 +240,7 @@ def _refuse_what_is_no_program(tape: Tape, func: Any) -> None:
     if torch.Tag.inplace_view in tags:
         tape.refuse(f"it changes the shape of a tensor in place (operator {func})")
     if tags & _UNSEEN:
-        tape.refuse(f"it draws random numbers (operator {func})")
+        tape.refuse(f"random numbers in step() (operator {func})")
     # Whole updates of optimizers read and write counters, and what unscales gradients.
     if schema.name.startswith("aten::_fused_"):
         tape.refuse(f"it calls PyTorch's fused update ({func}): make it without fused=True")

@@ -229,9 +229,19 @@ def _noting(name: str) -> Any:
     return look if callable(real) else property(look)
 
 
+_NUMBERS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"}
+_NUMBERS |= {"__complex__", "__contains__", "__repr__", "__format__"}
+
+
 def _refusing(name: str) -> Any:
+    why = "it looks at a tensor's memory or at what PyTorch keeps of it"
+    if name in _NUMBERS:
+        why = "it reads numbers out of a tensor"
+    elif name == "__bool__":
+        why = "it branches on a tensor's value"
+
     def refuse(self: Standin, *args: Any, **kwargs: Any) -> Any:
-        self.tape.refuse(f"it looks at values or memory of a tensor ({name})")
+        self.tape.refuse(f"{why} ({name})")
 
     return refuse if callable(getattr(Tensor, name, refuse)) else property(refuse)
 

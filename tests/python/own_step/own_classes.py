@@ -2,6 +2,7 @@
 """Optimizers as users write them, for the tests of register()."""
 
 import abc
+import random
 
 import torch
 from torch.optim import Optimizer
@@ -207,6 +208,65 @@ class Noisy(Tensors):
 
     def update(self, group, p, state):
         p.sub_(group["lr"] * (p.grad + torch.randn_like(p)))
+
+
+DRAWS = random.Random(0)
+
+
+class Drawing(Tensors):
+    """Draws random numbers from a generator of its own."""
+
+    def update(self, group, p, state):
+        p.sub_(group["lr"] * DRAWS.random() * p.grad)
+
+
+class ByPosition(Tensors):
+    """Reads an attribute by a parameter's position."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.rates = [lr / 2**i for i in range(len(self.param_groups[0]["params"]))]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(self.rates[i] * p.grad)
+
+
+class KeysOfFirst(Tensors):
+    """Makes the state of all parameters where that of the first has none."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            is_new = bool(params) and "m" not in self.state[params[0]]
+            for p in params:
+                if is_new:
+                    self.state[p]["m"] = torch.zeros_like(p)
+                p.sub_(self.state[p]["m"].lerp_(p.grad, 0.1), alpha=group["lr"])
+
+
+class CounterOfFirst(Tensors):
+    """Counts the steps of all parameters in the state of the first one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                state = self.state[p]
+                state["t"] = state.get("t", 0) + (2 if p is params[0] else 1)
+                p.sub_(p.grad, alpha=group["lr"] / self.state[params[0]]["t"])
+
+
+class MeanWeight(Tensors):
+    """Pulls a parameter towards the first one's mean."""
+
+    def update(self, group, p, state):
+        p.sub_(p.grad - group["params"][0].mean(), alpha=group["lr"])
 
 
 class Listed(Tensors):

@@ -5,18 +5,23 @@ import pytest
 import torch
 from common import assert_same, everything, net, refused, same, train, weights
 from own_classes import (
+    ByPosition,
     Cached,
     ClipsAbove,
+    CounterOfFirst,
     CountsSteps,
     CountsUpdates,
     CouplesHalves,
     CouplesLarge,
     Decaying,
+    Drawing,
     EveryFifth,
     EveryTwentieth,
     Flaky,
     GlobalNorm,
+    KeysOfFirst,
     Listed,
+    MeanWeight,
     Noisy,
     Searching,
     Skips,
@@ -42,21 +47,28 @@ def halves():
 
 
 BUILT = {CouplesLarge: large, CouplesHalves: halves}
+OF_OTHERS = "independently: the gradients of other parameters: after"
+OF_NUMBERS = "independently: how many parameters have a gradient: it changes"
 REFUSED = {
-    GlobalNorm: "independently: after step",
-    Noisy: "independently: random numbers or a clock in step(): after step",
+    GlobalNorm: f"{OF_OTHERS} step",
+    Noisy: "independently: random numbers in step(): after step",
+    Drawing: "independently: random numbers of its own, or a clock, in step(): after step",
+    ByPosition: "independently: an attribute read by position (rates): after step",
+    KeysOfFirst: "independently: keys of another parameter's state: ",
+    CounterOfFirst: "independently: the state of other parameters: after step",
+    MeanWeight: "independently: the values of other parameters: after step",
     Listed: "its attribute 'all' holds parameters",
-    ClipsAbove: "with gradients 1",
-    EveryFifth: "after step 5",
-    EveryTwentieth: "after step 20",
-    CouplesLarge: "differs",
-    CouplesHalves: "differs",
-    Skips: "with gradients inf",
-    Decaying: "with gradients some",
-    CountsUpdates: "the option 'updates' of group 0",
-    CountsSteps: "no parameter has a gradient",
+    ClipsAbove: f"{OF_OTHERS} step 21 with gradients 100",
+    EveryFifth: f"{OF_OTHERS} step",
+    EveryTwentieth: f"{OF_OTHERS} step 20",
+    CouplesLarge: OF_OTHERS,
+    CouplesHalves: OF_OTHERS,
+    Skips: f"{OF_OTHERS} step 10 with gradients inf",
+    Decaying: "independently: updates of parameters without a gradient: after step",
+    CountsUpdates: f"{OF_NUMBERS} the option 'updates' of group 0",
+    CountsSteps: f"{OF_NUMBERS} the option 't' of group 0",
     Cached: "the option 'buffer' of group 0",
-    WarnsOnce: "attribute 'warned', in step 1",
+    WarnsOnce: f"{OF_NUMBERS} the optimizer's attribute 'warned'",
 }
 
 
