@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._own_step.settings import Change
-from optfuse._own_step.twin import own_attributes
+from optfuse._own_step.twin import attributes_of, own_attributes
 from optfuse._trials.compare import deep_copy, difference
 
 Take = Callable[[Optimizer, int], None]  # a step() after these seeds
@@ -78,8 +78,9 @@ def _cause(
         take(trial, seed)
         if own is not None:
             return own.detach(), trial.state.get(own)
-        holder = trial.__dict__ if target.group is None else trial.param_groups[target.group]
-        return holder.get(target.name)
+        if target.group is None:
+            return attributes_of(trial).get(target.name)
+        return trial.param_groups[target.group].get(target.name)
 
     stock = outcome(_nothing, seed)
     for cause, act, other_seed in changes:

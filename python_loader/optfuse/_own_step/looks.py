@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._library.bindings import guard
 from optfuse._own_step.reach import reachable
-from optfuse._own_step.twin import own_attributes, own_options, step_of
+from optfuse._own_step.twin import attributes_of, own_attributes, own_options, step_of
 
 _PLAIN = (Tensor, Parameter)  # torch.nn.Buffer() makes a Tensor
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -80,7 +80,7 @@ def _why_identity(
     known = [f.__globals__.get(name) for f in functions for name in _names([f])]
     options = [own_options(group) for group in optimizer.param_groups]
     for place, start in (
-        ("an attribute", own_attributes(optimizer.__dict__)),
+        ("an attribute", own_attributes(attributes_of(optimizer))),
         ("an option", options),
         ("its code's reach", [*functions, [x for x in known if _may_hold(x)]]),
     ):
@@ -119,7 +119,8 @@ def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
     Without a tensor in it the number of places may be a coincidence; the trial, and updates after
     it, see it filled."""
     state, ids = optimizer.__dict__["state"], {id(p) for p in params}
-    places = [("attribute", v, len(params)) for v in own_attributes(optimizer.__dict__).items()]
+    own = own_attributes(attributes_of(optimizer))
+    places = [("attribute", v, len(params)) for v in own.items()]
     for group in optimizer.param_groups:
         for n in (len(params), len(group["params"])):
             places += [("option", v, n) for v in own_options(group).items()]

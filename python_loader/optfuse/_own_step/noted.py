@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from optfuse._library.bindings import guard
 from optfuse._own_step.looks import names_read
-from optfuse._own_step.twin import Group, own_attributes, own_options
+from optfuse._own_step.twin import SHARED, Group, own_attributes, own_options, shared_state
 from optfuse._trials.compare import difference
 
 _FEW = 1024  # numbers in a tensor
@@ -47,11 +47,12 @@ class Noted:
         }
 
     def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        own, read = own_attributes(optimizer.__dict__), self._read
+        own = {**own_attributes(optimizer.__dict__), **shared_state(optimizer)}
+        read = self._read
         return {
             name: _noted(value)
             for name, value in own.items()
-            if name != _DEFAULTS and (read is None or name in read)
+            if name != _DEFAULTS and (read is None or name in read or name == SHARED)
         }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library.bindings import Error, guard
-from optfuse._own_step.twin import HIDDEN
+from optfuse._own_step.twin import CONSTANT, HIDDEN
 
 MOST = 200_000  # objects that are looked at
 _OPAQUE = (
@@ -135,6 +135,7 @@ def why_reaches_too_much(optimizer: Optimizer) -> str | None:
         for name, value in optimizer.__dict__.items()
         if name not in HIDDEN
     ]
+    places += [(f"state[{k!r}]", v) for k, v in state.items() if isinstance(k, CONSTANT)]
     for i, group in enumerate(groups):
         options = group.items()
         places += [(f"the option {k!r} of group {i}", v) for k, v in options if k != "params"]
@@ -163,6 +164,8 @@ def _why_not_state(optimizer: Optimizer, state: Any, params: list[Tensor]) -> st
     memory = {id(p): Memory([p]) for p in params}
     whole = Memory(params)
     for key, entry in state.items():
+        if isinstance(key, CONSTANT):
+            continue  # it is taken for an attribute
         if id(key) not in memory:
             return f"state[{key!r}] belongs to no parameter"
         for found in reachable(entry):

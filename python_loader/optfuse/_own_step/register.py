@@ -18,7 +18,7 @@ from optfuse._library.bindings import Error
 from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.trial import name_of, try_promise
-from optfuse._own_step.twin import HIDDEN, Group, own_options, step_of
+from optfuse._own_step.twin import HIDDEN, Group, attributes_of, own_options, step_of
 from optfuse._rules import RULES
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -118,7 +118,7 @@ def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
 
 def _kind(optimizer: Optimizer) -> str | None:
     """The properties that matter to a trial; None: they can't be compared with another one's."""
-    attributes = [(k, v) for k, v in optimizer.__dict__.items() if k not in HIDDEN]
+    attributes = [(k, v) for k, v in attributes_of(optimizer).items() if k not in HIDDEN]
     groups = [
         (own_options(group), [(tuple(p.shape), p.dtype, p.device) for p in group["params"]])
         for group in optimizer.param_groups

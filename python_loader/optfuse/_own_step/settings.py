@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from optfuse._own_step.twin import CONSTANT, Group
+from optfuse._own_step.twin import CONSTANT, SHARED, Group, attributes_of, put_shared_state
 from optfuse._trials.compare import deep_copy, difference, same_bits
 
 SETTINGS = "the optimizer's options or attributes"
@@ -60,6 +61,8 @@ class Change:
     group: int | None = None
 
     def __str__(self) -> str:
+        if self.name == SHARED:
+            return "state that belongs to no parameter"
         if self.group is None:
             return f"the optimizer's attribute {self.name!r}"
         return f"the option {self.name!r} of group {self.group}"
@@ -122,6 +125,19 @@ class Copies:
         elif isinstance(made, list | tuple | deque):
             for pair in zip(made, real, strict=True):
                 self._remember(*pair)
+
+    def put_attributes(
+        self, optimizer: Optimizer, after: dict[str, Any], names: Iterable[str]
+    ) -> None:
+        """They become those of `after`."""
+        for name in names:
+            if name == SHARED:
+                put_shared_state(optimizer, self._back(after.get(name, {})))
+            else:
+                self.put(optimizer.__dict__, after, name)
+
+    def of_attributes(self, optimizer: Optimizer, names: Iterable[str]) -> dict[str, Any]:
+        return self.of(attributes_of(optimizer), names) if names else {}
 
     def put(self, into: dict[str, Any], values: dict[str, Any], name: str) -> None:
         if name in values:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from optfuse._library.bindings import guard
 from optfuse._own_step.reach import reachable, span_of
-from optfuse._own_step.twin import own_attributes, own_options
+from optfuse._own_step.twin import attributes_of, own_attributes, own_options
 
 Written = frozenset[tuple[str, Any]]  # "attribute", "option" or "state", and its name
 _KEPT = (tuple, frozenset, types.FunctionType, types.MethodType, weakref.ref)
@@ -45,7 +45,7 @@ def why_writes_too_much(optimizer: Optimizer, written: Written) -> str | None:
 
 
 def _places(optimizer: Optimizer) -> Iterator[tuple[str, Any, str, Any]]:
-    for name, value in own_attributes(optimizer.__dict__).items():
+    for name, value in own_attributes(attributes_of(optimizer)).items():
         yield "attribute", name, f"its attribute {name!r}", value
     for i, group in enumerate(optimizer.param_groups):
         for name, value in own_options(group).items():

@@ -144,7 +144,7 @@ class Trial:
             if small.entry is not None:
                 state[small.param] = small.entry
         whole = self._stock.__new__(self._stock)
-        whole.__dict__ = {**attributes, "param_groups": groups, "state": state}
+        twin.install(whole, attributes, groups, state)
         return whole
 
     def _enter_training(self) -> None:
@@ -287,7 +287,7 @@ class Trial:
     def _settings(self, copied: bool = False) -> Settings:
         groups = map(twin.own_options, self._whole.param_groups)
         options = dict(zip(self._groups, groups, strict=True))
-        now = Settings(twin.own_attributes(self._whole.__dict__), options)
+        now = Settings(twin.own_attributes(twin.attributes_of(self._whole)), options)
         return copied_settings(now) if copied else now
 
     def _contents(self) -> list[tuple[tuple[str, Any], Any]]:
@@ -317,7 +317,7 @@ class Trial:
                 )
         stepped = {id(small.param) for small in self._smalls}
         for owner in state:
-            if id(owner) not in stepped:
+            if not isinstance(owner, twin.CONSTANT) and id(owner) not in stepped:
                 self._refuse(f"it keeps state[{owner!r}], which belongs to no parameter")
 
     def _look_at_settings(self, before: Settings, alone: list[Settings], what: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
@@ -35,6 +36,9 @@ COUNTERS = (
 )
 # Attributes of an optimizer that its twin has of its own, or not at all.
 HIDDEN = frozenset(("param_groups", "state", "step", LINK, "_step_supports_amp_scaling", *_HOOKS))
+# Among attributes: what the state holds under other keys than parameters, such as a counter.
+SHARED = "state of no parameter"
+_TENSORS = {Tensor, Parameter}
 NOT_OPTIONS = ("params", "param_names")
 CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 _CONSTANT = frozenset(CONSTANT)
@@ -62,7 +66,38 @@ def copied(value: Any) -> Any:
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that a twin shares with the optimizer: all but parameters, state and hooks."""
     own = {k: v for k, v in optimizer.__dict__.items() if k not in HIDDEN}
-    return {**own, **{name: OrderedDict() for name in _HOOKS}}
+    return {**own, **shared_state(optimizer), **{name: OrderedDict() for name in _HOOKS}}
+
+
+def shared_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The items of the state that belong to no parameter, as one attribute; none if there are
+    none."""
+    state = optimizer.__dict__["state"]
+    if _TENSORS.issuperset(map(type, state)):
+        return {}
+    found = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    return {SHARED: found} if found else {}
+
+
+def put_shared_state(optimizer: Optimizer, found: dict[Any, Any]) -> None:
+    """What a step has made of them. New ones come first: step() makes them before its loop."""
+    state = optimizer.__dict__["state"]
+    for key in [key for key in state if not isinstance(key, Tensor) and key not in found]:
+        del state[key]
+    if found.keys() <= state.keys():
+        state.update(found)
+        return
+    items = {**found, **{key: value for key, value in state.items() if key not in found}}
+    state.clear()
+    state.update(items)
+
+
+def install(
+    optimizer: Optimizer, attributes: dict[str, Any], groups: list[Group], state: Any
+) -> None:
+    """Gives an optimizer its attributes, as attributes_of() has them, and all else."""
+    optimizer.__dict__ = {**attributes, "param_groups": groups, "state": state}
+    state.update(optimizer.__dict__.pop(SHARED, ()))
 
 
 def options_of(group: Group) -> Group:
@@ -119,10 +154,15 @@ class Twin:
         """The attributes that there are after the class's step(). Options are changed where
         they are."""
         optimizer = self._optimizer
-        optimizer.__dict__ = {**attributes, "param_groups": groups, "state": state}
+        install(optimizer, attributes, groups, state)
         try:
             self._step(optimizer)
-            return optimizer.__dict__
+            after = optimizer.__dict__
+            shared = shared_state(optimizer)
+            after.update(shared)
+            for key in shared.get(SHARED, ()):
+                del after["state"][key]
+            return after
         finally:
             optimizer.__dict__ = {}
 

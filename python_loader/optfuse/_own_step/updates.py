@@ -122,7 +122,7 @@ class Own:
             {**options, **self._copies.of(group, self.promise.options), "params": list(idle)}
             for options, group, idle in zip(self._options, groups, self._idle, strict=True)
         ]
-        of_attributes = self._copies.of(optimizer.__dict__, self.promise.attributes)
+        of_attributes = self._copies.of_attributes(optimizer, self.promise.attributes)
         attributes = {**self._attributes, **of_attributes}
         other = twin.Twin(self._stock)  # that one may be in use
         after = other.step(attributes, changed, defaultdict(dict))
@@ -131,8 +131,7 @@ class Own:
     def advance(self, optimizer: Optimizer) -> None:
         """Options and attributes become what stock's step() makes of them. Updates go on
         with those of begin()."""
-        for name in self.promise.attributes:
-            self._copies.put(optimizer.__dict__, self._after.attributes, name)
+        self._copies.put_attributes(optimizer, self._after.attributes, self.promise.attributes)
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
                 self._copies.put(group, self._after.options[i], name)

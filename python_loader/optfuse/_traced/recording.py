@@ -191,7 +191,7 @@ class Recording:
         if self.after.attributes:
             attributes = fresh(self.before, self.promise.attributes)
         else:
-            of_attributes = self.copies.of(optimizer.__dict__, self.promise.attributes)
+            of_attributes = self.copies.of_attributes(optimizer, self.promise.attributes)
             attributes = {**self.before, **of_attributes}
         entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
         return attributes, given, entry
@@ -214,8 +214,7 @@ class Recording:
 
     def advance_settings(self, optimizer: Optimizer) -> None:
         """Options and attributes become what the class's step() makes of them."""
-        for name in self.promise.attributes:
-            self.copies.put(optimizer.__dict__, self.after.attributes, name)
+        self.copies.put_attributes(optimizer, self.after.attributes, self.promise.attributes)
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
                 if i in self.after.options:  # else it was added since, and step() has said so
@@ -233,7 +232,7 @@ class Recording:
             }
             attributes = fresh(self.before, self.promise.attributes)
             if not self.after.attributes:
-                of_attributes = self.copies.of(optimizer.__dict__, self.promise.attributes)
+                of_attributes = self.copies.of_attributes(optimizer, self.promise.attributes)
                 attributes = {**self.before, **of_attributes}
             other = twin.Twin(self._stock)
             after = other.step(attributes, [changed], defaultdict(dict))

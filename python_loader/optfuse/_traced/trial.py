@@ -147,7 +147,7 @@ class _Pair:
             place = difference("", *map(twin.own_options, groups))
             if place is not None:
                 raise Untraceable(f"{what} option {place} of group {i} differs")
-        place = difference("", *(twin.own_attributes(one.__dict__) for one in (ours, theirs)))
+        place = difference("", *map(twin.own_attributes, map(twin.attributes_of, (ours, theirs))))
         if place is not None:
             raise Untraceable(f"{what} the optimizer's attribute {place} differs")
 
@@ -215,7 +215,7 @@ def _copy_of(optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small]) 
         if small.entry is not None:
             state[small.param] = small.entry
     whole = stock.__new__(stock)
-    whole.__dict__ = {**attributes, "param_groups": groups, "state": state}
+    twin.install(whole, attributes, groups, state)
     return whole
 
 

@@ -112,6 +112,23 @@ class Counter(Tensors):
         super().step(closure)
 
 
+class CounterInState(Tensors):
+    """Counts steps in the state, under a key that is no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if "k" not in self.state:
+            self.state["k"] = torch.tensor([0])
+        super().step(closure)
+        self.state["k"] += 1
+
+    def update(self, group, p, state):
+        if not state:
+            state["m"] = torch.zeros_like(p)
+        state["m"].mul_(group["beta"]).add_(p.grad)
+        p.sub_(group["lr"] / (1 + self.state["k"].item()) * state["m"])
+
+
 class SetOnce(Tensors):
     """Makes attributes and options at its first step."""
 

@@ -8,13 +8,21 @@ import pickle
 import pytest
 import torch
 from common import everything, loss_of, net, refused, same, train
-from own_classes import Averaging, Counter, GroupCounter, NestedCounter, SetOnce, Tensors
+from own_classes import (
+    Averaging,
+    Counter,
+    CounterInState,
+    GroupCounter,
+    NestedCounter,
+    SetOnce,
+    Tensors,
+)
 from own_scripts import MODES
 from scripts import trained
 
 import optfuse
 
-CLASSES = (Averaging, Counter, GroupCounter, NestedCounter, SetOnce)
+CLASSES = (Averaging, Counter, CounterInState, GroupCounter, NestedCounter, SetOnce)
 for cls in CLASSES:
     optfuse.register(cls)
 

@@ -381,6 +381,22 @@ def test_options_that_change_between_backward_and_step_are_refused() -> None:
         optimizer.step()
 
 
+def test_state_of_no_parameter_that_changes_there_is_refused_too() -> None:
+    model = Net()
+    optimizer = traced_classes.CounterOfAll(model.parameters())
+    optimizer = optfuse.fuse(optimizer, mode="backward")
+    for step in range(2):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if step == 1:
+            optimizer.state["k"] += 5  # type: ignore[index]
+            with pytest.raises(optfuse.Error, match="changed between"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
 def test_passes_of_parts_before_a_step() -> None:
     """Two losses of parts of the parameters; the counters of each advance once."""
 

@@ -321,9 +321,45 @@ class Sorts(Base):
         p.add_(torch.sort(grad, dim=-1)[0], alpha=-group["lr"])
 
 
+class CounterOfAll(Base):
+    """Counts steps in the state, under a key that is no parameter, as MADGRAD does."""
+
+    def make(self) -> Any:
+        return torch.tensor([0], dtype=torch.long)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if "k" not in self.state:
+            self.state["k"] = self.make()  # type: ignore[index]
+        loss = super().step(closure)
+        self.state["k"] += 1  # type: ignore[index]
+        return loss
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        k = self.state["k"]  # type: ignore[index]
+        scale = group["lr"] * math.sqrt(float(k) + 1)
+        if not state:
+            state["sum_sq"], state["sum"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["x0"] = torch.clone(p).detach()
+        state["sum_sq"].addcmul_(grad, grad, value=scale)
+        state["sum"].add_(grad, alpha=scale)
+        root = state["sum_sq"].pow(1 / 3).add_(group["eps"])
+        p.mul_(0.9).add_(state["x0"].addcdiv(state["sum"], root, value=-1), alpha=0.1)
+
+
+class NumberOfAll(CounterOfAll):
+    def make(self) -> Any:
+        return 0
+
+
+class PointOfAll(CounterOfAll):
+    def make(self) -> Any:
+        return torch.tensor(0.0)
+
+
 TRACEABLE = [
     *(AdaBelief, SignOfAverage, WritesGradient, TensorCounter, Replaces, Masks, GroupCounter),
-    *(EveryFifth, ByShape, Foreach, TrainsAndEvaluates),
+    *(EveryFifth, ByShape, Foreach, TrainsAndEvaluates, CounterOfAll, NumberOfAll, PointOfAll),
 ]
 
 
@@ -517,6 +553,47 @@ class NewGradient(Base):
         p.grad = grad * 2
 
 
+class CountsUpdatesForAll(CounterOfAll):
+    """Looks like MADGRAD, and its counter depends on how many parameters there are."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        super().update(p, grad, state, group)
+        self.state["k"] += 1  # type: ignore[index]
+
+
+class SumOfAll(CounterOfAll):
+    """Keeps a mean of all parameters' gradients there."""
+
+    def make(self) -> Any:
+        return torch.zeros(1)
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        self.state["k"] += grad.float().mean()  # type: ignore[index]
+        p.add_(grad, alpha=-group["lr"] * float(1 + self.state["k"].abs()))  # type: ignore[index]
+
+
+class ByIndexOfAll(Base):
+    """Keeps what belongs to a parameter under its place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    entry = self.state[i]  # type: ignore[index]
+                    if not entry:
+                        entry["average"] = torch.zeros_like(p)
+                    p.sub_(entry["average"].lerp_(p.grad, 0.1), alpha=group["lr"])
+
+
+class LastGradientOfAll(CounterOfAll):
+    """Keeps a gradient there, for the next step."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+        p.add_(grad, alpha=-group["lr"])
+        self.state["last"] = grad * 1  # type: ignore[index]
+
+
 UNTRACEABLE = {
     Queue: "keeps a tensor of this step",
     ClipsAbove: "__bool__",
@@ -531,4 +608,8 @@ UNTRACEABLE = {
     Coupled: "independently",
     FiveStates: "more than 4 state tensors",
     NewGradient: "gradient",
+    CountsUpdatesForAll: "how many parameters have a gradient",
+    SumOfAll: "the gradients of other parameters",
+    ByIndexOfAll: "state that belongs to no parameter",
+    LastGradientOfAll: "state that belongs to no parameter",
 }
