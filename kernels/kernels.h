@@ -16,9 +16,16 @@
 extern "C" {
 #endif
 
-/* Limits of a rule: state tensors, counters, options; and bytes of its prepared scalars.
- * On a GPU these are at most as large as OF_MAX_HYPER doubles. */
-enum { OF_MAX_STATE = 4, OF_MAX_COUNTERS = 2, OF_MAX_HYPER = 14, OF_MAX_SCALARS = 192 };
+/* Limits of a rule: state tensors (of rules with a formula, and of any, which may run programs),
+ * counters, options; and bytes of its prepared scalars. On a GPU these are at most as large as
+ * OF_MAX_HYPER doubles. */
+enum {
+    OF_FORMULA_STATE = 4,
+    OF_MAX_STATE = 8,
+    OF_MAX_COUNTERS = 2,
+    OF_MAX_HYPER = 14,
+    OF_MAX_SCALARS = 192
+};
 
 typedef enum of_dtype { OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16, OF_FLOAT16, OF_DTYPE_COUNT } of_dtype;
 

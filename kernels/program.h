@@ -21,7 +21,7 @@ enum {
     OF_REGISTER_GRAD,
     OF_REGISTER_STATE,
     OF_REGISTER_TEMPORARY = OF_REGISTER_STATE + OF_MAX_STATE,
-    OF_REGISTERS = 24
+    OF_REGISTERS = 28
 };
 
 /* Where a register of span's memory begins; NULL if there is none. number: below

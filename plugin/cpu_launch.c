@@ -47,7 +47,7 @@ void of_run_with(const of_update *update, const void *grad, size_t begin, size_t
     const size_t numel = (size_t)in->numel;
     const size_t offset = begin * of_dtype_size(in->dtype);
     of_span span = {.param = advance(in->param, offset), .grad = grad};
-    for (size_t i = 0; i < OF_MAX_STATE; i++)
+    for (size_t i = 0; i < update->plan->rule->n_state; i++)
         span.state[i] = advance(in->state[i], offset);
     span.n = end - begin;
     if (end == numel)

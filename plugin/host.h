@@ -29,7 +29,7 @@ extern "C" {
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters; and of an
  * average. */
-enum { OF_ABI_VERSION = 14, OF_MAX_KEYS = 4 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 15, OF_MAX_KEYS = 4 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {

@@ -35,7 +35,7 @@ OF_RULE_FN of_real of_as_stored(of_real value) {
 
 /* The elements of the state that a rule uses. */
 OF_RULE_FN void of_load_state(const of_span *span, unsigned used, size_t at, of_element *e) {
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_FORMULA_STATE; i++)
         if (used & (1u << i))
             e->state[i] = of_load(span->state[i], at);
 }
@@ -44,7 +44,7 @@ OF_RULE_FN void of_load_state(const of_span *span, unsigned used, size_t at, of_
 OF_RULE_FN void of_store_element(const of_span *span, unsigned used, size_t at,
                                  const of_element *e) {
     of_store(span->param, at, e->param);
-    for (unsigned i = 0; i < OF_MAX_STATE; i++)
+    for (unsigned i = 0; i < OF_FORMULA_STATE; i++)
         if (used & (1u << i))
             of_store(span->state[i], at, e->state[i]);
 }

@@ -29,7 +29,7 @@ template <int N> OF_DEVICE_FN void of_multiply(of_pack<N> *grad, const of_factor
 }
 
 // N elements of all arrays.
-template <unsigned USED, int N> struct of_packs { of_pack<N> param, grad, state[OF_MAX_STATE]; };
+template <unsigned USED, int N> struct of_packs { of_pack<N> param, grad, state[OF_FORMULA_STATE]; };
 
 template <unsigned USED, int N>
 OF_DEVICE_FN of_packs<USED, N> of_load_packs(const of_tensor &tensor, uint64_t at) {
@@ -37,7 +37,7 @@ OF_DEVICE_FN of_packs<USED, N> of_load_packs(const of_tensor &tensor, uint64_t a
     packs.param = of_load<N>(tensor.param, at);
     packs.grad = of_load<N>(tensor.grad, at);
 #pragma unroll
-    for (int i = 0; i < OF_MAX_STATE; i++)
+    for (int i = 0; i < OF_FORMULA_STATE; i++)
         if (USED >> i & 1)
             packs.state[i] = of_load<N>(tensor.state[i], at);
     return packs;
@@ -49,7 +49,7 @@ OF_DEVICE_FN void of_store_packs(const of_tensor &tensor, uint64_t at,
                                  const of_packs<USED, N> &packs) {
     of_store<N>(tensor.param, at, packs.param);
 #pragma unroll
-    for (int i = 0; i < OF_MAX_STATE; i++)
+    for (int i = 0; i < OF_FORMULA_STATE; i++)
         if (USED >> i & 1)
             of_store<N>(tensor.state[i], at, packs.state[i]);
 }
@@ -58,7 +58,7 @@ template <unsigned USED, int N>
 OF_DEVICE_FN of_element of_get_element(const of_packs<USED, N> &packs, int lane) {
     of_element e = {of_widen(packs.param.lane[lane]), of_widen(packs.grad.lane[lane]), {0}};
 #pragma unroll
-    for (int i = 0; i < OF_MAX_STATE; i++)
+    for (int i = 0; i < OF_FORMULA_STATE; i++)
         if (USED >> i & 1)
             e.state[i] = of_widen(packs.state[i].lane[lane]);
     return e;
@@ -68,7 +68,7 @@ template <unsigned USED, int N>
 OF_DEVICE_FN void of_put_element(of_packs<USED, N> *packs, int lane, const of_element &e) {
     packs->param.lane[lane] = of_narrow(e.param);
 #pragma unroll
-    for (int i = 0; i < OF_MAX_STATE; i++)
+    for (int i = 0; i < OF_FORMULA_STATE; i++)
         if (USED >> i & 1)
             packs->state[i].lane[lane] = of_narrow(e.state[i]);
 }

@@ -9,6 +9,25 @@ static const unsigned char inputs_of[] = {
 #include "operators.def"
 };
 
+/* In the kernel temporaries begin right behind the last state tensor that the program uses. */
+static unsigned char row_of(const of_program *program, unsigned number) {
+    unsigned states = 0;
+    for (unsigned used = (program->reads | program->writes) >> OF_REGISTER_STATE; used; used >>= 1)
+        states++;
+    if (number < OF_REGISTER_TEMPORARY)
+        return (unsigned char)number;
+    return (unsigned char)(number - OF_REGISTER_TEMPORARY + OF_REGISTER_STATE + states);
+}
+
+static of_instruction placed(const of_program *program, const of_instruction *q) {
+    of_instruction p = *q;
+    p.to = row_of(program, q->to);
+    p.a = row_of(program, q->a);
+    p.b = row_of(program, q->b);
+    p.c = row_of(program, q->c);
+    return p;
+}
+
 static bool fits(const of_instruction *q) {
     return q->operation < OF_OPERATORS && q->to < OF_CUDA_REGISTERS && q->a < OF_CUDA_REGISTERS &&
            q->b < OF_CUDA_REGISTERS && q->c < OF_CUDA_REGISTERS;
@@ -39,14 +58,15 @@ const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
     if (program->n > OF_CUDA_MOST_CODE)
         return "the program has more instructions than the kernels' arguments hold";
     for (size_t i = 0; i < program->n; i++) {
-        const of_instruction *q = &program->code[i];
-        if (!fits(q))
-            return "the program has more temporaries at once than the kernels have registers for";
-        table->words[i * words] = packed(q);
-        put_numbers(&table->words[i * words + 1], dtype, q);
+        const of_instruction q = placed(program, &program->code[i]);
+        if (!fits(&q))
+            return "the program has more state and temporaries at once than the kernels have "
+                   "registers for";
+        table->words[i * words] = packed(&q);
+        put_numbers(&table->words[i * words + 1], dtype, &q);
     }
     table->common.code = (uint16_t)program->n;
-    table->common.reads = (uint8_t)program->reads;
-    table->common.writes = (uint8_t)program->writes;
+    table->common.reads = (uint16_t)program->reads;
+    table->common.writes = (uint16_t)program->writes;
     return NULL;
 }

@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 8 };
+enum { OF_CUDA_ABI_VERSION = 9 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -67,7 +67,7 @@ typedef struct of_cuda_update {
     void *stream; /* CUstream or cudaStream_t */
     uint32_t chunk; /* elements that a block updates, a multiple of 64; 0: by the launch's size */
     /* For rules that run programs: of_program_check() has passed it. It has at most 256
-     * instructions, and 8 temporaries. */
+     * instructions, and together 12 temporaries and state tensors up to the last that it uses. */
     const of_program *program;
 } of_cuda_update;
 

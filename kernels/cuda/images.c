@@ -9,7 +9,7 @@
 
 #include "launch.h"
 
-enum { SETS = 1 << OF_MAX_STATE }; /* of used state */
+enum { SETS = 1 << OF_FORMULA_STATE }; /* of used state; that of programs is in the last place */
 
 typedef struct image {
     const char *rule;
@@ -82,6 +82,10 @@ static of_cuda_status get_kernel(const of_driver *driver, CUlibrary library, con
     return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(driver, result, name);
 }
 
+static of_cuda_kernels *kernels_of(image *one, unsigned used) {
+    return &one->kernels[used & (SETS - 1)];
+}
+
 static of_cuda_status load_kernels(const of_driver *driver, image *one, unsigned used) {
     static const char *const sizes[OF_CUDA_TABLE_SIZES] = {"small", "large"};
     of_cuda_status status = one->library ? OF_CUDA_OK : load_code(driver, one->code, &one->library);
@@ -89,23 +93,23 @@ static of_cuda_status load_kernels(const of_driver *driver, image *one, unsigned
         char name[80];
         snprintf(name, sizeof name, "of_cuda_%s_%s_%u_%s", one->rule,
                  of_dtype_name(one->dtype), used, sizes[size]);
-        status = get_kernel(driver, one->library, name, &one->kernels[used].size[size]);
+        status = get_kernel(driver, one->library, name, &kernels_of(one, used)->size[size]);
     }
     if (status != OF_CUDA_OK)
-        one->kernels[used] = (of_cuda_kernels){{NULL}};
+        *kernels_of(one, used) = (of_cuda_kernels){{NULL}};
     return status;
 }
 
 const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, of_dtype dtype,
                                     unsigned used, of_cuda_status *status) {
-    for (size_t i = 0; i < sizeof images / sizeof *images && used < SETS; i++) {
+    for (size_t i = 0; i < sizeof images / sizeof *images; i++) {
         image *one = &images[i];
         if (strcmp(one->rule, rule) != 0 || one->dtype != dtype)
             continue;
         pthread_mutex_lock(&lock);
-        *status = one->kernels[used].size[0] ? OF_CUDA_OK : load_kernels(driver, one, used);
+        *status = kernels_of(one, used)->size[0] ? OF_CUDA_OK : load_kernels(driver, one, used);
         pthread_mutex_unlock(&lock);
-        return *status == OF_CUDA_OK ? &one->kernels[used] : NULL;
+        return *status == OF_CUDA_OK ? kernels_of(one, used) : NULL;
     }
     *status =
         of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernel for %s, dtype %d", rule, (int)dtype);

@@ -40,14 +40,14 @@ typedef struct of_cuda_common {
     uint8_t early;           /* of_cuda_early() of this chip */
     uint8_t numbers;         /* of_cuda_entry.numbers_at that the rule has */
     uint8_t runs_programs;
-    uint8_t reads, writes; /* of_program.reads and writes */
+    uint16_t reads, writes; /* of_program.reads and writes */
     uint16_t code; /* instructions of the program; their words are before the first entry's */
 } of_cuda_common;
 
 /* An instruction is two words, or three where numbers are doubles: from its lowest byte on
  * operation, to, a, b, c and how many of these it reads; then s and t in the type of the
  * computation. */
-enum { OF_CUDA_REGISTERS = OF_REGISTER_TEMPORARY + 8, OF_CUDA_MOST_CODE = 256 };
+enum { OF_CUDA_REGISTERS = OF_REGISTER_STATE + 12, OF_CUDA_MOST_CODE = 256 };
 static inline size_t of_cuda_instruction_words(of_dtype dtype) {
     return dtype == OF_FLOAT64 ? 3 : 2;
 }

@@ -36,7 +36,7 @@ typedef double of_real;
 typedef struct of_element {
     of_real param;
     of_real grad;
-    of_real state[OF_MAX_STATE];
+    of_real state[OF_FORMULA_STATE];
 } of_element;
 
 /* The code of the reference that an element takes. Always a constant where it

@@ -40,10 +40,16 @@ struct Reader {
 
     Part part() {
         Part made{Segment(), {}};
-        if (integer() == 0)
+        switch (integer()) {
+        case 0:
             made.what = segment();
-        else
+            break;
+        case 1:
             made.what = call();
+            break;
+        default:
+            made.what = branch();
+        }
         made.frees = registers();
         return made;
     }
@@ -128,6 +134,11 @@ struct Reader {
         made.core = core;
         made.core.n = made.code.size();
         return made;
+    }
+
+    Branch branch() {
+        const int64_t from = known(integer());
+        return {from, static_cast<size_t>(integer())};
     }
 
     Call call() {
@@ -310,6 +321,11 @@ void run(const Call &call, Registers &at) {
             at[static_cast<size_t>(call.results[i])] = results[i];
 }
 
+// As Python sees it: NaN is true.
+bool is_true(const Branch &branch, const Registers &at) {
+    return branch.from >= 0 && at[static_cast<size_t>(branch.from)].item<double>() != 0.0;
+}
+
 } // namespace
 
 std::vector<Part> make_parts(const std::vector<std::string> &words,
@@ -325,6 +341,10 @@ std::vector<Part> make_parts(const std::vector<std::string> &words,
         reader.whole[OF_REGISTER_STATE + i] = !forms[i];
     while (!reader.at_end())
         parts.push_back(reader.part());
+    for (size_t i = 0; i < parts.size(); i++)
+        if (const auto *branch = std::get_if<Branch>(&parts[i].what))
+            if (branch->skipped >= parts.size() - i)
+                fail("optfuse: a program's branch leads beyond its end");
     return parts;
 }
 
@@ -360,11 +380,14 @@ void run_parts(of_plan *plan, const std::vector<Part> &parts, const Forms &forms
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         if ((state >> i & 1u) != 0)
             at[OF_REGISTER_STATE + i] = over(in.state[i], like, forms[i]);
-    for (const Part &part : parts) {
+    for (size_t i = 0; i < parts.size(); i++) {
+        const Part &part = parts[i];
         if (const auto *segment = std::get_if<Segment>(&part.what))
             run(plan, *segment, at, in, like);
-        else
-            run(std::get<Call>(part.what), at);
+        else if (const auto *call = std::get_if<Call>(&part.what))
+            run(*call, at);
+        else if (const auto &branch = std::get<Branch>(part.what); !is_true(branch, at))
+            i += branch.skipped;
         for (const int64_t number : part.frees)
             at[static_cast<size_t>(number)] = at::Tensor();
     }

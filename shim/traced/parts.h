@@ -56,8 +56,15 @@ struct Call {
     std::vector<int64_t> results; // registers; -1: nobody needs it
 };
 
+// A branch on a value: parts are skipped if it is zero or false. No register: they always are, as
+// those of the other branch.
+struct Branch {
+    int64_t from; // -1: none
+    size_t skipped;
+};
+
 struct Part {
-    std::variant<Segment, Call> what;
+    std::variant<Segment, Call, Branch> what;
     std::vector<int64_t> frees; // registers that nobody reads any more
 };
 

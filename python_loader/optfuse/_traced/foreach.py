@@ -15,6 +15,7 @@ import optfuse._traced.operators  # noqa: F401
 from optfuse._traced.operands import Args, Options
 from optfuse._traced.standin import (
     CPU,
+    Branch,
     Call,
     Called,
     Handler,
@@ -70,8 +71,8 @@ _OF_ONE_NUMBER = {name: f"{name}_list" for name in ("maximum", "minimum")}
 _OF_LISTS = {**_OF_ONE_NUMBER, "div_number": "div_number_list"}
 
 
-def _renamed(line: Line | Call, names: dict[str, str]) -> Line | Call:
-    return line if isinstance(line, Call) else (names.get(line[0], line[0]), *line[1:])
+def _renamed(line: Line | Call | Branch, names: dict[str, str]) -> Line | Call | Branch:
+    return line if isinstance(line, Call | Branch) else (names.get(line[0], line[0]), *line[1:])
 
 
 def _put(packet: Any, name: str, handler: Handler) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from optfuse._traced.program import (
 from optfuse._traced.standin import (
     CPU,
     POINT,
+    Branch,
     Call,
     ForeignTensor,
     Form,
@@ -40,6 +41,7 @@ from optfuse._traced.standin import (
     own_attributes,
     requires_grad_of,
 )
+from optfuse._trials.compare import difference
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Place:
     index: int  # among the state tensors; -1: not known yet
     dtype: torch.dtype | None = None  # None: the parameter's
     form: Form | None = None  # None: the parameter's
+
+
+MOST_OUTCOMES = 4  # of branches on values
+Inputs = tuple[dict[str, Any], Group, "Entry | None"]
 
 
 @dataclass(frozen=True)
@@ -133,40 +139,103 @@ def record(
     strides: tuple[int, ...] | None = None,
     made: Made = "none",
     device: torch.device = CPU,
+    again: Callable[[], Inputs] | None = None,
 ) -> Recorded:
     """entry: as like() makes it. names: the state tensors that are known, in the order of their
     registers. strides: of a parameter that is not contiguous. made: which of the tensors that
     step() makes from nothing are traced. What step() writes into attributes
-    and options it does to those given. Raises Untraceable if a program can't do what step()
-    does."""
-    tape = Tape(shape, dtype, strides, device)
+    and options it does to those given. again: gives attributes, options and entry once more, for
+    another run where step() branches on a value; without it that is refused. Raises Untraceable if
+    a program can't do what step() does."""
+    follows = again is not None and device == CPU
+    of_tape = shape, dtype, strides, device
+    runs = [_run((attributes, options, entry), Tape(*of_tape), follows, names, made, step_on)]
+    while (decisions := _next_decisions(runs[-1].tape.taken)) and again is not None:
+        if len(runs) == MOST_OUTCOMES:
+            raise Untraceable(f"its branches on values have more than {MOST_OUTCOMES} outcomes")
+        tape, known = Tape(*of_tape), len(decisions) - 1
+        begins = (*runs[-1].tape.begins, *known * [0])[:known]
+        tape.decisions, tape.begins = decisions, (*begins, max(run.tape.n for run in runs))
+        runs.append(_run(again(), tape, True, runs[0].order, made, step_on))
+        _must_agree(runs[0], runs[-1])
+    return _joined(runs)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of step(), by one outcome of its branches on values."""
+
+    tape: Tape
+    order: list[str]
+    fresh: frozenset[int]  # registers of state that have no values before
+    kept: Entry | None
+    options: Group
+    after: dict[str, Any]
+
+
+def _next_decisions(taken: list[bool]) -> tuple[bool, ...]:
+    """Those of the next run, in which the last outcome that was True is False; none: it was the
+    last."""
+    while taken and not taken[-1]:
+        taken = taken[:-1]
+    return (*taken[:-1], False) if taken else ()
+
+
+def _must_agree(one: _Run, other: _Run) -> None:
+    for what, a, b in (
+        ("the state entry", one.kept, other.kept),
+        ("options", one.options, other.options),
+        ("attributes", one.after, other.after),
+    ):
+        if difference("", a, b) is not None or list(a or ()) != list(b or ()):
+            raise Untraceable(f"by a tensor's value it makes something else of {what}")
+    if one.order != other.order or one.fresh != other.fresh:
+        raise Untraceable("by a tensor's value it makes other state")
+
+
+def _joined(runs: list[_Run]) -> Recorded:
+    first, tapes = runs[0], [run.tape for run in runs]
+    n_state = len(first.order)
+    lines = [line for line in first.tape.lines if not isinstance(line, Call | Branch)]
+    if len(lines) < len(first.tape.lines) or any(map(reads_a_number, lines)):
+        if first.tape.device != CPU:
+            raise Untraceable("it takes a number from a tensor on a GPU")
+        program: Program | Parts = make_parts(
+            tapes, first.fresh, n_state, _forms(first.tape, first.kept)
+        )
+    else:
+        program = make_program(lines, first.fresh, n_state, frozenset(first.tape.apart))
+        if first.tape.device != CPU:
+            check_fits_gpu(program)
+    looked = any(tape.looked_at_shape for tape in tapes)
+    at_requires_grad = any(tape.looked_at_requires_grad for tape in tapes)
+    of_optimizer = first.options, first.after
+    return Recorded(
+        program, first.kept, tuple(first.order), *of_optimizer, looked, at_requires_grad
+    )
+
+
+def _run(
+    inputs: Inputs, tape: Tape, follows: bool, names: list[str], made: Made, step_on: Twin
+) -> _Run:
+    """follows: branches on values."""
+    attributes, options, entry = inputs
+    if follows and tape.decisions is None:
+        tape.decisions = ()
     guide = Guide(tape, names)
-    numbers = nullcontext() if device == CPU else Numbers(tape)
+    numbers = nullcontext() if tape.device == CPU else Numbers(tape)
     with nullcontext() if made == "none" else Making(tape, made), numbers:
         after, options, kept = guide.run(step_on, attributes, options, entry)
     order = guide.order
-    looked = tape.looked_at_shape
-    fresh = {
+    fresh = frozenset(
         STATE + place.index
         for name, place in (kept or {}).items()
         if isinstance(place, Place) and name not in (entry or {})
-    }
+    )
     del guide  # and its stand-ins
     if any(reference() is not None for reference in tape.alive):
         raise Untraceable("it keeps a tensor of this step somewhere else than in its state")
-    lines = [line for line in tape.lines if not isinstance(line, Call)]
-    if len(lines) < len(tape.lines) or any(map(reads_a_number, lines)):
-        if device != CPU:
-            raise Untraceable("it takes a number from a tensor on a GPU")
-        program: Program | Parts = make_parts(
-            tape, frozenset(fresh), len(order), _forms(tape, kept)
-        )
-    else:
-        program = make_program(lines, frozenset(fresh), len(order), frozenset(tape.apart))
-        if device != CPU:
-            check_fits_gpu(program)
-    looks = looked, tape.looked_at_requires_grad
-    return Recorded(program, kept, tuple(order), options, after, *looks)
+    return _Run(tape, order, fresh, kept, options, after)
 
 
 def _forms(tape: Tape, entry: Entry | None) -> Forms:
@@ -212,6 +281,8 @@ class Guide:
         if self.tape.why is not None:  # step() has caught it
             kind, why = self.tape.why
             raise kind(why)
+        if self.tape.lent:
+            self.tape.give_back((), {})
         self._look_at_tensors(after.pop("state"))
         del after["param_groups"], options["params"]
         return after, options, None if made is None else self.with_places(made, entry or {})

@@ -5,7 +5,7 @@ program of its own (program.py) over at most as many tensors as an update has.""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,7 +22,17 @@ from optfuse._traced.program import (
     shown_line,
     with_few_registers,
 )
-from optfuse._traced.standin import DTYPES, Call, Form, Later, Line, Number, Tape, Untraceable
+from optfuse._traced.standin import (
+    DTYPES,
+    Branch,
+    Call,
+    Form,
+    Later,
+    Line,
+    Number,
+    Tape,
+    Untraceable,
+)
 
 # A line without its numbers, and where these are registers: (s or t, register, sign); or a call
 # without its numbers.
@@ -59,25 +69,34 @@ class Parts:
     """One update."""
 
     structure: Structure
-    tape: tuple[Line | Call, ...]
+    tape: tuple[Line | Call | Branch, ...]  # after a branch those of each outcome
     forms: tuple[int, ...]  # as shim/traced/parts.h says
 
     def __len__(self) -> int:
-        return len(self.tape)
+        return sum(not isinstance(step, Branch) for step in self.tape)
 
     def numbers(self) -> list[float]:
         found: list[float] = []
         for i in self.structure.of:
             step = self.tape[i]
+            assert not isinstance(step, Branch)
             found += step.numbers if isinstance(step, Call) else map(_known, step[5:])
         return found
 
     def shown(self, state: list[str]) -> str:
         """One line for each operator; state: the names of the state tensors."""
-        return "\n".join(
-            _shown_call(step, state) if isinstance(step, Call) else shown_line(step, state)
-            for step in self.tape
-        )
+        found, indent = [], ""
+        for step in self.tape:
+            if isinstance(step, Branch):
+                begin = f"if t{step.register - TEMPORARY}:" if step.outcome else "else:"
+                indent = 4 * step.depth * " "
+                found.append(indent + begin)
+                indent += 4 * " "
+            elif isinstance(step, Call):
+                found.append(indent + _shown_call(step, state))
+            else:
+                found.append(indent + shown_line(step, state))
+        return "\n".join(found)
 
 
 def _known(x: Number) -> float:
@@ -96,17 +115,58 @@ def _shown_call(call: Call, state: list[str]) -> str:
     return f"{made} = {call.operator}({', '.join([*map(name, call.reads), *numbers])})"
 
 
-def make_parts(tape: Tape, made: frozenset[int], n_state: int, forms: Forms) -> Parts:
-    """made: the registers of state that have no values before."""
-    lines = tuple(tape.lines)
-    steps = tuple(_step(line) for line in lines)
-    written, apart = frozenset(tape.written), frozenset(tape.apart)
-    structure = _structure(steps, made, n_state, written, apart, tape.n)
+def make_parts(tapes: list[Tape], made: frozenset[int], n_state: int, forms: Forms) -> Parts:
+    """tapes: of each outcome of branches on values. made: the registers of state that have no
+    values before."""
+    lines: list[Line | Call | Branch] = []
+    node = _grown([tape.lines for tape in tapes], lines)
+    written = frozenset[int]().union(*(tape.written for tape in tapes))
+    apart = frozenset[int]().union(*(tape.apart for tape in tapes))
+    structure = _structure(node, made, n_state, written, apart, max(tape.n for tape in tapes))
     words: list[int] = []
     for place, (dtype, form) in forms.items():
         sizes, strides = form or ((), ())
         words += place, DTYPES[dtype], -1 if form is None else len(sizes), *sizes, *strides
-    return Parts(structure, lines, tuple(words))
+    return Parts(structure, tuple(lines), tuple(words))
+
+
+@dataclass(frozen=True)
+class _Node:
+    """Steps up to a branch, and what follows for either outcome."""
+
+    steps: tuple[Step, ...]
+    first: int  # the place of the first of them among the lines of all outcomes
+    branch: tuple[int, _Node, _Node] | None = None  # its register; if it is true, if it is not
+
+    def paths(self) -> Iterator[tuple[Step, ...]]:
+        """The steps of each outcome."""
+        if self.branch is None:
+            yield self.steps
+            return
+        for node in self.branch[1:]:
+            yield from (self.steps + path for path in node.paths())
+
+
+def _grown(tapes: list[list[Line | Call | Branch]], lines: list[Line | Call | Branch]) -> _Node:
+    """Appends the lines of all tapes to `lines`, those that they share once."""
+    one = tapes[0]
+    n = next((i for i, line in enumerate(one) if isinstance(line, Branch)), len(one))
+    shared = one[:n]
+    first = len(lines)
+    lines += shared
+    steps = tuple(_step(line) for line in shared if not isinstance(line, Branch))
+    if n == len(one):
+        return _Node(steps, first)
+    if any(len(tape) == n or repr(tape[:n]) != repr(shared) for tape in tapes):
+        raise Untraceable("it does something else before a branch on a value each time")
+    nodes = []
+    for outcome in (True, False):
+        begins = [tape[n] for tape in tapes]
+        marks = [x for x in begins if isinstance(x, Branch) and x.outcome is outcome]
+        lines.append(marks[0])
+        after = [tape[n + 1 :] for tape in tapes if tape[n] == marks[0]]
+        nodes.append(_grown(after, lines))
+    return _Node(steps, first, (marks[0].register, nodes[0], nodes[1]))
 
 
 def _step(line: Line | Call) -> Step:
@@ -118,7 +178,7 @@ def _step(line: Line | Call) -> Step:
 
 @cache
 def _structure(
-    steps: tuple[Step, ...],
+    node: _Node,
     made: frozenset[int],
     n_state: int,
     written: frozenset[int],
@@ -126,9 +186,11 @@ def _structure(
     n: int,
 ) -> Structure:
     in_memory = set(range(STATE + n_state))
-    _check_values(steps, in_memory, made)
-    refuse_mixed((step[0] for step in steps if not isinstance(step, Call)), apart)
-    parts = list(_parts(steps, in_memory, apart))[::-1]
+    for path in node.paths():
+        _check_values(path, in_memory, made)
+    shapes = {step[0] for path in node.paths() for step in path if not isinstance(step, Call)}
+    refuse_mixed(shapes, apart)
+    parts, _ = _parts_of(node, in_memory, apart)
     last = {r: i for i, part in enumerate(parts) for r in part.uses}
     code: list[int] = []
     touched: set[int] = set()
@@ -136,7 +198,7 @@ def _structure(
         touched |= part.uses
         frees = [r for r in sorted(part.uses) if last[r] == i and r >= TEMPORARY]
         code += [*part.code, len(frees), *frees]
-    wrote = written | {step[0][1] for step in steps if not isinstance(step, Call)}
+    wrote = written | {shape[1] for shape in shapes}
     return Structure(
         code,
         [word for part in parts for word in part.words],
@@ -147,7 +209,7 @@ def _structure(
     )
 
 
-def _bits(registers: set[int]) -> int:
+def _bits(registers: Set[int]) -> int:
     return sum(1 << r for r in registers)
 
 
@@ -173,9 +235,30 @@ def _check_values(steps: tuple[Step, ...], in_memory: set[int], made: frozenset[
         raise Untraceable("it makes state without values")
 
 
-def _parts(steps: tuple[Step, ...], in_memory: set[int], apart: frozenset[int]) -> Iterator[_Part]:
-    """From the last to the first."""
-    live = set(in_memory)
+def _parts_of(
+    node: _Node, in_memory: set[int], apart: frozenset[int]
+) -> tuple[list[_Part], set[int]]:
+    """The parts, and the registers that are needed before them. Those for a branch's false outcome
+    follow those for the true one, which end by skipping them."""
+    if node.branch is None:
+        after, live = [], set(in_memory)
+    else:
+        register, yes, no = node.branch
+        if_true, of_yes = _parts_of(yes, in_memory, apart)
+        if_false, of_no = _parts_of(no, in_memory, apart)
+        if_true.append(_Part([2, -1, len(if_false)], set()))
+        after = [_Part([2, register, len(if_true)], {register}), *if_true, *if_false]
+        live = of_yes | of_no | {register}
+    own = list(_parts(node.steps, live, in_memory, apart))[::-1]
+    for part in own:
+        part.of = [node.first + i for i in part.of]
+    return own + after, live
+
+
+def _parts(
+    steps: tuple[Step, ...], live: set[int], in_memory: set[int], apart: frozenset[int]
+) -> Iterator[_Part]:
+    """From the last to the first; live: what is needed after them, and then before them."""
     end = len(steps)
     for i in reversed(range(-1, len(steps))):
         step = steps[i] if i >= 0 else None

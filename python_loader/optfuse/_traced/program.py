@@ -13,11 +13,11 @@ from optfuse._traced.standin import Later, Line, Number, Untraceable
 NAMES = lib.of_shim_operators().decode().split()
 _NUMBER = {name: i for i, name in enumerate(NAMES)}
 PARAM, GRAD, STATE = 0, 1, 2  # registers
-MOST_STATE = 4
+MOST_STATE = 8
 TEMPORARY = STATE + MOST_STATE
-REGISTERS = 24
+REGISTERS = 28
 # Limits of the kernels on GPUs (cuda_kernels.h).
-GPU_TEMPORARIES, GPU_INSTRUCTIONS = 8, 256
+GPU_ROOM, GPU_INSTRUCTIONS = 12, 256
 
 # How many registers and numbers each operator takes; the others take one register.
 _NO_REGISTER = {"fill"}
@@ -96,9 +96,13 @@ def check_fits_gpu(program: Program) -> None:
         raise Untraceable(
             f"its program has {len(program)} instructions, and on a GPU at most {GPU_INSTRUCTIONS}"
         )
-    used = {r for line in program.structure.lines for r in line[1:]}
-    if max(used, default=0) >= TEMPORARY + GPU_TEMPORARIES:
-        raise Untraceable(f"it needs more than {GPU_TEMPORARIES} temporaries at once on a GPU")
+    used = {r for line in program.structure.lines for r in (line[1], *inputs_of(line))}
+    states = max((r - STATE + 1 for r in used if STATE <= r < TEMPORARY), default=0)
+    temporaries = max(used, default=0) - TEMPORARY + 1
+    if states + max(0, temporaries) > GPU_ROOM:
+        raise Untraceable(
+            f"it needs more than {GPU_ROOM} state tensors and temporaries at once on a GPU"
+        )
 
 
 def shown_line(line: Line, state: list[str]) -> str:

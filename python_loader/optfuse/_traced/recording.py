@@ -19,7 +19,7 @@ from optfuse._own_step.looks import draws
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.cohorts import Cohort, kind_of_shape, mark_of
-from optfuse._traced.guide import Recorded, like, place_of, record
+from optfuse._traced.guide import Inputs, Recorded, like, place_of, record
 from optfuse._traced.replay import learn
 from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
@@ -89,14 +89,16 @@ class Recording:
 
     def _learn_from(self, optimizer: Optimizer, slot: int, param: Tensor) -> None:
         number = self.group_of[slot]
-        options = fresh(twin.options_of(optimizer.param_groups[number]), self.promise.options)
-        attributes = dict(fresh(self.before, self.promise.attributes))
-        strides = None if param.is_contiguous() else param.stride()
-        of_param = (tuple(param.shape), param.dtype, None, self.names, strides)
+
+        def inputs() -> Inputs:
+            options = fresh(twin.options_of(optimizer.param_groups[number]), self.promise.options)
+            return dict(fresh(self.before, self.promise.attributes)), options, None
+
+        attributes, options, _ = inputs()
+        of_param = (tuple(param.shape), param.dtype, None, self.names, _strides(param))
+        of_all = self._making, param.device, inputs
         try:
-            recorded = record(
-                self._twin, attributes, options, *of_param, self._making, param.device
-            )
+            recorded = record(self._twin, attributes, options, *of_param, *of_all)
         except ForeignTensor:
             raise  # the trial then has what is made from nothing traced
         except Untraceable:
@@ -142,7 +144,7 @@ class Recording:
             cohort.replay = None
             attributes, given, entry = self._inputs(optimizer, param, cohort)
             of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
-            of_all = self._making, param.device
+            of_all = self._making, param.device, lambda: self._inputs(optimizer, param, cohort)
             recorded = record(self._twin, dict(attributes), dict(given), *of_param, *of_all)
         cohort.recorded = recorded
         self.names += recorded.names[len(self.names) :]
@@ -177,9 +179,7 @@ class Recording:
         cohort.replay = learn(self._twin, attributes, given, *of_param, recorded)
         cohort.learned += 1
 
-    def _inputs(
-        self, optimizer: Optimizer, param: Tensor, cohort: Cohort
-    ) -> tuple[dict[str, Any], Group, Entry | None]:
+    def _inputs(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> Inputs:
         """The attributes, options and state entry of a run, with copies of what it may change."""
         group = optimizer.param_groups[cohort.group]
         options = twin.options_of(group)

@@ -4,6 +4,7 @@ writes a line on a tape."""
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -101,6 +102,15 @@ class Call:
     makes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A branch of step() on a value: what follows it is for this outcome."""
+
+    register: int
+    outcome: bool
+    depth: int  # branches before it
+
+
 class Tape:
     """The record of one run of step(), and all that it made. Stand-ins have the parameter's shape
     but for those that came out of calls."""
@@ -117,7 +127,7 @@ class Tape:
         self.sizes = sizes
         self.dtype = dtype
         self.strides = strides
-        self.lines: list[Line | Call] = []
+        self.lines: list[Line | Call | Branch] = []
         self.roots: dict[int, int] = {}  # of views: the register whose memory it is
         self.shared: set[int] = set()  # registers whose memory another one has, too
         self.written: set[int] = set()  # registers that calls write
@@ -130,6 +140,15 @@ class Tape:
         self.looked_at_shape = False
         self.looked_at_requires_grad = False
         self.learning: Learning | None = None
+        # The outcomes of the first branches on values; of later ones it is True. None: no branches
+        # are followed. Behind each of them registers begin at its number in `begins`, if there is
+        # one.
+        self.decisions: tuple[bool, ...] | None = None
+        self.begins: tuple[int, ...] = ()
+        self.taken: list[bool] = []
+        # Numbers that stand for values which PyTorch asks for to hand them to an operator, as
+        # alpha= is; until that operator comes, which must be the next one.
+        self.lent: dict[float, Standin] = {}
         # The first reason, also if step() caught it; no exception, which would keep the frames
         # that it came through, and with them the optimizer.
         self.why: tuple[type[Untraceable], str] | None = None
@@ -159,6 +178,39 @@ class Tape:
         self.why = self.why or (kind, why)
         raise kind(why)
 
+    def branch(self, x: Standin) -> bool:
+        """The outcome of a branch on a value, in this run."""
+        if self.decisions is None or x.form is None or math.prod(x.form[0]) != 1:
+            self.refuse("it branches on a tensor's value (__bool__)")
+        at = len(self.taken)
+        outcome = at >= len(self.decisions) or self.decisions[at]
+        self.lines.append(Branch(x.register, outcome, at))
+        self.taken.append(outcome)
+        if at < len(self.begins):
+            self.n = max(self.n, self.begins[at])
+        return outcome
+
+    def lend(self, x: Standin) -> float:
+        """A number that stands for a value, for the operator that comes next."""
+        if x.form != POINT or not x.dtype.is_floating_point or self.device != CPU or self.learning:
+            self.refuse("it reads numbers out of a tensor (_local_scalar_dense)")
+        value = _LENT + (1 + len(self.lent)) * 2.0**-50
+        self.lent[value] = x
+        return value
+
+    def give_back(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The arguments and options of an operator, with the tensors that numbers stand for."""
+        lent, self.lent = self.lent, {}
+
+        def real(value: Any) -> Any:
+            return lent.pop(value) if type(value) is float and value in lent else value
+
+        args = tuple([real(value) for value in args])
+        options = {name: real(value) for name, value in options.items()}
+        if lent:
+            self.refuse("it reads numbers out of a tensor (_local_scalar_dense)")
+        return args, options
+
     def answer(self, question: Any, x: Standin, *args: Any) -> Any:
         """The answer of x to one of the operators in QUESTIONS. Operators ask for the number of
         dimensions, too, where step() does not."""
@@ -182,9 +234,11 @@ class Tape:
         return self.sizes, torch.empty(self.sizes, device="meta").stride()
 
 
+_LENT = 0.09371  # no number that a step() has
 # Attributes in which PyTorch keeps the answers.
 _OF_PYTORCH = "_sym_sizes_", "_sym_strides_", "_sizes_", "_strides_"
 _aten = torch.ops.aten
+_VALUE = _aten._local_scalar_dense.default
 _DIM, _SIZES = _aten.dim.default, _aten.sym_size.default
 _QUESTIONS = {
     *(_DIM, _SIZES, _aten.size.default, _aten.numel.default),
@@ -237,8 +291,6 @@ def _refusing(name: str) -> Any:
     why = "it looks at a tensor's memory or at what PyTorch keeps of it"
     if name in _NUMBERS:
         why = "it reads numbers out of a tensor"
-    elif name == "__bool__":
-        why = "it branches on a tensor's value"
 
     def refuse(self: Standin, *args: Any, **kwargs: Any) -> Any:
         self.tape.refuse(f"{why} ({name})")
@@ -292,12 +344,13 @@ _ANSWERS = {
         for name in (
             *("data_ptr", "numpy", "tolist", "item", "storage", "untyped_storage"),
             *("storage_offset", "_typed_storage", "__array__", "__dlpack__"),
-            *("__reduce_ex__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+            *("__reduce_ex__", "__float__", "__int__", "__index__", "__complex__"),
             *("__contains__", "__repr__", "__format__", "_version"),
             *("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks"),
             *("register_hook", "backward", "is_set_to", "share_memory_", "const_data_ptr"),
         )
     },
+    "__bool__": lambda x: x.tape.branch(x),
     "__class__": property(_class_of),
     "requires_grad": property(_look_at_requires_grad, lambda x, to: _requires_grad.__set__(x, to)),
     "data": property(torch._C.TensorBase.data.__get__, _set_data),
@@ -351,6 +404,8 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
         found = _by_id.get(id(func))
         if found is not None:
             tape, options = tape_of(args, kwargs), kwargs or {}
+            if tape.lent:
+                args, options = tape.give_back(args, options)
             lines = tape.lines
             n = len(lines)
             if tape.learning is not None:
@@ -359,8 +414,13 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
                 return found[0](found[1], args, options)
             except NotElementwise:
                 del lines[n:]
+                kwargs = options
         elif func in _QUESTIONS:
             return args[0].tape.answer(func, *args)
+        elif func is _VALUE:
+            return args[0].tape.lend(args[0])
+        elif (tape := tape_of(args, kwargs)).lent:
+            args, kwargs = tape.give_back(args, kwargs or {})
         return otherwise[0](func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -262,7 +262,7 @@ static void check_programs(void) {
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_UNSUPPORTED && values[0] == -127.0f,
           "a longer one is refused");
     program.n = 1;
-    code[0].to = OF_CUDA_REGISTERS;
+    code[0].to = OF_REGISTER_TEMPORARY + OF_CUDA_REGISTERS - OF_REGISTER_STATE;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_UNSUPPORTED &&
               strstr(of_cuda_error(), "temporaries"),
           "and one with more registers than the kernel has");

@@ -43,7 +43,7 @@ UNKNOWN = {
 class LooksAtValues(torch.optim.AdamW):
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
-            if p.grad is not None and p.grad.abs().max() > 1e30:
+            if p.grad is not None and p.grad.abs().max().item() > 1e30:
                 p.grad.zero_()
         return super().step(closure)
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._own_step.twin import Entry, Twin, attributes_of, own_attributes, own_options
+from optfuse._own_step.twin import (
+    SHARED,
+    Entry,
+    Twin,
+    attributes_of,
+    own_attributes,
+    own_options,
+    put_shared_state,
+)
 from optfuse._traced.guide import Place, Recorded, like, record
 from optfuse._traced.program import GRAD, PARAM, REGISTERS, STATE, inputs_of
 
@@ -109,7 +117,9 @@ class Replay:
                 self._update(param, recorded)
                 self.recorded.append(recorded)
             group.update(self.recorded[-1].options)
-        optimizer.__dict__.update(own_attributes(self.recorded[-1].attributes))
+        left = own_attributes(self.recorded[-1].attributes)
+        put_shared_state(optimizer, left.pop(SHARED, {}))
+        optimizer.__dict__.update(left)
 
     def _record(self, attributes: dict[str, Any], options: Any, param: Tensor) -> Recorded:
         entry = like(self.optimizer.state.get(param), param, self.names)

@@ -152,7 +152,6 @@ TIES: dict[str, tuple[Act, str]] = {
         r"keeps a tensor of this step in state\['past'\], a deque",
     ),
     "keeps in a list of state": (lambda o, p, g, s: _item(s, "past", [g * 1]), "keeps a tensor"),
-    "state of others": (lambda o, p, g, s: o.state["all"].update(n=1), "what is no parameter"),
     "state of the gradient": (lambda o, p, g, s: o.state[g].update(n=1), "what is no parameter"),
     "the parameter as state": (lambda o, p, g, s: _item(s, "x", p), "another place"),
     "its memory as state": (lambda o, p, g, s: _item(s, "x", p.data), "another place"),
@@ -160,7 +159,7 @@ TIES: dict[str, tuple[Act, str]] = {
     "one as two": (lambda o, p, g, s: s.update(dict.fromkeys("xy", g * 1)), "another place"),
     "state by shape": (lambda o, p, g, s: _item(s, "x", torch.zeros(p.shape)), "not made from"),
     "empty state": (lambda o, p, g, s: _item(s, "x", torch.empty_like(p)), "without values"),
-    "five": (lambda o, p, g, s: s.update((n, g * 1) for n in "abcde"), "more than 4"),
+    "nine": (lambda o, p, g, s: s.update((n, g * 1) for n in "abcdefghi"), "more than 8"),
     "raises": (lambda o, p, g, s: 1 // 0, "raises ZeroDivisionError"),
 }
 
