@@ -206,6 +206,8 @@ class Making(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
+        if self._tape.lent:
+            args, options = self._tape.give_back(args, options)
         if func in _MAKING and (self._also_points or args[0]):
             dtype = options.get("dtype") or torch.get_default_dtype()
             if dtype.is_floating_point:

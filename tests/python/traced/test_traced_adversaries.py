@@ -86,6 +86,18 @@ LOOKS: dict[str, tuple[Act, str]] = {
     "is_nonzero": (lambda o, p, g, s: torch.is_nonzero(g), "ambiguous"),
     "copy": (lambda o, p, g, s: copy.copy(g), "__reduce_ex__"),
     "save": (lambda o, p, g, s: torch.save(g, io.BytesIO()), "__reduce_ex__|storage"),
+    "a number of another tensor": (
+        lambda o, p, g, s: p.mul_(torch.full((), g.norm())),  # type: ignore[arg-type]
+        "numbers out of a tensor",
+    ),
+    "a number that nobody takes": (
+        lambda o, p, g, s: torch.full((2,), g.norm()),  # type: ignore[arg-type]
+        "numbers out of a tensor",
+    ),
+    "a number on its way to a size": (
+        lambda o, p, g, s: p.add_(torch.arange(g.norm()).sum()),
+        "numbers out of a tensor",
+    ),
     "hidden": (lambda o, p, g, s: _hidden(lambda: g.max().item()), "item"),
     "hidden operand": (lambda o, p, g, s: _hidden(lambda: g.add_(BUFFER)), "none of its state"),
 }
