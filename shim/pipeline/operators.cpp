@@ -14,7 +14,7 @@ namespace {
 using Numbers = std::vector<int64_t>;
 using Seconds = std::vector<double>;
 
-constexpr size_t COSTS = 4, SIZES = 5, PLACE = 6, TASK = 4;
+constexpr size_t SETTINGS = 5, COSTS = 4, SIZES = 5, PLACE = 6, TASK = 4;
 
 // A plan needs no fused optimizer, so that optfuse.Error may not be known here: Python makes one
 // of these (plan.py).
@@ -28,7 +28,7 @@ template <typename T> size_t rows_of(const std::vector<T> &flat, size_t width) {
     return flat.size() / width;
 }
 
-// The input of a call. `settings`: strategy, processes, micro-batches.
+// The input of a call. `settings`: strategy, processes, micro-batches, batches in flight, chunk.
 struct Pipeline {
     std::vector<of_pipeline_layer> layers;
     std::vector<of_pipeline_place> places;
@@ -36,13 +36,15 @@ struct Pipeline {
 
     Pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes) {
         const size_t n = rows_of(costs, COSTS);
-        TORCH_CHECK(settings.size() == 3 && rows_of(sizes, SIZES) == n,
+        TORCH_CHECK(settings.size() == SETTINGS && rows_of(sizes, SIZES) == n,
                     "optfuse: the lists of a pipeline's layers differ in length");
         for (size_t i = 0; i < n; i++)
             layers.push_back(layer(&costs[COSTS * i], &sizes[SIZES * i]));
         view.strategy = static_cast<of_strategy>(settings[0]);
         view.processes = static_cast<size_t>(settings[1]);
         view.micro_batches = static_cast<size_t>(settings[2]);
+        view.in_flight = static_cast<size_t>(settings[3]);
+        view.chunk = static_cast<size_t>(settings[4]);
         view.layers = layers.data();
         view.n = n;
         places.resize(n);
@@ -129,18 +131,19 @@ Numbers delays_of_pipeline(const Numbers &settings, const Seconds &costs, const 
 }
 
 Numbers schedule_pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
-                          const Numbers &places, int64_t batches) {
+                          const Numbers &places, int64_t batches, const Seconds &network) {
     const Pipeline p(settings, costs, sizes, places);
+    const of_network_link link = network_link_of(network);
     const size_t most = batches < 1 || batches > INT32_MAX ? 0 : static_cast<size_t>(batches);
     std::vector<of_pipeline_task> tasks(of_pipeline_count(&p.view, most));
-    check_core(of_pipeline_schedule(&p.view, static_cast<size_t>(batches), tasks.data()));
+    check_core(of_pipeline_schedule(&p.view, &link, static_cast<size_t>(batches), tasks.data()));
     Numbers flat;
     for (const of_pipeline_task &task : tasks)
         flat.insert(flat.end(), {task.kind, task.layer, task.batch, task.process});
     return flat;
 }
 
-// Start and end of each task; makespan, period, busy, messages and bytes (of_pipeline_report);
+// Start and end of each task; the numbers of of_pipeline_report, in its order;
 // violations that the verifier has found.
 std::tuple<Seconds, Seconds, int64_t> simulate_pipeline(const Numbers &settings,
                                                         const Seconds &costs, const Numbers &sizes,
@@ -162,7 +165,8 @@ std::tuple<Seconds, Seconds, int64_t> simulate_pipeline(const Numbers &settings,
     for (const of_pipeline_task &task : tasks)
         times.insert(times.end(), {task.start, task.end});
     return {times,
-            {report.makespan, report.period, report.busy, report.messages, report.bytes},
+            {report.makespan, report.period, report.busy, report.messages, report.bytes,
+             static_cast<double>(report.in_flight), report.held_bytes},
             static_cast<int64_t>(violations)};
 }
 
@@ -176,7 +180,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("delays_of_pipeline(int[] settings, float[] costs, int[] sizes, int[] places) -> int[]",
           optfuse::delays_of_pipeline);
     m.def("schedule_pipeline(int[] settings, float[] costs, int[] sizes, int[] places, "
-          "int batches) -> int[]",
+          "int batches, float[] network) -> int[]",
           optfuse::schedule_pipeline);
     m.def("simulate_pipeline(int[] settings, float[] costs, int[] sizes, int[] places, "
           "int batches, int[] tasks, float[] network) -> (float[], float[], int)",

@@ -72,7 +72,9 @@ static inline of_pipeline_place random_place(const drawn *d, size_t i, bool has_
 /* The planner's places, or of slots any. */
 static inline void place_randomly(drawn *d) {
     ck_assert_int_eq(of_pipeline_place_layers(&d->p, &d->link, d->places, NULL), OF_OK);
-    if (d->p.strategy < OF_PIPELINE_INTRA || random_below(2))
+    const bool has_slots =
+        d->p.strategy == OF_PIPELINE_INTRA || d->p.strategy == OF_PIPELINE_LAYERPIPE;
+    if (!has_slots || random_below(2))
         return;
     bool trained = false;
     for (size_t i = 0; i < d->p.n; i++) {
@@ -86,7 +88,7 @@ static inline void schedule(drawn *d) {
     d->tasks = calloc(d->n + 2, sizeof *d->tasks); /* a mutant may have two more */
     ck_assert_ptr_nonnull(d->tasks);
     ck_assert_int_eq(of_pipeline_delays(&d->p, d->delays), OF_OK);
-    ck_assert_int_eq(of_pipeline_schedule(&d->p, d->batches, d->tasks), OF_OK);
+    ck_assert_int_eq(of_pipeline_schedule(&d->p, &d->link, d->batches, d->tasks), OF_OK);
 }
 
 static inline void simulate(drawn *d) {
@@ -102,14 +104,24 @@ static inline size_t violations(const drawn *d) {
     return found;
 }
 
+/* What its strategy has: micro-batches, batches in flight, layers a turn. */
+static inline void set_strategy(drawn *d, of_strategy strategy) {
+    const bool is_fast = strategy == OF_PIPELINE_FAST_FORWARD || strategy == OF_PIPELINE_MODULO;
+    const bool has_groups =
+        is_fast || strategy == OF_PIPELINE_GPIPE || strategy == OF_PIPELINE_1F1B_FLUSH;
+    d->p.strategy = strategy;
+    d->p.micro_batches = has_groups ? 1 + random_below(5) : 1;
+    d->p.in_flight = is_fast ? random_below(5) : 0;
+    d->p.chunk = strategy == OF_PIPELINE_MODULO ? 1 + random_below(3) : 0;
+}
+
 /* Simulated; the caller frees d->tasks. */
 static inline void draw(drawn *d, uint64_t least_seconds) {
     memset(d, 0, sizeof *d);
     own(d);
     d->p.n = 1 + random_below(MOST_LAYERS);
-    d->p.strategy = (of_strategy)random_below(OF_PIPELINE_LAYERPIPE + 1);
+    set_strategy(d, (of_strategy)random_below(OF_PIPELINE_STRATEGIES));
     d->p.processes = 1 + random_below(MOST_STAGES);
-    d->p.micro_batches = d->p.strategy == OF_PIPELINE_GPIPE ? 1 + random_below(5) : 1;
     d->batches = 1 + random_below(MOST_BATCHES);
     d->link.latency = (double)random_below(6);
     d->link.seconds_per_byte = (double)random_below(3) / 4;

@@ -8,7 +8,7 @@
 enum { PLANS = 4000 };
 
 START_TEST(no_random_plan_violates_anything) {
-    size_t of_strategies[OF_PIPELINE_LAYERPIPE + 1] = {0}, tasks = 0;
+    size_t of_strategies[OF_PIPELINE_STRATEGIES] = {0}, tasks = 0;
     for (int k = 0; k < PLANS; k++) {
         drawn d;
         draw(&d, 0);
@@ -18,7 +18,7 @@ START_TEST(no_random_plan_violates_anything) {
                       (int)d.p.strategy, violations(&d));
         free(d.tasks);
     }
-    for (int s = 0; s <= OF_PIPELINE_LAYERPIPE; s++)
+    for (int s = 0; s < OF_PIPELINE_STRATEGIES; s++)
         ck_assert_uint_gt(of_strategies[s], PLANS / 10);
     ck_assert_uint_gt(tasks, 100 * PLANS);
 }
@@ -28,7 +28,7 @@ END_TEST
 static void two_stages(drawn *d, of_strategy strategy) {
     memset(d, 0, sizeof *d);
     own(d);
-    d->p = (of_pipeline){strategy, 3, 1, d->layers, d->places, 2};
+    d->p = (of_pipeline){strategy, 3, 1, 0, 0, d->layers, d->places, 2};
     d->batches = 3;
     d->link = (of_network_link){1, 0.25};
     d->layers[0] = (of_pipeline_layer){2, 9, 3, 1, 8, 4, 12, 64, true};
@@ -141,6 +141,77 @@ START_TEST(groups_take_what_is_counted_by_hand) {
 }
 END_TEST
 
+/* Four stages whose F, dX and dW take a second, behind a first layer that takes none, so that all
+ * have a dX; eight micro-batches. */
+static void four_stages(drawn *d, of_strategy strategy, double latency) {
+    memset(d, 0, sizeof *d);
+    own(d);
+    d->p = (of_pipeline){strategy, 4, 8, 0, 0, d->layers, d->places, 5};
+    d->batches = 8;
+    d->link = (of_network_link){latency, 0};
+    for (size_t i = 0; i < 5; i++) {
+        const int32_t on = i ? (int32_t)i - 1 : 0;
+        d->layers[i] = (of_pipeline_layer){i > 0, i > 0, i > 0, 0, 4, 4, 4, 0, false};
+        d->places[i] = (of_pipeline_place){on, on, on, OF_NO_PROCESS, 0, 1};
+    }
+}
+
+/* As one backward pass of a stage, whose message leaves at its end. */
+static void put_dw_before_dx(drawn *d) {
+    for (size_t k = 0; k + 1 < d->n; k++) {
+        of_pipeline_task *dx = &d->tasks[k], *dw = dx + 1;
+        if (dx->kind != OF_TASK_INPUT_GRADIENT || dw->kind != OF_TASK_WEIGHT_GRADIENT ||
+            dx->layer != dw->layer)
+            continue;
+        const of_pipeline_task first = *dx;
+        *dx = *dw;
+        *dw = first;
+    }
+}
+
+static double makespan(of_strategy strategy, double latency, size_t in_flight, bool whole) {
+    drawn d;
+    four_stages(&d, strategy, latency);
+    d.p.in_flight = in_flight;
+    schedule(&d);
+    if (whole)
+        put_dw_before_dx(&d);
+    simulate(&d);
+    ck_assert_uint_eq(violations(&d), 0);
+    if (in_flight)
+        ck_assert_uint_le(d.report.in_flight, in_flight);
+    free(d.tasks);
+    return d.report.makespan;
+}
+
+START_TEST(fast_forward_fills_the_bubbles_of_gpipe) {
+    ck_assert_double_eq(makespan(OF_PIPELINE_GPIPE, 0, 0, true), 33);
+    ck_assert_double_eq(makespan(OF_PIPELINE_GPIPE, 0, 0, false), 30); /* dX is sent first */
+    ck_assert_double_eq(makespan(OF_PIPELINE_1F1B_FLUSH, 0, 0, true), 33);
+    ck_assert_double_eq(makespan(OF_PIPELINE_FAST_FORWARD, 0, 4, false), 29);
+    ck_assert_double_eq(makespan(OF_PIPELINE_FAST_FORWARD, 0, 5, false), 27); /* 1.22 times */
+    const double gpipe = makespan(OF_PIPELINE_GPIPE, 0.1, 0, true);
+    ck_assert_double_ge(gpipe, 1.12 * makespan(OF_PIPELINE_FAST_FORWARD, 0.1, 5, false));
+    ck_assert_double_ge(gpipe, 1.20 * makespan(OF_PIPELINE_FAST_FORWARD, 0.1, 8, false));
+}
+END_TEST
+
+START_TEST(batches_in_flight_hold_inputs_and_gradients) {
+    drawn d;
+    four_stages(&d, OF_PIPELINE_GPIPE, 0);
+    schedule(&d);
+    simulate(&d);
+    ck_assert_uint_eq(d.report.in_flight, 8);
+    ck_assert_double_eq(d.report.held_bytes, 8 * 8 + 4); /* of two layers, and one dY */
+    free(d.tasks);
+    four_stages(&d, OF_PIPELINE_1F1B_FLUSH, 0);
+    schedule(&d);
+    simulate(&d);
+    ck_assert_uint_eq(d.report.in_flight, 4);
+    free(d.tasks);
+}
+END_TEST
+
 START_TEST(the_period_is_the_load_of_the_slowest_where_messages_cost_nothing) {
     for (int k = 0; k < 300; k++) {
         drawn d;
@@ -149,8 +220,7 @@ START_TEST(the_period_is_the_load_of_the_slowest_where_messages_cost_nothing) {
         free(d.tasks);
         d.link = (of_network_link){0, 0};
         d.batches = 90;
-        d.p.strategy = (of_strategy)(OF_PIPELINE_1F1B + random_below(4));
-        d.p.micro_batches = 1;
+        set_strategy(&d, (of_strategy)(OF_PIPELINE_1F1B + random_below(4)));
         ck_assert_int_eq(of_pipeline_place_layers(&d.p, &d.link, d.places, &largest), OF_OK);
         schedule(&d);
         simulate(&d);
@@ -214,6 +284,8 @@ int main(void) {
     tcase_add_test(tests, split_gradients_take_what_is_counted_by_hand);
     tcase_add_test(tests, what_a_process_needs_twice_is_sent_once);
     tcase_add_test(tests, groups_take_what_is_counted_by_hand);
+    tcase_add_test(tests, fast_forward_fills_the_bubbles_of_gpipe);
+    tcase_add_test(tests, batches_in_flight_hold_inputs_and_gradients);
     tcase_add_test(tests, the_period_is_the_load_of_the_slowest_where_messages_cost_nothing);
     tcase_add_test(tests, schedules_that_cannot_run_are_refused_and_not_written);
     suite_add_tcase(suite, tests);

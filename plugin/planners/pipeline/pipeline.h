@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* pipeline.h: plans of layer pipelines (LayerPipe, arXiv 2108.06629; PipeDream, arXiv 1806.03377;
- * GPipe, arXiv 1811.06965): which process runs which task of which layer, in which order, and how
- * late gradients then are.
+ * GPipe, arXiv 1811.06965; out-of-order backprop, arXiv 2110.00929): which process runs which task
+ * of which layer, in which order, and how late gradients then are.
  *
  * A layer has up to four tasks a batch: the forward pass F, the gradient dX of its input, the
  * gradient dW of its weights, and their update U. dX may be split by input channels into two
@@ -38,7 +38,12 @@ typedef enum of_strategy {
     OF_PIPELINE_1F1B,  /* whole layers; one F, one backward (PipeDream). D = stages after */
     OF_PIPELINE_REPLICATED, /* the same, and several processes may share a stage */
     OF_PIPELINE_INTRA,      /* dX and dW of a layer may be apart; in slots */
-    OF_PIPELINE_LAYERPIPE   /* the same, and dX may be split; in slots */
+    OF_PIPELINE_LAYERPIPE,  /* the same, and dX may be split; in slots */
+    /* Whole layers, and D = 0: the F of a group see the updates of the groups before. */
+    OF_PIPELINE_1F1B_FLUSH,   /* one F, one backward, then U */
+    OF_PIPELINE_FAST_FORWARD, /* what is ready: dX, else F, else dW; U after its group's last dW */
+    OF_PIPELINE_MODULO,       /* the same, and layers are dealt to the processes in turns */
+    OF_PIPELINE_STRATEGIES
 } of_strategy;
 
 typedef enum of_task_kind {
@@ -78,7 +83,10 @@ typedef struct of_pipeline_place {
 typedef struct of_pipeline {
     of_strategy strategy;
     size_t processes;
-    size_t micro_batches; /* batches a group of GPIPE; 1 for the others */
+    size_t micro_batches; /* batches a group of those with D = 0; 1 for the others */
+    size_t in_flight;     /* FAST_FORWARD, MODULO: the most batches that a process has begun and
+                             not ended; 0: any number, and for the others */
+    size_t chunk;         /* MODULO: layers a turn; 0 for the others */
     const of_pipeline_layer *layers;
     const of_pipeline_place *places;
     size_t n; /* of layers and of places */
@@ -105,7 +113,8 @@ OF_API of_status of_pipeline_cut(const double *costs, size_t n, size_t parts, si
  * process that has most to do, or NULL; messages are not part of it, but for those of
  * REPLICATED's updates.
  *
- * GPIPE, 1F1B: stages by of_pipeline_cut(). REPLICATED: likewise exact, among all stages with r
+ * Whole layers: stages by of_pipeline_cut(), but MODULO deals chunks of layers to the processes in
+ * turns. REPLICATED: likewise exact, among all stages with r
  * processes each, whose load is (the layers' seconds + the all-reduces of their weights) / r; an
  * all-reduce of m bytes is a ring, 2 (r - 1) messages of m / r bytes. INTRA, LAYERPIPE: fills
  * process after process up to a limit, which is raised from the mean load in steps until all
@@ -130,18 +139,23 @@ OF_API of_status of_pipeline_delays(const of_pipeline *p, uint32_t *delays);
 /* How many tasks so many batches have. p has been checked. */
 OF_API size_t of_pipeline_count(const of_pipeline *p, size_t batches);
 
-/* The schedule of so many batches, with start = end = 0. tasks: room for of_pipeline_count().
+/* The schedule of so many batches, with start = end = 0. tasks: room for of_pipeline_count(). link:
+ * by its messages FAST_FORWARD and MODULO know what is ready. The dW of a layer run in the order of
+ * their batches.
  * OF_INVALID: see of_pipeline_check(); no batch or more than an int32_t counts. OF_NO_MEMORY. */
-OF_API of_status of_pipeline_schedule(const of_pipeline *p, size_t batches,
-                                      of_pipeline_task *tasks);
+OF_API of_status of_pipeline_schedule(const of_pipeline *p, const of_network_link *link,
+                                      size_t batches, of_pipeline_task *tasks);
 
 typedef struct of_pipeline_report {
-    double makespan; /* seconds from the first start to the last end */
-    double period;   /* seconds a batch, of the process or layer that is slowest, away from both
-                        ends of the run; 0: too few batches for that */
-    double busy;     /* share of the makespan, mean over processes */
-    double messages; /* a batch */
-    double bytes;    /* a batch */
+    double makespan;   /* seconds from the first start to the last end */
+    double period;     /* seconds a batch, of the process or layer that is slowest, away from both
+                          ends of the run; 0: too few batches for that */
+    double busy;       /* share of the makespan, mean over processes */
+    double messages;   /* a batch */
+    double bytes;      /* a batch */
+    size_t in_flight;  /* the most batches that a process had begun and not ended */
+    double held_bytes; /* the most that a process held for gradients to come: inputs of its layers
+                          and gradients of their outputs */
 } of_pipeline_report;
 
 /* Writes start and end of every task: each begins when its process is free and what it needs is
@@ -156,9 +170,9 @@ OF_API of_status of_pipeline_simulate(const of_pipeline *p, const of_network_lin
 
 /* Counts what is wrong with a schedule that has times: tasks that are unknown, doubled, missing,
  * misplaced, too short or too long; two at once or out of order on a process; a need that is not
- * met in time; an F that sees other updates than D says; updates of a layer out of order. Any
- * values may be in the tasks. Relative tolerance of times: 1e-9.
- * OF_INVALID: see of_pipeline_check(). OF_NO_MEMORY. */
+ * met in time; an F that sees other updates than D says; updates of a layer, or dW of a group, out
+ * of order; a batch that begins while in_flight of them are open. Any values may be in the tasks.
+ * Relative tolerance of times: 1e-9. OF_INVALID: see of_pipeline_check(). OF_NO_MEMORY. */
 OF_API of_status of_pipeline_verify(const of_pipeline *p, const of_network_link *link,
                                     const uint32_t *delays, size_t batches,
                                     const of_pipeline_task *tasks, size_t n_tasks,

@@ -66,6 +66,21 @@ static of_pipeline_place whole_on(size_t process, size_t replicas) {
                                .replicas = (int32_t)replicas};
 }
 
+static of_status deal(const stage_costs *c, of_pipeline_place *places, double *largest) {
+    const of_pipeline *p = c->p;
+    double *loads = calloc(p->processes, sizeof *loads);
+    if (!loads)
+        return of_fail(OF_NO_MEMORY, "out of memory for the loads of %zu processes", p->processes);
+    for (size_t i = 0; i < p->n; i++) {
+        const size_t on = i / p->chunk % p->processes;
+        places[i] = whole_on(on, 1);
+        loads[on] += c->seconds[i + 1] - c->seconds[i];
+        *largest = of_later(*largest, loads[on]);
+    }
+    free(loads);
+    return OF_OK;
+}
+
 static of_status place_stages(const stage_costs *c, of_pipeline_place *places, double *largest) {
     const of_pipeline *p = c->p;
     const bool is_replicated = p->strategy == OF_PIPELINE_REPLICATED;
@@ -250,6 +265,8 @@ static of_status place(stage_costs *c, of_pipeline_place *places, double *larges
     if (!of_is_time(c->seconds[c->p->n]))
         return of_fail(OF_INVALID, "the seconds of %zu layers are out of range: check them",
                        c->p->n);
+    if (c->p->strategy == OF_PIPELINE_MODULO)
+        return deal(c, places, largest);
     const of_status status = place_stages(c, places, largest);
     if (status != OF_OK || of_places_whole_layers(c->p->strategy))
         return status;

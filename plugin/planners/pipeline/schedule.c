@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "fail.h"
+#include "planners/pipeline/fast_forward.h"
 #include "planners/pipeline/slots.h"
 
 typedef struct emission {
@@ -95,6 +96,21 @@ static void emit_gpipe(emission *e, span stage) {
     }
 }
 
+/* Within each group. */
+static void emit_1f1b_flush(emission *e, span stage) {
+    const size_t group = e->p->micro_batches, after = of_processes_after(e->p, stage.from);
+    for (size_t first = 0; first < e->batches; first += group) {
+        const size_t ahead = after < group ? after : group;
+        for (size_t b = first; b < first + ahead; b++)
+            emit_forward(e, stage, b);
+        for (size_t b = first; b < first + group && b < e->batches; b++) {
+            if (b + ahead < first + group)
+                emit_forward(e, stage, b + ahead);
+            emit_backward(e, stage, b);
+        }
+    }
+}
+
 /* One of the stage's replicas, which has every r-th batch from `first` on. */
 static void emit_1f1b(emission *e, span stage, size_t first) {
     const size_t r = (size_t)e->p->places[stage.from].replicas;
@@ -112,6 +128,8 @@ static void schedule_stages(emission *e) {
         const size_t r = (size_t)e->p->places[stage.from].replicas;
         if (e->p->strategy == OF_PIPELINE_GPIPE)
             emit_gpipe(e, stage);
+        else if (e->p->strategy == OF_PIPELINE_1F1B_FLUSH)
+            emit_1f1b_flush(e, stage);
         else
             for (size_t replica = 0; replica < r; replica++)
                 emit_1f1b(e, stage, replica);
@@ -120,14 +138,19 @@ static void schedule_stages(emission *e) {
     }
 }
 
-of_status of_pipeline_schedule(const of_pipeline *p, size_t batches, of_pipeline_task *tasks) {
+of_status of_pipeline_schedule(const of_pipeline *p, const of_network_link *link, size_t batches,
+                               of_pipeline_task *tasks) {
     of_status status = of_pipeline_check(p);
+    if (status == OF_OK)
+        status = of_check_network_link(link);
     if (status == OF_OK)
         status = of_check_batches(p, batches);
     if (status != OF_OK)
         return status;
     if (!tasks)
         return of_fail(OF_INVALID, "a schedule needs an array for its tasks");
+    if (of_forwards_fast(p->strategy))
+        return of_schedule_fast_forward(p, link, batches, tasks);
     emission e = {.p = p, .first_trained = of_first_trained(p), .batches = batches, .tasks = tasks};
     if (!of_places_whole_layers(p->strategy))
         return schedule_slots(&e);

@@ -69,8 +69,12 @@ static size_t processes_from(const of_pipeline *p, size_t layer) {
     return found;
 }
 
+size_t of_processes_after(const of_pipeline *p, size_t layer) {
+    return processes_from(p, layer) - (size_t)p->places[layer].replicas;
+}
+
 uint32_t of_stage_delay(const of_pipeline *p, size_t layer) {
-    if (p->strategy == OF_PIPELINE_GPIPE)
+    if (of_is_synchronous(p->strategy))
         return 0;
     const size_t replicas = (size_t)p->places[layer].replicas;
     return (uint32_t)((processes_from(p, layer) - 1) / replicas);

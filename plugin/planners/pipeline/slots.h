@@ -14,4 +14,7 @@ int32_t of_find_slots(const of_pipeline *p, int32_t *slots);
  * F and their gradients. */
 uint32_t of_stage_delay(const of_pipeline *p, size_t layer);
 
+/* How many processes are on stages after the layer's. */
+size_t of_processes_after(const of_pipeline *p, size_t layer);
+
 #endif

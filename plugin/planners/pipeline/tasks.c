@@ -19,20 +19,36 @@ static of_status check_layer(const of_pipeline_layer *l, size_t i) {
     return OF_OK;
 }
 
+/* The settings of strategies that schedule by what is ready. */
+static of_status check_readiness(const of_pipeline *p) {
+    if (p->in_flight && !of_forwards_fast(p->strategy))
+        return of_fail(
+            OF_INVALID,
+            "at most %zu batches in flight: only fast-forwarding strategies keep to that",
+            p->in_flight);
+    if ((p->chunk > 0) != (p->strategy == OF_PIPELINE_MODULO))
+        return of_fail(OF_INVALID,
+                       "%zu layers a turn: give the modulo strategy at least 1, the others 0",
+                       p->chunk);
+    return OF_OK;
+}
+
 of_status of_check_pipeline_layers(const of_pipeline *p) {
     if (!p || !p->layers || !p->n || p->n > INT32_MAX)
         return of_fail(OF_INVALID, "a pipeline needs 1 to %d layers", INT32_MAX);
-    if ((unsigned)p->strategy > OF_PIPELINE_LAYERPIPE)
+    if ((unsigned)p->strategy >= OF_PIPELINE_STRATEGIES)
         return of_fail(OF_INVALID, "there is no strategy %d of pipelines", (int)p->strategy);
     if (p->processes < 1 || p->processes > INT32_MAX)
         return of_fail(OF_INVALID, "a pipeline can't run on %zu processes: give 1 to %d",
                        p->processes, INT32_MAX);
     if (p->micro_batches < 1 || p->micro_batches > INT32_MAX ||
-        (p->micro_batches > 1 && p->strategy != OF_PIPELINE_GPIPE))
+        (p->micro_batches > 1 && !of_is_synchronous(p->strategy)))
         return of_fail(OF_INVALID,
-                       "%zu micro-batches an update: give at least 1, and more than 1 only to the "
-                       "strategy of GPipe",
+                       "%zu micro-batches an update: give at least 1, and more than 1 only to "
+                       "strategies without delays",
                        p->micro_batches);
+    if (check_readiness(p) != OF_OK)
+        return OF_INVALID;
     for (size_t i = 0; i < p->n; i++)
         if (check_layer(&p->layers[i], i) != OF_OK)
             return OF_INVALID;
@@ -40,7 +56,16 @@ of_status of_check_pipeline_layers(const of_pipeline *p) {
 }
 
 bool of_places_whole_layers(of_strategy strategy) {
-    return strategy <= OF_PIPELINE_REPLICATED;
+    return strategy != OF_PIPELINE_INTRA && strategy != OF_PIPELINE_LAYERPIPE;
+}
+
+bool of_forwards_fast(of_strategy strategy) {
+    return strategy == OF_PIPELINE_FAST_FORWARD || strategy == OF_PIPELINE_MODULO;
+}
+
+bool of_is_synchronous(of_strategy strategy) {
+    return strategy == OF_PIPELINE_GPIPE || strategy == OF_PIPELINE_1F1B_FLUSH ||
+           of_forwards_fast(strategy);
 }
 
 static bool is_process(const of_pipeline *p, int32_t process) {
@@ -99,7 +124,9 @@ static of_status check_place(const of_pipeline *p, size_t first_trained, size_t 
                        "layer %zu of a pipeline has no input gradient: leave its process that of "
                        "the forward",
                        i);
-    if (of_places_whole_layers(p->strategy) && i && !goes_on(&p->places[i - 1], place))
+    const bool has_stages =
+        of_places_whole_layers(p->strategy) && p->strategy != OF_PIPELINE_MODULO;
+    if (has_stages && i && !goes_on(&p->places[i - 1], place))
         return of_fail(OF_INVALID,
                        "layer %zu of a pipeline is on a process of an earlier stage: stages are "
                        "contiguous",

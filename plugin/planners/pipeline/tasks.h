@@ -9,6 +9,10 @@
 /* Checks the layers alone, and the counts; places are not read. */
 of_status of_check_pipeline_layers(const of_pipeline *p);
 bool of_places_whole_layers(of_strategy strategy);
+/* Whether several batches may share an update that the next F see: D = 0. */
+bool of_is_synchronous(of_strategy strategy);
+/* Whether it schedules by what is ready. */
+bool of_forwards_fast(of_strategy strategy);
 /* The first layer with weights; n if there is none. Layers above it have dX. */
 size_t of_first_trained(const of_pipeline *p);
 bool of_has_task(const of_pipeline *p, size_t first_trained, int kind, size_t layer);

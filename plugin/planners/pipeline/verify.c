@@ -15,6 +15,8 @@ typedef struct verification {
     const of_pipeline_task *tasks;
     const of_pipeline_task **found; /* by batch, layer and kind; NULL: missing */
     double *ended;                  /* of each process, its task before */
+    size_t *open;                   /* of each process, batches begun and not ended */
+    uint32_t *left;                 /* of each process and batch, gradients to come once begun */
     size_t violations;
 } verification;
 
@@ -154,6 +156,20 @@ static const of_pipeline_task *update_of_group(const verification *v, size_t lay
     return last < v->batches ? find(v, OF_TASK_UPDATE, layer, last) : NULL;
 }
 
+/* Both tasks are of one process, which runs them in the array's order. */
+static bool is_before(const of_pipeline_task *a, const of_pipeline_task *b) {
+    return a && b && a < b;
+}
+
+/* Gradients that share an update are added up in the order of their batches. */
+static void verify_order(verification *v, size_t layer, size_t batch) {
+    if (batch % v->p->micro_batches == 0)
+        return;
+    const of_pipeline_task *before = find(v, OF_TASK_WEIGHT_GRADIENT, layer, batch - 1);
+    const of_pipeline_task *task = find(v, OF_TASK_WEIGHT_GRADIENT, layer, batch);
+    require(v, !task || is_before(before, task));
+}
+
 static void verify_update(verification *v, size_t layer, size_t batch) {
     const of_pipeline_task *update = find(v, OF_TASK_UPDATE, layer, batch);
     if (!update)
@@ -174,11 +190,6 @@ static void verify_update(verification *v, size_t layer, size_t batch) {
     }
 }
 
-/* Both tasks are of one process, which runs them in the array's order. */
-static bool is_before(const of_pipeline_task *a, const of_pipeline_task *b) {
-    return a && b && a < b;
-}
-
 static void verify_seen(verification *v, size_t layer, size_t batch) {
     const of_pipeline_task *forward = find(v, OF_TASK_FORWARD, layer, batch);
     const size_t group = batch / of_pipeline_group(v->p, layer);
@@ -192,6 +203,37 @@ static void verify_seen(verification *v, size_t layer, size_t batch) {
         require(v, is_before(forward, first_unseen));
 }
 
+/* Batches in flight. Of tasks that have been found to be good. */
+
+static uint32_t gradients_on(const verification *v, int32_t process) {
+    uint32_t found = 0;
+    for (size_t i = 0; i < v->p->n; i++)
+        for (int kind = OF_TASK_INPUT_GRADIENT; kind < OF_TASK_UPDATE; kind++)
+            found +=
+                v->p->places[i].forward == process && of_has_task(v->p, v->first_trained, kind, i);
+    return found;
+}
+
+static void count_open(verification *v, const of_pipeline_task *task) {
+    uint32_t *left = &v->left[(size_t)task->process * v->batches + (size_t)task->batch];
+    if (task->kind == OF_TASK_FORWARD && !*left) {
+        *left = gradients_on(v, task->process);
+        v->open[task->process] += *left > 0;
+        require(v, v->open[task->process] <= v->p->in_flight);
+    } else if (task->kind != OF_TASK_FORWARD && task->kind != OF_TASK_UPDATE && *left) {
+        v->open[task->process] -= --*left == 0;
+    }
+}
+
+static void verify_in_flight(verification *v, size_t n_tasks) {
+    for (size_t k = 0; v->p->in_flight && k < n_tasks; k++) {
+        const of_pipeline_task *task = &v->tasks[k];
+        if (is_one_of(v, task) &&
+            find(v, task->kind, (size_t)task->layer, (size_t)task->batch) == task)
+            count_open(v, task);
+    }
+}
+
 static void verify_all(verification *v, size_t n_tasks) {
     for (size_t k = 0; k < n_tasks; k++)
         verify_task(v, &v->tasks[k]);
@@ -200,8 +242,10 @@ static void verify_all(verification *v, size_t n_tasks) {
             verify_presence(v, i, b);
             verify_passes(v, i, b);
             verify_update(v, i, b);
+            verify_order(v, i, b);
             verify_seen(v, i, b);
         }
+    verify_in_flight(v, n_tasks);
 }
 
 static of_status check(const of_pipeline *p, const of_network_link *link, const uint32_t *delays,
@@ -230,13 +274,17 @@ of_status of_pipeline_verify(const of_pipeline *p, const of_network_link *link,
                       .tasks = tasks};
     v.found = calloc(batches * p->n * OF_TASK_KINDS, sizeof *v.found);
     v.ended = calloc(p->processes, sizeof *v.ended);
-    const bool room = v.found && v.ended;
+    v.open = calloc(p->processes, sizeof *v.open);
+    v.left = calloc(p->processes, batches * sizeof *v.left);
+    const bool room = v.found && v.ended && v.open && v.left;
     if (room) {
         verify_all(&v, n_tasks);
         *violations = v.violations;
     }
     free(v.found);
     free(v.ended);
+    free(v.open);
+    free(v.left);
     return room ? OF_OK
                 : of_fail(OF_NO_MEMORY, "out of memory for the verification of %zu tasks", n_tasks);
 }

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import optfuse
 from optfuse import pipeline
 from optfuse._layers.pipeline.costs import MULTIPLY_ADDS_A_SECOND
-from optfuse._layers.pipeline.plan import KINDS, STRATEGIES, placed
+from optfuse._layers.pipeline.plan import FORWARDING, KINDS, STRATEGIES, SYNCHRONOUS, placed
 from optfuse.pipeline import Layer, Plan, Task
 
 ROOT = Path(__file__).parents[3]
@@ -135,7 +135,8 @@ def test_given_costs_are_taken():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("processes", (1, 2, 5))
 def test_every_task_runs_once_and_where_the_plan_says(strategy, processes):
-    plan = planned(strategy, processes, **({"micro_batches": 2} if strategy == "gpipe" else {}))
+    options = {"micro_batches": 2} if strategy in SYNCHRONOUS else {}
+    plan = planned(strategy, processes, **options)
     batches, found = 7, {}
     for process in range(processes):
         for task in plan.tasks(process, batches):
@@ -174,6 +175,33 @@ def test_forwards_see_the_updates_that_the_delays_say():
                 assert seen == set(range(b - plan.delays[i]))
 
 
+def even(processes):
+    """A stage a process, each with a second of F, dX and dW: the first layer, which has no dX,
+    takes no time."""
+    times = [(0.0, 0.0, 0.0)] + [(1.0, 1.0, 1.0)] * processes
+    return [Layer(str(i), *t, 0.0, 8, 8, 8, False, 0) for i, t in enumerate(times)]
+
+
+@pytest.mark.parametrize(("in_flight", "seconds"), [(4, 29), (5, 27), (8, 27)])
+def test_fast_forward_fills_bubbles_with_weight_gradients(in_flight, seconds):
+    plan = placed(even(4), "fast_forward", 4, FREE, 8, in_flight=in_flight)
+    found = plan.simulated(8)
+    assert found.makespan == seconds and found.in_flight <= in_flight
+    gpipe = placed(even(4), "gpipe", 4, FREE, 8).simulated(8)
+    assert gpipe.makespan == 30 and gpipe.in_flight == 8
+    tasks = plan.tasks(3, 8)
+    for b in range(8):
+        assert tasks.index(Task("input_gradient", 4, b)) < tasks.index(
+            Task("weight_gradient", 4, b)
+        )
+
+
+def test_modulo_deals_chunks_of_layers_in_turns():
+    plan = planned("modulo", 3, chunk=2)
+    assert [place.forward for place in plan.places] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
+    assert plan.delays == (0,) * 10
+
+
 def wide():
     """One layer that is worth dividing."""
     layers = [Layer(str(i), 1.0, 1.0 * (i > 0), 1.0, 0.0, 8, 8, 8, True, 64) for i in range(4)]
@@ -199,7 +227,10 @@ def test_layers_that_are_not_movable_stay_whole():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_state_is_the_plan(strategy):
-    plan = placed(wide(), strategy, 3, (1e-5, 1e-9), 3 if strategy == "gpipe" else 1)
+    options = {"micro_batches": 3} if strategy in SYNCHRONOUS else {}
+    options |= {"in_flight": 2} if strategy in FORWARDING else {}
+    options |= {"chunk": 1} if strategy == "modulo" else {}
+    plan = placed(wide(), strategy, 3, (1e-5, 1e-9), **options)
     assert Plan.from_state(plan.state()) == plan
     assert Plan.from_state(json.loads(json.dumps(plan.state()))) == plan
     assert plan.tasks(1, 6) == Plan.from_state(plan.state()).tasks(1, 6)
@@ -281,6 +312,8 @@ WRONG = {
     "network": (3, (1,), (-1, 0), (0, math.nan), "fast"),
     "costs": (None, 3, "guessed", [1, 2], [(1, 2, 3)], [(1, 2, 3, -4)], [(1, 2, 3, math.inf)]),
     "micro_batches": (0, -1, 2.5, "2", True),
+    "in_flight": (-1, 2.5, "2", True),
+    "chunk": (0, -1, 2.5, "2", True),
 }
 
 
@@ -296,14 +329,20 @@ def test_wrong_arguments_are_named(name):
 def test_calls_that_do_not_fit_are_refused():
     with pytest.raises(optfuse.Error, match="costs of 2 layers; the model has 10 entries"):
         planned(costs=[(1, 1, 1, 1)] * 2)
-    with pytest.raises(optfuse.Error, match='only "gpipe" has micro-batches'):
+    with pytest.raises(optfuse.Error, match="only gpipe, .* have micro-batches"):
         planned("1f1b", micro_batches=2)
+    with pytest.raises(optfuse.Error, match="keep to a number of batches in flight"):
+        planned("1f1b_flush", in_flight=2)
+    with pytest.raises(optfuse.Error, match="only modulo deals layers in chunks"):
+        planned("fast_forward", chunk=2)
     with pytest.raises(optfuse.Error, match="there is one; give network="):
         planned(network=None)
     for batches in (0, -1, 2.5, None):
         with pytest.raises(optfuse.Error, match="batches="):
             planned().tasks(0, batches)
-    assert planned("gpipe").micro_batches == 12
+    assert planned("gpipe").micro_batches == planned("modulo").micro_batches == 12
+    assert planned("fast_forward").in_flight == 6 and planned("gpipe").in_flight == 0
+    assert planned("modulo").chunk == 1
 
 
 def test_a_state_that_cannot_be_is_refused():

@@ -16,7 +16,20 @@ from optfuse._layers.pipeline.gantt import Bar, draw
 from optfuse._library.bindings import Error
 
 #: In the order of of_strategy of plugin/planners/pipeline/pipeline.h.
-STRATEGIES = ("gpipe", "1f1b", "pipedream_replicated", "intra", "layerpipe")
+STRATEGIES = (
+    "gpipe",
+    "1f1b",
+    "pipedream_replicated",
+    "intra",
+    "layerpipe",
+    "1f1b_flush",
+    "fast_forward",
+    "modulo",
+)
+#: Those that schedule by what is ready: dX, else a forward, else dW.
+FORWARDING = ("fast_forward", "modulo")
+#: Those whose batches may share an update that the next forwards see: D = 0.
+SYNCHRONOUS = ("gpipe", "1f1b_flush", *FORWARDING)
 #: In the order of of_task_kind there.
 KINDS = ("forward", "input_gradient", "second_input_gradient", "weight_gradient", "update")
 SPLIT_MULTIPLE = 16  # OF_SPLIT_MULTIPLE there
@@ -32,7 +45,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The costs of one entry of the model, for one batch (a micro-batch of "gpipe")."""
+    """The costs of one entry of the model, for one batch (a micro-batch of SYNCHRONOUS)."""
 
     name: str
     forward: float  # seconds
@@ -68,6 +81,10 @@ class Simulated:
     busy: float  # share of the makespan, mean over processes
     messages: float  # a batch
     bytes: float  # a batch
+    in_flight: int  # the most batches that a process had begun and not ended
+    #: The most that a process held for gradients to come: inputs of its layers, and gradients of
+    #: their outputs.
+    held_bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class Plan:
 
     strategy: str  # of STRATEGIES
     processes: int
-    micro_batches: int  # batches an update; 1 but for "gpipe"
+    micro_batches: int  # batches an update; 1 but for SYNCHRONOUS
     network: tuple[float, float]  # seconds a message, and a byte
     element_bytes: int
     layers: tuple[Layer, ...]
@@ -84,6 +101,9 @@ class Plan:
     #: D(l): with g = micro_batches * replicas batches an update, the forward of batch b sees the
     #: updates of all batches of the groups < b // g - D(l).
     delays: tuple[int, ...]
+    #: The most batches that a process begins before it ends one, of FORWARDING; 0: any number.
+    in_flight: int = 0
+    chunk: int = 0  # layers that "modulo" deals together
 
     def tasks(self, process: int, batches: int) -> tuple[Task, ...]:
         """The tasks of this process for so many batches, in this order. The update of a group of
@@ -96,7 +116,8 @@ class Plan:
 
     def simulated(self, batches: int) -> Simulated:
         """A simulated run of so many batches, by the layers' seconds and the network."""
-        return Simulated(*_simulated(self, batches)[1])
+        *found, in_flight, held_bytes = _simulated(self, batches)[1]
+        return Simulated(*found, int(in_flight), int(held_bytes))
 
     def gantt(self, path: str | PathLike[str], batches: int = 8) -> None:
         """Draws the simulated run of so many batches into a file, whose ending says how (.png,
@@ -146,7 +167,8 @@ class Plan:
         found = self.simulated(batches)
         return (
             f"{self.strategy} on {self.processes} processes, simulated: {1e3 * found.period:.3g} "
-            f"ms a batch; {found.bytes:,.0f} bytes in {found.messages:.1f} messages a batch"
+            f"ms a batch; {found.bytes:,.0f} bytes in {found.messages:.1f} messages a batch; at "
+            f"most {found.in_flight} in flight, {found.held_bytes:,} bytes held"
         )
 
     def _has_input_gradient(self, index: int) -> bool:
@@ -185,8 +207,10 @@ def _rows(flat: Sequence[Any], width: int) -> list[tuple[Any, ...]]:
     return list(zip(*(flat[i::width] for i in range(width)), strict=True))
 
 
-def _settings(strategy: str, processes: int, micro_batches: int) -> list[int]:
-    return [STRATEGIES.index(strategy), processes, micro_batches]
+def _settings(
+    strategy: str, processes: int, micro_batches: int, in_flight: int, chunk: int
+) -> list[int]:
+    return [STRATEGIES.index(strategy), processes, micro_batches, in_flight, chunk]
 
 
 def _costs(layers: Sequence[Layer]) -> list[float]:
@@ -232,7 +256,7 @@ def _place(row: tuple[int, ...]) -> Place:
 
 def _of(plan: Plan) -> tuple[list[int], list[float], list[int], list[int]]:
     return (
-        _settings(plan.strategy, plan.processes, plan.micro_batches),
+        _settings(plan.strategy, plan.processes, plan.micro_batches, plan.in_flight, plan.chunk),
         _costs(plan.layers),
         _sizes(plan.layers, plan.element_bytes),
         [number for place in plan.places for number in _flat(place)],
@@ -241,7 +265,7 @@ def _of(plan: Plan) -> tuple[list[int], list[float], list[int], list[int]]:
 
 def _scheduled(plan: Plan, batches: int) -> list[int]:
     batches = argument("Plan", "batches", batches, _BATCHES)
-    found: list[int] = _asked("schedule_pipeline", *_of(plan), batches)
+    found: list[int] = _asked("schedule_pipeline", *_of(plan), batches, plan.network)
     return found
 
 
@@ -265,10 +289,12 @@ def placed(
     network: tuple[float, float],
     micro_batches: int = 1,
     element_bytes: int = 4,
+    in_flight: int = 0,
+    chunk: int = 0,
 ) -> Plan:
     """The plan of these layers; of_pipeline_place_layers() says how they are placed."""
     of = (
-        _settings(strategy, processes, micro_batches),
+        _settings(strategy, processes, micro_batches, in_flight, chunk),
         _costs(layers),
         _sizes(layers, element_bytes),
     )
@@ -283,4 +309,6 @@ def placed(
         tuple(layers),
         tuple(map(_place, _rows(flat, 6))),
         tuple(delays),
+        in_flight,
+        chunk,
     )
