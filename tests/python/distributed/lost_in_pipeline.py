@@ -46,6 +46,7 @@ def cases():
         for wrong in range(world):
             yield Case(world, wrong, "layer")
             yield Case(world, wrong, "layer", "killed", strategy="layerpipe")
+            yield Case(world, wrong, "layer", "killed", strategy="fast_forward")
         yield Case(world, world - 1, "loss")
         yield Case(world, 0, "optimizer", strategy="layerpipe")
         yield Case(world, 0, "inputs")
@@ -53,6 +54,7 @@ def cases():
     yield Case(3, 0, "between", "killed")
     yield Case(3, 1, "between", "stays away", timeout=LATE)
     yield Case(3, 0, "layer", "killed", store="tcp")
+    yield Case(3, 1, "between", "stays away", strategy="fast_forward", timeout=LATE)
     yield Case(2, 1, "loss", timeout=LATE, off="fail")
     yield Case(3, 0, "layer", off="_first")
 
@@ -61,6 +63,7 @@ def name_of(case):
     """Such as "3 processes, 1 killed in layer"."""
     words = f"{case.world} processes, {case.wrong} {case.how} in {case.where}"
     special = [case.store] * (case.store != "file") + [f"without {case.off}"] * bool(case.off)
+    special += ["fast_forward"] * (case.strategy == "fast_forward")
     return ", ".join([words, *special])
 
 
@@ -115,7 +118,8 @@ def pipeline_of(case, check):
     model = nn.Sequential(*(m for _ in range(pairs) for m in (nn.Linear(16, 16), Layer(check))))
     costs = [(1, 1, 1, 0), (0.1, 0.1, 0, 0)] * pairs
     x = torch.zeros(4, 16)
-    made = plan(model, x, case.world, case.strategy, network=(0, 0), costs=costs)
+    options = {"micro_batches": 4} if case.strategy == "fast_forward" else {}
+    made = plan(model, x, case.world, case.strategy, network=(0, 0), costs=costs, **options)
     loss = functools.partial(loss_fn, check)
     return Pipeline(made, model, loss, Sgd(model.parameters(), check))
 

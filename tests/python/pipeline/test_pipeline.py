@@ -4,6 +4,7 @@ tests/python/distributed/test_pipeline_ranks.py and test_pipeline_lost.py."""
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from common import assert_same
 from torch import nn
 
 import optfuse
+from optfuse._layers.pipeline.plan import SYNCHRONOUS
 from optfuse.pipeline import Pipeline, plan
 
 FREE = (0.0, 0.0)
@@ -38,15 +40,24 @@ def sgd(model, **options):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True, **options)
 
 
-@pytest.mark.parametrize("wrap", [lambda o: o, optfuse.fuse])
-@pytest.mark.parametrize("strategy", ["1f1b", "layerpipe", "gpipe"])
+WRAPS = {
+    "stock": lambda o: o,
+    "forward": optfuse.fuse,
+    "backward": lambda o: optfuse.fuse(o, mode="backward"),
+}
+
+
+CASES = [(s, w) for s in ("1f1b", "layerpipe") for w in ("stock", "forward")]
+
+
+@pytest.mark.parametrize(("strategy", "wrap"), [*CASES, *product(SYNCHRONOUS, WRAPS)])
 def test_without_delays_it_is_plain_training(strategy, wrap):
     model, plain = mlp(), mlp()
-    size = 2 if strategy == "gpipe" else 1
-    options = {"micro_batches": 2} if strategy == "gpipe" else {}
+    size = 2 if strategy in SYNCHRONOUS else 1
+    options = {"micro_batches": 2} if strategy in SYNCHRONOUS else {}
     made = plan_of(model, strategy, **options)
     assert not any(made.delays)
-    pipeline = Pipeline(made, model, loss_fn, wrap(sgd(model)))
+    pipeline = Pipeline(made, model, loss_fn, WRAPS[wrap](sgd(model)))
     stock = sgd(plain)
     xs, ys = batches(12)
     losses = pipeline.run(xs, ys)

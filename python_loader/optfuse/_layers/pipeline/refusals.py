@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import parameters_of
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._layers.pipeline.flow import Flow
-from optfuse._layers.pipeline.plan import Plan
+from optfuse._layers.pipeline.plan import SYNCHRONOUS, Plan
 from optfuse._layers.pipeline.shapes import Spec
 from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
@@ -63,7 +63,9 @@ def check_processes(plan: Plan, group: dist.ProcessGroup | None) -> dist.Process
     return found
 
 
-def check_optimizer(module: nn.Sequential, layers: Iterable[int], optimizer: Optimizer) -> None:
+def check_optimizer(
+    plan: Plan, module: nn.Sequential, layers: Iterable[int], optimizer: Optimizer
+) -> None:
     """layers: those of this process."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -75,10 +77,11 @@ def check_optimizer(module: nn.Sequential, layers: Iterable[int], optimizer: Opt
         )
     if is_fused(optimizer):
         link = link_of(optimizer)
-        if link.mode == BACKWARD:
+        if link.mode == BACKWARD and plan.strategy not in SYNCHRONOUS:
             raise Error(
-                "optfuse: a Pipeline calls step() for each layer, and backward mode updates "
-                'before it; use optfuse.fuse(optimizer, mode="forward")'
+                f"optfuse: the layers of a Pipeline by {plan.strategy!r} are updated at different "
+                "times, and backward mode has one step() for all; use "
+                'optfuse.fuse(optimizer, mode="forward"), or a strategy without delays'
             )
         if link.delayed is not None:
             raise Error(

@@ -16,7 +16,8 @@ from optfuse._arguments.check import argument, shown
 from optfuse._layers.pipeline import tasks
 from optfuse._layers.pipeline.arguments import KINDS
 from optfuse._layers.pipeline.flow import PARTS, Flow, Key, behind, ordered
-from optfuse._layers.pipeline.plan import Plan, Task
+from optfuse._layers.pipeline.forwarding import Forwarding
+from optfuse._layers.pipeline.plan import FORWARDING, Plan, Task
 from optfuse._layers.pipeline.refusals import (
     check_divided,
     check_module,
@@ -26,6 +27,7 @@ from optfuse._layers.pipeline.refusals import (
 )
 from optfuse._layers.pipeline.shapes import Spec, infer, spec_of
 from optfuse._layers.pipeline.transport import Transport
+from optfuse._layers.pipeline.updates import updates_of
 from optfuse._layers.pipeline.versions import Weights
 from optfuse._library.bindings import Error
 from optfuse._patches.listed import PIPELINES
@@ -52,9 +54,10 @@ class Pipeline:
     loss_fn: called as loss_fn(output, target) for each batch, by the process of the last layer;
     returns a tensor with one element. Gradients of batches that share an update are summed, as by
     several backward() calls: divide in loss_fn if you want their mean.
-    optimizer: any optimizer of torch.optim, stock or fused by optfuse in forward mode, over
-    module.parameters(), or at least those of the layers of this process. The update of a layer is
-    its step(), with gradients of only that layer's parameters.
+    optimizer: any optimizer of torch.optim, stock or fused by optfuse, over module.parameters(), or
+    at least those of the layers of this process. The update of a layer is its step(), with
+    gradients of only that layer's parameters. In backward mode, which needs a plan without delays,
+    it is a backward pass of their gradients, and step() follows the last layer's.
     weights: what dX of a layer sees, as delayed training has several versions. "stash": those of
     its batch's forward. "latest": instead of weights of Linear and Conv2d, the newest ones that
     the plan puts before this dX. "average": the forward's, reconstructed from the newest and a
@@ -88,9 +91,10 @@ class Pipeline:
         self._flow = Flow(plan, None if weights == "stash" else late)
         self._layers = [n for n in range(self._flow.n) if self._flow.is_on(n, self._process)]
         check_divided(self._flow, module)
-        check_optimizer(module, self._layers, optimizer)
+        check_optimizer(plan, module, self._layers, optimizer)
         self._device = _device(module, self._layers)
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
+        self._updates = updates_of(optimizer, len(self._weights))
         self._batches = 0  # that have been run
         self._drained = 0  # those of them before the last drain()
         self._broken: str | None = None  # why; no exception, which would keep its batch
@@ -98,7 +102,8 @@ class Pipeline:
         self._transport: Transport | None = None
         if self._group is not None:
             edges = ordered(self._flow, self._flow.multiple * (max(plan.delays) + 2)).edges()
-            self._transport = Transport(edges, self._group, self._device)
+            watches = plan.strategy in FORWARDING
+            self._transport = Transport(edges, self._group, self._device, watches)
             self._share_replicas()
 
     # Methods for users
@@ -315,14 +320,20 @@ class _Run:
             parameter.grad = None
         for source, edge in (self._transport.sources if self._transport else {}).items():
             edge.expect(self._order.sent(source, self._process), self._specs)
-        for task in self._order.tasks[self._process]:
-            kind = task.kind.replace("_", " ")
-            self._doing = f"in the {kind} of layer {task.layer}, batch {task.batch}"
-            self._do(task)
+        mine = list(self._order.tasks[self._process])
+        if pipeline.plan.strategy in FORWARDING:
+            is_kept = self._values.__contains__
+            of = self._flow, self._process, mine, self._transport
+            Forwarding(*of, is_kept, self._do).play()
+        else:
+            for task in mine:
+                self._do(task)
         pipeline._batches += self._batches
         return {b: float(loss) for b, loss in self._losses.items()}
 
     def _do(self, task: Task) -> None:
+        kind = task.kind.replace("_", " ")
+        self._doing = f"in the {kind} of layer {task.layer}, batch {task.batch}"
         do = {
             "forward": self._forward,
             "input_gradient": self._input_gradient,
@@ -453,11 +464,8 @@ class _Run:
                 found = self._take(Key("gradients", n, b))
                 _add(gradients, dict(zip(weights.parameters, found, strict=True)))
         before = weights.before_update()
-        for name, gradient in gradients.items():
-            weights.parameters[name].grad = gradient
-        self._pipeline._optimizer.step()
-        for parameter in weights.parameters.values():
-            parameter.grad = None
+        given = [(weights.parameters[name], gradient) for name, gradient in gradients.items()]
+        self._pipeline._updates.update(given)
         weights.after_update(before)
         for key in self._flow.makes(task):
             if key.batch < self._batches:

@@ -85,11 +85,65 @@ def _reap(sent: queue.SimpleQueue[tuple[dist.Work, Tensor] | None]) -> None:
         del item
 
 
-class In:
-    """The receiving end of an edge."""
+class Arrivals:
+    """Counts the messages that have come, for a process that waits for any of several."""
 
-    def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        with self._changed:
+            self.count += 1
+            self._changed.notify_all()
+
+    def wait(self, seen: int, patience: timedelta) -> bool:
+        """Until there are more than those that were seen."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.count > seen, patience.total_seconds())
+
+
+class Watch:
+    """A thread that waits for the messages of an edge, one after the other, since a receive of
+    gloo's can't be asked whether it is done."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._posted: queue.SimpleQueue[tuple[list[dist.Work], Future[None]]] = queue.SimpleQueue()
+        self._arrivals = arrivals
+        threading.Thread(target=self._play, daemon=True).start()
+
+    def add(self, works: list[dist.Work]) -> Future[None]:
+        done: Future[None] = Future()
+        self._posted.put((works, done))
+        return done
+
+    def _play(self) -> None:
+        while True:
+            works, done = self._posted.get()
+            try:
+                for work in works:
+                    work.wait(NEVER)
+                done.set_result(None)
+            except Exception as error:  # which whoever needs the message gets
+                done.set_exception(error)
+            self._arrivals.add()
+            del works, done
+
+
+class In:
+    """The receiving end of an edge. arrivals: whom to tell of messages, if it is asked for them."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        device: torch.device,
+        arrivals: Arrivals | None = None,
+    ) -> None:
         self._group, self._source, self._device = group, source, device
+        self._timeout = _timeout_of(group, device)
+        self._watch = None if arrivals is None else Watch(arrivals)
+        self._watched: dict[Key, Future[None]] = {}
         self._number = 0
         self._to_come: deque[Key] = deque()
         self._posted: dict[Key, list[tuple[dist.Work, Tensor]]] = {}
@@ -101,14 +155,25 @@ class In:
         self._post_ahead()
 
     def receive(self, key: Key) -> list[Tensor]:
-        """Raises what torch.distributed raises."""
+        """Raises what torch.distributed raises, or TimeoutError."""
         while key not in self._posted:
             self._post()
         found = self._posted.pop(key)
         self._post_ahead()
-        for work, _ in found:
-            work.wait()
+        if key in self._watched:
+            _result_within(self._timeout, self._watched.pop(key))
+        else:
+            for work, _ in found:
+                work.wait()
         return [tensor for _, tensor in found]
+
+    def is_there(self, key: Key) -> bool:
+        """Whether receive() would not wait."""
+        while key not in self._posted:
+            self._post()
+        if key in self._watched:
+            return self._watched[key].done()
+        return all(work.is_completed() for work, _ in self._posted[key])
 
     def _post_ahead(self) -> None:
         while self._to_come and len(self._posted) < AHEAD:
@@ -125,6 +190,8 @@ class In:
             )
             works.append((work, tensor))
         self._posted[key] = works
+        if self._watch is not None:
+            self._watched[key] = self._watch.add([work for work, _ in works])
 
 
 class Transport:
@@ -132,11 +199,17 @@ class Transport:
     All processes make it, with the same edges."""
 
     def __init__(
-        self, edges: list[tuple[int, int]], group: dist.ProcessGroup, device: torch.device
+        self,
+        edges: list[tuple[int, int]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        watches: bool = False,
     ) -> None:
-        """device: of all messages of this process."""
+        """device: of all messages of this process. watches: for is_there()."""
         self._group, self._device = group, device
-        self._timeout = group._get_backend(device).options._timeout  # type: ignore[attr-defined]
+        self._timeout = _timeout_of(group, device)
+        is_gloo = group._get_backend(device).name() == "gloo"
+        self._arrivals = Arrivals() if watches and is_gloo else None
         self.process = dist.get_rank(group)
         # Process 0 waits for another one while all others wait for process 0.
         self._patience = self._timeout * (2 if self.process else 1)
@@ -160,7 +233,7 @@ class Transport:
             if self.process == source:
                 self._out[to] = Out(edge, place[to], device)
             else:
-                self.sources[source] = In(edge, place[source], device)
+                self.sources[source] = In(edge, place[source], device, self._arrivals)
 
     def _edge(self, source: int, to: int) -> dist.ProcessGroup:
         backend = dist.get_backend_config(self._group)
@@ -186,8 +259,26 @@ class Transport:
     def receive(self, source: int, key: Key, doing: str) -> list[Tensor]:
         try:
             return self.sources[source].receive(key)
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise self._lost(source, f"{doing}, waiting for {key}", error) from error
+
+    def is_there(self, source: int, key: Key) -> bool:
+        """Whether receive() would not wait: the message has come, or never will."""
+        return self.sources[source].is_there(key)
+
+    def arrived(self) -> int:
+        """How many messages have come, for wait_for_arrival()."""
+        return self._arrivals.count if self._arrivals is not None else 0
+
+    def wait_for_arrival(self, seen: int, source: int, key: Key) -> bool:
+        """Waits for any message but those that were seen; one that is needed is that of the key.
+        False: this backend does not tell."""
+        if self._arrivals is None:
+            return False
+        if not self._arrivals.wait(seen, self._timeout):
+            late = TimeoutError(f"Timed out after {self._timeout.total_seconds():g} seconds")
+            raise self._lost(source, f"waiting for {key}", late)
+        return True
 
     def gather(self, told: Any, doing: str) -> list[Any]:
         """Collects what each process reports; all call it. Process 0 hears the others one by one,
@@ -277,10 +368,19 @@ def _within(patience: timedelta, call: Callable[[], Any]) -> Any:
             done.set_exception(error)
 
     threading.Thread(target=play, daemon=True).start()
+    return _result_within(patience, done)
+
+
+def _result_within(patience: timedelta, done: Future[Any]) -> Any:
     try:
         return done.result(patience.total_seconds())
     except Late:
         raise TimeoutError(f"Timed out after {patience.total_seconds():g} seconds") from None
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    found: timedelta = group._get_backend(device).options._timeout  # type: ignore[attr-defined]
+    return found
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradient fast-forwarding (arXiv 2110.00929) on one process: forwards and dX run in the order of
+the plan, so that all processes know the order of messages; a dW runs when the next of those can't,
+because its message has not come, or because too many batches are open. Whatever the times, the
+gradients of a layer are added up in the order of their batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from optfuse._layers.pipeline.flow import BACKWARD, Flow, Key
+from optfuse._layers.pipeline.plan import Task
+from optfuse._layers.pipeline.transport import Transport
+
+
+class Forwarding:
+    """Plays one process's tasks, each of which `run` runs. is_kept: whether this process has made
+    the value and still has it."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        process: int,
+        tasks: list[Task],
+        transport: Transport | None,
+        is_kept: Callable[[Key], bool],
+        run: Callable[[Task], None],
+    ) -> None:
+        self._flow, self._process, self._transport = flow, process, transport
+        self._is_kept, self._run = is_kept, run
+        kinds = {
+            kind: [t for t in tasks if t.kind == kind] for kind in ("weight_gradient", "update")
+        }
+        self._late = kinds["weight_gradient"]
+        self._updates = {(t.layer, t.batch): t for t in kinds["update"]}
+        self._urgent = [t for t in tasks if t.kind not in kinds]
+        self._left = Counter(t.batch for t in tasks if t.kind in BACKWARD)  # gradients of a batch
+        self._open: set[int] = set()  # batches begun and not ended
+        self._added = Counter[int]()  # of each layer, the dW that have run
+        self._done: set[Task] = set()
+
+    def play(self) -> None:
+        for task in self._urgent:
+            self._run_late_until(task)
+            self._play(task)
+        while self._late:
+            self._play(self._next_late() or self._late[0])
+
+    def _run_late_until(self, task: Task) -> None:
+        """Runs dW while the task can't run, and waits only where no dW can, either."""
+        seen = self._arrived()
+        while self._late and not self._may_run(task):
+            late = self._next_late()
+            if late is None and self._wait(seen, task):
+                seen = self._arrived()
+                continue
+            if late is None and self._may_begin(task):
+                return
+            self._play(late or self._late[0])
+
+    def _arrived(self) -> int:
+        return self._transport.arrived() if self._transport else 0
+
+    def _wait(self, seen: int, task: Task) -> bool:
+        """False: nothing tells this process of messages, so that it waits where it takes one."""
+        needed = self._flow.needs(task if self._may_begin(task) else self._late[0])
+        missing = next((key for key in needed if not self._is_here(key)), None)
+        if missing is None:  # has come meanwhile
+            return True
+        assert self._transport is not None
+        return self._transport.wait_for_arrival(seen, self._flow.source(missing), missing)
+
+    def _play(self, task: Task) -> None:
+        self._run(task)
+        if task.kind == "forward":
+            if self._left[task.batch]:
+                self._open.add(task.batch)
+            return
+        self._left[task.batch] -= 1
+        if not self._left[task.batch]:
+            self._open.discard(task.batch)
+        if task.kind == "weight_gradient":
+            self._late.remove(task)
+            self._added[task.layer] += 1
+            update = self._updates.get((task.layer, task.batch))
+            if update is not None:
+                self._run(update)
+        else:
+            self._done.add(task)
+
+    def _may_run(self, task: Task) -> bool:
+        return self._may_begin(task) and all(map(self._is_here, self._flow.needs(task)))
+
+    def _may_begin(self, task: Task) -> bool:
+        """For a forward the updates of the groups before have been made, and its batch is open or
+        may be."""
+        kind, n, batch = task
+        if kind != "forward":
+            return True
+        first = self._flow.group_of(n, batch)[0]
+        if self._flow.has("weight_gradient", n) and self._added[n] < first:
+            return False
+        most = self._flow.plan.in_flight
+        return not most or batch in self._open or len(self._open) < most
+
+    def _next_late(self) -> Task | None:
+        return next(filter(self._is_ready, self._late), None)
+
+    def _is_ready(self, task: Task) -> bool:
+        """After the layer's dX, which has the same dY; without one, as soon as dY is here."""
+        _, n, batch = task
+        if self._flow.has("input_gradient", n):
+            return Task("input_gradient", n, batch) in self._done
+        return all(map(self._is_here, self._flow.needs(task)))
+
+    def _is_here(self, key: Key) -> bool:
+        source = self._flow.source(key)
+        if self._is_kept(key):
+            return True
+        if source == self._process:
+            return False
+        assert self._transport is not None
+        return self._transport.is_there(source, key)

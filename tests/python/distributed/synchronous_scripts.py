@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scenarios of pipelines without delays: every rank calls these functions. What a pipeline computes
+is compared with plain training in one process, which adds up the gradients of as many
+micro-batches by backward()."""
+
+import copy
+import functools
+import os
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from common import assert_same
+from pipeline_scripts import COSTS, FREE, MODELS, batches, loss_fn, mine
+from ranks import scenario_of
+from torch import nn
+
+import optfuse
+from optfuse._layers.pipeline import tasks
+from optfuse._layers.pipeline.forwarding import Forwarding
+from optfuse._layers.pipeline.plan import FORWARDING, SYNCHRONOUS
+from optfuse.pipeline import Pipeline, plan
+
+SCENARIOS = {}
+scenario = functools.partial(scenario_of, SCENARIOS)
+
+MICRO = 4  # micro-batches a step
+GROUPS = 50 if "3" in os.environ.get("OPTFUSE_TEST_WORLDS", "") else 4  # tests/run --full: 50
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+WRAPS = {
+    "stock": lambda optimizer: optimizer,
+    "forward": optfuse.fuse,
+    "backward": lambda optimizer: optfuse.fuse(optimizer, mode="backward"),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.all = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.all(self.norm(x)).chunk(3, -1)
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def transformer():
+    torch.manual_seed(3)
+    blocks = [Attention(16) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(32, 16), *blocks, nn.Flatten(), nn.Linear(16 * 6, 10))
+
+
+def tokens(shape, first, count):
+    xs, ys = batches((shape[0], 1), first, count)
+    draw = torch.Generator().manual_seed(first)
+    return [torch.randint(32, shape, generator=draw) for _ in xs], ys
+
+
+NETS = {**MODELS, "transformer": (transformer, (4, 6))}
+TIMES = {
+    **COSTS,
+    "transformer": [(0.1, 0.1, 0.1, 0.1), *[(1, 1, 1, 0.1)] * 4, (0.1,) * 4, (1,) * 4],
+}
+
+
+def planned(name, strategy, processes=None, **options):
+    build, shape = NETS[name]
+    example = tokens(shape, 0, 1)[0][0] if name == "transformer" else torch.zeros(shape)
+    processes = processes or dist.get_world_size()
+    options = {"network": FREE, "costs": TIMES[name], "micro_batches": MICRO} | options
+    return plan(build(), example, processes, strategy, **options)
+
+
+def data(name, first, count):
+    make = tokens if name == "transformer" else batches
+    return make(NETS[name][1], first, count)
+
+
+def pipeline_of(name, made, make, wrap="stock"):
+    module = NETS[name][0]()
+    return module, Pipeline(made, module, loss_fn, WRAPS[wrap](make(module.parameters())))
+
+
+def one_process(module, optimizer, xs, ys):
+    losses = []
+    for i in range(0, len(xs), MICRO):
+        optimizer.zero_grad()
+        for x, y in zip(xs[i : i + MICRO], ys[i : i + MICRO], strict=True):
+            loss = loss_fn(module(x), y)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses
+
+
+def check(made, module, plain):
+    for n, layer in mine(made, module):
+        for key, tensor in layer.state_dict().items():
+            assert_same(f"layer {n} {key}", tensor, plain[n].state_dict()[key])
+
+
+def compare(name, made, make, wrap="stock", groups=(2, GROUPS - 2)):
+    module, pipeline = pipeline_of(name, made, make, wrap)
+    plain = NETS[name][0]()
+    optimizer = make(plain.parameters())
+    first = 0
+    for count in groups:
+        xs, ys = data(name, first, count * MICRO)
+        assert pipeline.run(xs, ys) == one_process(plain, optimizer, xs, ys)
+        check(made, module, plain)
+        first += count * MICRO
+    return module, pipeline, plain
+
+
+@scenario(
+    *SYNCHRONOUS,
+    **{
+        f"{net} {make} {wrap}": {"net": net, "make": make, "wrap": wrap}
+        for net in NETS
+        for make in OPTIMIZERS
+        for wrap in WRAPS
+    },
+)
+def trained(strategy, net, make, wrap):
+    compare(net, planned(net, strategy), OPTIMIZERS[make], wrap)
+
+
+@scenario(*FORWARDING, **{f"{most} in flight": {"most": most} for most in (0, 2)})
+def late_messages_change_the_order_and_no_bit(strategy, most):
+    """One process after the other takes longer for dX, so that the others wait for its messages."""
+    made, orders = planned("mlp", strategy, in_flight=most), []
+    for slow in range(dist.get_world_size()):
+        played = []
+
+        def noted(self, task, played=played, play=Forwarding._play):
+            played.append(task)
+            play(self, task)
+            assert not most or len(self._open) <= most, f"{len(self._open)} batches are open"
+
+        def slower(self, dy, slow=slow, input_gradient=tasks.Graph.input_gradient):
+            time.sleep(0.01 * (dist.get_rank() == slow))
+            return input_gradient(self, dy)
+
+        with (
+            mock.patch.object(tasks.Graph, "input_gradient", slower),
+            mock.patch.object(Forwarding, "_play", noted),
+        ):
+            compare("mlp", made, OPTIMIZERS["adamw"], "backward", (1, 1))
+        orders.append(played)
+    assert most or any(said(any(order != orders[0] for order in orders)))
+
+
+def said(mine):
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
+
+
+@scenario("fast_forward")
+def gradients_added_in_another_order_are_seen(strategy):
+    """A fault that the scenarios above would find: the last dW of a layer first."""
+
+    def last(self):
+        for task in reversed(self._late):
+            if self._is_ready(task):
+                return task
+        return None
+
+    made = planned("mlp", strategy, in_flight=0)
+    module, pipeline = pipeline_of("mlp", made, OPTIMIZERS["sgd"])
+    plain = NETS["mlp"][0]()
+    xs, ys = data("mlp", 0, MICRO)
+    one_process(plain, OPTIMIZERS["sgd"](plain.parameters()), xs, ys)
+    with (
+        mock.patch.object(Forwarding, "_next_late", last),
+        mock.patch.object(Forwarding, "_run_late_until", lambda self, task: None),
+    ):
+        pipeline.run(xs, ys)
+    try:
+        check(made, module, plain)
+    except AssertionError:
+        assert any(said(True))
+    else:
+        assert any(said(False))
+
+
+@scenario(*SYNCHRONOUS, **{wrap: {"wrap": wrap} for wrap in WRAPS})
+def resumed(strategy, wrap):
+    make = OPTIMIZERS["adamw"]
+    made = planned("conv", strategy)
+    module, pipeline = pipeline_of("conv", made, make, wrap)
+    pipeline.run(*data("conv", 0, 2 * MICRO))
+    saved = copy.deepcopy(pipeline.state_dict())
+    wanted = pipeline.run(*data("conv", 50, 2 * MICRO))
+    other, again = pipeline_of("conv", made, make, wrap)
+    again.run(*data("conv", 90, MICRO))
+    again.load_state_dict(saved)
+    assert again.run(*data("conv", 50, 2 * MICRO)) == wanted
+    for n, layer in mine(made, module):
+        for key, tensor in layer.state_dict().items():
+            assert_same(f"layer {n} {key}", other[n].state_dict()[key], tensor)
+
+
+@scenario(*FORWARDING)
+def one_long_run_is_two(strategy):
+    compare("mlp", planned("mlp", strategy), OPTIMIZERS["sgd"], groups=(1, 3, 1))
+
+
+@scenario("modulo")
+def layers_are_dealt_in_chunks(strategy):
+    for chunk in (2, 3):
+        made = planned("conv", strategy, chunk=chunk)
+        assert [p.forward for p in made.places] == [
+            n // chunk % dist.get_world_size() for n in range(len(made.layers))
+        ]
+        compare("conv", made, OPTIMIZERS["adamw"], "forward", (1, 1))
