@@ -9,7 +9,7 @@ SAMPLE = [
     "trained conv adamw backward fast_forward",
     "trained transformer sgd forward modulo",
     "trained mlp adamw backward 1f1b_flush",
-    "late_messages_change_the_order_and_no_bit 0 in flight fast_forward",
+    "messages_change_the_order_and_no_bit 0 in flight fast_forward",
 ]
 
 
