@@ -214,6 +214,29 @@ def one_long_run_is_two(strategy):
     compare("mlp", planned("mlp", strategy), OPTIMIZERS["sgd"], groups=(1, 3, 1))
 
 
+@scenario(*SYNCHRONOUS, **{wrap: {"wrap": wrap} for wrap in ("forward", "backward")})
+def losses_are_weighted_by_rows(strategy, wrap):
+    """The last micro-batch is smaller. All bits are those of one process that weights likewise."""
+    module, plain = NETS["mlp"][0](), NETS["mlp"][0]()
+    made = planned("mlp", strategy)
+    optimizer = WRAPS[wrap](OPTIMIZERS["adamw"](module.parameters()))
+    pipeline = Pipeline(made, module, loss_fn, optimizer, losses="mean")
+    stock = OPTIMIZERS["adamw"](plain.parameters())
+    for first in (0, MICRO):
+        xs, ys = data("mlp", first, MICRO)
+        xs[-1], ys[-1] = xs[-1][:3], ys[-1][:3]
+        rows = sum(map(len, xs))
+        stock.zero_grad()
+        wanted = []
+        for x, y in zip(xs, ys, strict=True):
+            loss = loss_fn(plain(x), y)
+            (loss * (len(x) / rows)).backward()
+            wanted.append(float(loss.detach()))
+        stock.step()
+        assert pipeline.run(xs, ys) == wanted
+        check(made, module, plain)
+
+
 @scenario("modulo")
 def layers_are_dealt_in_chunks(strategy):
     for chunk in (2, 3):

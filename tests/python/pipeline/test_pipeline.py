@@ -129,6 +129,46 @@ def test_refused(why):
         Pipeline(made, module, loss_fn, optimizer)
 
 
+def test_losses_weighted_by_rows_have_the_mean_of_all_rows():
+    model, plain = mlp(), mlp()
+    made = plan_of(model, "fast_forward", micro_batches=3)
+    pipeline = Pipeline(made, model, loss_fn, sgd(model), losses="mean")
+    xs, ys = batches(3)
+    xs[2], ys[2] = xs[2][:1], ys[2][:1]
+    pipeline.run(xs, ys)
+    stock = sgd(plain)
+    loss_fn(plain(torch.cat(xs)), torch.cat(ys)).backward()
+    stock.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    with pytest.raises(optfuse.Error, match="losses="):
+        Pipeline(made, model, loss_fn, sgd(model), losses="most")
+
+
+def test_backward_mode_updates_in_the_backward_pass_of_each_layer(monkeypatch):
+    model = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 4))
+    made = plan_of(model, "fast_forward", micro_batches=2)
+    optimizer = optfuse.fuse(sgd(model), mode="backward")
+    pipeline = Pipeline(made, model, loss_fn, optimizer)
+    gradients = []
+
+    def step(*args, step=optimizer.step):
+        gradients.append(model[2].weight.grad)  # large enough to be updated at once
+        return step(*args)
+
+    monkeypatch.setattr(optimizer, "step", step)
+    pipeline.run(*batches(6))
+    assert len(gradients) == 3 and all(torch.ops.optfuse.are_consumed(gradients))
+
+
+def test_forward_mode_leaves_updates_to_the_next_forward_pass():
+    model = mlp()
+    optimizer = optfuse.fuse(sgd(model))
+    made = plan_of(model, "fast_forward", micro_batches=2)
+    Pipeline(made, model, loss_fn, optimizer).run(*batches(4))
+    assert optfuse.summary(optimizer).pending == 6
+
+
 def test_refused_at_run():
     model = mlp()
     xs, ys = batches(4)

@@ -36,6 +36,7 @@ def _loss(value: Any) -> Any:
     return value if isinstance(value, nn.Module) else FUNCTION.take(value)
 
 
+LOSSES = ("sum", "mean")  # of the batches that share an update
 SEQUENTIAL = Kind("an nn.Sequential", _sequential)
 KINDS = {
     "plan": Kind("a plan", _plan),
@@ -43,5 +44,6 @@ KINDS = {
     "loss_fn": Kind("a function of an output and a target", _loss),
     "optimizer": OPTIMIZER,
     "weights": one_of(*MODES),
+    "losses": one_of(*LOSSES),
     "process_group": optional(PROCESS_GROUP),
 }

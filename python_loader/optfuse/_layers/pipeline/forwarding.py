@@ -15,8 +15,9 @@ from optfuse._layers.pipeline.transport import Transport
 
 
 class Forwarding:
-    """Plays one process's tasks, each of which `run` runs. is_kept: whether this process has made
-    the value and still has it."""
+    """Plays one process's tasks, each of which `run` runs. waits: updates are made when the last
+    layer of a group has its gradients. is_kept: whether this process has made the value and still
+    has it."""
 
     def __init__(
         self,
@@ -24,15 +25,17 @@ class Forwarding:
         process: int,
         tasks: list[Task],
         transport: Transport | None,
+        waits: bool,
         is_kept: Callable[[Key], bool],
         run: Callable[[Task], None],
     ) -> None:
         self._flow, self._process, self._transport = flow, process, transport
-        self._is_kept, self._run = is_kept, run
+        self._waits, self._is_kept, self._run = waits, is_kept, run
         kinds = {
             kind: [t for t in tasks if t.kind == kind] for kind in ("weight_gradient", "update")
         }
         self._late = kinds["weight_gradient"]
+        self._trained = {t.layer for t in self._late}
         self._updates = {(t.layer, t.batch): t for t in kinds["update"]}
         self._urgent = [t for t in tasks if t.kind not in kinds]
         self._left = Counter(t.batch for t in tasks if t.kind in BACKWARD)  # gradients of a batch
@@ -98,9 +101,11 @@ class Forwarding:
         kind, n, batch = task
         if kind != "forward":
             return True
-        first = self._flow.group_of(n, batch)[0]
-        if self._flow.has("weight_gradient", n) and self._added[n] < first:
-            return False
+        if self._flow.has("weight_gradient", n):
+            first = self._flow.group_of(n, batch)[0]
+            trained = self._trained if self._waits else (n,)
+            if any(self._added[layer] < first for layer in trained):
+                return False
         most = self._flow.plan.in_flight
         return not most or batch in self._open or len(self._open) < most
 

@@ -17,7 +17,7 @@ from optfuse._layers.pipeline import tasks
 from optfuse._layers.pipeline.arguments import KINDS
 from optfuse._layers.pipeline.flow import PARTS, Flow, Key, behind, ordered
 from optfuse._layers.pipeline.forwarding import Forwarding
-from optfuse._layers.pipeline.plan import FORWARDING, Plan, Task
+from optfuse._layers.pipeline.plan import FORWARDING, SYNCHRONOUS, Plan, Task
 from optfuse._layers.pipeline.refusals import (
     check_divided,
     check_module,
@@ -52,17 +52,21 @@ class Pipeline:
     in place, and changes nothing of the others, which may be on the meta device. Layers with
     replicas get the weights of the first.
     loss_fn: called as loss_fn(output, target) for each batch, by the process of the last layer;
-    returns a tensor with one element. Gradients of batches that share an update are summed, as by
-    several backward() calls: divide in loss_fn if you want their mean.
+    returns a tensor with one element.
     optimizer: any optimizer of torch.optim, stock or fused by optfuse, over module.parameters(), or
     at least those of the layers of this process. The update of a layer is its step(), with
-    gradients of only that layer's parameters. In backward mode, which needs a plan without delays,
-    it is a backward pass of their gradients, and step() follows the last layer's.
+    gradients of only that layer's parameters. A fused one has one step() for all layers in plans
+    without delays: in backward mode, which needs such a plan, each layer is updated before, in
+    forward mode in its next forward pass.
     weights: what dX of a layer sees, as delayed training has several versions. "stash": those of
     its batch's forward. "latest": instead of weights of Linear and Conv2d, the newest ones that
     the plan puts before this dX. "average": the forward's, reconstructed from the newest and a
     moving average of their changes (_layers/delay/average.py). Everything else in backward is the
     forward's in any case.
+    losses: "sum": gradients of batches that share an update are summed, as by several backward()
+    calls. "mean": the loss of each is multiplied with its share of their rows (of the first
+    dimension of the inputs) before, so that a loss_fn that takes a mean over rows has the mean over
+    all of them. run() returns the losses as they are in any case.
     process_group: of torch.distributed; None: the default one. A plan of one process needs none.
 
     Delays: the forward of batch b in layer l sees the updates of the batches before b - D(l), D
@@ -76,6 +80,7 @@ class Pipeline:
         optimizer: Optimizer,
         *,
         weights: str = "stash",
+        losses: str = "sum",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         given = locals()
@@ -84,7 +89,7 @@ class Pipeline:
         warn_of_changes(PIPELINES)
         check_module(plan, module)
         self._group = check_processes(plan, process_group)
-        self.plan, self.weights = plan, weights
+        self.plan, self.weights, self.losses = plan, weights, losses
         self._module, self._loss_fn, self._optimizer = module, loss_fn, optimizer
         self._process = dist.get_rank(self._group) if self._group else 0
         late = behind(plan)  # which finds out whether the plan can end, too
@@ -94,7 +99,8 @@ class Pipeline:
         check_optimizer(plan, module, self._layers, optimizer)
         self._device = _device(module, self._layers)
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
-        self._updates = updates_of(optimizer, len(self._weights))
+        is_synchronous = plan.strategy in SYNCHRONOUS
+        self._updates = updates_of(optimizer, len(self._weights), is_synchronous)
         self._batches = 0  # that have been run
         self._drained = 0  # those of them before the last drain()
         self._broken: str | None = None  # why; no exception, which would keep its batch
@@ -270,6 +276,7 @@ class Pipeline:
             "batches run before": self._batches,
             "batches before drain()": self._drained,
             "weights": self.weights,
+            "losses": self.losses,
             "plan": self.plan.state(),
         }
 
@@ -323,7 +330,7 @@ class _Run:
         mine = list(self._order.tasks[self._process])
         if pipeline.plan.strategy in FORWARDING:
             is_kept = self._values.__contains__
-            of = self._flow, self._process, mine, self._transport
+            of = self._flow, self._process, mine, self._transport, pipeline._updates.waits
             Forwarding(*of, is_kept, self._do).play()
         else:
             for task in mine:
@@ -414,7 +421,17 @@ class _Run:
         self._losses[batch] = loss.detach()
         key = Key("input_gradient", self._flow.n, batch)
         if any(True for _ in self._flow.users(key, self._batches)):
-            self._give(key, list(torch.autograd.grad(loss, output)))
+            with torch.enable_grad():
+                weighted = loss if self._pipeline.losses == "sum" else loss * self._share(batch)
+            self._give(key, list(torch.autograd.grad(weighted, output)))
+
+    def _share(self, batch: int) -> float:
+        """The batch's share of the rows of those that share its update."""
+        group = self._flow.group_of(self._flow.n - 1, batch)
+        return self._rows(batch) / sum(map(self._rows, group))
+
+    def _rows(self, batch: int) -> int:
+        return self._shapes[batch][0].shape[0]
 
     def _input_gradient(self, task: Task) -> None:
         kind, n, batch = task

@@ -18,19 +18,23 @@ Given = Sequence[tuple[Tensor, Tensor]]  # parameters with their gradients
 
 
 class Updates(Protocol):
+    waits: bool  # for the last layer of a group, and updates them all
+
     def update(self, given: Given) -> None:
         """Updates the parameters of one layer."""
 
 
-def updates_of(optimizer: Optimizer, layers: int) -> Updates:
+def updates_of(optimizer: Optimizer, layers: int, is_synchronous: bool) -> Updates:
     """layers: how many are updated in a group."""
-    if is_fused(optimizer) and link_of(optimizer).mode == BACKWARD:
-        return InBackward(optimizer, layers)
-    return ByStep(optimizer)
+    if is_fused(optimizer) and is_synchronous:
+        return ByOneStep(optimizer, layers, link_of(optimizer).mode == BACKWARD)
+    return BySteps(optimizer)
 
 
-class ByStep:
-    """A step() for each layer. In forward fusion the layer's next forward pass runs the update."""
+class BySteps:
+    """A step() for each layer."""
+
+    waits = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -43,20 +47,24 @@ class ByStep:
             parameter.grad = None
 
 
-class InBackward:
-    """A backward pass for each layer, which begins with its complete gradients, so that backward
-    fusion updates at once. One step() follows the last layer of a group."""
+class ByOneStep:
+    """One step() for all layers of a group, by a fused optimizer. Backward fusion updates each
+    layer before, in a backward pass that begins with its complete gradients; forward fusion leaves
+    the updates to the next forward passes."""
 
-    def __init__(self, optimizer: Optimizer, layers: int) -> None:
+    def __init__(self, optimizer: Optimizer, layers: int, in_backward: bool) -> None:
         self._optimizer, self._layers = optimizer, layers
+        self._in_backward, self.waits = in_backward, not in_backward
         self._updated: list[Tensor] = []
         self._left = layers
 
     def update(self, given: Given) -> None:
-        if given:
-            parameters, gradients = zip(*given, strict=True)
-            torch.autograd.backward(parameters, gradients)
-            self._updated += parameters
+        if self._in_backward and given:
+            torch.autograd.backward(*zip(*given, strict=True))
+        elif given:
+            for parameter, gradient in given:
+                parameter.grad = gradient
+        self._updated += (parameter for parameter, _ in given)
         self._left -= 1
         if self._left:
             return

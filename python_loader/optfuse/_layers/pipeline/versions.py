@@ -42,6 +42,9 @@ class Weights:
         self.mode = mode
         self.products = products(layer) & set(self.parameters)
         self.replaced = self.products if mode != "stash" else set()
+        # Whose version shares memory with the parameter: without delays nobody needs an earlier
+        # one, and an optimizer in backward mode wants its parameters for itself.
+        self._aliased = self.replaced if delay else set(self.parameters)
         self.updates = self.drained = 0
         self.forwards = 0  # groups whose forward passes have all seen their version
         self._now: Version | None = None
@@ -138,7 +141,7 @@ class Weights:
         if self._now is None:
             self._now = _leaves(
                 {
-                    n: p.detach() if n in self.replaced else torch._lazy_clone(p.detach())
+                    n: p.detach() if n in self._aliased else torch._lazy_clone(p.detach())
                     for n, p in self.parameters.items()
                 }
             )
@@ -148,7 +151,7 @@ class Weights:
         """The newest version, which the next update leaves alone."""
         now = self._version(self.updates)
         return _leaves(
-            {n: torch._lazy_clone(t.detach()) if n in self.replaced else t for n, t in now.items()}
+            {n: torch._lazy_clone(t.detach()) if n in self._aliased else t for n, t in now.items()}
         )
 
     def _replacement(self, group: int, part: int) -> Version:
