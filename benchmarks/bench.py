@@ -24,6 +24,7 @@ import kernels
 import kfac
 import launch
 import memory
+import pipeline_flush
 import pipeline_plan
 import pipeline_run
 import promised_gradients
@@ -58,6 +59,7 @@ SECTIONS = {
     "convergence": convergence.section,
     "delay": delay.section,
     "pipeline-plan": pipeline_plan.section,
+    "pipeline-flush": pipeline_flush.section,
     "pipeline-run": pipeline_run.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
@@ -73,6 +75,7 @@ OF_ANY_OPTIMIZER = (
     "convergence",
     "delay",
     "pipeline-plan",
+    "pipeline-flush",
     "pipeline-run",
 )
 HELP = """sections:
@@ -92,6 +95,7 @@ HELP = """sections:
   convergence  steps to a fixed loss: SGD, AdamW, Muon, and K-FAC
   delay    accuracy with late updates, and what they cost in one process
   pipeline-plan  simulated gains of layer pipelines over PipeDream, 2 to 9 processes
+  pipeline-flush  simulated pipelines without delays, beside torch.distributed.pipelining's
   pipeline-run  seconds a batch of each strategy, on two processes"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"

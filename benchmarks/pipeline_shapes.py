@@ -75,17 +75,28 @@ def alexnet() -> Iterator[Shape]:
     yield linear(4096, 1000)
 
 
-def gpt2_small() -> Iterator[Shape]:
+def transformer(blocks: int, width: int, tokens: int, vocabulary: int) -> Iterator[Shape]:
     """The products of attention are a layer without weights. The last layer has a weight of its
     own here: shared with the embedding it would have to be on the same process."""
-    width, tokens = 768, 1024
-    for _ in range(12):
+    for _ in range(blocks):
         yield linear(width, 3 * width, tokens)
         yield Shape(2 * width * tokens**2, 0, 3 * width * tokens, width * tokens, 0)
         yield linear(width, width, tokens)
         yield linear(width, 4 * width, tokens)
         yield linear(4 * width, width, tokens)
-    yield linear(width, 50257, tokens, bias=False)
+    yield linear(width, vocabulary, tokens, bias=False)
+
+
+def gpt2_small() -> Iterator[Shape]:
+    return transformer(12, 768, 1024, 50257)
+
+
+def bert_large() -> Iterator[Shape]:
+    return transformer(24, 1024, 512, 30522)
+
+
+def gpt_medium() -> Iterator[Shape]:
+    return transformer(24, 1024, 1024, 50257)
 
 
 MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
@@ -94,6 +105,11 @@ MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
     "AlexNet": alexnet,
     "GPT-2 small": gpt2_small,
 }
+DEEP: dict[str, Callable[[], Iterator[Shape]]] = {
+    "BERT large": bert_large,
+    "GPT medium": gpt_medium,
+    "ResNet-50": resnet50,
+}
 
 
 def layers(model: str, multiply_adds_a_second: float, batch: int = 1) -> tuple[Layer, ...]:
@@ -101,7 +117,7 @@ def layers(model: str, multiply_adds_a_second: float, batch: int = 1) -> tuple[L
     where there are weights, dX of products without weights twice that. An update takes a
     multiply-add for each parameter."""
     found = []
-    for i, shape in enumerate(MODELS[model]()):
+    for i, shape in enumerate({**MODELS, **DEEP}[model]()):
         once = batch * shape.multiply_adds / multiply_adds_a_second
         found.append(
             Layer(
