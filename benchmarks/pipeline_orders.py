@@ -29,7 +29,7 @@ def process_of(name: str, stage: int, processes: int) -> int:
 
 
 def actions(name: str, processes: int, micro_batches: int) -> dict[int, list[Any]]:
-    """Of each process, from the class's own method, which asks for these attributes alone."""
+    """By processes, from the class's own method, which asks for these attributes alone."""
     rounds = max(1, micro_batches // processes)
     asked = SimpleNamespace(
         pp_group_size=processes,

@@ -104,7 +104,7 @@ static inline size_t violations(const drawn *d) {
     return found;
 }
 
-/* What its strategy has: micro-batches, batches in flight, layers a turn. */
+/* With the settings that the strategy has: micro-batches, batches in flight, layers a turn. */
 static inline void set_strategy(drawn *d, of_strategy strategy) {
     const bool is_fast = strategy == OF_PIPELINE_FAST_FORWARD || strategy == OF_PIPELINE_MODULO;
     const bool has_groups =

@@ -205,7 +205,7 @@ static bool updated_after_the_next(drawn *d, size_t k) {
     return runs(d);
 }
 
-/* Of the gradients that share an update one is added after the next. */
+/* One of the gradients that share an update is added after the next. */
 static bool added_in_another_order(drawn *d, size_t k) {
     const of_pipeline_task *task = &d->tasks[k];
     const size_t group = d->p.micro_batches;

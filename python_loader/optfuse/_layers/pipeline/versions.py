@@ -42,8 +42,8 @@ class Weights:
         self.mode = mode
         self.products = products(layer) & set(self.parameters)
         self.replaced = self.products if mode != "stash" else set()
-        # Whose version shares memory with the parameter: without delays nobody needs an earlier
-        # one, and an optimizer in backward mode wants its parameters for itself.
+        # Their versions share memory with the parameters: without delays nobody needs an earlier
+        # one, and a fused optimizer defers updates only of memory that nobody shares.
         self._aliased = self.replaced if delay else set(self.parameters)
         self.updates = self.drained = 0
         self.forwards = 0  # groups whose forward passes have all seen their version
