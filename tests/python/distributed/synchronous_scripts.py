@@ -237,6 +237,84 @@ def losses_are_weighted_by_rows(strategy, wrap):
         check(made, module, plain)
 
 
+class Head(nn.Module):
+    """A head that shares the embedding's weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return nn.functional.linear(x.mean(1), self.weight)
+
+
+def tied(copies=False):
+    torch.manual_seed(5)
+    embedding, blocks = nn.Embedding(10, 16), [Attention(16) for _ in range(3)]
+    weight = embedding.weight
+    head = Head(nn.Parameter(weight.detach().clone()) if copies else weight)
+    return nn.Sequential(embedding, *blocks, head)
+
+
+def words(first, count):
+    xs, ys = tokens((4, 6), first, count)
+    return [x % 10 for x in xs], ys
+
+
+def tied_pipeline(strategy, make, wrap, shared, model):
+    costs = [(1, 1, 1, 0.1)] * len(model)
+    made = plan(
+        model, words(0, 1)[0][0], dist.get_world_size(), strategy, network=FREE, costs=costs,
+        micro_batches=MICRO,
+    )  # fmt: skip
+    optimizer = WRAPS[wrap](make(model.parameters()))
+    return made, Pipeline(made, model, loss_fn, optimizer, shared=shared)
+
+
+@scenario(*SYNCHRONOUS, **{w: {"wrap": w} for w in WRAPS})
+def an_embedding_tied_to_the_head_has_the_bits_of_one_process(strategy, wrap):
+    make, model, plain = OPTIMIZERS["adamw"], tied(), tied()
+    made, pipeline = tied_pipeline(strategy, make, wrap, "each", model)
+    optimizer = make(plain.parameters())
+    for first in (0, 2 * MICRO):
+        xs, ys = words(first, 2 * MICRO)
+        assert pipeline.run(xs, ys) == one_process(plain, optimizer, xs, ys)
+        check(made, model, plain)
+
+
+@scenario(*SYNCHRONOUS, **{w: {"wrap": w} for w in WRAPS})
+def an_embedding_tied_to_the_head_is_added_as_the_stages_do(strategy, wrap):
+    """The reference has two weights, whose gradients it adds up apart, and then both."""
+    make, model, plain = OPTIMIZERS["sgd"], tied(), tied(copies=True)
+    made, pipeline = tied_pipeline(strategy, make, wrap, "sums", model)
+    optimizer = make(plain.parameters())
+    for first in range(0, 4 * MICRO, MICRO):
+        xs, ys = words(first, MICRO)
+        optimizer.zero_grad()
+        losses = []
+        for x, y in zip(xs, ys, strict=True):
+            loss = loss_fn(plain(x), y)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        total = plain[0].weight.grad + plain[-1].weight.grad
+        plain[0].weight.grad, plain[-1].weight.grad = total, total.clone()
+        optimizer.step()
+        assert pipeline.run(xs, ys) == losses
+        check(made, model, plain)
+
+
+@scenario("fast_forward")
+def sums_of_stages_are_told_from_those_of_one_process(strategy):
+    """A fault that the scenarios above would find."""
+    make, model, plain = OPTIMIZERS["sgd"], tied(), tied()
+    _, pipeline = tied_pipeline(strategy, make, "stock", "sums", model)
+    xs, ys = words(0, MICRO)
+    one_process(plain, make(plain.parameters()), xs, ys)
+    pipeline.run(xs, ys)
+    differs = model[0].weight.view(torch.int32) != plain[0].weight.view(torch.int32)
+    assert any(said(bool(differs.any())))
+
+
 @scenario("modulo")
 def layers_are_dealt_in_chunks(strategy):
     for chunk in (2, 3):

@@ -2,6 +2,7 @@
 """Pipelines of one process, and what they refuse. Those of several processes:
 tests/python/distributed/test_pipeline_ranks.py and test_pipeline_lost.py."""
 
+import copy
 import gc
 import weakref
 from itertools import product
@@ -70,6 +71,26 @@ def test_without_delays_it_is_plain_training(strategy, wrap):
         stock.step()
     assert_same("weights", list(model.parameters()), list(plain.parameters()))
     assert pipeline.stash_bytes == 0
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_layers_of_one_process_share_a_weight(strategy, wrap):
+    model = three(None)
+    plain = copy.deepcopy(model)
+    made = plan_of(model, strategy, micro_batches=2)
+    pipeline = Pipeline(made, model, loss_fn, WRAPS[wrap](sgd(model)), shared="each")
+    stock = sgd(plain)
+    xs, ys = batches(6)
+    losses = pipeline.run(xs, ys)
+    for i in range(0, 6, 2):
+        stock.zero_grad()
+        for x, y in zip(xs[i : i + 2], ys[i : i + 2], strict=True):
+            loss = loss_fn(plain(x), y)
+            loss.backward()
+            assert losses.pop(0) == float(loss.detach())
+        stock.step()
+    assert_same("weights", list(model.parameters()), list(plain.parameters()))
 
 
 class Inside(nn.Module):

@@ -290,7 +290,7 @@ def pruned():
 
 
 REFUSED = {
-    "entries '0' and '2' that share a parameter": lambda: tied(),
+    "entries '0' and '2' that share a parameter; take a strategy": lambda: tied(),
     "entry '1' that returns tuple": lambda: nn.Sequential(nn.Linear(4, 4), Pair()),
     "entry '1' that .* can't copy: Only Tensors created explicitly": lambda: pruned(),
     "without layers": lambda: nn.Sequential(),

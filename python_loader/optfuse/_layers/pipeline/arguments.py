@@ -18,6 +18,7 @@ from optfuse._arguments.check import (
     optional,
 )
 from optfuse._layers.pipeline.plan import Plan
+from optfuse._layers.pipeline.shared import MODES as SHARED
 from optfuse._layers.pipeline.versions import MODES
 
 
@@ -45,5 +46,6 @@ KINDS = {
     "optimizer": OPTIMIZER,
     "weights": one_of(*MODES),
     "losses": one_of(*LOSSES),
+    "shared": one_of(*SHARED),
     "process_group": optional(PROCESS_GROUP),
 }

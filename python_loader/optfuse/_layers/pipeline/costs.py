@@ -51,7 +51,7 @@ class Entry:
         return module.in_channels if plain else 0
 
 
-def entries_of(model: nn.Sequential, example: Tensor) -> list[Entry]:
+def entries_of(model: nn.Sequential, example: Tensor, may_share: bool = False) -> list[Entry]:
     """Runs copies of them one after the other, so that buffers and random numbers stay as they
     are. Raises optfuse.Error for a model that can't be a pipeline."""
     if not len(model):
@@ -61,10 +61,10 @@ def entries_of(model: nn.Sequential, example: Tensor) -> list[Entry]:
     for name, module in model._modules.items():
         entry = Entry(name, module, x, _output(name, module, x), any(e.trained for e in found))
         for p in entry.trained:
-            if owner.setdefault(id(p), name) != name:
+            if owner.setdefault(id(p), name) != name and not may_share:
                 raise Error(
                     f"optfuse: plan() got entries {owner[id(p)]!r} and {name!r} that share a "
-                    "parameter; put both into one entry, which is on one process"
+                    "parameter; take a strategy without delays, or put both into one entry"
                 )
         if entry.has_input_gradient and not x.is_floating_point():
             raise Error(
@@ -192,9 +192,13 @@ def _measured(entry: Entry) -> Seconds:
 
 
 def layers_of(
-    model: nn.Sequential, example: Tensor, costs: str | Sequence[Seconds]
+    model: nn.Sequential,
+    example: Tensor,
+    costs: str | Sequence[Seconds],
+    may_share: bool = False,
 ) -> tuple[Layer, ...]:
-    entries = entries_of(model, example)
+    """may_share: whether two entries may have a parameter in common."""
+    entries = entries_of(model, example, may_share)
     if isinstance(costs, str):
         times = list(map(_measured if costs == MEASURED else _analytic, entries))
     else:

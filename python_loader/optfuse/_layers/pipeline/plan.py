@@ -282,8 +282,8 @@ def simulated_order(plan: Plan, batches: int, tasks: Sequence[tuple[int, ...]]) 
 
 
 def _report(numbers: list[float]) -> Simulated:
-    *found, in_flight, held_bytes = numbers
-    return Simulated(*found, int(in_flight), int(held_bytes))
+    makespan, period, busy, messages, sent, in_flight, held = numbers
+    return Simulated(makespan, period, busy, messages, sent, int(in_flight), int(held))
 
 
 def _played(

@@ -94,7 +94,7 @@ def plan(
         network = _measured_network(many, example)
 
     def make() -> Plan:
-        layers = layers_of(model, example, costs)
+        layers = layers_of(model, example, costs, strategy in SYNCHRONOUS)
         sizes = micro_batches, _element_bytes(model), in_flight, chunk
         return placed(layers, strategy, processes, network, *sizes)
 

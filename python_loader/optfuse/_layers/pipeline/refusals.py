@@ -16,6 +16,7 @@ from optfuse._clipping.preconditioners import kfac_of
 from optfuse._layers.pipeline.flow import Flow
 from optfuse._layers.pipeline.plan import SYNCHRONOUS, Plan
 from optfuse._layers.pipeline.shapes import Spec
+from optfuse._layers.pipeline.shared import ties_of
 from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
 from optfuse._options import is_fused
@@ -28,6 +29,8 @@ def check_module(plan: Plan, module: nn.Sequential) -> None:
             "a plan of this module"
         )
     seen: dict[int, int] = {}
+    is_synchronous = plan.strategy in SYNCHRONOUS
+    tied = {id(tie.parameter) for tie in ties_of(module)} if is_synchronous else set()
     for n, (layer, planned) in enumerate(zip(module, plan.layers, strict=True)):
         trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
         if trained != planned.parameters:
@@ -36,11 +39,11 @@ def check_module(plan: Plan, module: nn.Sequential) -> None:
                 f"the plan {planned.parameters:,}; make a plan of this module"
             )
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            if seen.setdefault(id(tensor), n) != n:
+            if id(tensor) not in tied and seen.setdefault(id(tensor), n) != n:
                 raise Error(
                     f"optfuse: {name!r} of layer {n} ({type(layer).__name__}) is also of layer "
-                    f"{seen[id(tensor)]}; a Pipeline can't share it between layers: make one "
-                    "entry of both, or copy it"
+                    f"{seen[id(tensor)]}; a Pipeline shares a parameter of two layers in plans "
+                    "without delays, and nothing else: make one entry of both, or copy it"
                 )
 
 

@@ -26,6 +26,7 @@ from optfuse._layers.pipeline.refusals import (
     check_run,
 )
 from optfuse._layers.pipeline.shapes import Spec, infer, spec_of
+from optfuse._layers.pipeline.shared import Shared, edges_of, ties_of
 from optfuse._layers.pipeline.transport import Transport
 from optfuse._layers.pipeline.updates import updates_of
 from optfuse._layers.pipeline.versions import Weights
@@ -67,6 +68,9 @@ class Pipeline:
     calls. "mean": the loss of each is multiplied with its share of their rows (of the first
     dimension of the inputs) before, so that a loss_fn that takes a mean over rows has the mean over
     all of them. run() returns the losses as they are in any case.
+    shared: how gradients of a weight that two layers share are added up, in plans without delays.
+    "sums": each layer adds up those of its micro-batches, then both are added. "each": those of
+    each micro-batch first, which has the bits of one process and takes a message for each.
     process_group: of torch.distributed; None: the default one. A plan of one process needs none.
 
     Delays: the forward of batch b in layer l sees the updates of the batches before b - D(l), D
@@ -81,6 +85,7 @@ class Pipeline:
         *,
         weights: str = "stash",
         losses: str = "sum",
+        shared: str = "sums",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         given = locals()
@@ -90,6 +95,7 @@ class Pipeline:
         check_module(plan, module)
         self._group = check_processes(plan, process_group)
         self.plan, self.weights, self.losses = plan, weights, losses
+        self._shared_mode = shared
         self._module, self._loss_fn, self._optimizer = module, loss_fn, optimizer
         self._process = dist.get_rank(self._group) if self._group else 0
         late = behind(plan)  # which finds out whether the plan can end, too
@@ -100,7 +106,10 @@ class Pipeline:
         self._device = _device(module, self._layers)
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
         is_synchronous = plan.strategy in SYNCHRONOUS
-        self._updates = updates_of(optimizer, len(self._weights), is_synchronous)
+        ties = ties_of(module)
+        self._shared = Shared(plan, ties, self._process, shared)
+        complete = self._complete_shared if self._shared else None
+        self._updates = updates_of(optimizer, len(self._weights), is_synchronous, complete)
         self._batches = 0  # that have been run
         self._drained = 0  # those of them before the last drain()
         self._broken: str | None = None  # why; no exception, which would keep its batch
@@ -109,7 +118,8 @@ class Pipeline:
         if self._group is not None:
             edges = ordered(self._flow, self._flow.multiple * (max(plan.delays) + 2)).edges()
             watches = plan.strategy in FORWARDING
-            self._transport = Transport(edges, self._group, self._device, watches)
+            tied = edges_of(plan, ties)
+            self._transport = Transport(edges, self._group, self._device, watches, tied)
             self._share_replicas()
 
     # Methods for users
@@ -205,6 +215,9 @@ class Pipeline:
 
     # Inside
 
+    def _complete_shared(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        return self._shared.complete(self._transport)
+
     def _is_trained(self, layer: int) -> bool:
         return self._flow.has("update", layer)
 
@@ -277,6 +290,7 @@ class Pipeline:
             "batches before drain()": self._drained,
             "weights": self.weights,
             "losses": self.losses,
+            "shared": self._shared_mode,
             "plan": self.plan.state(),
         }
 
@@ -497,6 +511,7 @@ class _Run:
     def _give_gradients(self, n: int, batch: int, found: tasks.Gradients) -> None:
         """Gradients of micro-batches are added up at once, in the order of their dW."""
         place = self._pipeline.plan.places[n]
+        self._pipeline._shared.take(n, found, self._transport)
         if self._pipeline.plan.micro_batches > 1:
             _add(self._sums.setdefault(n, {}), found)
             return

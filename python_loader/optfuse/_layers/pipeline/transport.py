@@ -204,8 +204,10 @@ class Transport:
         group: dist.ProcessGroup,
         device: torch.device,
         watches: bool = False,
+        shared: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """device: of all messages of this process. watches: for is_there()."""
+        """device: of all messages of this process. watches: for is_there(). shared: the edges of
+        gradients of shared weights, which have no place in the order of the others."""
         self._group, self._device = group, device
         self._timeout = _timeout_of(group, device)
         is_gloo = group._get_backend(device).name() == "gloo"
@@ -216,24 +218,38 @@ class Transport:
         self._groups: list[dist.ProcessGroup] = []
         self._out: dict[int, Out] = {}
         self.sources: dict[int, In] = {}
+        self._shared_out: dict[int, Out] = {}
+        self._shared_in: dict[int, In] = {}
         # Local synchronization names a group by how many groups its processes know, and
         # they wait for ever if that differs. Where all processes are here, names are counted.
         self._of_all = group.size() == dist.get_world_size()
         self._here = dist.get_process_group_ranks(group)
         self._everybody = self._made(self._here, "gloo")
         for source, to in edges:
-            is_mine = self.process in (source, to)
-            if not is_mine and not self._of_all:
-                continue
-            edge = self._edge(source, to)
-            if not is_mine:
-                continue
-            first = dist.get_process_group_ranks(edge)[0]
-            place = {self._here[p]: int(self._here[p] != first) for p in (source, to)}
-            if self.process == source:
-                self._out[to] = Out(edge, place[to], device)
-            else:
-                self.sources[source] = In(edge, place[source], device, self._arrivals)
+            self._join(source, to, self._out, self.sources, self._arrivals)
+        for source, to in shared:
+            self._join(source, to, self._shared_out, self._shared_in, None)
+
+    def _join(
+        self,
+        source: int,
+        to: int,
+        outs: dict[int, Out],
+        ins: dict[int, In],
+        arrivals: Arrivals | None,
+    ) -> None:
+        is_mine = self.process in (source, to)
+        if not is_mine and not self._of_all:
+            return
+        edge = self._edge(source, to)
+        if not is_mine:
+            return
+        first = dist.get_process_group_ranks(edge)[0]
+        place = {self._here[p]: int(self._here[p] != first) for p in (source, to)}
+        if self.process == source:
+            outs[to] = Out(edge, place[to], self._device)
+        else:
+            ins[source] = In(edge, place[source], self._device, arrivals)
 
     def _edge(self, source: int, to: int) -> dist.ProcessGroup:
         backend = dist.get_backend_config(self._group)
@@ -261,6 +277,21 @@ class Transport:
             return self.sources[source].receive(key)
         except (RuntimeError, TimeoutError) as error:
             raise self._lost(source, f"{doing}, waiting for {key}", error) from error
+
+    def send_shared(self, to: int, tensors: Iterable[Tensor], doing: str) -> None:
+        try:
+            self._shared_out[to].send(tensors)
+        except RuntimeError as error:
+            raise self._lost(to, doing, error) from error
+
+    def receive_shared(self, source: int, keys: list[Key], spec: Spec) -> list[Tensor]:
+        """A tensor for each key."""
+        edge = self._shared_in[source]
+        try:
+            edge.expect(keys, lambda key: [spec])
+            return [tensor for key in keys for tensor in edge.receive(key)]
+        except RuntimeError as error:
+            raise self._lost(source, f"waiting for {keys[0]}", error) from error
 
     def is_there(self, source: int, key: Key) -> bool:
         """Whether receive() would not wait: the message has come, or never will."""
@@ -307,7 +338,7 @@ class Transport:
     def fail(self, error: BaseException) -> None:
         """Ends the pipeline for all: whoever waits for this process gets an error, now or later."""
         self._first(self.process, error)
-        for out in self._out.values():
+        for out in (*self._out.values(), *self._shared_out.values()):
             out.close()
         for group in self._groups:
             _abort(group, self._device)
