@@ -19,6 +19,7 @@ import types
 import warnings
 from pathlib import Path
 
+import cheap_seeds  # noqa: F401 - for all who seed
 import folders  # noqa: F401 - tests import modules of other folders
 import forked_python
 import torch

@@ -22,7 +22,11 @@ import unittest
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import cheap_seeds  # noqa: F401 - it seeds before each call
 import torch
 from torch import nn
 from torch.nn import functional
