@@ -72,9 +72,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     a, b = a.detach().contiguous(), b.detach().contiguous()
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if a.is_floating_point():
-        nans = a.isnan() & b.isnan()
-        a, b = a.masked_fill(nans, 0), b.masked_fill(nans, 0)
-    if a.dim() == 0:
-        a, b = a.reshape(1), b.reshape(1)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if torch.equal(_bytes(a), _bytes(b)):  # most are
+        return True
+    if not a.is_floating_point():
+        return False
+    nans = a.isnan() & b.isnan()
+    return torch.equal(_bytes(a.masked_fill(nans, 0)), _bytes(b.masked_fill(nans, 0)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.dim() else tensor.reshape(1)).view(torch.uint8)
