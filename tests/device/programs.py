@@ -203,12 +203,12 @@ def run(program: list[Action], make, wrap=lambda optimizer: optimizer) -> Outcom
     return Outcome(values)
 
 
-def mended(program: list[Action], make) -> list[Action]:
-    """The program with what stock needs to be free of races."""
+def mended(program: list[Action], make) -> tuple[list[Action], Outcome]:
+    """The program with what stock needs to be free of races, and what stock then gives."""
     for _ in range(MOST_REPAIRS):
         outcome = run(program, make)
         if outcome.failed_at is None:
-            return program
+            return program, outcome
         # The one that comes too early, and the one it should wait for. Where
         # memory is freed, its owner is the last to be named.
         named = re.findall(r"the default stream of device 0|stream \d+", outcome.races[0])

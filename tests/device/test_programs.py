@@ -2,6 +2,8 @@
 """Random programs on three streams that stock runs without a race, and only
 just: with ours they are free of races too, and give the same bits."""
 
+import functools
+
 import pytest
 import torch
 from common import assert_same, fuse_with
@@ -25,6 +27,12 @@ def fused(mode, **options):
     return lambda optimizer: fuse_with(optimizer, mode, **options)
 
 
+@functools.cache
+def in_order(mode, make):
+    """The programs, each with what it gives with stock: all ways of a mode have the same ones."""
+    return [mended(draw(mode, seed, LENGTH), make) for seed in range(PROGRAMS)]
+
+
 def explain(program, outcome):
     return f"action {outcome.failed_at}: {outcome.races}\n{describe(program)}"
 
@@ -40,10 +48,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_in_order_with_stock_is_in_order_with_ours(way, make):
     mode, waits = "forward" if way == "forward" else "backward", 0
-    for seed in range(PROGRAMS):
-        program = mended(draw(mode, seed, LENGTH), make)
+    for seed, (program, stock) in enumerate(in_order(mode, make)):
         waits += sum(kind is wait for kind, _, _ in program)
-        stock, ours = run(program, make), run(program, make, WAYS[way])
+        ours = run(program, make, WAYS[way])
         assert ours.failed_at is None, f"program {seed}, {explain(program, ours)}"
         assert_same(f"values of program {seed}\n{describe(program)}", ours.values, stock.values)
     assert waits > PROGRAMS, "hardly a program needed a wait: they prove nothing"
@@ -51,7 +58,7 @@ def test_what_is_in_order_with_stock_is_in_order_with_ours(way, make):
 
 def test_without_our_waits_some_are_not(monkeypatch):
     """In backward mode none is needed: an update never outlives backward."""
-    programs = [mended(draw("forward", seed, LENGTH), adamw) for seed in range(PROGRAMS)]
+    programs = [program for program, _ in in_order("forward", adamw)]
     monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "streams")
     racing = sum(run(p, adamw, fused("forward")).failed_at is not None for p in programs)
     assert racing > 0, f"none of {PROGRAMS} programs races without our waits"
