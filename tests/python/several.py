@@ -12,22 +12,33 @@ import forked_python
 TAKEN_DOWN = "terminate called without an active exception"
 
 
-def finished(command, tries=5, **options):
-    """subprocess.run() of the command, once more where its processes were taken down so."""
+def again(run, tries=5):
+    """The CompletedProcess that it returns; of another run where processes were taken down so."""
     for _ in range(tries):
-        done = subprocess.run(command, capture_output=True, text=True, **options)
+        done = run()
         if done.returncode == 0 or TAKEN_DOWN not in done.stderr:
             break
     return done
 
 
-# As `python SCRIPT ...`, in an interpreter that has imported torch already.
-PLAIN = """
-import runpy, sys
-sys.argv, sys.path[0] = {arguments!r}, {folder!r}
-{first}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def finished(command, **options):
+    """subprocess.run() of the command."""
+    return again(lambda: subprocess.run(command, capture_output=True, text=True, **options))
+
+
+def torchrun(*words, cwd, timeout=180, **variables):
+    """`torchrun WORDS`: a CompletedProcess. The launcher is an interpreter that has imported torch
+    already; it starts its processes as ever."""
+    code = forked_python.module("torch.distributed.run", *words)
+    usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return forked_python.run(code, cwd, {**os.environ, **usual, **variables}, timeout)
+
+
+def launched(*words, **options):
+    """torchrun(), once more where its processes were taken down so."""
+    return again(lambda: torchrun(*words, **options))
+
+
 # Rank 1 of two is a child of rank 0, which ends when both have.
 AS_TWO = """
 import atexit, os
@@ -38,11 +49,25 @@ if child:
 """
 
 
+# Scripts whose start is not what is tested.
+
+
+def started(output, script, *arguments):
+    """A forked_python.Child, which writes into this file, and errors into another beside it."""
+    code = forked_python.script(script, *arguments)
+    return forked_python.Child(code, os.getcwd(), dict(os.environ), output, f"{output}.errors")
+
+
+def run_script(arguments, cwd=".", first="", timeout=180, **variables):
+    """The script's subprocess.CompletedProcess."""
+    code = forked_python.script(*arguments, first=first)
+    return forked_python.run(code, cwd, {**os.environ, **variables}, timeout)
+
+
 def printed(arguments, folder, first="", **variables):
-    """The output of a script, where its start is not what is tested."""
-    code = PLAIN.format(arguments=list(arguments), folder=str(folder), first=first)
+    """The output of a script."""
     usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = forked_python.run(code, folder, {**os.environ, **usual, **variables}, 180)
+    done = run_script(arguments, folder, first, **usual, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,12 +8,11 @@ were selected, of all modules, since importing torch takes longer than most of t
 import functools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import forked_python
 import pytest
 
 HERE = Path(__file__).parent
@@ -106,12 +105,10 @@ def _play_up_to_a_failure(world, names):
 
 
 def _start(folder, rank, world, names):
-    command = [sys.executable, str(HERE / "worker.py"), folder, str(rank), str(world)]
+    code = forked_python.script(HERE / "worker.py", folder, rank, world, *names)
+    output = f"{folder}/output-{rank}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(f"{folder}/output-{rank}", "w", encoding="utf-8") as output:
-        return subprocess.Popen(
-            [*command, *names], env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
+    return forked_python.Child(code, HERE, environment, output, output)
 
 
 def _wait(folder, ranks):

@@ -3,8 +3,6 @@
 bits, or fuse() refuses before anything has changed."""
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import await_scripts
@@ -13,6 +11,7 @@ import ranks
 import torch
 from common import adamw, batch, net, refused, same
 from ddp_scripts import power_sgd
+from several import started
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -117,14 +116,11 @@ def test_models_of_others_are_refused(gloo):
 def said_at_the_end(folder, *arguments):
     """The output of a job's rank 0."""
     folder.mkdir()
-    command = [sys.executable, str(Path(__file__).with_name("ending.py")), str(folder)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=60)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    return said[0]
+    outputs = [folder / f"output-{rank}" for rank in range(2)]
+    script = Path(__file__).with_name("ending.py")
+    ranks = [started(out, script, folder, i, *arguments) for i, out in enumerate(outputs)]
+    assert [process.wait(timeout=60) for process in ranks] == [0, 0]
+    return outputs[0].read_text("utf-8")
 
 
 @pytest.mark.slow

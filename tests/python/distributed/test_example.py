@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The script in docs/using.md, started as it says there."""
 
-import os
 import re
-import sys
 from pathlib import Path
 
-from several import finished, printed_by_two
+from several import launched, printed_by_two
 
 USING = Path(__file__).parents[3] / "docs" / "using.md"
 FUSED = "opt = optfuse.fuse(opt)  # or "
@@ -32,9 +30,7 @@ def started(script, folder):
     (command,) = re.findall(r"^# (torchrun .*)$", section(), re.MULTILINE)
     name = command.split()[-1]
     (folder / name).write_text(script, "utf-8")
-    run = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]  # = torchrun
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = finished(run, cwd=folder, env=environment, timeout=120)
+    done = launched(*command.split()[1:], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"loss \d\.\d{6}, weights -?\d+\.\d{12}\n", done.stdout), done.stdout
     return done.stdout

@@ -4,9 +4,6 @@ torch.distributed's own error and never hang; a job that is killed goes on from 
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import failing
@@ -14,7 +11,7 @@ import pytest
 import restarted
 import torch
 from common import assert_same
-from several import TAKEN_DOWN
+from several import TAKEN_DOWN, started, torchrun
 
 HERE = Path(__file__).parent
 SLACK = 60.0  # seconds beyond the time-out of the process group, on a busy machine
@@ -24,10 +21,12 @@ SLACK = 60.0  # seconds beyond the time-out of the process group, on a busy mach
 def told(tmp_path_factory):
     """The exception that stopped each rank in each case."""
     folder = tmp_path_factory.mktemp("failing")
-    command = [sys.executable, str(HERE / "failing.py"), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank), *failing.CASES]) for rank in range(2)]
-    for process in ranks:
-        assert process.wait(timeout=600) == 0
+    ranks = [
+        started(folder / f"output-{rank}", HERE / "failing.py", folder, rank, *failing.CASES)
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        assert process.wait(timeout=600) == 0, (folder / f"output-{rank}.errors").read_text("utf-8")
 
     def read(rank, name):
         return json.loads(Path(folder, f"{rank}-{name}").read_text("utf-8"))
@@ -62,13 +61,11 @@ def ended(folder, mode):
 
 def job(folder, mode):
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
     command += [str(HERE / "restarted.py"), str(folder), mode]
     # The store of the first life has addresses that a second one must not find.
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **apart}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return torchrun(*command, cwd=HERE, timeout=300, **apart)
 
 
 @pytest.fixture(scope="module")

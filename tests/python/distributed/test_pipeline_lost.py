@@ -4,13 +4,12 @@ although they live on with their connections, and with its number."""
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import lost_in_pipeline
 import pytest
 from lost_in_pipeline import CASES, LATE
+from several import started
 
 SOON = 60.0  # seconds, on a busy machine; the process group's time-out is 300
 SCRIPT = Path(lost_in_pipeline.__file__)
@@ -20,10 +19,9 @@ SCRIPT = Path(lost_in_pipeline.__file__)
 def told(tmp_path_factory):
     """The report of each process in each case."""
     folder = tmp_path_factory.mktemp("lost")
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank), *CASES]) for rank in range(3)]
-    for process in ranks:
-        assert process.wait(timeout=900) == 0
+    ranks = [started(folder / f"output-{rank}", SCRIPT, folder, rank, *CASES) for rank in range(3)]
+    for rank, process in enumerate(ranks):
+        assert process.wait(timeout=900) == 0, (folder / f"output-{rank}.errors").read_text("utf-8")
 
     def read(rank, name):
         return json.loads(lost_in_pipeline.place(folder, rank, name).read_text("utf-8"))

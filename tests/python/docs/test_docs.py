@@ -12,7 +12,7 @@ from pathlib import Path
 import docs_blocks
 import pytest
 from docs_blocks import BLOCKS, PAGES, ROOT
-from several import finished
+from several import launched, printed
 
 import optfuse
 
@@ -46,16 +46,9 @@ def runnable(text):
     return "\n".join(x for x in lines if not any(f"# needs {name}" in x for name in missing))
 
 
-def ran(command, text, folder):
+def written(text, folder, name):
     """Nothing is added to the text."""
-    script = folder / command[-1]
-    script.write_text(runnable(text), "utf-8")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(":") if path]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    done = finished([sys.executable, *command], cwd=folder, env=environment, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    (folder / name).write_text(runnable(text), "utf-8")
 
 
 def pasted(page):
@@ -69,7 +62,8 @@ def pasted(page):
 def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
     if not pasted(page):
         pytest.skip("tests/python/recipes starts its scripts")
-    ran(["pasted.py"], pasted(page), tmp_path)
+    written(pasted(page), tmp_path, "pasted.py")
+    printed(["pasted.py"], tmp_path)
 
 
 ON_TWO = [param for param in of_kind("python") if param.values[0].command.startswith("torchrun ")]
@@ -78,7 +72,10 @@ ON_TWO = [param for param in of_kind("python") if param.values[0].command.starts
 @pytest.mark.parametrize("block", ON_TWO)
 def test_a_block_for_two_processes_runs_by_its_command(block, tmp_path):
     _, *words = block.command.split()
-    ran(["-m", "torch.distributed.run", *words], block.text, tmp_path)
+    written(block.text, tmp_path, words[-1])
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    done = launched(*words, cwd=tmp_path, PYTHONPATH=os.pathsep.join(paths))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_blocks_for_several_processes_are_scripts():
@@ -195,8 +192,7 @@ def test_pages_that_the_docs_link_are_there():
 def test_the_picture_of_a_trace_can_be_drawn(tmp_path):
     """docs/trace.svg comes from this script."""
     picture = tmp_path / "trace.svg"
-    script = [sys.executable, str(ROOT / "benchmarks" / "trace.py"), str(picture)]
-    subprocess.run(script, check=True, capture_output=True)
+    printed([str(ROOT / "benchmarks" / "trace.py"), str(picture)], tmp_path)
     kept, drawn = (ROOT / "docs" / "trace.svg").read_text("utf-8"), picture.read_text("utf-8")
     for name in ("all parameters", "second.weight", "second.bias + 1"):
         assert f">{name}</text>" in kept

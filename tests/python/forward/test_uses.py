@@ -3,24 +3,18 @@
 that, by functions that were bound before optfuse was imported."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from several import run_script
 
 SWEEP = Path(__file__).with_name("sweep_uses.py")
 
 
 def swept(*arguments):
     """The output of the sweep, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(SWEEP), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
+    shown = "import faulthandler; faulthandler.enable()"
+    done = run_script([SWEEP, *arguments], first=shown, timeout=3000)
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -4,13 +4,11 @@ in stock, or an error. By hand: run_hazard.py."""
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import guard_scenarios
 import pytest
-from common import HERE
+from common import python
 
 from hazard import runner
 from hazard.controls import OFTEN, OUT_OF_REACH
@@ -61,14 +59,7 @@ def found():
     library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
-    done = subprocess.run(
-        [sys.executable, "-m", "hazard.controls"],
-        cwd=HERE,
-        env={**os.environ, "OPTFUSE_LIBRARY": library, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    done = python("from hazard.controls import main\nmain()", 500, OPTFUSE_LIBRARY=library)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

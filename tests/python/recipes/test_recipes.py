@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pickle
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from common import HAS_PYTHON_H
+from several import run_script
 
 HERE = Path(__file__).parent
 DOCS = (HERE.parents[2] / "docs" / "recipes.md").read_text("utf-8")
@@ -78,16 +77,8 @@ class Recipe:
     def run(self):
         told = self.directory / "jobs.json"
         told.write_text(json.dumps({"jobs": [*self.jobs.values()], "modules": self.modules}))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        if "timm" in self.modules:
-            environment["PYTHONPATH"] = str(TORCHVISION)
-        done = subprocess.run(
-            [sys.executable, str(HERE / "drive.py"), str(told)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        beside = f"sys.path.insert(1, {str(TORCHVISION)!r})" if "timm" in self.modules else ""
+        done = run_script([HERE / "drive.py", told], first=beside, timeout=300, HF_HUB_OFFLINE="1")
         assert done.returncode == 0, done.stdout + done.stderr
         for name, job in self.jobs.items():
             found = Result(**pickle.loads(Path(job["result"]).read_bytes()))
@@ -232,6 +223,5 @@ def test_timm(tmp_path):
 @pytest.mark.parametrize("package", ["accelerate", "lightning", "transformers"])
 def test_wrappers_and_callbacks(package):
     skip_without(package)
-    script = [sys.executable, str(HERE / "wrappers.py"), package]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=180)
+    done = run_script([HERE / "wrappers.py", package])
     assert done.returncode == 0 and done.stdout.endswith("as stock\n"), done.stdout + done.stderr
