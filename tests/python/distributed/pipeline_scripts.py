@@ -14,7 +14,7 @@ from torch import nn
 
 import optfuse
 from optfuse._layers.pipeline.flow import behind
-from optfuse._layers.pipeline.plan import STRATEGIES
+from optfuse._layers.pipeline.plan import STRATEGIES, SYNCHRONOUS
 from optfuse.pipeline import Pipeline, plan
 
 SCENARIOS = {}
@@ -91,7 +91,7 @@ def batches(shape, first, count):
 def planned(name, strategy, processes=None):
     build, shape = MODELS[name]
     processes = processes or dist.get_world_size()
-    options = {"micro_batches": 4} if strategy == "gpipe" else {}
+    options = {"micro_batches": 4} if strategy in SYNCHRONOUS else {}
     return plan(
         build(), torch.zeros(shape), processes, strategy, network=FREE, costs=COSTS[name], **options
     )
