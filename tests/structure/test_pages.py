@@ -20,7 +20,7 @@ NOT_OURS = {
     "": "test_retain_graph_and_backward_again_is_refused",
 }
 
-# What counts on Python's global lock, as docs/troubleshooting.md calls it, and how it reads.
+# Reasons to need Python's global lock, as docs/troubleshooting.md calls them, and how each reads.
 NEEDS_GIL = {
     "Borrowed references": r"\b(list_item|dict_item|dict_next)\(",
     "What the GIL guards": r"Written (once, )?with the GIL",

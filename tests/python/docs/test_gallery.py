@@ -41,8 +41,9 @@ def test_other_results_would_be_another_picture(gallery, results):
 
 
 def test_no_words_are_outside_of_a_picture(gallery, results):
+    beside = r'<text x="([\d.]+)" y="\d+" fill="#5a6570">(.*?)<'
     for draw in gallery.PICTURES.values():
-        for x, words in re.findall(r'<text x="([\d.]+)" y="\d+" fill="#5a6570">(.*?)<', draw(results)):
+        for x, words in re.findall(beside, draw(results)):
             assert float(x) + 6.3 * len(words) < gallery.WIDTH, words
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import pickle
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,31 +14,11 @@ from pathlib import Path
 import pytest
 from common import HAS_PYTHON_H
 from several import run_script
+from variants import SCRIPTS, variant
 
 HERE = Path(__file__).parent
-DOCS = (HERE.parents[2] / "docs" / "recipes.md").read_text("utf-8")
 TORCHVISION = Path(sys.prefix) / "torchvision"  # as tests/bootstrap.py installs it
-SCRIPTS = {
-    re.match(r"# (\w+\.py)\n", code)[1]: code
-    for code in re.findall(r"^```python\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
-}
 TRAINER = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
-CALL = re.compile(r"(optfuse\.fuse\(optimizer|OptfuseCallback\()\)")
-
-
-def variant(code, mode, **options):
-    """The script as stock, or fused in this mode."""
-    if mode == "stock":
-        return "".join(line for line in code.splitlines(True) if "optfuse" not in line.lower())
-    if mode == "forward" and not options:
-        return code
-    words = f"mode={mode!r}"
-    if options:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        words = f"mode=optfuse.{mode.title()}({given})"
-    changed, count = CALL.subn(lambda m: f"{m[1]}{', ' * m[1].endswith('r')}{words})", code)
-    assert count == 1
-    return changed
 
 
 @dataclass
