@@ -33,6 +33,7 @@ from optfuse._own_step.register import INDEPENDENT
 PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree")
 PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch", "torchao.optim")
 PACKAGES += ("adabelief_pytorch", "adan_pytorch", "galore_torch", "sophia_opt", "pytorch_ranger")
+PACKAGES += ("madgrad", "came_pytorch", "apollo_torch", "torchium.optimizers", "heavyball")
 STEPS = 50
 SECONDS = 60  # for one class by itself
 TRACED, EQUAL, REFUSED = "traced, equal", "own step(), equal", "refused"
@@ -68,6 +69,12 @@ def without_models() -> None:
         timm.__path__ = list(found.submodule_search_locations or ())
         models.group_parameters = None  # type: ignore[attr-defined]
         sys.modules.update({"timm": timm, "timm.models": models})
+
+
+def without_compiling() -> None:
+    """heavyball compiles each function at its first call, which takes minutes a class."""
+    if importlib.util.find_spec("heavyball") is not None:
+        importlib.import_module("heavyball").utils.compile_mode = None
 
 
 def modules(name: str) -> Iterator[types.ModuleType]:
@@ -210,6 +217,7 @@ def short(why: str) -> str:
 def section(chosen: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     without_models()
+    without_compiling()
     found: dict[str, tuple[str, str]] = {}
     by_package: dict[str, Counter[str]] = {}
     for package in chosen.package or PACKAGES:

@@ -47,8 +47,11 @@ void of_run_with(const of_update *update, const void *grad, size_t begin, size_t
     const size_t numel = (size_t)in->numel;
     const size_t offset = begin * of_dtype_size(in->dtype);
     of_span span = {.param = advance(in->param, offset), .grad = grad};
-    for (size_t i = 0; i < update->plan->rule->n_state; i++)
+    for (size_t i = 0; i < OF_FORMULA_STATE; i++)
         span.state[i] = advance(in->state[i], offset);
+    if (in->program)
+        for (size_t i = OF_FORMULA_STATE; i < OF_MAX_STATE; i++)
+            span.state[i] = advance(in->state[i], offset);
     span.n = end - begin;
     if (end == numel)
         span.tail = of_tail(update->plan->rule, update->plan->reference, in->dtype,

@@ -8,8 +8,8 @@
 #include "lists.h"
 
 #define TRACED_STATE(X)                                                                            \
-    X(traced, 1) X(traced, 2) X(traced, 3) X(traced, 4) X(traced, 5) X(traced, 6) X(traced, 7)     \
-    X(traced, 8)
+    X(traced, 1)                                                                                   \
+    X(traced, 2) X(traced, 3) X(traced, 4) X(traced, 5) X(traced, 6) X(traced, 7) X(traced, 8)
 #define TRACED_OPTIONS(X)
 #define TRACED_COUNTERS(X)
 /* On a GPU there is room for all state; which of it is used is the program's affair. */

@@ -82,7 +82,7 @@ void launch_others(const c10::TensorImpl *impl, decltype(&of_access) launch) {
 void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl) {
     c10::StorageImpl *storage = storage_of(impl);
     refs->tensors[refs->n] = impl;
-    refs->storages[refs->n] = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+    refs->storages.put(refs->n, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
     in->keys[refs->n] = storage;
     in->n_keys = ++refs->n;
 }

@@ -19,6 +19,35 @@ struct Slot;
 
 enum { FACTOR = 3 }; // of References::scalars
 
+// Storages of the parts of an update. Most have few: other places are neither made nor destroyed.
+class Storages {
+  public:
+    using Pointer = c10::intrusive_ptr<c10::StorageImpl>;
+    Storages() { new (&at[0]) Pointer(); }
+    ~Storages() {
+        for (; n != 0; n--)
+            at[n - 1].~Pointer();
+    }
+    Storages(const Storages &) = delete;
+    Storages &operator=(const Storages &) = delete;
+    // i: 0, or of one that has been put there.
+    Pointer &operator[](size_t i) { return at[i]; }
+    const Pointer &operator[](size_t i) const { return at[i]; }
+    // Puts one behind the others, or into the place of one.
+    void put(size_t i, Pointer storage) {
+        if (i < n)
+            at[i] = std::move(storage);
+        else
+            new (&at[n++]) Pointer(std::move(storage));
+    }
+
+  private:
+    union {
+        Pointer at[OF_MAX_KEYS];
+    };
+    size_t n = 1;
+};
+
 struct References {
     Slot *slot = nullptr;
     // The update runs inside backward, and the gradient is replaced after it. What
@@ -27,7 +56,7 @@ struct References {
     bool committed = false; // an update that is not is only released
     size_t n = 0; // tensors that take part: parameter, gradient, state
     c10::TensorImpl *tensors[OF_MAX_KEYS]; // marked by defer(), valid until then only
-    c10::intrusive_ptr<c10::StorageImpl> storages[OF_MAX_KEYS];
+    Storages storages;
     // A deferred scaling: the gradient's memory, which may be freed meanwhile.
     c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::TensorImpl *grad = nullptr; // the gradient to be replaced
