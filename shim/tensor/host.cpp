@@ -149,8 +149,8 @@ void defer_average(void *, void *opaque, void *opaque_average) {
     c10::TensorImpl *impl = deferred->average.unsafeGetTensorImpl();
     refs->average = deferred->average;
     refs->average_program = deferred->program;
-    refs->storages[refs->n++] =
-        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(impl));
+    const size_t part = refs->n++;
+    refs->storages.put(part, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(impl)));
     if (OF_GUARD(key))
         mark(impl);
     if (OF_GUARD(seal))
