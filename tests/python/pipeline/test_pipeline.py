@@ -113,6 +113,12 @@ def tied():
     return made, model, sgd(model)
 
 
+def tied_thrice():
+    model = nn.Sequential(*three(None)[:2], three(None)[1])
+    model[2].layer = model[0]
+    return plan_of(model, "gpipe", micro_batches=1), model, sgd(model)
+
+
 def delayed(model):
     return optfuse.fuse(sgd(model), optfuse.Forward(delay={model: 1}))
 
@@ -131,6 +137,7 @@ REFUSED = {
     "4 layers and the module 2": lambda m: (plan_of(m), m[:2], sgd(m)),
     "layer 0 .* trained elements": lambda m: (plan_of(m), other_width(), sgd(m)),
     "is also of layer 0": lambda m: tied(),
+    "shares a parameter of two layers in plans without delays": lambda m: tied_thrice(),
     "torch.distributed is not initialized": lambda m: (plan_of(m, processes=2), m, sgd(m)),
     "is not in this SGD": lambda m: (plan_of(m), m, sgd(m[:2])),
     "LBFGS": lambda m: (plan_of(m), m, torch.optim.LBFGS(m.parameters())),

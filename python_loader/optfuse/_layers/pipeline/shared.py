@@ -40,7 +40,7 @@ def ties_of(module: nn.Sequential) -> list[Tie]:
 
 
 def edges_of(plan: Plan, ties: list[Tie]) -> list[tuple[int, int]]:
-    """Which processes exchange gradients, both ways."""
+    """The processes that exchange gradients, both ways."""
     pairs = [tuple(plan.places[n].forward for n in tie.layers) for tie in ties]
     return sorted({p for a, b in pairs if a != b for p in ((a, b), (b, a))})
 
