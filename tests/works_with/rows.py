@@ -54,7 +54,6 @@ ROWS = [
         "with_trainer.py",
         (*TRAINER, "--disable_tqdm=1"),
         recipe="hugging-face-trainer",
-        why="its run was not finished",
     ),
     Row(
         "Accelerate",
@@ -76,7 +75,7 @@ ROWS = [
     Row("TRL", "trl", "with_trl.py"),
     Row(
         "torchtune's loop",
-        "torchtune torchao",
+        "torchtune torchao==0.12.0",
         "with_torchtune.py",
         remedy=Remedy(
             "`Backward(accumulate=2)`, no scaling by tokens", ("--clip", "0"), {"accumulate": 2}
