@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Backward mode: a consumed gradient that is overwritten by hand holds what was written, and so do
+its aliases; between backward() and step() that is refused."""
+
+import pytest
+import torch
+from common import (
+    adamw,
+    everything,
+    fused_backward,
+    loss_of,
+    net,
+    refused,
+    same,
+    sgd,
+    train,
+    weights,
+)
+from scripts import trained
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
+
+
+def with_all(value):
+    """`p.grad[...] = value`"""
+    return lambda p: p.grad.__setitem__(..., value)
+
+
+def replace_by_zeros(p):
+    p.grad = torch.zeros_like(p.grad)
+
+
+def draw(p):
+    torch.manual_seed(3)
+    p.grad.normal_()
+
+
+OVERWRITES = {
+    "zero_": lambda p: p.grad.zero_(),
+    "zero_ of data": lambda p: p.grad.data.zero_(),
+    "zero_ of detach()": lambda p: p.grad.detach().zero_(),
+    "detach_, zero_": lambda p: p.grad.detach_().zero_(),
+    "fill_": lambda p: p.grad.fill_(0.5),
+    "fill_ with a tensor": lambda p: p.grad.data.fill_(torch.tensor(0.5)),
+    "copy_": lambda p: p.grad.copy_(torch.linspace(0, 1, p.numel()).view_as(p)),
+    "copy_ of a number": lambda p: p.grad.detach().copy_(torch.tensor(2.0)),
+    "[...] = number": with_all(0.25),
+    "[...] = tensor": with_all(torch.tensor(0.25)),
+    "[:] =": lambda p: p.grad.data.__setitem__(slice(None), 0.0),
+    "normal_": draw,
+    "init.uniform_": lambda p: (torch.manual_seed(3), nn.init.uniform_(p.grad)),
+    "_foreach_zero_": lambda p: torch._foreach_zero_([p.grad]),
+    "_foreach_zero_ of aliases": lambda p: torch._foreach_zero_([p.grad.data, p.grad.detach()]),
+    "_foreach_copy_": lambda p: torch._foreach_copy_([p.grad], [torch.ones_like(p)]),
+    "zeros_like": replace_by_zeros,
+    "data =": lambda p: setattr(p.grad, "data", torch.zeros_like(p)),
+}
+IN_PLACE = [name for name in OVERWRITES if name not in ("zeros_like", "data =")]
+
+
+def overwriting(write, aliases=False):
+    """A script that overwrites all gradients after each step(); the next ones are added."""
+
+    def iteration(model, optimizer, i):
+        loss_of(model, i).backward()
+        optimizer.step()
+        held = [(p.grad.data, p.grad.detach()) for p in model.parameters() if aliases]
+        with torch.no_grad():
+            for p in model.parameters():
+                write(p)
+        yield "gradients", [p.grad for p in model.parameters()]
+        yield "aliases", held
+
+    return trained(sgd, iteration=iteration)
+
+
+@pytest.mark.parametrize("way", OVERWRITES)
+def test_gradients_overwritten_after_step(way):
+    same(overwriting(OVERWRITES[way]), mode="backward")
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_aliases_of_an_overwritten_gradient_have_its_numbers(way):
+    same(overwriting(OVERWRITES[way], aliases=True), mode="backward")
+
+
+def test_gradients_zeroed_by_hand_are_updated_in_backward_all_the_same():
+    model, optimizer = fused_backward()
+    for i in range(4):
+        before = weights(model)
+        loss_of(model, i).backward()
+        assert not any(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+        optimizer.step()
+        for p in model.parameters():
+            p.grad.zero_()
+
+
+def is_left_to_step(p):
+    """A DTensor's gradient may be: now and then, on a busy machine, somebody still has the first
+    one of a backward pass when it is complete."""
+    return isinstance(p, DTensor) and not hasattr(p.grad, "_optfuse_consumed")
+
+
+def refused_before_step(way, model_of, optimizer_of):
+    def script(wrap):
+        model = model_of()
+        optimizer = wrap(optimizer_of(model.parameters()))
+        left = 0
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            if wrap.fused:
+                for p in model.parameters():
+                    if is_left_to_step(p):
+                        left += 1
+                        continue
+                    refused(lambda p=p: OVERWRITES[way](p), "between backward() and step()")
+                    refused(p.grad.sum, "already applied")
+            optimizer.step()
+        assert left <= 2
+        yield from everything(model, optimizer)
+
+    return script
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_gradients_overwritten_between_backward_and_step_are_refused(way):
+    """The gradient stays as it is, and so does the training."""
+    same(refused_before_step(way, net, sgd), mode="backward")
+
+
+def replicated():
+    """Its parameters are DTensors."""
+    mesh = init_device_mesh("cpu", (1,))
+    return distribute_module(
+        net(),
+        mesh,
+        input_fn=lambda _, inputs, mesh: DTensor.from_local(*inputs, mesh),
+        output_fn=lambda _, output, mesh: output.to_local(),
+    )
+
+
+ON_ALIASES = (
+    "zero_ of data",
+    "zero_ of detach()",
+    "fill_ with a tensor",
+    "copy_ of a number",
+    "[:] =",
+    "_foreach_zero_ of aliases",
+)
+
+
+@pytest.mark.parametrize("way", [way for way in IN_PLACE if way not in ON_ALIASES])
+def test_dtensors_overwritten_between_backward_and_step_are_refused(way, gloo):
+    same(refused_before_step(way, replicated, adamw), mode="backward")
+
+
+@pytest.mark.parametrize("way", ON_ALIASES)
+@pytest.mark.parametrize("when", ("before step", "after step"))
+def test_aliases_of_a_consumed_dtensor_can_not_be_overwritten(way, when, gloo):
+    def script(wrap):
+        model = replicated()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            if when == "after step":
+                optimizer.step()
+            if wrap.fused:
+                for p in model.parameters():
+                    with pytest.raises(RuntimeError):
+                        OVERWRITES[way](p)
+                    refused(p.grad.sum, "already applied")
+            if when == "before step":
+                optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward")
+
+
+@pytest.mark.parametrize("build", (net, replicated), ids=("tensors", "DTensors"))
+def test_a_kept_gradient_is_not_that_of_the_next_pass(build, gloo):
+    def script(wrap):
+        model = build()
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            if i == 1:
+                kept = [p.grad for p in model.parameters()]
+        for p, old in zip(model.parameters(), kept, strict=True):
+            assert p.grad is not old
+            old.zero_()
+        if wrap.fused:
+            for p in model.parameters():
+                refused(p.grad.sum, "already applied")
+        yield "kept", kept
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward")
+
+
+def test_zeros_may_be_made_like_a_consumed_gradient_at_any_time():
+    model, optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    for p in model.parameters():
+        assert torch.equal(torch.zeros_like(p.grad), torch.zeros_like(p))
+        assert torch.equal(p.grad.new_ones(3), torch.ones(3))
+        assert p.grad.new_tensor([2.0]).tolist() == [2.0]
+        assert torch.empty_like(p.grad).shape == p.shape
+    optimizer.step()
+
+
+TIMES_ZERO = {
+    "mul_": lambda g: g.mul_(0),
+    "*=": lambda g: g.__imul__(0),
+    "mul_ of data": lambda g: g.data.mul_(0),
+}
+
+
+@pytest.mark.parametrize("way", TIMES_ZERO)
+def test_a_product_with_zero_needs_the_numbers_and_names_zero_(way):
+    """Stock leaves -0.0 and NaN."""
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    refused(lambda: TIMES_ZERO[way](model[0].weight.grad), "already applied", way_out="zero_()")
+
+
+def test_a_gradient_that_could_not_be_overwritten_is_still_consumed():
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    grad = model[0].weight.grad
+    with pytest.raises(RuntimeError, match="must match"):
+        grad.copy_(torch.ones(5, 7))
+    refused(grad.sum, "already applied")
+    refused(lambda: grad.copy_(grad), "already applied")
+    refused(lambda: torch._foreach_copy_([grad], [model[2].weight.grad]), "already applied")
+    assert grad.zero_().count_nonzero() == 0
+
+
+def test_gradients_without_storage_are_overwritten_in_one_list_with_consumed_ones():
+    def script(wrap):
+        model, sparse = net(), nn.Embedding(4, 3, sparse=True)
+        optimizer = wrap(sgd(model.parameters()))
+        for i in range(3):
+            (loss_of(model, i) + sparse(torch.tensor([1, 2])).sum()).backward()
+            optimizer.step()
+            grads = [sparse.weight.grad, *(p.grad for p in model.parameters())]
+            torch._foreach_zero_(grads)
+            yield "gradients", [grad.to_dense() for grad in grads]
+        yield from everything(model, optimizer)
+
+    same(script, mode="backward")
+
+
+def test_an_alias_that_someone_keeps_is_none_of_the_next_gradient():
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    kept = [p.grad.data for p in model.parameters()]
+    train(model, optimizer, 1)
+    for alias, p in zip(kept, model.parameters(), strict=True):
+        alias.zero_()
+        refused(p.grad.sum, "already applied")
+
+
+def test_a_gradient_that_outlives_its_optimizer_may_be_overwritten():
+    model, optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    del optimizer
+    assert model[0].weight.grad.fill_(2.0).mean() == 2
