@@ -21,7 +21,7 @@ from cells import Cell, batches, cells_of, training
 from compare import in_time
 from figures import FUSED, columns, progress, title
 from torch.profiler import ProfilerActivity, profile
-from variants import variants
+from variants import few_variants, variants
 
 import optfuse
 from optfuse._ab.variants import BuildFn, Iteration, Wrap
@@ -91,7 +91,7 @@ def section(chosen: Any) -> dict[str, Any]:
             next(batches(cell))
             measure(chosen, cell, FUSED)
         here = peaks[str(cell)] = {}
-        for name in variants(cell.device):
+        for name in few_variants() if chosen.smoke else variants(cell.device):
             progress(f"memory: {cell}, {name}")
             here[name] = measure(chosen, cell, name)
         rows = [(str(cell), "tensors", "", "whole process", "", "faults an iteration")]
