@@ -6,7 +6,7 @@ gradients of a layer are added up in the order of their batches."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from optfuse._layers.pipeline.flow import BACKWARD, Flow, Key
@@ -34,21 +34,24 @@ class Forwarding:
         kinds = {
             kind: [t for t in tasks if t.kind == kind] for kind in ("weight_gradient", "update")
         }
-        self._late = kinds["weight_gradient"]
+        self._late = {task: place for place, task in enumerate(kinds["weight_gradient"])}
+        # Those that may be ready: after a dX; the next one of a layer without dX, of which there
+        # is one at most.
+        self._after_dx: set[Task] = set()
+        self._without_dx = deque(t for t in self._late if not flow.has("input_gradient", t.layer))
         self._trained = {t.layer for t in self._late}
         self._updates = {(t.layer, t.batch): t for t in kinds["update"]}
         self._urgent = [t for t in tasks if t.kind not in kinds]
         self._left = Counter(t.batch for t in tasks if t.kind in BACKWARD)  # gradients of a batch
         self._open: set[int] = set()  # batches begun and not ended
         self._added = Counter[int]()  # of each layer, the dW that have run
-        self._done: set[Task] = set()
 
     def play(self) -> None:
         for task in self._urgent:
             self._run_late_until(task)
             self._play(task)
         while self._late:
-            self._play(self._next_late() or self._late[0])
+            self._play(self._next_late() or self._first_late())
 
     def _run_late_until(self, task: Task) -> None:
         """Runs dW while the task can't run, and waits only where no dW can, either."""
@@ -60,14 +63,14 @@ class Forwarding:
                 continue
             if late is None and self._may_begin(task):
                 return
-            self._play(late or self._late[0])
+            self._play(late or self._first_late())
 
     def _arrived(self) -> int:
         return self._transport.arrived() if self._transport else 0
 
     def _wait(self, seen: int, task: Task) -> bool:
         """False: nothing tells this process of messages, so that it waits where it takes one."""
-        needed = self._flow.needs(task if self._may_begin(task) else self._late[0])
+        needed = self._flow.needs(task if self._may_begin(task) else self._first_late())
         missing = next((key for key in needed if not self._is_here(key)), None)
         if missing is None:  # has come meanwhile
             return True
@@ -84,13 +87,19 @@ class Forwarding:
         if not self._left[task.batch]:
             self._open.discard(task.batch)
         if task.kind == "weight_gradient":
-            self._late.remove(task)
+            self._end_late(task)
             self._added[task.layer] += 1
             update = self._updates.get((task.layer, task.batch))
             if update is not None:
                 self._run(update)
-        else:
-            self._done.add(task)
+        elif (late := Task("weight_gradient", task.layer, task.batch)) in self._late:
+            self._after_dx.add(late)
+
+    def _end_late(self, task: Task) -> None:
+        del self._late[task]
+        self._after_dx.discard(task)
+        if not self._flow.has("input_gradient", task.layer):
+            self._without_dx.popleft()
 
     def _may_run(self, task: Task) -> bool:
         return self._may_begin(task) and all(map(self._is_here, self._flow.needs(task)))
@@ -110,14 +119,19 @@ class Forwarding:
         return not most or batch in self._open or len(self._open) < most
 
     def _next_late(self) -> Task | None:
-        return next(filter(self._is_ready, self._late), None)
+        """The first in the plan of those that can run."""
+        return min(self._ready(), key=self._late.__getitem__, default=None)
 
-    def _is_ready(self, task: Task) -> bool:
-        """After the layer's dX, which has the same dY; without one, as soon as dY is here."""
-        _, n, batch = task
-        if self._flow.has("input_gradient", n):
-            return Task("input_gradient", n, batch) in self._done
-        return all(map(self._is_here, self._flow.needs(task)))
+    def _ready(self) -> list[Task]:
+        """The dW that can run: after their layer's dX, which has the same dY; without one, as soon
+        as dY is here."""
+        found = list(self._after_dx)
+        if self._without_dx and all(map(self._is_here, self._flow.needs(self._without_dx[0]))):
+            found.append(self._without_dx[0])
+        return found
+
+    def _first_late(self) -> Task:
+        return next(iter(self._late))
 
     def _is_here(self, key: Key) -> bool:
         source = self._flow.source(key)
