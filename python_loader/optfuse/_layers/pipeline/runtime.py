@@ -28,7 +28,7 @@ from optfuse._layers.pipeline.refusals import (
 from optfuse._layers.pipeline.shapes import Spec, infer, spec_of
 from optfuse._layers.pipeline.shared import Shared, edges_of, ties_of
 from optfuse._layers.pipeline.transport import Transport
-from optfuse._layers.pipeline.updates import updates_of
+from optfuse._layers.pipeline.updates import Updates, updates_of
 from optfuse._layers.pipeline.versions import Weights
 from optfuse._library.bindings import Error
 from optfuse._patches.listed import PIPELINES
@@ -105,21 +105,14 @@ class Pipeline:
         check_optimizer(plan, module, self._layers, optimizer)
         self._device = _device(module, self._layers)
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
-        is_synchronous = plan.strategy in SYNCHRONOUS
-        ties = ties_of(module)
-        self._shared = Shared(plan, ties, self._process, shared)
-        complete = self._complete_shared if self._shared else None
-        self._updates = updates_of(optimizer, len(self._weights), is_synchronous, complete)
+        self._shared = Shared(plan, ties_of(module), self._process, shared)
+        self._updates = self._updates_of(optimizer)
         self._batches = 0  # that have been run
         self._drained = 0  # those of them before the last drain()
         self._broken: str | None = None  # why; no exception, which would keep its batch
         self._shapes: dict[Spec, list[Spec]] = {}
-        self._transport: Transport | None = None
-        if self._group is not None:
-            edges = ordered(self._flow, self._flow.multiple * (max(plan.delays) + 2)).edges()
-            watches = plan.strategy in FORWARDING
-            tied = edges_of(plan, ties)
-            self._transport = Transport(edges, self._group, self._device, watches, tied)
+        self._transport = self._connect() if self._group else None
+        if self._transport is not None:
             self._share_replicas()
 
     # Methods for users
@@ -215,8 +208,21 @@ class Pipeline:
 
     # Inside
 
+    def _updates_of(self, optimizer: Optimizer) -> Updates:
+        is_synchronous = self.plan.strategy in SYNCHRONOUS
+        complete = self._complete_shared if self._shared else None
+        return updates_of(optimizer, len(self._weights), is_synchronous, complete)
+
     def _complete_shared(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         return self._shared.complete(self._transport)
+
+    def _connect(self) -> Transport:
+        assert self._group is not None
+        batches = self._flow.multiple * (max(self.plan.delays) + 2)
+        edges = ordered(self._flow, batches).edges()
+        watches = self.plan.strategy in FORWARDING
+        tied = edges_of(self.plan, ties_of(self._module))
+        return Transport(edges, self._group, self._device, watches, tied)
 
     def _is_trained(self, layer: int) -> bool:
         return self._flow.has("update", layer)
