@@ -97,8 +97,9 @@ ROWS = [
         "BoTorch",
         "botorch",
         "with_botorch.py",
-        why="candidates had other bits in forward mode, not yet explained; in backward mode "
-        "the fit's last backward(), which no step() follows, is applied",
+        why="candidates' gradients have other strides than they, and PyTorch's `fused=True` mixes "
+        "up their elements ([numerics.md](numerics.md)), optfuse doesn't; in backward mode the "
+        "fit's last `backward()`, which no `step()` follows, is applied",
     ),
     Row("Pyro", "pyro-ppl", "with_pyro.py"),
     Row("normflows", "normflows", "with_normflows.py"),
