@@ -105,7 +105,7 @@ def _changes(optimizer: Optimizer) -> Iterator[tuple[str, Act, int]]:
     yield "random numbers of its own, or a clock, in step()", _nothing, 0
     yield "random numbers in step()", _nothing, 1
     for name, value in own_attributes(optimizer.__dict__).items():
-        if isinstance(value, list | tuple | deque | dict) and len(value) > 1:
+        if _has_positions(value, len(_params(optimizer))):
             yield f"an attribute read by position ({name})", _reversing(name), 0
     yield "the state of other parameters", _change_state, 0
     yield "keys of another parameter's state", _lend, 0
@@ -119,11 +119,18 @@ def _nothing(others: list[Tensor], optimizer: Optimizer, own: Tensor | None) -> 
     pass
 
 
+def _has_positions(value: Any, n: int) -> bool:
+    """Whether it may have a place for each of n parameters, or for more of which a trial has no
+    copies."""
+    by_number = isinstance(value, dict) and all(type(key) is int for key in value)
+    return (by_number or isinstance(value, list | tuple | deque)) and len(value) >= max(2, n)
+
+
 def _reversing(name: str) -> Act:
     def act(others: list[Tensor], optimizer: Optimizer, own: Tensor | None) -> None:
         value = optimizer.__dict__[name]
         if isinstance(value, dict):
-            changed = dict(zip(value, reversed(value.values()), strict=True))
+            changed: Any = dict(zip(value, reversed(value.values()), strict=True))
         else:
             changed = type(value)(reversed(value))
         optimizer.__dict__[name] = changed

@@ -252,6 +252,22 @@ class ByPosition(Tensors):
                     p.sub_(self.rates[i] * p.grad)
 
 
+class OptionsInAttribute(Tensors):
+    """Looks like ByPosition: its attribute has two items, and the norm is that of all gradients."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.bounds = {"norm": 1e-6, "scale": 0.5, "a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm()
+        for p in params:
+            if p.grad is not None:
+                p.sub_(p.grad * self.bounds["scale"] / (norm + self.bounds["norm"]))
+
+
 class KeysOfFirst(Tensors):
     """Makes the state of all parameters where that of the first has none."""
 

@@ -23,6 +23,7 @@ from own_classes import (
     Listed,
     MeanWeight,
     Noisy,
+    OptionsInAttribute,
     Searching,
     Skips,
     Tensors,
@@ -54,6 +55,7 @@ REFUSED = {
     Noisy: "independently: random numbers in step(): after step",
     Drawing: "independently: random numbers of its own, or a clock, in step(): after step",
     ByPosition: "independently: an attribute read by position (rates): after step",
+    OptionsInAttribute: f"{OF_OTHERS} step",
     KeysOfFirst: "independently: keys of another parameter's state: ",
     CounterOfFirst: "independently: the state of other parameters: after step",
     MeanWeight: "independently: the values of other parameters: after step",
@@ -212,14 +214,14 @@ def test_unknown_classes_are_refused_and_told_of_register():
 
     class Unknown(Tensors):
         def update(self, group, p, state):
-            p.grad.mul_(0.5 if p.grad.norm() > 1 else 1.0)
+            p.grad.mul_(0.5 if p.grad.norm().item() > 1 else 1.0)
             super().update(group, p, state)
 
     class Derived(torch.optim.AdamW):
         def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"]:
-                    if p.grad is not None and p.grad.norm() > 1:
+                    if p.grad is not None and p.grad.norm().item() > 1:
                         p.grad.mul_(0.5)
             return super().step(closure)
 
