@@ -37,8 +37,7 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const double *hyper = of_plan_hyper(plan->core, slot->index);
     double first[OF_MAX_HYPER] = {}; // scalars of a first update: all use the same kernels
     const auto ordinal = static_cast<size_t>(p->device().index());
-    // Of used state; that of programs is the last.
-    constexpr unsigned sets = 1U << OF_FORMULA_STATE;
+    constexpr unsigned sets = 1U << OF_FORMULA_STATE; // of used state; that of programs is the last
     static_assert(OF_DTYPE_COUNT * sets <= 64, "a bit for each set of state of each dtype");
     const uint64_t bit = UINT64_C(1) << (static_cast<unsigned>(dtype) * sets +
                                          (plan->rule->state_used(hyper) & (sets - 1)));

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._arguments.check import parameters_of
 from optfuse._own_step.settings import Change
 from optfuse._own_step.twin import attributes_of, own_attributes
 from optfuse._trials.compare import deep_copy, difference
@@ -42,23 +43,19 @@ def copied(optimizer: Optimizer) -> Optimizer:
 
 def name_cause(before: Optimizer, take: Take, seed: int, target: int | Change) -> str | None:
     """before: as the step with this seed found it, which is left as it is."""
-    if isinstance(target, int) and _params(before)[target].grad is None:
+    if isinstance(target, int) and parameters_of(before)[target].grad is None:
         return "updates of parameters without a gradient"
     now = before
     for _ in range(ROUNDS):
         cause = _cause(_changes(now), now, take, seed, target)
         if cause is not None:
             return cause
-        grads = [p.grad for p in _params(now)]
+        grads = [p.grad for p in parameters_of(now)]
         now = copied(now)
         take(now, seed)
-        for p, grad in zip(_params(now), grads, strict=True):
+        for p, grad in zip(parameters_of(now), grads, strict=True):
             p.grad = None if grad is None else grad.clone()
     return _cause(_OF_NUMBERS, before, take, seed, target)
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _cause(
@@ -72,7 +69,7 @@ def _cause(
 
     def outcome(act: Act, seed: int) -> Any:
         trial = copied(before)
-        params = _params(trial)
+        params = parameters_of(trial)
         own = params[target] if isinstance(target, int) else None
         act([p for p in params if p is not own], trial, own)
         take(trial, seed)
@@ -105,7 +102,7 @@ def _changes(optimizer: Optimizer) -> Iterator[tuple[str, Act, int]]:
     yield "random numbers of its own, or a clock, in step()", _nothing, 0
     yield "random numbers in step()", _nothing, 1
     for name, value in own_attributes(optimizer.__dict__).items():
-        if _has_positions(value, len(_params(optimizer))):
+        if _has_positions(value, len(parameters_of(optimizer))):
             yield f"an attribute read by position ({name})", _reversing(name), 0
     yield "the state of other parameters", _change_state, 0
     yield "keys of another parameter's state", _lend, 0
