@@ -78,9 +78,14 @@ class Recording:
         without dimensions could be taken for a counter; the step that makes it tells."""
         state: State = optimizer.__dict__["state"]
         kinds = set()
-        for slot in taking if not self.names else ():
+        known = list(self.names)  # of other kinds of parameters, if there are any
+        for slot in taking:
             param = params[slot]
-            others = [x for x in (state.get(param) or {}).values() if _is_unclear(x, param)]
+            others = [
+                x
+                for key, x in (state.get(param) or {}).items()
+                if _is_unclear(x, param) and (not known or (x.dim() and key not in known))
+            ]
             place = param.dtype, param.device
             kind = self.group_of[slot], place, tuple(param.shape), param.stride()
             if others and kind not in kinds:
