@@ -19,7 +19,7 @@ from optfuse._library.bindings import Error
 from optfuse._link import link_of
 from optfuse._traced.guide import Place
 from optfuse._traced.parts import Parts
-from optfuse._traced.program import NAMES, Program, make_program
+from optfuse._traced.program import NAMES, TEMPORARY, Program, make_program
 from optfuse._traced.standin import Later, Untraceable
 from optfuse._trials.compare import difference
 
@@ -153,8 +153,17 @@ def test_the_library_takes_no_number_that_is_not_known() -> None:
 
 def test_the_library_refuses_a_segment_of_tensors_of_different_sizes() -> None:
     # A segment with two registers in memory, the parameter and state 0; no patches; one line.
-    segment = [0, 0, 2, -1, -1, -1, -1, 0, 0, 1, NAMES.index("add"), 0, 0, 1, 0, 0]
+    memory = [0, 2, *(TEMPORARY - 2) * [-1]]
+    segment = [0, *memory, 0, 0, 1, NAMES.index("add"), 0, 0, 1, 0, 0]
     float32 = 6
     set_parts([], segment)
     with pytest.raises(Error, match="different numbers of elements"):
         set_parts([0, float32, 0], segment)
+
+
+def test_the_library_refuses_a_branch_that_leads_beyond_the_end() -> None:
+    nothing_freed = 0
+    set_parts([], [2, 0, 0, nothing_freed])
+    for skipped in (1, -1, 1 << 40):
+        with pytest.raises(Error, match="beyond its end"):
+            set_parts([], [2, 0, skipped, nothing_freed])
