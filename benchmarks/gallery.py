@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Draws docs/gallery-faults.svg and docs/gallery-wide.svg from results/promises.json.
 
-    .venv/bin/python benchmarks/gallery.py docs"""
+.venv/bin/python benchmarks/gallery.py docs"""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 #include "internal.h"
 
 static bool is_by_kernel(const of_update *update) {
-    return update->in.device == OF_CPU && !update->plan->rule->external &&
-           !(update->in.program && update->in.program->by_host);
+    return update->in.device == OF_CPU && !(update->in.program && update->in.program->by_host);
 }
 
 static bool fits(const of_plan *plan, const of_update *update, const of_average *average) {
@@ -20,6 +19,10 @@ bool of_average_behind(const of_average *average) {
     if (!update)
         return false;
     of_plan *plan = update->plan;
+    if (plan->rule->external) { /* whose updates may call this, with the lock */
+        of_plan_unref(plan);
+        return false;
+    }
     pthread_mutex_lock(&plan->lock);
     const bool taken = update->pending && is_by_kernel(update) && !update->average.program &&
                        plan->host.defer_average && fits(plan, update, average) &&

@@ -140,8 +140,11 @@ int64_t average(const std::vector<at::Tensor> &averages, const std::vector<at::T
     const std::shared_ptr<const Program> program = program_of(how);
     std::vector<at::Tensor> now, of;
     AlikeByDtype is_alike(how);
+    // There PyTorch's scalar lerp has a zero of another sign than its vectors, between threads too.
+    const bool is_copy = how.formula == Formula::LERP && static_cast<float>(how.take) == 1.0f;
     for (size_t i = 0; i < params.size(); i++)
-        if (!is_alike(params[i].scalar_type()) || !wait(averages[i], params[i], program)) {
+        if (is_copy || !is_alike(params[i].scalar_type()) ||
+            !wait(averages[i], params[i], program)) {
             now.push_back(averages[i]);
             of.push_back(params[i]);
         }

@@ -16,8 +16,9 @@
 namespace optfuse {
 namespace {
 
-// Short ones; vectors and tails; and more than PyTorch computes on one thread.
-constexpr int64_t kLengths[] = {1, 7, 64, 1003, 100003};
+// Vectors and tails, whose scalar formula is that of the seams between PyTorch's threads, too. Few
+// enough for one thread: in a forked child more may hang.
+constexpr int64_t kLengths[] = {1, 7, 64, 1003, 20003};
 // lerp takes another formula from 0.5 on.
 constexpr double kTaken[] = {0.1, 1e-4, 0.75};
 constexpr double kCounts[] = {2, 3, 1001};

@@ -155,6 +155,12 @@ inline double clip_grad_norm_(const std::vector<torch::Tensor> &parameters, doub
                                                     error_if_nonfinite);
 }
 
+inline double clip_grad_norm_(const torch::Tensor &parameter, double max_norm,
+                              double norm_type = 2.0, bool error_if_nonfinite = false) {
+    return clip_grad_norm_(std::vector<torch::Tensor>{parameter}, max_norm, norm_type,
+                           error_if_nonfinite);
+}
+
 // Launches what is pending of every optimizer.
 inline void flush() {
     if (of_flush_all() != OF_OK)

@@ -187,6 +187,13 @@ void consume_gradient(References *refs) {
     grad = slot->consumed;
 }
 
+// A mark that stays has the next use look for an update in vain; one of another update, in memory
+// that the tensor got since, has to stay.
+void unmark_if_its(c10::TensorImpl *impl, const c10::StorageImpl *storage) {
+    if (storage_of(impl) == storage)
+        unmark(impl);
+}
+
 void settle(void *, void *opaque, bool was_deferred) {
     References *refs = references_of(opaque);
     for (size_t i = 0; was_deferred && i < refs->n; i++)
@@ -194,9 +201,9 @@ void settle(void *, void *opaque, bool was_deferred) {
             !is_promise(refs->storages[i].get()))     // or nobody has computed it yet
             unseal(refs->storages[i].get());
     if (was_deferred && !refs->on_gpu && may_take_marks_off(refs->slot->plan)) {
-        unmark(refs->slot->param); // else its next use looks for an update in vain
+        unmark_if_its(refs->slot->param, refs->storages[0].get());
         if (refs->average.defined())
-            unmark(refs->average.unsafeGetTensorImpl());
+            unmark_if_its(refs->average.unsafeGetTensorImpl(), refs->storages[refs->n - 1].get());
     }
     if (refs->on_gpu && was_deferred)
         record_all(refs);

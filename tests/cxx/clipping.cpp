@@ -85,7 +85,9 @@ void test_one_call() {
     optfuse::clip_grad_norm_(params, kMaxNorm);
     expect(large[0] == before, "a large gradient is not written");
     expect(params[2].grad()[0].item<float>() != before, "and whoever looks finds it clipped");
-    expect(optfuse::clip_grad_norm_({}, kMaxNorm) == 0, "no parameters have no norm");
+    expect(optfuse::clip_grad_norm_(params[0], kMaxNorm) > 0, "one parameter has one");
+    expect(optfuse::clip_grad_norm_(std::vector<Tensor>(), kMaxNorm) == 0,
+           "no parameters have no norm");
 }
 
 } // namespace

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-MAX_STATE, MAX_COUNTERS = 4, 2  # of kernels/kernels.h
+MAX_STATE, MAX_COUNTERS = 8, 2  # of kernels/kernels.h
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _lib = ctypes.CDLL(os.environ["OPTFUSE_CUDA_LIBRARY"])
 _lib.of_cuda_error.restype = ctypes.c_char_p

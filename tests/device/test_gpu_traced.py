@@ -19,6 +19,7 @@ from traced_classes import (
     ByViews,
     Centered,
     Doubles,
+    EightStates,
     EveryFifth,
     Factored,
     Foreach,
@@ -92,7 +93,10 @@ def script_of(cls, steps=6):
     return script
 
 
-@pytest.mark.parametrize("cls", TRACEABLE, ids=lambda cls: cls.__name__)
+# The one with eight states has no room for its temporaries on a GPU.
+@pytest.mark.parametrize(
+    "cls", [cls for cls in TRACEABLE if cls is not EightStates], ids=lambda cls: cls.__name__
+)
 def test_order_and_bits_are_those_of_the_class(cls):
     legal(script_of(cls))
 
@@ -221,7 +225,7 @@ def test_other_roundings_are_seen_in_the_trial(monkeypatch):
 
 
 class ManyTemporaries(Base):
-    n = 9
+    n = 13
 
     def update(self, p, grad, state, group):
         kept = [grad * (0.1 + i) for i in range(self.n)]
@@ -236,10 +240,11 @@ class Long(Base):
 
 
 def test_programs_that_are_too_large():
-    refused(ManyTemporaries, "more than 8 temporaries at once on a GPU")
+    refused(ManyTemporaries, "more than 12 state tensors and temporaries at once on a GPU")
+    refused(EightStates, "more than 12 state tensors and temporaries at once on a GPU")
     refused(Long, "has 257 instructions, and on a GPU at most 256")
-    eight = type("Eight", (ManyTemporaries,), {"n": 8})
-    optfuse.fuse(eight([torch.ones(40, device=NAME, requires_grad=True)]))
+    twelve = type("Twelve", (ManyTemporaries,), {"n": 12})
+    optfuse.fuse(twelve([torch.ones(40, device=NAME, requires_grad=True)]))
 
 
 def test_numbers_on_the_gpu():

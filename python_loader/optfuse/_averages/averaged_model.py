@@ -6,6 +6,7 @@ where a weight is not a plain one on the CPU, and for averages that are not PyTo
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -55,14 +56,17 @@ def _is_made_as(function: Any, known: Any) -> bool:
 
 
 def _decay_of(function: Any) -> float | None:
-    (decay,) = (cell.cell_contents for cell in _inner(function).__closure__)
+    cells = _inner(function).__closure__ or ()
+    decay = cells[0].cell_contents if len(cells) == 1 else None
     return decay if type(decay) in (float, int) else None
 
 
 def averaging_of(model: AveragedModel) -> Averaging | None:
     """The next step of its average; None: not one of PyTorch's, or the first, a copy."""
     count, one, many = model.n_averaged, model.avg_fn, model.multi_avg_fn
-    if type(count) is not Tensor or count.device.type != "cpu" or count.numel() != 1 or not count:
+    if type(count) is not Tensor or count.device.type != "cpu" or count.dtype != torch.int64:
+        return None
+    if count.numel() != 1 or not count:
         return None
     if one is None and many is None or _is_made_as(one, _SWA):
         return Averaging(MEAN, 0.0, float(count + 1))
@@ -77,10 +81,16 @@ _IN_ORDER = ("parameters", "named_parameters", "buffers", "named_buffers", "modu
 _IN_ORDER += ("named_modules", "named_children", "_named_members")
 
 
-@functools.cache
+_usual: weakref.WeakKeyDictionary[type[Module], bool] = weakref.WeakKeyDictionary()
+
+
 def _is_usual(kind: type[Module]) -> bool:
     """Whether its modules, parameters and buffers are those in its dictionaries, in their order."""
-    return all(getattr(kind, name) is getattr(Module, name) for name in _IN_ORDER)
+    known = _usual.get(kind)
+    if known is None:
+        known = all(getattr(kind, name) is getattr(Module, name) for name in _IN_ORDER)
+        _usual[kind] = known
+    return known
 
 
 def _tensors(root: Module) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -113,6 +123,8 @@ def _can_average(averages: list[Tensor], weights: list[Tensor]) -> bool:
 
 def _average_all(averaged: AveragedModel, model: Module, averaging: Averaging) -> bool:
     """False, with nothing done: it is for PyTorch's own function."""
+    if not _is_usual(type(averaged)) or averaged._parameters or len(averaged._modules) != 1:
+        return False
     ours, theirs = _tensors(averaged.module), _tensors(model)
     if ours is None or theirs is None:
         return False
@@ -166,5 +178,9 @@ def update_parameters(self: AveragedModel, model: Module) -> None:
 
 
 def install() -> None:
-    """Once per process."""
-    replace(AveragedModel, "update_parameters", update_parameters)
+    """Once per process. A function of somebody else's stays in its place."""
+    now = AveragedModel.update_parameters
+    if now is not stock_update_parameters or hasattr(now, "__wrapped__"):
+        return
+    if now.__module__ == swa_utils.__name__:
+        replace(AveragedModel, "update_parameters", update_parameters)

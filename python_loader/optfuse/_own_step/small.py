@@ -168,18 +168,25 @@ class Run:
     """Steps that are taken one after the other. Of each the gradients: a number is what
     normally distributed ones are multiplied by; "some": every other parameter has none; "late":
     the first one has none, and every other one after it; "zero": all are; "inf" and "nan": one
-    number of one parameter's is."""
+    number of one parameter's is; "first zero", "first tiny" and "first huge": those of the first
+    parameter alone, as a loop may end there by its value; and so "first inf" and "first nan"."""
 
     steps: tuple[Kind, ...]
     large: bool = False  # copies
 
 
+# By what the first parameter's gradient is multiplied.
+FIRST: dict[Kind, float] = {"first zero": 0.0, "first tiny": 1e-12, "first huge": 1e12}
+FIRST |= {"first inf": 1.0, "first nan": 1.0}
 RUNS = (
     # Runs with plain gradients show whatever happens in every k-th step, for k up to 20.
     Run((1.0, 1.0, 1.0, 1e-4, 1.0, 1.0, 1.0, "zero", *12 * (1.0,), 100.0)),
     Run((1.0, 1.0, "some", 1.0, 1.0)),
     # State that is made for all parameters where the first one has none yet.
     Run(("late", 1.0, 1.0)),
+    Run((1.0, "first zero", 1.0, "first tiny", 1.0, "first huge", 1.0)),
+    Run((1.0, "first inf")),
+    Run((1.0, "first nan")),
     # The later ones leave nothing of what the earlier ones did.
     Run((1.0, 1e-8, 1e-20, 1e-40, 1e3, 1e6, 1e12, 1e18, 1e30, "inf", "nan")),
     Run((1.0, 1.0, 1e-3, 1e3, 1.0, 1.0), large=True),
@@ -196,6 +203,10 @@ def gradients(
         param: Tensor = local_of(small.param)
         grad = normal(param.shape, param, random)
         grad = torch.zeros_like(grad) if kind == "zero" else grad * scale
-        if kind in ("inf", "nan") and i == special and grad.numel():
-            grad.view(-1)[0] = float(kind)
+        if i == 0 and kind in FIRST:
+            grad = grad * FIRST[kind]
+        if i == (0 if kind in FIRST else special) and grad.numel():
+            word = str(kind).removeprefix("first ")
+            if word in ("inf", "nan"):
+                grad.view(-1)[0] = float(word)
         yield None if kind == ("late", "some")[i % 2] else grad

@@ -209,7 +209,7 @@ class Trial:
         stepped = [alone for alone in reversed(self._alone) if alone.param.grad is not None]
         alone = [self._take_alone(one, before, what, error is None) for one in stepped]
         if error is not None:
-            if kind != "some" and None not in alone:
+            if kind not in ("some", "late") and None not in alone:
                 self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._compare(what)

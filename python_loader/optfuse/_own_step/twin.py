@@ -80,8 +80,8 @@ def shared_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def put_shared_state(optimizer: Optimizer, found: dict[Any, Any]) -> None:
-    """Puts what a step has made of them in their place. New ones come first: step() makes them before
-    its loop."""
+    """Puts what a step has made of them in their place. New ones come first: step() makes them
+    before its loop."""
     state = optimizer.__dict__["state"]
     for key in [key for key in state if not isinstance(key, Tensor) and key not in found]:
         del state[key]

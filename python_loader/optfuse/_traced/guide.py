@@ -29,6 +29,7 @@ from optfuse._traced.program import (
 )
 from optfuse._traced.standin import (
     CPU,
+    MOST_OUTCOMES,
     POINT,
     Branch,
     Call,
@@ -53,7 +54,6 @@ class Place:
     form: Form | None = None  # None: the parameter's
 
 
-MOST_OUTCOMES = 4  # of branches on values
 Inputs = tuple[dict[str, Any], Group, "Entry | None"]
 
 

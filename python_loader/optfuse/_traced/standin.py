@@ -18,6 +18,7 @@ from optfuse._traced.given import Given, Place, given_to
 
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
+MOST_OUTCOMES = 4  # of branches on values
 CPU = torch.device("cpu")
 # Tensors that a step() makes from nothing and that are stand-ins: none; those with
 # dimensions; all, with those that may be counters. A trial goes through them in this order.
@@ -183,6 +184,8 @@ class Tape:
         if self.decisions is None or x.form is None or math.prod(x.form[0]) != 1:
             self.refuse("it branches on a tensor's value (__bool__)")
         at = len(self.taken)
+        if at == MOST_OUTCOMES:  # a loop that ends by a value, perhaps
+            self.refuse(f"it branches on more than {MOST_OUTCOMES} values")
         outcome = at >= len(self.decisions) or self.decisions[at]
         self.lines.append(Branch(x.register, outcome, at))
         self.taken.append(outcome)

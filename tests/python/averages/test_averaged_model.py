@@ -14,7 +14,17 @@ import weakref
 import pytest
 import torch
 from clip_scripts import DTYPES, backward, long_net
-from common import adamw, assert_same, everything, net, same, sgd, snapshot, train
+from common import (
+    adamw,
+    assert_same,
+    everything,
+    net,
+    python_ok,
+    same,
+    sgd,
+    snapshot,
+    train,
+)
 from pytorchs_own import pytorchs_own
 from torch import nn
 from torch.optim import swa_utils
@@ -438,3 +448,65 @@ def test_another_release_that_averages_otherwise_is_left_alone(monkeypatch):
         assert averages_of(optimizer) == 0
     finally:
         averaged_model._are_as_here.cache_clear()
+
+
+def test_a_decay_of_zero_is_pytorchs():
+    """Its lerp at 1 has another zero in its tails, also in those between two threads."""
+
+    def script(wrap):
+        model = nn.ParameterList([nn.Parameter(torch.full((40011,), -0.0))])
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        averaged = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.0))
+        for _ in range(3):
+            model[0].grad = torch.zeros(40011)
+            optimizer.step()
+            update(wrap, averaged, model)
+        yield "average", averaged.module[0].view(torch.int32)
+
+    n = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        same(script, prove=False)
+    finally:
+        torch.set_num_threads(n)
+
+
+FORKS = """
+import os, signal, torch, optfuse
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+torch.set_num_threads(2)
+(torch.ones(400000) * 2).sum()  # starts threads, which a child has not
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    model = torch.nn.Linear(6, 3)
+    optimizer = optfuse.fuse(torch.optim.AdamW(model.parameters()))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    os._exit(0 if optfuse.summary(optimizer).averages else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_averages():
+    assert python_ok(FORKS).split() == ["0"]
+
+
+PATCHED = """
+import torch, optfuse
+from torch.optim.swa_utils import AveragedModel
+stock = AveragedModel.update_parameters
+def mine(self, model):
+    stock(self, model)
+AveragedModel.update_parameters = mine
+optfuse.fuse(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+print(AveragedModel.update_parameters is mine)
+"""
+
+
+def test_a_function_of_somebody_elses_stays():
+    assert python_ok(PATCHED).split() == ["True"]

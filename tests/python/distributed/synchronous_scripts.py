@@ -301,6 +301,34 @@ def an_embedding_tied_to_the_head_is_added_as_the_stages_do(strategy, wrap):
 
 
 @scenario("fast_forward")
+def shared_weights_of_other_seeds_are_refused(strategy):
+    model = tied()
+    if dist.get_rank():
+        with torch.no_grad():
+            model[0].weight.add_(1)
+    try:
+        tied_pipeline(strategy, OPTIMIZERS["sgd"], "stock", "sums", model)
+    except optfuse.Error as error:
+        assert "has other numbers on process 1 than on process 0" in str(error)
+    else:
+        raise AssertionError("other numbers were not refused")
+
+
+@scenario("fast_forward")
+def modules_that_share_other_weights_are_refused(strategy):
+    model = tied()
+    if dist.get_rank():
+        last = model[-1]
+        last.weight = torch.nn.Parameter(last.weight.detach().clone())
+    try:
+        tied_pipeline(strategy, OPTIMIZERS["sgd"], "stock", "sums", model)
+    except optfuse.Error as error:
+        assert "share other weights" in str(error)
+    else:
+        raise AssertionError("other shared weights were not refused")
+
+
+@scenario("fast_forward")
 def sums_of_stages_are_told_from_those_of_one_process(strategy):
     """A fault that the scenarios above would find."""
     make, model, plain = OPTIMIZERS["sgd"], tied(), tied()

@@ -46,7 +46,8 @@ def an_alias_of_an_average_sees_it():
         pair.train(i)
         stock_update_parameters(averages[0], pair.theirs)
         averages[1].update_parameters(pair.ours)
-    pair.assert_pending()
+    if optfuse.summary(pair.fused).averages == 0:
+        raise RuntimeError("no average was pending: the scenario would prove nothing")
     assert (arrays[0] == arrays[1]).all(), "an array over the average shows the old one"
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import optfuse
 from optfuse._layers.pipeline.plan import SYNCHRONOUS
+from optfuse._layers.pipeline.refusals import check_shared
 from optfuse.pipeline import Pipeline, plan
 
 FREE = (0.0, 0.0)
@@ -123,6 +124,10 @@ def delayed(model):
     return optfuse.fuse(sgd(model), optfuse.Forward(delay={model: 1}))
 
 
+def clipped(model):
+    return optfuse.fuse(sgd(model), optfuse.Forward(max_grad_norm=0.1))
+
+
 def preconditioned(model):
     optimizer = sgd(model)
     optimizer.kept = optfuse.kfac(model, optimizer)
@@ -142,6 +147,7 @@ REFUSED = {
     "is not in this SGD": lambda m: (plan_of(m), m, sgd(m[:2])),
     "LBFGS": lambda m: (plan_of(m), m, torch.optim.LBFGS(m.parameters())),
     "backward mode": lambda m: (plan_of(m), m, optfuse.fuse(sgd(m), mode="backward")),
+    "max_grad_norm clips by the norm": lambda m: (plan_of(m), m, clipped(m)),
     "without a delay": lambda m: (plan_of(m), m, delayed(m)),
     "KFAC.remove": lambda m: (plan_of(m), m, preconditioned(m)),
     "must be an nn.Sequential": lambda m: (plan_of(m), m[0], sgd(m)),
@@ -155,6 +161,28 @@ def test_refused(why):
     made, module, optimizer = REFUSED[why](model)
     with pytest.raises(optfuse.Error, match=why):
         Pipeline(made, module, loss_fn, optimizer)
+
+
+def test_two_weights_that_two_processes_share_are_not_exchanged_one_by_one():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    made = plan_of(model, "1f1b_flush", 2, micro_batches=2)
+    model[3].weight, model[2].weight = model[0].weight, model[1].weight
+    check_shared(made, model, "sums", None)
+    with pytest.raises(optfuse.Error, match='two of them share 2; use shared="sums"'):
+        check_shared(made, model, "each", None)
+
+
+@pytest.mark.parametrize("strategy", ("modulo", "fast_forward"))
+def test_by_modulo_a_shared_weight_and_layers_without_parameters_would_wait(strategy):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 16))
+    options = {"chunk": 1} if strategy == "modulo" else {}
+    made = plan_of(model, strategy, 2, micro_batches=2, **options)
+    model[3].weight = model[0].weight
+    if strategy == "modulo":
+        with pytest.raises(optfuse.Error, match="would wait for each other"):
+            check_shared(made, model, "sums", None)
+    else:
+        check_shared(made, model, "sums", None)
 
 
 def test_losses_weighted_by_rows_have_the_mean_of_all_rows():

@@ -80,3 +80,53 @@ def test_explain_shows_both_ways() -> None:
     assert lines[begin + 1].startswith("    ") and "else:" in lines
     programs = [c.recorded.program for c in link_of(optimizer).traced.recording.cohorts]  # type: ignore[union-attr]
     assert all(isinstance(program, Parts) for program in programs)
+
+
+class EndsAtZeros(Base):
+    """A loop that ends by a value: of one parameter alone it looks like one that goes on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if self.is_end(p.grad):
+                    break
+                p.add_(p.grad, alpha=-group["lr"])
+
+    def is_end(self, grad: Tensor) -> bool:
+        return bool(grad.norm() == 0)
+
+
+class EndsAtSmall(EndsAtZeros):
+    def is_end(self, grad: Tensor) -> bool:
+        return bool(grad.abs().max() < 1e-5)
+
+
+class EndsAtLarge(EndsAtZeros):
+    def is_end(self, grad: Tensor) -> bool:
+        return bool(grad.abs().max() > 1e6)
+
+
+class EndsAtNaN(EndsAtZeros):
+    def is_end(self, grad: Tensor) -> bool:
+        return bool(grad.isnan().any())
+
+
+@pytest.mark.parametrize("cls", (EndsAtZeros, EndsAtSmall, EndsAtLarge, EndsAtNaN), **by_name)
+def test_a_loop_that_ends_by_a_value_is_refused(cls: type[Optimizer]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(16, 4), nn.Linear(4, 4))
+    with pytest.raises(optfuse.Error, match="does not treat parameters independently"):
+        optfuse.fuse(cls(model.parameters()))  # type: ignore[call-arg]
+
+
+def test_a_loop_on_values_that_need_not_end_is_refused() -> None:
+    class Clamps(Base):
+        def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
+            while (grad.abs() > 1).any():
+                grad = grad.clamp(-0.5, 0.5)
+            p.add_(grad, alpha=-group["lr"])
+
+    with pytest.raises(optfuse.Error, match="branches on more than 4 values"):
+        optfuse.fuse(Clamps(Net().parameters()))

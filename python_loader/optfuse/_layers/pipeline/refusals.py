@@ -16,7 +16,7 @@ from optfuse._clipping.preconditioners import kfac_of
 from optfuse._layers.pipeline.flow import Flow
 from optfuse._layers.pipeline.plan import SYNCHRONOUS, Plan
 from optfuse._layers.pipeline.shapes import Spec
-from optfuse._layers.pipeline.shared import ties_of
+from optfuse._layers.pipeline.shared import Tie, ties_of
 from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
 from optfuse._options import is_fused
@@ -86,6 +86,13 @@ def check_optimizer(
                 "times, and backward mode has one step() for all; use "
                 'optfuse.fuse(optimizer, mode="forward"), or a strategy without delays'
             )
+        if link.max_grad_norm is not None and (
+            plan.processes > 1 or plan.strategy not in SYNCHRONOUS
+        ):
+            raise Error(
+                "optfuse: max_grad_norm clips by the norm of this process's layers here, and stock "
+                "by that of all: fuse the optimizer without it"
+            )
         if link.delayed is not None:
             raise Error(
                 "optfuse: a Pipeline delays updates by its plan; fuse the optimizer without a delay"
@@ -98,6 +105,52 @@ def check_optimizer(
                     f"optfuse: parameter {of!r} of layer {n} is not in this {name}; give it "
                     "module.parameters()"
                 )
+
+
+def check_shared(
+    plan: Plan, module: nn.Sequential, mode: str, group: dist.ProcessGroup | None
+) -> None:
+    """Refuses, on all processes, what a shared weight can't be in; asks them whether they share the
+    same ones, with the same numbers."""
+    ties = ties_of(module) if plan.strategy in SYNCHRONOUS else []
+    apart = [tie for tie in ties if len({plan.places[n].forward for n in tie.layers}) > 1]
+    pairs = [frozenset(plan.places[n].forward for n in tie.layers) for tie in apart]
+    if mode == "each" and len(set(pairs)) < len(pairs):
+        raise Error(
+            'optfuse: shared="each" exchanges the gradients of one weight between two processes, '
+            f'and two of them share {max(map(pairs.count, pairs))}; use shared="sums"'
+        )
+    if apart and plan.strategy == "modulo" and any(not one.parameters for one in plan.layers):
+        raise Error(
+            "optfuse: by 'modulo' layers without parameters and a weight that two processes share "
+            "would wait for each other; use 'fast_forward', or copy the weight"
+        )
+    if group is None:
+        return
+    told: list[Any] = [None] * plan.processes
+    dist.all_gather_object(told, [(tie.layers, tie.names, _sum(tie)) for tie in ties], group)
+    for process, theirs in enumerate(told):
+        if [one[:2] for one in theirs] != [one[:2] for one in told[0]]:
+            raise Error(
+                f"optfuse: the modules of processes 0 and {process} share other weights; make the "
+                "same module on all, and let layers share them again after moving it"
+            )
+        for one, first in zip(theirs, told[0], strict=True):
+            if None not in (one[2], first[2]) and one[2] != first[2]:
+                raise Error(
+                    f"optfuse: the weight that layers {one[0]} share has other numbers on process "
+                    f"{process} than on process 0; make the module from one seed on all, or load "
+                    "one checkpoint"
+                )
+
+
+def _sum(tie: Tie) -> int | None:
+    """Of its bits, as whole numbers; None where it has no memory."""
+    parameter = tie.parameter.detach()
+    if parameter.is_meta:
+        return None
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return int(parameter.contiguous().view(-1).view(kind).sum(dtype=torch.int64))
 
 
 def check_divided(flow: Flow, module: nn.Sequential) -> None:

@@ -24,6 +24,7 @@ from optfuse._layers.pipeline.refusals import (
     check_optimizer,
     check_processes,
     check_run,
+    check_shared,
 )
 from optfuse._layers.pipeline.shapes import Spec, infer, spec_of
 from optfuse._layers.pipeline.shared import Shared, edges_of, ties_of
@@ -103,6 +104,7 @@ class Pipeline:
         self._layers = [n for n in range(self._flow.n) if self._flow.is_on(n, self._process)]
         check_divided(self._flow, module)
         check_optimizer(plan, module, self._layers, optimizer)
+        check_shared(plan, module, shared, self._group)
         self._device = _device(module, self._layers)
         self._weights = {n: self._weights_of(n, late) for n in self._layers if self._is_trained(n)}
         self._shared = Shared(plan, ties_of(module), self._process, shared)
