@@ -131,6 +131,7 @@ class Trial:
         self._twin = twin.Twin(stock)
         self._not_own = _not_own(twin.attributes_of(self._whole))
         self._found = Promise()
+        self._may_end = False  # with an error, and that says nothing
 
     def _copy_of(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like this one, with all small parameters."""
@@ -159,6 +160,8 @@ class Trial:
 
     def run(self, run: Run, random: torch.Generator) -> Promise:
         start = random.get_state()
+        # The class may want all gradients, as PyTorch's fused SGD with momentum does.
+        self._may_end = "late" in run.steps
         for step, kind in enumerate(run.steps[:STEPS]):
             given = list(gradients(self._smalls, kind, step, random))
             for small, alone, grad in zip(self._smalls, self._alone, given, strict=True):
@@ -203,13 +206,13 @@ class Trial:
         copies = [(place, value, copy.deepcopy(value)) for place, value in contents]
         self._seed(step)
         error = self._error_of(f"took {what} of all", lambda: self._step(self._whole))
-        if error is not None and kind == 1.0:
+        if error is not None and kind == 1.0 and not self._may_end:
             raise error
         self._seed(step)
         stepped = [alone for alone in reversed(self._alone) if alone.param.grad is not None]
         alone = [self._take_alone(one, before, what, error is None) for one in stepped]
         if error is not None:
-            if kind not in ("some", "late") and None not in alone:
+            if kind != "some" and not self._may_end and None not in alone:
                 self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._compare(what)

@@ -65,7 +65,7 @@ REFUSED = {
     EveryTwentieth: f"{OF_OTHERS} step 20",
     CouplesLarge: OF_OTHERS,
     CouplesHalves: OF_OTHERS,
-    Skips: f"{OF_OTHERS} step 10 with gradients inf",
+    Skips: f"{OF_OTHERS} step 2 with gradients first inf",
     Decaying: "independently: updates of parameters without a gradient: after step",
     CountsUpdates: f"{OF_NUMBERS} the option 'updates' of group 0",
     CountsSteps: f"{OF_NUMBERS} the option 't' of group 0",

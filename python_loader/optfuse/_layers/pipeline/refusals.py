@@ -145,7 +145,7 @@ def check_shared(
 
 
 def _sum(tie: Tie) -> int | None:
-    """Of its bits, as whole numbers; None where it has no memory."""
+    """The sum of its bits, as whole numbers; None where it has no memory."""
     parameter = tie.parameter.detach()
     if parameter.is_meta:
         return None
