@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from common import HAS_PYTHON_H
+from recipe_variants import SCRIPTS, variant
 from several import run_script
-from variants import SCRIPTS, variant
 
 HERE = Path(__file__).parent
 TORCHVISION = Path(sys.prefix) / "torchvision"  # as tests/bootstrap.py installs it
