@@ -14,8 +14,8 @@ from tree import ROOT
 FOLDER = ROOT / "tests" / "works_with"
 sys.path.append(str(FOLDER))
 import page  # noqa: E402
-from recipe_variants import SCRIPTS, variant  # noqa: E402
 from rows import ROWS, Row, code_of  # noqa: E402
+from script_variants import SCRIPTS, variant  # noqa: E402
 
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "works-with.json").read_text("utf-8"))
 FEWEST = 15  # rows in forward mode

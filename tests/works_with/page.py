@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from recipe_variants import SCRIPTS
 from rows import ROOT, ROWS, Row
+from script_variants import SCRIPTS
 
 PAGE = ROOT / "docs" / "works-with.md"
 FOLDER = Path(__file__).resolve().parent

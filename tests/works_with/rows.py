@@ -118,7 +118,7 @@ ROWS = [
 
 
 def code_of(row: Row) -> str:
-    from recipe_variants import SCRIPTS
+    from script_variants import SCRIPTS
 
     return SCRIPTS.get(row.script) or (ROOT / "tests" / "works_with" / row.script).read_text(
         "utf-8"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from common import HAS_PYTHON_H
-from recipe_variants import SCRIPTS, variant
+from script_variants import SCRIPTS, variant
 from several import run_script
 
 HERE = Path(__file__).parent
