@@ -300,7 +300,6 @@ of_status of_plans_each(of_status (*visit)(of_plan *plan));
 void of_plans_lock(void (*visit)(of_plan *plan));
 void of_plans_unlock(void);
 void of_plans_adopt(void); /* in a forked child, with all of them locked */
-bool of_is_forked(void);   /* this process, since the library was loaded */
 
 /* await.c: updates whose gradient is still on its way */
 bool of_is_missing(const of_plan *plan, of_update *update); /* is its; plan->lock held */

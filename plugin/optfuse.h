@@ -268,6 +268,9 @@ OF_API const char *of_plan_isa(const of_plan *plan, of_dtype dtype);
 OF_API void of_fork_prepare(void);
 OF_API void of_fork_parent(void);
 OF_API void of_fork_child(void);
+/* Whether this process is such a child. It has none of its parent's threads, and to start the host's
+ * may hang: what stock computes on one thread has to stay on one. */
+OF_API bool of_is_forked(void);
 
 #ifdef __cplusplus
 }

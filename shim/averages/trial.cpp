@@ -2,14 +2,11 @@
 // trial.cpp: the program of an average beside PyTorch's operators, by bits.
 #include <ATen/ops/empty.h>
 
-#include <array>
-#include <cmath>
+#include <atomic>
 #include <cstring>
-#include <mutex>
 
 #include "averages/averages.h"
 #include "tensor/host.h"
-#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 #include "tensor/refuse.h"
 
@@ -70,24 +67,20 @@ bool are_all_equal(Formula formula, at::ScalarType type) {
     return true;
 }
 
-struct Verdict {
-    int threads = 0; // it was found with so many; 0: not tried
-    bool is_equal = false;
-};
+enum Verdict : int { NOT_TRIED, ALIKE, OTHERWISE };
 
-std::mutex lock; // guards the verdicts
-std::array<std::array<Verdict, static_cast<size_t>(at::ScalarType::NumOptions)>,
-           static_cast<size_t>(Formula::COUNT)>
-    verdicts;
+// Two threads may try the same at once, and find the same.
+std::atomic<int> verdicts[static_cast<size_t>(Formula::COUNT)]
+                         [static_cast<size_t>(at::ScalarType::NumOptions)];
 
 } // namespace
 
 bool is_averaged_alike(const Averaging &how, at::ScalarType dtype) {
-    const std::lock_guard<std::mutex> guard(lock);
-    Verdict &verdict = verdicts[static_cast<size_t>(how.formula)][static_cast<size_t>(dtype)];
-    if (verdict.threads != thread_count())
-        verdict = {thread_count(), are_all_equal(how.formula, dtype)};
-    return verdict.is_equal;
+    std::atomic<int> &verdict =
+        verdicts[static_cast<size_t>(how.formula)][static_cast<size_t>(dtype)];
+    if (verdict == NOT_TRIED)
+        verdict = are_all_equal(how.formula, dtype) ? ALIKE : OTHERWISE;
+    return verdict == ALIKE;
 }
 
 } // namespace optfuse

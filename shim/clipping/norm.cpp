@@ -58,7 +58,7 @@ void find_norms(std::vector<of_norm> &items) {
     }
     const auto longer = [](const of_norm *a, const of_norm *b) { return a->n > b->n; };
     std::stable_sort(order.begin(), order.end(), longer);
-    if (total < kWorthAThread || thread_count() == 1)
+    if (total < kWorthAThread || thread_count() == 1 || of_is_forked())
         return norm(order.data(), order.size());
     // Long ones go to threads one by one, the rest by so many at a time.
     constexpr size_t kAtATime = 8;

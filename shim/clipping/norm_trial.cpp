@@ -82,6 +82,8 @@ std::atomic<bool> found_equal{false};
 
 bool norms_are_torchs() {
     if (tried_with != thread_count()) {
+        if (of_is_forked() && thread_count() > 1)
+            return false; // PyTorch's threads, which the trial would ask for, may hang here
         PlainMode plain;
         constexpr float kVanishes = 1e-30f; // when it is squared
         found_equal =
