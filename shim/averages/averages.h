@@ -43,8 +43,8 @@ void average_by_operators(const std::vector<at::Tensor> &averages,
                           const std::vector<at::Tensor> &params, const Averaging &how);
 std::shared_ptr<const Program> program_of(const Averaging &how);
 
-// trial.cpp: whether the program has the bits of PyTorch's operators in this dtype, on this CPU
-// with as many threads: tried at the first question.
+// trial.cpp: whether the program has the bits of PyTorch's operators in this dtype on this CPU:
+// tried at the first question.
 bool is_averaged_alike(const Averaging &how, at::ScalarType dtype);
 
 } // namespace optfuse

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -28,6 +27,11 @@ _average = torch.ops.optfuse.average.default
 _UNFIT = -1  # of averages.h
 _EMA, _EMA_OF_LISTS = swa_utils.get_ema_avg_fn(), swa_utils.get_ema_multi_avg_fn()
 _SWA, _SWA_OF_LISTS = swa_utils.get_swa_avg_fn(), swa_utils.get_swa_multi_avg_fn()
+
+_OWN_KINDS: tuple[dict[str, Any], ...] = (
+    *({}, {"avg_fn": _EMA}, {"avg_fn": _SWA}),
+    *({"multi_avg_fn": _EMA_OF_LISTS}, {"multi_avg_fn": _SWA_OF_LISTS}),
+)
 
 #: Formula of averages.h.
 LERP, WEIGHTED, MEAN = range(3)
@@ -79,8 +83,6 @@ def averaging_of(model: AveragedModel) -> Averaging | None:
 
 _IN_ORDER = ("parameters", "named_parameters", "buffers", "named_buffers", "modules")
 _IN_ORDER += ("named_modules", "named_children", "_named_members")
-
-
 _usual: weakref.WeakKeyDictionary[type[Module], bool] = weakref.WeakKeyDictionary()
 
 
@@ -141,18 +143,12 @@ def _average_all(averaged: AveragedModel, model: Module, averaging: Averaging) -
     return True
 
 
-def _own_kinds() -> Iterator[dict[str, Any]]:
-    yield {}
-    yield from ({"avg_fn": function} for function in (_EMA, _SWA))
-    yield from ({"multi_avg_fn": function} for function in (_EMA_OF_LISTS, _SWA_OF_LISTS))
-
-
 @functools.cache
 def _are_as_here() -> bool:
     """Whether this PyTorch averages by the formulas above: it is asked once, on a few numbers."""
     weights = [torch.linspace(i - 3, 2, 7, dtype=torch.float32, device="cpu") for i in range(4)]
     model = ParameterList([weights[0]])
-    for kind in _own_kinds():
+    for kind in _OWN_KINDS:
         theirs, ours = (AveragedModel(model, device="cpu", **kind) for _ in range(2))
         for weight in weights:
             model[0].data = weight

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from optfuse import _link
 from optfuse._arguments.plain import are_plain
@@ -25,10 +24,11 @@ _clip_value, _total_norm = _ops.clip_value.default, _ops.total_norm.default
 _unscale = _ops.unscale.default
 
 
-def _owners() -> list[Optimizer | None]:
-    """Keeps them while the library uses what it knows of their parameters: another thread may let
-    go of one meanwhile."""
-    return [link.kept() for link in list(_link.links.values())]
+def _called(operator: Any, *args: Any) -> Any:
+    """Calls the operator. The optimizers live meanwhile, of whose parameters the library uses what
+    it knows: another thread may let go of one."""
+    _optimizers = [link.kept() for link in list(_link.links.values())]
+    return operator(*args)
 
 
 def _note_marks() -> None:
@@ -45,8 +45,7 @@ def clip_norm(
 ) -> Tensor | None:
     if not are_plain(params):
         return None
-    _kept = _owners()
-    norm, some_wait = _clip(params, max_norm, norm_type, error_if_nonfinite)
+    norm, some_wait = _called(_clip, params, max_norm, norm_type, error_if_nonfinite)
     if some_wait:
         _note_marks()
     return norm  # type: ignore[no-any-return]
@@ -55,8 +54,7 @@ def clip_norm(
 def clip_with_norm(params: list[Tensor], max_norm: float, norm: Tensor) -> bool | None:
     if not are_plain([*params, norm]):
         return None
-    _kept = _owners()
-    some_wait = _clip_with_norm(params, max_norm, norm)
+    some_wait = _called(_clip_with_norm, params, max_norm, norm)
     if some_wait:
         _note_marks()
     return some_wait  # type: ignore[no-any-return]
@@ -65,8 +63,7 @@ def clip_with_norm(params: list[Tensor], max_norm: float, norm: Tensor) -> bool 
 def clip_value(params: list[Tensor], limit: float) -> bool | None:
     if not are_plain(params):
         return None
-    _kept = _owners()
-    return _clip_value(params, limit) or None
+    return _called(_clip_value, params, limit) or None
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor | None:
@@ -81,8 +78,7 @@ def unscale(params: list[Tensor], factor: Tensor) -> bool | None:
     """Whether all were finite."""
     if not are_plain(params):
         return None
-    _kept = _owners()
-    finite, some_wait = _unscale(params, factor)
+    finite, some_wait = _called(_unscale, params, factor)
     if some_wait:
         _note_marks()
     return finite  # type: ignore[no-any-return]

@@ -435,7 +435,7 @@ def test_another_release_that_averages_otherwise_is_left_alone(monkeypatch):
     assert averaged_model._are_as_here()
     averaged_model._are_as_here.cache_clear()
     kinds = [{}, {"avg_fn": lambda a, w, n: a}]
-    monkeypatch.setattr(averaged_model, "_own_kinds", lambda: kinds)
+    monkeypatch.setattr(averaged_model, "_OWN_KINDS", kinds)
     monkeypatch.setattr(averaged_model, "_is_made_as", lambda f, known: f is not None)
     monkeypatch.setattr(averaged_model, "_decay_of", lambda f: 0.5)
     try:

@@ -15,7 +15,7 @@ import generated_gradients
 import pytest
 import torch
 from clip_scripts import DTYPES, STEPS, TIGHT, backward, gradients, long_net, twin_of
-from common import adamw, assert_same_tensor, everything, loss_of, net, same
+from common import adamw, assert_same_tensor, everything, loss_of, net, python_ok, same
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -317,3 +317,27 @@ def test_the_optimizers_live_while_the_library_clips(monkeypatch, name):
     else:
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     assert alive == [True]
+
+
+FORKS = """
+import os, signal, torch, optfuse
+from torch import nn
+torch.set_num_threads(2)
+(torch.ones(400000) * 2).sum()  # starts threads, which a child has not
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))  # 49,152 numbers, none large
+    optimizer = optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_clips():
+    """On one thread, as PyTorch does where no gradient is large."""
+    assert python_ok(FORKS).split() == ["0"]
