@@ -15,6 +15,7 @@ static of_program lerp = {.code = &code, .n = 1};
 static fixture *f;
 static twin *t;
 static fake_buffer *average;
+static float before[NUMEL]; /* the average, where one is pending */
 
 static void begin(void) {
     ck_assert_ptr_null(of_program_check(&lerp));
@@ -46,8 +47,16 @@ static bool behind(of_average a) {
     return of_average_behind(&a);
 }
 
+static void begin_with_a_pending_average(void) {
+    begin();
+    memcpy(before, average->data, sizeof before);
+    backward_all(f);
+    step(f);
+    ck_assert(behind(of_tensor(t->tensor)));
+}
+
 /* Expects the one of a parameter with these values, made by one direct call of the kernel. */
-static void expect_average(const void *param, const float *before) {
+static void expect_average(const void *param) {
     float expected[NUMEL];
     const of_program *program = &lerp;
     const of_rule *rule = of_rule_find("traced");
@@ -60,28 +69,18 @@ static void expect_average(const void *param, const float *before) {
 }
 
 START_TEST(launch_makes_the_average_of_the_updated_parameter) {
-    float before[NUMEL];
-    begin();
-    memcpy(before, average->data, sizeof before);
-    backward_all(f);
-    step(f);
-    ck_assert(behind(of_tensor(t->tensor)));
+    begin_with_a_pending_average();
     ck_assert_mem_eq(average->data, before, sizeof before); /* not yet */
     fake_use(t->tensor->param, false);
-    expect_average(t->param, before);
+    expect_average(t->param);
     ck_assert_uint_eq(counts(f).averages, 1);
     end();
 }
 END_TEST
 
 START_TEST(use_of_the_average_launches) {
-    float before[NUMEL];
-    begin();
-    memcpy(before, average->data, sizeof before);
-    backward_all(f);
-    step(f);
-    ck_assert(behind(of_tensor(t->tensor)));
-    expect_average(t->param, before);
+    begin_with_a_pending_average();
+    expect_average(t->param);
     ck_assert(launched(t));
     ck_assert(!of_any_pending());
     end();
@@ -89,22 +88,17 @@ START_TEST(use_of_the_average_launches) {
 END_TEST
 
 START_TEST(next_step_makes_it_before_its_own_update) {
-    float before[NUMEL], param[NUMEL];
-    begin();
-    memcpy(before, average->data, sizeof before);
-    backward_all(f);
-    step(f);
+    float param[NUMEL];
+    begin_with_a_pending_average();
     memcpy(param, t->param, sizeof param);
-    ck_assert(behind(of_tensor(t->tensor)));
     backward_all(f);
     step(f);
-    expect_average(param, before);
+    expect_average(param);
     end();
 }
 END_TEST
 
 START_TEST(a_record_that_is_used_again_has_no_average) {
-    float before[NUMEL];
     begin();
     for (int i = 0; i < 2; i++) {
         memcpy(before, average->data, sizeof before);
