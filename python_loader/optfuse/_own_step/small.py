@@ -175,9 +175,11 @@ class Run:
     large: bool = False  # copies
 
 
-# By what the first parameter's gradient is multiplied.
-FIRST: dict[Kind, float] = {"first zero": 0.0, "first tiny": 1e-12, "first huge": 1e12}
-FIRST |= {"first inf": 1.0, "first nan": 1.0}
+# The kind of the first parameter's gradient, where those of the others are plain.
+FIRST: dict[Kind, Kind] = {
+    **{"first zero": "zero", "first tiny": 1e-12, "first huge": 1e12},
+    **{"first inf": "inf", "first nan": "nan"},
+}
 RUNS = (
     # Runs with plain gradients show whatever happens in every k-th step, for k up to 20.
     Run((1.0, 1.0, 1.0, 1e-4, 1.0, 1.0, 1.0, "zero", *12 * (1.0,), 100.0)),
@@ -197,16 +199,19 @@ def gradients(
     smalls: list[Small], kind: Kind, step: int, random: torch.Generator
 ) -> Iterator[Tensor | None]:
     """One for each; in a step that is "inf" or "nan" a single number of one of them is."""
-    scale = kind if isinstance(kind, float) else 1.0
-    special = step % max(1, len(smalls))
+    special = 0 if kind in FIRST else step % max(1, len(smalls))
     for i, small in enumerate(smalls):
-        param: Tensor = local_of(small.param)
-        grad = normal(param.shape, param, random)
-        grad = torch.zeros_like(grad) if kind == "zero" else grad * scale
-        if i == 0 and kind in FIRST:
-            grad = grad * FIRST[kind]
-        if i == (0 if kind in FIRST else special) and grad.numel():
-            word = str(kind).removeprefix("first ")
-            if word in ("inf", "nan"):
-                grad.view(-1)[0] = float(word)
+        own = kind if kind not in FIRST else FIRST[kind] if i == 0 else 1.0
+        grad = _gradient(own, local_of(small.param), random, i == special)
         yield None if kind == ("late", "some")[i % 2] else grad
+
+
+def _gradient(kind: Kind, param: Tensor, random: torch.Generator, is_special: bool) -> Tensor:
+    grad = normal(param.shape, param, random)
+    if isinstance(kind, float):
+        return grad * kind
+    if kind == "zero":
+        return torch.zeros_like(grad)
+    if kind in ("inf", "nan") and is_special and grad.numel():
+        grad.view(-1)[0] = float(kind)
+    return grad

@@ -131,7 +131,6 @@ class Trial:
         self._twin = twin.Twin(stock)
         self._not_own = _not_own(twin.attributes_of(self._whole))
         self._found = Promise()
-        self._may_end = False  # with an error, and that says nothing
 
     def _copy_of(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like this one, with all small parameters."""
@@ -160,8 +159,9 @@ class Trial:
 
     def run(self, run: Run, random: torch.Generator) -> Promise:
         start = random.get_state()
-        # The class may want all gradients, as PyTorch's fused SGD with momentum does.
-        self._may_end = "late" in run.steps
+        # The class may want all gradients, as PyTorch's fused SGD with momentum does: then an error
+        # says nothing.
+        may_fail = "late" in run.steps
         for step, kind in enumerate(run.steps[:STEPS]):
             given = list(gradients(self._smalls, kind, step, random))
             for small, alone, grad in zip(self._smalls, self._alone, given, strict=True):
@@ -169,7 +169,7 @@ class Trial:
                 alone.param.grad = grad
             what = f"step {step + 1}" + ("" if kind == 1.0 else f" with gradients {kind}")
             try:
-                if not self._take(step, kind, what):
+                if not self._take(step, kind, what, may_fail):
                     break  # it takes no such gradients
             except Coupled as coupled:
                 cause = self._cause(run, random.set_state(start), step, coupled)
@@ -198,7 +198,7 @@ class Trial:
         self._seed(seed)
         self._step(whole)
 
-    def _take(self, step: int, kind: Kind, what: str) -> bool:
+    def _take(self, step: int, kind: Kind, what: str, may_fail: bool) -> bool:
         """One step in each of the three ways. False: the class raises an error."""
         before = self._settings(copied=True)
         state = self._tensors_of_state()
@@ -206,13 +206,13 @@ class Trial:
         copies = [(place, value, copy.deepcopy(value)) for place, value in contents]
         self._seed(step)
         error = self._error_of(f"took {what} of all", lambda: self._step(self._whole))
-        if error is not None and kind == 1.0 and not self._may_end:
+        if error is not None and kind == 1.0 and not may_fail:
             raise error
         self._seed(step)
         stepped = [alone for alone in reversed(self._alone) if alone.param.grad is not None]
         alone = [self._take_alone(one, before, what, error is None) for one in stepped]
         if error is not None:
-            if kind != "some" and not self._may_end and None not in alone:
+            if kind != "some" and not may_fail and None not in alone:
                 self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._compare(what)
