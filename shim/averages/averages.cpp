@@ -121,7 +121,8 @@ void average_by_operators(const std::vector<at::Tensor> &averages,
                           const std::vector<at::Tensor> &weights, const Averaging &how) {
     if (how.formula == Formula::LERP)
         return averages.empty() ? void() : at::_foreach_lerp_(averages, weights, how.take);
-    const at::Tensor count = at::scalar_tensor(static_cast<int64_t>(how.take), at::kLong);
+    const at::Tensor count =
+        at::scalar_tensor(static_cast<int64_t>(how.take), at::kLong); // of MEAN
     for (size_t i = 0; i < averages.size(); i++) {
         const at::Tensor &a = averages[i], &w = weights[i];
         a.copy_(how.formula == Formula::WEIGHTED

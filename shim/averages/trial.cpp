@@ -9,6 +9,7 @@
 #include "tensor/host.h"
 #include "tensor/plain_mode.h"
 #include "tensor/refuse.h"
+#include "tensor/trial_numbers.h"
 
 namespace optfuse {
 namespace {
@@ -20,15 +21,13 @@ constexpr int64_t kLengths[] = {1, 7, 64, 1003, 20003};
 constexpr double kTaken[] = {0.1, 1e-4, 0.75};
 constexpr double kCounts[] = {2, 3, 1001};
 
-// From -1 to 1, with zeros and numbers that products make denormal or vanish.
+// With zeros, and numbers that products make denormal or vanish.
 at::Tensor numbers(int64_t n, uint32_t random, at::ScalarType dtype) {
     const at::Tensor made = at::empty({n}, at::kFloat);
     for (int64_t i = 0; i < n; i++) {
-        random = random * 1664525u + 1013904223u;
-        const auto number = static_cast<float>(static_cast<int32_t>(random)) / 2147483648.0f;
-        made.mutable_data_ptr<float>()[i] = i % 31 == 5   ? -0.0f
-                                            : i % 37 == 3 ? number * 1e-38f
-                                                          : number;
+        const float number = next_trial_number(&random);
+        const float small = i % 37 == 3 ? 1e-38f : 1.0f;
+        made.mutable_data_ptr<float>()[i] = i % 31 == 5 ? -0.0f : number * small;
     }
     return made.to(dtype);
 }

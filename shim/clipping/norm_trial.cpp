@@ -11,6 +11,7 @@
 #include "guard.h"
 #include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
+#include "tensor/trial_numbers.h"
 
 namespace optfuse {
 namespace {
@@ -23,15 +24,11 @@ std::vector<int64_t> lengths() {
     return all;
 }
 
-// Numbers from -1 to 1, whatever PyTorch's generators do.
 at::Tensor random_numbers(int64_t n, float spread) {
     at::Tensor numbers = at::empty({n}, at::kFloat);
     uint32_t random = 1;
-    for (int64_t i = 0; i < n; i++) {
-        random = random * 1664525u + 1013904223u;
-        const auto number = static_cast<float>(static_cast<int32_t>(random));
-        numbers.mutable_data_ptr<float>()[i] = number / 2147483648.0f * spread;
-    }
+    for (int64_t i = 0; i < n; i++)
+        numbers.mutable_data_ptr<float>()[i] = next_trial_number(&random) * spread;
     return numbers;
 }
 
