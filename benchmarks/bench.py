@@ -153,10 +153,11 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, help="for each of the usual cells; default 40, quick 12")
     add("--rounds", type=int, help="of each cell or case, at most")
     add("--budget", type=float, default=math.inf, help="seconds; then no other cell begins")
-    compiled = "a step() under torch.compile, too; default: unless --quick or --smoke"
+    compiled = "what torch.compile makes, too; default: unless --quick or --smoke"
     add("--compiled", action=argparse.BooleanOptionalAction, help=compiled)
     add("--threads", type=int, help="of PyTorch; default: as it chooses")
-    add("--packages", type=Path, default="", help="where DeepSpeed or those of the survey are")
+    add("--packages", type=Path, default="", help="where DeepSpeed, JAX or the survey's are")
+    add("--case", metavar="WORDS", help="promises: cases so named, wide ones, too")
     add("--package", action="append", help="survey: only this one; may be repeated")
     add("--gbit", type=float, default=2.5, help="distributed: Gbit/s of the link, %(default)s")
     add("--fsdp", action="store_true", help="distributed: under fully_shard, too")

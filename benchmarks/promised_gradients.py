@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Section promises: thin linear layers whose weights' gradients are promises, beside fused=True and
-beside fusion without promises. Each case trains in a process of its own, once with glibc's malloc
-as it is and once where malloc keeps all memory that was freed."""
+"""Section promises: thin linear layers whose weights' gradients are promises, beside fused=True,
+beside fusion without promises, and beside whole steps that are compiled (peers.py). Each case
+trains in a process of its own, once with glibc's malloc as it is and once where malloc keeps all
+memory that was freed."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ import sys
 import time
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from compare import in_time
 from figures import FUSED, columns, progress, title
@@ -109,12 +112,12 @@ def elements(label: str) -> int:
     return math.prod(map(int, re.findall(r"\d+", label.rpartition("shape")[2])))
 
 
-def speed(case: Case, rounds: int, seconds: float, limit: float) -> dict[str, Any]:
+def speed(case: Case, rounds: int, seconds: float, limit: float, compiles: bool) -> dict[str, Any]:
     settled = settle(case, limit)
     made: dict[str, Optimizer] = {}
     compared = optfuse.ab(
         partial(training, case),
-        variants=variants(case, made),
+        variants={**variants(case, made), **(peers.peers(compiles) if case.has_peers else {})},
         rounds=rounds,
         iterations=case.iterations,
         seconds=seconds,
@@ -159,10 +162,12 @@ def peak(case: Case, kind: str, limit: float) -> dict[str, Any]:
 # In the benchmark
 
 
-def alone(policy: str, function: str, case: Case, *args: Any) -> dict[str, Any]:
+def alone(
+    packages: Path | str, policy: str, function: str, case: Case, *args: Any
+) -> dict[str, Any]:
     """The result of this function in a new process under this policy of memory."""
     environment = {**os.environ, "GLIBC_TUNABLES": POLICIES[policy]}
-    spec = json.dumps([function, torch.get_num_threads(), str(case), *args])
+    spec = json.dumps([str(packages), function, torch.get_num_threads(), str(case), *args])
     command = [sys.executable, __file__, spec]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
@@ -190,25 +195,30 @@ def section(chosen: Any) -> dict[str, Any]:
         cases, rounds, limit = QUICK, QUICK_ROUNDS, QUICK_SETTLE
     if chosen.smoke:
         cases, rounds, limit = SMOKE, SMOKE_ROUNDS, SMOKE_SETTLE
+    if chosen.case:
+        cases = tuple(case for case in ALL.values() if chosen.case in str(case))
     timed: dict[str, dict[str, Any]] = {}
     for case in in_time(cases, chosen):
         for policy in POLICIES:
-            args = chosen.rounds or rounds, chosen.seconds, limit
-            found = timed.setdefault(str(case), {})[policy] = alone(policy, "speed", case, *args)
+            args = chosen.rounds or rounds, chosen.seconds, limit, chosen.compiled
+            found = timed.setdefault(str(case), {})[policy] = alone(
+                chosen.packages, policy, "speed", case, *args
+            )
             title(table(case, policy, found))
     measured = SMOKE[0] if chosen.smoke else PLAIN
     title(f"MB of tensors in the tenth iteration of {measured}")
     peaks: dict[str, Any] = {}
     for kind in (FUSED, *KINDS):
         progress(kind)
-        peaks[kind] = alone("default malloc", "peak", measured, kind, limit)
+        peaks[kind] = alone(chosen.packages, "default malloc", "peak", measured, kind, limit)
     rows = [(kind, f"{one['tensors_mb']:.1f}") for kind, one in peaks.items()]
     print(columns(rows), flush=True)
     return {"speed": timed, "memory": {str(measured): peaks}}
 
 
 if __name__ == "__main__":
-    name, threads, label, *rest = json.loads(sys.argv[1])
+    packages, name, threads, label, *rest = json.loads(sys.argv[1])
+    sys.path.append(packages)
     torch.set_num_threads(threads)
     result = {"speed": speed, "peak": peak}[name](ALL[label], *rest)
     print(json.dumps(result, default=vars))

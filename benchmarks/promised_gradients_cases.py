@@ -4,9 +4,12 @@ and an embedding, with few rows in a batch, and scripts that look at gradients o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
+import peers
 import torch
 from models import Block
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from optfuse._ab.variants import Iteration, Wrap
 
 HEAD = 64  # features of an attention head
 CLASSES = 64  # behind an embedding
+MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Case:
     passes: int = 1  # backward passes a step
     clips: bool = False  # by clip_grad_norm_
     logs: bool = False  # reads the norm of each gradient after each step
+    autocast: bool = False  # to bfloat16
 
     def __str__(self) -> str:
         rows = f"{len(self.rows)} sizes" if len(self.rows) > 1 else f"{self.rows[0]}"
@@ -36,9 +41,16 @@ class Case:
             "clip_grad_norm_": self.clips,
             f"accumulate={self.passes}": self.passes > 1,
             "norm logger": self.logs,
+            "bfloat16 autocast": self.autocast,
         }
         name = f"{self.kind} {self.layers} x {self.width}, {unit}"
         return ", ".join([name, *(word for word, is_so in also.items() if is_so)])
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the iteration is one that peers.py can make as a whole."""
+        plain = self.kind in ("mlp", "gpt") and len(self.rows) == self.passes == 1
+        return plain and not self.logs and not self.autocast
 
     @property
     def in_backward(self) -> bool:
@@ -61,9 +73,23 @@ CASES = (
     Case("mlp", 4, 2048, tuple(range(1, 41)), 8),
     Case("embedding", 50257, 768, (256,), 3),
 )
+#: Wide models, by name only (--case).
+WIDE = (
+    Case("mlp", 4, 4096, (1,), 2),
+    Case("mlp", 4, 4096, (128,), 1),
+    Case("mlp", 4, 2048, (1,), 6),
+    Case("mlp", 4, 2048, (128,), 3),
+    Case("mlp", 2, 8192, (8,), 1),
+    Case("gpt", 4, 768, (16,), 4),
+    Case("gpt", 4, 768, (256,), 2),
+    Case("gpt", 4, 1024, (64,), 2),
+    Case("gpt", 4, 1024, (256,), 1),
+    Case("mlp", 4, 2048, (16,), 5, autocast=True),
+    Case("gpt", 4, 1024, (16,), 3, autocast=True),
+)
 QUICK = (PLAIN, Case("mlp", 8, 1024, (8,), 10))
 SMOKE = (Case("mlp", 2, 512, (4,), 2),)
-ALL = {str(case): case for case in (*CASES, *QUICK, *SMOKE)}
+ALL = {str(case): case for case in (*CASES, *WIDE, *QUICK, *SMOKE)}
 
 
 def model_of(case: Case) -> nn.Module:
@@ -88,19 +114,37 @@ def training(case: Case, wrap: Wrap) -> Iteration:
     """A build function for optfuse.ab, the case given."""
     model = model_of(case)
     opt = wrap(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    batches = cycle([batch_of(case, rows) for rows in case.rows])
+    made = [batch_of(case, rows) for rows in case.rows]
+    if isinstance(opt, peers.Jitted):
+        return in_jax(case, opt, model, *made[0])
+    whole = isinstance(opt, peers.Compiled)
+    if isinstance(opt, peers.Compiled):
+        opt = opt.stock
+    batches = cycle(made)
 
     def iterate() -> Tensor:
         opt.zero_grad()
         for _ in range(case.passes):
             x, y = next(batches)
-            loss = mse_loss(model(x), y)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                loss = mse_loss(model(x), y)
             loss.backward()
         if case.clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         opt.step()
         if case.logs:
             _ = [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
-        return loss
+        return loss.detach()
 
-    return iterate
+    return peers.compiled(iterate) if whole else iterate
+
+
+def in_jax(case: Case, opt: peers.Jitted, model: nn.Module, x: Tensor, y: Tensor) -> Iteration:
+    inputs, wanted = peers.array(x), peers.array(y)
+    with torch.no_grad():
+        first = mse_loss(model(x), y).item()
+
+    def loss_of(run: Callable[[Any], Any]) -> Any:
+        return ((run(inputs) - wanted) ** 2).mean()
+
+    return peers.jitted(opt, model, loss_of, first, MAX_NORM if case.clips else None)

@@ -88,12 +88,12 @@ def test_names_of_cases_are_their_own(promises):
 @pytest.mark.slow
 def test_a_process_of_its_own_measures_speed_and_memory(promises):
     (case,) = promises.SMOKE
-    found = promises.alone("memory kept", "speed", case, 2, 0.1, 0.1)
+    found = promises.alone("", "memory kept", "speed", case, 2, 0.1, 0.1, False)
     assert list(found["kinds"]) == [promises.FUSED, *promises.KINDS] and found["rounds"] == 2
     assert all(one["equal_bits"] for one in found["kinds"].values())
     assert "forward, promises" in promises.table(case, "memory kept", found)
     stock, ours = (
-        promises.alone("default malloc", "peak", case, kind, 0.1)["tensors_mb"]
+        promises.alone("", "default malloc", "peak", case, kind, 0.1)["tensors_mb"]
         for kind in (promises.FUSED, "backward fusion")
     )
     weights = case.layers * (case.width**2 + case.width) * 4 / 1e6
