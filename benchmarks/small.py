@@ -188,7 +188,7 @@ def arithmetic_us(cell: SmallCell, make: Make) -> float:
 def section(chosen: Any) -> dict[str, Any]:
     before = torch.get_num_threads()
     nets = NETS[:1] if chosen.smoke or chosen.quick else NETS
-    threads = [chosen.threads] if chosen.threads else THREADS
+    threads = (chosen.threads,) if chosen.threads else THREADS
     cells = [SmallCell(net, s, n) for n in threads for net in nets for s in SETTINGS]
     found: list[dict[str, Any]] = []
     make = OPTIMIZERS[chosen.optimizer]
