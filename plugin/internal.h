@@ -79,9 +79,9 @@ struct of_update {
      * with plan->lock held. */
     atomic_bool in_flight;
     of_update *next_in_flight;
-    atomic_int holders; /* the list of what is to be released, and a queue */
-    bool counted;       /* its step counter on the device is that of this update */
-    bool gone;          /* a scaling whose gradient nobody has any more */
+    atomic_size_t holders; /* the list of what is to be released, and a queue */
+    bool counted;          /* its step counter on the device is that of this update */
+    bool gone;             /* a scaling whose gradient nobody has any more */
     /* The factors of a scaling; or of an update whose gradient has one. Those of a scaling
      * that is registered belong to the registry's lock. */
     unsigned n_factors;
@@ -203,18 +203,10 @@ struct of_plan {
     _Atomic(of_update *) returned;
 };
 
+#include "lock_free.h" /* its stack is one of of_update */
+
 static inline bool of_stream_equal(const of_stream *a, const of_stream *b) {
     return a->device == b->device && a->id == b->id && a->capture == b->capture;
-}
-
-/* Fails for what is being freed, whose last reference has gone. */
-static inline bool of_try_retain(atomic_size_t *refs) {
-    size_t n = atomic_load_explicit(refs, memory_order_relaxed);
-    while (n)
-        if (atomic_compare_exchange_weak_explicit(refs, &n, n + 1, memory_order_acquire,
-                                                  memory_order_relaxed))
-            return true;
-    return false;
 }
 
 static inline void of_list_append(of_list *list, of_update *update) {

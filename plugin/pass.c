@@ -32,7 +32,7 @@ static of_pass *make(of_plan *plan, of_token token) {
                       .is_marked = is_marked,
                       .next = plan->passes};
     atomic_init(&pass->refs, 1);
-    atomic_fetch_add_explicit(&plan->refs, 1, memory_order_relaxed);
+    of_retain(&plan->refs);
     plan->passes = pass;
     return pass;
 }
@@ -186,11 +186,11 @@ of_status of_pass_begin(of_plan *plan, of_token token, of_pass **out, bool *firs
 }
 
 void of_pass_retain(of_pass *pass) {
-    atomic_fetch_add_explicit(&pass->refs, 1, memory_order_relaxed);
+    of_retain(&pass->refs);
 }
 
 void of_pass_release(of_pass *pass) {
-    if (!pass || atomic_fetch_sub_explicit(&pass->refs, 1, memory_order_acq_rel) != 1)
+    if (!pass || !of_was_last(&pass->refs))
         return;
     of_plan *plan = pass->plan;
     pthread_mutex_lock(&plan->lock);

@@ -206,13 +206,13 @@ void of_plan_clear(of_plan *plan) {
 }
 
 void of_plan_retain(of_plan *plan) {
-    atomic_fetch_add_explicit(&plan->users, 1, memory_order_relaxed);
+    of_retain(&plan->users);
 }
 
 /* Nothing is pending or in flight any more when the users' common reference goes, so
  * of_access() never finds a plan that is being freed. */
 void of_plan_release(of_plan *plan) {
-    if (!plan || atomic_fetch_sub_explicit(&plan->users, 1, memory_order_acq_rel) != 1)
+    if (!plan || !of_was_last(&plan->users))
         return;
     if (empty(plan))
         of_plan_unref(plan);

@@ -51,7 +51,7 @@ static void free_pass(of_pass *pass) {
 }
 
 void of_plan_unref(of_plan *plan) {
-    if (atomic_fetch_sub_explicit(&plan->refs, 1, memory_order_acq_rel) != 1)
+    if (!of_was_last(&plan->refs))
         return;
     remove_plan(plan);
     free(plan->queues);

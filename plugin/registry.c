@@ -29,15 +29,12 @@ static table tables[OF_KINDS];
 static atomic_size_t members; /* of all tables */
 static atomic_size_t scalings;
 
-/* Without the lock. A thread that must see an update as pending was told of it, after it was
- * counted. One that reads 0 sees all that updates wrote: every change is a read and a write in one
- * that releases, so that the last one carries on those before. */
 bool of_any_pending(void) {
-    return atomic_load_explicit(&members, memory_order_acquire) != 0;
+    return !of_count_is_zero(&members);
 }
 
 bool of_registry_has_scalings(void) {
-    return atomic_load_explicit(&scalings, memory_order_acquire) != 0;
+    return !of_count_is_zero(&scalings);
 }
 
 void of_registry_lock(void) {
@@ -105,9 +102,9 @@ static void erase(table *t, entry *gone) {
 }
 
 static void count(const table *t, int change) {
-    atomic_fetch_add_explicit(&members, (size_t)change, memory_order_release);
+    of_count_change(&members, change);
     if (t == &tables[OF_SCALINGS])
-        atomic_fetch_add_explicit(&scalings, (size_t)change, memory_order_release);
+        of_count_change(&scalings, change);
 }
 
 static void remove_keys(of_update *update) {
@@ -131,8 +128,7 @@ static bool follows(const of_update *update, const of_update *old) {
            of_stream_equal(&old->in.stream, &update->in.stream);
 }
 
-static of_added add_keys(table *t, of_update *update, size_t n, const void **key,
-                         of_update **own) {
+static of_added add_keys(table *t, of_update *update, size_t n, const void **key, of_update **own) {
     count(t, 1);
     for (size_t i = 0; i < n; i++) {
         update->n_registered = i + 1;
@@ -209,7 +205,7 @@ of_update *of_registry_find(int kind, const void *key) {
     const entry *at = find(kind, key);
     of_update *update = at ? at->update : NULL;
     if (update)
-        atomic_fetch_add_explicit(&update->plan->refs, 1, memory_order_relaxed);
+        of_retain(&update->plan->refs);
     pthread_mutex_unlock(&lock);
     return update;
 }

@@ -21,7 +21,7 @@ void of_inputs_clear(of_update *update) {
  * use and then allocates no more. */
 of_update *of_pool_take(of_plan *plan) {
     if (!plan->spare)
-        plan->spare = atomic_exchange_explicit(&plan->returned, NULL, memory_order_acquire);
+        plan->spare = of_stack_take(&plan->returned);
     of_update *update = plan->spare;
     if (update) {
         plan->spare = update->next;
@@ -37,15 +37,8 @@ of_update *of_pool_take(of_plan *plan) {
     return update;
 }
 
-/* A stack whose head many push and one empties: no head can come back meanwhile under the same
- * address, since nobody takes a single record off. A push releases what was written to the record,
- * and each later push, being a read and a write in one, carries that on to whoever acquires. */
 void of_pool_give(of_plan *plan, of_update *update) {
-    of_update *head = atomic_load_explicit(&plan->returned, memory_order_relaxed);
-    do
-        update->next = head;
-    while (!atomic_compare_exchange_weak_explicit(&plan->returned, &head, update,
-                                                  memory_order_release, memory_order_relaxed));
+    of_stack_push(&plan->returned, update);
 }
 
 static void free_chain(of_update *update) {
@@ -58,13 +51,11 @@ static void free_chain(of_update *update) {
 
 void of_pool_free(of_plan *plan) {
     free_chain(plan->spare);
-    free_chain(atomic_load_explicit(&plan->returned, memory_order_acquire));
+    free_chain(of_stack_take(&plan->returned));
 }
 
-/* Where there is one holder, no second one can come. */
 void of_update_drop(of_update *update) {
-    if (atomic_load_explicit(&update->holders, memory_order_acquire) == 1 ||
-        atomic_fetch_sub_explicit(&update->holders, 1, memory_order_acq_rel) == 1)
+    if (of_last_lets_go(&update->holders))
         of_pool_give(update->plan, update);
 }
 

@@ -4,7 +4,6 @@
 // any optimizer.
 #include "tensor/await.h"
 
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -46,10 +45,10 @@ using Shared = std::shared_ptr<Arrival>;
 
 // Leaked: tensors may be used after destructors have run.
 struct Table {
-    std::mutex lock; // guards the entries; their number is also read without it
+    std::mutex lock; // guards the entries
     std::unordered_map<const c10::StorageImpl *, Shared> entries;
     std::vector<Shared> done; // to be dropped where no lock of a plan is held: it may need the GIL
-    std::atomic<size_t> n{0};
+    std::atomic<size_t> n{0}; // of them; read without the lock, as lock_free.h says of a count
 };
 
 Table &table() {
@@ -92,8 +91,7 @@ void sweep() {
     std::vector<Shared> dying; // after the lock is free: that may need the GIL
     const std::lock_guard<std::mutex> guard(all.lock);
     for (auto at = all.entries.begin(); at != all.entries.end();) {
-        const bool is_over =
-            at->second->gradient.expired() && at->second->reduction->completed();
+        const bool is_over = at->second->gradient.expired() && at->second->reduction->completed();
         if (is_over)
             dying.push_back(std::move(at->second));
         at = is_over ? all.entries.erase(at) : std::next(at);
@@ -176,8 +174,8 @@ bool can_wait(const at::Tensor &param, const at::Tensor &buffer) {
     if (!grad.defined() || grad.layout() != at::kStrided || grad.requires_grad())
         return false;
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    return g->has_storage() && !g->key_set().has(c10::DispatchKey::Python) &&
-           !grad.is_neg() && !grad.is_conj() && grad.device().is_cpu() &&
+    return g->has_storage() && !g->key_set().has(c10::DispatchKey::Python) && !grad.is_neg() &&
+           !grad.is_conj() && grad.device().is_cpu() &&
            grad.scalar_type() == buffer.scalar_type() && grad.sizes() == param.sizes() &&
            grad.strides() == param.strides() && grad.is_non_overlapping_and_dense() &&
            grad.numel() != 0 && is_private(storage_of(g), 0) && keep_promise(storage_of(g));
@@ -256,9 +254,13 @@ std::vector<int64_t> expect(const Bucket &bucket) {
     return left;
 }
 
-bool is_on_its_way(const c10::StorageImpl *memory) { return find(memory) != nullptr; }
+bool is_on_its_way(const c10::StorageImpl *memory) {
+    return find(memory) != nullptr;
+}
 
-bool is_any_on_its_way() { return table().n.load(std::memory_order_acquire) != 0; }
+bool is_any_on_its_way() {
+    return table().n.load(std::memory_order_acquire) != 0;
+}
 
 bool await_arrival(const c10::StorageImpl *memory) {
     const Shared found = find(memory);

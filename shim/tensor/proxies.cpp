@@ -11,9 +11,9 @@ namespace {
 
 // Leaked: tensors may be used after destructors have run.
 struct Table {
-    std::mutex lock; // guards the entries; their number is also read without it
+    std::mutex lock; // guards the entries
     std::unordered_map<const c10::TensorImpl *, const c10::StorageImpl *> entries;
-    std::atomic<size_t> n{0};
+    std::atomic<size_t> n{0}; // of them; read without the lock, as lock_free.h says of a count
 };
 
 Table &table() {

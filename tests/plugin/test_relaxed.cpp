@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// test_relaxed.cpp: the bodies of plugin/lock_free.h under C11's memory model, as a processor with
+// a weak order may run them. Relacy plays the threads: it tries interleavings, lets a load return
+// each value that the model allows, and reports data races and what RL_ASSERT finds. With orders
+// as they are written no suite may fail; each order that is made weaker must fail one.
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <ostream>
+#include <vector>
+
+#include <relacy/relacy.hpp> // the last: it makes macros of words of C++
+
+// C's atomics in Relacy's words. Each order is a variable, so that main() can weaken it.
+static rl::memory_order relaxed_order, acquire_order, release_order, both_order;
+#define memory_order_relaxed relaxed_order
+#define memory_order_acquire acquire_order
+#define memory_order_release release_order
+#define memory_order_acq_rel both_order
+#define atomic_load_explicit(at, order) ((at)->load(order, $))
+#define atomic_exchange_explicit(at, value, order) ((at)->exchange(value, order, $))
+#define atomic_fetch_add_explicit(at, value, order) ((at)->fetch_add(value, order, $))
+#define atomic_fetch_sub_explicit(at, value, order) ((at)->fetch_sub(value, order, $))
+#define atomic_compare_exchange_weak_explicit(at, expected, value, order, failed)                  \
+    ((at)->compare_exchange_weak(*(expected), value, order, $, failed, $))
+#define _Atomic(type) rl::atomic<type>
+using atomic_size_t = rl::atomic<size_t>;
+
+// A plain variable whose every use Relacy sees.
+template <typename T> struct Plain {
+    rl::var<T> seen;
+    Plain &operator=(T value) {
+        seen($) = value;
+        return *this;
+    }
+    operator T() const { return seen($); }
+};
+
+struct of_update {
+    Plain<of_update *> next;
+    Plain<int> written;
+};
+
+#define OF_MODEL_CHECKED
+#include "lock_free.h"
+
+namespace {
+
+// Threads 0 and 1 each write and count down; a third counts up and down between. Who then reads 0
+// reads what both have written.
+struct Count : rl::test_suite<Count, 4> {
+    atomic_size_t pending;
+    std::array<Plain<int>, 2> memory;
+
+    void before() {
+        pending.store(2, rl::mo_relaxed, $);
+        for (auto &one : memory)
+            one = 0;
+    }
+    void thread(unsigned i) {
+        if (i < 2) {
+            memory[i] = 1;
+            of_count_change(&pending, -1);
+        } else if (i == 2) {
+            of_count_change(&pending, 1);
+            of_count_change(&pending, -1);
+        } else if (of_count_is_zero(&pending)) {
+            RL_ASSERT(memory[0] == 1 && memory[1] == 1);
+        }
+    }
+};
+
+// Each thread writes what it shares, then gives its reference back; the last one frees it.
+struct References : rl::test_suite<References, 3> {
+    atomic_size_t refs;
+    std::array<Plain<int>, 3> memory;
+
+    void before() {
+        refs.store(3, rl::mo_relaxed, $);
+        for (auto &one : memory)
+            one = 0;
+    }
+    void thread(unsigned i) {
+        of_retain(&refs);
+        memory[i] = 1;
+        for (int given = 0; given < 2; given++)
+            if (of_was_last(&refs))
+                for (auto &one : memory) {
+                    RL_ASSERT(one == 1);
+                    one = 2;
+                }
+    }
+};
+
+// A thread without a reference tries to get one under the lock that also frees.
+struct Retain : rl::test_suite<Retain, 3> {
+    rl::mutex lock;
+    atomic_size_t refs;
+    Plain<int> is_there, memory;
+
+    void before() {
+        refs.store(1, rl::mo_relaxed, $);
+        is_there = 1;
+        memory = 0;
+    }
+    void give_back() {
+        if (!of_was_last(&refs))
+            return;
+        lock.lock($);
+        is_there = 0;
+        lock.unlock($);
+        memory = -1;
+    }
+    void thread(unsigned i) {
+        if (i == 0) {
+            memory = 1;
+            give_back();
+            return;
+        }
+        lock.lock($);
+        const bool mine = is_there == 1 && of_try_retain(&refs);
+        lock.unlock($);
+        if (!mine)
+            return;
+        RL_ASSERT(refs.load(rl::mo_relaxed, $) > 0);
+        give_back();
+    }
+};
+
+// Two holders of a record, of whom the last pushes it onto the stack.
+struct Holders : rl::test_suite<Holders, 2> {
+    atomic_size_t holders;
+    std::array<Plain<int>, 2> memory;
+
+    void before() {
+        holders.store(2, rl::mo_relaxed, $);
+        for (auto &one : memory)
+            one = 0;
+    }
+    void thread(unsigned i) {
+        memory[i] = 1;
+        if (of_last_lets_go(&holders))
+            RL_ASSERT(memory[0] == 1 && memory[1] == 1);
+    }
+};
+
+// Three threads push, one of them after it has emptied the stack; nothing is lost, and each record
+// is as it was pushed.
+struct Stack : rl::test_suite<Stack, 3> {
+    rl::atomic<of_update *> stack;
+    std::array<of_update, 4> records;
+    Plain<int> n_taken;
+
+    void before() {
+        stack.store(nullptr, rl::mo_relaxed, $);
+        n_taken = 0;
+    }
+    void take() {
+        for (of_update *one = of_stack_take(&stack); one;) {
+            of_update *next = one->next;
+            RL_ASSERT(one->written == 1);
+            one->written = 2;
+            n_taken = n_taken + 1;
+            one = next;
+        }
+    }
+    void push(unsigned i) {
+        records[i].written = 1;
+        of_stack_push(&stack, &records[i]);
+    }
+    void thread(unsigned i) {
+        push(i);
+        if (i == 2) {
+            take();
+            push(3);
+        }
+    }
+    void after() {
+        take();
+        RL_ASSERT(n_taken == 4);
+    }
+};
+
+template <typename Suite> bool holds() {
+    rl::test_params params;
+    params.search_type = rl::sched_random;
+    params.iteration_count = 20000;
+    std::ostream unread(nullptr);
+    params.output_stream = params.progress_stream = &unread;
+    const bool passed = rl::simulate<Suite>(params);
+    return passed;
+}
+
+struct Named {
+    const char *name;
+    bool (*holds)();
+};
+const Named SUITES[] = {
+    {"count", holds<Count>},     {"references", holds<References>}, {"retain", holds<Retain>},
+    {"holders", holds<Holders>}, {"stack", holds<Stack>},
+};
+
+void orders_as_written() {
+    relaxed_order = rl::mo_relaxed;
+    acquire_order = rl::mo_acquire;
+    release_order = rl::mo_release;
+    both_order = rl::mo_acq_rel;
+}
+
+// The names of the suites that fail.
+std::vector<const char *> failing() {
+    std::vector<const char *> found;
+    for (const Named &suite : SUITES)
+        if (!suite.holds())
+            found.push_back(suite.name);
+    return found;
+}
+
+struct Weakened {
+    const char *what;
+    rl::memory_order *order;
+    rl::memory_order to;
+    std::vector<const char *> must_fail;
+};
+
+bool is_found(const Weakened &one) {
+    orders_as_written();
+    *one.order = one.to;
+    const auto found = failing();
+    std::printf("%s:", one.what);
+    for (const char *name : found)
+        std::printf(" %s", name);
+    std::puts(found.empty() ? " nothing fails" : " fail");
+    for (const char *name : one.must_fail) {
+        bool is_in = false;
+        for (const char *other : found)
+            is_in = is_in || std::strcmp(name, other) == 0;
+        if (!is_in) {
+            std::printf("    %s should\n", name);
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace
+
+int main() {
+    orders_as_written();
+    const auto wrong = failing();
+    for (const char *name : wrong)
+        std::printf("%s fails with orders as they are written\n", name);
+    bool all = wrong.empty();
+    const Weakened weakened[] = {
+        {"acquire made relaxed", &acquire_order, rl::mo_relaxed, {"count", "holders", "stack"}},
+        {"release made relaxed", &release_order, rl::mo_relaxed, {"count", "stack"}},
+        {"acq_rel made acquire", &both_order, rl::mo_acquire, {"references", "retain", "holders"}},
+        {"acq_rel made release", &both_order, rl::mo_release, {"references", "retain", "holders"}},
+    };
+    for (const Weakened &one : weakened)
+        all = is_found(one) && all;
+    return all ? 0 : 1;
+}
