@@ -29,6 +29,7 @@
 
 #include "fail.h"
 #include "guard.h"
+#include "lock_free.h"
 #include "optfuse.h"
 #include "scale.h"
 #include "store_policy.h"
@@ -61,9 +62,10 @@ typedef struct of_kind {
 } of_kind;
 
 struct of_update {
+    of_link pooled;
     of_plan *plan; /* constant */
     of_update *prev;
-    of_update *next; /* in a list or in the pool */
+    of_update *next; /* in a list */
     const of_kind *kind;
     of_inputs in;
     const of_kernel *kernel;
@@ -199,11 +201,9 @@ struct of_plan {
     /* The pool. `spare`, like a group's scalars, belongs to whoever has
      * layout written, or layout read and the lock. Records come back through
      * `returned` without a lock. */
-    of_update *spare;
-    _Atomic(of_update *) returned;
+    of_link *spare;
+    _Atomic(of_link *) returned;
 };
-
-#include "lock_free.h" /* its stack is one of of_update */
 
 static inline bool of_stream_equal(const of_stream *a, const of_stream *b) {
     return a->device == b->device && a->id == b->id && a->capture == b->capture;

@@ -10,6 +10,11 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
+
+/* The first member of what is on a stack. */
+typedef struct of_link {
+    struct of_link *next;
+} of_link;
 #endif
 
 /* A count that changes under a lock and is read without it. Who reads 0 sees all that was written
@@ -55,18 +60,17 @@ static inline bool of_last_lets_go(atomic_size_t *holders) {
 
 /* A stack onto which many push and which one empties: no head can come back meanwhile under the
  * same address, since nobody takes a single record off. A push releases what was written to the
- * record, and each later push, being a read and a write in one, carries that on to who acquires.
- * of_update has a member next. */
-static inline void of_stack_push(_Atomic(of_update *) *stack, of_update *update) {
-    of_update *head = atomic_load_explicit(stack, memory_order_relaxed);
+ * record, and each later push, being a read and a write in one, carries that on to who acquires. */
+static inline void of_stack_push(_Atomic(of_link *) *stack, of_link *link) {
+    of_link *head = atomic_load_explicit(stack, memory_order_relaxed);
     do
-        update->next = head;
-    while (!atomic_compare_exchange_weak_explicit(stack, &head, update, memory_order_release,
+        link->next = head;
+    while (!atomic_compare_exchange_weak_explicit(stack, &head, link, memory_order_release,
                                                   memory_order_relaxed));
 }
 
 /* All of it, the last that was pushed first. */
-static inline of_update *of_stack_take(_Atomic(of_update *) *stack) {
+static inline of_link *of_stack_take(_Atomic(of_link *) *stack) {
     return atomic_exchange_explicit(stack, NULL, memory_order_acquire);
 }
 

@@ -16,15 +16,17 @@ void of_inputs_clear(of_update *update) {
     update->floating = of_floating_now();
 }
 
+_Static_assert(offsetof(of_update, pooled) == 0, "links are cast to their records");
+
 /* Records are freed with their plan and not before: of_access() may look at one
  * that was launched meanwhile. So the pool grows to the most that was ever in
  * use and then allocates no more. */
 of_update *of_pool_take(of_plan *plan) {
     if (!plan->spare)
         plan->spare = of_stack_take(&plan->returned);
-    of_update *update = plan->spare;
+    of_update *update = (of_update *)plan->spare;
     if (update) {
-        plan->spare = update->next;
+        plan->spare = update->pooled.next;
     } else {
         update = calloc(1, sizeof *update + plan->host.reference_bytes);
         if (!update) {
@@ -38,14 +40,14 @@ of_update *of_pool_take(of_plan *plan) {
 }
 
 void of_pool_give(of_plan *plan, of_update *update) {
-    of_stack_push(&plan->returned, update);
+    of_stack_push(&plan->returned, &update->pooled);
 }
 
-static void free_chain(of_update *update) {
-    while (update) {
-        of_update *next = update->next;
-        free(update);
-        update = next;
+static void free_chain(of_link *link) {
+    while (link) {
+        of_link *next = link->next;
+        free(link); /* the record, of which it is the first member */
+        link = next;
     }
 }
 

@@ -36,8 +36,8 @@ template <typename T> struct Plain {
     operator T() const { return seen($); }
 };
 
-struct of_update {
-    Plain<of_update *> next;
+struct of_link {
+    Plain<of_link *> next;
     Plain<int> written;
 };
 
@@ -147,8 +147,8 @@ struct Holders : rl::test_suite<Holders, 2> {
 // Three threads push, one of them after it has emptied the stack; nothing is lost, and each record
 // is as it was pushed.
 struct Stack : rl::test_suite<Stack, 3> {
-    rl::atomic<of_update *> stack;
-    std::array<of_update, 4> records;
+    rl::atomic<of_link *> stack;
+    std::array<of_link, 4> records;
     Plain<int> n_taken;
 
     void before() {
@@ -156,8 +156,8 @@ struct Stack : rl::test_suite<Stack, 3> {
         n_taken = 0;
     }
     void take() {
-        for (of_update *one = of_stack_take(&stack); one;) {
-            of_update *next = one->next;
+        for (of_link *one = of_stack_take(&stack); one;) {
+            of_link *next = one->next;
             RL_ASSERT(one->written == 1);
             one->written = 2;
             n_taken = n_taken + 1;
