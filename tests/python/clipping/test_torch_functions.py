@@ -82,6 +82,8 @@ def test_all_is_done_in_one_call(request, alone, at_once, dtype, norm_type, fore
 
 
 def test_a_function_that_was_imported_before_gains_too(alone):
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("PyTorch's norm has other roundings here; its function is used")
     model, _optimizer, twin = clipped_net()
     ours = stock_clip_grad_norm_(model.parameters(), TIGHT)
     assert_same_tensor(
