@@ -181,7 +181,11 @@ def op_db():
     sys.modules["expecttest"].TestCase = unittest.TestCase
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal.opinfo import core
+    # Each sample would look for a test of that suite among its callers, through all modules.
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
 
     ops = [op for op in op_db if torch.float32 in op.dtypes]
     aliases = {alias.name: op for op in ops for alias in op.aliases}
