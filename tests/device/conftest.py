@@ -29,6 +29,12 @@ if not missing:
     gc.collect()
     gc.freeze()  # what is loaded stays; collecting after each test needn't look at it
 
+    @pytest.fixture(scope="module", autouse=True)
+    def quicker_collections():
+        """Freezes all that is loaded when a module begins, too: its tests collect often."""
+        gc.collect()
+        gc.freeze()
+
     @pytest.fixture(autouse=True)
     def nothing_is_left_open():
         """A test that leaves a race behind fails, unless it has cleared it."""
