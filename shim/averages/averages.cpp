@@ -23,7 +23,7 @@
 namespace optfuse {
 namespace {
 
-bool lies_like(const c10::TensorImpl *a, const c10::TensorImpl *p) {
+bool is_dense_like(const c10::TensorImpl *a, const c10::TensorImpl *p) {
     return a->dtype() == p->dtype() && a->device() == p->device() &&
            equal(a->sizes(), p->sizes()) && equal(a->strides(), p->strides()) &&
            a->is_non_overlapping_and_dense() && a->numel() != 0;
@@ -64,7 +64,7 @@ bool are_on_cpu(const std::vector<at::Tensor> &averages, const std::vector<at::T
 bool can_wait(const at::Tensor &average, const at::Tensor &param, of_dtype *dtype) {
     c10::TensorImpl *a = average.unsafeGetTensorImpl(), *p = param.unsafeGetTensorImpl();
     return a->layout() == c10::kStrided && a->has_storage() && a->device().is_cpu() &&
-           dtype_of(a, dtype) && p->has_storage() && lies_like(a, p) && !is_lazy(a) &&
+           dtype_of(a, dtype) && p->has_storage() && is_dense_like(a, p) && !is_lazy(a) &&
            !is_consumed(a) && !a->is_inference() && !has_mark(a) && has_mark(p) &&
            (is_private(storage_of(a), 0) || !OF_GUARD(average_alias));
 }

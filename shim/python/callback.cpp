@@ -21,18 +21,13 @@ namespace {
 
 _object *callback = nullptr;
 
-// of_shim_init() has refused where there is none.
-const of_python &python() {
-    return of_interpreter;
-}
-
 // An exception may be on its way already, where an update runs because a tensor dies.
 class Gil {
   public:
-    Gil() : state(python().take_gil()) { python().fetch(&type, &value, &trace); }
+    Gil() : state(of_interpreter.take_gil()) { of_interpreter.fetch(&type, &value, &trace); }
     ~Gil() {
-        python().restore(type, value, trace);
-        python().give_gil(state);
+        of_interpreter.restore(type, value, trace);
+        of_interpreter.give_gil(state);
     }
     Gil(const Gil &) = delete;
     Gil &operator=(const Gil &) = delete;
@@ -89,22 +84,22 @@ class HeldInterrupts {
 };
 
 std::string utf8_of(_object *text) {
-    const char *utf8 = text == nullptr ? nullptr : python().utf8(text, nullptr);
+    const char *utf8 = text == nullptr ? nullptr : of_interpreter.utf8(text, nullptr);
     return utf8 == nullptr ? "" : utf8;
 }
 
 std::string text_of(_object *made) {
     const std::string text = utf8_of(made);
     if (made != nullptr)
-        python().drop(made);
-    python().clear();
+        of_interpreter.drop(made);
+    of_interpreter.clear();
     return text;
 }
 
 // as_it_is: keep the type of the exception. Else an error arrives as optfuse.Error, and an
 // interrupt by its own type.
 int take_exception(bool as_it_is) {
-    const of_python &p = python();
+    const of_python &p = of_interpreter;
     _object *type = nullptr, *value = nullptr, *trace = nullptr;
     p.fetch(&type, &value, &trace);
     p.normalize(&type, &value, &trace);
@@ -127,7 +122,7 @@ int take_exception(bool as_it_is) {
 // Runs the handlers of signals that came before. False: a handler raised, and nothing was
 // begun. But an interrupt lets an update be made first: else its parameter would miss it.
 bool run_signal_handlers(of_shim_event event) {
-    const of_python &p = python();
+    const of_python &p = of_interpreter;
     if (p.run_signal_handlers() == 0)
         return true;
     _object *type = nullptr, *value = nullptr, *trace = nullptr;
@@ -169,7 +164,7 @@ void set_callback(_object *callable) {
 }
 
 int ask_python(Plan *plan, of_shim_event event, size_t slot) {
-    const of_python &p = python();
+    const of_python &p = of_interpreter;
     raised_in_python = nullptr;
     const Gil gil;
     const HeldInterrupts held;
@@ -205,7 +200,7 @@ bool in_python(const std::function<void()> &work) {
 Caller find_caller() {
     if (PythonError::type == nullptr) // no Python here
         return {};
-    const of_python &p = python();
+    const of_python &p = of_interpreter;
     const Gil gil;
     _object *found = p.call_method(PythonError::type, "_find_caller", nullptr);
     Caller caller;

@@ -11,17 +11,13 @@
 namespace optfuse {
 namespace {
 
-const of_python &python() {
-    return of_interpreter;
-}
-
 // The parameters of a group in a list; or nullptr, and Python has raised.
 Ref params_of(of_object *group) {
-    of_object *const params = python().item(group, "params");
-    if (params == nullptr || is_exactly(params, python().list_type))
+    of_object *const params = of_interpreter.item(group, "params");
+    if (params == nullptr || is_exactly(params, of_interpreter.list_type))
         return Ref(params);
     const Ref others(params);
-    return Ref(python().list_of(params));
+    return Ref(of_interpreter.list_of(params));
 }
 
 } // namespace
@@ -48,13 +44,14 @@ class PythonReader::WithGil {
 PythonReader::PythonReader(PythonOwner &its, of_object *its_optimizer)
     : owner(its), optimizer_held(its_optimizer != nullptr || its.optimizer_ref == nullptr
                                      ? nullptr
-                                     : python().call_objects(its.optimizer_ref, nullptr)),
-      loader(its.ledger_ref == nullptr ? nullptr : python().call_objects(its.ledger_ref, nullptr)),
+                                     : of_interpreter.call_objects(its.optimizer_ref, nullptr)),
+      loader(its.ledger_ref == nullptr ? nullptr
+                                       : of_interpreter.call_objects(its.ledger_ref, nullptr)),
       optimizer(its_optimizer != nullptr ? its_optimizer : optimizer_held.get()),
       scale(is_alive() && has_scale()) {}
 
 bool PythonReader::is_alive() const {
-    const of_object *const none = python().none;
+    const of_object *const none = of_interpreter.none;
     return optimizer != nullptr && optimizer != none && loader.get() != nullptr &&
            loader.get() != none;
 }
@@ -62,8 +59,8 @@ bool PythonReader::is_alive() const {
 template <typename... Arguments>
 of_object *PythonReader::ask(const char *method, const char *format, Arguments... arguments) {
     const std::string all = std::string("sO") + format;
-    of_object *const answer =
-        python().call_method(loader.get(), "ask", all.c_str(), method, optimizer, arguments...);
+    of_object *const answer = of_interpreter.call_method(loader.get(), "ask", all.c_str(), method,
+                                                         optimizer, arguments...);
     if (answer == nullptr)
         throw RaisedInPython();
     return answer;
@@ -73,14 +70,14 @@ template <typename... Arguments>
 bool PythonReader::is_so(const char *method, const char *format, Arguments... arguments) {
     const WithGil gil(*this);
     const Ref answer(ask(method, format, arguments...));
-    return python().is_true(answer.get()) != 0;
+    return of_interpreter.is_true(answer.get()) != 0;
 }
 
 template <typename... Arguments>
 std::string PythonReader::text(const char *method, const char *format, Arguments... arguments) {
     const WithGil gil(*this);
     const Ref answer(ask(method, format, arguments...));
-    const char *const utf8 = python().utf8(answer.get(), nullptr);
+    const char *const utf8 = of_interpreter.utf8(answer.get(), nullptr);
     if (utf8 == nullptr)
         throw RaisedInPython();
     return utf8;
@@ -89,15 +86,15 @@ std::string PythonReader::text(const char *method, const char *format, Arguments
 // ---- seen with the GIL
 
 of_object *PythonReader::attribute(const char *name) const {
-    const Ref all(python().attribute(optimizer, "__dict__"));
-    return all.get() == nullptr ? nullptr : python().dict_item(all.get(), name);
+    const Ref all(of_interpreter.attribute(optimizer, "__dict__"));
+    return all.get() == nullptr ? nullptr : of_interpreter.dict_item(all.get(), name);
 }
 
 bool PythonReader::has_scale() const {
     if (!has(OF_SHIM_READS_SCALE))
         return false;
     const auto is_there = [](const of_object *value) {
-        return value != nullptr && value != python().none;
+        return value != nullptr && value != of_interpreter.none;
     };
     return is_there(attribute("grad_scale")) || is_there(attribute("found_inf"));
 }
@@ -117,13 +114,13 @@ bool PythonReader::is_same_state() const {
 }
 
 bool PythonReader::has_same_options(of_object *groups) const {
-    if (!owner.known.knows_options || !is_exactly(groups, python().list_type))
+    if (!owner.known.knows_options || !is_exactly(groups, of_interpreter.list_type))
         return false;
     Comparison options(owner.known.options), params(owner.known.params);
-    const ssize_t n = python().list_size(groups);
+    const ssize_t n = of_interpreter.list_size(groups);
     for (ssize_t i = 0; i < n; i++) {
-        of_object *const group = python().list_item(groups, i);
-        if (!is_exactly(group, python().dict_type) || !options.next_is_dict(group))
+        of_object *const group = of_interpreter.list_item(groups, i);
+        if (!is_exactly(group, of_interpreter.dict_type) || !options.next_is_dict(group))
             return false;
     }
     if (!options.is_over())
@@ -136,15 +133,15 @@ bool PythonReader::has_same_options(of_object *groups) const {
 
 // Calls visit(list) with the parameters of each group. False: it said so.
 template <typename Visit> bool PythonReader::each_list(const Visit &visit) const {
-    const Ref found(python().attribute(optimizer, "param_groups"));
-    const Ref groups(found.get() == nullptr ? nullptr : python().list_of(found.get()));
-    const ssize_t n = groups.get() == nullptr ? -1 : python().list_size(groups.get());
+    const Ref found(of_interpreter.attribute(optimizer, "param_groups"));
+    const Ref groups(found.get() == nullptr ? nullptr : of_interpreter.list_of(found.get()));
+    const ssize_t n = groups.get() == nullptr ? -1 : of_interpreter.list_size(groups.get());
     bool all = n >= 0;
     for (ssize_t i = 0; all && i < n; i++) {
-        const Ref list = params_of(python().list_item(groups.get(), i));
+        const Ref list = params_of(of_interpreter.list_item(groups.get(), i));
         all = list.get() != nullptr && visit(list.get());
     }
-    if (python().raised() != nullptr)
+    if (of_interpreter.raised() != nullptr)
         throw RaisedInPython();
     return all;
 }
@@ -158,7 +155,7 @@ bool PythonReader::has_params() const {
 Look PythonReader::see() {
     if (has(OF_SHIM_IS_SHARDED) && is_so("are_replaced", ""))
         return {false, false, false};
-    const Ref groups(python().attribute(optimizer, "param_groups"));
+    const Ref groups(of_interpreter.attribute(optimizer, "param_groups"));
     const bool all = groups.get() != nullptr && has_same_options(groups.get());
     const bool params = all || has_params();
     return {params, all || (params && has(OF_SHIM_HAS_NO_OPTIONS)), is_same_state()};
@@ -184,16 +181,16 @@ bool PythonReader::remember_state() {
     for (size_t i = 1; i < found.size(); i += 2)
         known.values.add_dict(found[i]);
     const Ref entries = known.entries.keep(), values = known.values.keep();
-    python().set_attribute(loader.get(), "kept_entries", entries.get());
-    python().set_attribute(loader.get(), "kept_values", values.get());
+    of_interpreter.set_attribute(loader.get(), "kept_entries", entries.get());
+    of_interpreter.set_attribute(loader.get(), "kept_values", values.get());
     return true;
 }
 
 void PythonReader::check_pass(bool only_adds) {
-    if (has(OF_SHIM_COUNTS_PASSES) || (!only_adds && python().set_size(owner.scaled) > 0))
+    if (has(OF_SHIM_COUNTS_PASSES) || (!only_adds && of_interpreter.set_size(owner.scaled) > 0))
         is_so("check_pass", "i", only_adds);
-    const Ref yes(python().boolean(1));
-    python().set_attribute(loader.get(), "marked", yes.get());
+    const Ref yes(of_interpreter.boolean(1));
+    of_interpreter.set_attribute(loader.get(), "marked", yes.get());
 }
 
 // ---- what the ledger asks
@@ -218,17 +215,17 @@ void PythonReader::rebuild() {
     known.knows_options = known.knows_state = false;
     known.params = Objects();
     const Ref traits(ask("tell_params", ""));
-    known.traits = static_cast<int>(python().number(traits.get()));
+    known.traits = static_cast<int>(of_interpreter.number(traits.get()));
     Objects params;
     each_list([&](of_object *list) {
-        for (ssize_t i = 0; i < python().list_size(list); i++)
-            params.add(python().list_item(list, i));
+        for (ssize_t i = 0; i < of_interpreter.list_size(list); i++)
+            params.add(of_interpreter.list_item(list, i));
         params.end();
         return true;
     });
     known.params = std::move(params);
     const Ref kept = known.params.keep();
-    python().set_attribute(loader.get(), "kept_params", kept.get());
+    of_interpreter.set_attribute(loader.get(), "kept_params", kept.get());
 }
 
 void PythonReader::check_rebuild() {
@@ -253,9 +250,9 @@ std::vector<double> PythonReader::numbers(size_t group) {
     const WithGil gil(*this);
     const Ref found(ask("numbers", "n", static_cast<ssize_t>(group)));
     std::vector<double> all;
-    is_constant &= python().is_true(python().tuple_item(found.get(), 0)) != 0;
-    for (ssize_t i = 1; i < python().tuple_size(found.get()); i++)
-        all.push_back(python().real(python().tuple_item(found.get(), i)));
+    is_constant &= of_interpreter.is_true(of_interpreter.tuple_item(found.get(), 0)) != 0;
+    for (ssize_t i = 1; i < of_interpreter.tuple_size(found.get()); i++)
+        all.push_back(of_interpreter.real(of_interpreter.tuple_item(found.get(), i)));
     return all;
 }
 
@@ -268,17 +265,17 @@ void PythonReader::remember_options() {
     Remembered &known = owner.known;
     known.options = Objects();
     known.lists.clear();
-    const Ref groups(python().attribute(optimizer, "param_groups"));
-    if (groups.get() == nullptr || !is_exactly(groups.get(), python().list_type))
+    const Ref groups(of_interpreter.attribute(optimizer, "param_groups"));
+    if (groups.get() == nullptr || !is_exactly(groups.get(), of_interpreter.list_type))
         return;
-    const ssize_t n = python().list_size(groups.get());
+    const ssize_t n = of_interpreter.list_size(groups.get());
     for (ssize_t i = 0; i < n; i++) {
-        of_object *const group = python().list_item(groups.get(), i);
+        of_object *const group = of_interpreter.list_item(groups.get(), i);
         known.options.add_dict(group);
-        known.lists.push_back(python().dict_item(group, "params"));
+        known.lists.push_back(of_interpreter.dict_item(group, "params"));
     }
     const Ref kept = known.options.keep();
-    python().set_attribute(loader.get(), "kept_options", kept.get());
+    of_interpreter.set_attribute(loader.get(), "kept_options", kept.get());
 }
 
 void PythonReader::tell_state() {
@@ -329,9 +326,9 @@ void PythonReader::end(bool done) {
         return;
     const WithGil gil(*this);
     if (done)
-        python().run_signal_handlers();
+        of_interpreter.run_signal_handlers();
     Raised error; // of a step that has failed
-    python().fetch(&error.type, &error.value, &error.trace);
+    of_interpreter.fetch(&error.type, &error.value, &error.trace);
     try {
         if (has(OF_SHIM_ASKS))
             is_so("end", "i", done);
@@ -342,12 +339,12 @@ void PythonReader::end(bool done) {
     if (done)
         held = error;
     else
-        python().restore(error.type, error.value, error.trace);
+        of_interpreter.restore(error.type, error.value, error.trace);
 }
 
 void PythonReader::raise_held() {
     if (held.type != nullptr)
-        python().restore(held.type, held.value, held.trace);
+        of_interpreter.restore(held.type, held.value, held.trace);
     held = Raised();
 }
 
@@ -404,8 +401,8 @@ std::vector<size_t> PythonReader::groups_now() {
     std::unordered_map<const void *, size_t> groups;
     size_t group = 0;
     each_list([&](of_object *list) {
-        for (ssize_t i = 0; i < python().list_size(list); i++)
-            groups[python().list_item(list, i)] = group;
+        for (ssize_t i = 0; i < of_interpreter.list_size(list); i++)
+            groups[of_interpreter.list_item(list, i)] = group;
         return ++group != 0;
     });
     std::vector<size_t> found;

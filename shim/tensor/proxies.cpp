@@ -10,21 +10,21 @@ namespace optfuse {
 namespace {
 
 // Leaked: tensors may be used after destructors have run.
-struct Table {
+struct ProxyTable {
     std::mutex lock; // guards the entries
     std::unordered_map<const c10::TensorImpl *, const c10::StorageImpl *> entries;
     std::atomic<size_t> n{0}; // of them; read without the lock, as lock_free.h says of a count
 };
 
-Table &table() {
-    static auto *only = new Table;
+ProxyTable &proxy_table() {
+    static auto *only = new ProxyTable;
     return *only;
 }
 
 } // namespace
 
 void add_proxies(const c10::StorageImpl *key, const Proxies &tensors) {
-    Table &all = table();
+    ProxyTable &all = proxy_table();
     const std::lock_guard<std::mutex> guard(all.lock);
     for (const c10::TensorImpl *tensor : tensors)
         all.entries[tensor] = key;
@@ -34,7 +34,7 @@ void add_proxies(const c10::StorageImpl *key, const Proxies &tensors) {
 void remove_proxies(const c10::StorageImpl *key, const Proxies &tensors) {
     if (tensors.empty())
         return;
-    Table &all = table();
+    ProxyTable &all = proxy_table();
     const std::lock_guard<std::mutex> guard(all.lock);
     for (const c10::TensorImpl *tensor : tensors) {
         const auto found = all.entries.find(tensor);
@@ -45,7 +45,7 @@ void remove_proxies(const c10::StorageImpl *key, const Proxies &tensors) {
 }
 
 const c10::StorageImpl *key_of_proxy(const c10::TensorImpl *tensor) {
-    Table &all = table();
+    ProxyTable &all = proxy_table();
     if (all.n.load(std::memory_order_acquire) == 0)
         return nullptr;
     const std::lock_guard<std::mutex> guard(all.lock);

@@ -26,18 +26,18 @@
 namespace optfuse {
 namespace {
 
-enum class Kind : unsigned char { STANDIN, BOOL, INT, DOUBLE, NOTHING, TEXT, DEVICE, LIST };
+enum class TokenKind : unsigned char { STANDIN, BOOL, INT, DOUBLE, NOTHING, TEXT, DEVICE, LIST };
 
 // Part of an argument. Lists come with their length, then their elements.
 struct Token {
-    Kind kind;
+    TokenKind kind;
     int64_t bits; // a stand-in's address, a number's bits, a length
     std::string text = {};
 
-    bool is_number() const { return kind >= Kind::BOOL && kind <= Kind::DOUBLE; }
+    bool is_number() const { return kind >= TokenKind::BOOL && kind <= TokenKind::DOUBLE; }
     double value() const {
         double x = static_cast<double>(bits);
-        if (kind == Kind::DOUBLE)
+        if (kind == TokenKind::DOUBLE)
             std::memcpy(&x, &bits, sizeof x);
         return x;
     }
@@ -46,7 +46,7 @@ struct Token {
 Token token_of(double x) {
     int64_t bits;
     std::memcpy(&bits, &x, sizeof bits);
-    return Token{Kind::DOUBLE, bits};
+    return Token{TokenKind::DOUBLE, bits};
 }
 
 struct Noted {
@@ -89,9 +89,9 @@ bool number_in(const at::Tensor &tensor, Token *token) {
     if (tensor.scalar_type() == at::kDouble)
         *token = token_of(*static_cast<const double *>(at));
     else if (tensor.scalar_type() == at::kLong)
-        *token = Token{Kind::INT, *static_cast<const int64_t *>(at)};
+        *token = Token{TokenKind::INT, *static_cast<const int64_t *>(at)};
     else if (tensor.scalar_type() == at::kBool)
-        *token = Token{Kind::BOOL, *static_cast<const bool *>(at)};
+        *token = Token{TokenKind::BOOL, *static_cast<const bool *>(at)};
     else
         return false;
     return true;
@@ -103,32 +103,32 @@ bool each_token(const c10::IValue &value, size_t element, const Take &take) {
     if (value.isTensor()) {
         const at::Tensor &tensor = value.toTensor();
         const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-        Token token = {Kind::STANDIN, reinterpret_cast<int64_t>(impl)};
+        Token token = {TokenKind::STANDIN, reinterpret_cast<int64_t>(impl)};
         if (!tensor.defined())
-            token = Token{Kind::NOTHING, 0};
+            token = Token{TokenKind::NOTHING, 0};
         else if (!is_standin(impl) && !number_in(tensor, &token))
             return false;
         return take(token, element);
     }
     if (value.isNone())
-        return take(Token{Kind::NOTHING, 0}, element);
+        return take(Token{TokenKind::NOTHING, 0}, element);
     if (value.isDouble())
         return take(token_of(value.toDouble()), element);
     if (value.isInt())
-        return take(Token{Kind::INT, value.toInt()}, element);
+        return take(Token{TokenKind::INT, value.toInt()}, element);
     if (value.isBool())
-        return take(Token{Kind::BOOL, value.toBool()}, element);
+        return take(Token{TokenKind::BOOL, value.toBool()}, element);
     if (value.isString())
-        return take(Token{Kind::TEXT, 0, value.toStringRef()}, element);
+        return take(Token{TokenKind::TEXT, 0, value.toStringRef()}, element);
     if (value.isDevice()) {
         const c10::Device device = value.toDevice();
         const auto type = static_cast<int64_t>(device.type());
-        return take(Token{Kind::DEVICE, type << 8 | (device.index() & 0xff)}, element);
+        return take(Token{TokenKind::DEVICE, type << 8 | (device.index() & 0xff)}, element);
     }
     if (!value.isList())
         return false;
     const auto elements = value.toListRef();
-    if (!take(Token{Kind::LIST, static_cast<int64_t>(elements.size())}, element))
+    if (!take(Token{TokenKind::LIST, static_cast<int64_t>(elements.size())}, element))
         return false;
     for (size_t i = 0; i < elements.size(); i++)
         if (!each_token(elements[i], i, take))
@@ -140,7 +140,7 @@ bool has_standins(const c10::OperatorHandle &op, const torch::jit::Stack &stack)
     bool found = false;
     for (const c10::IValue &value : torch::jit::last(stack, op.schema().arguments().size()))
         each_token(value, 0, [&found](const Token &token, size_t) {
-            found |= token.kind == Kind::STANDIN;
+            found |= token.kind == TokenKind::STANDIN;
             return true;
         });
     return found;
