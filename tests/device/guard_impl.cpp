@@ -126,11 +126,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
         const c10::DeviceGuard guard(storage.device());
-        c10::DataPtr memory = allocator()->allocate(bytes);
+        c10::DataPtr fresh = allocator()->allocate(bytes);
         const size_t kept = std::min(bytes, storage.nbytes());
         if (kept != 0)
-            std::memcpy(memory.get(), storage.data(), kept);
-        storage.set_data_ptr_noswap(std::move(memory));
+            std::memcpy(fresh.get(), storage.data(), kept);
+        storage.set_data_ptr_noswap(std::move(fresh));
         storage.set_nbytes(bytes);
     }
 };
