@@ -232,7 +232,8 @@ class Trial:
 
     def _take_alone(self, small: Small, before: Settings, what: str, must: bool) -> Settings | None:
         """None: it raises an error."""
-        settings = copied_settings(before)
+        own = {small.group: before.options[small.group]}
+        settings = copied_settings(Settings(before.attributes, own))
         attributes = {**self._not_own, **settings.attributes}
         options = settings.options[small.group]
 
