@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 
@@ -21,11 +22,17 @@ from optfuse._library import started
 PACKAGE = Path(optfuse.__file__).parent
 
 
-def doctor(*arguments, cwd="/", **variables):
+def doctor(*arguments, cwd="/", fresh=True, **variables):
+    """fresh: in an interpreter that has not imported torch yet."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    if not fresh:
+        return forked_python.run(
+            forked_python.module("optfuse", "doctor", *arguments), cwd, env, timeout=120
+        )
     return subprocess.run(
         [sys.executable, "-m", "optfuse", "doctor", *arguments],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env=env,
         capture_output=True,
         text=True,
         timeout=120,
@@ -64,7 +71,7 @@ def test_it_finds_nothing_here():
 
 
 def test_verbose_adds_numbers_to_the_same_lines():
-    done = doctor("--verbose")
+    done = doctor("--verbose", fresh=False)
     assert problems(done) == []
     assert re.search(r"relies on is as expected \[\d+ replaced, \d+ used\]", done.stdout)
     assert re.search(r"built for this torch \[abi \d+, .*torch 2\.\d+\]", done.stdout)
@@ -120,7 +127,8 @@ def test_no_name_of_a_user_or_machine_is_printed(tmp_path):
     home.mkdir()
     for file in (build, build.with_suffix(".json")):
         shutil.copy(file, home)
-    done = doctor(HOME=str(home), OPTFUSE_LIBRARY=str(home / build.name), USER="alice")
+    variables = {"HOME": str(home), "OPTFUSE_LIBRARY": str(home / build.name), "USER": "alice"}
+    done = doctor(fresh=False, **variables)
     assert problems(done) == []
     assert f"~/{build.name}" in done.stdout
     assert "alice" not in done.stdout and str(tmp_path) not in done.stdout
@@ -186,7 +194,7 @@ def test_a_file_that_is_no_library(tmp_path):
 
 
 def test_it_works_with_optfuse_disabled():
-    done = doctor(OPTFUSE_DISABLE="1")
+    done = doctor(fresh=False, OPTFUSE_DISABLE="1")
     assert problems(done) == []
     assert "OPTFUSE_DISABLE is set: fuse() does nothing" in done.stdout
 
@@ -228,7 +236,7 @@ def test_a_use_that_is_not_seen_is_a_problem(tmp_path):
     guards = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
     if not guards:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY is not set; tests/run sets it")
-    done = doctor(OPTFUSE_LIBRARY=guards, OPTFUSE_TEST_GUARDS_OFF="raw")
+    done = doctor(fresh=False, OPTFUSE_LIBRARY=guards, OPTFUSE_TEST_GUARDS_OFF="raw")
     found = problems(done)
     assert found and all(line.startswith("first use:") for line in found), done.stdout
     assert any("data_ptr()" in line for line in found)
