@@ -4,11 +4,9 @@ library, with PyTorch's bits, and PyTorch's own where that can't be."""
 
 import gc
 import math
-import os
 import pickle
-import subprocess
-import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import generated_gradients
@@ -16,6 +14,7 @@ import pytest
 import torch
 from clip_scripts import DTYPES, STEPS, TIGHT, backward, gradients, long_net, twin_of
 from common import adamw, assert_same_tensor, everything, loss_of, net, python_ok, same
+from several import run_script
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -293,9 +292,8 @@ def test_summary_says_who_finds_norms():
 @pytest.mark.parametrize("capability", ("default", "avx2", "avx512"))
 def test_generated_gradients(capability):
     """A sample; docs/numerics.md has the count of a whole run."""
-    script = os.path.join(os.path.dirname(__file__), "generated_gradients.py")
-    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    done = subprocess.run([sys.executable, script, "400"], env=env, capture_output=True, text=True)
+    script = Path(__file__).with_name("generated_gradients.py")
+    done = run_script([script, "400"], ATEN_CPU_CAPABILITY=capability)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

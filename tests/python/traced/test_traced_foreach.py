@@ -140,7 +140,7 @@ def test_lists_have_the_bits_of_the_operator(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_lists_on_other_cpus(capability: str) -> None:
     code = "import folders, test_traced_foreach as t; print([t._what_differs(d) for d in t.DTYPES])"
-    said = python_ok(code, fresh=True, ATEN_CPU_CAPABILITY=capability)
+    said = python_ok(code, ATEN_CPU_CAPABILITY=capability)
     assert said.splitlines()[-1] == str([[]] * len(DTYPES))
 
 
