@@ -2,15 +2,12 @@
 """K-FAC's factors on a GPU are packed, merged and unpacked by kernels of ours: with the CPU's
 bits, on the stream that is current, and never inside a graph that is being captured."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import fakecuda
 import pytest
 import torch
-from common import assert_same
+from common import assert_same, python
 from fakecuda import NAME
 from legal import loss_of, net, to_host
 
@@ -191,10 +188,10 @@ def test_without_the_guard_replays_would_go_uncounted(monkeypatch):
 
 WITHOUT = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, {folder!r})
 import fakecuda
 fakecuda.load(blas=False)
-os.environ["OPTFUSE_CUDA_LIBRARY"] = sys.argv[2]
+os.environ["OPTFUSE_CUDA_LIBRARY"] = {library!r}
 import torch, optfuse
 model = torch.nn.Linear(3, 2).to(fakecuda.NAME)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -205,8 +202,7 @@ optfuse.kfac(model, optimizer)
 def test_without_kernels_the_error_says_why(tmp_path):
     broken = tmp_path / "kernels.so"
     broken.write_bytes(b"none")
-    command = [sys.executable, "-c", WITHOUT, str(Path(__file__).parent), str(broken)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+    done = python(WITHOUT.format(folder=str(Path(__file__).parent), library=str(broken)))
     assert done.returncode != 0
     assert "optfuse: factors on a GPU: the library of CUDA kernels does not load" in done.stderr
 

@@ -3,16 +3,15 @@
 than the core's is refused when it is loaded."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from common import python
 
 OPTIONS = b" lr beta1 beta2 eps weight_decay"
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, {folder!r})
 import fakecuda
 fakecuda.load(blas=False)
 import torch, optfuse
@@ -25,11 +24,8 @@ print("updated", float(p.detach().cpu()[0]) != 1.0)
 
 
 def update_with(library):
-    environment = os.environ | {"OPTFUSE_CUDA_LIBRARY": str(library)}
-    here = str(Path(__file__).parent)
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, here], env=environment, capture_output=True, text=True
-    )
+    script = SCRIPT.format(folder=str(Path(__file__).parent))
+    return python(script, OPTFUSE_CUDA_LIBRARY=str(library))
 
 
 @pytest.mark.parametrize("swapped", [False, True])
