@@ -5,14 +5,13 @@ of docs/layerpipe.md."""
 import copy
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from common import assert_same, python_ok
+from several import started
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
@@ -378,17 +377,10 @@ dist.destroy_process_group()
 def test_the_plan_of_the_first_process_is_everybodys(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors
+    outputs = [tmp_path / f"output-{rank}" for rank in range(2)]
+    ranks = [started(out, script, i, tmp_path / "store") for i, out in enumerate(outputs)]
+    for rank, out in zip(ranks, outputs, strict=True):
+        assert rank.wait(timeout=120) == 0, Path(f"{out}.errors").read_text()
 
 
 @pytest.fixture(scope="module")
