@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from several import finished, printed, printed_by_two
+from several import finished, launched, printed, printed_by_two
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
 MODES = ("forward", "backward")
@@ -125,6 +125,11 @@ def test_children_fuse_as_well(mode, method):
     assert fused(done.stderr, mode) == ["AdamW", "AdamW"]
 
 
+def torchrun(*arguments):
+    """A launcher outside of the run; its own start is not what is tested."""
+    return launched(*TORCHRUN[2:], *arguments, cwd=SCRIPTS)
+
+
 @functools.cache
 def two_ranks(*arguments):
     """The output of a script that torchrun starts twice."""
@@ -136,7 +141,7 @@ def two_ranks(*arguments):
     [pytest.param("forward", "after", marks=pytest.mark.full), ("backward", "before")],
 )
 def test_torchrun_and_a_model_that_is_made_before_or_after(mode, order):
-    done = succeeded(python(*TORCHRUN, *RUN, "-v", "--mode", mode, "parallel.py", order))
+    done = succeeded(torchrun(*RUN, "-v", "--mode", mode, "parallel.py", order))
     assert done.stdout == two_ranks("parallel.py", order), done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("optfuse: fused")]
     assert said == [f"optfuse: fused 1 optimizer (AdamW) in {mode} mode"] * 2, done.stderr
@@ -144,7 +149,7 @@ def test_torchrun_and_a_model_that_is_made_before_or_after(mode, order):
 
 def test_a_model_that_backward_mode_cant_follow():
     arguments = ("parallel.py", "after", "find_unused_parameters")
-    done = succeeded(python(*TORCHRUN, *RUN, "--mode", "backward", *arguments))
+    done = succeeded(torchrun(*RUN, "--mode", "backward", *arguments))
     assert done.stdout == two_ranks(*arguments), done.stderr
     assert "AdamW is fused in forward mode: backward mode can't update behind" in done.stderr
     assert "optfuse: fused 1 optimizer (AdamW) in forward mode" in done.stderr
