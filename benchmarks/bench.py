@@ -27,6 +27,7 @@ import memory
 import pipeline_flush
 import pipeline_plan
 import pipeline_run
+import pipeline_sleep
 import promised_gradients
 import reorder
 import small
@@ -61,6 +62,7 @@ SECTIONS = {
     "pipeline-plan": pipeline_plan.section,
     "pipeline-flush": pipeline_flush.section,
     "pipeline-run": pipeline_run.section,
+    "pipeline-sleep": pipeline_sleep.section,
 }
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
@@ -77,6 +79,7 @@ OF_ANY_OPTIMIZER = (
     "pipeline-plan",
     "pipeline-flush",
     "pipeline-run",
+    "pipeline-sleep",
 )
 HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
@@ -96,7 +99,8 @@ HELP = """sections:
   delay    accuracy with late updates, and what they cost in one process
   pipeline-plan  simulated gains of layer pipelines over PipeDream, 2 to 9 processes
   pipeline-flush  simulated pipelines without delays, beside torch.distributed.pipelining's
-  pipeline-run  seconds a batch of each strategy, on two processes"""
+  pipeline-run  seconds a batch of each strategy, on two processes
+  pipeline-sleep  the schedules of pipeline-flush on four processes whose tasks sleep"""
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = f"git -C {ROOT} describe --always --exclude=* --dirty=+ 2>/dev/null || echo unknown"
 SETTINGS = ("device", "optimizer", "model", "seconds", "rounds", "quick")
