@@ -28,11 +28,11 @@ typedef struct of_layer_use {
     bool recomputed;     /* inside backward, as checkpointing does */
 } of_layer_use;
 
-typedef enum of_layer_task {
-    OF_LAYER_FORWARD,
-    OF_LAYER_INPUT_GRADIENT,
-    OF_LAYER_WEIGHT_GRADIENT
-} of_layer_task;
+/* The tasks of one use, run in its forward pass for the sake of their time. */
+typedef struct of_layer_rehearsal {
+    double began, ended; /* the forward pass of this use, with its rehearsal: by CLOCK_MONOTONIC */
+    double forward, input_gradient, weight_gradient; /* seconds */
+} of_layer_rehearsal;
 
 /* Tasks that run at once have higher priorities than these. */
 enum { OF_PRIORITIES = 1 << 20 };
@@ -51,10 +51,9 @@ typedef struct of_layer_user {
     uint64_t (*wait)(void *ctx, size_t layer, uint64_t bytes);
     /* That dW has run, or never will. */
     void (*done)(void *ctx, size_t layer);
-    /* Whether took() is wanted now; and, of each task on the CPU, when it ran. The clock is
-     * CLOCK_MONOTONIC, in seconds. */
-    bool (*is_timed)(void *ctx);
-    void (*took)(void *ctx, size_t layer, of_layer_task task, double began, double ended);
+    /* Whether uses are to be rehearsed now, and what a rehearsal has found. */
+    bool (*is_rehearsed)(void *ctx);
+    void (*rehearsed)(void *ctx, size_t layer, const of_layer_rehearsal *found);
 } of_layer_user;
 
 #ifdef __cplusplus

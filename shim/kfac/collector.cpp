@@ -12,6 +12,7 @@
 
 #include <utility>
 
+#include "clock.h"
 #include "error.h"
 #include "kfac/gram.h"
 #include "kfac/packed.h"

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "clock.h"
 #include "planners/layer_user.h"
 #include "promises/layer.h"
 
@@ -25,34 +24,11 @@ struct Layer {
     Layer(const Layer &) = delete;
     Layer &operator=(const Layer &) = delete;
 
-    // Runs a task of the layer, and tells how long it took if somebody wants to know.
-    template <class Work> auto timed(of_layer_task task, const Work &work) const {
-        const Clock clock(*this, task);
-        return work();
-    }
-
     size_t number;
     std::string name; // of the module, as errors and profilers name it
     of_layer_user user;
     const bool beside;                  // dW is wanted on the side stream
     std::atomic<bool> is_beside{false}; // in the last forward pass dW got there
-
-  private:
-    struct Clock {
-        Clock(const Layer &of, of_layer_task is)
-            : layer(of), task(is), runs(of.user.is_timed(of.user.ctx)),
-              began(runs ? seconds_now() : 0) {}
-        ~Clock() {
-            if (runs)
-                layer.user.took(layer.user.ctx, layer.number, task, began, seconds_now());
-        }
-        Clock(const Clock &) = delete;
-        Clock &operator=(const Clock &) = delete;
-        const Layer &layer;
-        of_layer_task task;
-        bool runs;
-        double began;
-    };
 };
 
 // A convolution's options, each of two dimensions.
@@ -136,9 +112,6 @@ struct LayerUse {
                : known.watched      ? known.watched->name
                : known.input_weight ? known.input_weight->name
                                     : known.promising->label();
-    }
-    template <class Work> auto timed(of_layer_task task, const Work &work) const {
-        return known.layer ? known.layer->timed(task, work) : work();
     }
 };
 

@@ -21,9 +21,11 @@
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "clock.h"
 #include "error.h"
 #include "gpu/device.h"
 #include "layers/layer.h"
+#include "layers/rehearsal.h"
 #include "layers/tasks.h"
 
 namespace optfuse {
@@ -97,15 +99,28 @@ LayerUse begin_use(Known known, const at::Tensor &x, const at::Tensor &w, const 
     return {std::move(known), collection, use.recomputed};
 }
 
+// Computes the output of a use, below autograd, and puts the two nodes behind it.
+template <class Forward>
+at::Tensor with_tasks(const LayerUse &use, const at::Tensor &x, const at::Tensor &w,
+                      const at::Tensor &bias, const ConvOptions *conv, const Forward &forward) {
+    const bool rehearses = is_rehearsed(use);
+    const double began = rehearses ? seconds_now() : 0;
+    const at::Tensor y = [&] {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return forward();
+    }();
+    if (rehearses)
+        rehearse(use, began, y, x, w, bias, conv);
+    make_tasks(use, y, x, w, bias, conv);
+    return y;
+}
+
 // x and y of two dimensions.
 at::Tensor linear_2d(const LayerUse &use, const at::Tensor &x, const at::Tensor &w,
                      const at::Tensor &bias) {
-    const at::Tensor y = use.timed(OF_LAYER_FORWARD, [&] {
-        const at::AutoDispatchBelowADInplaceOrView below;
+    return with_tasks(use, x, w, bias, nullptr, [&] {
         return bias.defined() ? at::addmm(bias, x, w.t()) : at::mm(x, w.t());
     });
-    make_tasks(use, y, x, w, bias, nullptr);
-    return y;
 }
 
 // As at::linear reshapes; reshape() and view() record themselves.
@@ -173,12 +188,7 @@ at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b
     const LayerUse use = begin_use(known, x, w, bias, outputs);
     if (!use.known)
         return stock();
-    const at::Tensor y = use.timed(OF_LAYER_FORWARD, [&] {
-        const at::AutoDispatchBelowADInplaceOrView below;
-        return stock();
-    });
-    make_tasks(use, y, x, w, bias, &options);
-    return y;
+    return with_tasks(use, x, w, bias, &options, stock);
 }
 
 const torch::autograd::Node *cast_of(const at::Tensor &w) {

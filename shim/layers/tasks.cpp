@@ -150,7 +150,7 @@ struct WeightTask final : Task {
             const bool beside = streams && is_on_side(*streams);
             if (beside)
                 borrow();
-            use.timed(OF_LAYER_WEIGHT_GRADIENT, [&] { compute(g, out); });
+            compute(g, out);
             if (beside)
                 return_at_end(next_edges(), *streams);
         }
@@ -225,7 +225,7 @@ struct InputTask final : Task {
             show(g);
         if (!g.defined())
             return out;
-        use.timed(OF_LAYER_INPUT_GRADIENT, [&] { compute(g, out); });
+        compute(g, out);
         if (task_should_compute_output(1) && OF_GUARD(hand_on)) {
             out[1] = g;
             weight->dy.note(g);
@@ -282,12 +282,6 @@ Edge edge_of(const at::Tensor &t) {
     return t.defined() && t.requires_grad() ? torch::autograd::impl::gradient_edge(t) : Edge();
 }
 
-// Numbers of this thread's nodes are above those of tasks that wait.
-void leave_room_for_waiting() {
-    while (at::sequence_number::peek() < OF_PRIORITIES)
-        at::sequence_number::get_and_increment();
-}
-
 // As stock's formulas ask.
 bool is_by_rows(const at::Tensor &t) {
     return t.stride(1) == 1 && t.stride(0) == t.size(1);
@@ -326,6 +320,11 @@ void place(WeightTask *task, const at::Tensor &y, const at::Tensor &w, const at:
 }
 
 } // namespace
+
+void leave_room_for_waiting() {
+    while (at::sequence_number::peek() < OF_PRIORITIES)
+        at::sequence_number::get_and_increment();
+}
 
 void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, const at::Tensor &w,
                 const at::Tensor &bias, const ConvOptions *conv) {

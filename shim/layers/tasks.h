@@ -20,4 +20,7 @@ namespace optfuse {
 void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, const at::Tensor &w,
                 const at::Tensor &bias, const ConvOptions *conv);
 
+// Numbers of this thread's nodes are from here on above those of tasks that wait.
+void leave_room_for_waiting();
+
 } // namespace optfuse

@@ -5,6 +5,7 @@
 
 #include "error.h"
 #include "layers/layer.h"
+#include "layers/tasks.h"
 #include "planners/reorder/reordering.h"
 
 namespace optfuse {
@@ -34,6 +35,7 @@ int64_t reorder(const std::vector<at::Tensor> &weights, const std::vector<std::s
     choice.budget_bytes = static_cast<uint64_t>(budget);
     choice.held = chosen.get();
     of_reordering *made = nullptr;
+    leave_room_for_waiting(); // below the nodes of what runs before the first layer, too
     check(of_reordering_create(&choice, never.get(), n, &made));
     try {
         know_layers(of_reordering_user(made), weights, names,
@@ -88,26 +90,27 @@ std::vector<int64_t> held_by_reordering(int64_t reordering) {
     return {static_cast<int64_t>(now), static_cast<int64_t>(most)};
 }
 
-// Times the iterations from here on, or no more.
-void time_reordering(int64_t reordering, bool on) {
-    of_reordering_time(at_address(reordering), on);
+// In forward passes from here on tasks are run for the sake of their time, or no more.
+void rehearse_reordering(int64_t reordering, bool on) {
+    of_reordering_rehearse(at_address(reordering), on);
 }
 
-// The best k of "reverse_first", and the seconds that an iteration then takes, computes and
-// waits for messages. extra: bytes allowed; below 0: any.
-std::tuple<int64_t, double, double, double> best_k(int64_t reordering, double latency,
-                                                   double seconds_per_byte, int64_t bucket_bytes,
-                                                   int64_t first_bucket_bytes, bool await_first_use,
-                                                   int64_t extra) {
+// The k of "reverse_first" that is worth it, and the seconds that an iteration then takes,
+// computes and waits for messages; and takes in stock's order. bytes_before: of parameters whose
+// gradients come with the last dX; extra: bytes allowed; below 0: any.
+std::tuple<int64_t, double, double, double, double>
+best_k(int64_t reordering, double latency, double seconds_per_byte, int64_t bucket_bytes,
+       int64_t first_bucket_bytes, bool await_first_use, int64_t bytes_before, int64_t extra) {
     of_network network = {};
     network.link = {latency, seconds_per_byte};
     network.bucket_bytes = static_cast<uint64_t>(bucket_bytes);
     network.first_bucket_bytes = static_cast<uint64_t>(first_bucket_bytes);
-    size_t k = 0;
-    of_reorder_times times = {};
+    of_reordering_best best = {};
     check(of_reordering_best_k(at_address(reordering), &network, await_first_use,
-                               extra < 0 ? UINT64_MAX : static_cast<uint64_t>(extra), &k, &times));
-    return {static_cast<int64_t>(k), times.iteration, times.compute, times.exposed};
+                               static_cast<uint64_t>(bytes_before),
+                               extra < 0 ? UINT64_MAX : static_cast<uint64_t>(extra), &best));
+    return {static_cast<int64_t>(best.k), best.times.iteration, best.times.compute,
+            best.times.exposed, best.stock.iteration};
 }
 
 void choose_k(int64_t reordering, int64_t k) {
@@ -127,9 +130,10 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("stop_reordering(int reordering) -> ()", optfuse::stop_reordering);
     m.def("plan_of_reordering(int reordering) -> int[]", optfuse::plan_of_reordering);
     m.def("beside_in_reordering(int reordering) -> int[]", optfuse::beside_in_reordering);
-    m.def("time_reordering(int reordering, bool on) -> ()", optfuse::time_reordering);
+    m.def("rehearse_reordering(int reordering, bool on) -> ()", optfuse::rehearse_reordering);
     m.def("best_k(int reordering, float latency, float seconds_per_byte, int bucket_bytes, "
-          "int first_bucket_bytes, bool await_first_use, int extra) -> (int, float, float, float)",
+          "int first_bucket_bytes, bool await_first_use, int bytes_before, int extra) -> "
+          "(int, float, float, float, float)",
           optfuse::best_k);
     m.def("choose_k(int reordering, int k) -> ()", optfuse::choose_k);
     m.def("held_by_reordering(int reordering) -> int[]", optfuse::held_by_reordering);

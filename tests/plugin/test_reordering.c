@@ -170,6 +170,105 @@ START_TEST(nothing_waits_after_the_end) {
 }
 END_TEST
 
+/* A forward pass of layers with so many bytes of weights and seconds of dW; F and dX take 1 s. */
+static void rehearsed_forward(const of_training *t, const uint64_t *bytes, const double *dw,
+                              size_t n, double between) {
+    double now = 1;
+    for (size_t i = 0; i < n; i++) {
+        const of_layer_use sizes = {.weight_bytes = bytes[i], .has_input_gradient = i != 0};
+        ck_assert(t->user.use(t->user.ctx, i, &sizes));
+        ck_assert(t->user.is_rehearsed(t->user.ctx));
+        const of_layer_rehearsal found = {.began = now,
+                                          .ended = now + 100,
+                                          .forward = 1,
+                                          .input_gradient = i != 0,
+                                          .weight_gradient = dw[i]};
+        t->user.rehearsed(t->user.ctx, i, &found);
+        now += 100 + between;
+    }
+}
+
+static of_reordering_best best_of(const of_training *t, uint64_t bytes_before) {
+    const of_network second_a_byte = {.link.seconds_per_byte = 1};
+    of_reordering_best best = {.k = 99};
+    ck_assert_int_eq(
+        of_reordering_best_k(t->reordering, &second_a_byte, false, bytes_before, UINT64_MAX, &best),
+        OF_OK);
+    return best;
+}
+
+static of_training rehearsing(const bool *fixed) {
+    of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_STOCK}, fixed);
+    ck_assert(!t.user.is_rehearsed(t.user.ctx));
+    of_reordering_rehearse(t.reordering, true);
+    return t;
+}
+
+/* wide_first of test_reorder_simulate.c, and what is computed by hand there. */
+static const uint64_t bytes[] = {10, 1, 1, 1};
+static const double dw[] = {2, 2, 2, 2};
+
+START_TEST(the_best_order_is_found_after_one_forward_pass) {
+    of_training t = rehearsing(NULL);
+    rehearsed_forward(&t, bytes, dw, 4, 0);
+    of_reordering_best best = best_of(&t, 0);
+    ck_assert_uint_eq(best.k, 4);
+    ck_assert_double_eq(best.stock.iteration, 25);
+    ck_assert_double_eq(best.times.iteration, 22);
+    ck_assert_double_eq(best.times.compute, 15);
+    of_reordering_release(t.reordering);
+
+    t = rehearsing(NULL); /* half a second between layers, each way */
+    rehearsed_forward(&t, bytes, dw, 4, 0.5);
+    best = best_of(&t, 0);
+    ck_assert_double_eq(best.stock.compute, 15 + 2 * 3 * 0.5);
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
+/* The first layer's message, of 100 s, begins earlier by the seconds of the second one's dW, and
+ * 101 s remain. */
+static size_t k_that_gains(double seconds) {
+    const uint64_t two[] = {100, 1};
+    const double late[] = {0, seconds};
+    of_training t = rehearsing(NULL);
+    rehearsed_forward(&t, two, late, 2, 0);
+    const of_reordering_best best = best_of(&t, 0);
+    ck_assert(best.k != 0 || best.times.iteration == best.stock.iteration);
+    of_reordering_release(t.reordering);
+    return best.k;
+}
+
+START_TEST(a_gain_of_less_than_three_percent_is_none) {
+    ck_assert_uint_eq(k_that_gains(0), 0);
+    ck_assert_uint_eq(k_that_gains(3.0), 0); /* 107.0 s for 104 s: 2.9 % */
+    ck_assert_uint_eq(k_that_gains(3.2), 2); /* 107.2 s: 3.1 % */
+}
+END_TEST
+
+START_TEST(parameters_before_the_layers_are_sent_first) {
+    const uint64_t one[] = {1};
+    const double late[] = {50};
+    of_training t = rehearsing(NULL);
+    rehearsed_forward(&t, one, late, 1, 0);
+    ck_assert_uint_eq(best_of(&t, 0).k, 0); /* one layer has nothing to wait for */
+    const of_reordering_best best = best_of(&t, 100);
+    ck_assert_uint_eq(best.k, 1);
+    ck_assert_double_eq(best.stock.iteration, 50 + 101 + 1);
+    ck_assert_double_eq(best.times.iteration, 101 + 1);
+    of_reordering_release(t.reordering);
+
+    const bool fixed[N] = {[1] = true}; /* its weight is an embedding's, too */
+    const uint64_t shared[] = {1, 100};
+    const double both[] = {50, 7};
+    t = rehearsing(fixed);
+    rehearsed_forward(&t, shared, both, 2, 0);
+    ck_assert_uint_eq(best_of(&t, 0).k, 1);
+    ck_assert_double_eq(best_of(&t, 0).stock.iteration, 1 + 7 + 50 + 101 + 2);
+    of_reordering_release(t.reordering);
+}
+END_TEST
+
 START_TEST(too_many_layers_are_refused) {
     of_reordering *none;
     const of_reorder_choice choice = {.schedule = OF_REORDER_LAST};
@@ -188,6 +287,9 @@ int main(void) {
     tcase_add_test(tests, the_budget_counts_what_other_passes_keep);
     tcase_add_test(tests, the_order_is_that_of_the_last_forward_pass);
     tcase_add_test(tests, nothing_waits_after_the_end);
+    tcase_add_test(tests, the_best_order_is_found_after_one_forward_pass);
+    tcase_add_test(tests, a_gain_of_less_than_three_percent_is_none);
+    tcase_add_test(tests, parameters_before_the_layers_are_sent_first);
     tcase_add_test(tests, too_many_layers_are_refused);
     suite_add_tcase(suite, tests);
     return run(suite);

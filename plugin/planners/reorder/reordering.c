@@ -13,17 +13,16 @@
 
 /* The state of one layer. */
 typedef struct of_layer_state {
-    of_layer_work work; /* of all uses in the last forward pass */
+    of_layer_work work; /* of all uses in the last forward pass; with seconds, if rehearsed */
     uint32_t place;
-    uint32_t live;     /* uses that the host has not forgotten */
-    uint32_t waiting;  /* dW that wait now */
-    uint32_t waited;   /* since none did */
-    uint64_t kept;     /* counted in of_reordering.held */
-    uint64_t pass;     /* in which it was decided whether this layer waits */
-    bool waits;        /* in that pass */
-    double seconds[3]; /* of each task, in all that was timed */
-    bool used;         /* in the last forward pass */
-    bool held;         /* OF_REORDER_CHOSEN: it waits */
+    uint32_t live;    /* uses that the host has not forgotten */
+    uint32_t waiting; /* dW that wait now */
+    uint32_t waited;  /* since none did */
+    uint64_t kept;    /* counted in of_reordering.held */
+    uint64_t pass;    /* in which it was decided whether this layer waits */
+    bool waits;       /* in that pass */
+    bool used;        /* in the last forward pass */
+    bool held;        /* OF_REORDER_CHOSEN: it waits */
     bool fixed;
     bool recomputed;
 } of_layer_state;
@@ -40,13 +39,11 @@ struct of_reordering {
     size_t n_waiting; /* layers of the plan that wait */
     size_t live;
     uint64_t held, most_held;
-    atomic_bool is_timed;
-    uint64_t timed; /* backward passes */
-    double ended;   /* the last task that was timed */
-    bool forward;   /* it was of a forward pass */
+    atomic_bool rehearses;
+    double ended; /* the last rehearsal of this forward pass; 0: none */
     of_layer_state *layers;
     size_t *order; /* n_used layers of the last forward pass */
-    /* Room for a plan, in that order. */
+    /* Room for a plan, in that order; work: for one more. */
     of_layer_work *work;
     bool *chosen;
     uint32_t *places;
@@ -68,7 +65,7 @@ static bool allocate(of_reordering *r, size_t n) {
     const size_t room = n == 0 ? 1 : n;
     r->layers = calloc(room, sizeof *r->layers);
     r->order = calloc(room, sizeof *r->order);
-    r->work = calloc(room, sizeof *r->work);
+    r->work = calloc(room + 1, sizeof *r->work);
     r->chosen = calloc(room, sizeof *r->chosen);
     r->places = calloc(room, sizeof *r->places);
     r->by_turn = calloc(room, sizeof *r->by_turn);
@@ -131,6 +128,7 @@ static void begin_forward(of_reordering *r) {
         layer->place = OF_REORDER_AT_ONCE;
     }
     r->n_used = 0;
+    r->ended = 0;
     r->backward = false;
 }
 
@@ -299,49 +297,87 @@ static void on_done(void *ctx, size_t number) {
 
 /* Times */
 
-void of_reordering_time(of_reordering *r, bool on) {
-    atomic_store(&r->is_timed, on);
+void of_reordering_rehearse(of_reordering *r, bool on) {
+    atomic_store(&r->rehearses, on);
 }
 
-static bool is_timed(void *ctx) {
+static bool is_rehearsed(void *ctx) {
     of_reordering *r = ctx;
-    return atomic_load_explicit(&r->is_timed, memory_order_relaxed);
+    return atomic_load_explicit(&r->rehearses, memory_order_relaxed);
 }
 
-/* The time before the first task of a pass is the script's. */
-static void on_took(void *ctx, size_t number, of_layer_task task, double began, double ended) {
+/* The time before a layer in the forward pass is that of activations, norms and the like, whose
+ * backward is taken to last as long. */
+static void on_rehearsed(void *ctx, size_t number, const of_layer_rehearsal *found) {
     of_reordering *r = ctx;
-    of_layer_state *layer = &r->layers[number];
     pthread_mutex_lock(&r->lock);
-    const bool forward = task == OF_LAYER_FORWARD;
-    const bool begins = forward != r->forward || (forward && r->order[0] == number);
-    layer->seconds[task] += ended - (begins || r->ended > began ? began : r->ended);
-    if (begins && !forward)
-        r->timed++;
-    r->ended = ended;
-    r->forward = forward;
+    const double before = r->ended != 0 ? of_later(found->began - r->ended, 0) : 0;
+    of_layer_work *work = &r->layers[number].work;
+    work->forward += before + found->forward;
+    work->input_gradient += before + found->input_gradient;
+    work->weight_gradient += found->weight_gradient;
+    r->ended = found->ended;
     pthread_mutex_unlock(&r->lock);
 }
 
-static void put_times(of_layer_work *work, const of_layer_state *layer, double n) {
-    work->forward = layer->seconds[OF_LAYER_FORWARD] / n;
-    work->input_gradient = layer->seconds[OF_LAYER_INPUT_GRADIENT] / n;
-    work->weight_gradient = layer->seconds[OF_LAYER_WEIGHT_GRADIENT] / n;
+/* The layers as the simulator sees them, behind one that stands for the parameters before them,
+ * whose gradient comes with the last dX. A layer that may not wait shares its weight with such a
+ * parameter, or has nothing to send in its turn: its dW is a part of its dX. */
+static void put_work(of_reordering *r, uint64_t bytes_before) {
+    r->work[0] = (of_layer_work){.weight_bytes = bytes_before};
+    for (size_t i = 0; i < r->n_used; i++) {
+        const of_layer_state *layer = &r->layers[r->order[i]];
+        of_layer_work *work = &r->work[i + 1];
+        *work = layer->work;
+        if (may_wait(layer))
+            continue;
+        r->work[0].weight_bytes += work->weight_bytes;
+        work->input_gradient += work->weight_gradient;
+        work->weight_gradient = 0;
+        work->weight_bytes = 0;
+        work->has_input_gradient = true;
+    }
+}
+
+static of_status simulate_stock(const of_reordering *r, const of_network *network,
+                                bool await_first_use, of_reorder_times *times) {
+    const of_reorder_choice stock = {.schedule = OF_REORDER_REVERSE_FIRST, .k = 0};
+    uint32_t *places = calloc(r->n_used + 1, sizeof *places);
+    if (places == NULL) {
+        of_set_error("no memory for the places of %zu layers", r->n_used);
+        return OF_NO_MEMORY;
+    }
+    of_status status = of_reorder_places(&stock, r->work, r->n_used + 1, places);
+    if (status == OF_OK)
+        status =
+            of_reorder_simulate(r->work, r->n_used + 1, places, network, await_first_use, times);
+    free(places);
+    return status;
+}
+
+/* One that holds the parameters before the layers alone is stock's order. */
+static of_status search(const of_reordering *r, const of_network *network, bool await_first_use,
+                        uint64_t extra_bytes_allowed, of_reordering_best *best) {
+    size_t k = 0;
+    of_status status = simulate_stock(r, network, await_first_use, &best->stock);
+    if (status == OF_OK)
+        status = of_reorder_best_k(r->work, r->n_used + 1, network, await_first_use,
+                                   extra_bytes_allowed, &k, &best->times);
+    if (status != OF_OK)
+        return status;
+    const double least = (1 + OF_REORDERING_WORTH) * best->times.iteration;
+    best->k = k > 1 && best->stock.iteration >= least ? k - 1 : 0;
+    if (best->k == 0)
+        best->times = best->stock;
+    return OF_OK;
 }
 
 of_status of_reordering_best_k(of_reordering *r, const of_network *network, bool await_first_use,
-                               uint64_t extra_bytes_allowed, size_t *k, of_reorder_times *times) {
-    of_status status = OF_INVALID;
+                               uint64_t bytes_before, uint64_t extra_bytes_allowed,
+                               of_reordering_best *best) {
     pthread_mutex_lock(&r->lock);
-    for (size_t i = 0; i < r->n_used && r->timed != 0; i++) {
-        r->work[i] = r->layers[r->order[i]].work;
-        put_times(&r->work[i], &r->layers[r->order[i]], (double)r->timed);
-    }
-    if (r->timed == 0)
-        of_set_error("no backward pass of these layers was timed");
-    else
-        status = of_reorder_best_k(r->work, r->n_used, network, await_first_use,
-                                   extra_bytes_allowed, k, times);
+    put_work(r, bytes_before);
+    const of_status status = search(r, network, await_first_use, extra_bytes_allowed, best);
     pthread_mutex_unlock(&r->lock);
     return status;
 }
@@ -376,6 +412,6 @@ of_layer_user of_reordering_user(of_reordering *r) {
                            .forget = on_forget,
                            .wait = on_wait,
                            .done = on_done,
-                           .is_timed = is_timed,
-                           .took = on_took};
+                           .is_rehearsed = is_rehearsed,
+                           .rehearsed = on_rehearsed};
 }

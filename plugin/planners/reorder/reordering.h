@@ -40,14 +40,24 @@ of_layer_user of_reordering_user(of_reordering *reordering);
  * *extra_bytes: of_reorder_extra_bytes(). rows may be NULL if capacity is 0. */
 of_status of_reordering_plan(of_reordering *reordering, of_reordered *rows, size_t capacity,
                              size_t *n, uint64_t *extra_bytes);
-/* Times every task from here on, or no more. What ran between two layers counts with the one
- * that came after. */
-void of_reordering_time(of_reordering *reordering, bool on);
-/* The k of reverse_first that of_reorder_best_k() finds with the mean times of the iterations
- * that were timed. OF_INVALID: none was. */
+/* In forward passes from here on every task is run for the sake of its time, or no more. */
+void of_reordering_rehearse(of_reordering *reordering, bool on);
+
+/* How many times as fast as stock's order the simulator has to find another one, above 1, before
+ * it is taken: so far it may err. */
+#define OF_REORDERING_WORTH 0.03
+
+typedef struct of_reordering_best {
+    size_t k;               /* of reverse_first; 0: stock's order */
+    of_reorder_times times; /* with that k */
+    of_reorder_times stock;
+} of_reordering_best;
+
+/* The k that of_reorder_best_k() finds with the times of the last forward pass, if it is worth
+ * it. bytes_before: of parameters whose gradients come with the last dX, as an embedding's do. */
 of_status of_reordering_best_k(of_reordering *reordering, const of_network *network,
-                               bool await_first_use, uint64_t extra_bytes_allowed, size_t *k,
-                               of_reorder_times *times);
+                               bool await_first_use, uint64_t bytes_before,
+                               uint64_t extra_bytes_allowed, of_reordering_best *best);
 /* From the next backward pass on the schedule is another one, without chosen layers. */
 void of_reordering_choose(of_reordering *reordering, const of_reorder_choice *choice);
 /* Bytes that waiting dW keep now, and the most since the creation. */

@@ -10,6 +10,7 @@ from ddp_scripts import SMALL, Net, ddp_of, training
 from ranks import STEPS, scenario_of
 from reorder_scripts import mlp, order_of_backward, x_of
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
@@ -84,15 +85,51 @@ def all_ranks_take_the_k_of_the_first(mode):
     dist.all_gather_object(chosen, choice)
     assert all(c == chosen[0] for c in chosen), f"{chosen}"
     assert choice["schedule"] == "reverse_first" and reordering.times.exposed >= 0.0
-    if rank == 0:
-        assert choice["k"] == reordering.times.k > 0, f"{choice}, {reordering.times}"
-    else:
-        assert reordering.times.k == 0, f"without a network {reordering.times}"
+    assert choice["k"] == reordering.times.k > 0, f"{choice}, {reordering.times}"
     order = order_of_backward(reordering.kept.module, x_of(0, 8, 1024))
     held = order[-choice["k"] :]
     assert held[0] == "dW of module.first" and all(task.startswith("dW of") for task in held), (
         f"{order}"
     )
+
+
+def watching(sent):
+    """A communication hook that notes the parameters in the order of their messages."""
+
+    def hook(group, bucket):
+        sent.extend(map(id, bucket.parameters()))
+        return allreduce_hook(group, bucket)
+
+    return hook
+
+
+@scenario("forward")
+def auto_orders_the_only_buckets(mode):
+    """The first forward pass decides, so that the buckets of the second iteration on, of which
+    DistributedDataParallel makes no others, have the order that "auto" has chosen."""
+    rank = dist.get_rank()
+
+    def script(wrap):
+        wrapped = DDP(Wide(), bucket_cap_mb=SMALL)
+        sent = []
+        wrapped.register_comm_hook(None, watching(sent))
+        if wrap.fused:
+            reordering = optfuse.reorder(wrapped, "auto", network=(1e-4, 1e-8))
+        optimizer = wrap(adamw(wrapped.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            sent.clear()
+            x = x_of(dist.get_world_size() * i + rank, 8, 1024)
+            loss = wrapped(x).square().mean()
+            loss.backward()
+            if wrap.fused:
+                assert reordering.plan.choice["k"] > 1, reordering.times
+            optimizer.step()
+            yield "loss", loss
+        first, second = wrapped.module.first.weight, wrapped.module.rest[0].weight
+        assert (sent.index(id(first)) < sent.index(id(second))) == wrap.fused
+
+    same(script, mode)
 
 
 @scenario("forward")

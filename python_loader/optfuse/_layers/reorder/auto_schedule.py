@@ -1,31 +1,45 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""reorder(schedule="auto"): times a few iterations in stock's order, then takes the k of
-"reverse_first" with which the simulator (plugin/planners/reorder/simulate.c) finds them
-shortest."""
+"""reorder(schedule="auto"): the first forward pass with gradients runs the tasks of each layer some
+times more, for the sake of their time. When it has ended, the k of "reverse_first" is taken with
+which the simulator (plugin/planners/reorder/simulate.c) finds iterations shortest, or stock's
+order. So the first backward pass has the order by which DistributedDataParallel makes its buckets,
+which it does once."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from optfuse._layers import communication
 from optfuse._library.bindings import Error
-
-WARM_UP, TIMED = 2, 4  # steps
 
 
 @dataclass(frozen=True)
 class Times:
     """Simulated, of an iteration, in seconds."""
 
-    k: int
+    k: int  # 0: stock's order
     iteration: float
-    compute: float
+    compute: float  # of the layers
     exposed: float  # communication that compute waits for
+    stock: float  # iteration in stock's order
+
+    def __str__(self) -> str:
+        if self.k == 0:
+            return f"stock's order is best here: simulated, {1e3 * self.stock:.3g} ms an iteration"
+        gain = self.stock / self.iteration
+        return (
+            f"k={self.k}: simulated, {1e3 * self.iteration:.3g} ms an iteration, {gain:.2f} times "
+            f"as fast as stock's order ({1e3 * self.stock:.3g} ms)"
+        )
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -52,10 +66,61 @@ def network_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[f
     return communication.measured(group, device)[:2]
 
 
+def bytes_before(model: nn.Module, weights: Collection[Tensor]) -> int:
+    """Bytes of the gradients that come with the last dX: of parameters in front of the first of
+    these layers, as those of an embedding are."""
+    ours = set(map(id, weights))
+    found: dict[int, int] = {}
+    for module in model.modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        if any(id(p) in ours for p in own):
+            break
+        if not getattr(module, "sparse", False):
+            found |= {id(p): p.nbytes for p in own if p.requires_grad}
+    return sum(found.values())
+
+
 def best_k(
-    handle: int, model: nn.Module, network: tuple[float, float], awaits: bool, memory: int | None
+    handle: int,
+    model: nn.Module,
+    network: tuple[float, float],
+    awaits: bool,
+    before: int,
+    memory: int | None,
 ) -> Times:
     found = torch.ops.optfuse.best_k(
-        handle, *network, *buckets_of(model), awaits, -1 if memory is None else memory
+        handle, *network, *buckets_of(model), awaits, before, -1 if memory is None else memory
     )
     return Times(*found)
+
+
+# When the first forward pass has ended
+
+
+class Undecided(Protocol):
+    def choose(self) -> None:
+        """Called once, after a forward pass with gradients; by all processes."""
+
+
+#: With their hooks, until they have chosen. A model that is saved or copied meanwhile has only the
+#: function below.
+_undecided: weakref.WeakKeyDictionary[nn.Module, tuple[Undecided, RemovableHandle]]
+_undecided = weakref.WeakKeyDictionary()
+
+
+def choose_after_forward(model: nn.Module, of: Undecided) -> None:
+    _undecided[model] = of, model.register_forward_hook(_after_forward)
+
+
+def leave_off(model: nn.Module | None) -> None:
+    _, hook = _undecided.pop(model, (None, None)) if model is not None else (None, None)
+    if hook is not None:
+        hook.remove()
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    of, _ = _undecided.get(module, (None, None))
+    if of is not None:
+        of.choose()

@@ -92,10 +92,13 @@ class Reordering:
         self._choice = choice
         self._layers = layers
         self._model = weakref.ref(model)
-        self._steps = 0
-        self.times: Times | None = None  # "auto": simulated, once k is chosen
+        self.times: Times | None = None  # "auto": simulated, once it has chosen
+        self._left_off: Plan | None = None  # "auto" has found stock's order best
         self._handle: int | None = _start(layers, choice)
         self._finalizer = weakref.finalize(model, self.remove)
+        if choice["schedule"] == "auto":
+            torch.ops.optfuse.rehearse_reordering(self._handle, True)
+            auto_schedule.choose_after_forward(model, self)
         _watch_steps()
         _watching.add(self)
 
@@ -103,6 +106,8 @@ class Reordering:
     def plan(self) -> Plan:
         """The plan of the last forward pass with gradients. Raises optfuse.Error before the
         first."""
+        if self._left_off is not None:
+            return self._left_off
         used = self._used()
         beside = frozenset(torch.ops.optfuse.beside_in_reordering(self._handle))
         return _plan_of(used, self._layers, self._choice, beside)
@@ -112,7 +117,7 @@ class Reordering:
         """How much higher the peak of a backward pass is than stock's, in bytes: by a model
         (plugin/planners/reorder/reorder.h), known after the forward pass. Raises optfuse.Error
         before the first."""
-        return self._used()[-1]
+        return self.plan.extra_bytes
 
     @property
     def held_bytes(self) -> tuple[int, int]:
@@ -126,6 +131,7 @@ class Reordering:
         """From the next forward pass on everything is stock's. Twice does nothing."""
         self._finalizer.detach()
         _watching.discard(self)
+        auto_schedule.leave_off(self._model())
         handle, self._handle = self._handle, None
         if handle is not None:
             torch.ops.optfuse.stop_reordering(handle)
@@ -148,21 +154,43 @@ class Reordering:
         return found
 
     def before_step(self) -> None:
-        """Until the layers are checked and k is chosen; of steps with gradients of this model."""
+        """Until the layers are checked, by the first step with gradients of this model."""
         self._check_weights()
         complete = [layer.name for layer in self._layers if layer.weight.grad is not None]
         if not complete or self._handle is None:
             return
-        if self._steps == 0:
-            self._check_seen(complete, self._handle)
-        self._steps += 1
-        is_auto = self._choice["schedule"] == "auto"
-        if is_auto and self._steps == auto_schedule.WARM_UP:
-            torch.ops.optfuse.time_reordering(self._handle, True)
-        if is_auto and self._steps == auto_schedule.WARM_UP + auto_schedule.TIMED:
-            self._choose_k(self._handle)
-        if self._choice["schedule"] != "auto":
-            _watching.discard(self)
+        self._check_seen(complete, self._handle)
+        _watching.discard(self)
+
+    def choose(self) -> None:
+        """All processes come here after the same forward pass."""
+        handle, model = self._handle, self._model()
+        assert handle is not None and model is not None
+        if len(torch.ops.optfuse.plan_of_reordering(handle)) == 1:
+            return  # it has used no layer
+        auto_schedule.leave_off(model)
+        torch.ops.optfuse.rehearse_reordering(handle, False)
+        self.times = self._agreed(auto_schedule.best_k(handle, model, *self._costs(model)), model)
+        if self.times.k == 0:
+            self._leave_to_stock()
+            return
+        torch.ops.optfuse.choose_k(handle, self.times.k)
+        self._choice = {"schedule": "reverse_first", "k": self.times.k}
+
+    def _costs(self, model: nn.Module) -> tuple[tuple[float, float], bool, int, int | None]:
+        before = auto_schedule.bytes_before(model, [layer.weight for layer in self._layers])
+        awaits = self._choice["await_reduction"] is not None
+        return self._choice["network"], awaits, before, self._choice["memory"]
+
+    def _agreed(self, times: Times, model: nn.Module) -> Times:
+        group = auto_schedule.group_of(model)
+        return communication.agreed(times, group, self._layers[0].weight.device)
+
+    def _leave_to_stock(self) -> None:
+        self._choice = {"schedule": "stock"}
+        self._left_off = self.plan
+        self.remove()
+        _leave_steps()
 
     def _check_weights(self) -> None:
         for layer in self._layers:
@@ -194,23 +222,8 @@ class Reordering:
                 stacklevel=4,
             )
 
-    def _choose_k(self, handle: int) -> None:
-        """All processes come here before the same step."""
-        torch.ops.optfuse.time_reordering(handle, False)
-        model = self._model()
-        if model is None:
-            return
-        group = auto_schedule.group_of(model)
-        device = self._layers[0].weight.device
-        network = self._choice["network"] or auto_schedule.network_of(group, device)
-        awaits = self._choice["await_reduction"] is not None
-        self.times = auto_schedule.best_k(handle, model, network, awaits, self._choice["memory"])
-        k = communication.agreed(self.times.k, group, device)
-        torch.ops.optfuse.choose_k(handle, k)
-        self._choice = {"schedule": "reverse_first", "k": k}
 
-
-#: Those whose layers are to be checked, or whose k is to be chosen, before a step().
+#: Those whose layers are to be checked before a step().
 _watching: set[Reordering] = set()
 
 
@@ -222,6 +235,13 @@ def _watch_steps() -> None:
     remove_retired()
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _leave_steps() -> None:
+    """Outside of any hook of step()."""
+    remove_retired()
+    if not _watching and _hook:
+        _hook.pop().remove()
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -350,18 +370,19 @@ def reorder(
     - "budget": from the end of the model on every dW waits whose x and dY (input, and gradient
       of the output) fit into `memory` bytes, with those that wait already.
     - a list of names of modules: the dW of these, in the order of the forward pass.
-    - "auto": "reverse_first" with the `k` with which a simulator finds iterations shortest, from
-      the times of the first optimizer steps and of messages between the processes; the first
-      process decides. On the CPU. `memory`: extra bytes that are allowed at most.
-      DistributedDataParallel has ordered its buckets before k is chosen, and does so once: give
-      the choice to the next run.
-      `.plan.choice` is what was chosen, to be given back as reorder(model, **choice), and
-      `.times` what the simulator found.
+    - "auto": "reverse_first" with the `k` with which a simulator finds iterations shortest, or
+      stock's order, where it finds none 3 % faster. It decides at the end of the first forward
+      pass with gradients, in which each layer's tasks run three times more, so that
+      DistributedDataParallel orders its buckets accordingly. The first process decides. Where
+      stock's order is best, the reordering ends there and then, as by remove(). On the CPU.
+      `memory`: extra bytes that are allowed at most. `.times` is what the simulator found, and
+      `.plan.choice` what was chosen, to be given back as reorder(model, **choice).
 
     model: a module, or its DistributedDataParallel wrapper (find_unused_parameters=True keeps
         DDP's buckets in the old order, which takes the gain). Linear, Conv2d and the projections
         of MultiheadAttention are reordered wherever they are, other layers stay as they are.
-    network: "auto": seconds a message and seconds a byte, instead of a measurement.
+    network: "auto": seconds a message and seconds a byte, instead of a measurement, for which all
+        processes call reorder().
     await_reduction: "auto": "first_use" where the optimizer is fused with Forward(ddp=model).
     skip: names of modules that stay as they are, with all that is in them.
     side_stream: run dW, the adding up of the gradient and in backward fusion the update on a CUDA
@@ -393,4 +414,7 @@ def reorder(
             'optfuse: reorder() with schedule="auto" times layers on the CPU only; use '
             'schedule="reverse_first" and try some k='
         )
+    if choice["schedule"] == "auto" and network is None:
+        device = layers[0].weight.device
+        choice["network"] = auto_schedule.network_of(auto_schedule.group_of(model), device)
     return Reordering(model, layers, choice)
