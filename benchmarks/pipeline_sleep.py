@@ -96,8 +96,8 @@ class Late(dist.Work):
 
 
 class Wire:
-    """Sends what a stage sends to another so many seconds later. What optfuse says to all
-    processes before and after a run goes at once."""
+    """Sends messages between stages so many seconds later. Those by which optfuse's processes agree
+    before and after a run go at once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
