@@ -11,33 +11,33 @@
 #include <ATen/ops/ones_like.h>
 
 #include <algorithm>
-#include <limits>
+#include <array>
 
 #include "clock.h"
 
 namespace optfuse {
 namespace {
 
-constexpr int kRounds = 3;
-
-// Seconds of the shortest of some runs: other work on the machine only adds time.
-template <class Work> double shortest(const Work &work) {
-    double found = std::numeric_limits<double>::infinity();
-    for (int i = 0; i < kRounds; i++) {
+// Seconds of a run, as a rule: the first one may find caches cold, and other work on the machine
+// slows training down, too.
+template <class Work> double usual_seconds(const Work &work) {
+    std::array<double, 3> found = {};
+    for (double &took : found) {
         const double began = seconds_now();
         work();
-        found = std::min(found, seconds_now() - began);
+        took = seconds_now() - began;
     }
-    return found;
+    std::sort(found.begin(), found.end());
+    return found[1];
 }
 
 of_layer_rehearsal of_linear(const at::Tensor &dy, const at::Tensor &x, const at::Tensor &w,
                              const at::Tensor &bias) {
     of_layer_rehearsal found = {};
-    found.forward =
-        shortest([&] { return bias.defined() ? at::addmm(bias, x, w.t()) : at::mm(x, w.t()); });
-    found.input_gradient = x.requires_grad() ? shortest([&] { return dy.mm(w); }) : 0;
-    found.weight_gradient = shortest([&] { return dy.t().mm(x); });
+    found.forward = usual_seconds(
+        [&] { return bias.defined() ? at::addmm(bias, x, w.t()) : at::mm(x, w.t()); });
+    found.input_gradient = x.requires_grad() ? usual_seconds([&] { return dy.mm(w); }) : 0;
+    found.weight_gradient = usual_seconds([&] { return dy.t().mm(x); });
     return found;
 }
 
@@ -52,13 +52,14 @@ of_layer_rehearsal of_convolution(const at::Tensor &dy, const at::Tensor &x, con
                                         false, no_padding, conv.groups, mask);
     };
     of_layer_rehearsal found = {};
-    found.forward = shortest([&] {
+    found.forward = usual_seconds([&] {
         return at::convolution(x, w, bias, conv.stride, conv.padding, conv.dilation, false,
                                no_padding, conv.groups);
     });
     const bool has_dx = x.requires_grad();
-    found.input_gradient = has_dx ? shortest([&] { return backward({true, false, false}); }) : 0;
-    found.weight_gradient = shortest([&] { return backward({false, true, biased}); });
+    found.input_gradient =
+        has_dx ? usual_seconds([&] { return backward({true, false, false}); }) : 0;
+    found.weight_gradient = usual_seconds([&] { return backward({false, true, biased}); });
     return found;
 }
 

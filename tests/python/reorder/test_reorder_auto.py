@@ -214,3 +214,25 @@ def test_an_embedding_in_front_makes_an_order_pay():
     with optfuse.reorder(model, "auto", network=network) as reordering:
         model(x)
         assert reordering.times.stock < 1.1 * reordering.times.iteration
+
+
+def test_layers_promise_their_gradients_once_stocks_order_is_best(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_PRODUCTS", "force")
+
+    def promised(arrange):
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 512))
+        optimizer = optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1))
+        kept = arrange(model)
+        for i in range(4):
+            model(random(i, 4, 1024)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optfuse.flush()
+        del kept
+        return sum(layer.promised for layer in optfuse.summary(optimizer).promised)
+
+    before = promised(lambda model: None)
+    assert before == 8
+    assert promised(lambda model: optfuse.reorder(model, "last")) == 0
+    # In the pass that decides the layers are reordered still.
+    assert promised(lambda model: optfuse.reorder(model, "auto", network=FREE)) == before - 2
