@@ -142,6 +142,26 @@ class VGG(nn.Module):
         return self.head(self.features(x).flatten(1))
 
 
+class Lifted(nn.Module):
+    """A Linear makes a map of size x size of the whole image, and convolutions work on that, as in
+    decoders and generators: the first layer has the parameters, the others compute."""
+
+    def __init__(self, size: int, width: int, layers: int, classes: int) -> None:
+        super().__init__()
+        self.lift = nn.Linear(size * size, width * size * size)
+        self.shape = width, size, size
+        body: list[nn.Module] = []
+        for _ in range(layers):
+            body += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
+        self.body = nn.Sequential(*body)
+        self.head = nn.Linear(width, classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lifted = self.lift(x.flatten(1)).unflatten(1, self.shape)
+        return self.head(self.body(lifted).mean((2, 3)))
+
+
 class MLP(nn.Module):
     """Hidden layers, Linear(width) and ReLU, between a stem and a head."""
 

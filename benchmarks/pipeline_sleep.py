@@ -86,7 +86,7 @@ def loss_of(y: Tensor, _: Any) -> Tensor:
 
 
 class Late(dist.Work):
-    """Of a message that is on its way in memory of its own: nobody has to wait."""
+    """The work of a message that has memory of its own: nobody has to wait for it."""
 
     def wait(self, *_: Any) -> bool:
         return True

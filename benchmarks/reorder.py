@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Section reorder: what communication costs under DistributedDataParallel when the weight
-gradients of the first k layers run last, over k, behind a slow link. Two processes of one thread
-each (this file, run with a rank); all variants interleaved."""
+"""Section reorder: iterations under DistributedDataParallel in stock's order and in the one that
+reorder(schedule="auto") chooses. The simulator, as "auto" asks it, names the network of each model
+in which an order gains most, and one in which stock's order is best; both are measured, behind a
+slow link. Two processes of one thread each (this file, run with a rank); all variants
+interleaved."""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from cells import LENGTH, iteration
 from data import digit_batches, text, text_batches
 from distributed import BUCKET_MB, LATENCY_MS, SYNC_BUFFERS
 from figures import columns, of_medians, progress, title
-from link import Link, Network, mean_over_link
-from models import GPT, MLP, VGG, ResNet18
+from link import Link, Network, known_over_link
+from models import GPT, MLP, VGG, Lifted, ResNet18
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import WORLD, given, join, leave, pair
@@ -29,10 +30,9 @@ from two_processes import WORLD, given, join, leave, pair
 import optfuse
 from optfuse._ab.result import Interval, equal_bits, median_interval
 
-STOCK, FAST, AUTO = "stock's order", "stock's order, no delay", "auto"
+STOCK, FAST, ALL, AUTO = "stock's order", "stock's order, no delay", "all last", "auto"
 AWAITED = ", awaited at first use"
-GRADES = 3  # of k, up to all layers
-CHOOSING = 8  # iterations until "auto" has chosen
+GBIT = (0.3, 0.6, 1.0, 1.5, 2.5, 4.0, 6.0, 10.0, 25.0)
 FEWEST, MOST = 4, 100  # rounds
 IMAGE = 64  # pixels
 
@@ -41,14 +41,18 @@ IMAGE = 64  # pixels
 class Model:
     build: Callable[[], nn.Module]
     batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
-    iterations: int = 4  # a round
+    iterations: int = 2  # a round
 
 
 MODELS = {
+    # 16,384 outputs of the first layer: it has 95 % of the bytes, the convolutions compute.
+    "lifted convolutions": Model(lambda: Lifted(16, 64, 6, 10), lambda: digit_batches(32, 16, 1)),
     # 12,288 inputs: the first layer has two thirds of the bytes.
     "wide MLP": Model(
-        lambda: MLP(512, 12, 3 * IMAGE * IMAGE), lambda: digit_batches(768, IMAGE, 3), 1
+        lambda: MLP(512, 12, 3 * IMAGE * IMAGE), lambda: digit_batches(256, IMAGE, 3)
     ),
+    # The embedding has 40 % of the bytes, and its gradient comes last in stock's order.
+    "GPT, 16,384 tokens": Model(lambda: GPT(16384, LENGTH), lambda: text_batches(2, LENGTH)),
     "ResNet-18": Model(lambda: ResNet18(10), lambda: digit_batches(4, IMAGE, 3)),
     "VGG": Model(lambda: VGG(10), lambda: digit_batches(8, IMAGE, 3)),
     "GPT": Model(lambda: GPT(len(text()[1]), LENGTH), lambda: text_batches(2, LENGTH)),
@@ -61,36 +65,41 @@ def layers_of(model: nn.Module) -> int:
 
 def variants_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Arguments of reorder() by the name of the variant."""
-    n = layers_of(model)
-    ks = [round(n * i / GRADES) for i in range(1, GRADES + 1)]
-    of_k = {f"k={k}": {"schedule": "reverse_first", "k": k} for k in ks}
-    at_end = {STOCK: {}, **of_k, AUTO: {"schedule": "auto"}}
-    return {FAST: {}, **at_end, **{n + AWAITED: c for n, c in at_end.items() if n != AUTO}}
+    last = {"schedule": "reverse_first", "k": layers_of(model)}
+    at_end = {STOCK: {}, ALL: last, AUTO: {"schedule": "auto"}}
+    awaited = {STOCK: {}, ALL: last, AUTO: {"schedule": "auto", "await_reduction": "first_use"}}
+    return {FAST: {}, **at_end, **{n + AWAITED: c for n, c in awaited.items()}}
 
 
 # One rank
+
+
+def wrapped(way: Model) -> tuple[nn.Module, DistributedDataParallel]:
+    torch.manual_seed(0)
+    model = way.build()
+    return model, DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, **{SYNC_BUFFERS: False})
+
+
+def as_pair(network: Network) -> tuple[float, float]:
+    """Seconds a message, and a byte."""
+    return network.latency_ms / 1e3, network.ms_per_mb / 1e9
 
 
 class Run:
     """One variant in training: a model and an optimizer of its own."""
 
     def __init__(self, name: str, way: Model, choice: dict[str, Any], link: Link) -> None:
-        torch.manual_seed(0)
         self.name, self.link = name, link
-        self.model = way.build()
-        how = {"bucket_cap_mb": BUCKET_MB, SYNC_BUFFERS: False}
-        wrapped = DistributedDataParallel(self.model, **how)
-        network = link.network
-        line = network.latency_ms / 1e3, network.ms_per_mb / 1e9
-        auto = {"network": line} if name == AUTO else {}
-        self.reordering = optfuse.reorder(wrapped, **choice, **auto) if choice else None
-        opt = torch.optim.SGD(wrapped.parameters(), lr=3e-3, momentum=0.9, fused=True)
-        hook = link, mean_over_link
+        self.model, model = wrapped(way)
+        line = {"network": as_pair(link.network)} if name.startswith(AUTO) else {}
+        self.reordering = optfuse.reorder(model, **choice, **line) if choice else None
+        opt = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9, fused=True)
+        hook = link, known_over_link
         if name.endswith(AWAITED):
-            opt = optfuse.fuse(opt, optfuse.Forward(ddp=optfuse.DDPModel(wrapped, hook)))
+            opt = optfuse.fuse(opt, optfuse.Forward(ddp=optfuse.DDPModel(model, hook)))
         else:
-            wrapped.register_comm_hook(*hook)
-        self.iterate = iteration(wrapped, opt, islice(way.batches(), dist.get_rank(), None, WORLD))
+            model.register_comm_hook(*hook)
+        self.iterate = iteration(model, opt, way.batches())
 
     def turn(self, iterations: int) -> float:
         """Seconds."""
@@ -109,7 +118,7 @@ def measure(runs: list[Run], way: Model, seconds: float, most: int) -> dict[str,
     shuffled, spent, rounds = random.Random(0), 0.0, 0
     gc.disable()
     for run in runs:
-        run.turn(CHOOSING)
+        run.turn(2)  # DistributedDataParallel orders its buckets anew in the second one
     while rounds < FEWEST or (spent < seconds and rounds < most):
         for run in shuffled.sample(runs, len(runs)):
             run.turn(1)  # brings this variant's model back into the caches
@@ -122,6 +131,13 @@ def measure(runs: list[Run], way: Model, seconds: float, most: int) -> dict[str,
     return found
 
 
+def said(run: Run) -> dict[str, Any]:
+    """The choice of "auto", and its simulation."""
+    assert run.reordering is not None and run.reordering.times is not None
+    times = run.reordering.times
+    return {"k": times.k, "gain": times.stock / times.iteration, "exposed_ms": 1e3 * times.exposed}
+
+
 def train(name: str, link: Link, options: dict[str, Any]) -> dict[str, Any]:
     way = MODELS[name]
     choices = variants_of(way.build())
@@ -129,27 +145,45 @@ def train(name: str, link: Link, options: dict[str, Any]) -> dict[str, Any]:
     rounds = measure(runs, way, options["seconds"], options["rounds"])
     of = {run.name: run for run in runs}
     stock = [p.detach() for p in of[STOCK].model.parameters()]
-    auto = of[AUTO].reordering
-    assert auto is not None and auto.times is not None
     return {
         "rounds_ms": rounds,
-        "layers": layers_of(of[STOCK].model),
         "equal_bits": all(
             equal_bits([p.detach() for p in r.model.parameters()], stock) for r in runs
         ),
-        "chosen": auto.plan.choice["k"],
-        "simulated_ms": 1e3 * auto.times.exposed,
+        "auto": {n: said(r) for n, r in of.items() if n.startswith(AUTO)},
         "extra_bytes": {n: r.reordering.extra_bytes for n, r in of.items() if r.reordering},
         "buckets": link.buckets,
     }
 
 
+def scan(name: str, gbits: list[float]) -> dict[str, Any]:
+    """The gain that "auto" is told by the simulator, by networks; the first forward pass does."""
+    way = MODELS[name]
+    _, model = wrapped(way)
+    x, _ = next(way.batches())
+    found: dict[str, list[float]] = {"": [], AWAITED: []}
+    for gbit in gbits:
+        for awaited, gains in found.items():
+            awaits = "first_use" if awaited else None
+            network = as_pair(Network(LATENCY_MS, 8 / gbit))
+            reordering = optfuse.reorder(model, "auto", network=network, await_reduction=awaits)
+            model(x)
+            times = reordering.times
+            assert times is not None
+            gains.append(times.stock / times.iteration)
+            reordering.remove()
+    return found
+
+
 def work(rank: int, folder: str, name: str, options: dict[str, Any]) -> None:
     join(rank, folder)
-    link = Link(Network(**options["network"]))
-    found = train(name, link, options)
-    dist.barrier()
-    link.close()
+    if "gbit" in options:
+        found = scan(name, options["gbit"])
+    else:
+        link = Link(Network(**options["network"]))
+        found = train(name, link, options)
+        dist.barrier()
+        link.close()
     leave(rank, found)
 
 
@@ -163,79 +197,109 @@ class Line:
     name: str
     ms: Interval
     exposed_ms: Interval  # above stock's order without delay
-    falls: Interval | None  # the share of stock's exposed communication that is gone
+    gain: Interval  # times as fast as stock's order that waits at the same place
     extra_bytes: int
+    chosen: dict[str, Any] | None  # of "auto"
 
 
 @dataclass(frozen=True)
 class Measured:
     model: str
+    gbit: float
+    simulated: float  # the gain by which this network was taken
     rounds: int
-    layers: int
     on_the_link_ms: float
     equal_bits: bool
-    chosen: int  # k of "auto"
-    simulated_exposed_ms: float  # of that k
-    auto_to_best: float  # its iteration by that of the best k
     lines: list[Line]
 
 
-def figures(name: str, network: Network, found: dict[str, Any]) -> Measured:
+def figures(name: str, gbit: float, simulated: float, found: dict[str, Any]) -> Measured:
     rounds: dict[str, list[float]] = found["rounds_ms"]
-    fast, stock = rounds[FAST], rounds[STOCK]
+    network = Network(LATENCY_MS, 8 / gbit)
 
     def line(variant: str) -> Line:
-        own = rounds[variant]
-        falls = of_medians(lambda s, o, f: (s - o) / (s - f), stock, own, fast)
-        extra = found["extra_bytes"].get(variant, 0)
-        exposed = of_medians(lambda o, f: o - f, own, fast)
-        is_late = variant not in (FAST, STOCK)
-        return Line(variant, median_interval(own), exposed, falls if is_late else None, extra)
+        own, fast = rounds[variant], rounds[FAST]
+        stock = rounds[STOCK + AWAITED if variant.endswith(AWAITED) else STOCK]
+        return Line(
+            variant,
+            median_interval(own),
+            of_medians(lambda o, f: o - f, own, fast),
+            of_medians(lambda s, o: s / o, stock, own),
+            found["extra_bytes"].get(variant, 0),
+            found["auto"].get(variant),
+        )
 
-    at_end = [own for v, own in rounds.items() if v not in (FAST, AUTO) and AWAITED not in v]
-    best = min(map(median, at_end))
     return Measured(
         model=name,
-        rounds=len(stock),
-        layers=found["layers"],
+        gbit=gbit,
+        simulated=simulated,
+        rounds=len(rounds[STOCK]),
         on_the_link_ms=1e3 * sum(map(network.seconds, found["buckets"])),
         equal_bits=found["equal_bits"],
-        chosen=found["chosen"],
-        simulated_exposed_ms=found["simulated_ms"],
-        auto_to_best=median(rounds[AUTO]) / best,
         lines=[line(variant) for variant in rounds],
     )
 
 
 def table(one: Measured) -> str:
-    rows = [("", "ms an iteration", "exposed ms", "falls by", "extra MB")]
+    rows = [("", "ms an iteration", "exposed ms", "x stock", "extra MB", "auto")]
     for line in one.lines:
+        chosen = f"k={line.chosen['k']}, {line.chosen['gain']:.3f}" if line.chosen else ""
         rows.append(
-            (line.name, str(line.ms), str(line.exposed_ms), str(line.falls or ""),
-             f"{line.extra_bytes / 1e6:.1f}")
+            (line.name, str(line.ms), str(line.exposed_ms), str(line.gain),
+             f"{line.extra_bytes / 1e6:.1f}", chosen)
         )  # fmt: skip
     return columns(rows)
 
 
 def described(one: Measured) -> str:
-    said = f"{one.model}, {one.layers} layers: {one.rounds} rounds, {one.on_the_link_ms:.0f} ms on "
-    said += f"the link; auto took k={one.chosen}, simulated {one.simulated_exposed_ms:.0f} ms "
-    said += f"exposed, {one.auto_to_best:.2f} times the best k's iteration"
-    return said if one.equal_bits else f"{said}; BITS DIFFER"
+    text = f"{one.model}, {one.gbit} Gbit/s: {one.rounds} rounds, {one.on_the_link_ms:.0f} ms on "
+    text += f"the link; the simulator had found {one.simulated:.3f} times"
+    return text if one.equal_bits else f"{text}; BITS DIFFER"
+
+
+def scanned(name: str, gbits: list[float]) -> dict[str, list[float]]:
+    found = pair(__file__, name, name, {"gbit": gbits})
+    rows = [("Gbit/s", *map(str, gbits))]
+    rows += [
+        (f"auto{awaited}", *(f"{gain:.3f}" for gain in gains)) for awaited, gains in found.items()
+    ]
+    title(f"{name}, simulated: times as fast as stock's order")
+    print(columns(rows), flush=True)
+    return found
+
+
+def named(found: dict[str, list[float]], gbits: list[float]) -> list[tuple[float, float]]:
+    """The networks to measure, with the gain that the simulator finds: most, and, in the slowest of
+    such networks, none."""
+    gains = [max(pair) for pair in zip(*found.values(), strict=True)]
+    best = max(range(len(gbits)), key=gains.__getitem__)
+    places = ([best] if gains[best] > 1 else []) + [i for i, gain in enumerate(gains) if gain == 1]
+    return [(gbits[i], gains[i]) for i in places[:2]]
 
 
 def section(chosen: Any) -> dict[str, Any]:
-    network = Network(LATENCY_MS, ms_per_mb=8 / chosen.gbit)
     options = {"seconds": chosen.seconds, "rounds": chosen.rounds or MOST}
-    options["network"] = asdict(network)
-    found: list[Measured] = []
     names = list(MODELS)[:1] if chosen.smoke else list(MODELS)
+    gbits = list(GBIT[3:5] if chosen.smoke else GBIT)
+    simulated, found = [], list[Measured]()
     for name in names:
         progress(name)
-        found.append(figures(name, network, pair(__file__, name, name, options)))
-        title(described(found[-1]))
-        print(table(found[-1]), flush=True)
-    return {"processes": WORLD, "network": network, "bucket_cap_mb": BUCKET_MB, "models": found}
+        gains = scanned(name, gbits)
+        simulated.append({"model": name, "gbit": gbits, **gains})
+        for gbit, gain in named(gains, gbits):
+            network = asdict(Network(LATENCY_MS, 8 / gbit))
+            one = pair(__file__, name, name, options | {"network": network})
+            found.append(figures(name, gbit, gain, one))
+            title(described(found[-1]))
+            print(table(found[-1]), flush=True)
+    return {
+        "processes": WORLD,
+        "latency_ms": LATENCY_MS,
+        "bucket_cap_mb": BUCKET_MB,
+        "load_average": os.getloadavg()[1],  # of 5 minutes, with what ran beside
+        "simulated": simulated,
+        "measured": found,
+    }
 
 
 if __name__ == "__main__":
