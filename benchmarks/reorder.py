@@ -46,8 +46,8 @@ class Model:
 
 
 class Sleeping(nn.Module):
-    """What lies between its layers sleeps, in forward and in backward: the gain does not depend on
-    what else the machine does."""
+    """Layers between which the process sleeps, in forward and in backward, so that the gain hardly
+    depends on other work of the machine."""
 
     def __init__(self, layers: int, seconds: float) -> None:
         super().__init__()
