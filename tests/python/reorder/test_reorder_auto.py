@@ -3,75 +3,92 @@
 before any backward pass. Where stock's order is best nothing is left behind."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
 from common import adamw, python_ok, refused
 from reorder_scripts import MODES, order_of_backward, random, same_reordered, x_of
+from test_reorder import with_held
 from test_reorder_training import training
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
+from optfuse._layers.reorder import auto_schedule
 
 SLOW = (0.0, 1e-6)  # a megabyte takes a second
 FREE = (0.0, 0.0)
 
 
+PAYS = auto_schedule.Times(k=4, iteration=1.0, compute=0.8, exposed=0.2, stock=1.2)
+
+
 class Lifted(nn.Module):
     """The first layer has nearly all parameters, the others compute."""
 
-    def __init__(self, words=0):
+    def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(words, 256) if words else nn.Identity()
-        self.lift = nn.Linear(256, 1 if words else 4096)
+        self.lift = nn.Linear(256, 4096)
         self.body = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(6)))
 
     def forward(self, x):
-        return self.body(self.lift(self.words(x)).expand(len(x), 4096).view(-1, 16, 16, 16))
+        return self.body(self.lift(x).view(-1, 16, 16, 16))
 
 
 LAYERS = ["lift", *(f"body.{i}" for i in range(6))]
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    """The simulator finds k=4, whatever else the machine does."""
+    monkeypatch.setattr(auto_schedule, "best_k", lambda *_: PAYS)
 
 
 def loss_of(model, i):
     return model(random(i, 16, 256)).square().mean()
 
 
-def network_for(model):
-    """By which the first message takes as long as all there is to compute: an order gains most."""
-    probe = optfuse.reorder(model, "auto", network=SLOW)
-    loss_of(model, 0)
-    seconds = probe.times.compute
-    probe.remove()
-    return (0.0, seconds / (256 * 4096 * 4))
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_an_order_that_pays_is_taken_before_the_first_backward_pass(mode):
-    network = network_for(Lifted())
-    script = training(Lifted, loss_of)
-    same_reordered(script, {"schedule": "auto", "network": network}, mode)
+def test_an_order_that_pays_is_taken_before_the_first_backward_pass(mode, pays):
+    same_reordered(training(Lifted, loss_of), {"schedule": "auto", "network": SLOW}, mode)
     model = Lifted()
-    with optfuse.reorder(model, "auto", network=network) as reordering:
-        found = order_of_backward(model, random(0, 16, 256), lambda y: y.square().mean())
-        k = reordering.plan.choice["k"]
-        assert k > 1 and found[-k:] == [f"dW of {name}" for name in LAYERS[:k]]
-        assert reordering.times.stock > 1.03 * reordering.times.iteration
-        assert f"k={k}: simulated" in str(reordering.times)
-        again = order_of_backward(model, random(1, 16, 256), lambda y: y.square().mean())
-        assert again == found
+    with optfuse.reorder(model, "auto", network=SLOW) as reordering:
+        for i in range(2):
+            x = random(i, 16, 256).requires_grad_() * 1
+            assert order_of_backward(model, x) == with_held(LAYERS, LAYERS[:4])
+        assert reordering.times is PAYS and not model._forward_hooks
+        assert "k=4: simulated, 1e+03 ms an iteration, 1.20 times" in str(reordering.times)
 
 
-def test_the_choice_can_be_given_to_another_run():
+def test_the_choice_can_be_given_to_another_run(pays):
     model = Lifted()
-    with optfuse.reorder(model, "auto", network=network_for(Lifted())) as reordering:
+    with optfuse.reorder(model, "auto", network=SLOW) as reordering:
         loss_of(model, 0)
         choice = reordering.plan.choice
     with optfuse.reorder(Lifted(), **choice) as another:
-        assert choice["schedule"] == "reverse_first" and another.times is None
+        assert choice == {"schedule": "reverse_first", "k": 4} and another.times is None
+
+
+def test_the_simulator_finds_an_order_for_a_wide_first_layer():
+    """Its message takes as long as all there is to compute. Other programs may disturb a rehearsal,
+    so there are some tries."""
+
+    def simulated(network):
+        with optfuse.reorder(model, "auto", network=network) as reordering:
+            loss_of(model, 0)
+        return reordering.times
+
+    model = Lifted()
+    for _ in range(10):
+        seconds = simulated(FREE).compute
+        times = simulated((0.0, seconds / model.lift.weight.nbytes))
+        if times.k > 0:
+            assert times.stock > 1.03 * times.iteration
+            return
+    raise AssertionError(f"{times}, with a message of {seconds} s")
 
 
 def test_where_stocks_order_is_best_nothing_is_left_behind():
@@ -198,22 +215,14 @@ assert seen == ["0.weight", "3.bias", "3.weight", "1.bias", "1.weight"], seen
     python_ok(code)
 
 
-def test_an_embedding_in_front_makes_an_order_pay():
-    """Its gradient is sent while the convolutions' are computed; without it there is none."""
-    torch.manual_seed(0)
-    model = Lifted(words=20_000)
-    x = torch.arange(64)
-    probe = optfuse.reorder(model, "auto", network=SLOW)
-    model(x)
-    network = (0.0, probe.times.compute / (20_000 * 256 * 4))
-    probe.remove()
-    with optfuse.reorder(model, "auto", network=network) as reordering:
-        model(x)
-        assert reordering.times.stock > 1.1 * reordering.times.iteration
-    model.words.weight.requires_grad_(False)
-    with optfuse.reorder(model, "auto", network=network) as reordering:
-        model(x)
-        assert reordering.times.stock < 1.1 * reordering.times.iteration
+def test_parameters_in_front_of_the_layers_count():
+    model = nn.Sequential(nn.Embedding(100, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    before = functools.partial(auto_schedule.bytes_before, model, [model[2].weight])
+    assert before() == 4 * (100 * 8 + 2 * 8)
+    model[0].weight.requires_grad_(False)
+    assert before() == 4 * 2 * 8
+    sparse = nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 8))
+    assert auto_schedule.bytes_before(sparse, [sparse[1].weight]) == 0
 
 
 def test_layers_promise_their_gradients_once_stocks_order_is_best(monkeypatch):
