@@ -59,7 +59,7 @@ class Wide(nn.Module):
 
 
 def only_the_first_finds_an_order():
-    """What the simulator says, whatever else the machine does."""
+    """Replaces the simulation, whatever else the machine does."""
     k = 3 if dist.get_rank() == 0 else 0
     times = auto_schedule.Times(k=k, iteration=1.0, compute=0.8, exposed=0.2, stock=1.2)
     return mock.patch.object(auto_schedule, "best_k", lambda *_: times)
