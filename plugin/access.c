@@ -107,7 +107,7 @@ static of_accessed access_kind(int kind, const void *key, bool foreign) {
 }
 
 of_accessed of_launch_at(const void *key, bool foreign) {
-    return of_any_pending() ? access_kind(OF_UPDATES, key, foreign) : OF_NOTHING_PENDING;
+    return of_registry_has_updates() ? access_kind(OF_UPDATES, key, foreign) : OF_NOTHING_PENDING;
 }
 
 of_accessed of_multiply_at(const void *key, bool foreign) {

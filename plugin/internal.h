@@ -253,15 +253,20 @@ typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;
 /* Enters the first n keys, all or none. On a conflict *key is taken by another
  * update, *own, or by one of another plan (*own is NULL). */
 of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own);
+/* Enters all keys of this update and of those behind it in its list, up to the first that is not
+ * fit, meets a conflict or finds no room; returns that one, or NULL. */
+of_update *of_registry_add_run(of_update *first, bool is_fit(const of_update *));
 /* One more key of an update that has entered all it has; false: no room, or another has it. */
 bool of_registry_extend(of_update *update, const void *key);
-void of_registry_remove(of_list *list);
+void of_registry_remove(of_list *list); /* not an empty one */
 void of_registry_remove_one(of_update *update);
+void of_registry_keep_first(of_update *update); /* the parameter's key, of an update that has it */
 /* Takes one key from what is in flight there. */
 void of_registry_take(int kind, const void *key);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(int kind, const void *key);
-bool of_registry_has_scalings(void); /* no lock */
+bool of_registry_has_updates(void); /* no lock, as for the next */
+bool of_registry_has_scalings(void);
 bool of_registry_has(const void *key);
 /* Whether this update is in flight, and still the last that has this key. */
 bool of_registry_is_in_flight(const void *key, const of_update *update);
@@ -355,6 +360,10 @@ typedef enum of_entered {
                        nothing was done but for the batch, which is launched. The caller
                        overtakes it and calls again */
 } of_entered;
+/* Enters the keys of this update and of those behind it that can be left pending, all together.
+ * Returns the first for which it has to be called again, or NULL. plan->lock stays held until
+ * all that entered are pending or in a batch. */
+of_update *of_enter_run(of_update *first);
 /* Leaves an update pending. What is in the way is launched, and the batch before it. */
 of_entered of_enter_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done,
                             const void **key);

@@ -43,18 +43,36 @@ static bool is_captured_step(const of_plan *plan, const of_update *update) {
     return plan->mode == OF_FORWARD && update->in.stream.capture != 0 && OF_GUARD(capture);
 }
 
+static bool may_wait(const of_update *update) {
+    const of_plan *plan = update->plan;
+    return !plan->stopped && !plan->slots[update->slot].eager && update->in.n_keys != 0 &&
+           !is_captured_step(plan, update);
+}
+
+/* An exclusive one is created later, and for a gradient that is on its way the lock may be let
+ * go. */
+static bool is_fit_for_run(const of_update *update) {
+    return !update->in.exclusive && !update->in.awaits && may_wait(update);
+}
+
+of_update *of_enter_run(of_update *first) {
+    of_update *end = of_registry_add_run(first, is_fit_for_run);
+    return end == first ? first->next : end;
+}
+
 /* The keys are entered before defer(): a thread that meets the host's mark
  * must find the key. */
 of_entered of_enter_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done,
                             const void **key) {
-    if (plan->stopped || plan->slots[update->slot].eager || update->in.n_keys == 0 ||
-        is_captured_step(plan, update))
-        return OF_NOT_ENTERED;
-    const of_entered entered = enter(plan, update, update->in.n_keys, batch, done, key);
-    if (entered != OF_ENTERED)
-        return entered;
+    if (update->n_registered != update->in.n_keys || !update->in.n_keys) {
+        if (!may_wait(update))
+            return OF_NOT_ENTERED;
+        const of_entered entered = enter(plan, update, update->in.n_keys, batch, done, key);
+        if (entered != OF_ENTERED)
+            return entered;
+    }
     if (!plan->host.defer(plan->host.ctx, update->in.references)) {
-        of_registry_remove_one(update);
+        of_registry_keep_first(update);
         return OF_NOT_ENTERED;
     }
     update->pending = true;
@@ -67,7 +85,8 @@ of_entered of_enter_pending(of_plan *plan, of_update *update, of_list *batch, of
  * only read. */
 of_entered of_enter_batch(of_plan *plan, of_update *update, of_list *batch, of_list *done,
                           const void **key) {
-    const of_entered entered = enter(plan, update, update->in.n_keys ? 1 : 0, batch, done, key);
+    const size_t n = update->in.n_keys && !update->n_registered ? 1 : 0;
+    const of_entered entered = enter(plan, update, n, batch, done, key);
     if (entered == OF_IN_THE_WAY)
         return entered;
     of_list_append(batch, update);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* registry.c: which update, and which scaling, is waiting on a piece of memory.
  *
- * For each kind one open-addressing table for the process, at most half full, without
- * tombstones. It outlives every plan and is never freed: nothing of ours may
- * run at process exit. An update that is launched at once is in it too, by the
+ * For each kind one open-addressing table for the process, at most half full. A key stays in its
+ * entry when its update has gone, since the next step's update mostly has the same memory; keys
+ * without an update are taken out when there are too many. It outlives every plan and is never
+ * freed: nothing of ours may run at process exit. An update that is launched at once is in it too, by the
  * key of its parameter, so that two updates of the same memory, of one plan or
  * of two, never run at the same time. */
 #include <math.h>
@@ -12,29 +13,38 @@
 #include "internal.h"
 
 typedef struct entry {
-    const void *key; /* NULL: free */
-    of_update *update;
+    const void *key;   /* NULL: free */
+    of_update *update; /* NULL: it has gone */
 } entry;
 
 typedef struct table {
     entry *entries;
     size_t mask;    /* their number, a power of two, less 1 */
     unsigned shift; /* 64 less its logarithm */
-    size_t used;
+    size_t used;    /* entries with a key */
 } table;
 
 /* Guards all of the below; the numbers of members are also read without it. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static table tables[OF_KINDS];
-static atomic_size_t members; /* of all tables */
-static atomic_size_t scalings;
+static atomic_size_t members[OF_KINDS];
+
+/* Without the lock. A thread that must see an update as pending was told of it, after it was
+ * counted. */
+static bool has_any(int kind) {
+    return !of_count_is_zero(&members[kind]);
+}
 
 bool of_any_pending(void) {
-    return !of_count_is_zero(&members);
+    return has_any(OF_UPDATES) || has_any(OF_SCALINGS);
+}
+
+bool of_registry_has_updates(void) {
+    return has_any(OF_UPDATES);
 }
 
 bool of_registry_has_scalings(void) {
-    return !of_count_is_zero(&scalings);
+    return has_any(OF_SCALINGS);
 }
 
 void of_registry_lock(void) {
@@ -58,67 +68,89 @@ static entry *seek(const table *t, const void *key) {
     return &t->entries[i];
 }
 
-/* The entry that has the key, or NULL. */
+/* The entry of the key, if something is there; or NULL. */
 static entry *find(int kind, const void *key) {
     const table *t = &tables[kind];
     entry *at = t->entries ? seek(t, key) : NULL;
-    return at && at->key ? at : NULL;
+    return at && at->update ? at : NULL;
 }
 
-static bool make_room(table *t, size_t n) {
-    if (t->entries && (t->used + n) * 2 <= t->mask + 1)
-        return true;
+/* Into an entry where nothing is. */
+static void put(table *t, entry *at, const void *key, of_update *update) {
+    t->used += !at->key;
+    *at = (entry){key, update};
+}
+
+static size_t count_live(const table *t) {
+    size_t n = 0;
+    for (size_t i = 0; i <= t->mask; i++)
+        n += t->entries[i].update != NULL;
+    return n;
+}
+
+static bool grow(table *t) {
     const unsigned shift = t->entries ? t->shift - 1 : 64 - 10;
     const size_t size = (size_t)1 << (64 - shift);
     entry *fresh = calloc(size, sizeof *fresh);
     if (!fresh)
         return false;
-    entry *old = t->entries;
-    const size_t old_size = old ? t->mask + 1 : 0;
-    t->entries = fresh;
-    t->mask = size - 1;
-    t->shift = shift;
-    for (size_t i = 0; i < old_size; i++)
-        if (old[i].key)
-            *seek(t, old[i].key) = old[i];
-    free(old);
+    const table old = *t;
+    *t = (table){fresh, size - 1, shift, 0};
+    for (size_t i = 0; old.entries && i <= old.mask; i++)
+        if (old.entries[i].update)
+            put(t, seek(t, old.entries[i].key), old.entries[i].key, old.entries[i].update);
+    free(old.entries);
     return true;
 }
 
-/* Closes the gap that a removal leaves in its run of entries. */
-static void erase(table *t, entry *gone) {
-    entry *entries = t->entries;
-    const size_t mask = t->mask;
-    size_t gap = (size_t)(gone - entries);
-    for (size_t i = (gap + 1) & mask; entries[i].key; i = (i + 1) & mask) {
-        bool may_move = ((i - home(t, entries[i].key)) & mask) >= ((i - gap) & mask);
-        if (may_move) {
-            entries[gap] = entries[i];
-            gap = i;
-        }
+/* Takes out keys without an update. Those that stay are put again in order, from behind a free entry
+ * on: none that is still to be put lies between the home of another and its place. */
+static void clean(table *t) {
+    size_t free_at = 0;
+    for (size_t i = 0; i <= t->mask; i++)
+        if (!t->entries[i].update)
+            t->entries[free_at = i].key = NULL;
+    t->used = 0;
+    for (size_t i = 1; i <= t->mask; i++) {
+        entry *at = &t->entries[(free_at + i) & t->mask];
+        const entry moved = *at;
+        *at = (entry){NULL, NULL};
+        if (moved.update)
+            put(t, seek(t, moved.key), moved.key, moved.update);
     }
-    entries[gap].key = NULL;
-    t->used--;
 }
 
-static void count(const table *t, int change) {
-    of_count_change(&members, change);
-    if (t == &tables[OF_SCALINGS])
-        of_count_change(&scalings, change);
+/* A table of which a quarter or less is live is only cleaned. */
+static bool make_room(table *t, size_t n) {
+    if (t->entries && (t->used + n) * 2 <= t->mask + 1)
+        return true;
+    if (!t->entries || (count_live(t) + n) * 4 > t->mask + 1)
+        return grow(t);
+    clean(t);
+    return true;
 }
 
-static void remove_keys(of_update *update) {
-    if (!update->n_registered)
-        return;
-    table *t = &tables[update->kind->index];
-    for (size_t i = 0; i < update->n_registered; i++) {
+static void count(int kind, int change) {
+    of_count_change(&members[kind], change);
+}
+
+/* All but the first `kept`. */
+static void remove_behind(of_update *update, size_t kept) {
+    const table *t = &tables[update->kind->index];
+    for (size_t i = kept; i < update->n_registered; i++) {
         const void *key = update->in.keys[i];
         entry *at = key ? seek(t, key) : NULL;
-        if (at && at->key && at->update == update)
-            erase(t, at);
+        if (at && at->update == update)
+            at->update = NULL;
     }
-    count(t, -1);
-    update->n_registered = 0;
+    update->n_registered = kept;
+}
+
+/* Returns whether it had entered any. */
+static bool remove_keys(of_update *update) {
+    const bool had = update->n_registered != 0;
+    remove_behind(update, 0);
+    return had;
 }
 
 /* On the same stream the new update comes after the one in flight anyway. The
@@ -129,23 +161,24 @@ static bool follows(const of_update *update, const of_update *old) {
 }
 
 static of_added add_keys(table *t, of_update *update, size_t n, const void **key, of_update **own) {
-    count(t, 1);
+    const bool was_in = update->n_registered != 0;
     for (size_t i = 0; i < n; i++) {
         update->n_registered = i + 1;
         *key = update->in.keys[i];
         if (!*key)
             continue;
         entry *at = seek(t, *key);
-        if (!at->key) {
-            *at = (entry){*key, update};
-            t->used++;
+        if (!at->update) {
+            put(t, at, *key, update);
         } else if (at->update != update && !follows(update, at->update) && OF_GUARD(rearm)) {
             *own = at->update->plan == update->plan ? at->update : NULL;
             remove_keys(update);
+            count(update->kind->index, -was_in);
             return OF_ADD_CONFLICT;
         } else
             at->update = update;
     }
+    count(update->kind->index, !was_in);
     return OF_ADDED;
 }
 
@@ -159,6 +192,18 @@ of_added of_registry_add(of_update *update, size_t n, const void **key, of_updat
     return result;
 }
 
+of_update *of_registry_add_run(of_update *first, bool is_fit(const of_update *)) {
+    const void *key = NULL;
+    of_update *own = NULL, *u = first;
+    table *t = &tables[OF_UPDATES];
+    pthread_mutex_lock(&lock);
+    while (u && is_fit(u) && make_room(t, u->in.n_keys) &&
+           add_keys(t, u, u->in.n_keys, &key, &own) == OF_ADDED)
+        u = u->next;
+    pthread_mutex_unlock(&lock);
+    return u;
+}
+
 bool of_registry_extend(of_update *update, const void *key) {
     of_inputs *in = &update->in;
     table *t = &tables[update->kind->index];
@@ -166,9 +211,8 @@ bool of_registry_extend(of_update *update, const void *key) {
     pthread_mutex_lock(&lock);
     if (in->n_keys < OF_MAX_KEYS && update->n_registered == in->n_keys && make_room(t, 1)) {
         entry *at = seek(t, key);
-        if ((added = !at->key)) {
-            *at = (entry){key, update};
-            t->used++;
+        if ((added = !at->update)) {
+            put(t, at, key, update);
             in->keys[in->n_keys++] = key;
             update->n_registered++;
         }
@@ -178,15 +222,23 @@ bool of_registry_extend(of_update *update, const void *key) {
 }
 
 void of_registry_remove(of_list *list) {
+    int removed = 0;
     pthread_mutex_lock(&lock);
     for (of_update *update = list->first; update; update = update->next)
-        remove_keys(update);
+        removed += remove_keys(update);
+    count(list->first->kind->index, -removed);
     pthread_mutex_unlock(&lock);
 }
 
 void of_registry_remove_one(of_update *update) {
     pthread_mutex_lock(&lock);
-    remove_keys(update);
+    count(update->kind->index, -remove_keys(update));
+    pthread_mutex_unlock(&lock);
+}
+
+void of_registry_keep_first(of_update *update) {
+    pthread_mutex_lock(&lock);
+    remove_behind(update, 1);
     pthread_mutex_unlock(&lock);
 }
 
@@ -194,7 +246,7 @@ void of_registry_take(int kind, const void *key) {
     pthread_mutex_lock(&lock);
     entry *at = find(kind, key);
     if (at && at->update->in_flight)
-        erase(&tables[kind], at);
+        at->update = NULL;
     pthread_mutex_unlock(&lock);
 }
 

@@ -123,11 +123,12 @@ void of_add_to_batch(of_plan *plan, of_update *update, of_list *batch, of_list *
         }
 }
 
-/* An update that is not left pending needs its gradient now. The batch goes first, as no update
- * may wait in it while the lock is dropped. False: the gradient will never come. */
+/* An update that is not left pending needs its gradient now. The lock is let go meanwhile: nobody
+ * may find the update, and the batch goes first, as no update may wait in it. False: the gradient will never come. */
 static bool fetch(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
     bool arrived = true;
     while (arrived && of_is_missing(plan, update)) {
+        of_registry_remove_one(update);
         of_launch(plan, batch, OF_AT_ONCE, done);
         arrived = of_await(plan, update->in.awaits);
     }
@@ -144,10 +145,13 @@ static bool fetch(of_plan *plan, of_update *update, of_list *batch, of_list *don
 static void create_all(of_plan *plan, of_list *created, bool defer, of_list *exclusive,
                        of_list *done) {
     of_list batch = {0};
+    of_update *run = created->first; /* where the next one begins */
     pthread_mutex_lock(&plan->lock);
     plan->counts.created += created->count;
     for (of_update *u = created->first, *next; u; u = next) {
         next = u->next;
+        if (defer && u == run)
+            run = of_enter_run(u);
         if (u->in.exclusive)
             of_list_append(exclusive, u);
         else if ((!defer || !of_leave_pending(plan, u, &batch, done)) &&

@@ -77,6 +77,55 @@ START_TEST(shared_gradient_buffer_does_not_break_up_the_region) {
 }
 END_TEST
 
+/* Updates enter the registry together, up to one whose gradient an earlier one has: in any order of
+ * what can wait, what can't and what meets another, each parameter is updated once, in order. */
+START_TEST(updates_that_meet_are_entered_one_after_the_other) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    for (int i = 0; i < 12; i++)
+        add(f, 10);
+    backward_all(f);
+    for (size_t i = 0; i < f->n; i++) {
+        fake_tensor *tensor = f->twins[i].tensor;
+        tensor->shared = i % 4 == 1;
+        if (i % 3 != 2 || i < 3)
+            continue;
+        fake_buffer_retain(f->twins[i - 2].tensor->grad);
+        fake_set_grad(tensor, f->twins[i - 2].tensor->grad);
+    }
+    step(f);
+    ck_assert_uint_eq(counts(f).at_once, 3);
+    ck_assert_uint_eq(counts(f).created, 12);
+    for (size_t i = 0; i < f->n; i++)
+        check_twin(&f->twins[i]);
+    teardown(f);
+}
+END_TEST
+
+/* Each step's gradients have other memory: what is left of them must neither hide what is pending
+ * nor be found. */
+START_TEST(keys_of_gradients_that_are_gone_make_room) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    enum { KEPT = 3000 };
+    static fake_buffer *gone[KEPT];
+    twin *t = add(f, 10);
+    twin *other = add(f, 10);
+    for (int i = 0; i < KEPT; i++) {
+        backward_all(f);
+        gone[i] = t->tensor->grad;
+        fake_buffer_retain(gone[i]);
+        t->tensor->shared = true; /* it is held here */
+        other->tensor->shared = i % 2;
+        step(f);
+        ck_assert(launched(t));
+        ck_assert_int_eq(of_is_pending(other->tensor->grad), !other->tensor->shared);
+        ck_assert(i == 0 || !of_is_pending(gone[i - 1]));
+    }
+    for (int i = 0; i < KEPT; i++)
+        fake_buffer_release(gone[i]);
+    teardown(f);
+}
+END_TEST
+
 START_TEST(shared_memory_is_updated_at_once) {
     fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add(f, 10);
@@ -177,6 +226,8 @@ int main(void) {
     tcase_add_test(together, shared_gradient_buffer_does_not_break_up_the_region);
     suite_add_tcase(suite, together);
     TCase *memory = tcase_create("whose memory");
+    tcase_add_test(memory, updates_that_meet_are_entered_one_after_the_other);
+    tcase_add_test(memory, keys_of_gradients_that_are_gone_make_room);
     tcase_add_test(memory, shared_memory_is_updated_at_once);
     tcase_add_test(memory, what_must_go_alone_is_committed_launched_and_released_before_the_next);
     tcase_add_test(memory, eager_parameter_is_updated_at_once);
