@@ -3,6 +3,7 @@
 // read, and not before.
 #include <ATen/ops/_foreach_mul.h>
 
+#include <array>
 #include <atomic>
 #include <limits>
 #include <map>
@@ -133,9 +134,18 @@ void settle_scaling(void *, void *opaque, bool was_deferred) {
         record_all(refs);
 }
 
+using Kernels = std::array<of_scale_fn *, OF_DTYPE_COUNT>;
+
+Kernels find_kernels() {
+    Kernels found;
+    for (size_t dtype = 0; dtype < found.size(); dtype++)
+        found[dtype] = of_scale_find(static_cast<of_dtype>(dtype), of_isa_detect());
+    return found;
+}
+
 of_scale_fn *kernel_of(of_dtype dtype) {
-    static const of_isa isa = of_isa_detect();
-    return of_scale_find(dtype, isa);
+    static const Kernels kernels = find_kernels();
+    return kernels[dtype];
 }
 
 // False: it is not small, not on the CPU, or has another factor that waits.
