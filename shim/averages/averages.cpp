@@ -11,12 +11,14 @@
 #include <torch/library.h>
 
 #include <string>
+#include <utility>
 
 #include "arguments.h"
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
+#include "python/gil.h"
 #include "tensor/memory.h"
 #include "tensor/refuse.h"
 
@@ -155,13 +157,15 @@ int64_t average(const std::vector<at::Tensor> &averages, const std::vector<at::T
 
 namespace {
 
-int64_t average_from_python(const std::vector<at::Tensor> &averages,
-                            const std::vector<at::Tensor> &params, int64_t formula, double keep,
-                            double take) {
+int64_t average_from_python(std::vector<at::Tensor> averages, std::vector<at::Tensor> params,
+                            int64_t formula, double keep, double take) {
     refuse_fake_tensors("weights are averaged");
     if (formula < 0 || formula >= static_cast<int64_t>(Formula::COUNT))
         fail("optfuse: no formula number " + std::to_string(formula));
-    return average(averages, params, {static_cast<Formula>(formula), keep, take});
+    const int64_t waiting = average(averages, params, {static_cast<Formula>(formula), keep, take});
+    let_go(std::move(averages));
+    let_go(std::move(params));
+    return waiting;
 }
 
 } // namespace

@@ -5,9 +5,11 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <utility>
 
 #include "arguments.h"
 #include "clipping/pending.h"
+#include "python/gil.h"
 
 namespace optfuse {
 namespace {
@@ -42,32 +44,37 @@ std::optional<at::Tensor> norms_of_slots(const std::vector<int64_t> &plans,
 }
 
 // The norm, and whether gradients wait.
-std::tuple<std::optional<at::Tensor>, bool> clip(const std::vector<at::Tensor> &params,
-                                                 double max_norm, double norm_type,
-                                                 bool error_if_nonfinite) {
+std::tuple<std::optional<at::Tensor>, bool> clip(std::vector<at::Tensor> params, double max_norm,
+                                                 double norm_type, bool error_if_nonfinite) {
     refuse_fake_tensors(kWhat);
     const auto done = clip_norm(params, max_norm, norm_type, error_if_nonfinite, Language::PYTHON);
+    let_go(std::move(params));
     if (!done)
         return {std::nullopt, false};
     return {done->norm, done->some_wait};
 }
 
-std::optional<bool> clip_with(const std::vector<at::Tensor> &params, double max_norm,
+std::optional<bool> clip_with(std::vector<at::Tensor> params, double max_norm,
                               const at::Tensor &norm) {
     refuse_fake_tensors(kWhat);
-    return clip_with_norm(params, max_norm, norm);
+    const auto some_wait = clip_with_norm(params, max_norm, norm);
+    let_go(std::move(params));
+    return some_wait;
 }
 
-bool clip_values(const std::vector<at::Tensor> &params, double limit) {
+bool clip_values(std::vector<at::Tensor> params, double limit) {
     refuse_fake_tensors(kWhat);
-    return clip_value(params, limit);
+    const bool clipped = clip_value(params, limit);
+    let_go(std::move(params));
+    return clipped;
 }
 
 // Whether all were finite, and whether gradients wait.
-std::tuple<std::optional<bool>, bool> unscale_of(const std::vector<at::Tensor> &params,
+std::tuple<std::optional<bool>, bool> unscale_of(std::vector<at::Tensor> params,
                                                  const at::Tensor &factor) {
     refuse_fake_tensors(kWhat);
     const auto done = unscale_all(params, factor);
+    let_go(std::move(params));
     if (!done)
         return {std::nullopt, false};
     return {done->finite, done->some_wait};

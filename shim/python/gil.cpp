@@ -31,4 +31,12 @@ WithoutGil::~WithoutGil() {
         of_interpreter.restore_thread(thread);
 }
 
+void let_go(std::vector<at::Tensor> tensors) {
+    if (!of_python_find())
+        return;
+    const int state = of_interpreter.take_gil();
+    tensors.clear();
+    of_interpreter.give_gil(state);
+}
+
 } // namespace optfuse

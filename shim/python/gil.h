@@ -4,6 +4,10 @@
 // of a plan must not hold the GIL, with which PyTorch calls some operators.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
 namespace optfuse {
 
 // From now on WithoutGil lets go of the GIL: there are plans whose updates run Python.
@@ -20,5 +24,9 @@ class WithoutGil {
   private:
     void *thread; // its PyThreadState, or NULL
 };
+
+// Drops these references, and takes the GIL once for all of them. A reference that leaves a tensor
+// to Python alone needs the GIL, and an operator that Python has called does without.
+void let_go(std::vector<at::Tensor> tensors);
 
 } // namespace optfuse
