@@ -30,7 +30,8 @@ bool is_closed(const Plan *plan) {
 }
 
 bool is_reduced_later(c10::TensorImpl *param) {
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(reference_to(param));
+    const auto *meta = static_cast<torch::autograd::AutogradMeta *>(param->autograd_meta());
+    const auto accumulator = meta->grad_accumulator_.lock();
     return accumulator && !accumulator->post_hooks().empty();
 }
 

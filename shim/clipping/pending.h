@@ -9,6 +9,7 @@
 
 #include "norm.h"
 #include "plan.h"
+#include "tensor/gradient.h"
 
 namespace optfuse {
 
@@ -18,7 +19,7 @@ struct References;
 struct GradientOf {
     Plan *plan;
     Slot *slot;
-    const at::Tensor &grad() const { return slot->param->grad(); }
+    const at::Tensor &grad() const { return gradient_of(slot->param); }
 };
 // Whether a kernel can multiply the gradient in place, without autograd having to know.
 bool can_scale(const at::Tensor &grad, of_dtype *dtype);

@@ -19,6 +19,9 @@
 #include "tensor/parallel.h"
 
 namespace optfuse {
+
+std::atomic<size_t> n_on_their_way{0}; // read without the lock, as lock_free.h says of a count
+
 namespace {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
@@ -45,10 +48,9 @@ using Shared = std::shared_ptr<Arrival>;
 
 // Leaked: tensors may be used after destructors have run.
 struct Table {
-    std::mutex lock; // guards the entries
+    std::mutex lock; // guards the rest
     std::unordered_map<const c10::StorageImpl *, Shared> entries;
     std::vector<Shared> done; // to be dropped where no lock of a plan is held: it may need the GIL
-    std::atomic<size_t> n{0}; // of them; read without the lock, as lock_free.h says of a count
 };
 
 Table &table() {
@@ -57,9 +59,9 @@ Table &table() {
 }
 
 Shared find(const c10::StorageImpl *memory) {
-    Table &all = table();
-    if (all.n.load(std::memory_order_acquire) == 0)
+    if (!is_any_on_its_way())
         return nullptr;
+    Table &all = table();
     const std::lock_guard<std::mutex> guard(all.lock);
     const auto found = all.entries.find(memory);
     return found == all.entries.end() ? nullptr : found->second;
@@ -71,7 +73,7 @@ void enter(const c10::StorageImpl *memory, Shared arrival) {
     std::swap(all.entries[memory], arrival);
     if (arrival)
         all.done.push_back(std::move(arrival));
-    all.n.store(all.entries.size(), std::memory_order_release);
+    n_on_their_way.store(all.entries.size(), std::memory_order_release);
 }
 
 void leave(const c10::StorageImpl *memory, const Arrival *arrival) {
@@ -82,7 +84,7 @@ void leave(const c10::StorageImpl *memory, const Arrival *arrival) {
         return;
     all.done.push_back(std::move(found->second));
     all.entries.erase(found);
-    all.n.store(all.entries.size(), std::memory_order_release);
+    n_on_their_way.store(all.entries.size(), std::memory_order_release);
 }
 
 // Drops what is done, and what is on its way no more to gradients that nobody has any more.
@@ -96,7 +98,7 @@ void sweep() {
             dying.push_back(std::move(at->second));
         at = is_over ? all.entries.erase(at) : std::next(at);
     }
-    all.n.store(all.entries.size(), std::memory_order_release);
+    n_on_their_way.store(all.entries.size(), std::memory_order_release);
     for (Shared &done : all.done)
         dying.push_back(std::move(done));
     all.done.clear();
@@ -256,10 +258,6 @@ std::vector<int64_t> expect(const Bucket &bucket) {
 
 bool is_on_its_way(const c10::StorageImpl *memory) {
     return find(memory) != nullptr;
-}
-
-bool is_any_on_its_way() {
-    return table().n.load(std::memory_order_acquire) != 0;
 }
 
 bool await_arrival(const c10::StorageImpl *memory) {

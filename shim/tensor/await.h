@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <atomic>
 #include <vector>
 
 #include "optfuse.h"
@@ -33,7 +34,11 @@ std::vector<int64_t> expect(const Bucket &bucket);
 
 // Whether the values of the gradient with this memory are on their way.
 bool is_on_its_way(const c10::StorageImpl *memory);
-bool is_any_on_its_way();
+// How many gradients are.
+extern std::atomic<size_t> n_on_their_way;
+inline bool is_any_on_its_way() {
+    return n_on_their_way.load(std::memory_order_acquire) != 0;
+}
 // Waits for them. False after of_set_error(): the reduction has failed. No lock of a plan held.
 bool await_arrival(const c10::StorageImpl *memory);
 // For all of a model, or of the process.

@@ -20,11 +20,13 @@
 #include "promises/promise.h"
 #include "tensor/await.h"
 #include "tensor/first_use.h"
+#include "tensor/gradient.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
+#include "tensor/usual.h"
 
 namespace optfuse {
 namespace {
@@ -44,17 +46,11 @@ bool state_is_missing(const Slot *slot, unsigned used) {
     return slot->plan->rule->counts && !slot->step.defined();
 }
 
-// The number of this update, in the counter's own precision, as stock counts.
 double step_number(const Slot *slot) {
     if (!slot->plan->rule->counts)
         return slot->first ? 1 : 2;
-    if (step_is_on_gpu(slot))
-        return 1; // the device counts for itself
-    const c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
-    const void *data = data_of(impl);
-    return impl->dtype().toScalarType() == c10::ScalarType::Double
-               ? *static_cast<const double *>(data) + 1
-               : static_cast<double>(*static_cast<const float *>(data) + 1.0f);
+    // On a GPU the device counts for itself.
+    return step_is_on_gpu(slot) ? 1 : next_step(slot->step.unsafeGetTensorImpl());
 }
 
 of_count count_of(const Slot *slot) {
@@ -77,19 +73,6 @@ of_count count_of(const Slot *slot) {
 void launch_others(const c10::TensorImpl *impl, decltype(&of_access) launch) {
     if (OF_GUARD(rearm) && has_mark(impl) && use_memory(impl, false, launch) == OF_ACCESS_FAILED)
         throw std::runtime_error(of_error_message());
-}
-
-void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl) {
-    c10::StorageImpl *storage = storage_of(impl);
-    refs->tensors[refs->n] = impl;
-    refs->storages.put(refs->n, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
-    in->keys[refs->n] = storage;
-    in->n_keys = ++refs->n;
-}
-
-at::Tensor reference_to(c10::TensorImpl *impl) {
-    return at::Tensor(
-        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
 }
 
 namespace {
@@ -328,7 +311,7 @@ of_found fill_in_references(const Plan *plan, Slot *slot, const at::Tensor &grad
 
 of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     c10::TensorImpl *p = slot->param;
-    const at::Tensor &grad = p->grad();
+    const at::Tensor &grad = gradient_of(p);
     if (!grad.defined())
         return OF_FOUND_NOTHING;
     if (in->in_backward) {
@@ -336,6 +319,8 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         if (found != OF_FOUND_INPUTS)
             return found;
     }
+    if (collect_usual(slot, p, grad, in))
+        return OF_FOUND_INPUTS;
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (is_consumed(g))
         return OF_GUARD(consumed_twice)

@@ -150,6 +150,7 @@ void defer_average(void *, void *opaque, void *opaque_average) {
     refs->average = deferred->average;
     refs->average_program = deferred->program;
     const size_t part = refs->n++;
+    refs->tensors[part] = impl;
     refs->storages.put(part, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(impl)));
     if (OF_GUARD(key))
         mark(impl);
@@ -194,17 +195,27 @@ void unmark_if_its(c10::TensorImpl *impl, const c10::StorageImpl *storage) {
         unmark(impl);
 }
 
+// Of the slot's tensors: others of the update may have been freed. The gradient's stays, since a
+// scaling may be pending on it.
+void take_marks_off(const References *refs) {
+    const Slot *slot = refs->slot;
+    unmark_if_its(slot->param, refs->storages[0].get());
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
+        for (size_t part = 1; part < refs->n; part++)
+            if (refs->tensors[part] == slot->state[i].unsafeGetTensorImpl())
+                unmark_if_its(refs->tensors[part], refs->storages[part].get());
+    if (refs->average.defined())
+        unmark_if_its(refs->average.unsafeGetTensorImpl(), refs->storages[refs->n - 1].get());
+}
+
 void settle(void *, void *opaque, bool was_deferred) {
     References *refs = references_of(opaque);
     for (size_t i = 0; was_deferred && i < refs->n; i++)
         if (!of_is_scaled(refs->storages[i].get()) && // else the gradient stays pending
             !is_promise(refs->storages[i].get()))     // or nobody has computed it yet
             unseal(refs->storages[i].get());
-    if (was_deferred && !refs->on_gpu && may_take_marks_off(refs->slot->plan)) {
-        unmark_if_its(refs->slot->param, refs->storages[0].get());
-        if (refs->average.defined())
-            unmark_if_its(refs->average.unsafeGetTensorImpl(), refs->storages[refs->n - 1].get());
-    }
+    if (was_deferred && !refs->on_gpu && may_take_marks_off(refs->slot->plan))
+        take_marks_off(refs);
     if (refs->on_gpu && was_deferred)
         record_all(refs);
     else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner

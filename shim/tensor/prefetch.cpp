@@ -3,6 +3,7 @@
 // A parameter has some thirty cache lines, unused since its last update; without a prefetch
 // the update would wait for one line after the other.
 #include "plan.h"
+#include "tensor/gradient.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 
@@ -62,14 +63,14 @@ void prefetch(void *, void *const *tensors, size_t n) {
         each_other(slot, fetch_storage);
     });
     each(tensors, n, [](const Slot *slot) {
-        if (slot->param->grad().defined())
-            fetch_tensor(slot->param->grad().unsafeGetTensorImpl());
+        if (const at::Tensor &grad = gradient_of(slot->param); grad.defined())
+            fetch_tensor(grad.unsafeGetTensorImpl());
         if (slot->step.defined() && slot->step.unsafeGetTensorImpl()->has_storage())
             fetch<1>(address(storage_of(slot->step.unsafeGetTensorImpl())));
     });
     each(tensors, n, [](const Slot *slot) {
-        if (slot->param->grad().defined())
-            fetch_storage(slot->param->grad().unsafeGetTensorImpl());
+        if (const at::Tensor &grad = gradient_of(slot->param); grad.defined())
+            fetch_storage(grad.unsafeGetTensorImpl());
     });
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "optfuse.h"
+#include "tensor/memory.h"
 #include "tensor/proxies.h"
 
 namespace optfuse {
@@ -89,7 +90,18 @@ struct References {
 
 // The tensors of an update or scaling on a GPU are used there later than their owners may think.
 void record_all(References *refs);
-void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl);
-at::Tensor reference_to(c10::TensorImpl *impl);
+
+inline void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl) {
+    c10::StorageImpl *storage = storage_of(impl);
+    refs->tensors[refs->n] = impl;
+    refs->storages.put(refs->n, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+    in->keys[refs->n] = storage;
+    in->n_keys = ++refs->n;
+}
+
+inline at::Tensor reference_to(c10::TensorImpl *impl) {
+    return at::Tensor(
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
 
 } // namespace optfuse
