@@ -4,9 +4,9 @@
  * For each kind one open-addressing table for the process, at most half full. A key stays in its
  * entry when its update has gone, since the next step's update mostly has the same memory; keys
  * without an update are taken out when there are too many. It outlives every plan and is never
- * freed: nothing of ours may run at process exit. An update that is launched at once is in it too, by the
- * key of its parameter, so that two updates of the same memory, of one plan or
- * of two, never run at the same time. */
+ * freed: nothing of ours may run at process exit. An update that is launched at once is in it too,
+ * by the key of its parameter, so that two updates of the same memory, of one plan or of two, never
+ * run at the same time. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -103,8 +103,8 @@ static bool grow(table *t) {
     return true;
 }
 
-/* Takes out keys without an update. Those that stay are put again in order, from behind a free entry
- * on: none that is still to be put lies between the home of another and its place. */
+/* Takes out keys without an update. Those that stay are put again in order, from behind a free
+ * entry on: none that is still to be put lies between the home of another and its place. */
 static void clean(table *t) {
     size_t free_at = 0;
     for (size_t i = 0; i <= t->mask; i++)

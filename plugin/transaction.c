@@ -124,7 +124,8 @@ void of_add_to_batch(of_plan *plan, of_update *update, of_list *batch, of_list *
 }
 
 /* An update that is not left pending needs its gradient now. The lock is let go meanwhile: nobody
- * may find the update, and the batch goes first, as no update may wait in it. False: the gradient will never come. */
+ * may find the update, and the batch goes first, as no update may wait in it. False: the gradient
+ * will never come. */
 static bool fetch(of_plan *plan, of_update *update, of_list *batch, of_list *done) {
     bool arrived = true;
     while (arrived && of_is_missing(plan, update)) {

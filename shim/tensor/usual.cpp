@@ -47,7 +47,8 @@ bool is_usual_step(const Slot *slot) {
 
 double number_of_update(const Slot *slot) {
     return slot->plan->rule->counts ? next_step(slot->step.unsafeGetTensorImpl())
-                                    : slot->first ? 1 : 2;
+           : slot->first            ? 1
+                                    : 2;
 }
 
 // After this no other update is pending on them.
