@@ -121,13 +121,15 @@ static void clean(table *t) {
 }
 
 /* A table of which a quarter or less is live is only cleaned. */
-static bool make_room(table *t, size_t n) {
-    if (t->entries && (t->used + n) * 2 <= t->mask + 1)
-        return true;
+static bool make_room_anew(table *t, size_t n) {
     if (!t->entries || (count_live(t) + n) * 4 > t->mask + 1)
         return grow(t);
     clean(t);
     return true;
+}
+
+static bool make_room(table *t, size_t n) {
+    return (t->entries && (t->used + n) * 2 <= t->mask + 1) || make_room_anew(t, n);
 }
 
 static void count(int kind, int change) {

@@ -26,9 +26,17 @@ bool has_usual_keys(const c10::TensorImpl *impl) {
     return impl->key_set().add(kPendingKey) == kUsualKeys && storage_of(impl) != nullptr;
 }
 
-bool is_usual_like(const c10::TensorImpl *impl, const c10::TensorImpl *p) {
-    return has_usual_keys(impl) && impl->dtype() == p->dtype() &&
-           equal(impl->sizes(), p->sizes()) && equal(impl->strides(), p->strides());
+// A parameter, as its other tensors are compared with it.
+struct Yardstick {
+    explicit Yardstick(const c10::TensorImpl *p)
+        : dtype(p->dtype()), sizes(p->sizes()), strides(p->strides()) {}
+    const caffe2::TypeMeta dtype;
+    const c10::IntArrayRef sizes, strides;
+};
+
+[[gnu::always_inline]] inline bool is_usual_like(const c10::TensorImpl *impl, const Yardstick &p) {
+    return has_usual_keys(impl) && impl->dtype() == p.dtype && equal(impl->sizes(), p.sizes) &&
+           equal(impl->strides(), p.strides);
 }
 
 // Nobody has asked for more than an update of its parameter.
@@ -46,9 +54,9 @@ bool is_usual_step(const Slot *slot) {
 }
 
 double number_of_update(const Slot *slot) {
-    return slot->plan->rule->counts ? next_step(slot->step.unsafeGetTensorImpl())
-           : slot->first            ? 1
-                                    : 2;
+    if (slot->plan->rule->counts)
+        return next_step(slot->step.unsafeGetTensorImpl());
+    return slot->first ? 1 : 2;
 }
 
 // After this no other update is pending on them.
@@ -57,14 +65,14 @@ void launch_marked(c10::TensorImpl *impl, decltype(&of_access) launch) {
         launch_others(impl, launch);
 }
 
-bool is_usual_gradient(c10::TensorImpl *g, const c10::TensorImpl *p) {
+bool is_usual_gradient(c10::TensorImpl *g, const Yardstick &p) {
     if (!is_usual_like(g, p) || is_promise(g) || is_any_on_its_way())
         return false;
     launch_marked(g, of_launch_at); // a scaling stays pending: the update applies its factor
     return is_private(storage_of(g), 0);
 }
 
-bool is_usual_state(c10::TensorImpl *s, const c10::TensorImpl *p, const c10::TensorImpl *g) {
+bool is_usual_state(c10::TensorImpl *s, const Yardstick &p, const c10::TensorImpl *g) {
     if (!is_usual_like(s, p) || storage_of(s) == storage_of(g))
         return false;
     launch_marked(s, of_access);
@@ -72,10 +80,11 @@ bool is_usual_state(c10::TensorImpl *s, const c10::TensorImpl *p, const c10::Ten
 }
 
 bool are_usual(const Slot *slot, c10::TensorImpl *p, c10::TensorImpl *g, unsigned used) {
-    if (!has_usual_keys(p) || !p->is_non_overlapping_and_dense() || !is_usual_gradient(g, p))
+    const Yardstick like(p);
+    if (!has_usual_keys(p) || !p->is_non_overlapping_and_dense() || !is_usual_gradient(g, like))
         return false;
     for (size_t i = 0; i < slot->plan->rule->n_state; i++)
-        if ((used >> i & 1u) != 0 && !is_usual_state(slot->state[i].unsafeGetTensorImpl(), p, g))
+        if ((used >> i & 1u) != 0 && !is_usual_state(slot->state[i].unsafeGetTensorImpl(), like, g))
             return false;
     launch_marked(p, of_access);
     return is_private(storage_of(p), 0) && is_usual_step(slot);
