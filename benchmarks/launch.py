@@ -31,17 +31,17 @@ WHOLE = "step, fused=True"
 HOOK = ("backward, backward fusion", "backward, no optimizer")
 DETACH = ("detach, pending", "detach, nothing pending")
 PARTS = (
-    Part("gradient hook, above the update", (*HOOK, "flush"), 0.18),
-    Part("gradient hook, with the update", HOOK, 0.24),
-    Part("first use by detach, above the update", (*DETACH, "flush"), 0.02),
-    Part("first use by detach, with the update", DETACH, 0.06),
-    Part("first use by view, with the update", ("view, pending", "view, nothing pending"), 0.06),
-    Part("step() in forward mode, in C", ("step in C",), 0.1),
-    Part("step() in forward mode, in all", ("step",), 0.16),
-    Part("step() in backward mode, in all", ("step, backward fusion",), 0.03),
-    Part("torch's clip_grad_norm_ in forward mode", ("clip",), 0.09),
-    Part("update_parameters() of an average, in forward mode", ("average",), 0.18),
-    Part("the update itself, launched by flush()", ("flush",), 0.055),
+    Part("gradient hook, above the update", (*HOOK, "flush"), 0.15),
+    Part("gradient hook, with the update", HOOK, 0.19),
+    Part("first use by detach, above the update", (*DETACH, "flush"), 0.01),
+    Part("first use by detach, with the update", DETACH, 0.04),
+    Part("first use by view, with the update", ("view, pending", "view, nothing pending"), 0.04),
+    Part("step() in forward mode, in C", ("step in C",), 0.068),
+    Part("step() in forward mode, in all", ("step",), 0.08),
+    Part("step() in backward mode, in all", ("step, backward fusion",), 0.022),
+    Part("torch's clip_grad_norm_ in forward mode", ("clip",), 0.075),
+    Part("update_parameters() of an average, in forward mode", ("average",), 0.15),
+    Part("the update itself, launched by flush()", ("flush",), 0.047),
     Part("step() of fused=True, with the update", (WHOLE,)),
 )
 
