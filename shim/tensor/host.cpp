@@ -195,8 +195,8 @@ void unmark_if_its(c10::TensorImpl *impl, const c10::StorageImpl *storage) {
         unmark(impl);
 }
 
-// Of the slot's tensors: others of the update may have been freed. The gradient's stays, since a
-// scaling may be pending on it.
+// The slot's tensors live; others of the update may have been freed. The gradient's mark stays, since
+// a scaling may be pending on it.
 void take_marks_off(const References *refs) {
     const Slot *slot = refs->slot;
     unmark_if_its(slot->param, refs->storages[0].get());
