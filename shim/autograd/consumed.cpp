@@ -50,6 +50,10 @@ void free_wrapped(void *wrapped) {
     delete static_cast<Wrapped *>(wrapped);
 }
 
+c10::DataPtr &memory_of(const c10::TensorImpl *impl) {
+    return storage_of(impl)->_mutable_data_ptr_no_checks();
+}
+
 // Those of the process. Their storages are sealed: an access past the dispatcher raises. While a
 // profiler notes the addresses of tensors, it may have theirs.
 struct AllConsumed {

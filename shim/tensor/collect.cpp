@@ -50,7 +50,7 @@ double step_number(const Slot *slot) {
     if (!slot->plan->rule->counts)
         return slot->first ? 1 : 2;
     // On a GPU the device counts for itself.
-    return step_is_on_gpu(slot) ? 1 : next_step(slot->step.unsafeGetTensorImpl());
+    return step_is_on_gpu(slot) ? 1 : number_after(slot->step.unsafeGetTensorImpl());
 }
 
 of_count count_of(const Slot *slot) {

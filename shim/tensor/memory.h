@@ -15,10 +15,6 @@ inline c10::StorageImpl *storage_of(const c10::TensorImpl *impl) {
     return impl->unsafe_storage().unsafeGetStorageImpl();
 }
 
-inline c10::DataPtr &memory_of(const c10::TensorImpl *impl) {
-    return storage_of(impl)->_mutable_data_ptr_no_checks();
-}
-
 // Inlined: every update asks for each of its tensors, and the call alone would double that.
 [[gnu::always_inline]] inline void *data_of(const c10::TensorImpl *impl) {
     return static_cast<char *>(address(storage_of(impl))) +
@@ -43,7 +39,7 @@ inline bool is_own(const c10::DataPtr &data) {
 }
 
 // The number of the update that comes after a step counter's, in its own precision, as stock counts.
-inline double next_step(const c10::TensorImpl *counter) {
+inline double number_after(const c10::TensorImpl *counter) {
     const void *data = data_of(counter);
     return counter->dtype().toScalarType() == c10::ScalarType::Double
                ? *static_cast<const double *>(data) + 1

@@ -26,6 +26,10 @@ bool has_usual_keys(const c10::TensorImpl *impl) {
     return impl->key_set().add(kPendingKey) == kUsualKeys && storage_of(impl) != nullptr;
 }
 
+bool is_own_memory(const c10::TensorImpl *impl) {
+    return is_own(storage_of(impl)->_mutable_data_ptr_no_checks());
+}
+
 // A parameter, as its other tensors are compared with it.
 struct Yardstick {
     explicit Yardstick(const c10::TensorImpl *p)
@@ -50,12 +54,12 @@ bool is_usual_slot(const Slot *slot) {
 
 bool is_usual_step(const Slot *slot) {
     const c10::TensorImpl *step = slot->step.unsafeGetTensorImpl();
-    return !slot->plan->rule->counts || (has_usual_keys(step) && is_own(memory_of(step)));
+    return !slot->plan->rule->counts || (has_usual_keys(step) && is_own_memory(step));
 }
 
 double number_of_update(const Slot *slot) {
     if (slot->plan->rule->counts)
-        return next_step(slot->step.unsafeGetTensorImpl());
+        return number_after(slot->step.unsafeGetTensorImpl());
     return slot->first ? 1 : 2;
 }
 
@@ -76,7 +80,7 @@ bool is_usual_state(c10::TensorImpl *s, const Yardstick &p, const c10::TensorImp
     if (!is_usual_like(s, p) || storage_of(s) == storage_of(g))
         return false;
     launch_marked(s, of_access);
-    return is_own(memory_of(s));
+    return is_own_memory(s);
 }
 
 bool are_usual(const Slot *slot, c10::TensorImpl *p, c10::TensorImpl *g, unsigned used) {
