@@ -35,8 +35,9 @@ static bool has_any(int kind) {
     return !of_count_is_zero(&members[kind]);
 }
 
+/* Scalings first: a gradient's may go when its update has come. */
 bool of_any_pending(void) {
-    return has_any(OF_UPDATES) || has_any(OF_SCALINGS);
+    return has_any(OF_SCALINGS) || has_any(OF_UPDATES);
 }
 
 bool of_registry_has_updates(void) {
