@@ -4,6 +4,7 @@ parameter after the other, and the check that it may."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._library.bindings import Error
+from optfuse._own_step.causes import Coupled
 from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
-from optfuse._own_step.trial import name_of, try_promise
+from optfuse._own_step.steady_trial import try_steady
+from optfuse._own_step.trial import DependentError, name_of, try_promise
 from optfuse._own_step.twin import HIDDEN, Group, attributes_of, own_options, step_of
 from optfuse._rules import RULES
 
@@ -110,10 +113,20 @@ def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         raise Error(f"optfuse: can't fuse {name_of(stock)}: {why}. Use the optimizer as it is")
     kind = _kind(optimizer)
     if kind is None:
-        return try_promise(optimizer, stock)
+        return _try_either(optimizer, stock)
     if (stock, kind) not in _known:
-        _known[stock, kind] = try_promise(optimizer, stock)
+        _known[stock, kind] = _try_either(optimizer, stock)
     return _known[stock, kind]
+
+
+def _try_either(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
+    """A class may treat parameters independently of each other after the first steps only."""
+    try:
+        return try_promise(optimizer, stock)
+    except DependentError as error:
+        with contextlib.suppress(Coupled, Error):
+            return try_steady(optimizer, stock)
+        raise Error(str(error)) from error.__cause__
 
 
 def _kind(optimizer: Optimizer) -> str | None:
