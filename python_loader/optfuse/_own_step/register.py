@@ -42,6 +42,7 @@ def register(cls: type[Optimizer], per_parameter: bool = True, *, subclasses: bo
         it does to one depends on that one's gradient and state, on the options of
         its group and on attributes of the optimizer. Options and attributes may
         change with a step, as counters do, if the change depends on no parameter.
+        The first steps of a group may be of all its parameters together.
         False takes the registration back.
     subclasses: your promise that step() does to parameters of a subclass of Tensor or Parameter
         what it does to others. Without it fuse() refuses them.
