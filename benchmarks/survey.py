@@ -120,6 +120,7 @@ def training(cls: type[Optimizer], wrap: Callable[[Optimizer], Optimizer]) -> Se
         optimizer.step()
         left = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         seen.update(parts(left, f"step {step + 1}"))
+        del left  # backward mode leaves to step() what others have, too
     return seen
 
 

@@ -131,7 +131,7 @@ struct Plan {
     std::vector<int64_t> kinds;
     std::vector<std::vector<int64_t>> cohorts;
     // In backward mode: all updates of this pass are left to step(), since a program has counters in
-    // it that another optimizer may advance first.
+    // it that another optimizer may advance first, or since the class takes this step by itself.
     std::atomic<bool> is_left{false};
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     bool reduces = false; // some slots are: a pass waits for them at its end

@@ -301,7 +301,8 @@ size_t of_shim_sharing_state(of_shim_plan *handle, size_t *slots, size_t capacit
     for (const optfuse::Slot *slot : plan->slots)
         if (n < capacity && optfuse::shares_state(*slot))
             slots[n++] = slot->index;
-    plan->is_left = n > 0 && plan->rule->runs_programs && OF_GUARD(shared_state);
+    if (plan->rule->runs_programs)
+        plan->is_left = n > 0 && OF_GUARD(shared_state);
     return n;
 }
 

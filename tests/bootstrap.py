@@ -40,7 +40,8 @@ PACKAGES = ["matplotlib", "numpy", "scikit-learn"]
 FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow"]
 # Without what they ask for: PyPI's torchvision would bring a torch of its own along. It goes into
 # a directory of its own, too, since Lightning imports what it finds (recipes/drive.py).
-ALONE = ["timm>=1.0.20"]
+# heavyball, with what it imports, is for tests/python/own_step/test_heavyball.py.
+ALONE = ["timm>=1.0.20", "heavyball==3.2.1", "opt_einsum>=3.4.0"]
 VISION = VENV / "torchvision"
 # Where no GPU can run them, the kernels are compiled for one chip only.
 CHIPS = "default" if Path("/dev/nvidiactl").exists() else "90"

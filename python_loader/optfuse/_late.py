@@ -5,12 +5,14 @@ where it finds other objects than before."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library.bindings import guard
+from optfuse._own_step.steady import Path, paths
 from optfuse._trials.compare import difference
 
 Entry = dict[Any, Any]
@@ -23,7 +25,7 @@ class Used:
     def __init__(self) -> None:
         # Entries made or run through since then, and the versions of their tensors if these are
         # not known in C; by slots.
-        self.made: dict[int, tuple[Entry, list[int] | None]] = {}
+        self.made: dict[int, tuple[dict[Path, Any], list[int] | None]] = {}
         self._scale: list[tuple[Any, int]] = []
 
     def begin(self, optimizer: Optimizer) -> None:
@@ -33,7 +35,7 @@ class Used:
 
     def make(self, slot: int, entry: Entry, is_over: bool) -> None:
         """An entry was made or run through. is_over: by the update itself, not for it."""
-        self.made[slot] = dict(entry), _versions(entry) if is_over else None
+        self.made[slot] = dict(paths(entry)), _versions(entry) if is_over else None
 
     def changed_scale(self, optimizer: Optimizer) -> str | None:
         """The name of the attribute, if a loss scale or an overflow flag has changed."""
@@ -51,11 +53,13 @@ class Used:
     ) -> str | None:
         """A sentence with a gap for the parameter's label. then: the entry that updates used, if
         they did not make it. keys: of an entry, that an update uses; None: all."""
-        used, versions = self.made.get(slot) or (then, None)
-        for key in {**used, **now} if keys is None else keys:
-            if (key in used) != (key in now) or _is_changed(used.get(key), now.get(key)):
-                how = "removed" if key not in now else "replaced" if key in used else "added"
-                return f"state[{key!r}] of {{}} was {how}"
+        used, versions = self.made.get(slot) or (dict(paths(then)), None)
+        now = dict(paths(now))
+        for path in {**used, **now} if keys is None else zip(keys):
+            if (path in used) != (path in now) or _is_changed(used.get(path), now.get(path)):
+                how = "removed" if path not in now else "replaced" if path in used else "added"
+                place = "".join(f"[{key!r}]" for key in path)
+                return f"state{place} of {{}} was {how}"
         if versions is not None and versions != _versions(now):
             return "the state of {} was written in place"
         return None
@@ -74,4 +78,14 @@ def _scale_of(optimizer: Optimizer) -> list[tuple[Any, int]]:
 
 
 def _versions(entry: Entry) -> list[int]:
-    return [x._version for x in entry.values() if isinstance(x, Tensor) and not x.is_inference()]
+    return [x._version for x in _tensors(entry.values()) if not x.is_inference()]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -168,7 +168,9 @@ void Ledger::begin_pass(OptimizerReader &now) {
              "pass can't start to update; call zero_grad() after changing param_groups. Nothing "
              "was updated");
     refuse_late_changes(now, look, false);
-    now.begin(&look, true);
+    plan.is_left = !now.begin(&look, true);
+    if (plan.is_left)
+        return;
     tell(now, look);
     now.prepare(look, true);
     if (plan.rule->runs_programs) { // what others have as well is left to step()

@@ -37,7 +37,8 @@ class Coupled(Exception):
 def copied(optimizer: Optimizer) -> Optimizer:
     """With copies of its parameters, gradients and state."""
     made = type(optimizer).__new__(type(optimizer))
-    made.__dict__ = deep_copy(optimizer.__dict__, "a trial's optimizer")
+    known = {id(optimizer): made}  # by its own methods
+    made.__dict__ = deep_copy(optimizer.__dict__, "a trial's optimizer", known)
     return made
 
 

@@ -6,6 +6,7 @@ script, which may keep notes there."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,14 @@ from torch.optim import Optimizer
 
 from optfuse._library.bindings import guard
 from optfuse._own_step.looks import names_read
-from optfuse._own_step.twin import SHARED, Group, own_attributes, own_options, shared_state
+from optfuse._own_step.twin import (
+    SHARED,
+    Group,
+    own_attributes,
+    own_options,
+    shared_state,
+    unbound,
+)
 from optfuse._trials.compare import difference
 
 _FEW = 1024  # numbers in a tensor
@@ -24,7 +32,11 @@ _DEFAULTS = "defaults"  # of groups that are still to come
 class Noted:
     """The options and attributes of an optimizer at one time."""
 
-    def __init__(self, optimizer: Optimizer, stock: type[Optimizer]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, stock: type[Optimizer], but: Container[str] = ()
+    ) -> None:
+        """but: attributes that updates change."""
+        self._but = but
         self._read = names_read(stock)
         self._defaults = frozenset(optimizer.__dict__.get(_DEFAULTS, ()))
         self._options = [self._options_of(group) for group in optimizer.param_groups]
@@ -47,12 +59,14 @@ class Noted:
         }
 
     def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        own = {**own_attributes(optimizer.__dict__), **shared_state(optimizer)}
+        own = own_attributes(unbound(optimizer.__dict__, optimizer)) | shared_state(optimizer)
         read = self._read
         return {
             name: _noted(value)
             for name, value in own.items()
-            if name != _DEFAULTS and (read is None or name in read or name == SHARED)
+            if name != _DEFAULTS
+            and name not in self._but
+            and (read is None or name in read or name == SHARED)
         }
 
 

@@ -9,7 +9,7 @@ import types
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library.bindings import Error, guard
-from optfuse._own_step.twin import CONSTANT, HIDDEN
+from optfuse._own_step.twin import CONSTANT, HIDDEN, unbound
 
 MOST = 200_000  # objects that are looked at
 _OPAQUE = (
@@ -123,17 +123,18 @@ def span_of(tensor: Tensor) -> tuple[str, int, int] | None:
     return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
 
 
-def why_reaches_too_much(optimizer: Optimizer) -> str | None:
+def why_reaches_too_much(optimizer: Optimizer, emptied: Container[str] = ()) -> str | None:
     """Why a copy of the optimizer would still reach the original: it holds optimizers, parameters
-    or this optimizer itself where copying does not replace them."""
+    or this optimizer itself where copying does not replace them. emptied: attributes that a copy
+    has without what is in them."""
     groups, state = optimizer.__dict__["param_groups"], optimizer.__dict__["state"]
     params = [p for group in groups for p in group["params"]]
     real = Memory(t for p in params for t in (p, p.grad) if t is not None)
     ids = set(map(id, params))
     places = [
         (f"its attribute {name!r}", value)
-        for name, value in optimizer.__dict__.items()
-        if name not in HIDDEN
+        for name, value in unbound(optimizer.__dict__, optimizer).items()
+        if name not in HIDDEN and name not in emptied
     ]
     places += [(f"state[{k!r}]", v) for k, v in state.items() if isinstance(k, CONSTANT)]
     for i, group in enumerate(groups):

@@ -4,6 +4,7 @@ parameter after the other, and the check that it may."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._library.bindings import Error
+from optfuse._own_step.causes import Coupled
 from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
-from optfuse._own_step.trial import name_of, try_promise
+from optfuse._own_step.steady_trial import try_steady
+from optfuse._own_step.trial import DependentError, name_of, try_promise
 from optfuse._own_step.twin import HIDDEN, Group, attributes_of, own_options, step_of
 from optfuse._rules import RULES
 
@@ -39,6 +42,7 @@ def register(cls: type[Optimizer], per_parameter: bool = True, *, subclasses: bo
         it does to one depends on that one's gradient and state, on the options of
         its group and on attributes of the optimizer. Options and attributes may
         change with a step, as counters do, if the change depends on no parameter.
+        The first steps of a group may be of all its parameters together.
         False takes the registration back.
     subclasses: your promise that step() does to parameters of a subclass of Tensor or Parameter
         what it does to others. Without it fuse() refuses them.
@@ -110,10 +114,20 @@ def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         raise Error(f"optfuse: can't fuse {name_of(stock)}: {why}. Use the optimizer as it is")
     kind = _kind(optimizer)
     if kind is None:
-        return try_promise(optimizer, stock)
+        return _try_either(optimizer, stock)
     if (stock, kind) not in _known:
-        _known[stock, kind] = try_promise(optimizer, stock)
+        _known[stock, kind] = _try_either(optimizer, stock)
     return _known[stock, kind]
+
+
+def _try_either(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
+    """A class may treat parameters independently of each other after the first steps only."""
+    try:
+        return try_promise(optimizer, stock)
+    except DependentError as error:
+        with contextlib.suppress(Coupled, Error):
+            return try_steady(optimizer, stock)
+        raise Error(str(error)) from error.__cause__
 
 
 def _kind(optimizer: Optimizer) -> str | None:

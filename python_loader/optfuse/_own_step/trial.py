@@ -51,7 +51,14 @@ from optfuse._trials.compare import deep_copy, difference
 from optfuse._trials.random_state import random_as_it_was
 
 STEPS = 100  # of one run at most
+
+
+class DependentError(Error):
+    """Parameters depend on each other."""
+
+
 T = TypeVar("T")
+Place = tuple[str, Any]  # "attribute", "option" or "state", and its name
 
 
 def name_of(cls: type) -> str:
@@ -98,7 +105,7 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
 
 def _refuse(stock: type[Optimizer], why: str) -> None:
     if guard("independent"):
-        raise Error(
+        raise DependentError(
             f"optfuse: can't fuse {name_of(stock)}: its step() does not treat parameters "
             f"independently: {why}. Use the optimizer as it is"
         )
@@ -136,7 +143,7 @@ class Trial:
         """An optimizer like this one, with all small parameters."""
         real = [optimizer.param_groups[i] for i in self._groups]
         options = [with_a_rate(twin.options_alone(group, True)) for group in real]
-        attributes, groups = deep_copy((twin.attributes_of(optimizer), options), SETTINGS)
+        attributes, groups = deep_copy((self._attributes_of(optimizer), options), SETTINGS)
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         for index, group in zip(self._groups, groups, strict=True):
             group["params"] = [small.param for small in self._smalls if small.group == index]
@@ -146,6 +153,18 @@ class Trial:
         whole = self._stock.__new__(self._stock)
         twin.install(whole, attributes, groups, state)
         return whole
+
+    def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Those that a copy gets, and that are compared."""
+        return twin.attributes_of(optimizer)
+
+    def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Those of the class, as a step has left them."""
+        return twin.own_attributes(attributes)
+
+    def _given(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Those for a step on one parameter."""
+        return {**self._not_own, **attributes}
 
     def _enter_training(self) -> None:
         self._must("called train() on copies", lambda: enter_training(self._whole))
@@ -202,8 +221,7 @@ class Trial:
         """One step in each of the three ways. False: the class raises an error."""
         before = self._settings(copied=True)
         state = self._tensors_of_state()
-        contents = self._contents()
-        copies = [(place, value, copy.deepcopy(value)) for place, value in contents]
+        copies = self._copies()
         self._seed(step)
         error = self._error_of(f"took {what} of all", lambda: self._step(self._whole))
         if error is not None and kind == 1.0 and not may_fail:
@@ -216,11 +234,10 @@ class Trial:
                 self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._compare(what)
-        written = {place for place, value, was in copies if difference("", value, was) is not None}
-        self._found |= Promise(written=frozenset(written))
+        self._found |= Promise(written=written_of(copies))
         self._look_at_settings(before, [a for a in alone if a is not None], what)
         now = self._tensors_of_state()
-        self._found |= Promise(replaces_state=any(map(_are_others, state, now)))
+        self._found |= Promise(replaces_state=any(map(are_others, state, now)))
         return True
 
     def _seed(self, seed: int) -> None:
@@ -234,13 +251,13 @@ class Trial:
         """None: it raises an error."""
         own = {small.group: before.options[small.group]}
         settings = copied_settings(Settings(before.attributes, own))
-        attributes = {**self._not_own, **settings.attributes}
+        attributes = self._given(settings.attributes)
         options = settings.options[small.group]
 
         def take() -> Settings:
             done = self._twin.step_alone(attributes, options, small.param, small.entry)
             small.entry = done[0]
-            return Settings(twin.own_attributes(done[1]), {small.group: twin.own_options(done[2])})
+            return Settings(self._own(done[1]), {small.group: twin.own_options(done[2])})
 
         doing = f"took {what} of a copy of {small.name} by itself"
         if must:
@@ -291,10 +308,10 @@ class Trial:
     def _settings(self, copied: bool = False) -> Settings:
         groups = map(twin.own_options, self._whole.param_groups)
         options = dict(zip(self._groups, groups, strict=True))
-        now = Settings(twin.own_attributes(twin.attributes_of(self._whole)), options)
+        now = Settings(twin.own_attributes(self._attributes_of(self._whole)), options)
         return copied_settings(now) if copied else now
 
-    def _contents(self) -> list[tuple[tuple[str, Any], Any]]:
+    def _contents(self) -> list[tuple[Place, Any]]:
         """The settings and entries that a step may write into."""
         now = self._settings()
         entries = [self._whole.state.get(small.param) or {} for small in self._smalls]
@@ -302,6 +319,10 @@ class Trial:
         kinds += [("option", options) for options in now.options.values()]
         kinds += [("state", entry) for entry in entries]
         return [((kind, name), v) for kind, values in kinds for name, v in values.items()]
+
+    def _copies(self) -> list[tuple[Place, Any, Any]]:
+        """The contents, where each one is, and a copy of it."""
+        return [(place, value, copy.deepcopy(value)) for place, value in self._contents()]
 
     def _tensors_of_state(self) -> list[list[Tensor]]:
         entries = [self._whole.state.get(small.param) or {} for small in self._smalls]
@@ -354,5 +375,11 @@ def _not_own(attributes: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in attributes.items() if k not in own}
 
 
-def _are_others(before: list[Tensor], after: list[Tensor]) -> bool:
+def written_of(copies: list[tuple[Place, Any, Any]]) -> frozenset[Place]:
+    """The places of what a step has written into, by copies from before."""
+    changed = [place for place, value, was in copies if difference("", value, was) is not None]
+    return frozenset(changed)
+
+
+def are_others(before: list[Tensor], after: list[Tensor]) -> bool:
     return bool(before) and list(map(id, before)) != list(map(id, after))

@@ -6,8 +6,10 @@ gradient."""
 from __future__ import annotations
 
 import operator
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +46,14 @@ CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 _CONSTANT = frozenset(CONSTANT)
 
 
+@dataclass(frozen=True)
+class OwnMethod:
+    """In an attribute's place: a method of the optimizer that has the attribute. A twin has its
+    own."""
+
+    function: Callable[..., Any]
+
+
 def step_of(stock: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """The class's step() without the profiler's and the hooks' wrapper."""
     step: Any = stock.step
@@ -65,8 +75,17 @@ def copied(value: Any) -> Any:
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that a twin shares with the optimizer: all but parameters, state and hooks."""
-    own = {k: v for k, v in optimizer.__dict__.items() if k not in HIDDEN}
+    own = unbound({k: v for k, v in optimizer.__dict__.items() if k not in HIDDEN}, optimizer)
     return {**own, **shared_state(optimizer), **{name: OrderedDict() for name in _HOOKS}}
+
+
+def unbound(attributes: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    methods = {k: v for k, v in attributes.items() if is_method_of(v, optimizer)}
+    return {**attributes, **{k: OwnMethod(v.__func__) for k, v in methods.items()}}
+
+
+def is_method_of(value: Any, optimizer: Optimizer) -> bool:
+    return isinstance(value, types.MethodType) and value.__self__ is optimizer
 
 
 def shared_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -97,7 +116,9 @@ def install(
     optimizer: Optimizer, attributes: dict[str, Any], groups: list[Group], state: Any
 ) -> None:
     """Gives an optimizer its attributes, as attributes_of() has them, and all else."""
-    optimizer.__dict__ = {**attributes, "param_groups": groups, "state": state}
+    own = {k: v for k, v in attributes.items() if type(v) is OwnMethod}
+    bound = {k: types.MethodType(v.function, optimizer) for k, v in own.items()}
+    optimizer.__dict__ = {**attributes, **bound, "param_groups": groups, "state": state}
     state.update(optimizer.__dict__.pop(SHARED, ()))
 
 
@@ -158,7 +179,7 @@ class Twin:
         install(optimizer, attributes, groups, state)
         try:
             self._step(optimizer)
-            after = optimizer.__dict__
+            after = unbound(optimizer.__dict__, optimizer)
             shared = shared_state(optimizer)
             after.update(shared)
             for key in shared.get(SHARED, ()):

@@ -7,7 +7,7 @@ address that was taken before can still lead to, are compared by checksums."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,16 @@ class _Real:
 
 
 @contextlib.contextmanager
-def untouched(optimizer: Optimizer, name: str) -> Iterator[None]:
+def untouched(optimizer: Optimizer, name: str, but: Container[str] = ()) -> Iterator[None]:
     """Raises optfuse.Error if the body changed anything of the optimizer. Another thread that
-    uses its parameters meanwhile gets an error."""
+    uses its parameters meanwhile gets an error. but: attributes that copies don't have."""
     if not guard("untouched"):
         yield
         return
-    contents = {k: v for k, v in optimizer.__dict__.items() if k in _CONTENTS or k not in HIDDEN}
+    own = {k: v for k, v in optimizer.__dict__.items() if k not in but}
+    contents = {k: v for k, v in own.items() if k in _CONTENTS or k not in HIDDEN}
     tensors = _tensors_of(optimizer, contents)
-    shared = {id(t): t for t in tensors}
+    shared: dict[int, Any] = {id(optimizer): optimizer, **{id(t): t for t in tensors}}
     before = deep_copy(contents, "the optimizer's options, attributes or state", shared)
     real = [_real(tensor) for tensor in tensors if not is_wrapper(tensor)]
     memory = [one.alias for one in real]

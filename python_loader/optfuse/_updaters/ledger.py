@@ -311,8 +311,10 @@ class Ledger:
                 raise Error(_LATE_SCALE)
         if self.updater.begin(optimizer, self, in_backward, bool(same_state)):
             return True
-        self._leave(optimizer)
-        step_of(self._stock)(optimizer)
+        if not in_backward:
+            self._leave(optimizer)
+            step_of(self._stock)(optimizer)
+            lib.of_shim_restart_count(self.plan)
         return False
 
     def _leave(self, optimizer: Optimizer) -> None:

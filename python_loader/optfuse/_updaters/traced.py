@@ -17,7 +17,7 @@ from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
 from optfuse._updaters import entries
 from optfuse._updaters.slots import Groups, Slots
-from optfuse._updaters.updater import Entry, Inputs, Updater
+from optfuse._updaters.updater import CHANGED_GROUPS, Entry, Inputs, Updater
 
 _UNTRACEABLE = (
     "optfuse: this step() of {} can't be traced: {}. Nothing was updated. Use "
@@ -63,11 +63,7 @@ class Traced(Updater):
 
     def clear(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         if self._is_unconfirmed():
-            raise Error(
-                "optfuse: a change of param_groups between backward() and step(): backward fusion "
-                "has already updated parameters of this optimizer, whose counters step() advances; "
-                "change param_groups before backward() or after step()"
-            )
+            raise Error(CHANGED_GROUPS)
         self.traced.abandon(optimizer, params)
 
     def layout(self, groups: Groups) -> None:

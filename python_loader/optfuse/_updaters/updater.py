@@ -15,6 +15,11 @@ from optfuse._traced.updates import Traced
 from optfuse._updaters.slots import Groups, Slots
 
 Entry = dict[str, Any]
+CHANGED_GROUPS = (
+    "optfuse: a change of param_groups between backward() and step(): backward fusion has already "
+    "updated parameters of this optimizer, whose counters step() advances; change param_groups "
+    "before backward() or after step()"
+)
 
 
 class Inputs(Protocol):

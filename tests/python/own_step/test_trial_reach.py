@@ -145,7 +145,7 @@ def test_what_is_real_is_found_wherever_it_is_held(holder, where, what):
 
 
 def test_a_way_back_to_the_optimizer_itself_is_found():
-    optimizer = Holding(net().parameters(), lambda self: self.update)
+    optimizer = Holding(net().parameters(), lambda self: [self.update])
     refused(lambda: optfuse.fuse(optimizer), "the optimizer itself", way_out="as it is")
 
 
