@@ -52,13 +52,13 @@ bool are_equal(float spread) {
 
 // Each tail of many arrays: another rounding in it does not show in every norm.
 bool are_tails_equal() {
-    constexpr int64_t kRows = 64, kLongest = 40, kDim[] = {1};
-    const at::Tensor numbers = random_numbers(kRows * kLongest, 1);
+    constexpr int64_t kTailRows = 64, kLongest = 40, kDim[] = {1};
+    const at::Tensor numbers = random_numbers(kTailRows * kLongest, 1);
     for (int64_t n = 2; n < kLongest; n++) {
-        const at::Tensor rows = numbers.view({kRows, kLongest}).narrow(1, 0, n);
+        const at::Tensor rows = numbers.view({kTailRows, kLongest}).narrow(1, 0, n);
         const at::Tensor theirs = at::linalg_vector_norm(rows, 2, at::IntArrayRef(kDim));
         std::vector<of_norm> items;
-        for (int64_t row = 0; row < kRows; row++)
+        for (int64_t row = 0; row < kTailRows; row++)
             items.push_back({numbers.const_data_ptr<float>() + row * kLongest,
                              static_cast<size_t>(n),
                              {1, 1},
