@@ -104,13 +104,16 @@ static bool grow(table *t) {
     return true;
 }
 
-/* Takes out keys without an update. Those that stay are put again in order, from behind a free
- * entry on: none that is still to be put lies between the home of another and its place. */
+/* Takes out keys without an update. Those that stay are put again in order, from behind an entry on
+ * that was free before: no run of entries reaches across it, so that none that is still to be put
+ * lies between the home of another and its place. */
 static void clean(table *t) {
     size_t free_at = 0;
+    while (t->entries[free_at].key)
+        free_at++;
     for (size_t i = 0; i <= t->mask; i++)
         if (!t->entries[i].update)
-            t->entries[free_at = i].key = NULL;
+            t->entries[i].key = NULL;
     t->used = 0;
     for (size_t i = 1; i <= t->mask; i++) {
         entry *at = &t->entries[(free_at + i) & t->mask];

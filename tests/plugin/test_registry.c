@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Keys of memory that comes and goes: a live one is found whatever has gone before it. */
+#include <check.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "internal.h"
+
+enum { MOST_LIVE = 120, CHANGES = 2000000, CHECKED_EACH = 64 };
+
+static of_plan plan;
+static of_update updates[MOST_LIVE];
+
+static uint64_t next_random(uint64_t *state) {
+    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return *state >> 20;
+}
+
+/* An address such as storages have. It is never read. */
+static const void *new_key(uint64_t *random) {
+    return (const void *)(uintptr_t)((next_random(random) % (UINT64_C(1) << 36) + 1) * 16);
+}
+
+static bool enter(of_update *update, const void *memory) {
+    const void *key = NULL;
+    of_update *own = NULL;
+    *update = (of_update){.plan = &plan, .kind = &of_update_kind};
+    update->in.keys[0] = memory;
+    update->in.n_keys = 1;
+    return of_registry_add(update, 1, &key, &own) == OF_ADDED;
+}
+
+static size_t count_found(size_t n_live) {
+    size_t n = 0;
+    for (size_t i = 0; i < n_live; i++)
+        n += of_registry_has(updates[i].in.keys[0]);
+    return n;
+}
+
+/* The table has 1,024 entries, and is cleaned each time that half of them have a key. */
+START_TEST(no_live_key_is_lost) {
+    const size_t n_live = (size_t)_i;
+    uint64_t random = n_live;
+    bool added = true;
+    for (size_t i = 0; i < n_live; i++)
+        added = added && enter(&updates[i], new_key(&random));
+    for (size_t change = 0; change < CHANGES; change++) {
+        of_update *update = &updates[next_random(&random) % n_live];
+        of_registry_remove_one(update);
+        added = added && enter(update, new_key(&random));
+        if (change % CHECKED_EACH == 0 && count_found(n_live) != n_live)
+            ck_abort_msg("after %zu changes %zu of %zu keys are found", change, count_found(n_live),
+                         n_live);
+    }
+    ck_assert(added);
+    for (size_t i = 0; i < n_live; i++)
+        of_registry_remove_one(&updates[i]);
+    ck_assert(!of_any_pending());
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("registry");
+    TCase *tcase = tcase_create("keys");
+    tcase_set_timeout(tcase, 60);
+    tcase_add_loop_test(tcase, no_live_key_is_lost, MOST_LIVE - 40, MOST_LIVE - 37);
+    suite_add_tcase(suite, tcase);
+    SRunner *runner = srunner_create(suite);
+    srunner_run_all(runner, CK_ENV);
+    const int failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
