@@ -209,7 +209,11 @@ struct WeightTask final : Task {
 };
 
 struct InputTask final : Task {
-    SavedVariable x, w;      // x: of a convolution
+    SavedVariable x; // of a convolution
+    // Of a linear layer transposed, and behind its x, as stock's node saves them: a checkpoint
+    // gives back by position what the nodes of the recomputation save, and these may be stock's, or
+    // the other way round, where a user of the layer came or went between forward and backward.
+    SavedVariable w;
     bool by_columns = false; // x lies so
     uint64_t input_bytes = 0;
     std::vector<int64_t> kernel; // of a convolution
@@ -246,7 +250,7 @@ struct InputTask final : Task {
         const InputWeight *other = use.known.input_weight.get();
         const at::Tensor instead = other == nullptr ? at::Tensor() : other->get();
         if (!instead.defined())
-            return w.unpack();
+            return conv ? w.unpack() : w.unpack().t();
         if (at::GradMode::is_enabled())
             fail("optfuse: backward(create_graph=True) through " + use.name() +
                  ", whose dX is computed with other weights than its forward pass used "
@@ -350,7 +354,7 @@ void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, c
         weight->x = SavedVariable(x, false);
         weight->by_rows = is_by_rows(w);
         if (x.requires_grad())
-            input->w = SavedVariable(w, false);
+            input->w = SavedVariable(w.t(), false);
         input->by_columns = is_by_rows(x.t());
     }
     torch::autograd::set_history(y, input);
