@@ -209,7 +209,7 @@ of_found look_who_shares(const Slot *slot, const c10::TensorImpl *p, const c10::
     in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
     if (in->exclusive)
         compute_now(g);
-    if (in->exclusive || is_in_state(slot, used, g))
+    if (in->exclusive || is_in_state(slot, used, g) || states_share(slot, used))
         return check_apart(slot, p, g, used);
     return OF_FOUND_INPUTS;
 }

@@ -232,6 +232,18 @@ of_found check_counters(const Slot *slot, const c10::TensorImpl *p) {
 
 } // namespace
 
+bool states_share(const Slot *slot, unsigned used) {
+    if (slot->plan->rule->runs_programs)
+        return false;
+    for (size_t i = 1; i < slot->plan->rule->n_state; i++)
+        for (size_t j = 0; j < i; j++)
+            if ((used >> i & used >> j & 1u) != 0 &&
+                storage_of(slot->state[i].unsafeGetTensorImpl()) ==
+                    storage_of(slot->state[j].unsafeGetTensorImpl()))
+                return true;
+    return false;
+}
+
 of_found check_apart(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
                      unsigned used) {
     const char *remedy = ", so that the update would write one while it reads the other: put its "
@@ -247,6 +259,10 @@ of_found check_apart(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
         if (meet(s, p) || meet(s, g))
             return refuse(slot, "the optimizer state of ",
                           "shares memory with the parameter or its gradient", remedy);
+        for (size_t j = 0; j < i && !slot->plan->rule->runs_programs; j++)
+            if ((used >> j & 1u) != 0 && meet(s, slot->state[j].unsafeGetTensorImpl()))
+                return refuse(slot, "two tensors of the optimizer state of ",
+                              "share memory with each other", remedy);
     }
     return OF_FOUND_INPUTS;
 }

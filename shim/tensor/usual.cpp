@@ -91,7 +91,7 @@ bool are_usual(const Slot *slot, c10::TensorImpl *p, c10::TensorImpl *g, unsigne
         if ((used >> i & 1u) != 0 && !is_usual_state(slot->state[i].unsafeGetTensorImpl(), like, g))
             return false;
     launch_marked(p, of_access);
-    return is_private(storage_of(p), 0) && is_usual_step(slot);
+    return is_private(storage_of(p), 0) && !states_share(slot, used) && is_usual_step(slot);
 }
 
 void fill_in_usual(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,

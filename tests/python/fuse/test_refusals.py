@@ -395,3 +395,40 @@ def test_a_wrong_instruction_set_in_the_environment():
         OPTFUSE_ISA="mmx",
     )
     assert done.returncode != 0 and "mmx" in done.stderr, f"{done.returncode}: {done.stderr}"
+
+
+def rmsprop(p):
+    return torch.optim.RMSprop([p], momentum=0.9, centered=True, foreach=False)
+
+
+def test_two_states_in_one_memory_are_refused():
+    """Stock writes one before it reads the other."""
+    p = nn.Parameter(torch.ones(6))
+    optimizer = rmsprop(p)
+    p.grad = torch.ones(6)
+    optimizer.step()
+    state = optimizer.state[p]
+    state["grad_avg"] = state["momentum_buffer"]
+    optimizer = optfuse.fuse(optimizer)
+    with pytest.raises(optfuse.Error, match=r"two tensors of the optimizer state of parameter 0"):
+        optimizer.step()
+
+
+def test_states_side_by_side_in_one_memory_are_equal():
+    def trained(wrap):
+        p = nn.Parameter(torch.linspace(-1, 1, 6))
+        optimizer = rmsprop(p)
+        p.grad = torch.ones(6)
+        optimizer.step()
+        state, flat = optimizer.state[p], torch.zeros(12)
+        for i, name in enumerate(("grad_avg", "momentum_buffer")):
+            part = flat[6 * i : 6 * i + 6]
+            part.copy_(state[name])
+            state[name] = part
+        optimizer = wrap(optimizer)
+        for _ in range(3):
+            optimizer.step()
+        return p.detach(), flat
+
+    for ours, stock in zip(trained(optfuse.fuse), trained(lambda opt: opt), strict=True):
+        assert torch.equal(ours, stock)
