@@ -209,8 +209,8 @@ struct WeightTask final : Task {
 };
 
 struct InputTask final : Task {
-    SavedVariable x; // of a convolution
-    // Of a linear layer transposed, and behind its x, as stock's node saves them: a checkpoint
+    SavedVariable x; // a convolution's
+    // A linear layer's is transposed and saved behind its x, as stock's node has it: a checkpoint
     // gives back by position what the nodes of the recomputation save, and these may be stock's, or
     // the other way round, where a user of the layer came or went between forward and backward.
     SavedVariable w;
