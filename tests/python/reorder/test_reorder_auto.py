@@ -5,6 +5,7 @@ before any backward pass. Where stock's order is best nothing is left behind aft
 import copy
 import functools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -270,6 +271,37 @@ def test_compiled_layers_are_noticed_at_the_first_step():
     with optfuse.reorder(model, "auto", network=FREE):
         torch.compile(model, backend="aot_eager")(x_of(0)).sum().backward()
         refused(optimizer.step, "torch.compile", way_out="call remove()")
+
+
+def by_modules(model):
+    return lambda x: functools.reduce(lambda y, module: module(y), model, x)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("called", [lambda model: model.forward, by_modules, compiled])
+@pytest.mark.parametrize("mode", [None, "backward"])
+def test_a_model_that_is_never_called_is_left_to_stock_with_a_word(called, mode):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if mode:
+        optfuse.fuse(optimizer, mode)
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        forward = called(model)
+        forward(x_of(0)).sum().backward()
+        with pytest.warns(UserWarning, match="have run outside of one"):
+            optimizer.step()
+        assert reordering.plan.choice == {"schedule": "stock"} and reordering.times is None
+        assert not model._forward_hooks
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            forward(x_of(1)).sum().backward()
+            optimizer.step()
+    assert not model._forward_pre_hooks
 
 
 def test_one_process_has_no_network_to_measure():

@@ -159,10 +159,12 @@ class Reordering:
 
     def before_step(self) -> None:
         """Until the layers are checked, by the first step with gradients of this model."""
+        if self._left_off is None:
+            self._check_weights()
+            self._check_called()
         if self._left_off is not None:
             self._end_in_step()
             return
-        self._check_weights()
         complete = [layer.name for layer in self._layers if layer.weight.grad is not None]
         if not complete or self._handle is None:
             return
@@ -231,6 +233,25 @@ class Reordering:
                     "reorder() last (after fully_shard, pruning or exchanged parameters), and "
                     "remove() on the old Reordering"
                 )
+
+    def _check_called(self) -> None:
+        """Until "auto" has chosen, every layer that runs is rehearsed. Those of a reentrant
+        checkpoint are not."""
+        if not self._undecided or self._handle is None or not self._has_seen(self._handle):
+            return
+        rows = self._used()
+        if all(rows[_COLUMNS - 1 : -1 : _COLUMNS]):
+            return
+        self._stop_rehearsing(self._handle)
+        self._leave_to_stock()
+        warn(
+            'reorder(schedule="auto") chooses at the end of a call of the model, but its layers '
+            "have run outside of one (model.forward(x), modules of the model by themselves, "
+            "torch.compile). Their order is now stock's. Call model(x), or give reorder() the "
+            "module that is called, or another schedule",
+            UserWarning,
+            stacklevel=4,
+        )
 
     def _check_seen(self, complete: list[str], handle: int) -> None:
         """A layer that compiled code computes is never seen."""
