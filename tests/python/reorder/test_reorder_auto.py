@@ -115,12 +115,48 @@ optimizer.step()
 assert not any(map(has, names))
 assert type(model(torch.ones(1, 8)).grad_fn) is stock
 assert not model._forward_pre_hooks and not _global_optimizer_pre_hooks
+assert reordering.held_bytes == (0, 0)
 assert reordering.plan.choice == {"schedule": "stock"} and reordering.extra_bytes == 0
 assert reordering.times.k == 0 and reordering.times.iteration == reordering.times.stock
 assert str(reordering.times).startswith("stock's order is best here")
 reordering.remove()
 """
     python_ok(code)
+
+
+def test_each_of_two_reorderings_of_a_model_decides():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = [optfuse.reorder(model, "auto", network=FREE, skip=[name]) for name in ("2", "0")]
+    for i in range(2):
+        model(x_of(i)).sum().backward()
+        optimizer.step()
+    for reordering, layer in zip(both, ("0", "2"), strict=True):
+        assert reordering.times is not None
+        assert [row.layer for row in reordering.plan.rows] == [layer]
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_either_of_two_undecided_reorderings_can_be_removed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    first, second = (optfuse.reorder(model, "auto", network=FREE, skip=[n]) for n in ("2", "0"))
+    first.remove()
+    model(x_of(0)).sum().backward()
+    assert first.times is None and second.times is not None
+    second.remove()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_model_that_is_traced_before_the_decision():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    stock = model(x_of(0))
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        traced = torch.jit.trace(model, x_of(0))
+        assert reordering.times is None and torch.equal(traced(x_of(0)), stock)
+        model(x_of(0))
+        assert reordering.times is not None
+        torch.jit.trace(model, x_of(0))
 
 
 class Checkpointed(nn.Module):

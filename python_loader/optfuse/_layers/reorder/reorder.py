@@ -95,6 +95,7 @@ class Reordering:
         self.times: Times | None = None  # "auto": simulated, once it has chosen
         self._undecided = choice["schedule"] == "auto"
         self._left_off: Plan | None = None  # "auto" has found stock's order best
+        self._most_held = 0  # until stock's order was left to itself
         self._handle: int | None = _start(layers, choice)
         self._finalizer = weakref.finalize(model, self.remove)
         if self._undecided:
@@ -123,6 +124,8 @@ class Reordering:
     @property
     def held_bytes(self) -> tuple[int, int]:
         """Bytes of x and dY that waiting dW keep: now, and the most since reorder()."""
+        if self._handle is None and self._left_off is not None:
+            return 0, self._most_held
         if self._handle is None:
             raise Error("optfuse: this Reordering has been removed")
         now, most = torch.ops.optfuse.held_by_reordering(self._handle)
@@ -138,6 +141,8 @@ class Reordering:
     def _stop(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
+            if self._left_off is not None:
+                _, self._most_held = torch.ops.optfuse.held_by_reordering(handle)
             torch.ops.optfuse.stop_reordering(handle)
 
     def __enter__(self) -> Reordering:
