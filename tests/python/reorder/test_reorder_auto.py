@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """optfuse.reorder(schedule="auto"): decided at the end of the first forward pass with gradients,
-before any backward pass. Where stock's order is best nothing is left behind."""
+before any backward pass. Where stock's order is best nothing is left behind after a step."""
 
 import copy
 import functools
 import pickle
+import warnings
 
 import pytest
 import torch
-from common import adamw, python_ok, refused
-from reorder_scripts import MODES, order_of_backward, random, same_reordered, x_of
+from common import Stock, adamw, python_ok, refused
+from reorder_scripts import MODES, Unfused, order_of_backward, random, same_reordered, x_of
 from test_reorder import with_held
 from test_reorder_training import training
 from torch import nn
@@ -105,16 +106,130 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 reordering = optfuse.reorder(model, "auto", network=(0, 0))
 assert all(map(has, names)) and model._forward_hooks and _global_optimizer_pre_hooks
 loss = model(torch.ones(1, 8)).sum()
-assert not any(map(has, names)) and not model._forward_hooks and not _global_optimizer_pre_hooks
+assert reordering.times is not None and not model._forward_hooks
 loss.backward()
+with torch.no_grad():
+    model(torch.ones(1, 8))
+assert all(map(has, names))  # the backward pass may not be over
 optimizer.step()
+assert not any(map(has, names))
 assert type(model(torch.ones(1, 8)).grad_fn) is stock
+assert not model._forward_pre_hooks and not _global_optimizer_pre_hooks
+assert reordering.held_bytes == (0, 0)
 assert reordering.plan.choice == {"schedule": "stock"} and reordering.extra_bytes == 0
 assert reordering.times.k == 0 and reordering.times.iteration == reordering.times.stock
 assert str(reordering.times).startswith("stock's order is best here")
 reordering.remove()
 """
     python_ok(code)
+
+
+def test_each_of_two_reorderings_of_a_model_decides():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = [optfuse.reorder(model, "auto", network=FREE, skip=[name]) for name in ("2", "0")]
+    for i in range(2):
+        model(x_of(i)).sum().backward()
+        optimizer.step()
+    for reordering, layer in zip(both, ("0", "2"), strict=True):
+        assert reordering.times is not None
+        assert [row.layer for row in reordering.plan.rows] == [layer]
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_either_of_two_undecided_reorderings_can_be_removed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    first, second = (optfuse.reorder(model, "auto", network=FREE, skip=[n]) for n in ("2", "0"))
+    first.remove()
+    model(x_of(0)).sum().backward()
+    assert first.times is None and second.times is not None
+    second.remove()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_model_that_is_traced_before_the_decision():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    stock = model(x_of(0))
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        traced = torch.jit.trace(model, x_of(0))
+        assert reordering.times is None and torch.equal(traced(x_of(0)), stock)
+        model(x_of(0))
+        assert reordering.times is not None
+        torch.jit.trace(model, x_of(0))
+
+
+class Checkpointed(nn.Module):
+    """Square layers: what is saved of one is easily taken for what is saved of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    def nodes(self):
+        """Those of a layer, as it is computed from now on: once more in backward."""
+        found = []
+        layer = self.blocks[0][0]
+        layer.register_forward_hook(lambda *args: found.append(args[2].grad_fn.name()))
+        return found
+
+
+def whole_checkpointed(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("call", [nn.Module.__call__, whole_checkpointed])
+def test_a_checkpoint_meets_in_backward_the_kernels_of_its_forward_pass(call):
+    def script(wrap, arrange):
+        torch.manual_seed(0)
+        model = Checkpointed()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        if wrap.fused:
+            made.append(optfuse.reorder(model, "auto", network=FREE))
+        grads, nodes = [], model.nodes()
+        for i in range(3):
+            call(model, random(i, 8, 8)).square().sum().backward()
+            grads += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            met.append(set(nodes))
+            nodes.clear()
+        yield from grads
+
+    made, met = [], []
+    stock = list(script(Stock(), None))
+    ours = list(script(Unfused(), None))
+    assert [r.plan.choice for r in made] == [{"schedule": "stock"}]
+    assert all(map(torch.equal, stock, ours))
+    (stocks, *_), (reordered, *rest) = met[:3], met[3:]
+    assert reordered == {"optfuse dX of blocks.0.0"} and rest == [stocks, stocks]
+
+
+def test_another_models_step_ends_nothing_before_the_backward_pass():
+    model, other = Checkpointed(), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(random(0, 8, 8)).sum().backward()
+    x = random(1, 8, 8)
+    model(x).square().sum().backward()
+    stock = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        nodes = model.nodes()
+        loss = model(x).square().sum()
+        assert reordering.plan.choice == {"schedule": "stock"}
+        optimizer.step()
+        loss.backward()
+    assert nodes[0] == nodes[1]
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), stock, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -178,7 +293,7 @@ def test_layers_of_a_reentrant_checkpoint_leave_nothing_to_choose():
     with optfuse.reorder(model, "auto", network=SLOW) as reordering:
         wrapped = model.forward
         model.forward = lambda x: checkpoint(wrapped, x, use_reentrant=True)
-        for i in range(2):
+        for i in range(3):
             model(x_of(i).requires_grad_()).sum().backward()
             optimizer.step()
         assert reordering.plan.choice == {"schedule": "stock"}
@@ -192,6 +307,37 @@ def test_compiled_layers_are_noticed_at_the_first_step():
     with optfuse.reorder(model, "auto", network=FREE):
         torch.compile(model, backend="aot_eager")(x_of(0)).sum().backward()
         refused(optimizer.step, "torch.compile", way_out="call remove()")
+
+
+def by_modules(model):
+    return lambda x: functools.reduce(lambda y, module: module(y), model, x)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("called", [lambda model: model.forward, by_modules, compiled])
+@pytest.mark.parametrize("mode", [None, "backward"])
+def test_a_model_that_is_never_called_is_left_to_stock_with_a_word(called, mode):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if mode:
+        optfuse.fuse(optimizer, mode)
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        forward = called(model)
+        forward(x_of(0)).sum().backward()
+        with pytest.warns(UserWarning, match="have run outside of one"):
+            optimizer.step()
+        assert reordering.plan.choice == {"schedule": "stock"} and reordering.times is None
+        assert not model._forward_hooks
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            forward(x_of(1)).sum().backward()
+            optimizer.step()
+    assert not model._forward_pre_hooks
 
 
 def test_one_process_has_no_network_to_measure():

@@ -94,33 +94,54 @@ def best_k(
     return Times(*found)
 
 
-# When the first forward pass has ended
+# Between forward passes
 
 
-class Undecided(Protocol):
+class Auto(Protocol):
     def choose(self) -> None:
-        """Called once, after a forward pass with gradients; by all processes."""
+        """After a forward pass with gradients; all processes call it."""
+
+    def end(self) -> None:
+        """Before the next one, outside of any backward pass."""
 
 
-#: With their hooks, until they have chosen. A model that is saved or copied meanwhile has only the
-#: function below.
-_undecided: weakref.WeakKeyDictionary[nn.Module, tuple[Undecided, RemovableHandle]]
-_undecided = weakref.WeakKeyDictionary()
+#: With the one hook that each has on the model. A model that is saved or copied meanwhile has only
+#: the functions below.
+_waiting: weakref.WeakKeyDictionary[nn.Module, dict[Auto, RemovableHandle]]
+_waiting = weakref.WeakKeyDictionary()
 
 
-def choose_after_forward(model: nn.Module, of: Undecided) -> None:
-    _undecided[model] = of, model.register_forward_hook(_after_forward)
+def choose_after_forward(model: nn.Module, of: Auto) -> None:
+    _waiting.setdefault(model, {})[of] = model.register_forward_hook(_after_forward)
 
 
-def leave_off(model: nn.Module | None) -> None:
-    _, hook = _undecided.pop(model, (None, None)) if model is not None else (None, None)
+def end_before_forward(model: nn.Module, of: Auto) -> None:
+    _waiting.setdefault(model, {})[of] = model.register_forward_pre_hook(_before_forward)
+
+
+def leave_off(model: nn.Module | None, of: Auto) -> None:
+    hook = _waiting.get(model, {}).pop(of, None) if model is not None else None
     if hook is not None:
         hook.remove()
 
 
+def is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_training() -> bool:
+    """Whether this forward pass computes what a backward pass may need."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not traced and torch.is_grad_enabled()
+
+
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    of, _ = _undecided.get(module, (None, None))
-    if of is not None:
-        of.choose()
+    if _is_training():
+        for of in tuple(_waiting.get(module, ())):
+            of.choose()
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    if _is_training() and not is_in_backward():
+        for of in tuple(_waiting.get(module, ())):
+            of.end()

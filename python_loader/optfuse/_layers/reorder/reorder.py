@@ -93,10 +93,12 @@ class Reordering:
         self._layers = layers
         self._model = weakref.ref(model)
         self.times: Times | None = None  # "auto": simulated, once it has chosen
+        self._undecided = choice["schedule"] == "auto"
         self._left_off: Plan | None = None  # "auto" has found stock's order best
+        self._most_held = 0  # until stock's order was left to itself
         self._handle: int | None = _start(layers, choice)
         self._finalizer = weakref.finalize(model, self.remove)
-        if choice["schedule"] == "auto":
+        if self._undecided:
             torch.ops.optfuse.rehearse_reordering(self._handle, True)
             auto_schedule.choose_after_forward(model, self)
         _watch_steps()
@@ -122,6 +124,8 @@ class Reordering:
     @property
     def held_bytes(self) -> tuple[int, int]:
         """Bytes of x and dY that waiting dW keep: now, and the most since reorder()."""
+        if self._handle is None and self._left_off is not None:
+            return 0, self._most_held
         if self._handle is None:
             raise Error("optfuse: this Reordering has been removed")
         now, most = torch.ops.optfuse.held_by_reordering(self._handle)
@@ -131,9 +135,14 @@ class Reordering:
         """From the next forward pass on everything is stock's. Twice does nothing."""
         self._finalizer.detach()
         _watching.discard(self)
-        auto_schedule.leave_off(self._model())
+        auto_schedule.leave_off(self._model(), self)
+        self._stop()
+
+    def _stop(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
+            if self._left_off is not None:
+                _, self._most_held = torch.ops.optfuse.held_by_reordering(handle)
             torch.ops.optfuse.stop_reordering(handle)
 
     def __enter__(self) -> Reordering:
@@ -155,7 +164,12 @@ class Reordering:
 
     def before_step(self) -> None:
         """Until the layers are checked, by the first step with gradients of this model."""
-        self._check_weights()
+        if self._left_off is None:
+            self._check_weights()
+            self._check_called()
+        if self._left_off is not None:
+            self._end_in_step()
+            return
         complete = [layer.name for layer in self._layers if layer.weight.grad is not None]
         if not complete or self._handle is None:
             return
@@ -165,17 +179,39 @@ class Reordering:
     def choose(self) -> None:
         """All processes come here after the same forward pass."""
         handle, model = self._handle, self._model()
-        assert handle is not None and model is not None
-        if len(torch.ops.optfuse.plan_of_reordering(handle)) == 1:
-            return  # it has used no layer
-        auto_schedule.leave_off(model)
-        torch.ops.optfuse.rehearse_reordering(handle, False)
+        if not self._undecided or handle is None or model is None or not self._has_seen(handle):
+            return
+        self._stop_rehearsing(handle)
         self.times = self._agreed(auto_schedule.best_k(handle, model, *self._costs(model)), model)
         if self.times.k == 0:
             self._leave_to_stock()
             return
         torch.ops.optfuse.choose_k(handle, self.times.k)
         self._choice = {"schedule": "reverse_first", "k": self.times.k}
+
+    def end(self) -> None:
+        """Before the first forward pass after the choice of stock's order. While a backward pass
+        might compute a part of the forward pass once more, it has to meet the same kernels."""
+        if self._left_off is not None:
+            self.remove()
+            _leave_steps()
+
+    def _end_in_step(self) -> None:
+        """The hook on the model stays: it removes that of step(), which PyTorch calls now."""
+        if self._handle is None or auto_schedule.is_in_backward():
+            return
+        if any(layer.weight.grad is not None for layer in self._layers):  # this model's step()
+            self._stop()
+            _watching.discard(self)
+
+    def _stop_rehearsing(self, handle: int) -> None:
+        self._undecided = False
+        auto_schedule.leave_off(self._model(), self)
+        torch.ops.optfuse.rehearse_reordering(handle, False)
+
+    def _has_seen(self, handle: int) -> bool:
+        """Any layer, in a forward pass with gradients."""
+        return len(torch.ops.optfuse.plan_of_reordering(handle)) > 1
 
     def _costs(self, model: nn.Module) -> tuple[tuple[float, float], bool, int, int | None]:
         before = auto_schedule.bytes_before(model, [layer.weight for layer in self._layers])
@@ -187,10 +223,11 @@ class Reordering:
         return communication.agreed(times, group, self._layers[0].weight.device)
 
     def _leave_to_stock(self) -> None:
+        model = self._model()
+        assert model is not None
         self._choice = {"schedule": "stock"}
         self._left_off = self.plan
-        self.remove()
-        _leave_steps()
+        auto_schedule.end_before_forward(model, self)
 
     def _check_weights(self) -> None:
         for layer in self._layers:
@@ -201,6 +238,25 @@ class Reordering:
                     "reorder() last (after fully_shard, pruning or exchanged parameters), and "
                     "remove() on the old Reordering"
                 )
+
+    def _check_called(self) -> None:
+        """Until "auto" has chosen, every layer that runs is rehearsed. Those of a reentrant
+        checkpoint are not."""
+        if not self._undecided or self._handle is None or not self._has_seen(self._handle):
+            return
+        rows = self._used()
+        if all(rows[_COLUMNS - 1 : -1 : _COLUMNS]):
+            return
+        self._stop_rehearsing(self._handle)
+        self._leave_to_stock()
+        warn(
+            'reorder(schedule="auto") chooses at the end of a call of the model, but its layers '
+            "have run outside of one (model.forward(x), modules of the model by themselves, "
+            "torch.compile). Their order is now stock's. Call model(x), or give reorder() the "
+            "module that is called, or another schedule",
+            UserWarning,
+            stacklevel=4,
+        )
 
     def _check_seen(self, complete: list[str], handle: int) -> None:
         """A layer that compiled code computes is never seen."""
@@ -374,7 +430,8 @@ def reorder(
       stock's order, where it finds none 3 % faster. It decides at the end of the first forward
       pass with gradients, in which each layer's tasks run three times more, so that
       DistributedDataParallel orders its buckets accordingly. The first process decides. Where
-      stock's order is best, the reordering ends there and then, as by remove(). On the CPU.
+      stock's order is best, the reordering ends at the first optimizer step, as by remove(), or as
+      the next forward pass begins. On the CPU.
       `memory`: extra bytes that are allowed at most. `.times` is what the simulator found, and
       `.plan.choice` what was chosen, to be given back as reorder(model, **choice).
 
