@@ -112,8 +112,8 @@ def why_unsteady(optimizer: Optimizer, steady: Steady) -> str | None:
         missing = steady.options - own_options(group).keys()
         if missing:
             return f"group {number} has no option {min(missing)!r} yet"
-        taking = [p for p in group["params"] if p.requires_grad or p.grad is not None]
-        entries = [state.get(p) for p in taking]
+        # Frozen ones, too: the class may wait until all have state.
+        entries = [state.get(p) for p in group["params"]]
         if not all(entries):
             return f"a parameter of group {number} has no state yet"
         if not {kind_of(entry, but) for entry in entries} <= steady.entries:

@@ -109,6 +109,27 @@ class WarmsUp(Grouped):
             part.mul_(0.5)
 
 
+class Waits(Grouped):
+    """Updates nothing before all parameters of a group have state, frozen ones too."""
+
+    def update_all(self, group, parts, grads, states):
+        for both in zip(parts, states, strict=True):
+            self.is_begun(*both)
+        if all(self.state.get(p) for p in group["params"]):
+            super().update_all(group, parts, grads, states)
+
+
+class WaitsForFewest(Grouped):
+    """The step is that of the group's parameter which has the fewest, a frozen one too."""
+
+    def update_all(self, group, parts, grads, states):
+        for state in states:
+            state["warm"] = min(3, state.get("warm", 0) + 1)
+        entries = [self.state.get(p, {}).get(0, {}) for p in group["params"]]
+        fewest = min(entry.get("warm", 3) for entry in entries)
+        super().update_all(group, parts, [grad * fewest for grad in grads], states)
+
+
 class ByShape(Grouped):
     """Keeps other state for vectors than for matrices, in lists."""
 
@@ -152,6 +173,7 @@ class Sums(Grouped):
 
 
 STEADY = [Grouped, SkipsFirst, WarmsUp, ByShape, Sums]
+WAIT_FOR_FROZEN = [Waits, WaitsForFewest]
 
 
 # Coupled in steady groups, too

@@ -10,7 +10,7 @@ from common import everything, loss_of, net, refused, same, snapshot
 from own_classes import CountsSteps, KeysOfFirst, WarnsOnce
 from own_scripts import MODES
 from scripts import trained
-from steady_classes import COUPLED, STEADY, Grouped, SkipsFirst, Sums, WarmsUp
+from steady_classes import COUPLED, STEADY, WAIT_FOR_FROZEN, Grouped, SkipsFirst, Sums, WarmsUp
 
 import optfuse
 from optfuse._link import link_of
@@ -22,10 +22,10 @@ FIRST = 2  # steps after which a group of these classes is steady
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    for cls in STEADY + SET_UP + COUPLED:
+    for cls in STEADY + WAIT_FOR_FROZEN + SET_UP + COUPLED:
         optfuse.register(cls)
     yield
-    for cls in STEADY + SET_UP + COUPLED:
+    for cls in STEADY + WAIT_FOR_FROZEN + SET_UP + COUPLED:
         optfuse.register(cls, per_parameter=False)
 
 
@@ -101,7 +101,40 @@ def test_a_parameter_may_get_its_first_gradient_late(make, mode):
         yield from everything(model, optimizer)
         yield "first", first
 
-    same_steps(trained(make, iteration=iteration, steps=9), mode)
+    # The counts that WarmsUp has then are those of no trial, so that all steps are its own.
+    prove = mode == "backward" and make is not WarmsUp
+    same(trained(make, iteration=iteration, steps=9), mode, prove=prove)
+
+
+@pytest.mark.parametrize("first, end", [(0, 12), (0, 6), (1, 12), (6, 9)])
+@pytest.mark.parametrize("make", WAIT_FOR_FROZEN)
+def test_the_class_may_wait_for_frozen_parameters(make, first, end):
+    """Their steps are then of all parameters, as the class takes them."""
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        model[0].bias.requires_grad_(not first <= i < end)
+        loss_of(model, i).backward()
+        model[0].bias.requires_grad_(True)
+        optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(trained(make, iteration=iteration, steps=12), "backward", prove=False)
+
+
+@pytest.mark.parametrize("make", WAIT_FOR_FROZEN)
+def test_parameters_without_state_leave_steps_to_the_class(make):
+    def script(wrap):
+        model = net()
+        model[0].bias.requires_grad_(False)
+        optimizer = wrap(make(model.parameters()))
+        for i in range(8):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            yield "parameters", snapshot(list(model.parameters()))
+
+    same(script, "backward", prove=False)
 
 
 @everywhere
