@@ -205,8 +205,11 @@ class SteadyTrial(Trial):
         return True
 
     def _take_alone(self, small: Small, before: Settings, what: str, must: bool) -> Settings | None:
-        kept = counters_in(small.entry or {}, self._steady)
+        entry = small.entry
+        kept = counters_in(entry or {}, self._steady)
         after = super()._take_alone(small, before, what, must)
+        if small.entry is not entry:
+            self._refuse(f"after {what} the state of {small.name} is another dict")
         put_counters(small.entry or {}, self._steady, kept)
         return after
 

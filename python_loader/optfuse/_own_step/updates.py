@@ -34,6 +34,10 @@ _CHANGED = (
     "it changed {!r} of the optimizer, as it did not when fuse() tried it; "
     "use the optimizer as it is"
 )
+_EXCHANGED = (
+    "it exchanged the state of a parameter for another dict, as it did not when fuse() tried it; "
+    "use the optimizer as it is"
+)
 _late: list[int] = []  # plans of optimizers that died during an update
 
 
@@ -223,10 +227,12 @@ class Own:
         if ran.attributes is not None:
             attributes = fresh(self._attributes, self.promise.attributes)
         try:
-            _, after, changed = self._twin.step_alone(attributes, options, param, entry)
+            made, after, changed = self._twin.step_alone(attributes, options, param, entry)
         finally:
             param.grad = grad
             put_counters(entry, steady, counters)
+        if made is not entry:
+            raise Error(_EXCHANGED)
         after, changed = twin.own_attributes(after), twin.own_options(changed)
         for name in steady.maps:
             after.pop(name, None)

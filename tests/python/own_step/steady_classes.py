@@ -267,4 +267,15 @@ class DropsSome(Grouped):
                 yield self.parts[p][0], grad
 
 
+class ExchangesState(Grouped):
+    """Puts another dict into the state with each step."""
+
+    def update(self, group, part, grad, state):
+        owner, number = self.owners[self.address(part)]
+        kept = {**state, "m": state["m"] * group["beta"] + grad}
+        self.state[owner] = {number: kept}
+        part.sub_(kept["m"] * (group["lr"] / (1 + group["now"] / group["size"])))
+
+
 COUPLED = [ByNorm, ByNumber, ByFirst, ByPlace, ByEarlySteps, Partners, Rates, Neighbours, DropsSome]
+COUPLED += [ExchangesState]
