@@ -235,7 +235,8 @@ class Own:
             raise Error(_EXCHANGED)
         after, changed = twin.own_attributes(after), twin.own_options(changed)
         for name in steady.maps:
-            after.pop(name, None)
+            if after.get(name) is not self._attributes.get(name):
+                raise Error(_CHANGED.format(name))
         expected = Settings(after, {group: changed})
         if group in ran.options:
             expected = replace(expected, options=ran.options)

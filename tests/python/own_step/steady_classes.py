@@ -277,5 +277,77 @@ class ExchangesState(Grouped):
         part.sub_(kept["m"] * (group["lr"] / (1 + group["now"] / group["size"])))
 
 
+class KeepsNorms(Grouped):
+    """Has the norms of gradients by parameter."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.norms = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.keep({p: p.grad.norm() for group in self.param_groups for p in self.given(group)})
+        super().step(closure)
+
+    @staticmethod
+    def given(group):
+        return [p for p in group["params"] if p.grad is not None]
+
+    def keep(self, norms):
+        self.norms.update(norms)
+
+
+class ExchangesNorms(KeepsNorms):
+    def keep(self, norms):
+        self.norms = norms
+
+
+class ClearsNorms(KeepsNorms):
+    def keep(self, norms):
+        self.norms.clear()
+        self.norms.update(norms)
+
+
+class ClearsShapes(KeepsNorms):
+    """The values of items stay as they are."""
+
+    def keep(self, norms):
+        self.norms.clear()
+        self.norms.update((p, p.shape) for p in norms)
+
+
+class KeepsSums(KeepsNorms):
+    """An item has the norms of more than one parameter."""
+
+    def keep(self, norms):
+        total = sum(norms.values())
+        self.norms.update((p, total) for p in norms)
+
+
 COUPLED = [ByNorm, ByNumber, ByFirst, ByPlace, ByEarlySteps, Partners, Rates, Neighbours, DropsSome]
-COUPLED += [ExchangesState]
+COUPLED += [ExchangesState, ExchangesNorms, ClearsNorms, ClearsShapes, KeepsSums]
+
+
+# They do what no trial sees
+
+
+class Late(KeepsNorms):
+    is_late = False
+
+    def update(self, group, part, grad, state):
+        super().update(group, part, grad, state)
+        if type(self).is_late:
+            self.change(group, *self.owners[self.address(part)])
+
+
+class ExchangesStateLate(Late):
+    def change(self, group, p, number):
+        self.state[p] = dict(self.state[p])
+
+
+class ExchangesNormsLate(Late):
+    def change(self, group, p, number):
+        self.norms = dict(self.norms)
+
+
+LATE = [ExchangesStateLate, ExchangesNormsLate]

@@ -10,22 +10,33 @@ from common import everything, loss_of, net, refused, same, snapshot
 from own_classes import CountsSteps, KeysOfFirst, WarnsOnce
 from own_scripts import MODES
 from scripts import trained
-from steady_classes import COUPLED, STEADY, WAIT_FOR_FROZEN, Grouped, SkipsFirst, Sums, WarmsUp
+from steady_classes import (
+    COUPLED,
+    LATE,
+    STEADY,
+    WAIT_FOR_FROZEN,
+    Grouped,
+    KeepsNorms,
+    SkipsFirst,
+    Sums,
+    WarmsUp,
+)
 
 import optfuse
 from optfuse._link import link_of
 
 # They depend on each other in the first step, or on whether any has a gradient.
 SET_UP = [KeysOfFirst, CountsSteps, WarnsOnce]
+ALL = [*STEADY, *WAIT_FOR_FROZEN, *SET_UP, *COUPLED, *LATE, KeepsNorms]
 FIRST = 2  # steps after which a group of these classes is steady
 
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    for cls in STEADY + WAIT_FOR_FROZEN + SET_UP + COUPLED:
+    for cls in ALL:
         optfuse.register(cls)
     yield
-    for cls in STEADY + WAIT_FOR_FROZEN + SET_UP + COUPLED:
+    for cls in ALL:
         optfuse.register(cls, per_parameter=False)
 
 
@@ -259,6 +270,20 @@ def test_its_maps_are_those_of_the_class():
     same(script, "backward")
 
 
+def test_its_maps_have_the_items_of_the_class():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(KeepsNorms(model.parameters()))
+        for i in range(6):
+            optimizer.zero_grad()
+            model[2].bias.requires_grad_(i != 4)
+            loss_of(model, i).backward()
+            optimizer.step()
+            yield "norms", [optimizer.norms[p] for p in model.parameters()]
+
+    same(script, "backward")
+
+
 @of_class(COUPLED)
 def test_coupling_that_lasts_is_refused(make):
     words = "independently"
@@ -275,6 +300,17 @@ def steady(make):
     optimizer.zero_grad()
     loss_of(model, 4).backward()
     return model, optimizer
+
+
+@of_class(LATE)
+def test_what_no_trial_has_seen_ends_updates(make, monkeypatch):
+    model, optimizer = steady(make)
+    optimizer.step()
+    optimizer.zero_grad()
+    monkeypatch.setattr(make, "is_late", True)
+    with pytest.raises(optfuse.Error, match="as it did not when"):
+        loss_of(model, 5).backward()
+        optimizer.step()
 
 
 def test_state_in_a_dict_of_an_entry_may_not_change_between_backward_and_step():
