@@ -172,6 +172,9 @@ class Own:
         alone = {**self._options[number], **self.ran.given[number]}
         idle = {**alone, "params": twin.without_gradient(group["params"])}
         attributes = fresh(self._attributes, self.promise.attributes)
+        steady = self.promise.steady
+        maps = steady.maps & attributes.keys() if steady is not None else ()
+        attributes = {**attributes, **{name: {} for name in maps}}  # the placeholder stays outside
         twin.Twin(self._stock).step(attributes, [idle], defaultdict(dict))
         return idle
 

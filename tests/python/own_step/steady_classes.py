@@ -130,6 +130,15 @@ class WaitsForFewest(Grouped):
         super().update_all(group, parts, [grad * fewest for grad in grads], states)
 
 
+class DividesAll(Grouped):
+    """Keeps parts of parameters without gradients, too."""
+
+    def taken(self, group):
+        for p in group["params"]:
+            self.divide(p)
+        return super().taken(group)
+
+
 class ByShape(Grouped):
     """Keeps other state for vectors than for matrices, in lists."""
 

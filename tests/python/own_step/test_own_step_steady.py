@@ -15,6 +15,7 @@ from steady_classes import (
     LATE,
     STEADY,
     WAIT_FOR_FROZEN,
+    DividesAll,
     Grouped,
     KeepsNorms,
     SkipsFirst,
@@ -27,7 +28,7 @@ from optfuse._link import link_of
 
 # They depend on each other in the first step, or on whether any has a gradient.
 SET_UP = [KeysOfFirst, CountsSteps, WarnsOnce]
-ALL = [*STEADY, *WAIT_FOR_FROZEN, *SET_UP, *COUPLED, *LATE, KeepsNorms]
+ALL = [*STEADY, *WAIT_FOR_FROZEN, *SET_UP, *COUPLED, *LATE, DividesAll, KeepsNorms]
 FIRST = 2  # steps after which a group of these classes is steady
 
 
@@ -280,6 +281,21 @@ def test_its_maps_have_the_items_of_the_class():
             loss_of(model, i).backward()
             optimizer.step()
             yield "norms", [optimizer.norms[p] for p in model.parameters()]
+
+    same(script, "backward")
+
+
+def test_maps_have_no_items_of_placeholders_where_a_group_has_no_gradient():
+    def script(wrap):
+        model = net()
+        a, *others = model.parameters()
+        optimizer = wrap(DividesAll([{"params": [a]}, {"params": others}]))
+        for i in range(6):
+            optimizer.zero_grad()
+            a.requires_grad_(i < 4)
+            loss_of(model, i).backward()
+            optimizer.step()
+            yield "parts", (len(optimizer.parts), len(optimizer.owners))
 
     same(script, "backward")
 
