@@ -114,7 +114,7 @@ def why_unsteady(optimizer: Optimizer, steady: Steady) -> str | None:
             return f"group {number} has no option {min(missing)!r} yet"
         # Frozen ones, too: the class may wait until all have state.
         entries = [state.get(p) for p in group["params"]]
-        if not all(entries):
+        if not all(isinstance(entry, dict) and entry for entry in entries):
             return f"a parameter of group {number} has no state yet"
         if not {kind_of(entry, but) for entry in entries} <= steady.entries:
             return f"the state of group {number} is not of a kind that was tried"

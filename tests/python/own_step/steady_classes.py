@@ -333,8 +333,18 @@ class KeepsSums(KeepsNorms):
         self.norms.update((p, total) for p in norms)
 
 
+class StateOfTensors(Grouped):
+    """An entry of its state is a tensor."""
+
+    def state_of(self, part):
+        owner = next(p for group in self.param_groups for p in group["params"] if p is part)
+        self.state.setdefault(owner, torch.zeros_like(part))
+        return {"m": self.state[owner]}
+
+
 COUPLED = [ByNorm, ByNumber, ByFirst, ByPlace, ByEarlySteps, Partners, Rates, Neighbours, DropsSome]
 COUPLED += [ExchangesState, ExchangesNorms, ClearsNorms, ClearsShapes, KeepsSums]
+COUPLED += [StateOfTensors]
 
 
 # They do what no trial sees
