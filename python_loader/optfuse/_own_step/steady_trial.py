@@ -199,6 +199,8 @@ class SteadyTrial(Trial):
         stepped = [alone for alone, has in zip(self._alone, given, strict=True) if has]
         after = {id(a): self._take_alone(a, before, what, error is None) for a in stepped[::-1]}
         if error is not None:
+            if kind not in ("some", "late", "one") and None not in after.values():
+                self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._count(stepped, after)
         self._compare(what)

@@ -255,8 +255,9 @@ class Own:
         attributes = twin.own_attributes(after.attributes)
         options = twin.own_options(after.options[group])
         expected = known.options.get(group, {})
+        before = twin.own_attributes(self._attributes)
         places = [
-            *_changed(self._attributes, attributes, known.attributes, self.promise.attributes),
+            *_changed(before, attributes, known.attributes, self.promise.attributes),
             *_changed(self._options[group], options, expected, self.promise.options),
         ]
         if places:
@@ -309,11 +310,10 @@ def _are_kept(before: dict[str, Any], after: dict[str, Any], more: int) -> bool:
 def _changed(
     before: dict[str, Any], after: dict[str, Any], expected: dict[str, Any], names: frozenset[str]
 ) -> Iterator[str]:
-    for name, value in after.items():
-        if name in names:
-            if difference("", value, expected.get(name)) is not None:
-                yield name
-        elif difference("", value, before.get(name, after)) is not None:
+    for name in dict.fromkeys((*before, *after, *sorted(names))):
+        then = expected if name in names else before
+        missing = (name in after) != (name in then)
+        if missing or difference("", after.get(name), then.get(name)) is not None:
             yield name
 
 

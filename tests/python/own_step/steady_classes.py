@@ -333,6 +333,15 @@ class KeepsSums(KeepsNorms):
         self.norms.update((p, total) for p in norms)
 
 
+class RaisesForAll(Grouped):
+    """Takes infinite gradients of a single parameter only."""
+
+    def update_all(self, group, parts, grads, states):
+        if len(parts) > 1 and not all([bool(grad.isfinite().all()) for grad in grads]):  # noqa: C419
+            raise ValueError("infinite")
+        super().update_all(group, parts, grads, states)
+
+
 class StateOfTensors(Grouped):
     """An entry of its state is a tensor."""
 
@@ -344,7 +353,7 @@ class StateOfTensors(Grouped):
 
 COUPLED = [ByNorm, ByNumber, ByFirst, ByPlace, ByEarlySteps, Partners, Rates, Neighbours, DropsSome]
 COUPLED += [ExchangesState, ExchangesNorms, ClearsNorms, ClearsShapes, KeepsSums]
-COUPLED += [StateOfTensors]
+COUPLED += [RaisesForAll, StateOfTensors]
 
 
 # They do what no trial sees
@@ -369,4 +378,14 @@ class ExchangesNormsLate(Late):
         self.norms = dict(self.norms)
 
 
-LATE = [ExchangesStateLate, ExchangesNormsLate]
+class DropsOptionLate(Late):
+    def change(self, group, p, number):
+        del group["beta"]
+
+
+class DropsAttributeLate(Late):
+    def change(self, group, p, number):
+        del self.defaults
+
+
+LATE = [ExchangesStateLate, ExchangesNormsLate, DropsOptionLate, DropsAttributeLate]
