@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._library.bindings import Error
-from optfuse._own_step.causes import Coupled
 from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.steady_trial import try_steady
@@ -125,7 +124,7 @@ def _try_either(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     try:
         return try_promise(optimizer, stock)
     except DependentError as error:
-        with contextlib.suppress(Coupled, Error):
+        with contextlib.suppress(Exception):  # whatever it is, the first trial's words tell more
             return try_steady(optimizer, stock)
         raise Error(str(error)) from error.__cause__
 

@@ -112,9 +112,9 @@ def why_unsteady(optimizer: Optimizer, steady: Steady) -> str | None:
         missing = steady.options - own_options(group).keys()
         if missing:
             return f"group {number} has no option {min(missing)!r} yet"
-        taking = [p for p in group["params"] if p.requires_grad or p.grad is not None]
-        entries = [state.get(p) for p in taking]
-        if not all(entries):
+        # Frozen ones, too: the class may wait until all have state.
+        entries = [state.get(p) for p in group["params"]]
+        if not all(isinstance(entry, dict) and entry for entry in entries):
             return f"a parameter of group {number} has no state yet"
         if not {kind_of(entry, but) for entry in entries} <= steady.entries:
             return f"the state of group {number} is not of a kind that was tried"

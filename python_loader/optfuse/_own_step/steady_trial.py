@@ -18,6 +18,7 @@ from optfuse._arguments.check import parameters_of
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._own_step import twin
 from optfuse._own_step.causes import Coupled
+from optfuse._own_step.maps import Maps, Places, why_maps_differ
 from optfuse._own_step.reach import why_reaches_too_much
 from optfuse._own_step.settings import Promise, Settings, changes, copied_settings
 from optfuse._own_step.shared import why_writes_too_much
@@ -104,8 +105,10 @@ class SteadyTrial(Trial):
         self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small], gpus: list[int]
     ) -> None:
         self._maps = maps_of_parameters(optimizer)
-        self._alone_maps: dict[str, Any] = {}
+        self._alone_maps: Maps = {}
+        self._left: dict[str, Any] = {}  # the attributes after a step on one
         super().__init__(optimizer, stock, smalls, gpus)
+        self._places = Places(small.param for small in smalls)
         self._compared = 0
 
     def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class SteadyTrial(Trial):
 
     def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
         own = twin.own_attributes(attributes)
+        self._left = own
         return {**own, **{name: {} for name in self._maps & own.keys()}}
 
     def _given(self, attributes: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +189,8 @@ class SteadyTrial(Trial):
         state = self._tensors_of_state()
         copies = self._copies()
         given = [small.param.grad is not None for small in self._smalls]
+        maps = self._maps_of_whole()
+        items = self._places.told(maps)
         self._seed(step)
         error = self._error_of(f"took {what} of all", lambda: self._step(self._whole))
         if error is not None and kind == 1.0:
@@ -193,9 +199,12 @@ class SteadyTrial(Trial):
         stepped = [alone for alone, has in zip(self._alone, given, strict=True) if has]
         after = {id(a): self._take_alone(a, before, what, error is None) for a in stepped[::-1]}
         if error is not None:
+            if kind not in ("some", "late", "one") and None not in after.values():
+                self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._count(stepped, after)
         self._compare(what)
+        self._compare_maps(maps, items, what)
         self._compare_gradients(given, what)
         self._found |= Promise(written=written_of(copies))
         self._look_at_all(before, [(a, after[id(a)]) for a in stepped], what)
@@ -205,8 +214,15 @@ class SteadyTrial(Trial):
         return True
 
     def _take_alone(self, small: Small, before: Settings, what: str, must: bool) -> Settings | None:
-        kept = counters_in(small.entry or {}, self._steady)
+        entry = small.entry
+        keys = {name: set(items) for name, items in self._alone_maps.items()}
+        kept = counters_in(entry or {}, self._steady)
         after = super()._take_alone(small, before, what, must)
+        if small.entry is not entry:
+            self._refuse(f"after {what} the state of {small.name} is another dict")
+        for name, items in self._alone_maps.items() if after is not None else ():
+            if self._left.get(name) is not items or keys[name] - items.keys():
+                self._refuse(f"{what} takes items out of its attribute {name!r}")
         put_counters(small.entry or {}, self._steady, kept)
         return after
 
@@ -217,6 +233,20 @@ class SteadyTrial(Trial):
             if small.group not in counted and settings is not None and small.entry is not None:
                 counted.add(small.group)
                 count(small.entry, self._steady, settings.options[small.group])
+
+    def _maps_of_whole(self) -> Maps:
+        held = self._whole.__dict__
+        return {name: held[name] for name in self._maps if type(held.get(name)) is dict}
+
+    def _compare_maps(self, maps: Maps, items: Maps, what: str) -> None:
+        """maps: those before the step. items: what was in them then."""
+        now = self._maps_of_whole()
+        if {name: id(held) for name, held in now.items()} != {k: id(v) for k, v in maps.items()}:
+            self._refuse(f"after {what} its dicts by parameter are others")
+        alone = Places(small.param for small in self._alone).told(self._alone_maps)
+        why = why_maps_differ(items, self._places.told(now), alone)
+        if why is not None:
+            self._refuse(f"after {what} {why}")
 
     def _compare_gradients(self, given: list[bool], what: str) -> None:
         for small, had in zip(self._smalls, given, strict=True):

@@ -34,6 +34,10 @@ _CHANGED = (
     "it changed {!r} of the optimizer, as it did not when fuse() tried it; "
     "use the optimizer as it is"
 )
+_EXCHANGED = (
+    "it exchanged the state of a parameter for another dict, as it did not when fuse() tried it; "
+    "use the optimizer as it is"
+)
 _late: list[int] = []  # plans of optimizers that died during an update
 
 
@@ -168,6 +172,9 @@ class Own:
         alone = {**self._options[number], **self.ran.given[number]}
         idle = {**alone, "params": twin.without_gradient(group["params"])}
         attributes = fresh(self._attributes, self.promise.attributes)
+        steady = self.promise.steady
+        maps = steady.maps & attributes.keys() if steady is not None else ()
+        attributes = {**attributes, **{name: {} for name in maps}}  # the placeholder stays outside
         twin.Twin(self._stock).step(attributes, [idle], defaultdict(dict))
         return idle
 
@@ -223,13 +230,16 @@ class Own:
         if ran.attributes is not None:
             attributes = fresh(self._attributes, self.promise.attributes)
         try:
-            _, after, changed = self._twin.step_alone(attributes, options, param, entry)
+            made, after, changed = self._twin.step_alone(attributes, options, param, entry)
         finally:
             param.grad = grad
             put_counters(entry, steady, counters)
+        if made is not entry:
+            raise Error(_EXCHANGED)
         after, changed = twin.own_attributes(after), twin.own_options(changed)
         for name in steady.maps:
-            after.pop(name, None)
+            if after.get(name) is not self._attributes.get(name):
+                raise Error(_CHANGED.format(name))
         expected = Settings(after, {group: changed})
         if group in ran.options:
             expected = replace(expected, options=ran.options)
@@ -245,8 +255,9 @@ class Own:
         attributes = twin.own_attributes(after.attributes)
         options = twin.own_options(after.options[group])
         expected = known.options.get(group, {})
+        before = twin.own_attributes(self._attributes)
         places = [
-            *_changed(self._attributes, attributes, known.attributes, self.promise.attributes),
+            *_changed(before, attributes, known.attributes, self.promise.attributes),
             *_changed(self._options[group], options, expected, self.promise.options),
         ]
         if places:
@@ -299,11 +310,10 @@ def _are_kept(before: dict[str, Any], after: dict[str, Any], more: int) -> bool:
 def _changed(
     before: dict[str, Any], after: dict[str, Any], expected: dict[str, Any], names: frozenset[str]
 ) -> Iterator[str]:
-    for name, value in after.items():
-        if name in names:
-            if difference("", value, expected.get(name)) is not None:
-                yield name
-        elif difference("", value, before.get(name, after)) is not None:
+    for name in dict.fromkeys((*before, *after, *sorted(names))):
+        then = expected if name in names else before
+        missing = (name in after) != (name in then)
+        if missing or difference("", after.get(name), then.get(name)) is not None:
             yield name
 
 

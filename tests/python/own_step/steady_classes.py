@@ -109,6 +109,36 @@ class WarmsUp(Grouped):
             part.mul_(0.5)
 
 
+class Waits(Grouped):
+    """Updates nothing before all parameters of a group have state, frozen ones too."""
+
+    def update_all(self, group, parts, grads, states):
+        for both in zip(parts, states, strict=True):
+            self.is_begun(*both)
+        if all(self.state.get(p) for p in group["params"]):
+            super().update_all(group, parts, grads, states)
+
+
+class WaitsForFewest(Grouped):
+    """The step is that of the group's parameter which has the fewest, a frozen one too."""
+
+    def update_all(self, group, parts, grads, states):
+        for state in states:
+            state["warm"] = min(3, state.get("warm", 0) + 1)
+        entries = [self.state.get(p, {}).get(0, {}) for p in group["params"]]
+        fewest = min(entry.get("warm", 3) for entry in entries)
+        super().update_all(group, parts, [grad * fewest for grad in grads], states)
+
+
+class DividesAll(Grouped):
+    """Keeps parts of parameters without gradients, too."""
+
+    def taken(self, group):
+        for p in group["params"]:
+            self.divide(p)
+        return super().taken(group)
+
+
 class ByShape(Grouped):
     """Keeps other state for vectors than for matrices, in lists."""
 
@@ -152,6 +182,7 @@ class Sums(Grouped):
 
 
 STEADY = [Grouped, SkipsFirst, WarmsUp, ByShape, Sums]
+WAIT_FOR_FROZEN = [Waits, WaitsForFewest]
 
 
 # Coupled in steady groups, too
@@ -245,4 +276,116 @@ class DropsSome(Grouped):
                 yield self.parts[p][0], grad
 
 
+class ExchangesState(Grouped):
+    """Puts another dict into the state with each step."""
+
+    def update(self, group, part, grad, state):
+        owner, number = self.owners[self.address(part)]
+        kept = {**state, "m": state["m"] * group["beta"] + grad}
+        self.state[owner] = {number: kept}
+        part.sub_(kept["m"] * (group["lr"] / (1 + group["now"] / group["size"])))
+
+
+class KeepsNorms(Grouped):
+    """Has the norms of gradients by parameter."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.norms = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.keep({p: p.grad.norm() for group in self.param_groups for p in self.given(group)})
+        super().step(closure)
+
+    @staticmethod
+    def given(group):
+        return [p for p in group["params"] if p.grad is not None]
+
+    def keep(self, norms):
+        self.norms.update(norms)
+
+
+class ExchangesNorms(KeepsNorms):
+    def keep(self, norms):
+        self.norms = norms
+
+
+class ClearsNorms(KeepsNorms):
+    def keep(self, norms):
+        self.norms.clear()
+        self.norms.update(norms)
+
+
+class ClearsShapes(KeepsNorms):
+    """The values of items stay as they are."""
+
+    def keep(self, norms):
+        self.norms.clear()
+        self.norms.update((p, p.shape) for p in norms)
+
+
+class KeepsSums(KeepsNorms):
+    """An item has the norms of more than one parameter."""
+
+    def keep(self, norms):
+        total = sum(norms.values())
+        self.norms.update((p, total) for p in norms)
+
+
+class RaisesForAll(Grouped):
+    """Takes infinite gradients of a single parameter only."""
+
+    def update_all(self, group, parts, grads, states):
+        if len(parts) > 1 and not all([bool(grad.isfinite().all()) for grad in grads]):  # noqa: C419
+            raise ValueError("infinite")
+        super().update_all(group, parts, grads, states)
+
+
+class StateOfTensors(Grouped):
+    """An entry of its state is a tensor."""
+
+    def state_of(self, part):
+        owner = next(p for group in self.param_groups for p in group["params"] if p is part)
+        self.state.setdefault(owner, torch.zeros_like(part))
+        return {"m": self.state[owner]}
+
+
 COUPLED = [ByNorm, ByNumber, ByFirst, ByPlace, ByEarlySteps, Partners, Rates, Neighbours, DropsSome]
+COUPLED += [ExchangesState, ExchangesNorms, ClearsNorms, ClearsShapes, KeepsSums]
+COUPLED += [RaisesForAll, StateOfTensors]
+
+
+# They do what no trial sees
+
+
+class Late(KeepsNorms):
+    is_late = False
+
+    def update(self, group, part, grad, state):
+        super().update(group, part, grad, state)
+        if type(self).is_late:
+            self.change(group, *self.owners[self.address(part)])
+
+
+class ExchangesStateLate(Late):
+    def change(self, group, p, number):
+        self.state[p] = dict(self.state[p])
+
+
+class ExchangesNormsLate(Late):
+    def change(self, group, p, number):
+        self.norms = dict(self.norms)
+
+
+class DropsOptionLate(Late):
+    def change(self, group, p, number):
+        del group["beta"]
+
+
+class DropsAttributeLate(Late):
+    def change(self, group, p, number):
+        del self.defaults
+
+
+LATE = [ExchangesStateLate, ExchangesNormsLate, DropsOptionLate, DropsAttributeLate]

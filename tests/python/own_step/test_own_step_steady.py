@@ -10,22 +10,34 @@ from common import everything, loss_of, net, refused, same, snapshot
 from own_classes import CountsSteps, KeysOfFirst, WarnsOnce
 from own_scripts import MODES
 from scripts import trained
-from steady_classes import COUPLED, STEADY, Grouped, SkipsFirst, Sums, WarmsUp
+from steady_classes import (
+    COUPLED,
+    LATE,
+    STEADY,
+    WAIT_FOR_FROZEN,
+    DividesAll,
+    Grouped,
+    KeepsNorms,
+    SkipsFirst,
+    Sums,
+    WarmsUp,
+)
 
 import optfuse
 from optfuse._link import link_of
 
 # They depend on each other in the first step, or on whether any has a gradient.
 SET_UP = [KeysOfFirst, CountsSteps, WarnsOnce]
+ALL = [*STEADY, *WAIT_FOR_FROZEN, *SET_UP, *COUPLED, *LATE, DividesAll, KeepsNorms]
 FIRST = 2  # steps after which a group of these classes is steady
 
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    for cls in STEADY + SET_UP + COUPLED:
+    for cls in ALL:
         optfuse.register(cls)
     yield
-    for cls in STEADY + SET_UP + COUPLED:
+    for cls in ALL:
         optfuse.register(cls, per_parameter=False)
 
 
@@ -101,7 +113,40 @@ def test_a_parameter_may_get_its_first_gradient_late(make, mode):
         yield from everything(model, optimizer)
         yield "first", first
 
-    same_steps(trained(make, iteration=iteration, steps=9), mode)
+    # The counts that WarmsUp has then are those of no trial, so that all steps are its own.
+    prove = mode == "backward" and make is not WarmsUp
+    same(trained(make, iteration=iteration, steps=9), mode, prove=prove)
+
+
+@pytest.mark.parametrize("first, end", [(0, 12), (0, 6), (1, 12), (6, 9)])
+@pytest.mark.parametrize("make", WAIT_FOR_FROZEN)
+def test_the_class_may_wait_for_frozen_parameters(make, first, end):
+    """Their steps are then of all parameters, as the class takes them."""
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        model[0].bias.requires_grad_(not first <= i < end)
+        loss_of(model, i).backward()
+        model[0].bias.requires_grad_(True)
+        optimizer.step()
+        yield from everything(model, optimizer)
+
+    same(trained(make, iteration=iteration, steps=12), "backward", prove=False)
+
+
+@pytest.mark.parametrize("make", WAIT_FOR_FROZEN)
+def test_parameters_without_state_leave_steps_to_the_class(make):
+    def script(wrap):
+        model = net()
+        model[0].bias.requires_grad_(False)
+        optimizer = wrap(make(model.parameters()))
+        for i in range(8):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            yield "parameters", snapshot(list(model.parameters()))
+
+    same(script, "backward", prove=False)
 
 
 @everywhere
@@ -226,6 +271,35 @@ def test_its_maps_are_those_of_the_class():
     same(script, "backward")
 
 
+def test_its_maps_have_the_items_of_the_class():
+    def script(wrap):
+        model = net()
+        optimizer = wrap(KeepsNorms(model.parameters()))
+        for i in range(6):
+            optimizer.zero_grad()
+            model[2].bias.requires_grad_(i != 4)
+            loss_of(model, i).backward()
+            optimizer.step()
+            yield "norms", [optimizer.norms[p] for p in model.parameters()]
+
+    same(script, "backward")
+
+
+def test_maps_have_no_items_of_placeholders_where_a_group_has_no_gradient():
+    def script(wrap):
+        model = net()
+        a, *others = model.parameters()
+        optimizer = wrap(DividesAll([{"params": [a]}, {"params": others}]))
+        for i in range(6):
+            optimizer.zero_grad()
+            a.requires_grad_(i < 4)
+            loss_of(model, i).backward()
+            optimizer.step()
+            yield "parts", (len(optimizer.parts), len(optimizer.owners))
+
+    same(script, "backward")
+
+
 @of_class(COUPLED)
 def test_coupling_that_lasts_is_refused(make):
     words = "independently"
@@ -242,6 +316,17 @@ def steady(make):
     optimizer.zero_grad()
     loss_of(model, 4).backward()
     return model, optimizer
+
+
+@of_class(LATE)
+def test_what_no_trial_has_seen_ends_updates(make, monkeypatch):
+    model, optimizer = steady(make)
+    optimizer.step()
+    optimizer.zero_grad()
+    monkeypatch.setattr(make, "is_late", True)
+    with pytest.raises(optfuse.Error, match="as it did not when"):
+        loss_of(model, 5).backward()
+        optimizer.step()
 
 
 def test_state_in_a_dict_of_an_entry_may_not_change_between_backward_and_step():
