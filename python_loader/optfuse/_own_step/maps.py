@@ -46,17 +46,17 @@ class Places:
             if tensor is param:
                 return "parameter", i
         span = span_of(tensor)
-        i, offset = (None, 0) if span is None else self._place(span[1], span[0])
-        if i is None:
+        owner, offset = (None, 0) if span is None else self._place(span[1], span[0])
+        if owner is None:
             return tensor.detach()
-        return "view", i, offset, tensor.shape, tensor.stride(), tensor.dtype
+        return "view", owner, offset, tensor.shape, tensor.stride(), tensor.dtype
 
     def _told_number(self, number: int) -> Any:
         for i, param in enumerate(self._params):
             if number == id(param):
                 return "id", i
-        i, offset = self._place(number)
-        return number if i is None else ("address", i, offset)
+        owner, offset = self._place(number)
+        return number if owner is None else ("address", owner, offset)
 
     def _place(self, address: int, device: str | None = None) -> tuple[int | None, int]:
         """The parameter, and the offset in it."""

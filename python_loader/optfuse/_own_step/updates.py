@@ -229,6 +229,8 @@ class Own:
             options = fresh(self._options[group], self.promise.options)
         if ran.attributes is not None:
             attributes = fresh(self._attributes, self.promise.attributes)
+        maps = [(name, self._attributes.get(name)) for name in steady.maps]
+        sizes = [len(held or ()) for _, held in maps]
         try:
             made, after, changed = self._twin.step_alone(attributes, options, param, entry)
         finally:
@@ -237,8 +239,8 @@ class Own:
         if made is not entry:
             raise Error(_EXCHANGED)
         after, changed = twin.own_attributes(after), twin.own_options(changed)
-        for name in steady.maps:
-            if after.get(name) is not self._attributes.get(name):
+        for (name, held), size in zip(maps, sizes, strict=True):
+            if after.get(name) is not held or len(held or ()) < size:
                 raise Error(_CHANGED.format(name))
         expected = Settings(after, {group: changed})
         if group in ran.options:

@@ -378,6 +378,11 @@ class ExchangesNormsLate(Late):
         self.norms = dict(self.norms)
 
 
+class ClearsNormsLate(Late):
+    def change(self, group, p, number):
+        self.norms.clear()
+
+
 class DropsOptionLate(Late):
     def change(self, group, p, number):
         del group["beta"]
@@ -388,4 +393,5 @@ class DropsAttributeLate(Late):
         del self.defaults
 
 
-LATE = [ExchangesStateLate, ExchangesNormsLate, DropsOptionLate, DropsAttributeLate]
+LATE = [ExchangesStateLate, ExchangesNormsLate, ClearsNormsLate]
+LATE += [DropsOptionLate, DropsAttributeLate]
