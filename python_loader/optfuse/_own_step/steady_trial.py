@@ -177,10 +177,11 @@ class SteadyTrial(Trial):
         self._alone_maps = {name: {} for name in self._maps}
 
     def _change_rates(self) -> None:
-        """As schedulers do; a class may keep the rate among other options, too."""
-        for group in self._whole.param_groups:
+        """As schedulers do, each group's by another factor; a class may keep the rate among other
+        options, too."""
+        for i, group in enumerate(self._whole.param_groups):
             if type(group.get("lr")) is float:
-                group["lr"] *= 0.75
+                group["lr"] *= 0.75 / (i + 1)
 
     def _compare_step(self, step: int, kind: Kind, what: str) -> bool:
         if step % 3 == 2:

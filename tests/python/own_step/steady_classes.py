@@ -194,6 +194,13 @@ class ByNorm(Grouped):
         super().update_all(group, parts, [grad / (1 + norm) for grad in grads], states)
 
 
+class Leads(Grouped):
+    """The first group's rate is that of all."""
+
+    def update(self, group, part, grad, state):
+        super().update({**group, "lr": self.param_groups[0]["lr"]}, part, grad, state)
+
+
 class ByNumber(Grouped):
     """Counts gradients, not steps."""
 

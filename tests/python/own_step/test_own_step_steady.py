@@ -18,6 +18,7 @@ from steady_classes import (
     DividesAll,
     Grouped,
     KeepsNorms,
+    Leads,
     SkipsFirst,
     Sums,
     WarmsUp,
@@ -28,7 +29,7 @@ from optfuse._link import link_of
 
 # They depend on each other in the first step, or on whether any has a gradient.
 SET_UP = [KeysOfFirst, CountsSteps, WarnsOnce]
-ALL = [*STEADY, *WAIT_FOR_FROZEN, *SET_UP, *COUPLED, *LATE, DividesAll, KeepsNorms]
+ALL = [*STEADY, *WAIT_FOR_FROZEN, *SET_UP, *COUPLED, *LATE, DividesAll, KeepsNorms, Leads]
 FIRST = 2  # steps after which a group of these classes is steady
 
 
@@ -298,6 +299,12 @@ def test_maps_have_no_items_of_placeholders_where_a_group_has_no_gradient():
             yield "parts", (len(optimizer.parts), len(optimizer.owners))
 
     same(script, "backward")
+
+
+def test_groups_that_share_a_rate_are_refused():
+    a, *others = net().parameters()
+    groups = [{"params": [a]}, {"params": others}]
+    refused(lambda: optfuse.fuse(Leads(groups)), "independently", way_out="as it is")
 
 
 @of_class(COUPLED)
