@@ -22,15 +22,7 @@ from optfuse._own_step.maps import Maps, Places, why_maps_differ
 from optfuse._own_step.reach import why_reaches_too_much
 from optfuse._own_step.settings import Promise, Settings, changes, copied_settings
 from optfuse._own_step.shared import why_writes_too_much
-from optfuse._own_step.small import (
-    RUNS,
-    Kind,
-    Run,
-    Small,
-    gradients,
-    is_any_large,
-    small_copies,
-)
+from optfuse._own_step.small import RUNS, Kind, Run, Small, gradients
 from optfuse._own_step.steady import (
     Path,
     Steady,
@@ -43,7 +35,7 @@ from optfuse._own_step.steady import (
     why_no_maps,
     why_unsteady,
 )
-from optfuse._own_step.trial import Trial, are_others, written_of
+from optfuse._own_step.trial import Trial, are_others, trials_of, written_of
 from optfuse._own_step.untouched import untouched
 from optfuse._trials.random_state import random_as_it_was
 
@@ -66,17 +58,11 @@ def try_steady(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         raise Coupled(why)
     if any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
         raise Coupled("it has DTensor parameters")
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    gpus = sorted(d.index for d in devices if d.type == "cuda")
     random = torch.Generator().manual_seed(0)
     found = Promise()
     with random_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trials = [
-            (run, SteadyTrial(optimizer, stock, small_copies(optimizer, random, run.large), gpus))
-            for run in ALL_RUNS
-            if not run.large or is_any_large(optimizer)
-        ]
+        trials = trials_of(SteadyTrial, ALL_RUNS, optimizer, stock, random)
         with untouched(optimizer, stock.__qualname__, maps):
             for run, trial in trials:
                 found |= trial.take_all(run, random)
@@ -101,13 +87,11 @@ def _counters_of(optimizer: Optimizer, steady: Steady) -> frozenset[int]:
 class SteadyTrial(Trial):
     """All at once are stepped the copies of `_whole`."""
 
-    def __init__(
-        self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small], gpus: list[int]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small]) -> None:
         self._maps = maps_of_parameters(optimizer)
         self._alone_maps: Maps = {}
         self._left: dict[str, Any] = {}  # the attributes after a step on one
-        super().__init__(optimizer, stock, smalls, gpus)
+        super().__init__(optimizer, stock, smalls)
         self._places = Places(small.param for small in smalls)
         self._compared = 0
 
@@ -152,11 +136,6 @@ class SteadyTrial(Trial):
         self._steady = looks[-1]
         self.filled = {name for name in self._maps if optimizer.__dict__[name]}
 
-    def _give(self, given: Any) -> None:
-        for small, alone, grad in zip(self._smalls, self._alone, given, strict=True):
-            small.param.grad = None if grad is None else grad.clone()
-            alone.param.grad = grad
-
     @property
     def drops_gradients(self) -> bool:
         return self._steady.drops_gradients
@@ -176,16 +155,8 @@ class SteadyTrial(Trial):
         self._alone = [self._twin_of(small) for small in self._smalls]
         self._alone_maps = {name: {} for name in self._maps}
 
-    def _change_rates(self) -> None:
-        """As schedulers do, each group's by another factor; a class may keep the rate among other
-        options, too."""
-        for i, group in enumerate(self._whole.param_groups):
-            if type(group.get("lr")) is float:
-                group["lr"] *= 0.75 / (i + 1)
-
     def _compare_step(self, step: int, kind: Kind, what: str) -> bool:
-        if step % 3 == 2:
-            self._change_rates()
+        self._change_rates(step)
         before = self._settings(copied=True)
         state = self._tensors_of_state()
         copies = self._copies()

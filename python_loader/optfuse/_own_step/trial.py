@@ -15,7 +15,7 @@ import inspect
 import random as python_random
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +58,7 @@ class DependentError(Error):
 
 
 T = TypeVar("T")
+TrialT = TypeVar("TrialT", bound="Trial")
 Place = tuple[str, Any]  # "attribute", "option" or "state", and its name
 
 
@@ -83,17 +84,11 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     why = why_reaches_too_much(optimizer)
     if why is not None:
         _refuse(stock, why)
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    gpus = sorted(d.index for d in devices if d.type == "cuda")
     random = torch.Generator().manual_seed(0)
     found = Promise()
     with random_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trials = []
-        for run in RUNS:
-            if not run.large or is_any_large(optimizer):
-                smalls = small_copies(optimizer, random, run.large)
-                trials.append((run, Trial(optimizer, stock, smalls, gpus)))
+        trials = trials_of(Trial, RUNS, optimizer, stock, random)
         with untouched(optimizer, name_of(stock)):
             for run, trial in trials:
                 found |= trial.run(run, random)
@@ -101,6 +96,21 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         if why is not None:
             _refuse(stock, why)
     return found
+
+
+def trials_of(
+    make: Callable[..., TrialT],
+    runs: Iterable[Run],
+    optimizer: Optimizer,
+    stock: type[Optimizer],
+    random: torch.Generator,
+) -> list[tuple[Run, TrialT]]:
+    """Each run with a trial of its own. Runs of large copies only where a parameter is large."""
+    return [
+        (run, make(optimizer, stock, small_copies(optimizer, random, run.large)))
+        for run in runs
+        if not run.large or is_any_large(optimizer)
+    ]
 
 
 def _refuse(stock: type[Optimizer], why: str) -> None:
@@ -123,12 +133,11 @@ class Trial:
     that are stepped at once, with their state, are what any other way to update them can be
     compared with."""
 
-    def __init__(
-        self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small], gpus: list[int]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, stock: type[Optimizer], smalls: list[Small]) -> None:
         self._stock = stock
         self._step = twin.step_of(stock)
-        self._gpus = gpus
+        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        self._gpus = sorted(d.index for d in devices if d.type == "cuda")
         self._smalls = smalls
         self._groups = sorted({small.group for small in smalls})  # their indices
         self._whole = self._copy_of(optimizer)
@@ -182,10 +191,7 @@ class Trial:
         # says nothing.
         may_fail = "late" in run.steps
         for step, kind in enumerate(run.steps[:STEPS]):
-            given = list(gradients(self._smalls, kind, step, random))
-            for small, alone, grad in zip(self._smalls, self._alone, given, strict=True):
-                small.param.grad = None if grad is None else grad.clone()
-                alone.param.grad = grad
+            self._give(gradients(self._smalls, kind, step, random))
             what = f"step {step + 1}" + ("" if kind == 1.0 else f" with gradients {kind}")
             try:
                 if not self._take(step, kind, what, may_fail):
@@ -194,6 +200,20 @@ class Trial:
                 cause = self._cause(run, random.set_state(start), step, coupled)
                 _refuse(self._stock, f"{cause}{coupled.why}")
         return self._found
+
+    def _give(self, given: Iterable[Tensor | None]) -> None:
+        for small, alone, grad in zip(self._smalls, self._alone, given, strict=True):
+            small.param.grad = None if grad is None else grad.clone()
+            alone.param.grad = grad
+
+    def _change_rates(self, step: int) -> None:
+        """As schedulers do, each group's by another factor, and back, exactly."""
+        if step % 3 != 2:
+            return
+        for i, group in enumerate(self._whole.param_groups):
+            if type(group.get("lr")) is float:
+                factor = 2.0 ** (1 + i % 3)
+                group["lr"] *= factor if step % 2 else 1 / factor
 
     def _cause(self, run: Run, random: torch.Generator, last: int, coupled: Coupled) -> str:
         """Takes the same steps up to the last one, in which it was seen that they are coupled."""
@@ -219,6 +239,7 @@ class Trial:
 
     def _take(self, step: int, kind: Kind, what: str, may_fail: bool) -> bool:
         """One step in each of the three ways. False: the class raises an error."""
+        self._change_rates(step)
         before = self._settings(copied=True)
         state = self._tensors_of_state()
         copies = self._copies()

@@ -220,6 +220,13 @@ class GlobalNorm(Tensors):
                 p.sub_(self.param_groups[0]["lr"] * p.grad / norm)
 
 
+class RateOfFirst(Tensors):
+    """The first group's rate is that of all, until a scheduler changes one of them."""
+
+    def update(self, group, p, state):
+        p.sub_(self.param_groups[0]["lr"] * p.grad)
+
+
 class Noisy(Tensors):
     """Draws random numbers, so that the order of the parameters matters."""
 

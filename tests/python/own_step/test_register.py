@@ -22,6 +22,7 @@ from own_classes import (
     MeanWeight,
     Noisy,
     OptionsInAttribute,
+    RateOfFirst,
     Searching,
     Skips,
     Tensors,
@@ -92,6 +93,16 @@ def test_one_parameter_is_no_way_around_the_trial():
         refused(lambda: optfuse.fuse(optimizer), "differs", way_out="as it is")
     finally:
         optfuse.register(GlobalNorm, per_parameter=False)
+
+
+def test_the_rate_of_another_group_is_refused():
+    optfuse.register(RateOfFirst)
+    try:
+        first, *others = net().parameters()
+        optimizer = RateOfFirst([{"params": [first]}, {"params": others}])
+        refused(lambda: optfuse.fuse(optimizer), "independently", way_out="as it is")
+    finally:
+        optfuse.register(RateOfFirst, per_parameter=False)
 
 
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
