@@ -76,22 +76,33 @@ bool is_usual_gradient(c10::TensorImpl *g, const Yardstick &p) {
     return is_private(storage_of(g), 0);
 }
 
-bool is_usual_state(c10::TensorImpl *s, const Yardstick &p, const c10::TensorImpl *g) {
-    if (!is_usual_like(s, p) || storage_of(s) == storage_of(g))
+bool is_usual_state(c10::TensorImpl *s, const Yardstick &p) {
+    if (!is_usual_like(s, p))
         return false;
     launch_marked(s, of_access);
     return is_own_memory(s);
 }
 
+// The parameter has usual keys; no two of the tensors may have one storage.
 bool are_usual(const Slot *slot, c10::TensorImpl *p, c10::TensorImpl *g, unsigned used) {
     const Yardstick like(p);
-    if (!has_usual_keys(p) || !p->is_non_overlapping_and_dense() || !is_usual_gradient(g, like))
+    if (!p->is_non_overlapping_and_dense() || !is_usual_gradient(g, like))
         return false;
-    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
-        if ((used >> i & 1u) != 0 && !is_usual_state(slot->state[i].unsafeGetTensorImpl(), like, g))
+    const c10::StorageImpl *seen[OF_MAX_STATE + 1] = {storage_of(g)};
+    size_t n = 1;
+    for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
+        if ((used >> i & 1u) == 0)
+            continue;
+        c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
+        if (!is_usual_state(s, like))
             return false;
+        for (size_t j = 0; j < n; j++)
+            if (seen[j] == storage_of(s))
+                return false;
+        seen[n++] = storage_of(s);
+    }
     launch_marked(p, of_access);
-    return is_private(storage_of(p), 0) && !states_share(slot, used) && is_usual_step(slot);
+    return is_private(storage_of(p), 0) && is_usual_step(slot);
 }
 
 void fill_in_usual(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigned used,
@@ -122,7 +133,7 @@ void fill_in_usual(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsig
 
 bool collect_usual(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in) {
     const Plan *plan = slot->plan;
-    if (!is_usual_slot(slot) || !dtype_of(p, &in->dtype))
+    if (!has_usual_keys(p) || !is_usual_slot(slot) || !dtype_of(p, &in->dtype))
         return false;
     const unsigned used = plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (!are_usual(slot, p, grad.unsafeGetTensorImpl(), used))
