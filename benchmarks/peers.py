@@ -39,6 +39,13 @@ def compiled(iterate: Callable[[], Tensor]) -> Iteration:
     return torch.compile(iterate)
 
 
+def stock_of(optimizer: Optimizer) -> tuple[Optimizer, Callable[[Callable[[], Tensor]], Iteration]]:
+    """The optimizer that an iteration calls, and the function that makes it whole."""
+    if isinstance(optimizer, Compiled):
+        return optimizer.stock, compiled
+    return optimizer, lambda iterate: iterate
+
+
 class Jitted(NoOptimizer):
     """Stands for an optimizer whose training runs in JAX; PyTorch's weights stay as they are."""
 

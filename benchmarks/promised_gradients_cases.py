@@ -117,9 +117,7 @@ def training(case: Case, wrap: Wrap) -> Iteration:
     made = [batch_of(case, rows) for rows in case.rows]
     if isinstance(opt, peers.Jitted):
         return in_jax(case, opt, model, *made[0])
-    whole = isinstance(opt, peers.Compiled)
-    if isinstance(opt, peers.Compiled):
-        opt = opt.stock
+    opt, whole = peers.stock_of(opt)
     batches = cycle(made)
 
     def iterate() -> Tensor:
@@ -136,7 +134,7 @@ def training(case: Case, wrap: Wrap) -> Iteration:
             _ = [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
         return loss.detach()
 
-    return peers.compiled(iterate) if whole else iterate
+    return whole(iterate)
 
 
 def in_jax(case: Case, opt: peers.Jitted, model: nn.Module, x: Tensor, y: Tensor) -> Iteration:

@@ -129,9 +129,7 @@ def training(cell: SmallCell, make: Make) -> BuildFn:
         opt = wrap(make(model.parameters()))
         if isinstance(opt, peers.Jitted):
             return in_jax(cell, opt, model, x, y)
-        whole = isinstance(opt, peers.Compiled)
-        if isinstance(opt, peers.Compiled):
-            opt = opt.stock
+        opt, whole = peers.stock_of(opt)
         by_stock, trains = not is_fused(opt), not isinstance(opt, NoOptimizer)
         parameters = list(model.parameters())
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -147,7 +145,7 @@ def training(cell: SmallCell, make: Make) -> BuildFn:
                 _average(averaged, model, by_stock)
             return loss.detach()
 
-        return peers.compiled(iterate) if whole else iterate
+        return whole(iterate)
 
     return build
 
