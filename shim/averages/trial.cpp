@@ -22,10 +22,11 @@ constexpr double kTaken[] = {0.1, 1e-4, 0.75};
 constexpr double kCounts[] = {2, 3, 1001};
 
 // With zeros, and numbers that products make denormal or vanish.
-at::Tensor numbers(int64_t n, uint32_t random, at::ScalarType dtype) {
+at::Tensor numbers(int64_t n, uint64_t seed, at::ScalarType dtype) {
     const at::Tensor made = at::empty({n}, at::kFloat);
+    Draws draws(seed);
     for (int64_t i = 0; i < n; i++) {
-        const float number = next_trial_number(&random);
+        const auto number = static_cast<float>(draws.next());
         const float small = i % 37 == 3 ? 1e-38f : 1.0f;
         made.mutable_data_ptr<float>()[i] = i % 31 == 5 ? -0.0f : number * small;
     }

@@ -26,9 +26,9 @@ std::vector<int64_t> lengths() {
 
 at::Tensor random_numbers(int64_t n, float spread) {
     at::Tensor numbers = at::empty({n}, at::kFloat);
-    uint32_t random = 1;
+    Draws draws;
     for (int64_t i = 0; i < n; i++)
-        numbers.mutable_data_ptr<float>()[i] = next_trial_number(&random) * spread;
+        numbers.mutable_data_ptr<float>()[i] = static_cast<float>(draws.next()) * spread;
     return numbers;
 }
 

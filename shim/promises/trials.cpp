@@ -25,6 +25,7 @@
 #include "tensor/memory.h"
 #include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
+#include "tensor/trial_numbers.h"
 
 namespace optfuse {
 namespace {
@@ -102,18 +103,6 @@ Key key_of(const Asked &of) {
             torch.deterministicAlgorithms(),
             torch.deterministicMkldnn()};
 }
-
-// The numbers of a trial. None comes from PyTorch's generators, whose state is the user's.
-class Draws {
-  public:
-    double next() { // from -1 to 1
-        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-        return static_cast<double>(static_cast<int64_t>(state_ >> 11)) / (1LL << 52) - 1;
-    }
-
-  private:
-    uint64_t state_ = 1;
-};
 
 template <typename Real> Real special(Draws &draws) {
     using Limits = std::numeric_limits<Real>;

@@ -7,11 +7,17 @@
 
 namespace optfuse {
 
-// The next of a sequence that begins with its seed, from -1 to 1: the linear congruential generator
-// of Numerical Recipes.
-inline float next_trial_number(uint32_t *random) {
-    *random = *random * 1664525u + 1013904223u;
-    return static_cast<float>(static_cast<int32_t>(*random)) / 2147483648.0f;
-}
+// A sequence that begins with its seed: Knuth's linear congruential generator for MMIX.
+class Draws {
+  public:
+    explicit Draws(uint64_t seed = 1) : state_(seed) {}
+    double next() { // from -1 to 1
+        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<double>(static_cast<int64_t>(state_ >> 11)) / (1LL << 52) - 1;
+    }
+
+  private:
+    uint64_t state_;
+};
 
 } // namespace optfuse

@@ -6,14 +6,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "random_bits.h"
+
 enum { VECTOR_BYTES = 64 };
 
 static uint64_t seed = 1;
 
 /* In [-1, 1), the same sequence in every run. */
 static double random_value(void) {
-    seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (double)(seed >> 11) / (double)(UINT64_C(1) << 52) - 1.0;
+    return (double)random_bits(&seed) / (double)(UINT64_C(1) << 52) - 1.0;
 }
 
 /* Any ordinary number will do for 16 bits: these are around 1. */

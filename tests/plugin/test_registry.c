@@ -6,20 +6,16 @@
 #include <stdlib.h>
 
 #include "internal.h"
+#include "random_bits.h"
 
 enum { MOST_LIVE = 120, CHANGES = 2000000, CHECKED_EACH = 64 };
 
 static of_plan plan;
 static of_update updates[MOST_LIVE];
 
-static uint64_t next_random(uint64_t *state) {
-    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return *state >> 20;
-}
-
 /* An address such as storages have. It is never read. */
 static const void *new_key(uint64_t *random) {
-    return (const void *)(uintptr_t)((next_random(random) % (UINT64_C(1) << 36) + 1) * 16);
+    return (const void *)(uintptr_t)((random_bits(random) % (UINT64_C(1) << 36) + 1) * 16);
 }
 
 static bool enter(of_update *update, const void *memory) {
@@ -46,7 +42,7 @@ START_TEST(no_live_key_is_lost) {
     for (size_t i = 0; i < n_live; i++)
         added = added && enter(&updates[i], new_key(&random));
     for (size_t change = 0; change < CHANGES; change++) {
-        of_update *update = &updates[next_random(&random) % n_live];
+        of_update *update = &updates[random_bits(&random) % n_live];
         of_registry_remove_one(update);
         added = added && enter(update, new_key(&random));
         if (change % CHECKED_EACH == 0 && count_found(n_live) != n_live)

@@ -5,6 +5,7 @@
 
 #include "fake_device.h"
 #include "fixture.h"
+#include "random_bits.h"
 
 static void expect_no_race(void) {
     ck_assert_msg(device.timeline.races == 0, "%d races, first: %s", device.timeline.races,
@@ -384,8 +385,7 @@ END_TEST
 static uint64_t state;
 
 static int pick(int n) {
-    state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (int)((state >> 33) % (unsigned)n);
+    return (int)((random_bits(&state) >> 22) % (unsigned)n);
 }
 
 static fake_timeline stock;
