@@ -94,54 +94,33 @@ def best_k(
     return Times(*found)
 
 
-# Between forward passes
+# When the first forward pass has ended
 
 
-class Auto(Protocol):
+class Undecided(Protocol):
     def choose(self) -> None:
         """After a forward pass with gradients; all processes call it."""
 
-    def end(self) -> None:
-        """Before the next one, outside of any backward pass."""
+
+#: With the hook that each has on the model. A model that is saved or copied meanwhile has only the
+#: function below.
+_undecided: weakref.WeakKeyDictionary[nn.Module, dict[Undecided, RemovableHandle]]
+_undecided = weakref.WeakKeyDictionary()
 
 
-#: With the one hook that each has on the model. A model that is saved or copied meanwhile has only
-#: the functions below.
-_waiting: weakref.WeakKeyDictionary[nn.Module, dict[Auto, RemovableHandle]]
-_waiting = weakref.WeakKeyDictionary()
+def choose_after_forward(model: nn.Module, of: Undecided) -> None:
+    _undecided.setdefault(model, {})[of] = model.register_forward_hook(_after_forward)
 
 
-def choose_after_forward(model: nn.Module, of: Auto) -> None:
-    _waiting.setdefault(model, {})[of] = model.register_forward_hook(_after_forward)
-
-
-def end_before_forward(model: nn.Module, of: Auto) -> None:
-    _waiting.setdefault(model, {})[of] = model.register_forward_pre_hook(_before_forward)
-
-
-def leave_off(model: nn.Module | None, of: Auto) -> None:
-    hook = _waiting.get(model, {}).pop(of, None) if model is not None else None
+def leave_off(model: nn.Module | None, of: Undecided) -> None:
+    hook = _undecided.get(model, {}).pop(of, None) if model is not None else None
     if hook is not None:
         hook.remove()
 
 
-def is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _is_training() -> bool:
-    """Whether this forward pass computes what a backward pass may need."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not traced and torch.is_grad_enabled()
-
-
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    if _is_training():
-        for of in tuple(_waiting.get(module, ())):
-            of.choose()
-
-
-def _before_forward(module: nn.Module, args: Any) -> None:
-    if _is_training() and not is_in_backward():
-        for of in tuple(_waiting.get(module, ())):
-            of.end()
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if traced or not torch.is_grad_enabled():
+        return
+    for of in tuple(_undecided.get(module, ())):
+        of.choose()

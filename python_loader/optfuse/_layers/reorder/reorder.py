@@ -95,7 +95,6 @@ class Reordering:
         self.times: Times | None = None  # "auto": simulated, once it has chosen
         self._undecided = choice["schedule"] == "auto"
         self._left_off: Plan | None = None  # "auto" has found stock's order best
-        self._most_held = 0  # until stock's order was left to itself
         self._handle: int | None = _start(layers, choice)
         self._finalizer = weakref.finalize(model, self.remove)
         if self._undecided:
@@ -124,8 +123,8 @@ class Reordering:
     @property
     def held_bytes(self) -> tuple[int, int]:
         """Bytes of x and dY that waiting dW keep: now, and the most since reorder()."""
-        if self._handle is None and self._left_off is not None:
-            return 0, self._most_held
+        if self._left_off is not None:
+            return 0, 0
         if self._handle is None:
             raise Error("optfuse: this Reordering has been removed")
         now, most = torch.ops.optfuse.held_by_reordering(self._handle)
@@ -136,13 +135,8 @@ class Reordering:
         self._finalizer.detach()
         _watching.discard(self)
         auto_schedule.leave_off(self._model(), self)
-        self._stop()
-
-    def _stop(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
-            if self._left_off is not None:
-                _, self._most_held = torch.ops.optfuse.held_by_reordering(handle)
             torch.ops.optfuse.stop_reordering(handle)
 
     def __enter__(self) -> Reordering:
@@ -164,12 +158,8 @@ class Reordering:
 
     def before_step(self) -> None:
         """Until the layers are checked, by the first step with gradients of this model."""
-        if self._left_off is None:
-            self._check_weights()
-            self._check_called()
-        if self._left_off is not None:
-            self._end_in_step()
-            return
+        self._check_weights()
+        self._check_called()
         complete = [layer.name for layer in self._layers if layer.weight.grad is not None]
         if not complete or self._handle is None:
             return
@@ -185,24 +175,10 @@ class Reordering:
         self.times = self._agreed(auto_schedule.best_k(handle, model, *self._costs(model)), model)
         if self.times.k == 0:
             self._leave_to_stock()
+            _leave_steps()
             return
         torch.ops.optfuse.choose_k(handle, self.times.k)
         self._choice = {"schedule": "reverse_first", "k": self.times.k}
-
-    def end(self) -> None:
-        """Before the first forward pass after the choice of stock's order. While a backward pass
-        might compute a part of the forward pass once more, it has to meet the same kernels."""
-        if self._left_off is not None:
-            self.remove()
-            _leave_steps()
-
-    def _end_in_step(self) -> None:
-        """The hook on the model stays: it removes that of step(), which PyTorch calls now."""
-        if self._handle is None or auto_schedule.is_in_backward():
-            return
-        if any(layer.weight.grad is not None for layer in self._layers):  # this model's step()
-            self._stop()
-            _watching.discard(self)
 
     def _stop_rehearsing(self, handle: int) -> None:
         self._undecided = False
@@ -223,11 +199,9 @@ class Reordering:
         return communication.agreed(times, group, self._layers[0].weight.device)
 
     def _leave_to_stock(self) -> None:
-        model = self._model()
-        assert model is not None
         self._choice = {"schedule": "stock"}
         self._left_off = self.plan
-        auto_schedule.end_before_forward(model, self)
+        self.remove()
 
     def _check_weights(self) -> None:
         for layer in self._layers:
