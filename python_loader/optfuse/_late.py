@@ -55,7 +55,7 @@ class Used:
         they did not make it. keys: of an entry, that an update uses; None: all."""
         used, versions = self.made.get(slot) or (dict(paths(then)), None)
         now = dict(paths(now))
-        for path in {**used, **now} if keys is None else zip(keys):
+        for path in {**used, **now} if keys is None else ((key,) for key in keys):
             if (path in used) != (path in now) or _is_changed(used.get(path), now.get(path)):
                 how = "removed" if path not in now else "replaced" if path in used else "added"
                 place = "".join(f"[{key!r}]" for key in path)
