@@ -236,6 +236,8 @@ def test_gradients_that_others_may_see(fold):
 
 
 def test_no_gradient_is_written():
+    if not torch.ops.optfuse.norms_are_torchs():
+        pytest.skip("PyTorch's norm has other roundings here; its operators read the gradients")
     model = net()
     optimizer = optfuse.fuse(adamw(model.parameters()))
     scaler = scaler_of()
