@@ -188,6 +188,24 @@ PLACES = (
         ("_wrapped_by_lr_sched", "_opt_called"),
     ),
     (
+        "the call of a model about which reorder() is undecided",
+        "a forward hook would be scripted, copied and saved with the model",
+        "torch.nn.Module._wrapped_call_impl",
+        ("_compiled_call_impl", "_call_impl"),
+    ),
+    (
+        "the attributes that TorchScript leaves alone",
+        "that call of a model is one of them",
+        "torch.jit._recursive.infer_concrete_type_builder",
+        ("ignored_attributes",),
+    ),
+    (
+        "nothing, but has Python's dispatcher forget where an operator has kernels,",
+        "what is compiled once our kernels for linear and conv2d have gone would have no gradients",
+        "torch._ops.OpOverload._uncache_dispatch",
+        ("_dispatch_cache",),
+    ),
+    (
         "the communication hook of a model of Backward(ddp=) and Forward(ddp=)",
         "an update runs as soon as the reduction of its bucket is done",
         "torch.nn.parallel.DistributedDataParallel._register_accum_grad_hook",

@@ -317,3 +317,39 @@ reordering.remove()
 assert not any(map(has, names))
 """
     python_ok(code)
+
+
+#: Users of the kernels that see layers: how each begins and ends.
+SEEING = {
+    "reorder": ("kept = optfuse.reorder(model, 'last')", "kept.remove()"),
+    "kfac": ("kept = optfuse.kfac(model, optimizer)", "kept.remove()"),
+    "delay": (
+        "optfuse.fuse(optimizer, optfuse.Forward(delay=optfuse.Delay({model: 1}, 'latest')))",
+        "optfuse.unfuse(optimizer)",
+    ),
+}
+
+
+@pytest.mark.parametrize("who", SEEING)
+def test_what_is_compiled_after_the_end_has_stocks_gradients(who):
+    """PyTorch's tracing remembers which keys of an operator have kernels."""
+    begin, end = SEEING[who]
+    code = f"""
+import torch, optfuse
+from torch import nn
+def gradients(model):
+    torch.compiler.reset()
+    torch.compile(model, backend="aot_eager")(torch.ones(3, 8)).sum().backward()
+    found = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    return found
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{begin}
+during = gradients(model)
+{end}
+after = gradients(model)
+assert all(map(torch.equal, during, after))
+"""
+    python_ok(code)

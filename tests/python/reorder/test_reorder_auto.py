@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from common import Stock, adamw, python_ok, refused
+from common import Stock, adamw, assert_same, python_ok, refused
 from reorder_scripts import MODES, Unfused, order_of_backward, random, same_reordered, x_of
 from test_reorder import with_held
 from test_reorder_training import training
@@ -48,6 +48,10 @@ def pays(monkeypatch):
     monkeypatch.setattr(auto_schedule, "best_k", lambda *_: PAYS)
 
 
+def is_watched(model):
+    return any((model._compiled_call_impl, model._forward_hooks, model._forward_pre_hooks))
+
+
 def loss_of(model, i):
     return model(random(i, 16, 256)).square().mean()
 
@@ -60,7 +64,7 @@ def test_an_order_that_pays_is_taken_before_the_first_backward_pass(mode, pays):
         for i in range(2):
             x = random(i, 16, 256).requires_grad_() * 1
             assert order_of_backward(model, x) == with_held(LAYERS, LAYERS[:4])
-        assert reordering.times is PAYS and not model._forward_hooks
+        assert reordering.times is PAYS and not is_watched(model)
         assert "k=4: simulated, 1e+03 ms an iteration, 1.20 times" in str(reordering.times)
 
 
@@ -104,9 +108,10 @@ model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 stock = type(model(torch.ones(1, 8)).grad_fn)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 reordering = optfuse.reorder(model, "auto", network=(0, 0))
-assert all(map(has, names)) and model._forward_hooks and _global_optimizer_pre_hooks
+assert all(map(has, names)) and model._compiled_call_impl and _global_optimizer_pre_hooks
 loss = model(torch.ones(1, 8)).sum()
-assert not any(map(has, names)) and not model._forward_hooks and not _global_optimizer_pre_hooks
+assert not any(map(has, names))
+assert not model._compiled_call_impl and not _global_optimizer_pre_hooks
 loss.backward()
 optimizer.step()
 assert type(model(torch.ones(1, 8)).grad_fn) is stock
@@ -129,7 +134,7 @@ def test_each_of_two_reorderings_of_a_model_decides():
     for reordering, layer in zip(both, ("0", "2"), strict=True):
         assert reordering.times is not None
         assert [row.layer for row in reordering.plan.rows] == [layer]
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not is_watched(model)
 
 
 def test_either_of_two_undecided_reorderings_can_be_removed():
@@ -139,7 +144,7 @@ def test_either_of_two_undecided_reorderings_can_be_removed():
     model(x_of(0)).sum().backward()
     assert first.times is None and second.times is not None
     second.remove()
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not is_watched(model)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -152,6 +157,75 @@ def test_a_model_that_is_traced_before_the_decision():
         model(x_of(0))
         assert reordering.times is not None
         torch.jit.trace(model, x_of(0))
+
+
+def net():
+    """A model of a new class, which TorchScript compiles anew; code that it has made before would
+    have been called before."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.second(self.first(x).tanh())
+
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_model_that_is_scripted_before_the_decision(calls):
+    """After some calls TorchScript computes layers in code of its own."""
+
+    def trained(arrange):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        arrange(model)
+        scripted = torch.jit.script(model)
+        with torch.no_grad():
+            for _ in range(calls):
+                scripted(x_of(0))
+        for i in range(4):
+            optimizer.zero_grad()
+            scripted(x_of(i)).sum().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    made = []
+    stock = trained(lambda model: None)
+    with pytest.warns(UserWarning, match="have run outside of one"):
+        ours = trained(lambda model: made.append(optfuse.reorder(model, "auto", network=FREE)))
+    assert_same("weights", ours, stock)
+    assert made[0].plan.choice == {"schedule": "stock"} and made[0].times is None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("simulated", ["pays", "does not pay"])
+def test_a_model_that_is_scripted_after_the_decision(simulated, request):
+    if simulated == "pays":
+        request.getfixturevalue("pays")
+    model = net()
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        model(x_of(0))
+        assert (reordering.times is PAYS) == (simulated == "pays")
+        assert torch.equal(torch.jit.script(model)(x_of(1)), model(x_of(1)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_that_is_exported_before_the_decision(strict):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    names = [
+        str(node) for node in torch.export.export(model, (x_of(0),), strict=strict).graph.nodes
+    ]
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        found = torch.export.export(model, (x_of(0),), strict=strict)
+        assert [str(node) for node in found.graph.nodes] == names
+        assert reordering.times is None
+        assert torch.equal(found.module()(x_of(1)), model(x_of(1)))
+        assert reordering.times is not None
 
 
 class Checkpointed(nn.Module):
@@ -241,7 +315,10 @@ def test_a_forward_pass_without_gradients_decides_nothing():
 def test_a_model_that_is_saved_or_copied_before_the_decision():
     model = Lifted()
     with optfuse.reorder(model, "auto", network=FREE) as reordering:
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        saved = pickle.dumps(model)
+        assert b"optfuse" not in saved
+        for other in (copy.deepcopy(model), pickle.loads(saved)):
+            assert not is_watched(other)
             loss_of(other, 0).backward()
             assert reordering.times is None
         loss_of(model, 0)
@@ -279,15 +356,6 @@ def test_layers_of_a_reentrant_checkpoint_leave_nothing_to_choose():
         assert not _global_optimizer_pre_hooks
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_layers_are_noticed_at_the_first_step():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = adamw(model.parameters())
-    with optfuse.reorder(model, "auto", network=FREE):
-        torch.compile(model, backend="aot_eager")(x_of(0)).sum().backward()
-        refused(optimizer.step, "torch.compile", way_out="call remove()")
-
-
 def by_modules(model):
     return lambda x: functools.reduce(lambda y, module: module(y), model, x)
 
@@ -296,8 +364,16 @@ def compiled(model):
     return torch.compile(model, backend="eager")
 
 
+def compiled_ahead(model):
+    """Its layers are not even seen."""
+    return torch.compile(model, backend="aot_eager")
+
+
+CALLS = [lambda model: model.forward, by_modules, compiled, compiled_ahead, torch.jit.script]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("called", [lambda model: model.forward, by_modules, compiled])
+@pytest.mark.parametrize("called", CALLS)
 @pytest.mark.parametrize("mode", [None, "backward"])
 def test_a_model_that_is_never_called_is_left_to_stock_with_a_word(called, mode):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -310,13 +386,12 @@ def test_a_model_that_is_never_called_is_left_to_stock_with_a_word(called, mode)
         with pytest.warns(UserWarning, match="have run outside of one"):
             optimizer.step()
         assert reordering.plan.choice == {"schedule": "stock"} and reordering.times is None
-        assert not model._forward_hooks
+        assert not is_watched(model)
         optimizer.zero_grad()
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             forward(x_of(1)).sum().backward()
             optimizer.step()
-    assert not model._forward_pre_hooks
 
 
 def test_one_process_has_no_network_to_measure():

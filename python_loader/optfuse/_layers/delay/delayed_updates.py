@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import FUSED, checked, parameters_of
 from optfuse._dtensor.local_tensors import is_dtensor
+from optfuse._layers import tap
 from optfuse._layers.delay import average
 from optfuse._library.bindings import Error, guard
 from optfuse._link import Link, link_of
@@ -137,7 +138,7 @@ class Delayed:
                 late.average = torch.zeros_like(late.param.detach())
         if weights != "stash":
             self._forget = weakref.finalize(
-                optimizer, torch.ops.optfuse.forget_input_weights, self._owner
+                optimizer, tap.leave, torch.ops.optfuse.forget_input_weights, self._owner
             )
             self._forget.atexit = False
             self._tell()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optfuse._layers import communication
+from optfuse._layers import communication, tap
 from optfuse._layers.kfac import groups, messages
 from optfuse._layers.kfac.layers import Preconditioned
 from optfuse._library.bindings import Error
@@ -55,7 +55,7 @@ class Factors:
             self.group.group_name if self.group else "",
         )
         self._finalizer = weakref.finalize(
-            self, torch.ops.optfuse.stop_collecting, self.handle, False
+            self, tap.leave, torch.ops.optfuse.stop_collecting, self.handle, False
         )
         self.arrange(self.arrangement)
 
@@ -65,7 +65,7 @@ class Factors:
 
     def stop(self) -> None:
         if self._finalizer.detach():
-            torch.ops.optfuse.stop_collecting(self.handle, True)
+            tap.leave(torch.ops.optfuse.stop_collecting, self.handle, True)
             if self.group is not None:
                 groups.give_back(self.group)
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from optfuse._layers import communication
 from optfuse._library.bindings import Error
@@ -102,25 +101,55 @@ class Undecided(Protocol):
         """After a forward pass with gradients; all processes call it."""
 
 
-#: With the hook that each has on the model. A model that is saved or copied meanwhile has only the
-#: function below.
-_undecided: weakref.WeakKeyDictionary[nn.Module, dict[Undecided, RemovableHandle]]
-_undecided = weakref.WeakKeyDictionary()
+#: A module's __call__() runs this attribute in the place of its own code, as Module.compile() sets
+#: it. It stays out of copies, files and scripts, which a forward hook would be in.
+_CALL = "_compiled_call_impl"
+
+
+class _Call:
+    """The __call__() of a module about which somebody is undecided."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._before = module._compiled_call_impl
+        self.undecided: dict[Undecided, None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        output = (self._before or module._call_impl)(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            self._choose()
+        return output
+
+    def _choose(self) -> None:
+        if torch.is_grad_enabled():
+            for of in tuple(self.undecided):
+                of.choose()
+
+    def end(self, module: nn.Module) -> None:
+        del module._compiled_call_impl
+        if self._before is not None:
+            module._compiled_call_impl = self._before
+
+    def __reduce__(self) -> Any:
+        """None, in copies of classes that have a __getstate__() of their own."""
+        return type(None), ()
 
 
 def choose_after_forward(model: nn.Module, of: Undecided) -> None:
-    _undecided.setdefault(model, {})[of] = model.register_forward_hook(_after_forward)
+    ignored: list[str] = torch.jit._recursive.ignored_attributes  # by TorchScript
+    if _CALL not in ignored:
+        ignored.append(_CALL)
+    if not isinstance(model._compiled_call_impl, _Call):
+        model._compiled_call_impl = _Call(model)
+    model._compiled_call_impl.undecided[of] = None
 
 
 def leave_off(model: nn.Module | None, of: Undecided) -> None:
-    hook = _undecided.get(model, {}).pop(of, None) if model is not None else None
-    if hook is not None:
-        hook.remove()
-
-
-def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if traced or not torch.is_grad_enabled():
+    call = None if model is None else model._compiled_call_impl
+    if model is None or not isinstance(call, _Call):
         return
-    for of in tuple(_undecided.get(module, ())):
-        of.choose()
+    call.undecided.pop(of, None)
+    if not call.undecided:
+        call.end(model)

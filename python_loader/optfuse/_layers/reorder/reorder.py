@@ -26,7 +26,7 @@ from optfuse._arguments.check import (
     optional,
     whole,
 )
-from optfuse._layers import communication
+from optfuse._layers import communication, tap
 from optfuse._layers.layer import Layer, check_skip, layers_of
 from optfuse._layers.reorder import auto_schedule
 from optfuse._layers.reorder.auto_schedule import Times
@@ -137,7 +137,7 @@ class Reordering:
         auto_schedule.leave_off(self._model(), self)
         handle, self._handle = self._handle, None
         if handle is not None:
-            torch.ops.optfuse.stop_reordering(handle)
+            tap.leave(torch.ops.optfuse.stop_reordering, handle)
 
     def __enter__(self) -> Reordering:
         return self
@@ -159,8 +159,8 @@ class Reordering:
     def before_step(self) -> None:
         """Until the layers are checked, by the first step with gradients of this model."""
         self._check_weights()
-        self._check_called()
         complete = [layer.name for layer in self._layers if layer.weight.grad is not None]
+        self._check_called(complete)
         if not complete or self._handle is None:
             return
         self._check_seen(complete, self._handle)
@@ -200,7 +200,9 @@ class Reordering:
 
     def _leave_to_stock(self) -> None:
         self._choice = {"schedule": "stock"}
-        self._left_off = self.plan
+        unseen = Plan(self._choice, (), tuple(layer.name for layer in self._layers), 0)
+        seen = self._handle is not None and self._has_seen(self._handle)
+        self._left_off = self.plan if seen else unseen
         self.remove()
 
     def _check_weights(self) -> None:
@@ -213,21 +215,21 @@ class Reordering:
                     "remove() on the old Reordering"
                 )
 
-    def _check_called(self) -> None:
+    def _check_called(self, complete: list[str]) -> None:
         """Until "auto" has chosen, every layer that runs is rehearsed. Those of a reentrant
-        checkpoint are not."""
-        if not self._undecided or self._handle is None or not self._has_seen(self._handle):
+        checkpoint are not, and those of compiled code are not seen. complete: with gradients."""
+        if not self._undecided or self._handle is None:
             return
-        rows = self._used()
-        if all(rows[_COLUMNS - 1 : -1 : _COLUMNS]):
+        seen = self._has_seen(self._handle)
+        if all(self._used()[_COLUMNS - 1 : -1 : _COLUMNS]) if seen else not complete:
             return
         self._stop_rehearsing(self._handle)
         self._leave_to_stock()
         warn(
             'reorder(schedule="auto") chooses at the end of a call of the model, but its layers '
             "have run outside of one (model.forward(x), modules of the model by themselves, "
-            "torch.compile). Their order is now stock's. Call model(x), or give reorder() the "
-            "module that is called, or another schedule",
+            "torch.compile, torch.jit.script). Their order is now stock's. Call model(x), or give "
+            "reorder() the module that is called, or another schedule",
             UserWarning,
             stacklevel=4,
         )
@@ -240,9 +242,9 @@ class Reordering:
         if missing and not seen:
             raise Error(
                 "optfuse: the layers of this model have gradients, but none was seen in its "
-                "forward pass. torch.compile and torch.export compute layers in code of their "
-                "own, vmap and forward-mode AD by nodes of PyTorch; there reorder() has no "
-                "effect: call remove(), or train the model as it is"
+                "forward pass. torch.compile, torch.export and torch.jit.script compute layers in "
+                "code of their own, vmap and forward-mode AD by nodes of PyTorch; there reorder() "
+                "has no effect: call remove(), or train the model as it is"
             )
         if missing:
             warn(
