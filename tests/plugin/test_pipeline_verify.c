@@ -5,7 +5,7 @@
 
 #include "random_pipeline.h"
 
-enum { PLANS = 400, LEAST = 40, MALFORMED = 20000 };
+enum { PLANS = 600, LEAST = 40, MALFORMED = 20000 };
 
 /* A mutant: changes a simulated schedule so that it is wrong for certain; false: this one offers
  * nothing to change. `k`: a task of it. */
