@@ -3,8 +3,10 @@
 of docs/layerpipe.md."""
 
 import copy
+import itertools
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -416,6 +418,64 @@ def test_the_results_in_the_tree_are_those_of_today(benchmarks):
             rows = lines(model, setting)
             for strategy, of in gains[model, setting.name].items():
                 assert means(rows, strategy) == pytest.approx(of, rel=1e-4)
+
+
+def test_no_plan_gains_more_than_the_best_placement_and_that_than_any_schedule(benchmarks):
+    from pipeline_plan import SETTINGS, lines
+
+    for model in ("VGG-16", "AlexNet"):
+        for row in lines(model, SETTINGS[0]):
+            assert row["layerpipe"] <= row["best placement"] * (1 + 1e-9), row
+            assert row["best placement"] <= row["any schedule"] * (1 + 1e-9), row
+            assert row["pipedream_replicated"] <= row["any schedule"] * (1 + 1e-9), row
+            if model == "VGG-16":
+                assert row["layerpipe"] > 0.988 * row["best placement"], row
+                assert row["any schedule"] < 1.62, row
+
+
+def every_load(row, at=0, process=0, load=0.0, most=0.0):
+    """The largest load of each way to put the tasks of layers one behind the other: every order,
+    each task on the same process or the next, dX cut anywhere."""
+    if at == len(row):
+        yield process, max(most, load)
+        return
+    layer = row[at]
+    seconds = {"F": layer.forward + layer.update, "W": layer.weight_gradient}
+    cuts = range(16, layer.channels, 16) if at else ()
+    ways = [{**seconds, "X": layer.input_gradient * (at > 0)}]
+    for cut in cuts:
+        part = layer.input_gradient * cut / layer.channels
+        ways.append({**seconds, "X": part, "Y": layer.input_gradient - part})
+    for way in ways:
+        for order in itertools.permutations(way):
+            for steps in itertools.product((0, 1), repeat=len(order)):
+                found = put(order, steps, way, process, load, most)
+                if found is not None:
+                    yield from every_load(row, at + 1, *found)
+
+
+def put(order, steps, seconds, process, load, most):
+    on = {}
+    for kind, step in zip(order, steps, strict=True):
+        if step:
+            process, most, load = process + 1, max(most, load), 0.0
+        on[kind] = process
+        load += seconds[kind]
+    return None if on.get("Y", -1) == on["X"] else (process, load, most)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_placement_is_the_best_of_all(benchmarks, seed):
+    from pipeline_bound import best_placement
+
+    draw = random.Random(seed)
+    row = [
+        Layer(str(i), *(draw.uniform(1, 9) for _ in range(4)), 8, 8, 8, True, 48) for i in range(2)
+    ]
+    found = list(every_load(row))
+    for processes in (1, 2, 3, 4):
+        least = min(load for process, load in found if process < processes)
+        assert best_placement(row, processes) == pytest.approx(least, rel=1e-9)
 
 
 def test_importing_optfuse_imports_no_matplotlib():
