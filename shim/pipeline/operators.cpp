@@ -134,6 +134,7 @@ Numbers schedule_pipeline(const Numbers &settings, const Seconds &costs, const N
                           const Numbers &places, int64_t batches, const Seconds &network) {
     const Pipeline p(settings, costs, sizes, places);
     const of_network_link link = network_link_of(network);
+    check_core(of_pipeline_check(&p.view)); // before tasks are counted
     const size_t most = batches < 1 || batches > INT32_MAX ? 0 : static_cast<size_t>(batches);
     std::vector<of_pipeline_task> tasks(of_pipeline_count(&p.view, most));
     check_core(of_pipeline_schedule(&p.view, &link, static_cast<size_t>(batches), tasks.data()));

@@ -141,6 +141,28 @@ START_TEST(groups_take_what_is_counted_by_hand) {
 }
 END_TEST
 
+/* Two processes have layer 0 by turns, one has layer 1. */
+START_TEST(a_replica_without_a_batch_in_the_last_group_updates_as_the_other_does) {
+    drawn d;
+    two_stages(&d, OF_PIPELINE_REPLICATED);
+    d.places[0].replicas = 2;
+    d.places[1] = (of_pipeline_place){2, 2, 2, OF_NO_PROCESS, 0, 1};
+    d.batches = 1;
+    schedule(&d);
+    simulate(&d);
+    ck_assert_uint_eq(d.n, 2 + 2 + 4);                    /* F and dW, both U; layer 1 */
+    check_time(&d, OF_TASK_WEIGHT_GRADIENT, 0, 0, 16, 19); /* dY is there 2 after X1.0 */
+    check_time(&d, OF_TASK_UPDATE, 0, 0, 24, 25);          /* two messages of 6 bytes */
+    check_time(&d, OF_TASK_UPDATE, 0, 1, 24, 25);          /* on process 1 */
+    ck_assert_uint_eq(violations(&d), 0);
+    for (size_t k = 0; k < d.n; k++)
+        if (d.tasks[k].kind == OF_TASK_UPDATE && d.tasks[k].batch == 1)
+            d.tasks[k] = d.tasks[--d.n];
+    ck_assert_uint_gt(violations(&d), 0);
+    free(d.tasks);
+}
+END_TEST
+
 /* Four stages whose F, dX and dW take a second, behind a first layer that takes none, so that all
  * have a dX; eight micro-batches. */
 static void four_stages(drawn *d, of_strategy strategy, double latency) {
@@ -284,6 +306,7 @@ int main(void) {
     tcase_add_test(tests, split_gradients_take_what_is_counted_by_hand);
     tcase_add_test(tests, what_a_process_needs_twice_is_sent_once);
     tcase_add_test(tests, groups_take_what_is_counted_by_hand);
+    tcase_add_test(tests, a_replica_without_a_batch_in_the_last_group_updates_as_the_other_does);
     tcase_add_test(tests, fast_forward_fills_the_bubbles_of_gpipe);
     tcase_add_test(tests, batches_in_flight_hold_inputs_and_gradients);
     tcase_add_test(tests, the_period_is_the_load_of_the_slowest_where_messages_cost_nothing);

@@ -8,7 +8,7 @@
 
 of_status of_events_begin(of_events *e, const of_pipeline *p, const of_network_link *link,
                           size_t batches, of_pipeline_task *tasks) {
-    const size_t places = batches * p->n * OF_TASK_KINDS;
+    const size_t places = of_most_updated_batches(p, batches) * p->n * OF_TASK_KINDS;
     *e = (of_events){.p = p,
                      .link = link,
                      .first_trained = of_first_trained(p),

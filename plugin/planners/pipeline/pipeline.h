@@ -17,8 +17,10 @@
  * processes is a message, which takes the link's latency and seconds a byte.
  *
  * Batches that share an update are a group: of_pipeline_group() of them, in order. A group's U is
- * that of its last batch, and the last group may be smaller. With delays D, F(l, b) sees the
- * updates of exactly the groups < b / group - D(l).
+ * that of its last batch, and the last group may be smaller. Replicas have a U each, that of their
+ * own batch; those for which the last group has none have a U all the same, that of the batch which
+ * would have come. With delays D, F(l, b) sees the updates of exactly the groups
+ * < b / group - D(l).
  *
  * The functions keep nothing, and any thread may call them. Their errors are those of
  * optfuse.h: on anything but OF_OK of_error_message() says what to do, and no output has been
@@ -97,7 +99,7 @@ typedef struct of_pipeline {
 typedef struct of_pipeline_task {
     int32_t kind; /* of_task_kind */
     int32_t layer;
-    int32_t batch;
+    int32_t batch; /* of a U of replicas it may be past the last one */
     int32_t process;
     double start, end; /* seconds, by of_pipeline_simulate() */
 } of_pipeline_task;

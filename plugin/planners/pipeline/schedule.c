@@ -19,7 +19,8 @@ static bool ends_group(const emission *e, size_t batch) {
 }
 
 static void emit(emission *e, int kind, size_t layer, size_t batch) {
-    if (batch >= e->batches || !of_has_task(e->p, e->first_trained, kind, layer))
+    if (!of_has_task(e->p, e->first_trained, kind, layer) ||
+        !of_is_of_batch(e->p, kind, layer, batch, e->batches))
         return;
     if (kind == OF_TASK_UPDATE && !ends_group(e, batch))
         return;
@@ -111,13 +112,14 @@ static void emit_1f1b_flush(emission *e, span stage) {
     }
 }
 
-/* One of the stage's replicas, which has every r-th batch from `first` on. */
+/* One of the stage's replicas, which has every r-th batch from `first` on, and the update of an
+ * incomplete last group. */
 static void emit_1f1b(emission *e, span stage, size_t first) {
     const size_t r = (size_t)e->p->places[stage.from].replicas;
     const size_t ahead = r * of_stage_delay(e->p, stage.from);
     for (size_t b = first; b < first + ahead; b += r)
         emit_forward(e, stage, b);
-    for (size_t b = first; b < e->batches; b += r) {
+    for (size_t b = first; b < of_updated_batches(e->p, stage.from, e->batches); b += r) {
         emit_forward(e, stage, b + ahead);
         emit_backward(e, stage, b);
     }

@@ -100,7 +100,8 @@ static of_status report_of(const simulation *s, of_pipeline_report *report) {
 static bool is_known(const simulation *s, const of_pipeline_task *task) {
     return task->kind >= 0 && task->kind < OF_TASK_KINDS && task->layer >= 0 &&
            (size_t)task->layer < s->events.p->n && task->batch >= 0 &&
-           (size_t)task->batch < s->events.batches &&
+           of_is_of_batch(s->events.p, task->kind, (size_t)task->layer, (size_t)task->batch,
+                          s->events.batches) &&
            of_has_task(s->events.p, s->events.first_trained, task->kind, (size_t)task->layer) &&
            task->process ==
                of_process_of(&s->events.p->places[task->layer], task->kind, (size_t)task->batch);

@@ -148,7 +148,7 @@ of_status of_pipeline_check(const of_pipeline *p) {
 
 of_status of_check_batches(const of_pipeline *p, size_t batches) {
     const size_t most = SIZE_MAX / sizeof(of_pipeline_task) / OF_TASK_KINDS / p->n;
-    if (batches < 1 || batches > INT32_MAX || batches > most)
+    if (batches < 1 || batches > most || of_most_updated_batches(p, batches) > INT32_MAX)
         return of_fail(OF_INVALID, "a schedule of %zu batches and %zu layers: give 1 to %d batches",
                        batches, p->n, INT32_MAX);
     return OF_OK;
@@ -213,9 +213,30 @@ size_t of_pipeline_group(const of_pipeline *p, size_t layer) {
     return p->micro_batches * (size_t)p->places[layer].replicas;
 }
 
+static size_t rounded_up(size_t batches, size_t group) {
+    return batches + (group - batches % group) % group;
+}
+
+size_t of_updated_batches(const of_pipeline *p, size_t layer, size_t batches) {
+    return rounded_up(batches, (size_t)p->places[layer].replicas);
+}
+
+size_t of_most_updated_batches(const of_pipeline *p, size_t batches) {
+    size_t most = batches;
+    for (size_t i = 0; i < p->n; i++)
+        if (of_updated_batches(p, i, batches) > most)
+            most = of_updated_batches(p, i, batches);
+    return most;
+}
+
+bool of_is_of_batch(const of_pipeline *p, int kind, size_t layer, size_t batch, size_t batches) {
+    return batch < (kind == OF_TASK_UPDATE ? of_updated_batches(p, layer, batches) : batches);
+}
+
 /* A group of micro-batches has one update, one of replicas one for each of them. */
-static size_t updates_of(const of_pipeline *p, size_t batches) {
-    return (batches + p->micro_batches - 1) / p->micro_batches;
+static size_t updates_of(const of_pipeline *p, size_t layer, size_t batches) {
+    const size_t updated = of_updated_batches(p, layer, batches);
+    return rounded_up(updated, p->micro_batches) / p->micro_batches;
 }
 
 size_t of_pipeline_count(const of_pipeline *p, size_t batches) {
@@ -224,6 +245,6 @@ size_t of_pipeline_count(const of_pipeline *p, size_t batches) {
     for (size_t i = 0; i < p->n; i++)
         for (int kind = 0; kind < OF_TASK_KINDS; kind++)
             if (of_has_task(p, first_trained, kind, i))
-                n += kind == OF_TASK_UPDATE ? updates_of(p, batches) : batches;
+                n += kind == OF_TASK_UPDATE ? updates_of(p, i, batches) : batches;
     return n;
 }

@@ -40,9 +40,17 @@ static bool is_at_least(double seconds, double least) {
 
 /* Tasks by themselves. */
 
+/* A batch of the run. All replicas make the update of a group that has begun, each in the name of
+ * its own batch, also where that one has not come. */
+static bool is_named(const verification *v, int kind, size_t layer, size_t batch) {
+    const bool one_each = kind == OF_TASK_UPDATE && v->p->places[layer].replicas > 1;
+    return (one_each ? batch - batch % of_pipeline_group(v->p, layer) : batch) < v->batches;
+}
+
 static bool is_one_of(const verification *v, const of_pipeline_task *task) {
     if (task->kind < 0 || task->kind >= OF_TASK_KINDS || task->layer < 0 || task->batch < 0 ||
-        (size_t)task->layer >= v->p->n || (size_t)task->batch >= v->batches)
+        (size_t)task->layer >= v->p->n ||
+        !is_named(v, task->kind, (size_t)task->layer, (size_t)task->batch))
         return false;
     return of_has_task(v->p, v->first_trained, task->kind, (size_t)task->layer);
 }
@@ -88,7 +96,7 @@ static bool must_be_there(const verification *v, int kind, size_t layer, size_t 
     const size_t micro = v->p->micro_batches;
     if (kind == OF_TASK_UPDATE && batch % micro != micro - 1 && batch + 1 < v->batches)
         return false;
-    return of_has_task(v->p, v->first_trained, kind, layer);
+    return is_named(v, kind, layer, batch) && of_has_task(v->p, v->first_trained, kind, layer);
 }
 
 static void verify_presence(verification *v, size_t layer, size_t batch) {
@@ -237,7 +245,7 @@ static void verify_in_flight(verification *v, size_t n_tasks) {
 static void verify_all(verification *v, size_t n_tasks) {
     for (size_t k = 0; k < n_tasks; k++)
         verify_task(v, &v->tasks[k]);
-    for (size_t b = 0; b < v->batches; b++)
+    for (size_t b = 0; b < of_most_updated_batches(v->p, v->batches); b++)
         for (size_t i = 0; i < v->p->n; i++) {
             verify_presence(v, i, b);
             verify_passes(v, i, b);
@@ -272,7 +280,8 @@ of_status of_pipeline_verify(const of_pipeline *p, const of_network_link *link,
                       .first_trained = of_first_trained(p),
                       .batches = batches,
                       .tasks = tasks};
-    v.found = calloc(batches * p->n * OF_TASK_KINDS, sizeof *v.found);
+    v.found =
+        calloc(of_most_updated_batches(p, batches) * p->n * OF_TASK_KINDS, sizeof *v.found);
     v.ended = calloc(p->processes, sizeof *v.ended);
     v.open = calloc(p->processes, sizeof *v.open);
     v.left = calloc(p->processes, batches * sizeof *v.left);

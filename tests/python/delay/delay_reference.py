@@ -32,13 +32,14 @@ class Reference:
         for newest in self.newest:
             leaves = [p.requires_grad_() for p in newest.values()]
             self.optimizers.append(make(leaves) if leaves else None)
-        self.batch = 0
+        self.summed = [0] * len(self.layers)  # batches of the group that has not ended
 
     def _copy(self, i):
         return {name: p.detach().clone() for name, p in self.newest[i].items()}
 
     def _seen(self, i, late):
-        return max(0, self.batch // self.groups[i] - late)
+        groups = len(self.versions[i]) - 1
+        return max(0, groups - late)
 
     def seen(self, i):
         """By the forward pass of this batch."""
@@ -74,10 +75,16 @@ class Reference:
             g = self._backward(i, inputs[i], g)
         before_update([p for newest in self.newest for p in newest.values()])
         for i in range(len(self.layers)):
-            if (self.batch + 1) % self.groups[i] == 0:
+            self.summed[i] += 1
+            if self.summed[i] == self.groups[i]:
                 self._update(i)
-        self.batch += 1
         return loss.detach()
+
+    def end_groups(self):
+        """No batch of the groups so far comes any more."""
+        for i in range(len(self.layers)):
+            if self.summed[i]:
+                self._update(i)
 
     def _again(self, i, version, x):
         """The forward pass once more, without a trace in buffers."""
@@ -114,6 +121,7 @@ class Reference:
             self.optimizers[i].step()
         for p in self.newest[i].values():
             p.grad = None
+        self.summed[i] = 0
         after = self._copy(i)
         window = max(1, min(len(self.versions[i]), self.delays[i]))
         beta = (window - 1) / (window + 1)

@@ -4,6 +4,7 @@ computes is compared with an explicit loop over events in one process."""
 
 import copy
 import functools
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import nn
 
 import optfuse
 from optfuse._layers.pipeline.flow import behind
-from optfuse._layers.pipeline.plan import STRATEGIES, SYNCHRONOUS
+from optfuse._layers.pipeline.plan import STRATEGIES, SYNCHRONOUS, Place, _of
 from optfuse.pipeline import Pipeline, plan
 
 SCENARIOS = {}
@@ -147,6 +148,7 @@ def compare(name, made, make, runs=(BATCHES, BATCHES), **options):
         losses = pipeline.run(xs, ys)
         wanted = [float(reference.step(x, y, loss_fn)) for x, y in zip(xs, ys, strict=True)]
         assert losses == wanted, f"losses {losses}, not {wanted}"
+        reference.end_groups()
         check(made, module, reference)
         first += count
     return module, pipeline, reference
@@ -268,6 +270,49 @@ def one_long_run_is_two(strategy):
     made = planned("mlp", strategy)
     compare("mlp", made, make, runs=(2 * BATCHES,))
     compare("mlp", made, make, runs=(1, 2, BATCHES, 3))
+
+
+@scenario("stash", "latest", "average", **{m: {"model": m} for m in MODELS})
+def a_group_of_replicas_may_be_incomplete(weights, model):
+    """A replica without a batch in it makes the update all the same."""
+    made = replicated(model)
+    assert max(made.delays) == (dist.get_world_size() > 2)
+    runs = (BATCHES + 1, 1, BATCHES - 1, BATCHES)
+    _, pipeline, _ = compare(model, made, OPTIMIZERS["momentum"], runs[:1], weights=weights)
+    for of in pipeline._weights.values():  # nothing is kept for a batch that has not come
+        assert len(of._held) <= of.delay
+        assert all(len(part.held) <= part.behind for part in of._parts)
+    compare(model, made, OPTIMIZERS["momentum"], runs, weights=weights)
+    compare(model, made, OPTIMIZERS["adamw"], runs[:2], weights=weights, fused=True)
+
+
+def replicated(model):
+    """All processes on the first stage but the last one, which has the rest."""
+    world = dist.get_world_size()
+    made = planned(model, "pipedream_replicated")
+    first = world - 1 if world > 2 else 2
+    cut = 3 if world > 2 else len(made.places)
+    places = [
+        Place(on, on, on, replicas=r)
+        for on, r in [(0, first)] * cut + [(first, 1)] * (len(made.places) - cut)
+    ]
+    of = replace(made, places=tuple(places))
+    return replace(of, delays=tuple(torch.ops.optfuse.delays_of_pipeline(*_of(of))))
+
+
+@scenario("pipedream_replicated")
+def a_state_saved_behind_an_incomplete_group_is_resumed(strategy):
+    make, made, shape = OPTIMIZERS["adamw"], replicated("mlp"), MODELS["mlp"][1]
+    module, pipeline = pipeline_of("mlp", made, make)
+    pipeline.run(*batches(shape, 0, BATCHES + 1))
+    saved = copy.deepcopy(pipeline.state_dict())
+    wanted = pipeline.run(*batches(shape, 50, BATCHES + 1))
+    other, again = pipeline_of("mlp", made, make)
+    again.load_state_dict(saved)
+    assert again.run(*batches(shape, 50, BATCHES + 1)) == wanted
+    for n, layer in mine(made, module):
+        for key, tensor in layer.state_dict().items():
+            assert_same(f"layer {n} {key}", other[n].state_dict()[key], tensor)
 
 
 @scenario("1f1b", "layerpipe", "intra")

@@ -206,6 +206,26 @@ def resumed(strategy, wrap):
             assert_same(f"layer {n} {key}", other[n].state_dict()[key], tensor)
 
 
+@scenario(
+    *SYNCHRONOUS,
+    **{
+        f"{net} adamw {wrap}": {"net": net, "wrap": wrap}
+        for net in ("transformer", "conv")
+        for wrap in WRAPS
+    },
+)
+def the_last_group_may_be_incomplete(strategy, net, wrap):
+    """The next run begins with a new group."""
+    made, make = planned(net, strategy), OPTIMIZERS["adamw"]
+    module, pipeline = pipeline_of(net, made, make, wrap)
+    plain = NETS[net][0]()
+    optimizer = make(plain.parameters())
+    for first, count in ((0, 2 * MICRO + 1), (20, MICRO - 1), (30, MICRO), (40, MICRO + 2)):
+        xs, ys = data(net, first, count)
+        assert pipeline.run(xs, ys) == one_process(plain, optimizer, xs, ys)
+        check(made, module, plain)
+
+
 @scenario(*FORWARDING)
 def one_long_run_is_two(strategy):
     compare("mlp", planned("mlp", strategy), OPTIMIZERS["sgd"], groups=(1, 3, 1))
@@ -219,8 +239,8 @@ def losses_are_weighted_by_rows(strategy, wrap):
     optimizer = WRAPS[wrap](OPTIMIZERS["adamw"](module.parameters()))
     pipeline = Pipeline(made, module, loss_fn, optimizer, losses="mean")
     stock = OPTIMIZERS["adamw"](plain.parameters())
-    for first in (0, MICRO):
-        xs, ys = data("mlp", first, MICRO)
+    for first, count in ((0, MICRO), (MICRO, MICRO - 1)):
+        xs, ys = data("mlp", first, count)
         xs[-1], ys[-1] = xs[-1][:3], ys[-1][:3]
         rows = sum(map(len, xs))
         stock.zero_grad()
@@ -273,8 +293,8 @@ def an_embedding_tied_to_the_head_has_the_bits_of_one_process(strategy, wrap):
     make, model, plain = OPTIMIZERS["adamw"], tied(), tied()
     made, pipeline = tied_pipeline(strategy, make, wrap, "each", model)
     optimizer = make(plain.parameters())
-    for first in (0, 2 * MICRO):
-        xs, ys = words(first, 2 * MICRO)
+    for first, count in ((0, 2 * MICRO), (2 * MICRO, MICRO + 1)):
+        xs, ys = words(first, count)
         assert pipeline.run(xs, ys) == one_process(plain, optimizer, xs, ys)
         check(made, model, plain)
 
@@ -285,8 +305,8 @@ def an_embedding_tied_to_the_head_is_added_as_the_stages_do(strategy, wrap):
     make, model, plain = OPTIMIZERS["sgd"], tied(), tied(copies=True)
     made, pipeline = tied_pipeline(strategy, make, wrap, "sums", model)
     optimizer = make(plain.parameters())
-    for first in range(0, 4 * MICRO, MICRO):
-        xs, ys = words(first, MICRO)
+    for first, count in ((0, MICRO), (MICRO, MICRO - 1), (2 * MICRO, MICRO)):
+        xs, ys = words(first, count)
         optimizer.zero_grad()
         losses = []
         for x, y in zip(xs, ys, strict=True):

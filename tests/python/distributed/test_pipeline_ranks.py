@@ -11,6 +11,10 @@ SAMPLE = [
     "trained mlp momentum 1f1b",
     "trained mlp adamw gpipe",
     "trained conv sgd pipedream_replicated",
+    "a_group_of_replicas_may_be_incomplete conv stash",
+    "a_group_of_replicas_may_be_incomplete mlp latest",
+    "a_group_of_replicas_may_be_incomplete mlp average",
+    "a_state_saved_behind_an_incomplete_group_is_resumed pipedream_replicated",
 ]
 
 

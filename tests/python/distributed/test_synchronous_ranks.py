@@ -9,6 +9,8 @@ SAMPLE = [
     "trained conv adamw backward fast_forward",
     "trained transformer sgd forward modulo",
     "trained mlp adamw backward 1f1b_flush",
+    "the_last_group_may_be_incomplete transformer adamw backward fast_forward",
+    "the_last_group_may_be_incomplete conv adamw forward modulo",
     "messages_change_the_order_and_no_bit 0 in flight fast_forward",
 ]
 

@@ -61,9 +61,9 @@ def test_without_delays_it_is_plain_training(strategy, wrap):
     assert not any(made.delays)
     pipeline = Pipeline(made, model, loss_fn, WRAPS[wrap](sgd(model)))
     stock = sgd(plain)
-    xs, ys = batches(12)
+    xs, ys = batches(13)  # the last group is incomplete
     losses = pipeline.run(xs, ys)
-    for i in range(0, 12, size):
+    for i in range(0, 13, size):
         stock.zero_grad()
         for x, y in zip(xs[i : i + size], ys[i : i + size], strict=True):
             loss = loss_fn(plain(x), y)
@@ -233,7 +233,6 @@ def test_refused_at_run():
         (None, ys, "inputs=None on process 0"),
         (xs, None, "targets=None on process 0"),
         (xs, ys[:3], "give as many of each"),
-        (xs[:3], ys[:3], "multiple of 2"),
         ([], [], "got 0 batches"),
         ([*xs[:3], "x"], ys, "as the input of batch 3"),
         ([*xs[:3], xs[3][:, 1:]], ys, r"layer 0 \(Linear\) makes of \(4, 15\)"),

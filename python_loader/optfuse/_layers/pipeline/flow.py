@@ -46,7 +46,7 @@ class Flow:
         self.first_trained = trained[0] if trained else self.n
         self.behind = behind
         self.groups = [plan.micro_batches * place.replicas for place in plan.places]
-        self.multiple = math.lcm(*self.groups)  # run() takes so many batches, or n times that
+        self.multiple = math.lcm(*self.groups)  # after which groups of all layers begin together
 
     def has(self, kind: str, layer: int) -> bool:
         if kind == "forward":
@@ -101,17 +101,19 @@ class Flow:
             return False
         return self.process(kind, layer, 0) != place.forward
 
-    def group_of(self, layer: int, batch: int) -> range:
-        """The batches that share the update of this one."""
-        size = self.groups[layer]
-        return range(batch // size * size, (batch // size + 1) * size)
+    def first_of_group(self, layer: int, batch: int) -> int:
+        return batch // self.groups[layer] * self.groups[layer]
+
+    def group_of(self, layer: int, batch: int, batches: int) -> range:
+        """The batches that share the update of this one, in a run of so many."""
+        first = self.first_of_group(layer, batch)
+        return range(first, min(first + self.groups[layer], batches))
 
     def needs(self, task: Task) -> list[Key]:
+        """The values that a task takes; for an update see group_of()."""
         kind, n, batch = task
         if kind == "forward":
             return [Key("output", n - 1, batch)] if n else []
-        if kind == "update":
-            return [Key("gradients", n, b) for b in self.group_of(n, batch)]
         found = self.gradient(n + 1, batch)
         if kind in PARTS and self.is_far(kind, n):
             found.append(Key("weights", n, batch, PARTS.index(kind)))
@@ -164,18 +166,20 @@ class Flow:
         elif key.kind == "weights":
             tasks = [Task(PARTS[key.part], n, batch)]
         elif key.kind == "gradients":
-            tasks = self._updates(n, batch)
+            tasks = self._updates(n, batch, batches)
         else:
             tasks = [Task(kind, n - 1, batch) for kind in BACKWARD if self.has(kind, n - 1)]
         for task in tasks:
             yield task, self.process(task.kind, task.layer, task.batch)
 
-    def _updates(self, layer: int, batch: int) -> list[Task]:
-        """One a group, named by its last batch; of replicas, one each, named by its own batch."""
-        group = self.group_of(layer, batch)
-        if self.plan.places[layer].replicas == 1:
-            return [Task("update", layer, group[-1])]
-        return [Task("update", layer, b) for b in group]
+    def _updates(self, layer: int, batch: int, batches: int) -> list[Task]:
+        """One a group, named by its last batch; of replicas, one each, named by its own batch, or
+        by the one that it would have in an incomplete last group."""
+        replicas = self.plan.places[layer].replicas
+        if replicas == 1:
+            return [Task("update", layer, self.group_of(layer, batch, batches)[-1])]
+        first = self.first_of_group(layer, batch)
+        return [Task("update", layer, first + n) for n in range(replicas)]
 
     def source(self, key: Key) -> int:
         """The process that makes the value."""
@@ -232,21 +236,21 @@ def behind(plan: Plan) -> dict[tuple[int, int], int]:
     Raises optfuse.Error if the tasks can never end."""
     flow = Flow(plan)
     batches = flow.multiple * (2 * (max(plan.delays, default=0) + plan.processes) + 4)
-    return dict(_behind(flow, Order(flow, batches)))
+    return dict(_behind(Order(flow, batches)))
 
 
-def _behind(flow: Flow, order: Order) -> dict[tuple[int, int], int]:
+def _behind(order: Order) -> dict[tuple[int, int], int]:
     """Runs the tasks in any possible order, each process with what it knows: of each layer, how
     many groups have been updated. A message brings what its sender knew."""
     found: dict[tuple[int, int], int] = {}
-    known = [[0] * flow.n for _ in order.tasks]
+    known = [[0] * order.flow.n for _ in order.tasks]
     made: dict[Key, list[int]] = {}
     queues = [deque(tasks) for tasks in order.tasks]
     while any(queues):
         before = sum(map(len, queues))
         for process, queue in enumerate(queues):
-            while queue and all(key in made for key in _inputs(flow, queue[0])):
-                _play(flow, queue.popleft(), known[process], made, found)
+            while queue and all(key in made for key in _inputs(order, queue[0])):
+                _play(order, queue.popleft(), known[process], made, found)
         if sum(map(len, queues)) == before:
             stuck = next(queue[0] for queue in queues if queue)
             raise Error(
@@ -256,9 +260,12 @@ def _behind(flow: Flow, order: Order) -> dict[tuple[int, int], int]:
     return found
 
 
-def _inputs(flow: Flow, task: Task) -> list[Key]:
+def _inputs(order: Order, task: Task) -> list[Key]:
     """With the forward pass of its own layer, which every dX and dW needs."""
-    found = flow.needs(task)
+    if task.kind == "update":
+        group = order.flow.group_of(task.layer, task.batch, order.batches)
+        return [Key("gradients", task.layer, b) for b in group]
+    found = order.flow.needs(task)
     if task.kind in BACKWARD:
         found = [key for key in found if key.kind == "input_gradient"]
         found.append(Key("forward", task.layer, task.batch))
@@ -266,13 +273,14 @@ def _inputs(flow: Flow, task: Task) -> list[Key]:
 
 
 def _play(
-    flow: Flow,
+    order: Order,
     task: Task,
     known: list[int],
     made: dict[Key, list[int]],
     found: dict[tuple[int, int], int],
 ) -> None:
-    for key in _inputs(flow, task):
+    flow = order.flow
+    for key in _inputs(order, task):
         known[:] = map(max, known, made[key])
     group = task.batch // flow.groups[task.layer]
     inner = task.kind == "weight_gradient" and not flow.has("input_gradient", task.layer)

@@ -111,7 +111,7 @@ class Forwarding:
         if kind != "forward":
             return True
         if self._flow.has("weight_gradient", n):
-            first = self._flow.group_of(n, batch)[0]
+            first = self._flow.first_of_group(n, batch)
             trained = self._trained if self._waits else (n,)
             if any(self._added[layer] < first for layer in trained):
                 return False

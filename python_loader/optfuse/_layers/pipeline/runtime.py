@@ -124,12 +124,15 @@ class Pipeline:
 
         inputs: a tensor for each batch; targets: what loss_fn gets for each. All processes may
         pass both; the inputs are used by the process of the first layer, the targets by that of
-        the last one, and the others may pass None. The number of batches is a multiple of
-        those that share an update.
+        the last one, and the others may pass None.
+
+        Where several batches share an update, the last of a run may be fewer: they have an update
+        of their own, and the next run begins with a new group.
 
         When it returns, all updates of these batches have been made, and each layer has kept the
         D(l) versions that the next forwards are to see: run(a) and then run(b) have the bits of
-        run(a + b). The pipeline fills and empties once a call, so pass many batches at a time.
+        run(a + b), if the groups of a are complete. The pipeline fills and empties once a call, so
+        pass many batches at a time.
 
         Raises optfuse.Error on all processes if the arguments don't fit, which changes nothing. A
         process on which anything else raises, or that ends, ends the pipeline: the others get an
@@ -318,8 +321,8 @@ class Pipeline:
 
 
 class _Run:
-    """One call of run(). Batches are counted from its first one here, groups from the first that
-    the pipeline has ever run."""
+    """One call of run(). Batches are counted from its first one here, groups in _group() from the
+    first that the pipeline has ever run."""
 
     def __init__(
         self,
@@ -339,6 +342,7 @@ class _Run:
         self._values: dict[Key, tuple[list[Any], int]] = {}  # with the uses that are left
         self._graphs: dict[tuple[int, int], tasks.Graph] = {}
         self._sums: dict[int, tasks.Gradients] = {}  # of groups of micro-batches
+        self._groups = {n: weights.updates for n, weights in pipeline._weights.items()}  # before
         self._losses: dict[int, Tensor] = {}
         self._doing = ""
 
@@ -449,7 +453,7 @@ class _Run:
 
     def _share(self, batch: int) -> float:
         """The batch's share of the rows of those that share its update."""
-        group = self._flow.group_of(self._flow.n - 1, batch)
+        group = self._flow.group_of(self._flow.n - 1, batch, self._batches)
         return self._rows(batch) / sum(map(self._rows, group))
 
     def _rows(self, batch: int) -> int:
@@ -499,9 +503,11 @@ class _Run:
             gradients = self._sums.pop(n)
         else:
             gradients = {}
-            for b in self._flow.group_of(n, batch):
+            for b in self._flow.group_of(n, batch, self._batches):
                 found = self._take(Key("gradients", n, b))
                 _add(gradients, dict(zip(weights.parameters, found, strict=True)))
+        if batch >= self._batches:  # of an incomplete group this replica has none
+            weights.skip(self._group(n, batch))
         before = weights.before_update()
         given = [(weights.parameters[name], gradient) for name, gradient in gradients.items()]
         self._pipeline._updates.update(given)
@@ -536,12 +542,12 @@ class _Run:
         self._give(Key("gradients", n, batch), [found[name] for name in names])
 
     def _group(self, n: int, batch: int) -> int:
-        return (self._pipeline._batches + batch) // self._flow.groups[n]
+        return self._groups[n] + batch // self._flow.groups[n]
 
     def _is_last_here(self, n: int, batch: int) -> bool:
         """Whether the batch is the last of its group on this process."""
         one_each = self._pipeline.plan.micro_batches == 1
-        return one_each or batch == self._flow.group_of(n, batch)[-1]
+        return one_each or batch == self._flow.group_of(n, batch, self._batches)[-1]
 
     def _replace(self, n: int, batch: int) -> None:
         """Sets the weights that the coming backward pass multiplies with."""

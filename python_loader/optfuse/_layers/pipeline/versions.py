@@ -80,6 +80,12 @@ class Weights:
         self._parts[part].done = group + 1
         self._parts[part].held.pop(group, None)
 
+    def skip(self, group: int) -> None:
+        """A group of which no batch comes here."""
+        self.done_forward(group)
+        for part in range(len(self._parts)):
+            self.done_backward(group, part)
+
     def before_update(self) -> Version:
         """To be called before the parameters are written, and its result given to
         after_update()."""
@@ -87,7 +93,7 @@ class Weights:
         if self._seen(self.forwards, self.delay) <= self.updates:
             self._held[self.updates] = self._copied()
         for number, part in enumerate(self._parts):
-            if self.mode != "stash":
+            if self.replaced:
                 for group in range(part.done, self.updates + part.behind + 1):
                     if self._seen(group, part.behind) == self.updates:
                         part.held[group] = self._replacement(group, number)
