@@ -51,9 +51,9 @@ class _Fused:
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
             if link.rule.external:
-                link.ledger.updater.promise = check_promise(optimizer, link.stock)
+                link.ledger.take_promise(optimizer, check_promise(optimizer, link.stock))
             if isinstance(link.rule, TracedRule):
-                link.ledger.updater.promise = _try_again(optimizer, link).promise
+                link.ledger.take_promise(optimizer, _try_again(optimizer, link).promise)
             link.ledger.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
@@ -104,6 +104,7 @@ class _Fused:
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
         become_fused(twin, options, link.rule if isinstance(link.rule, TracedRule) else None)
+        link_of(twin).ledger.watch(twin)
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin

@@ -129,6 +129,7 @@ def fuse(
         options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
     become_fused(optimizer, options, traced)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
+    link_of(optimizer).ledger.watch(optimizer)
     return optimizer
 
 

@@ -56,7 +56,7 @@ def small_copies(
     smalls = []
     for index in _chosen_groups(optimizer.param_groups):
         group = optimizer.param_groups[index]
-        for i in _chosen(group["params"]):
+        for i in _chosen(group["params"], state):
             name = label(group, index, i)
             param = group["params"][i]
             longest = _longest(local_of(param)) if large else short
@@ -86,12 +86,13 @@ def _kind(param: Tensor) -> tuple[str, ...]:
     return str(param.dtype), str(param.device), str(param.dim()), str(is_large)
 
 
-def _chosen(params: list[Tensor]) -> list[int]:
-    """Every dtype and device is among them."""
+def _chosen(params: list[Tensor], state: Any) -> list[int]:
+    """Every dtype and device is among them, with and without state."""
     kinds: dict[tuple[str, ...], list[int]] = {}
     for i, param in enumerate(params):
-        kinds.setdefault(_kind(param), []).append(i)
-    first = {kind[:2]: kind for kind in reversed(kinds)}
+        place, *form = _kind(param)
+        kinds.setdefault((place, form[0], str(bool(state.get(param))), *form[1:]), []).append(i)
+    first = {kind[:3]: kind for kind in reversed(kinds)}
     order = [*first.values(), *(kind for kind in kinds if kind not in first.values())]
     chosen = [i for kind in order[: max(KINDS, len(first))] for i in kinds[kind][:2]]
     return sorted(chosen if len(chosen) > 1 or not chosen else chosen * 2)

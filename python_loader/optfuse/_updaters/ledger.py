@@ -26,7 +26,9 @@ from optfuse._library import bindings
 from optfuse._library.bindings import BACKWARD, Error, Trait, check, guard, lib, lib_with_gil
 from optfuse._options import Options
 from optfuse._own_step import hand_set_scale
+from optfuse._own_step.register import INDEPENDENT, check_promise
 from optfuse._own_step.settings import Promise
+from optfuse._own_step.tried import Tried
 from optfuse._own_step.twin import step_of
 from optfuse._rules import Group, Rule
 from optfuse._trials.stock_trial import flags_of
@@ -40,6 +42,11 @@ _FLAGS = (
     "optfuse: foreach, capturable or fused of a parameter group was changed after fuse(), or its "
     "lr has become a tensor or its alpha negative: its step() would now go another way, whose bits "
     "the kernels on the GPU do not have. Call optfuse.unfuse() and fuse it again"
+)
+_UNTRIED = (
+    "optfuse: options or state of this optimizer are no longer those that its step() was tried with "
+    "when it was fused, and from here a trial fails. Nothing was updated; call "
+    "optfuse.unfuse(optimizer) before you load or change them. The trial says: {}"
 )
 _LATE_SCALE = (
     "optfuse: grad_scale or found_inf of the optimizer was set after backward() had made updates "
@@ -59,6 +66,7 @@ class Ledger:
     """One plan's. Does not keep the optimizer alive."""
 
     marked = False  # tensors may carry the pending mark
+    tried: Tried | None = None  # where trials of the class's own step() have begun
     scaled_steps = 0  # with a scale that was set by hand
     # Objects whose addresses the library compares: they live as long as it does.
     kept_params: Iterable[Any] = ()
@@ -309,6 +317,8 @@ class Ledger:
                 return False
             if guard("late_scale"):
                 raise Error(_LATE_SCALE)
+        if not self._is_tried(optimizer, in_backward, bool(same_state)):
+            return False
         if self.updater.begin(optimizer, self, in_backward, bool(same_state)):
             return True
         if not in_backward:
@@ -316,6 +326,42 @@ class Ledger:
             step_of(self._stock)(optimizer)
             lib.of_shim_restart_count(self.plan)
         return False
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """fuse() has just tried the class's own step(), if it is taken or recorded."""
+        promise = self.updater.promise
+        if promise is not None and self._stock not in INDEPENDENT:
+            self.tried = Tried(optimizer, promise)
+
+    def take_promise(self, optimizer: Optimizer, promise: Promise) -> None:
+        """Another trial has found this."""
+        known = self.updater.promise
+        self.updater.promise = promise if known is None else known | promise
+        if self.tried is not None:
+            self.tried.know(optimizer, self.updater.promise)
+
+    def _is_tried(self, optimizer: Optimizer, in_backward: bool, same_state: bool) -> bool:
+        """Whether updates may be made. Tries the class's own step() once more, outside of backward,
+        where a script has taken the optimizer to a place where it was not tried."""
+        promise = self.updater.promise
+        if self.tried is None or promise is None or promise.steady is not None:
+            return True
+        if not in_backward and self.is_unconfirmed():
+            return True  # late changes are refused
+        if not self.tried.is_before(optimizer, same_state):
+            return True
+        if not in_backward:
+            bindings.flush(self.plan)  # the trial copies state
+            self._try_again(optimizer)
+        return not in_backward
+
+    def _try_again(self, optimizer: Optimizer) -> None:
+        try:
+            promise = check_promise(optimizer, self._stock)
+        except Error as error:
+            raise Error(_UNTRIED.format(error)) from error
+        self.take_promise(optimizer, promise)
+        self.updater.layout(optimizer.param_groups)
 
     def _leave(self, optimizer: Optimizer) -> None:
         """Before the class's own step(), of which the library knows nothing."""
