@@ -94,6 +94,62 @@ def test_layers_of_one_process_share_a_weight(strategy, wrap):
     assert_same("weights", list(model.parameters()), list(plain.parameters()))
 
 
+class Sometimes(nn.Module):
+    """Leaves its layer out where a test says so."""
+
+    uses: list[bool] = []
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        is_used = x.device.type == "meta" or not self.uses or self.uses.pop(0)
+        return self.layer(x) if is_used else x * 1.0
+
+
+def sometimes(shared, uses):
+    """A pipeline of layers that share a weight, which the second uses in these micro-batches."""
+    model = three(None)
+    model[1] = Sometimes(model[0])
+    made = plan_of(model, "gpipe", micro_batches=2)
+    Sometimes.uses = [*uses]
+    return model, Pipeline(made, model, loss_fn, sgd(model), shared=shared)
+
+
+@pytest.mark.parametrize("uses", ([True, False], [False, True], [False, False]))
+def test_a_shared_weight_that_a_micro_batch_leaves_out_is_refused(uses):
+    model, pipeline = sometimes("each", uses)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(optfuse.Error, match='layer 1, which shares it .* pass shared="sums"'):
+        pipeline.run(*batches(2))
+    assert_same("weights", [p.detach() for p in model.parameters()], before)
+
+
+@pytest.mark.parametrize("uses", ([True, False], [False, True]))
+def test_sums_of_a_shared_weight_leave_out_what_is_unused(uses):
+    model, pipeline = sometimes("sums", uses)
+    plain = three(nn.Linear(16, 16))
+    plain.load_state_dict(model.state_dict())
+    xs, ys = batches(2)
+    pipeline.run(xs, ys)
+    for x, y, is_used in zip(xs, ys, uses, strict=True):
+        first = plain[0](x)
+        loss_fn(plain[2](plain[1](first) if is_used else first * 1.0), y).backward()
+    shared = [a.grad + b.grad for a, b in zip(plain[0].parameters(), plain[1].parameters())]
+    for p, grad in zip(plain[0].parameters(), shared, strict=True):
+        p.grad = grad
+    sgd(nn.ModuleList([plain[0], plain[2]])).step()
+    assert_same("shared", [*model[0].parameters()], [*plain[0].parameters()])
+    assert_same("last", [*model[2].parameters()], [*plain[2].parameters()])
+
+
+def test_a_shared_weight_that_a_layer_never_uses_is_refused():
+    _, pipeline = sometimes("sums", [False, False])
+    with pytest.raises(optfuse.Error, match="no gradient for any micro-batch"):
+        pipeline.run(*batches(2))
+
+
 class Inside(nn.Module):
     def __init__(self, layer):
         super().__init__()

@@ -15,6 +15,13 @@ from optfuse._layers.pipeline.flow import Key
 from optfuse._layers.pipeline.plan import Plan
 from optfuse._layers.pipeline.shapes import spec_of
 from optfuse._layers.pipeline.transport import Transport
+from optfuse._library.bindings import Error
+
+_UNUSED = (
+    "optfuse: parameter {!r} of layer {}, which shares it with another layer, has no gradient for "
+    "{}; processes exchange the gradients of shared weights, so both layers must use them{}"
+)
+_SUMS = ' in every one, or pass shared="sums", where one for each group is enough'
 
 MODES = ("sums", "each")
 
@@ -54,11 +61,10 @@ class Shared:
     def __init__(self, plan: Plan, ties: list[Tie], process: int, mode: str) -> None:
         self._places, self._process, self._mode = plan.places, process, mode
         self._ties = [tie for tie in ties if any(map(self._is_here, tie.layers))]
-        self._names = {
-            (n, name): (tie, n)
-            for tie in self._ties
-            for n, name in zip(tie.layers, tie.names, strict=True)
-        }
+        self._names: dict[int, dict[str, Tie]] = defaultdict(dict)  # by layers
+        for tie in self._ties:
+            for n, name in zip(tie.layers, tie.names, strict=True):
+                self._names[n][name] = tie
         self._found: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
 
     def __bool__(self) -> bool:
@@ -66,8 +72,11 @@ class Shared:
 
     def take(self, layer: int, found: dict[str, Tensor], transport: Transport | None) -> None:
         """Takes the gradients of shared weights out of those of one micro-batch."""
-        for name in [name for name in found if (layer, name) in self._names]:
-            tie, _ = self._names[layer, name]
+        for name, tie in self._names.get(layer, {}).items():
+            if name not in found and self._mode == "sums":
+                continue
+            if name not in found:
+                raise Error(_UNUSED.format(name, layer, "a micro-batch", _SUMS))
             parts = self._found[layer, id(tie.parameter)]
             gradient = found.pop(name)
             if self._mode == "sums" and parts:
@@ -80,6 +89,10 @@ class Shared:
     def complete(self, transport: Transport | None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The gradients of the group, once all layers of this process have theirs."""
         ties = [(tie, [self._parts(tie, n) for n in tie.layers]) for tie in self._ties]
+        for tie, both in ties:
+            for n, name, parts in zip(tie.layers, tie.names, both, strict=True):
+                if self._is_here(n) and not parts:
+                    raise Error(_UNUSED.format(name, n, "any micro-batch of a group", ""))
         if self._mode == "sums":
             for tie, both in ties:
                 for n, parts in zip(tie.layers, both, strict=True):
