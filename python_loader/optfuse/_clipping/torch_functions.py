@@ -5,6 +5,7 @@ call of the library. Everything else is left to PyTorch's own, as is what dynamo
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable
 from types import GeneratorType
 from typing import Any
@@ -24,6 +25,7 @@ stock_get_total_norm = clip_grad._get_total_norm
 stock_clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
 
 Tensors = Tensor | Iterable[Tensor]
+_EMPTY = "`parameters` is an empty generator, no gradient clipping will occur."
 
 
 def _listed(tensors: Tensors) -> list[Tensor]:
@@ -32,11 +34,6 @@ def _listed(tensors: Tensors) -> list[Tensor]:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (float, int)
-
-
-def _again(given: Tensors, listed: list[Tensor]) -> Any:
-    """As it was given, for a function that looks whether it is an empty generator."""
-    return (tensor for tensor in listed) if isinstance(given, GeneratorType) else listed
 
 
 @functools.wraps(stock_clip_grad_norm_)
@@ -50,11 +47,12 @@ def clip_grad_norm_(
     if is_compiling() or not (_is_number(max_norm) and _is_number(norm_type)):
         return stock_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     params = _listed(parameters)
+    if not params and isinstance(parameters, GeneratorType):
+        warnings.warn(_EMPTY, stacklevel=2)  # PyTorch's function would name this file
     norm = one_call.clip_norm(params, max_norm, norm_type, bool(error_if_nonfinite))
     if norm is not None:
         return norm
-    again = _again(parameters, params)
-    return stock_clip_grad_norm_(again, max_norm, norm_type, error_if_nonfinite, foreach)
+    return stock_clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @functools.wraps(stock_get_total_norm)

@@ -216,8 +216,12 @@ def test_odd_arguments(max_norm):
 
 
 def test_no_parameters_at_all():
-    with pytest.warns(UserWarning, match="empty generator"):
+    with pytest.warns(UserWarning) as ours:
         assert nn.utils.clip_grad_norm_((p for p in ()), 1.0) == 0
+    with pytest.warns(UserWarning) as stock:
+        assert stock_clip_grad_norm_((p for p in ()), 1.0) == 0
+    told = [[(str(w.message), w.filename) for w in found] for found in (ours, stock)]
+    assert told[0] == told[1] and len(told[0]) == 1 and told[0][0][1] == __file__
     assert nn.utils.clip_grad_norm_([], 1.0) == 0
 
 
