@@ -181,7 +181,8 @@ at::Tensor sum_of_promises(const c10::StorageImpl *a, const c10::StorageImpl *b)
     const Sum sum = sum_of(a, b);
     if (!sum.product)
         return {};
-    sum.right.layer->note_added();
+    if (a != b) // a hook may add one to itself
+        sum.right.layer->note_added();
     return make_promise(sum.product, sum.left.layer);
 }
 
@@ -194,7 +195,8 @@ bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other) {
             return false;
         promise->product = sum.product;
     }
-    sum.right.layer->note_added();
+    if (to != other)
+        sum.right.layer->note_added();
     return true;
 }
 

@@ -201,3 +201,21 @@ def test_a_sum_that_is_no_longer_small_is_computed(monkeypatch):
     before = step(4)
     after = step(12)
     assert (after.panels, after.made) == (before.panels, before.made + 2)
+
+
+@pytest.mark.parametrize("hook", (lambda g: g + g, lambda g: g.add_(g)), ids=("new", "in place"))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_adds_a_gradient_to_itself(hook, mode):
+    """One promise becomes one."""
+
+    def script(wrap):
+        model = wide()
+        first(model).register_hook(hook)
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(3):
+            train(model, optimizer, i)
+        yield from everything(model, optimizer)
+        for layer in promises_of(optimizer) if wrap.fused else ():
+            assert layer.promised == layer.panels + layer.made == 3, layer
+
+    equal(script, mode, panels=True)
