@@ -340,7 +340,7 @@ void of_gpu_launch(of_plan *plan, of_list *list, of_list *done);
 /* Those that somebody has computed become like others, with the gradient in memory; the others are
  * taken out of the list. */
 of_list of_take_products(of_plan *plan, of_list *list);
-/* Runs what was taken. False: there was no memory for it, and the error is set. */
+/* Runs what was taken. False: a panel could not be computed, and the error is set. */
 bool of_product_launch(of_plan *plan, of_list *list);
 
 /* launch.c: all with plan->lock held. What was launched ends up in *done,

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* product_launch.c: updates whose gradient is a product of two thin matrices. Panel by panel of
  * its rows the host computes the gradient, into a cache, and the kernel updates these rows. */
+#include <stdio.h>
+
 #include "floating.h"
 #include "internal.h"
 
@@ -9,6 +11,7 @@ typedef struct of_panels {
     int64_t begin; /* the first that is run */
     bool past_caches;
     atomic_bool failed;
+    char why[256]; /* written by the thread that was the first to set failed */
 } of_panels;
 
 of_list of_take_products(of_plan *plan, of_list *list) {
@@ -26,12 +29,18 @@ of_list of_take_products(of_plan *plan, of_list *list) {
     return taken;
 }
 
+/* The message is that of this thread of the host's. */
+static void note_failure(of_panels *panels) {
+    if (!atomic_exchange(&panels->failed, true))
+        snprintf(panels->why, sizeof panels->why, "%s", of_error_message());
+}
+
 static void run_panel(of_panels *panels, int64_t first, int64_t end) {
     const of_update *u = panels->update;
     const int64_t columns = u->in.numel / u->in.rows;
     const void *grad = u->plan->host.product->rows(u->factors_of_product, first, end);
     if (!grad)
-        atomic_store(&panels->failed, true);
+        note_failure(panels);
     else
         of_run_with(u, grad, (size_t)(first * columns), (size_t)(end * columns),
                     panels->past_caches);
@@ -66,9 +75,10 @@ bool of_product_launch(of_plan *plan, of_list *list) {
         const int64_t n = (u->in.rows + u->in.panel_rows - 1) / u->in.panel_rows;
         of_run_stores(plan, n, run_threads, &panels);
         plan->host.product->end(u->factors_of_product);
-        done = done && !atomic_load(&panels.failed);
+        if (atomic_load(&panels.failed)) {
+            of_set_error("a panel of a gradient could not be computed: %s", panels.why);
+            done = false;
+        }
     }
-    if (!done)
-        of_set_error("no memory for a panel of a gradient");
     return done;
 }

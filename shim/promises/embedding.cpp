@@ -48,13 +48,12 @@ void EmbeddingProduct::add_rows(int64_t first, int64_t end, Real *out) const {
     }
 }
 
-bool EmbeddingProduct::fill(int64_t first, int64_t end, void *out) const {
+void EmbeddingProduct::fill(int64_t first, int64_t end, void *out) const {
     std::memset(out, 0, static_cast<size_t>(end - first) * row_bytes());
     if (dtype() == at::kFloat)
         add_rows(first, end, static_cast<float *>(out));
     else
         add_rows(first, end, static_cast<double *>(out));
-    return true;
 }
 
 } // namespace optfuse

@@ -24,7 +24,7 @@ class EmbeddingProduct final : public WeightProduct {
     struct Use {
         int64_t row, token;
     };
-    bool fill(int64_t first, int64_t end, void *out) const override;
+    void fill(int64_t first, int64_t end, void *out) const override;
     template <typename Real> void add_rows(int64_t first, int64_t end, Real *out) const;
 
     at::Tensor dy_;

@@ -126,14 +126,13 @@ LinearProduct::LinearProduct(const at::Tensor &dy, const at::Tensor &x)
     : WeightProduct(dy.size(1), x.size(1), x.scalar_type(), rows_of_panel(dy, x)),
       dy_(kept_copy(dy)), x_(kept_copy(x)) {}
 
-bool LinearProduct::fill(int64_t first, int64_t end, void *out) const {
+void LinearProduct::fill(int64_t first, int64_t end, void *out) const {
     if (is_16_bits(dtype()))
         multiply_16_bits(dy_, x_, first, end, out);
     else if (dtype() == at::kFloat)
         multiply<float>(dy_, x_, first, end, out);
     else
         multiply<double>(dy_, x_, first, end, out);
-    return true;
 }
 
 } // namespace optfuse

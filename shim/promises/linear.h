@@ -17,7 +17,7 @@ class LinearProduct final : public WeightProduct {
     size_t factor_bytes() const override { return dy_.nbytes() + x_.nbytes(); }
 
   private:
-    bool fill(int64_t first, int64_t end, void *out) const override;
+    void fill(int64_t first, int64_t end, void *out) const override;
 
     at::Tensor dy_, x_;
 };

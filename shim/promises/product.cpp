@@ -4,14 +4,15 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <exception>
+#include <mutex>
 #include <new>
 #include <utility>
 #include <vector>
 
 #include "floating.h"
+#include "optfuse.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
@@ -49,12 +50,15 @@ class Room {
     explicit Room(size_t bytes) {
         if (buffers().size() <= depth())
             buffers().emplace_back();
-        memory_ = buffers()[depth()++].of(bytes);
+        memory_ = buffers()[depth()].of(bytes);
+        if (memory_ == nullptr)
+            throw std::bad_alloc();
+        depth()++;
     }
     ~Room() { depth()--; }
     Room(const Room &) = delete;
     Room &operator=(const Room &) = delete;
-    void *memory() const { return memory_; } // null: there is none
+    void *memory() const { return memory_; }
 
   private:
     static std::vector<Buffer> &buffers() {
@@ -66,6 +70,18 @@ class Room {
         return now;
     }
     void *memory_;
+};
+
+// As long as it lives the thread computes with this setting of denormals.
+class Floating {
+  public:
+    explicit Floating(unsigned setting) { of_floating_set(setting); }
+    ~Floating() { of_floating_set(outside); }
+    Floating(const Floating &) = delete;
+    Floating &operator=(const Floating &) = delete;
+
+  private:
+    const unsigned outside = of_floating_now();
 };
 
 // Rows of a panel, as PyTorch's operators take them.
@@ -80,13 +96,11 @@ class CastProduct final : public WeightProduct {
     size_t factor_bytes() const override { return from_->factor_bytes(); }
 
   private:
-    bool fill(int64_t first, int64_t end, void *out) const override {
+    void fill(int64_t first, int64_t end, void *out) const override {
         const Room room(from_->panel_bytes());
-        if (room.memory() == nullptr || !from_->compute(first, end, room.memory()))
-            return false;
+        from_->compute(first, end, room.memory());
         const PlainMode plain;
         tensor_of(out, *this, end - first).copy_(tensor_of(room.memory(), *from_, end - first));
-        return true;
     }
 
     const SharedProduct from_;
@@ -106,17 +120,14 @@ class SumProduct final : public WeightProduct {
     const std::vector<SharedProduct> terms; // added from the first to the last
 
   private:
-    bool fill(int64_t first, int64_t end, void *out) const override {
-        if (!terms[0]->compute(first, end, out))
-            return false;
+    void fill(int64_t first, int64_t end, void *out) const override {
+        terms[0]->compute(first, end, out);
         const Room room(panel_bytes());
         const PlainMode plain;
         for (size_t i = 1; i < terms.size(); i++) {
-            if (room.memory() == nullptr || !terms[i]->compute(first, end, room.memory()))
-                return false;
+            terms[i]->compute(first, end, room.memory());
             tensor_of(out, *this, end - first).add_(tensor_of(room.memory(), *this, end - first));
         }
-        return true;
     }
 };
 
@@ -150,33 +161,38 @@ WeightProduct::WeightProduct(int64_t rows, int64_t columns, at::ScalarType dtype
     : rows_(rows), columns_(columns), dtype_(dtype), panel_rows_(panel_rows),
       floating_(of_floating_now()) {}
 
-bool WeightProduct::compute(int64_t first, int64_t end, void *out) const {
-    const unsigned outside = of_floating_now();
-    of_floating_set(floating_);
-    bool done = false;
-    try {
-        done = fill(first, end, out);
-    } catch (const std::exception &) { // threads of a parallel region must not throw
-    }
-    of_floating_set(outside);
-    return done;
+void WeightProduct::compute(int64_t first, int64_t end, void *out) const {
+    const Floating as_made(floating_);
+    fill(first, end, out);
 }
 
 void WeightProduct::compute_all(void *out) const {
-    std::atomic<bool> done{true};
+    std::mutex lock;
+    std::exception_ptr failure; // threads of a parallel region must not throw
     each_panel([&](int64_t first, int64_t end) {
-        if (!compute(first, end,
-                     static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes()))
-            done = false;
+        try {
+            compute(first, end, static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes());
+        } catch (...) {
+            const std::lock_guard<std::mutex> guard(lock);
+            failure = std::current_exception();
+        }
     });
-    if (!done)
-        throw std::bad_alloc();
+    if (failure)
+        std::rethrow_exception(failure);
 }
 
 const void *WeightProduct::panel(int64_t first, int64_t end) const {
     thread_local Buffer buffer;
     void *out = buffer.of(panel_bytes());
-    return out != nullptr && compute(first, end, out) ? out : nullptr;
+    try {
+        if (out == nullptr)
+            throw std::bad_alloc();
+        compute(first, end, out);
+        return out;
+    } catch (const std::exception &e) {
+        of_set_error("%s", e.what());
+        return nullptr;
+    }
 }
 
 } // namespace optfuse

@@ -40,16 +40,16 @@ class WeightProduct {
     virtual size_t factor_bytes() const = 0;
 
     // Rows [first, end) of dW, one after the other; the first is a panel's first, and the end the
-    // panel's. False: there is no memory.
-    bool compute(int64_t first, int64_t end, void *out) const;
+    // panel's. Throws.
+    void compute(int64_t first, int64_t end, void *out) const;
     // All of it, on all threads. Throws.
     void compute_all(void *out) const;
-    // A panel in memory of the calling thread, until its next call; null: there is no memory.
+    // A panel in memory of the calling thread, until its next call; null after of_set_error().
     const void *panel(int64_t first, int64_t end) const;
 
   protected:
     WeightProduct(int64_t rows, int64_t columns, at::ScalarType dtype, int64_t panel_rows);
-    virtual bool fill(int64_t first, int64_t end, void *out) const = 0; // compute(); may throw
+    virtual void fill(int64_t first, int64_t end, void *out) const = 0; // compute(); may throw
 
   private:
     const int64_t rows_, columns_;
