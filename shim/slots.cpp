@@ -58,15 +58,18 @@ Slot *find_slot(const c10::TensorImpl *param) {
 
 } // namespace
 
-bool find_slots(const std::vector<at::Tensor> &params, std::vector<Slot *> *slots) {
+bool find_slots(const std::vector<at::Tensor> &params, FoundSlots *found) {
     const std::lock_guard<std::mutex> guard(slots_lock);
-    slots->reserve(params.size());
+    found->slots.reserve(params.size());
     for (const at::Tensor &param : params) {
         if (!param.grad().defined())
             continue;
-        slots->push_back(find_slot(param.unsafeGetTensorImpl()));
-        if (slots->back() == nullptr)
+        const Slot *slot = find_slot(param.unsafeGetTensorImpl());
+        if (slot == nullptr)
             return false;
+        if (found->plans.empty() || found->plans.back().get() != slot->plan)
+            found->plans.push_back(slot->plan->self);
+        found->slots.push_back({slot->plan, slot->param, slot->index});
     }
     return true;
 }

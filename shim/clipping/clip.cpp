@@ -23,15 +23,14 @@ namespace optfuse {
 namespace {
 
 // The gradients that are there, if all are on the CPU, of one dtype, and may be multiplied by our
-// kernels; none: of some that is not so.
-std::vector<GradientOf> gradients_alike(const std::vector<at::Tensor> &params) {
+// kernels; none: of some that is not so. Their plans live as long as *found.
+std::vector<GradientOf> gradients_alike(const std::vector<at::Tensor> &params, FoundSlots *found) {
     std::vector<GradientOf> of;
-    std::vector<Slot *> slots;
     of_dtype first = OF_DTYPE_COUNT, dtype;
-    if (!find_slots(params, &slots))
+    if (!find_slots(params, found))
         return {};
-    for (Slot *slot : slots) {
-        const GradientOf g = {slot->plan, slot};
+    for (const FoundSlots::Found &slot : found->slots) {
+        const GradientOf g = {slot.plan, slot.param, slot.index};
         if (!g.grad().defined())
             continue;
         if (!can_scale(g.grad(), &dtype) || !g.grad().device().is_cpu())
@@ -96,7 +95,8 @@ std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tens
 std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double max_norm,
                                  double norm_type, bool error_if_nonfinite, Language language) {
     const c10::AutoGradMode no_grad(false);
-    const std::vector<GradientOf> of = gradients_alike(params);
+    FoundSlots found;
+    const std::vector<GradientOf> of = gradients_alike(params, &found);
     if (of.empty())
         return std::nullopt;
     make_ready(of);
@@ -109,7 +109,8 @@ std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double m
 std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double max_norm,
                                    const at::Tensor &norm) {
     const c10::AutoGradMode no_grad(false);
-    const std::vector<GradientOf> of = gradients_alike(params);
+    FoundSlots found;
+    const std::vector<GradientOf> of = gradients_alike(params, &found);
     if (of.empty() || norm.dim() != 0 || !norm.device().is_cpu() ||
         norm.scalar_type() != of[0].grad().scalar_type())
         return std::nullopt;
@@ -119,7 +120,8 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
 
 bool clip_value(const std::vector<at::Tensor> &params, double limit) {
     const c10::AutoGradMode no_grad(false);
-    const std::vector<GradientOf> of = gradients_alike(params);
+    FoundSlots found;
+    const std::vector<GradientOf> of = gradients_alike(params, &found);
     for (const GradientOf &g : of)
         g.grad().clamp_min_(-limit);
     for (const GradientOf &g : of)
@@ -130,7 +132,8 @@ bool clip_value(const std::vector<at::Tensor> &params, double limit) {
 std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
                                     const at::Tensor &factor) {
     const c10::AutoGradMode no_grad(false);
-    const std::vector<GradientOf> of = gradients_alike(params);
+    FoundSlots found;
+    const std::vector<GradientOf> of = gradients_alike(params, &found);
     if (of.empty())
         return std::nullopt;
     make_ready(of);

@@ -21,7 +21,8 @@ std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
     refuse_fake_tensors(kWhat);
     std::vector<GradientOf> of;
     for (size_t i = 0; i < slots.size(); i++)
-        of.push_back({&plan_at(plans[i]), &slot_at(plan_at(plans[i]), slots[i])});
+        of.push_back({&plan_at(plans[i]), slot_at(plan_at(plans[i]), slots[i]).param,
+                      static_cast<size_t>(slots[i])});
     make_ready(of);
     return of;
 }

@@ -18,8 +18,9 @@ struct References;
 // scale.cpp
 struct GradientOf {
     Plan *plan;
-    Slot *slot;
-    const at::Tensor &grad() const { return gradient_of(slot->param); }
+    c10::TensorImpl *param;
+    size_t slot; // its number
+    const at::Tensor &grad() const { return gradient_of(param); }
 };
 // Whether a kernel can multiply the gradient in place, without autograd having to know.
 bool can_scale(const at::Tensor &grad, of_dtype *dtype);

@@ -170,7 +170,10 @@ bool scale_now(const GradientOf &of, double number) {
 bool scale_later(const GradientOf &of, double number, float norm) {
     note_stepping_thread(); // in the first iteration before any step()
     bool scaled = false;
-    if (of_plan_scale(of.plan->core, of.slot->index, number, norm, &scaled) != OF_OK)
+    const of_status status = of_plan_scale(of.plan->core, of.slot, number, norm, &scaled);
+    if (of.plan->closed.load(std::memory_order_acquire) && !scaled)
+        return false; // another thread has let go of the optimizer
+    if (status != OF_OK)
         fail(std::string("optfuse: ") + of_error_message());
     if (scaled)
         of.grad().unsafeGetTensorImpl()->bump_version();

@@ -115,7 +115,7 @@ class Trial {
         Plan *plan = plan_of(handle);
         std::vector<GradientOf> gradients;
         for (Slot *slot : plan->slots)
-            gradients.push_back({plan, slot});
+            gradients.push_back({plan, slot->param, slot->index});
         scale_all(gradients, factor);
     }
     void step() {
