@@ -26,6 +26,8 @@ namespace optfuse {
 
 struct Plan;
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 // Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
 // place will do.
 constexpr int64_t ANYWHERE = -1;
@@ -67,6 +69,8 @@ struct Slot {
     bool reduced = false;
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     at::Tensor consumed; // backward mode: what .grad becomes
+    // An average behind the last update, if another thread has launched that and left the mark.
+    WeakTensor marked_average{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     std::shared_ptr<PromisingLayer> promising; // or null
     // For a DTensor, whose local tensor is `param`: other tensors that are known to use its
     // memory, and whether dtensor_gradients.cpp knows all users of its gradient's, which is

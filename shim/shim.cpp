@@ -259,6 +259,8 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
             all &= clean(state.unsafeGetTensorImpl());
         if (slot->step.defined())
             all &= clean(slot->step.unsafeGetTensorImpl());
+        if (const auto average = slot->marked_average.lock(); average.defined())
+            all &= clean(average.get());
     }
     *cleaned = all;
     return OF_OK;

@@ -216,6 +216,8 @@ void settle(void *, void *opaque, bool was_deferred) {
             unseal(refs->storages[i].get());
     if (was_deferred && !refs->on_gpu && may_take_marks_off(refs->slot->plan))
         take_marks_off(refs);
+    else if (refs->average.defined())
+        refs->slot->marked_average = WeakTensor(refs->average.getIntrusivePtr());
     if (refs->on_gpu && was_deferred)
         record_all(refs);
     else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner

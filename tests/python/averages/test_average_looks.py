@@ -20,6 +20,7 @@ from common import (
     snapshot,
     train,
 )
+from test_marks import is_marked
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
@@ -128,6 +129,20 @@ def test_another_thread_sees_the_average():
         yield "average", seen[0]
 
     same(script)
+
+
+def test_flush_takes_the_mark_off_where_another_thread_has_made_the_average():
+    model, optimizer, averaged = averaged_net(optfuse.fuse)
+    for i in range(2):
+        train(model, optimizer, i)
+        averaged.update_parameters(model)
+    weights = [*averaged.parameters()]
+    assert all(map(is_marked, weights))
+    reader = threading.Thread(target=lambda: [p + 0 for p in model.parameters()])
+    reader.start()
+    reader.join()
+    optfuse.flush(optimizer)
+    assert not any(map(is_marked, [*weights, *model.parameters()]))
 
 
 class Seen(TorchFunctionMode):
