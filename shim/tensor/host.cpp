@@ -126,6 +126,9 @@ void mark_stands(References *refs) {
         add_proxies(refs->storages[0].get(), refs->proxies);
 }
 
+// Another thread may make an alias between the look at who holds the memory and the marks, since
+// neither waits for the other. The alias has no mark then; but the memory is sealed, so that whoever
+// reads it by that alias before the launch gets PyTorch's error, and never an old number.
 bool defer(void *, void *opaque) {
     References *refs = references_of(opaque);
     if (OF_GUARD(privacy))
