@@ -224,6 +224,7 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     plan->stepping.store(pthread_self(), std::memory_order_relaxed);
     if (!gradients_are_kept(plan))
         return OF_INVALID;
+    plan->written.clear();
     const optfuse::SteadyStreams inside_step;
     const int status = of_plan_step(plan->core, needs, capacity, n_needs);
     if (status != OF_OK)

@@ -27,6 +27,7 @@
 #include "python/callback.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
+#include "tensor/overlap.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
 
@@ -231,8 +232,13 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     take_part(refs, in, p);
     in->param = written_data_of(p);
     in->grad = data_of(grad.unsafeGetTensorImpl());
-    in->exclusive = refs->as_is || frozen || (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
-                !take_all_parts(slot, grad, in, refs);
+    const Overlap written =
+        in->in_backward ? Overlap() : overlap_of_gradient(slot, grad.unsafeGetTensorImpl());
+    in->exclusive = refs->as_is || frozen || written.before ||
+                    (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
+                    !take_all_parts(slot, grad, in, refs);
+    if (in->exclusive && written.state_behind)
+        return refuse_between(slot);
     if (in->exclusive)
         take_only_parameter(in, refs);
     // Kept alive: step() needs the tensor itself, and a plan whose optimizer dies

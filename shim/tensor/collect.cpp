@@ -23,6 +23,7 @@
 #include "tensor/gradient.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
+#include "tensor/overlap.h"
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
@@ -99,15 +100,17 @@ void await_now(const at::Tensor &grad) {
         throw std::runtime_error(of_error_message());
 }
 
-// The gradient with the parameter's strides; a copy if it has others. is_like_it: it has these.
+// The gradient with the parameter's strides; a copy if it has others, or if updates of this step()
+// that come behind it write there. is_like_it: it has these. The copy is made now, or when those
+// have run that come before and write there.
 const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
-                          const at::Tensor &grad, bool is_like_it) {
+                          const at::Tensor &grad, bool is_like_it, const Overlap &written) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     if (is_promise(g) && update_by_panels(storage_of(g), in)) {
         take_part(refs, in, g);
         return nullptr;
     }
-    if (is_like_it) {
+    if (is_like_it && !written.behind) {
         if (in->in_backward)
             await_now(grad);
         else if (is_on_its_way(storage_of(g)))
@@ -123,7 +126,10 @@ const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
     await_now(grad);
     PlainMode plain;
     refs->copy = at::empty_strided(p->sizes(), p->strides(), grad.options());
-    refs->copy.copy_(grad);
+    if (written.is_before())
+        refs->stand_ins.push_back({grad, refs->copy});
+    else
+        refs->copy.copy_(grad);
     return data_of(refs->copy.unsafeGetTensorImpl());
 }
 
@@ -202,11 +208,25 @@ void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, References
     refs->n_written = refs->stand_ins.size() - (is_written_back(slot) ? 0 : 1);
 }
 
+// What updates of this step() write to the gradient's memory, which others know then.
+Overlap written_to_gradient(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad,
+                            bool in_backward) {
+    if (in_backward || is_shared_and_known(slot, p, grad, in_backward))
+        return {};
+    return overlap_of_gradient(slot, grad.unsafeGetTensorImpl());
+}
+
 // Whether others may see what the update writes; refuses memory in which they would change it.
 of_found look_who_shares(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
-                         unsigned used, bool dense, of_inputs *in) {
+                         unsigned used, bool dense, const Overlap &written, of_inputs *in) {
     const size_t known = 1 + slot->aliases.size(); // users of the memory, and ours
-    in->exclusive = !dense || (OF_GUARD(privacy) && !is_private(storage_of(p), known));
+    const bool is_shared = OF_GUARD(privacy) && !is_private(storage_of(p), known);
+    in->exclusive = !dense || is_shared || written.is_before();
+    if ((!dense || written.is_before()) && written.state_behind)
+        return refuse_between(slot);
+    if (is_shared && !in->in_backward && overlap_of(slot, p).state)
+        return refuse(slot, "", "shares memory with the optimizer state of another parameter",
+                      ": put its clone() there");
     if (in->exclusive)
         compute_now(g);
     if (in->exclusive || is_in_state(slot, used, g) || states_share(slot, used))
@@ -258,14 +278,15 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     dense = dense && (!is_written_back(slot) || grad_is_like_it);
     in->param = written_data_of(p);
     take_part(refs, in, p);
-    if (look_who_shares(slot, p, g, used, dense, in) == OF_FOUND_ERROR)
+    const Overlap written = written_to_gradient(slot, p, grad, in->in_backward);
+    if (look_who_shares(slot, p, g, used, dense, written, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     if (in->exclusive || refs->consumes)
         refs->param = reference_to(p);
     if (refs->consumes)
         refs->grad = grad.unsafeGetTensorImpl();
     if (dense)
-        in->grad = gradient_data(refs, in, p, grad, grad_is_like_it);
+        in->grad = gradient_data(refs, in, p, grad, grad_is_like_it, written);
     take_state(slot, in, refs);
     if (!dense) {
         await_now(grad);

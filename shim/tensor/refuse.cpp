@@ -157,11 +157,14 @@ bool lies_like(const c10::TensorImpl *a, const c10::TensorImpl *b) {
     return true;
 }
 
-// Tensors with holes that lie in each other's are taken to meet, too.
+} // namespace
+
 bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b) {
     return storage_of(a) == storage_of(b) && a->numel() != 0 && b->numel() != 0 &&
            data_of(a) < end_of(b) && data_of(b) < end_of(a);
 }
+
+namespace {
 
 bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *form) {
     const at::ScalarType dtype = form != nullptr ? form->dtype : p->dtype().toScalarType();

@@ -28,6 +28,8 @@ of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::T
                         bool is_written);
 // i: of the rule's state tensors, or of the program's.
 of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i);
+// Whether they have memory in common. Those with holes that lie in each other's are taken to, too.
+bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b);
 // Whether state tensors of a kernel's rule have one storage. (A program may read one twice.)
 bool states_share(const Slot *slot, unsigned used);
 // A kernel reads an element of each tensor and then writes it; PyTorch's operators, one after the

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A gradient that is another parameter or its state, by whatever strides: PyTorch updates the
+parameters one after the other, and each reads what those before it have written."""
+
+import pytest
+import torch
+from common import same
+from torch import nn, optim
+
+import optfuse
+
+MAKE = {
+    "Rprop": lambda p: optim.Rprop(p, lr=1e-2),
+    "SGD": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=1e-2),
+}
+STATE = {"Rprop": "prev", "SGD": "momentum_buffer", "AdamW": "exp_avg", "RMSprop": "square_avg"}
+SIZES = (6, 150)  # less and more elements than are updated by one thread
+PLACES = {"as it is": lambda t: t, "by an alias": lambda t: t.detach(), "turned": lambda t: t.t()}
+# PyTorch's fused kernels read memory in its order, whatever the strides.
+CASES = [(m, how) for m in MAKE for how in PLACES if how != "turned" or m in ("Rprop", "RMSprop")]
+
+
+def three(size):
+    return [nn.Parameter(torch.randn(size, size)) for _ in range(3)]
+
+
+def scripted(make, size, borrow):
+    """borrow(optimizer, params): gives a parameter the memory of another as its gradient."""
+
+    def script(wrap):
+        params = three(size)
+        optimizer = wrap(MAKE[make](params))
+        for i in range(5):
+            for p in params:
+                p.grad = torch.randn(size, size)
+            if i > 1:
+                borrow(optimizer, params)
+            optimizer.step()
+            yield "weights", [p.detach() for p in params]
+            yield "state", optimizer.state_dict()
+
+    return script
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reader, owner", ((0, 2), (2, 0), (1, 0), (1, 2)))
+@pytest.mark.parametrize("make, how", CASES)
+def test_a_gradient_that_is_the_state_of_another_parameter(make, reader, owner, how, size):
+    def borrow(optimizer, params):
+        state = optimizer.state[params[owner]][STATE[make]]
+        params[reader].grad = PLACES[how](state)
+
+    same(scripted(make, size, borrow), prove=False)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reader, owner", ((0, 2), (2, 0), (1, 0), (1, 2)))
+@pytest.mark.parametrize("make, how", [case for case in CASES if case[1] != "as it is"])
+def test_a_gradient_that_is_another_parameter(make, reader, owner, how, size):
+    def borrow(optimizer, params):
+        params[reader].grad = PLACES[how](params[owner].detach())
+
+    same(scripted(make, size, borrow), prove=False)
+
+
+def test_two_gradients_that_are_a_state_before_and_one_behind():
+    def borrow(optimizer, params):
+        state = [optimizer.state[p]["prev"] for p in params]
+        params[1].grad, params[2].grad = state[0].t(), state[1].t()
+        params[0].grad = state[2].t()
+
+    same(scripted("Rprop", 6, borrow), prove=False)
+
+
+def test_a_gradient_over_two_states_before_and_behind_it_is_refused():
+    params = three(6)
+    optimizer = optfuse.fuse(MAKE["SGD"](params))
+    for p in params:
+        p.grad = torch.randn(6, 6)
+    optimizer.step()
+    buffer = torch.randn(12, 6)
+    optimizer.state[params[0]]["momentum_buffer"] = buffer[:6]
+    optimizer.state[params[2]]["momentum_buffer"] = buffer[6:]
+    params[1].grad = buffer[3:9]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(optfuse.Error, match=r"before and after it: put its clone\(\) there"):
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+    params[1].grad = buffer[3:9].clone()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("owner, holder", ((0, 1), (1, 0)))
+def test_state_that_is_another_parameter_is_refused(owner, holder):
+    params = three(6)
+    optimizer = optfuse.fuse(MAKE["SGD"](params))
+    for p in params:
+        p.grad = torch.randn(6, 6)
+    optimizer.step()
+    optimizer.state[params[holder]]["momentum_buffer"] = params[owner].detach()
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(optfuse.Error, match="shares memory with the optimizer state of another"):
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+
+
+def test_parts_of_one_buffer_are_no_overlap():
+    """Gradients and state side by side in one memory."""
+
+    def borrow(optimizer, params):
+        flat = torch.arange(36 * 6, dtype=torch.float32).div_(100)
+        for i, p in enumerate(params):
+            p.grad = flat[36 * i : 36 * (i + 1)].view(6, 6)
+            optimizer.state[p]["momentum_buffer"] = flat[36 * (i + 3) : 36 * (i + 4)].view(6, 6)
+
+    same(scripted("SGD", 6, borrow), prove=False)
