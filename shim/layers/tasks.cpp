@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -106,6 +107,10 @@ struct WeightTask final : Task {
     at::Tensor kept_w;    // of a convolution, as kept_x.tensor
     uint64_t at_once = 0; // its own number
     bool waits = false;
+    // Of a Linear: where the transposed weight comes from that dX saves. Gradients of dX go there,
+    // and stock's node hands dW there, too: so each use has its sum before the uses are added up.
+    Edge transposed;
+    bool joins = false; // dW goes there: backward has recorded dX
     std::optional<Streams> streams; // if it has one of its own
     using Task::Task;
 
@@ -125,6 +130,12 @@ struct WeightTask final : Task {
             use.known.layer->user.done(use.known.layer->user.ctx, use.known.layer->number);
         kept_x.tensor.reset();
         kept_w.reset();
+    }
+    // The engine knows the edges of the nodes that it runs, so it comes to its end first.
+    void join() {
+        const Lock lock(mutex_);
+        next_edges_[weight_output()] = transposed;
+        joins = true;
     }
     void keep(const at::Tensor &input) {
         kept_x.note(input);
@@ -197,6 +208,8 @@ struct WeightTask final : Task {
             dw = promise(g, rows);
             if (!dw.defined())
                 dw = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
+            if (joins)
+                dw = dw.t();
         }
         if (bias)
             out[bias_output()] = g; // the engine adds up its rows, as it does for stock's node
@@ -270,6 +283,9 @@ struct InputTask final : Task {
             }
         } else if (input) {
             const at::Tensor saved_w = weight_for(g);
+            if (at::GradMode::is_enabled() && !weight->joins)
+                torch::autograd::Engine::get_default_engine().queue_callback(
+                    [task = weight] { task->join(); });
             out[0] = by_columns ? saved_w.t().conj().mm(g.t()).t() : g.mm(saved_w.conj());
         }
         if (later && !conv && weight->streams && OF_GUARD(dw_unpack))
@@ -353,8 +369,11 @@ void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, c
     } else {
         weight->x = SavedVariable(x, false);
         weight->by_rows = is_by_rows(w);
-        if (x.requires_grad())
-            input->w = SavedVariable(w.t(), false);
+        if (x.requires_grad()) {
+            const at::Tensor transposed = w.t();
+            input->w = SavedVariable(transposed, false);
+            weight->transposed = edge_of(transposed);
+        }
         input->by_columns = is_by_rows(x.t());
     }
     torch::autograd::set_history(y, input);

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from common import adamw, everything, sgd
+from common import adamw, assert_same, everything, sgd
 from torch import nn
 
 import optfuse
@@ -64,6 +64,43 @@ def test_a_recurrent_network(mode):
         train(model, optimizer, i, loss=lambda m, i: m(batch(i, 8)).square().mean())
 
     equal(script_of(iteration, model=Cell), mode, panels=True, made=False)
+
+
+def penalized(loss, x):
+    """With the norm of the loss's slope, through which backward goes again."""
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum()
+
+
+@pytest.mark.parametrize("times", (1, 2))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_penalty_of_a_recurrent_network(mode, times):
+    """Stock adds up what each use of a weight has before it adds the uses."""
+
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        x = batch(i, 8).requires_grad_()
+        loss = model(x).square().mean()
+        for _ in range(times):
+            loss = penalized(loss, x)
+        loss.backward()
+        optimizer.step()
+
+    equal(script_of(iteration, model=Cell), mode, promised=None)
+
+
+@pytest.mark.parametrize("schedule", ("stock", "last"))
+def test_a_gradient_penalty_of_a_reordered_network(schedule):
+    def gradients(reordered):
+        torch.manual_seed(0)
+        model, x = Cell(), batch(0, 8).requires_grad_()
+        reordering = optfuse.reorder(model, schedule) if reordered else None
+        penalized(model(x).square().mean(), x).backward()
+        if reordering is not None:
+            reordering.remove()
+        return [p.grad for p in model.parameters()]
+
+    assert_same("gradients", gradients(True), gradients(False))
 
 
 @pytest.mark.parametrize("padding", (None, 2))
