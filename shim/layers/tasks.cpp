@@ -107,8 +107,8 @@ struct WeightTask final : Task {
     at::Tensor kept_w;    // of a convolution, as kept_x.tensor
     uint64_t at_once = 0; // its own number
     bool waits = false;
-    // Of a Linear: where the transposed weight comes from that dX saves. Gradients of dX go there,
-    // and stock's node hands dW there, too: so each use has its sum before the uses are added up.
+    // The node of the transposed weight that dX of a Linear saves. Gradients of dX go there, and
+    // stock's node hands dW there, too: so each use has its sum before the uses are added up.
     Edge transposed;
     bool joins = false; // dW goes there: backward has recorded dX
     std::optional<Streams> streams; // if it has one of its own

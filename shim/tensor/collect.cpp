@@ -208,7 +208,7 @@ void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, References
     refs->n_written = refs->stand_ins.size() - (is_written_back(slot) ? 0 : 1);
 }
 
-// What updates of this step() write to the gradient's memory, which others know then.
+// The writes of this step()'s other updates to the gradient's memory, which others know then.
 Overlap written_to_gradient(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad,
                             bool in_backward) {
     if (in_backward || is_shared_and_known(slot, p, grad, in_backward))

@@ -25,20 +25,20 @@ struct Written {
     enum Kind { PARAM, STATE, GRADIENT } kind;
 };
 
-// What other slots of the plan write to the memory of a tensor of this slot's.
+// The writes of other slots of the plan to the memory of a tensor of this slot's.
 struct Overlap {
     bool before = false;       // slots before it write parameter or state there
     bool behind = false;       // slots behind it do
     bool state = false;        // some of that is state
     bool state_behind = false; // whose updates may come before those that run by themselves
     bool gradient = false;     // a program writes a gradient there
-    // What writes comes before this slot's update, or all of it by itself, in order.
+    // The update has to read what those before it have written.
     bool is_before() const { return before || gradient; }
 };
 Overlap overlap_of(const Slot *slot, const c10::TensorImpl *tensor);
 // None if nobody else knows the gradient's memory.
 Overlap overlap_of_gradient(const Slot *slot, const c10::TensorImpl *gradient);
-// Of an update that would have to come after some of these, and before others. OF_FOUND_ERROR.
+// OF_FOUND_ERROR: the update would have to come after some of these, and before others.
 of_found refuse_between(const Slot *slot);
 
 } // namespace optfuse

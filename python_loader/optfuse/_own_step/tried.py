@@ -95,7 +95,9 @@ class Tried:
     def _numbers(self, optimizer: Optimizer) -> list[tuple[Place, float]]:
         """Options and attributes that step() changes."""
         own = attributes_of(optimizer) if self._promise.attributes else {}
-        held = [(("attribute", name), own.get(name)) for name in self._promise.attributes]
+        held: list[tuple[Place, Any]] = [
+            (("attribute", name), own.get(name)) for name in self._promise.attributes
+        ]
         for i, group in enumerate(optimizer.param_groups):
             held += [((i, name), group.get(name)) for name in self._promise.options]
         return list(_numbers_in(held))
@@ -127,7 +129,7 @@ def _values(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def _entries(optimizer: Optimizer) -> list[Entry]:
-    """Of parameters that are trained."""
+    """The entries of the parameters that are trained."""
     state = optimizer.__dict__["state"]
     params = (p for group in optimizer.param_groups for p in group["params"])
     entries = (state.get(p) for p in params if p.requires_grad)

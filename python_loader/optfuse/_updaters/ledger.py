@@ -44,8 +44,8 @@ _FLAGS = (
     "the kernels on the GPU do not have. Call optfuse.unfuse() and fuse it again"
 )
 _UNTRIED = (
-    "optfuse: options or state of this optimizer are no longer those that its step() was tried with "
-    "when it was fused, and from here a trial fails. Nothing was updated; call "
+    "optfuse: options or state of this optimizer are no longer those that its step() was tried "
+    "with when it was fused, and from here a trial fails. Nothing was updated; call "
     "optfuse.unfuse(optimizer) before you load or change them. The trial says: {}"
 )
 _LATE_SCALE = (

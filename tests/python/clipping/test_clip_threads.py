@@ -39,6 +39,6 @@ assert all(torch.equal(a.grad, b.grad) for a, b in zip(params, stock))
 
 
 def test_the_optimizer_dies_while_its_gradients_are_clipped():
-    """What is freed is overwritten."""
+    """Freed memory is overwritten."""
     out = python_ok(CODE, fresh=True, MALLOC_PERTURB_="165")
     assert "gone in the middle" in out

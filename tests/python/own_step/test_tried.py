@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A trial takes steps from the state that an optimizer has when it is fused. Where a script takes it
-back to what came before, or changes its options, another trial comes first."""
+"""A trial takes steps from the state that an optimizer has when it is fused. Where a script takes
+it back to what came before, or changes its options, another trial comes first."""
 
 import copy
 

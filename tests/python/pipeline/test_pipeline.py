@@ -136,7 +136,8 @@ def test_sums_of_a_shared_weight_leave_out_what_is_unused(uses):
     for x, y, is_used in zip(xs, ys, uses, strict=True):
         first = plain[0](x)
         loss_fn(plain[2](plain[1](first) if is_used else first * 1.0), y).backward()
-    shared = [a.grad + b.grad for a, b in zip(plain[0].parameters(), plain[1].parameters())]
+    both = zip(plain[0].parameters(), plain[1].parameters(), strict=True)
+    shared = [a.grad + b.grad for a, b in both]
     for p, grad in zip(plain[0].parameters(), shared, strict=True):
         p.grad = grad
     sgd(nn.ModuleList([plain[0], plain[2]])).step()

@@ -1,0 +1,662 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Random training in which features meet that have tests of their own elsewhere: promised
+gradients, orders of backward, averages, clipping, steady groups, traced and registered classes,
+checkpoints, functional calls, vmap, gradients of gradients, hooks, copies, fuse() and unfuse() in
+the middle. Run as a script it plays many: python mixed_programs.py FIRST N."""
+
+import copy
+import io
+import os
+import random
+import sys
+import threading
+import warnings
+from collections import Counter
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("OPTFUSE_PRODUCTS", "force")
+
+import torch
+from common import assert_same, snapshot
+from own_classes import Counter as CountsInAttribute
+from own_classes import GroupCounter, NewTensors, Numbers, Stateless, Tensors
+from pytorchs_own import pytorchs_own
+from steady_classes import STEADY
+from torch import nn, optim
+from torch.nn import utils
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from traced_classes import AdaBelief, SignOfAverage
+
+import optfuse
+
+OWN = (Tensors, Numbers, NewTensors, Stateless, GroupCounter, CountsInAttribute, *STEADY)
+for cls in OWN:
+    optfuse.register(cls)
+
+OPTIMIZERS = {
+    "AdamW": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+    "Adam": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1, fused=True),
+    "SGD": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=1e-2, fused=True),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "Rprop": lambda p: optim.Rprop(p, lr=1e-3),
+    "ASGD": lambda p: optim.ASGD(p, lr=1e-3),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=1e-3),
+    "AdaBelief": AdaBelief,
+    "SignOfAverage": SignOfAverage,
+    **{cls.__name__: cls for cls in OWN},
+}
+# PyTorch's fused kernels read gradients in the order of memory, whatever their strides.
+IGNORES_STRIDES = ("AdamW", "Adam", "SGD", "Adagrad")
+WIDTH = 12
+AVERAGES = (
+    lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+    lambda: {"avg_fn": swa_utils.get_ema_avg_fn(0.7)},
+    dict,
+)
+
+
+# ---- models
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, part=0):
+        x = torch.tanh(self.a(x))
+        return self.c(x if part == 1 else torch.tanh(self.b(x)))
+
+
+class Checkpointed(Plain):
+    """Computes a part of it again in backward."""
+
+    reentrant = False
+
+    def forward(self, x, part=0):
+        x = torch.tanh(self.a(x))
+        if part != 1:
+            x = checkpoint(lambda h: torch.tanh(self.b(h)), x, use_reentrant=self.reentrant)
+        return self.c(x)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Tied(nn.Module):
+    """The embedding is the head; one of both is left out in some passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x, part=0):
+        h = x if part == 1 else self.embed((x[:, 0].abs() * 7).long() % 20) + x
+        h = torch.tanh(self.body(h))
+        return h if part == 2 else self.head(h)
+
+
+class Shared(nn.Module):
+    """Two layers with one weight, and a third that uses it turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.b.weight = self.a.weight
+        self.c = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, part=0):
+        x = torch.tanh(self.a(x))
+        if part != 1:
+            x = torch.tanh(self.b(x))
+        if part == 2:
+            x = x @ self.a.weight
+        return self.c(x)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+        self.norm = nn.GroupNorm(1, 3)
+        self.c = nn.Linear(3 * WIDTH, 4)
+
+    def forward(self, x, part=0):
+        x = self.conv(x.view(-1, 1, 3, WIDTH // 3))
+        return self.c((x if part == 1 else torch.relu(self.norm(x))).flatten(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x, part=0):
+        state = x.new_zeros(2, WIDTH)
+        for piece in x[: len(x) // 2 * 2].split(2):
+            state = (self.a(piece) + (0 if part == 1 else self.b(state))).tanh()
+        return state
+
+
+MODELS = (Plain, Checkpointed, Reentrant, Tied, Shared, Images, Recurrent)
+
+
+# ---- programs
+
+# name -> (weight, whether backward mode can answer)
+BEFORE = {
+    "": (6, True),
+    "unfuse and fuse": (2, True),
+    "reorder": (2, True),
+    "deepcopy": (1, True),
+    "pickle": (1, True),
+    "load": (2, True),
+    "save": (2, True),
+    "rate": (2, True),
+    "freeze": (1, True),
+    "empty state": (1, True),
+    "set state": (1, True),
+    "new group": (0.5, True),
+    "turn": (1, True),
+}
+FORWARD = {
+    "": (6, True),
+    "functional": (1, True),
+    "vmap": (1, True),
+    "penalty": (1.5, True),
+    "gradients first": (1, True),
+    "autocast": (0.7, True),
+    "hook on output": (1, True),
+}
+BACKWARD = {
+    "": (8, True),
+    "twice": (1, False),
+    "create graph": (0.7, False),
+    "thread": (0.7, True),
+}
+HOOKS = {
+    "": (6, True),
+    "double": (1, True),
+    "add to itself": (1, True),
+    "in place": (1, True),
+    "new": (1, True),
+    "after: in place": (1, True),
+    "after: add to itself": (1, True),
+    "after: turned": (1, True),
+    "after: keep": (1, True),
+}
+BETWEEN = {
+    "": (6, True),
+    "clip": (2, False),
+    "clip twice": (1, False),
+    "clip doubled": (0.5, False),
+    "clip some": (1, False),
+    "clip other norm": (1, False),
+    "clip values": (1, False),
+    "clip with norm": (1, False),
+    "look": (1, False),
+    "write": (1, False),
+    "add to itself": (1, False),
+    "turned": (1, False),
+    "swap": (1, False),
+    "of another": (1, False),
+    "is state": (1, False),
+    "drop one": (1, False),
+    "deepcopy": (0.5, False),
+}
+AFTER = {
+    "": (4, True),
+    "average": (4, True),
+    "average twice": (1, True),
+    "another thread": (1, True),
+    "look": (1, True),
+    "look at average": (2, True),
+    "look at state": (1, True),
+    "flush": (1, True),
+    "write weight": (1, True),
+    "alias": (0.5, True),
+    "gradient": (1, False),
+    "step again": (0.5, False),
+    "swap weights": (0.5, True),
+}
+
+
+def chosen(draw, table, in_backward):
+    names = [name for name, (_, can) in table.items() if can or not in_backward]
+    return draw.choices(names, [table[name][0] for name in names])[0]
+
+
+class Program:
+    def __init__(self, seed):
+        draw = random.Random(seed)
+        self.seed = seed
+        self.mode = draw.choice(("forward", "forward", "backward"))
+        self.model = draw.choice(MODELS)
+        self.optimizer = draw.choice([*OPTIMIZERS])
+        self.groups = draw.choice((1, 1, 2))
+        self.dtype = draw.choice((torch.float32, torch.float32, torch.float32, torch.float64))
+        self.bucket_bytes = draw.choice((1, 1, 0))
+        self.set_to_none = draw.random() < 0.8
+        self.passes = draw.choice((1, 1, 2, 3))
+        self.averages = draw.choice(AVERAGES)
+        self.fused_from = draw.choice((0, 0, 0, 1, 3))
+        self.rows = draw.choice((2, 5, 8))
+        in_backward = self.mode == "backward"
+        self.steps = [
+            {
+                "before": [
+                    chosen(draw, BEFORE, in_backward) for _ in range(draw.choice((0, 1, 2)))
+                ],
+                "passes": [
+                    (
+                        chosen(draw, FORWARD, in_backward),
+                        draw.choice((0, 0, 1, 2)),
+                        chosen(draw, BACKWARD, in_backward),
+                    )
+                    for _ in range(self.passes)
+                ],
+                "hook": chosen(draw, HOOKS, in_backward),
+                "between": [
+                    chosen(draw, BETWEEN, in_backward) for _ in range(draw.choice((0, 1, 2)))
+                ],
+                "after": [chosen(draw, AFTER, in_backward) for _ in range(draw.choice((1, 2)))],
+                "pick": draw.randrange(100),
+                "how": draw.choice(("last", "reverse_first", "auto", "budget")),
+            }
+            for _ in range(draw.randint(4, 8))
+        ]
+
+    def __str__(self):
+        head = {k: v for k, v in vars(self).items() if k != "steps"}
+        return "\n".join([str(head), *map(str, self.steps)])
+
+
+class Run:
+    """One play of a program: by stock, or fused."""
+
+    def __init__(self, program, fused):
+        self.p, self.fused = program, fused
+        self.seen = []
+        self.turns = program.optimizer not in IGNORES_STRIDES
+        # PyTorch pickles none of them.
+        self.has_attributes = program.optimizer in [
+            c.__name__ for c in (*STEADY, CountsInAttribute)
+        ]
+        self.kept = []
+        self.saved = None
+        self.reordering = None
+        torch.manual_seed(program.seed)
+        self.model = program.model().to(program.dtype)
+        params = list(self.model.parameters())
+        groups = [{"params": params}]
+        if program.groups == 2:
+            groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.03}]
+        self.optimizer = OPTIMIZERS[program.optimizer](groups)
+        self.averaged = AveragedModel(self.model, **program.averages())
+
+    def see(self, what, value):
+        self.seen.append((what, snapshot(value)))
+
+    def look(self, what):
+        self.see(f"{what}: weights", [p.detach() for p in self.model.parameters()])
+        self.see(f"{what}: state", self.optimizer.state_dict())
+
+    def param(self, pick):
+        params = list(self.model.parameters())
+        return params[pick % len(params)]
+
+    def with_gradient(self, pick):
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        return params[pick % len(params)] if params else None
+
+    # ---- actions
+
+    def fuse(self):
+        if not self.fused:
+            return
+        mode = optfuse.Forward()
+        if self.p.mode == "backward":
+            mode = optfuse.Backward(accumulate=self.p.passes)
+        optfuse.fuse(self.optimizer, mode, bucket_bytes=self.p.bucket_bytes)
+
+    def is_fused(self):
+        return self.fused and hasattr(self.optimizer, "_optfuse_link")
+
+    def before(self, what, step):
+        pick = step["pick"]
+        if what == "unfuse and fuse" and self.fused and self.begun:
+            optfuse.unfuse(self.optimizer)
+            self.fuse()
+        elif what == "reorder":
+            self.reorder(step["how"])
+        elif what == "deepcopy":
+            self.stop_reordering()
+            both = copy.deepcopy((self.model, self.optimizer, self.averaged))
+            self.model, self.optimizer, self.averaged = both
+        elif what == "pickle" and not self.has_attributes:
+            self.stop_reordering()
+            memory = io.BytesIO()
+            torch.save((self.model, self.optimizer), memory)
+            memory.seek(0)
+            self.model, self.optimizer = torch.load(memory, weights_only=False)
+            if self.begun:
+                self.fuse()
+        elif what == "save":
+            self.saved = copy.deepcopy(self.optimizer.state_dict())
+        elif what == "load" and self.saved is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(self.saved))
+        elif what == "rate":
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+        elif what == "freeze":
+            p = self.param(pick)
+            p.requires_grad_(not p.requires_grad)
+            p.grad = None
+        elif what == "empty state":
+            self.optimizer.state.clear()
+        elif what == "set state":
+            for p in self.model.parameters():
+                for key, value in self.optimizer.state.get(p, {}).items():
+                    if torch.is_tensor(value):
+                        self.optimizer.state[p][key] = value.clone()
+        elif what == "new group":
+            extra = nn.Parameter(torch.ones(3, dtype=self.p.dtype))
+            self.model.register_parameter(f"extra{len(self.optimizer.param_groups)}", extra)
+            self.optimizer.add_param_group({"params": [extra]})
+            self.averaged = AveragedModel(self.model, **self.p.averages())
+        elif what == "turn" and self.turns:
+            p = self.param(pick)
+            if p.dim() == 2:
+                p.data = p.data.t().contiguous().t()
+
+    def stop_reordering(self):
+        if self.reordering is not None:
+            self.reordering.remove()
+            self.reordering = None
+
+    def reorder(self, how):
+        """The bits are stock's in any order."""
+        if not self.fused:
+            return
+        if self.reordering is not None:
+            self.stop_reordering()
+            return
+        options = {"reverse_first": {"k": 1}, "budget": {"memory": 1 << 20}}.get(how, {})
+        if how == "auto":
+            options = {"network": (0.0, 1e-6)}
+        self.reordering = optfuse.reorder(self.model, how, **options)
+
+    def inputs(self, i, n):
+        random = torch.Generator().manual_seed(1000 * i + n)
+        return torch.randn(self.p.rows, WIDTH, generator=random).to(self.p.dtype)
+
+    def loss(self, kind, part, x):
+        model = self.model
+        if kind == "functional":
+            named = {name: p * 1.0 for name, p in model.named_parameters()}
+            out = torch.func.functional_call(model, named, (x, part), tie_weights=True)
+        elif kind == "vmap" and type(model) in (Plain, Shared):
+            out = torch.vmap(lambda row: model(row, part))(x)
+        elif kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.p.dtype == torch.float32):
+                out = model(x, part).to(self.p.dtype)
+        else:
+            out = model(x, part)
+        if kind == "hook on output" and out.requires_grad:
+            out.register_hook(lambda g: g.mul_(2) if g.is_contiguous() else g * 2)
+        loss = out.square().mean()
+        for name, p in model.named_parameters():
+            if name.startswith("extra"):
+                loss = loss + p.square().sum()
+        return loss
+
+    def one_pass(self, i, n, kind, part, how):
+        x = self.inputs(i, n)
+        if kind == "penalty":
+            x.requires_grad_()
+            loss = self.loss(kind, part, x)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + slope.square().sum()
+        elif kind == "gradients first":
+            loss = self.loss(kind, part, x)
+            params = [p for p in self.model.parameters() if p.requires_grad]
+            found = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+            self.see("gradients by themselves", [g for g in found if g is not None])
+        else:
+            loss = self.loss(kind, part, x)
+        if not loss.requires_grad:
+            return
+        if how == "twice":
+            loss.backward(retain_graph=True)
+            loss.backward()
+        elif how == "create graph":
+            loss.backward(create_graph=True)
+        elif how == "thread":
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        else:
+            loss.backward()
+        self.see("loss", loss)
+
+    def hook(self, what, pick):
+        p = self.param(pick)
+        if not p.requires_grad:
+            return None
+        kept, turns = self.kept, self.turns
+
+        def after(param):
+            if what == "after: in place":
+                param.grad.mul_(0.5)
+            elif what == "after: add to itself":
+                param.grad.add_(param.grad)
+            elif what == "after: turned" and param.dim() == 2 and turns:
+                param.grad = param.grad.t().contiguous().t()
+            elif what == "after: keep":
+                kept[:] = [param.grad]
+
+        if what.startswith("after"):
+            return p.register_post_accumulate_grad_hook(after)
+        before = {
+            "double": lambda g: g * 2,
+            "add to itself": lambda g: g + g,
+            "in place": lambda g: g.mul_(3) if g.is_contiguous() else g,
+            "new": lambda g: torch.ones_like(g),
+        }
+        return p.register_hook(before[what]) if what else None
+
+    def between(self, what, pick):
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        p = self.with_gradient(pick)
+        if p is None:
+            return
+        if what == "clip":
+            self.see("norm", utils.clip_grad_norm_(self.model.parameters(), 0.01))
+        elif what == "clip twice":
+            self.see("norm", utils.clip_grad_norm_(params, 0.05))
+            self.see("norm", utils.clip_grad_norm_(params, 0.01))
+        elif what == "clip doubled":
+            self.see("norm", utils.clip_grad_norm_([*params, params[0]], 0.01))
+        elif what == "clip some":
+            self.see("norm", utils.clip_grad_norm_(params[::2], 0.01, error_if_nonfinite=True))
+        elif what == "clip other norm":
+            self.see(
+                "norm", utils.clip_grad_norm_(params, 0.01, (1.0, 3.0, float("inf"))[pick % 3])
+            )
+        elif what == "clip values":
+            utils.clip_grad_value_(params, 1e-3)
+        elif what == "clip with norm":
+            norm = utils.get_total_norm([q.grad for q in params])
+            utils.clip_grads_with_norm_(params, 0.01, norm)
+            self.see("norm", norm)
+        elif what == "look":
+            self.see("gradients", [q.grad for q in params])
+        elif what == "write":
+            p.grad.mul_(0.5)
+        elif what == "add to itself":
+            p.grad.add_(p.grad)
+        elif what == "turned" and p.dim() == 2 and self.turns:
+            p.grad = p.grad.t().contiguous().t()
+        elif what == "swap":
+            p.grad = p.grad.clone()
+        elif what in ("of another", "is state"):
+            self.take_memory(what, p, pick)
+        elif what == "drop one":
+            p.grad = None
+        elif what == "deepcopy":
+            self.see("copy", [q.grad for q in copy.deepcopy(self.model).parameters()])
+
+    def take_memory(self, what, p, pick):
+        """The gradient is another parameter, or its state; perhaps by other strides."""
+        others = [q for q in self.model.parameters() if q is not p]
+        q = others[pick % len(others)]
+        found = [q.detach()]
+        if what == "is state":
+            entry = self.optimizer.state.get(q, {})
+            found = [t for t in entry.values() if torch.is_tensor(t) and t.dim()]
+        for t in found[:1]:
+            if t.shape == p.shape:
+                p.grad = t.detach() if pick % 2 else t
+            elif t.numel() == p.numel() and p.dim() == 2 and t.is_contiguous() and self.turns:
+                p.grad = t.view(p.shape[1], p.shape[0]).t()
+            if pick % 3 == 0 and p.dim() == 2 and p.shape[0] == p.shape[1] and self.turns:
+                p.grad = p.grad.t()
+
+    def average(self):
+        if self.fused:
+            self.averaged.update_parameters(self.model)
+            return
+        with pytorchs_own():
+            self.averaged.update_parameters(self.model)
+
+    def after(self, what, pick):
+        p = self.param(pick)
+        if what.startswith("average"):
+            for _ in range(2 if what == "average twice" else 1):
+                self.average()
+        elif what == "another thread":
+            self.in_a_thread(lambda: self.see("weight", p.detach()))
+        elif what == "look":
+            self.look("in between")
+        elif what == "look at average":
+            self.see("average", [a.detach() for a in self.averaged.parameters()])
+        elif what == "look at state":
+            self.see("state", [*self.optimizer.state.values()])
+        elif what == "flush" and self.is_fused():
+            self.in_a_thread(lambda: optfuse.flush(self.optimizer))
+        elif what == "write weight":
+            with torch.no_grad():
+                p.mul_(0.9)
+        elif what == "alias":
+            self.kept[:] = [p.detach()]
+        elif what == "gradient":
+            self.see("gradients", [q.grad for q in self.model.parameters()])
+        elif what == "step again":
+            self.optimizer.step()
+        elif what == "swap weights":
+            self.model.load_state_dict({k: v * 1.5 for k, v in self.model.state_dict().items()})
+
+    @staticmethod
+    def in_a_thread(call):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    # ---- the program
+
+    def play(self):
+        """An optimizer of a class that stock refuses, or that can't be fused, ends it."""
+        self.begun = False
+        try:
+            for i, step in enumerate(self.p.steps):
+                if i == self.p.fused_from:
+                    self.begun = True
+                    self.fuse()
+                self.iteration(i, step)
+            self.end = "equal"
+        except optfuse.Error as error:
+            self.end = f"raised: {error}"
+        except Exception as error:
+            self.end = f"error: {type(error).__name__}: {error}"
+        finally:
+            self.stop_reordering()
+        return self
+
+    def iteration(self, i, step):
+        for what in step["before"]:
+            self.before(what, step)
+        self.optimizer.zero_grad(self.p.set_to_none)
+        handle = self.hook(step["hook"], step["pick"])
+        for n, (kind, part, how) in enumerate(step["passes"]):
+            self.one_pass(i, n, kind, part, how)
+        if handle is not None:
+            handle.remove()
+        for what in step["between"]:
+            self.between(what, step["pick"])
+        self.optimizer.step()
+        for what in step["after"]:
+            self.after(what, step["pick"])
+        self.see("kept", [k.detach() for k in self.kept])
+        if i % 3 == 2 or i == len(self.p.steps) - 1:
+            self.look(f"step {i}")
+            self.see("averages", [a.detach() for a in self.averaged.parameters()])
+        self.kept = []
+
+
+def difference(program, stock, ours):
+    """An empty string: equal, up to where one of them raises."""
+    for n, (a, b) in enumerate(zip(ours.seen, stock.seen, strict=False)):
+        try:
+            assert_same(f"{n}: {b[0]}", *(list(x) for x in (a, b)))
+        except AssertionError as error:
+            return str(error)
+    # PyTorch's fused SGD wants momentum of all parameters or of none.
+    is_known = program.optimizer == "SGD" and stock.end.startswith("error: TypeError")
+    if ours.end == "equal" and stock.end != "equal" and not is_known:
+        return f"stock ended with {stock.end}"
+    if ours.end.startswith("error") and not stock.end.startswith("error"):
+        return f"ended with {ours.end}"
+    if len(ours.seen) > len(stock.seen) and not is_known:
+        return f"saw more than stock, which ended with {stock.end}"
+    return ""
+
+
+def play(seed):
+    """How it went, and a difference."""
+    program = Program(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytorchs_own():
+            stock = Run(program, False).play()
+        ours = Run(program, True).play()
+    found = difference(program, stock, ours)
+    word = ours.end if ours.end.startswith("raised") else ours.end.split(":")[0]
+    return f"{program.mode}: {word}", f"{found}\n{program}" if found else ""
+
+
+def main():
+    torch.set_num_threads(1)
+    first, n = map(int, sys.argv[1:])
+    tally = Counter()
+    for seed in range(first, first + n):
+        print(seed, end=" ", file=sys.stderr, flush=True)
+        word, found = play(seed)
+        tally[word[:150]] += 1
+        if found:
+            print(f"seed {seed}: {word[:200]}: {found}", flush=True)
+    for word, count in tally.most_common():
+        print(count, word)
+
+
+if __name__ == "__main__":
+    main()
