@@ -334,7 +334,9 @@ class Run:
 
     def before(self, what, step):
         pick = step["pick"]
-        if what == "unfuse and fuse" and self.fused and self.begun:
+        # unfuse() leaves None where there were gradients that backward mode has used.
+        can_unfuse = self.p.mode == "forward" or self.p.set_to_none
+        if what == "unfuse and fuse" and self.fused and self.begun and can_unfuse:
             optfuse.unfuse(self.optimizer)
             self.fuse()
         elif what == "reorder":
@@ -442,9 +444,7 @@ class Run:
         elif how == "create graph":
             loss.backward(create_graph=True)
         elif how == "thread":
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
+            self.in_a_thread(loss.backward)
         else:
             loss.backward()
         self.see("loss", loss)
@@ -568,9 +568,19 @@ class Run:
 
     @staticmethod
     def in_a_thread(call):
-        thread = threading.Thread(target=call)
+        raised = []
+
+        def catching():
+            try:
+                call()
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=catching)
         thread.start()
         thread.join()
+        if raised:
+            raise raised[0]
 
     # ---- the program
 
