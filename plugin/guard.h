@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* guard.h: names the safety checks so that a test-only build can switch one
  * off and see wrong numbers. In every other build a guard is the constant
- * true and leaves nothing behind in the binary. */
+ * true and leaves nothing behind in the binary. Sources that both builds share are
+ * compiled with OF_NO_GUARDS: a guard there could not be switched off, and is an error. */
 #ifndef OPTFUSE_GUARD_H
 #define OPTFUSE_GUARD_H
 
 #include <stdbool.h>
 
-#ifdef OF_TEST_GUARDS
+#if defined(OF_TEST_GUARDS)
 #ifdef __cplusplus
 extern "C"
 #endif
@@ -16,7 +17,7 @@ extern "C"
     __attribute__((visibility("default"))) bool
     of_guard_enabled(const char *name);
 #define OF_GUARD(name) of_guard_enabled(#name)
-#else
+#elif !defined(OF_NO_GUARDS)
 #define OF_GUARD(name) true
 #endif
 

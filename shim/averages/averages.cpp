@@ -21,6 +21,7 @@
 #include "python/gil.h"
 #include "tensor/memory.h"
 #include "tensor/refuse.h"
+#include "tensor/written.h"
 
 namespace optfuse {
 namespace {

@@ -24,6 +24,7 @@
 #include "tensor/memory.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
+#include "tensor/written.h"
 
 namespace optfuse {
 

@@ -30,6 +30,7 @@
 #include "tensor/overlap.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
+#include "tensor/written.h"
 
 namespace optfuse {
 namespace {

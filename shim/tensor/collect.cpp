@@ -28,6 +28,7 @@
 #include "tensor/references.h"
 #include "tensor/refuse.h"
 #include "tensor/usual.h"
+#include "tensor/written.h"
 
 namespace optfuse {
 namespace {

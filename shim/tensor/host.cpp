@@ -30,6 +30,7 @@
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
 #include "tensor/square_roots.h"
+#include "tensor/written.h"
 
 namespace optfuse {
 // Tells the allocator that a stream uses the memory: the memory's owner does not know of a launch

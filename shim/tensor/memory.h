@@ -6,7 +6,6 @@
 
 #include "compat.h"
 #include "gpu/device.h"
-#include "guard.h"
 #include "promises/promise.h"
 
 namespace optfuse {
@@ -44,15 +43,6 @@ inline double number_after(const c10::TensorImpl *counter) {
     return counter->dtype().toScalarType() == c10::ScalarType::Double
                ? *static_cast<const double *>(data) + 1
                : static_cast<double>(*static_cast<const float *>(data) + 1.0f);
-}
-
-// The memory of a tensor that is about to be written past the dispatcher. Memory that copies on
-// write (torch._lazy_clone) is copied now.
-inline void *written_data_of(const c10::TensorImpl *impl) {
-    c10::StorageImpl *storage = storage_of(impl);
-    if (!is_own(storage->_mutable_data_ptr_no_checks()) && OF_GUARD(copy_on_write))
-        storage->mutable_data();
-    return data_of(impl);
 }
 
 // Only one tensor and `held` references of ours know this storage.
