@@ -26,7 +26,7 @@ def compile_command(source: Path, program: Path) -> list[str]:
         _INCLUDE.mkdir(exist_ok=True)
         installed.symlink_to(shim)
     folders = [shim, _INCLUDE, torch / "include", torch / "include/torch/csrc/api/include"]
-    folders += [bootstrap.ROOT / name for name in ("plugin", "kernels")]
+    folders += [bootstrap.ROOT / name for name in ("plugin", "kernels", "tests/cxx")]
     libraries = [LIBRARY, torch / "lib/libtorch_cpu.so", torch / "lib/libc10.so"]
     command = ["aarch64-linux-gnu-g++", "-std=c++20", "-w", str(source), "-o", str(program)]
     command += [f"-I{folder}" for folder in folders]
@@ -38,8 +38,8 @@ def _tests_in_one() -> Path:
     """One source, since torch's headers take longer to read than these files."""
     tests = bootstrap.ROOT / "tests" / "cxx"
     source = BUILD / "test_cxx.cpp"
-    names = ("main.cpp", "training.cpp", "clipping.cpp", "refusals.cpp")
-    source.write_text("".join(f'#include "{tests / name}"\n' for name in names))
+    names = [*tests.glob("*.cpp"), *tests.glob("hazard/*.cpp")]
+    source.write_text("".join(f'#include "{name}"\n' for name in sorted(names)))
     return source
 
 

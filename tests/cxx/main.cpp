@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// main.cpp: runs the tests of optfuse.hpp, in a process that has no Python.
+// main.cpp: runs the tests of optfuse.hpp, in a process that has no Python, or random programs.
 #include "optfuse.hpp"
 
 #include "common.h"
@@ -14,7 +14,9 @@ static bool has_python() {
            text.find("libtorch_python") != std::string::npos;
 }
 
-int main() {
+int main(int argc, char **argv) {
+    if (argc > 1 && std::string(argv[1]) == "hazard")
+        return hazard::play_programs(argc - 1, argv + 1);
     test_training();
     test_distance();
     test_clipping();

@@ -10,3 +10,7 @@ void test_distance();
 void test_clipping(); // clipping.cpp
 void test_refusals(); // refusals.cpp
 void test_lifetime();
+
+namespace hazard {
+int play_programs(int argc, char **argv); // hazard/programs.cpp
+}

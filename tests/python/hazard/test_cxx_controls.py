@@ -16,10 +16,10 @@ def run(count, **variables):
     library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
-    program = Path(library).parents[1] / "tests" / "cxx" / "test_hazard-guards"
+    program = Path(library).parents[1] / "tests" / "cxx" / "test_cxx-guards"
     if not program.is_file():
         pytest.skip("the build has no tests in C++ (-Dtests=true)")
-    command = [program, str(count)]
+    command = [program, "hazard", str(count)]
     return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// main.cpp: random training programs with optfuse.hpp, compared by bits with the reference:
+// programs.cpp: random training programs with optfuse.hpp, compared by bits with the reference:
 //
-//   test_hazard [COUNT [FIRST SEED]]
+//   test_cxx hazard [COUNT [FIRST SEED]]
 //
 // A program runs three times: with the reference in the place of torch::optim's step(), in forward
 // mode and in backward mode. In each mode one of these must come of it:
@@ -16,14 +16,14 @@
 
 #include "common.h"
 #include "hazard/actions.h"
+#include "tests.h"
 
 #include <csignal>
 #include <iostream>
 #include <map>
 #include <unistd.h>
 
-using namespace hazard;
-
+namespace hazard {
 namespace {
 
 constexpr unsigned SECONDS = 60; // for a program; more is a hang
@@ -211,7 +211,7 @@ void crash(int signal) {
 
 } // namespace
 
-int main(int argc, char **argv) {
+int play_programs(int argc, char **argv) {
     const int count = argc > 1 ? std::stoi(argv[1]) : 500;
     const unsigned first = argc > 2 ? unsigned(std::stoul(argv[2])) : 1;
     at::set_num_threads(1);
@@ -232,3 +232,5 @@ int main(int argc, char **argv) {
     std::cout << count << " programs, " << failures << " failures" << std::endl;
     return failures == 0 ? 0 : 1;
 }
+
+} // namespace hazard
