@@ -292,7 +292,7 @@ def python(code, timeout=120, fresh=False, **env):
     fresh: one that has imported nothing yet, not even torch."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     if not fresh:
-        return forked_python.run(code, HERE, env, timeout)
+        return forked_python.run(forked_python.coded(code, HERE, env), timeout)
     # From Python 3.12 on of one that forks.
     env.setdefault("PYTHONWARNINGS", "ignore:This process:DeprecationWarning")
     return subprocess.run(

@@ -20,8 +20,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def quick_collections():
     """Modules that are loaded once stay; collecting after each test needn't look at them."""
-    import torch._dynamo
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     gc.collect()
     gc.freeze()

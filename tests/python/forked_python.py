@@ -3,23 +3,28 @@
 nothing but fork. Importing it takes longer than most of what is run in them.
 
 Each is an interpreter of its own, which imports optfuse itself and exits as any
-other, but has not read the environment when it imported torch. As a program it is
-the process that forks: a request a line on stdin, and on stdout the id of the
-child and, when it has ended, its id and its status."""
+other, but has not read the environment when it imported torch. One that is to look as if
+it had just been started is made so by as_started.py. As a program it is the process
+that forks: each connection brings one request and the files of the child, and gets
+the child's id and, when it has ended, its status."""
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 import types
 import warnings
+
+if __name__ == "__main__":
+    import as_started
 
 # As `python SCRIPT ...`, and as `python -m MODULE ...`.
 SCRIPT = """
@@ -33,19 +38,22 @@ import os, runpy, sys
 sys.argv, sys.path[0] = {arguments!r}, os.getcwd()
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
+MOST = 2**17  # bytes of a request
 
 
 @functools.cache
 def server():
+    """The address of the process that forks."""
+    address = f"\0{__name__}-{os.getpid()}"  # of no file
     made = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, address[1:]],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        bufsize=0,  # or select() would not see what is in the buffer
     )
+    made.stdout.readline()  # it listens
     atexit.register(end, made, os.getpid())
-    return made
+    return address
 
 
 def end(made, starter):
@@ -67,94 +75,115 @@ def module(name, *arguments):
 
 
 class Child:
-    """As subprocess.Popen([sys.executable, "-c", code]), its output in files."""
+    """As subprocess.Popen(), of files."""
 
-    statuses: dict[int, int] = {}  # of those that have ended, by their ids
-
-    def __init__(self, code, cwd, env, out, err):
-        request = {"code": code, "cwd": str(cwd), "env": env, "out": str(out), "err": str(err)}
-        self.code, self.returncode = code, None
-        server().stdin.write(json.dumps(request).encode() + b"\n")
-        self.pid = None
-        while self.pid is None:
-            self.pid = self._hear(None)
-
-    def _hear(self, timeout):
-        """Waits so long for a word of the server. The id of a child that was started, or None."""
-        if select.select([server().stdout], [], [], timeout)[0]:
-            child, *status = map(int, server().stdout.readline().split())
-            if not status:
-                return child
-            self.statuses[child] = os.waitstatus_to_exitcode(*status)
-        return None
-
-    def poll(self):
-        if self.returncode is None:
-            while select.select([server().stdout], [], [], 0)[0]:
-                self._hear(0)
-            self.returncode = self.statuses.pop(self.pid, None)
-        return self.returncode
+    def __init__(self, request, files, address=None):
+        """request: of coded() or started(). files: stdin, stdout and stderr."""
+        self.args, self.returncode = request, None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(address or server())
+        socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+        self.pid = int(self._socket.recv(MOST))
 
     def wait(self, timeout=None):
-        end = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                raise subprocess.TimeoutExpired(self.code, timeout)
-            self._hear(left)
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = os.waitstatus_to_exitcode(int(self._socket.recv(MOST)))
+            self._socket.close()
         return self.returncode
+
+    def poll(self):
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def kill(self):
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def run(code, cwd, env, timeout):
-    """As subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)."""
+def coded(code, cwd, env):
+    """As `python -c CODE`, with torch imported."""
+    return {"code": code, "cwd": str(cwd), "env": env}
+
+
+def started(arguments, cwd, env):
+    """As `python ARGUMENTS`, by all that it can see itself (as_started.py). No flags."""
+    words = [str(word) for word in arguments]
+    return {"arguments": words, "cwd": str(cwd), "env": env, "parent": os.getpid()}
+
+
+def into(request, out, err):
+    """A Child whose output is appended to these files, which may be one."""
+    with open(os.devnull) as stdin, open(out, "a") as stdout, open(err, "a") as stderr:
+        return Child(request, [file.fileno() for file in (stdin, stdout, stderr)])
+
+
+def run(request, timeout):
+    """As subprocess.run(..., capture_output=True, text=True)."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        child = Child(code, cwd, env, out.name, err.name)
+        child = into(request, out.name, err.name)
         try:
             child.wait(timeout)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-            raise subprocess.TimeoutExpired(code, timeout, out.read(), err.read()) from None
-        return subprocess.CompletedProcess(code, child.returncode, out.read(), err.read())
+            raise subprocess.TimeoutExpired(request, timeout, out.read(), err.read()) from None
+        return subprocess.CompletedProcess(request, child.returncode, out.read(), err.read())
 
 
-def serve():
-    """Returns in a child, with what it has to run, or with nothing at the end."""
-    running = {}  # children by descriptors that can be read when they have ended
+def serve(address):
+    """Returns in a child, with what it has to run and its files, or with nothing at the end."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(address)
+    listening.listen(64)
+    print(flush=True)
+    running = {}  # by descriptors that can be read when they have ended: child and connection
     while True:
-        ready, _, _ = select.select([sys.stdin, *running], [], [])
-        for ended in running.keys() & set(ready):
-            _, status = os.waitpid(child := running.pop(ended), 0)
-            os.close(ended)
-            print(child, status, flush=True)
-        if sys.stdin not in ready:
-            continue
-        line = sys.stdin.buffer.readline()  # the only one: its sender waits for an answer
-        if not line:
+        ready, _, _ = select.select([sys.stdin, listening, *running], [], [])
+        if sys.stdin in ready:  # whoever has started it is gone
             return None
+        for ended in running.keys() & set(ready):
+            child, connection = running.pop(ended)
+            tell(connection, os.waitpid(child, 0)[1])
+            connection.close()
+            os.close(ended)
+        if listening not in ready:
+            continue
+        connection, _ = listening.accept()
+        request, files, _, _ = socket.recv_fds(connection, MOST, 3)
         child = os.fork()
         if child == 0:
-            for other in running:
-                os.close(other)
-            return json.loads(line)
-        running[os.pidfd_open(child)] = child
-        print(child, flush=True)
+            for descriptor, (_, other) in running.items():
+                os.close(descriptor)
+                other.close()
+            listening.close()
+            connection.close()
+            return json.loads(request), files
+        for file in files:
+            os.close(file)
+        running[os.pidfd_open(child)] = child, connection
+        tell(connection, child)
 
 
-def become(request):
-    """A fresh __main__; its namespace."""
-    for descriptor, path in enumerate((os.devnull, request["out"], request["err"])):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)  # both may be one
+def tell(connection, number):
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        connection.send(str(number).encode())
+
+
+def become(request, files):
+    for descriptor, file in enumerate(files):
         os.dup2(file, descriptor)
         os.close(file)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    sys.path[0], sys.argv = "", ["-c"]
+
+
+def fresh_main():
+    """The namespace of a new __main__."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     return vars(main)
 
@@ -169,5 +198,12 @@ if __name__ == "__main__":
 
     # From Python 3.12 on, in children that fork, too: that it works is what they show.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    if request := serve():
-        exec(compile(request["code"], "<string>", "exec"), become(request))
+    address = f"\0{sys.argv[1]}"
+    if asked := serve(address):
+        request, files = asked
+        become(request, files)
+        if "code" in request:
+            sys.path[0], sys.argv = "", ["-c"]
+            exec(compile(request["code"], "<string>", "exec"), fresh_main())
+        else:
+            as_started.run(request["arguments"], request["parent"], address)

@@ -31,7 +31,8 @@ def torchrun(*words, cwd, timeout=180, **variables):
     already; it starts its processes as ever."""
     code = forked_python.module("torch.distributed.run", *words)
     usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return forked_python.run(code, cwd, {**os.environ, **usual, **variables}, timeout)
+    environment = {**os.environ, **usual, **variables}
+    return forked_python.run(forked_python.coded(code, cwd, environment), timeout)
 
 
 def launched(*words, **options):
@@ -55,13 +56,14 @@ if child:
 def started(output, script, *arguments):
     """A forked_python.Child, which writes into this file, and errors into another beside it."""
     code = forked_python.script(script, *arguments)
-    return forked_python.Child(code, os.getcwd(), dict(os.environ), output, f"{output}.errors")
+    request = forked_python.coded(code, os.getcwd(), dict(os.environ))
+    return forked_python.into(request, output, f"{output}.errors")
 
 
 def run_script(arguments, cwd=".", first="", timeout=180, **variables):
     """The script's subprocess.CompletedProcess."""
     code = forked_python.script(*arguments, first=first)
-    return forked_python.run(code, cwd, {**os.environ, **variables}, timeout)
+    return forked_python.run(forked_python.coded(code, cwd, {**os.environ, **variables}), timeout)
 
 
 def printed(arguments, folder, first="", **variables):

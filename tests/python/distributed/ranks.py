@@ -108,7 +108,7 @@ def _start(folder, rank, world, names):
     code = forked_python.script(HERE / "worker.py", folder, rank, world, *names)
     output = f"{folder}/output-{rank}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return forked_python.Child(code, HERE, environment, output, output)
+    return forked_python.into(forked_python.coded(code, HERE, environment), output, output)
 
 
 def _wait(folder, ranks):

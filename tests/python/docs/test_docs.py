@@ -5,11 +5,10 @@ import functools
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import docs_blocks
+import forked_python
 import pytest
 from docs_blocks import BLOCKS, PAGES, ROOT
 from several import launched, printed
@@ -107,19 +106,22 @@ def test_c_stands_in_the_sources(block):
 
 
 HELP = {
-    "pip": [sys.executable, "-m", "pip"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "optfuse": [sys.executable, "-m", "optfuse"],
+    "pip": ["-m", "pip"],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "optfuse": ["-m", "optfuse"],
 }
 
 
 @functools.cache
 def help_of(*command):
-    return subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+    asked = forked_python.started([*command, "--help"], ROOT, dict(os.environ))
+    done = forked_python.run(asked, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def split(words):
-    """The command, of which --help says what it takes, and its own words."""
+    """The arguments of a Python whose --help says what it takes, and the command's own words."""
     if words[:3] == ["python", "-m", "optfuse"]:
         words = words[2:]
     elif words[0] == "python":
@@ -128,7 +130,7 @@ def split(words):
         return (*HELP[words[0]], words[1]), words[2:]
     if words[0] in HELP:
         return tuple(HELP[words[0]]), words[1:]
-    return (sys.executable, str(ROOT / words[0])), words[1:]
+    return (str(ROOT / words[0]),), words[1:]
 
 
 def own_flags(words):

@@ -24,13 +24,12 @@ PACKAGE = Path(optfuse.__file__).parent
 
 def doctor(*arguments, cwd="/", fresh=True, **variables):
     """fresh: in an interpreter that has not imported torch yet."""
+    command = ["-m", "optfuse", "doctor", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     if not fresh:
-        return forked_python.run(
-            forked_python.module("optfuse", "doctor", *arguments), cwd, env, timeout=120
-        )
+        return forked_python.run(forked_python.started(command, cwd, env), timeout=120)
     return subprocess.run(
-        [sys.executable, "-m", "optfuse", "doctor", *arguments],
+        [sys.executable, *command],
         cwd=cwd,
         env=env,
         capture_output=True,
@@ -171,7 +170,7 @@ def test_torch_that_cant_be_used(text, says, tmp_path):
 
 
 def test_a_library_that_is_not_there(tmp_path):
-    done = doctor(OPTFUSE_LIBRARY=str(tmp_path / "none.so"))
+    done = doctor(fresh=False, OPTFUSE_LIBRARY=str(tmp_path / "none.so"))
     (problem,) = problems(done)
     assert "OPTFUSE_LIBRARY names" in problem and "which is not a file" in problem
 
@@ -179,7 +178,7 @@ def test_a_library_that_is_not_there(tmp_path):
 def test_a_package_without_a_library(tmp_path):
     ignore = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "optfuse", ignore=ignore)
-    done = doctor(cwd=tmp_path, OPTFUSE_LIBRARY="", PYTHONPATH=str(tmp_path))
+    done = doctor(fresh=False, cwd=tmp_path, OPTFUSE_LIBRARY="", PYTHONPATH=str(tmp_path))
     (problem,) = problems(done)
     assert "has no compiled library" in problem
     assert "pip install --no-build-isolation ." in problem
@@ -189,7 +188,7 @@ def test_a_file_that_is_no_library(tmp_path):
     build = Path(os.environ.get("OPTFUSE_LIBRARY") or next(PACKAGE.glob("liboptfuse_torch*.so")))
     (tmp_path / "broken.so").write_text("broken")
     shutil.copy(build.with_suffix(".json"), tmp_path / "broken.json")
-    (problem,) = problems(doctor(OPTFUSE_LIBRARY=str(tmp_path / "broken.so")))
+    (problem,) = problems(doctor(fresh=False, OPTFUSE_LIBRARY=str(tmp_path / "broken.so")))
     assert problem.startswith("loading:") and "broken.so" in problem
 
 

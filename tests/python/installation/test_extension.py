@@ -7,10 +7,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from installed import (
     INSTALLED,
@@ -45,13 +44,9 @@ def extension(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(what: str, extension: Path, **variables: str) -> str:
     """The last line of the program's output."""
-    done = subprocess.run(
-        [sys.executable, HERE / "train.py", what, extension],
-        env=os.environ | QUIET | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [HERE / "train.py", what, extension]
+    asked = forked_python.started(command, HERE, os.environ | QUIET | variables)
+    done = forked_python.run(asked, timeout=300)
     return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from several import finished, launched, printed, printed_by_two
 
@@ -19,11 +20,20 @@ RUN = ("-m", "optfuse", "run")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def python(*arguments, stdin="", **variables):
-    """A Python's CompletedProcess."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    command = [sys.executable, *arguments]
-    return finished(command, cwd=SCRIPTS, env=environment, input=stdin, timeout=180)
+def environment(variables):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+
+
+def python(*arguments, **variables):
+    """The CompletedProcess of a Python that looks as one that was started."""
+    asked = forked_python.started(arguments, SCRIPTS, environment(variables))
+    return forked_python.run(asked, timeout=180)
+
+
+def fresh_python(*arguments, stdin="", **variables):
+    """Of a Python that was started: where flags, a tool or the start are the matter."""
+    command, env = [sys.executable, *arguments], environment(variables)
+    return finished(command, cwd=SCRIPTS, env=env, input=stdin, timeout=180)
 
 
 def succeeded(done):
@@ -37,7 +47,7 @@ def stock(*arguments):
     return printed(arguments, SCRIPTS)
 
 
-def same(mode, *arguments, options=(), **variables):
+def same(mode, *arguments, options=(), python=python, **variables):
     """The stderr of a run whose output is stock's."""
     done = succeeded(python(*RUN, "-v", "--mode", mode, *options, *arguments, **variables))
     assert done.stdout == stock(*arguments), done.stderr
@@ -55,7 +65,7 @@ def last(stderr):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plain_loop(mode):
-    said = same(mode, "plain.py", "--steps", "6", "--mode", "its own")
+    said = same(mode, "plain.py", "--steps", "6", "--mode", "its own", python=fresh_python)
     assert said == (
         f"optfuse: plain.py:16: fused AdamW in {mode} mode\n"
         f"optfuse: fused 1 optimizer (AdamW) in {mode} mode\n"
@@ -120,7 +130,7 @@ def test_a_class_that_cant_be_fused(mode):
     [("forward", "fork"), ("backward", "spawn"), ("forward", "forkserver"), ("backward", "exec")],
 )
 def test_children_fuse_as_well(mode, method):
-    done = succeeded(python(*RUN, "-v", "--mode", mode, "children.py", method))
+    done = succeeded(fresh_python(*RUN, "-v", "--mode", mode, "children.py", method))
     assert done.stdout == stock("children.py", "fork"), done.stderr  # whatever the method
     assert fused(done.stderr, mode) == ["AdamW", "AdamW"]
 
@@ -157,7 +167,7 @@ def test_a_model_that_backward_mode_cant_follow():
 
 def test_the_launcher_inside_of_the_run():
     """The launcher starts the ranks as `python parallel.py`."""
-    done = succeeded(python(*RUN, "--mode", "backward", *TORCHRUN, "parallel.py", "before"))
+    done = succeeded(fresh_python(*RUN, "--mode", "backward", *TORCHRUN, "parallel.py", "before"))
     assert done.stdout == two_ranks("parallel.py", "before"), done.stderr
     assert done.stderr.count("fused 1 optimizer (AdamW) in backward mode") == 2, done.stderr
 
@@ -171,22 +181,22 @@ def test_a_script_that_fuses_by_itself_is_obeyed():
 @pytest.mark.parametrize("how", [("shows_itself.py",), ("-m", "shows_itself")])
 def test_the_script_sees_what_python_shows_it(how):
     arguments = (*how, "-v", "--", "a b", "--mode")
-    ours = succeeded(python(*RUN, *arguments, stdin="text"))
-    assert ours.stdout == succeeded(python(*arguments, stdin="text")).stdout
+    ours = succeeded(fresh_python(*RUN, *arguments, stdin="text"))
+    assert ours.stdout == succeeded(fresh_python(*arguments, stdin="text")).stdout
     assert ours.stderr == "optfuse: this process made no optimizer\n"
 
 
 def test_flags_of_the_interpreter_are_kept():
     """Those in sys.flags and -X, in any form."""
     flags = ("-O", "-X", "utf8", "-W", "error::ImportWarning", "-Bum")
-    ours = succeeded(python(*flags, "optfuse", "run", "-q", "flags.py", "x")).stdout
-    assert ours == succeeded(python(*flags[:-1], "-Bu", "flags.py", "x")).stdout
+    ours = succeeded(fresh_python(*flags, "optfuse", "run", "-q", "flags.py", "x")).stdout
+    assert ours == succeeded(fresh_python(*flags[:-1], "-Bu", "flags.py", "x")).stdout
 
 
 def test_a_tool_that_runs_scripts_may_stand_on_either_side():
     tool = ("-m", "cProfile")
     for how in ((*tool, *RUN), (*RUN, *tool)):
-        done = succeeded(python(*how, "plain.py"))
+        done = succeeded(fresh_python(*how, "plain.py"))
         assert done.stdout.startswith(stock("plain.py"))
         assert "fused 1 optimizer (AdamW)" in done.stderr
 
@@ -199,7 +209,7 @@ def test_endings_are_kept():
 
 
 def test_a_traceback_is_that_of_the_script_and_two_lines_of_ours():
-    ours, theirs = (python(*how, "fails.py", "raise").stderr for how in ((*RUN, "-q"), ()))
+    ours, theirs = (fresh_python(*how, "fails.py", "raise").stderr for how in ((*RUN, "-q"), ()))
     lines = [line for line in ours.splitlines() if not set(line) <= set(" ^~")]
     at = next(i for i, line in enumerate(lines) if "watch.py" in line)
     without = lines[:at] + lines[at + 2 :]
@@ -272,7 +282,7 @@ runpy.run_module("optfuse", run_name="__main__")
     ],
 )
 def test_refusals(arguments, says):
-    done = python(*arguments)
+    done = fresh_python(*arguments)
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert not done.stdout
 

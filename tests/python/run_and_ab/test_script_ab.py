@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 from html_pages import Page, has_matplotlib
@@ -26,17 +27,11 @@ AB = ("-m", "optfuse", "ab")
 
 
 def ab(*arguments, folder="ab_scripts", **variables):
-    """A CompletedProcess, without the lines that say where it is. Run with one thread and, if
-    nothing else is said, in one round."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=HERE / folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    """The CompletedProcess of Pythons that look as if they had been started, without the lines that
+    say where it is. Run with one thread and, if nothing else is said, in one round."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    asked = forked_python.started(arguments, HERE / folder, environment)
+    done = forked_python.run(asked, timeout=600)
     done.stderr = re.sub(r"^optfuse ab: .* \(after \d+ s\)\n", "", done.stderr, flags=re.MULTILINE)
     return done
 
@@ -130,7 +125,8 @@ def test_a_script_that_draws_from_the_clock_is_not_reproducible():
 
 @pytest.fixture(scope="module")
 def shown():
-    """A comparison of weights that differ: what is printed, and what a terminal was shown."""
+    """A comparison of weights that differ: what is printed, and what a terminal was shown. Its
+    Pythons are started, as a user's are."""
     ours, theirs = pty.openpty()
     done = subprocess.Popen(
         [sys.executable, *AB, "--rounds", "1", "--modes", "forward", "mlp.py", "other weights"],
@@ -197,10 +193,8 @@ def drawn(folder, settings):
 
     settings = {**settings, "home": HOME, "prefix": sys.prefix, "process": None, "said": 0}
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
-    environment = environment_for(settings)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    asked = forked_python.started(["-c", code], folder, environment_for(settings))
+    done = forked_python.run(asked, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -323,7 +317,8 @@ def test_refusals_before_anything_runs(arguments, says):
 def test_refusals_of_the_environment():
     assert "start ab without a launcher" in cant("mlp.py", WORLD_SIZE="2")
     assert "unset it" in cant("mlp.py", OPTFUSE_DISABLE="1")
-    done = ab("-E", *AB, "mlp.py")
+    command = [sys.executable, "-E", *AB, "mlp.py"]
+    done = subprocess.run(command, cwd=HERE / "ab_scripts", capture_output=True, text=True)
     assert done.returncode == 2 and "-E, -I or -S" in done.stderr
 
 
@@ -394,7 +389,7 @@ def test_the_peak_is_that_of_this_program():
     """And not that of the process that started it, which getrusage() has."""
     code = "from optfuse._script_ab import probe; print(probe.peak_rss_mb())"
     held = torch.ones(200 * 2**20)  # 800 MB
-    done = ab("-c", code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and float(done.stdout) < 0.5 * probe.peak_rss_mb(), done.stdout
     assert held.sum() > 0
 
