@@ -31,7 +31,7 @@ def python(*arguments, **variables):
 
 
 def fresh_python(*arguments, stdin="", **variables):
-    """Of a Python that was started: where flags, a tool or the start are the matter."""
+    """The same of a Python that was started: where flags, a tool or the start are the matter."""
     command, env = [sys.executable, *arguments], environment(variables)
     return finished(command, cwd=SCRIPTS, env=env, input=stdin, timeout=180)
 
