@@ -11,6 +11,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "fence.h"
+
 /* The first member of what is on a stack. */
 typedef struct of_link {
     struct of_link *next;
@@ -72,6 +74,20 @@ static inline void of_stack_push(_Atomic(of_link *) *stack, of_link *link) {
 /* All of it, the last that was pushed first. */
 static inline of_link *of_stack_take(_Atomic(of_link *) *stack) {
     return atomic_exchange_explicit(stack, NULL, memory_order_acquire);
+}
+
+/* What comes between memory and its mark (fence.h). Who reads that the mark is gone has passed the
+ * fence before it reads the memory: it can't have read the mark before the fence, where the mark
+ * was still there. Without a fence marks are kept from here on. Who takes one off found nothing
+ * pending, by a count or under a lock, and so knows of each fence that failed before: the flag
+ * itself needs no order. */
+static inline void of_order_or_keep(atomic_bool *kept) {
+    if (!of_fence_all())
+        atomic_store_explicit(kept, true, memory_order_relaxed);
+}
+
+static inline bool of_are_kept(const atomic_bool *kept) {
+    return atomic_load_explicit(kept, memory_order_relaxed);
 }
 
 #endif

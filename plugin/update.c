@@ -61,10 +61,21 @@ void of_update_drop(of_update *update) {
         of_pool_give(update->plan, update);
 }
 
+/* One fence for all marks of a launch. What a device writes is ordered by its streams. */
+static void order_marks(const of_list *list) {
+    const of_update *u = list->first;
+    while (u && (!u->deferred || u->in.device != OF_CPU))
+        u = u->next;
+    if (u)
+        of_order_marks();
+}
+
 /* The host lifts its marks before the keys go: a thread that still sees a mark
  * finds the key, waits for this plan's lock, and is then right to go on. A list is of one
  * kind. */
 void of_settle(of_plan *plan, of_list *list, of_list *done) {
+    if (OF_ORDER_IS_WEAK)
+        order_marks(list);
     void (*const settle)(void *, void *, bool) = plan->settle[list->first->kind->index];
     for (of_update *u = list->first; u; u = u->next)
         settle(plan->host.ctx, u->in.references, u->deferred);

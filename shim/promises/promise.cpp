@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "compat.h"
+#include "fence.h"
 #include "guard.h"
 #include "promises/layer.h"
 #include "promises/product.h"
@@ -88,6 +89,7 @@ Given give_memory(c10::StorageImpl *storage, const SharedProduct &product, c10::
     if (!of_is_pending(storage)) // else the update's launch takes the seal off
         unseal(storage);
     before = storage->set_data_ptr(std::move(memory));
+    of_order_marks();
     return Given::DONE;
 }
 

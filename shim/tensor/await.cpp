@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "compat.h"
+#include "fence.h"
 #include "python/gil.h"
 #include "tensor/memory.h"
 #include "tensor/parallel.h"
@@ -126,6 +127,7 @@ void arrive(Arrival *arrival) {
         if (!of_is_pending(storage.get())) // else the update's launch takes the seal off
             unseal(storage.get());
     }
+    of_order_marks();
     arrival->has_come = true;
 }
 

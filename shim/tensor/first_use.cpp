@@ -16,6 +16,7 @@
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
+#include "fence.h"
 #include "guard.h"
 #include "plan.h"
 #include "promises/operators.h"
@@ -69,7 +70,7 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
         raise_failure(op);
     // While a GPU may still run the update, other streams have to come here, too. The
     // key set is no atomic: only the threads that train write it.
-    if (!stranger && accessed != OF_IN_FLIGHT)
+    if (!stranger && accessed != OF_IN_FLIGHT && !of_marks_stay())
         unmark(impl);
     return Answer::PASS;
 }
@@ -126,7 +127,7 @@ void note_stepping_thread() { steps_here = true; }
 
 bool may_take_marks_off(const Plan *plan) {
     return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&
-           !called_by_engine();
+           !called_by_engine() && !of_marks_stay();
 }
 
 int register_first_use() {

@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fence.h: the order between memory that was written and the mark that is taken off it.
+ *
+ * The host's mark goes by a plain store, and code that is not ours reads it by a plain load:
+ * PyTorch's dispatcher, which asks for no order. A thread that finds no mark then reads the
+ * numbers, and where memory order is weak it may find old ones. So whoever has written what a mark
+ * guards has every other thread of the process pass a fence before the mark goes (membarrier(2)).
+ * Where the system refuses that, marks stay: whoever meets one asks the registry, whose locks and
+ * counts order the two. */
+#ifndef OPTFUSE_FENCE_H
+#define OPTFUSE_FENCE_H
+
+#include <stdbool.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* x86 keeps the order of stores and that of loads: nothing of this is in the binary there. */
+#if defined(__x86_64__) || defined(__i386__)
+enum { OF_ORDER_IS_WEAK = 0 };
+#else
+enum { OF_ORDER_IS_WEAK = 1 };
+#endif
+
+/* Has every thread of the process pass a full fence, this one, too; false: the system refuses. */
+bool of_fence_all(void);
+
+void of_fence_or_keep_marks(void);
+bool of_has_no_fence(void);
+
+/* Between the last write and the first mark that goes, by the thread that wrote or one that has
+ * synchronized with it. */
+static inline void of_order_marks(void) {
+    if (OF_ORDER_IS_WEAK)
+        of_fence_or_keep_marks();
+}
+
+/* Whether a mark behind which nothing is pending has to stay. */
+static inline bool of_marks_stay(void) {
+    return OF_ORDER_IS_WEAK && of_has_no_fence();
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif
