@@ -73,8 +73,9 @@ def wanted(member: str) -> bool:
     return member == "torch/version.py" or member.startswith("torch/include/")
 
 
-def headers(release: str, cache: Path) -> Path:
-    """The directory of this release's torch package, of which only what the build reads."""
+def headers(release: str, cache: Path, platforms: Sequence[str]) -> Path:
+    """The directory of this release's torch package, of which only what the build reads.
+    platforms: those of pip, if it is another machine's; some headers differ."""
     package = cache / release / "torch"
     if package.is_dir():
         return package
@@ -82,6 +83,7 @@ def headers(release: str, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        download += [word for platform in platforms for word in ("--platform", platform)]
         run(*download, "--quiet", "--dest", folder, f"torch=={release}.*")
         (wheel,) = Path(folder).glob("torch-*.whl")
         with zipfile.ZipFile(wheel) as opened:
@@ -91,12 +93,17 @@ def headers(release: str, cache: Path) -> Path:
     return package
 
 
-def roots(releases: Sequence[str], cache: Path) -> list[str]:
+def roots(releases: Sequence[str], cache: Path, machine: str) -> list[str]:
     """Directories of torch packages; none: this Python's."""
     unknown = set(releases) - {*RELEASES, "installed"}
     if unknown:
         sys.exit(f"error: {sorted(unknown)} not among 'installed', {', '.join(RELEASES)}")
-    return [] if "installed" in releases else [str(headers(r, cache)) for r in releases]
+    if "installed" in releases:
+        return []
+    is_foreign = machine != platform.machine()
+    platforms = [f"{PLATFORM}_{machine}"] if is_foreign else []
+    cache = cache / machine if is_foreign else cache
+    return [str(headers(release, cache, platforms)) for release in releases]
 
 
 def build(folder: Path, options: argparse.Namespace, packages: Sequence[str]) -> Path:
@@ -147,9 +154,9 @@ def tag(built: Path, out: Path, machine: str) -> Path:
 def main() -> None:
     options = arguments()
     check_tools(options)
-    packages = roots(options.torch, options.cache)
+    machine = "aarch64" if options.aarch64 else platform.machine()
+    packages = roots(options.torch, options.cache, machine)
     with tempfile.TemporaryDirectory() as folder:
-        machine = "aarch64" if options.aarch64 else platform.machine()
         wheel = tag(build(Path(folder), options, packages), options.out, machine)
     print(f"{wheel} ({wheel.stat().st_size / 1e6:.1f} MB)")
 
