@@ -51,6 +51,8 @@ def versions() -> Iterator[Finding]:
     if importlib.util.find_spec("numpy") is None:
         yield Finding("NumPy", "not installed; torch and optfuse work without it")
     yield Finding("processor", processor())
+    if platform.machine() != "x86_64":
+        yield Finding("tested", f"{platform.machine()}: under emulation, not yet on hardware")
 
 
 def _libc() -> str:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import optfuse
-from optfuse._doctor import assumptions, bits, privacy, wide_layer
+from optfuse._doctor import assumptions, bits, facts, privacy, wide_layer
 from optfuse._library import started
 
 PACKAGE = Path(optfuse.__file__).parent
@@ -67,6 +67,13 @@ def test_it_finds_nothing_here():
     equal, tried = re.match(r" *(\d+) of (\d+) cases", facts["bits"]).groups()
     assert equal == tried and int(tried) > 10
     assert all(name in facts["first use"] for name in assumptions.USES)
+
+
+@pytest.mark.parametrize(("machine", "says"), [("aarch64", True), ("x86_64", False)])
+def test_it_says_which_processors_were_emulated_only(machine, says, monkeypatch):
+    monkeypatch.setattr(facts.platform, "machine", lambda: machine)
+    texts = [f"{finding.name}: {finding.text}" for finding in facts.versions()]
+    assert ("tested: aarch64: under emulation, not yet on hardware" in texts) == says, texts
 
 
 def test_verbose_adds_numbers_to_the_same_lines():
