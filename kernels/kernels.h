@@ -27,6 +27,12 @@ enum {
     OF_MAX_SCALARS = 192
 };
 
+/* Bytes of a cache line, on x86-64 and on Arm's own cores; and of two of the longest vectors of a
+ * reference, which nothing may cut that is divided between threads. A processor with longer lines
+ * is asked for some of them twice by a prefetch, no more: no struct is aligned to lines in order to
+ * keep what several threads write apart, for which they would have to be the longest there are. */
+enum { OF_CACHE_LINE = 64 };
+
 typedef enum of_dtype { OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16, OF_FLOAT16, OF_DTYPE_COUNT } of_dtype;
 
 typedef enum of_device { OF_CPU, OF_CUDA } of_device;

@@ -30,7 +30,7 @@ static of_status check_product(const of_plan *plan, const of_inputs *in, unsigne
         return of_fail(OF_INVALID, "a gradient that is a product is of a parameter on the CPU, of "
                                    "a host that computes it, and neither exclusive nor updated by "
                                    "the host");
-    const size_t line = 64;
+    const size_t line = OF_CACHE_LINE;
     if (in->rows < 1 || in->numel % in->rows != 0 || in->panel_rows < 1 ||
         (size_t)(in->numel / in->rows * in->panel_rows) * of_dtype_size(in->dtype) % line != 0)
         return of_fail(OF_INVALID, "a product of %lld rows, %lld at a time, can't have %lld elements",

@@ -18,8 +18,6 @@
 
 #define OF_STORE_FN static inline __attribute__((always_inline, unused))
 
-enum { OF_CACHE_LINE = 64 };
-
 OF_STORE_FN bool of_goes_past_caches(const of_span *span) {
 #if defined(__SSE2__)
     return span->past_caches && (uintptr_t)span->param % OF_CACHE_LINE == 0;

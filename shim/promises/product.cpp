@@ -24,6 +24,10 @@ constexpr int64_t kPanelBytes = 512 << 10;
 // Rows are taken by so many: a panel then begins where a cache line does, whatever their length.
 constexpr int64_t kRows = 32;
 
+constexpr size_t whole_lines(size_t bytes) {
+    return (bytes + OF_CACHE_LINE - 1) / OF_CACHE_LINE * OF_CACHE_LINE;
+}
+
 struct Free {
     void operator()(void *memory) const { std::free(memory); }
 };
@@ -33,7 +37,7 @@ class Buffer {
   public:
     void *of(size_t bytes) { // null: there is no memory
         if (size_ < bytes) {
-            memory_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+            memory_.reset(std::aligned_alloc(OF_CACHE_LINE, whole_lines(bytes)));
             size_ = memory_ ? bytes : 0;
         }
         return memory_.get();

@@ -36,7 +36,6 @@ constexpr size_t kMostKeys = 1024;
 constexpr double kShare = 0.01;      // of the time since the first call
 constexpr double kProducts = 12;     // that a trial takes
 constexpr uint64_t kTimesAgain = 64; // uses until times are taken once more, then twice as many
-constexpr size_t kCacheLine = 64;
 
 struct Entry {
     int uses = 0;
@@ -58,7 +57,7 @@ Trials &trials() {
 
 int64_t offset_in_line(const at::Tensor &t) {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data_of(t.unsafeGetTensorImpl())) %
-                                kCacheLine);
+                                OF_CACHE_LINE);
 }
 
 // The gradient that a trial is about.

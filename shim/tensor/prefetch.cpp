@@ -10,14 +10,12 @@
 namespace optfuse {
 namespace {
 
-constexpr uintptr_t kLine = 64;
-
 // Wherever in its first line it begins.
 template <size_t bytes> void fetch(const void *record) {
-    const uintptr_t line = reinterpret_cast<uintptr_t>(record) / kLine * kLine;
+    const uintptr_t line = reinterpret_cast<uintptr_t>(record) / OF_CACHE_LINE * OF_CACHE_LINE;
 #pragma GCC unroll 16
-    for (size_t i = 0; i < bytes / kLine + 1; i++)
-        __builtin_prefetch(reinterpret_cast<const void *>(line + i * kLine), 1);
+    for (size_t i = 0; i < bytes / OF_CACHE_LINE + 1; i++)
+        __builtin_prefetch(reinterpret_cast<const void *>(line + i * OF_CACHE_LINE), 1);
 }
 
 void fetch_tensor(const c10::TensorImpl *impl) {
