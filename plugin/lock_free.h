@@ -76,7 +76,7 @@ static inline of_link *of_stack_take(_Atomic(of_link *) *stack) {
     return atomic_exchange_explicit(stack, NULL, memory_order_acquire);
 }
 
-/* What comes between memory and its mark (fence.h). Who reads that the mark is gone has passed the
+/* The step between memory and its mark (fence.h). Who reads that the mark is gone has passed the
  * fence before it reads the memory: it can't have read the mark before the fence, where the mark
  * was still there. Without a fence marks are kept from here on. Who takes one off found nothing
  * pending, by a count or under a lock, and so knows of each fence that failed before: the flag
