@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* norm.h: 2-norms of float32 arrays with the bits of PyTorch's vector_norm on
- * CPUs with AVX2 (docs/numerics.md), of numbers multiplied by two factors first
+/* norm.h: 2-norms of float32 arrays with the bits of PyTorch's vector_norm
+ * (docs/numerics.md), of numbers multiplied by two factors first
  * as scale.h does, and whether all numbers were finite: one pass that reads.
  */
 #ifndef OPTFUSE_NORM_H
@@ -24,8 +24,12 @@ typedef struct of_norm {
  * four arrays at a time take little longer than one. */
 typedef void of_norm_fn(of_norm *const norms[], size_t n);
 
-/* The best whose ISA is at most `isa`. All give the same bits. */
-of_norm_fn *of_norm_find(of_isa isa);
+/* The orders in which PyTorch sums on the processor that the build is for: those of its kernels
+ * for AVX2, or for NEON and SVE vectors of 16 and 32 bytes. */
+extern const char *const of_norm_orders[]; /* names, ended by NULL */
+
+/* The best of this order whose ISA is at most `isa`. All of an order give the same bits. */
+of_norm_fn *of_norm_find(size_t order, of_isa isa);
 
 #ifdef __cplusplus
 }

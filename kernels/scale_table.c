@@ -32,14 +32,32 @@ of_scale_fn *of_scale_find(of_dtype dtype, of_isa isa) {
     return best ? best->run : NULL;
 }
 
-of_norm_fn of_norm_c, of_norm_baseline;
-OF_AVX2(of_norm_fn of_norm_avx2;)
-OF_AVX512(of_norm_fn of_norm_avx512;)
-OF_SVE(of_norm_fn of_norm_sve;)
+#ifdef __aarch64__
+#define OF_NORM_ORDERS(X) X(neon) X(sve128) X(sve256)
+#else
+#define OF_NORM_ORDERS(X) X(avx2)
+#endif
+#define OF_NORM_ISAS(X, order)                                                                     \
+    X(order, c, OF_ISA_C)                                                                          \
+    X(order, baseline, OF_ISA_BASELINE)                                                            \
+    OF_AVX2(X(order, avx2, OF_ISA_AVX2))                                                           \
+    OF_AVX512(X(order, avx512, OF_ISA_AVX512))                                                     \
+    OF_SVE(X(order, sve, OF_ISA_SVE))
 
-of_norm_fn *of_norm_find(of_isa isa) {
-    OF_SVE(if (isa >= OF_ISA_SVE) return of_norm_sve;)
-    OF_AVX512(if (isa >= OF_ISA_AVX512) return of_norm_avx512;)
-    OF_AVX2(if (isa >= OF_ISA_AVX2) return of_norm_avx2;)
-    return isa >= OF_ISA_BASELINE ? of_norm_baseline : of_norm_c;
+#define OF_DECLARE_NORM(order, isa, isa_code) of_norm_fn of_norm_##order##_##isa;
+#define OF_DECLARE_NORMS(order) OF_NORM_ISAS(OF_DECLARE_NORM, order)
+OF_NORM_ORDERS(OF_DECLARE_NORMS)
+
+#define OF_NAME(order) #order,
+const char *const of_norm_orders[] = {OF_NORM_ORDERS(OF_NAME) NULL};
+
+#define OF_NORM_ROW(order, isa, isa_code) [isa_code] = of_norm_##order##_##isa,
+#define OF_NORM_ROWS(order) {OF_NORM_ISAS(OF_NORM_ROW, order)},
+static of_norm_fn *const norms[][OF_ISA_COUNT] = {OF_NORM_ORDERS(OF_NORM_ROWS)};
+
+of_norm_fn *of_norm_find(size_t order, of_isa isa) {
+    size_t best = (size_t)isa;
+    while (!norms[order][best])
+        best--;
+    return norms[order][best];
 }

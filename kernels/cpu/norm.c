@@ -1,22 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* norm.c: norm.h for one instruction set; the build defines OF_ISA.
+/* norm.c: norm.h for one order and instruction set. The build defines
  *
- * PyTorch sums the squares in eight lanes, adds the lanes in order, and then
- * what does not fill a vector: four squares at a time, rounded before they are
- * added, and the last three at most by fused multiply-adds. The norm of one
- * element is its absolute value. */
+ *   OF_ORDER, OF_ISA   their names: avx2, baseline
+ *   OF_LANES           running sums
+ *   OF_FUSED           1 or 0: whether squares are added to them by fused multiply-adds
+ *   OF_ROUNDED_BY      what does not fill a vector: so many squares at a time are rounded before
+ *                      they are added, and the others not; 0: none
+ *
+ * PyTorch sums the squares of whole vectors in lanes, adds the lanes in order, and then what does
+ * not fill a vector. The norm of one element is its absolute value. */
 #include <math.h>
 #include <string.h>
 
 #include "../norm.h"
 
-#define OF_PASTE2(a, b) a##_##b
-#define OF_PASTE(a, b) OF_PASTE2(a, b)
-#define OF_NORM OF_PASTE(of_norm, OF_ISA)
+#if OF_FUSED
+#include <arm_neon.h>
+#endif
+
+#define OF_PASTE2(a, b, c) a##_##b##_##c
+#define OF_PASTE(a, b, c) OF_PASTE2(a, b, c)
+#define OF_NORM OF_PASTE(of_norm, OF_ORDER, OF_ISA)
 
 of_norm_fn OF_NORM;
 
-enum { LANES = 8, TOGETHER = 4 };
+enum { LANES = OF_LANES, TOGETHER = 4 };
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 #define OF_INLINE static inline __attribute__((always_inline))
 
@@ -32,17 +40,22 @@ static bool is_scaled(const of_norm *of) {
     return of->factors[0] != 1.0 || of->factors[1] != 1.0;
 }
 
-OF_INLINE lanes square(const chain *c, const float *at, bool scaled) {
+/* The squares of the next vector, added to the sums. */
+OF_INLINE lanes add_squares(lanes sums, const chain *c, const float *at, bool scaled) {
     lanes x = *(const lanes *)(const void *)at;
     if (scaled)
         x = x * (float)c->of->factors[0] * (float)c->of->factors[1];
-    return x * x;
+#if OF_FUSED
+    return (lanes)vfmaq_f32((float32x4_t)sums, (float32x4_t)x, (float32x4_t)x);
+#else
+    return sums + x * x;
+#endif
 }
 
 OF_INLINE void add_to_one(chain *c, size_t vectors, bool scaled) {
     lanes squares = c->squares;
     for (size_t i = 0; i < vectors * LANES; i += LANES)
-        squares += square(c, c->next + i, scaled);
+        squares = add_squares(squares, c, c->next + i, scaled);
     c->squares = squares;
 }
 
@@ -51,10 +64,10 @@ OF_INLINE void add_to_four(chain c[TOGETHER], size_t vectors, bool scaled) {
     const float *const x2 = c[2].next, *const x3 = c[3].next;
     lanes s0 = c[0].squares, s1 = c[1].squares, s2 = c[2].squares, s3 = c[3].squares;
     for (size_t i = 0; i < vectors * LANES; i += LANES) {
-        s0 += square(&c[0], x0 + i, scaled);
-        s1 += square(&c[1], x1 + i, scaled);
-        s2 += square(&c[2], x2 + i, scaled);
-        s3 += square(&c[3], x3 + i, scaled);
+        s0 = add_squares(s0, &c[0], x0 + i, scaled);
+        s1 = add_squares(s1, &c[1], x1 + i, scaled);
+        s2 = add_squares(s2, &c[2], x2 + i, scaled);
+        s3 = add_squares(s3, &c[3], x3 + i, scaled);
     }
     c[0].squares = s0, c[1].squares = s1, c[2].squares = s2, c[3].squares = s3;
 }
@@ -97,7 +110,11 @@ static void finish(const chain *c) {
     for (int i = 1; i < LANES; i++)
         sum += c->squares[i];
     size_t at = of->n / LANES * LANES;
-    const size_t fused = at + (of->n - at) / 4 * 4;
+#if OF_ROUNDED_BY == 0
+    const size_t fused = at;
+#else
+    const size_t fused = at + (of->n - at) / OF_ROUNDED_BY * OF_ROUNDED_BY;
+#endif
     for (; at < of->n; at++) {
         const float x = scaled_at(of, at);
         const float square = x * x;

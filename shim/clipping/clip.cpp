@@ -86,7 +86,7 @@ std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tens
     if (!found)
         return std::nullopt;
     std::vector<of_norm> total{{found->data(), found->size(), {1, 1}, 0, true}};
-    find_norms(total);
+    find_norms(total, norm_in_order());
     at::Tensor norm = at::empty({}, at::kFloat);
     *norm.mutable_data_ptr<float>() = total[0].norm;
     return norm;

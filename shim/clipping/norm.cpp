@@ -47,8 +47,7 @@ of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
 } // namespace
 
 // Longest first, each whole: its sum is in PyTorch's order. All threads compute as this one.
-void find_norms(std::vector<of_norm> &items) {
-    static of_norm_fn *const norm = of_norm_find(of_isa_detect());
+void find_norms(std::vector<of_norm> &items, of_norm_fn *norm) {
     constexpr size_t kWorthAThread = 32768;
     std::vector<of_norm *> order;
     size_t total = 0;
@@ -94,7 +93,7 @@ std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &o
             places.push_back(i);
         }
     }
-    find_norms(items);
+    find_norms(items, norm_in_order());
     for (size_t i = 0; i < items.size(); i++)
         values[places[i]] = items[i].norm;
     return values;
@@ -115,7 +114,7 @@ std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Ten
             return std::nullopt;
         items.back().factors[0] = number;
     }
-    find_norms(items);
+    find_norms(items, norm_in_order());
     Unscaled done = {true, false};
     for (size_t i = 0; i < of.size(); i++) {
         done.finite = (items[i].finite || !OF_GUARD(nonfinite)) && done.finite;

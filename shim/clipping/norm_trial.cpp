@@ -32,13 +32,13 @@ at::Tensor random_numbers(int64_t n, float spread) {
     return numbers;
 }
 
-bool are_equal(float spread) {
+bool are_equal(of_norm_fn *norm, float spread) {
     const std::vector<int64_t> all = lengths();
     const at::Tensor numbers = random_numbers(33333, spread);
     std::vector<of_norm> items;
     for (const int64_t n : all)
         items.push_back({numbers.const_data_ptr<float>(), static_cast<size_t>(n), {1, 1}, 0, true});
-    find_norms(items);
+    find_norms(items, norm);
     std::vector<at::Tensor> tensors;
     for (const int64_t n : all)
         tensors.push_back(numbers.narrow(0, 0, n));
@@ -51,7 +51,7 @@ bool are_equal(float spread) {
 }
 
 // Each tail of many arrays: another rounding in it does not show in every norm.
-bool are_tails_equal() {
+bool are_tails_equal(of_norm_fn *norm) {
     constexpr int64_t kTailRows = 64, kLongest = 40, kDim[] = {1};
     const at::Tensor numbers = random_numbers(kTailRows * kLongest, 1);
     for (int64_t n = 2; n < kLongest; n++) {
@@ -64,7 +64,7 @@ bool are_tails_equal() {
                              {1, 1},
                              0,
                              true});
-        find_norms(items);
+        find_norms(items, norm);
         for (size_t row = 0; row < items.size(); row++)
             if (theirs.const_data_ptr<float>()[row] != items[row].norm)
                 return false;
@@ -72,8 +72,24 @@ bool are_tails_equal() {
     return true;
 }
 
+bool has_bits_of_torch(of_norm_fn *norm) {
+    constexpr float kVanishes = 1e-30f; // when it is squared
+    return are_tails_equal(norm) && are_equal(norm, 1) && are_equal(norm, kVanishes);
+}
+
+// The first order that has the bits of PyTorch's operator; null: none has.
+of_norm_fn *find_order() {
+    for (size_t order = 0; of_norm_orders[order] != nullptr; order++) {
+        of_norm_fn *norm = of_norm_find(order, of_isa_detect());
+        if (has_bits_of_torch(norm) || !OF_GUARD(norm))
+            return norm;
+    }
+    return nullptr;
+}
+
 std::atomic<int> tried_with{0}; // threads
 std::atomic<bool> found_equal{false};
+std::atomic<of_norm_fn *> in_order{nullptr}; // the last that was found
 
 } // namespace
 
@@ -82,13 +98,16 @@ bool norms_are_torchs() {
         if (of_is_forked() && thread_count() > 1)
             return false; // PyTorch's threads, which the trial would ask for, may hang here
         PlainMode plain;
-        constexpr float kVanishes = 1e-30f; // when it is squared
-        found_equal =
-            (are_tails_equal() && are_equal(1) && are_equal(kVanishes)) || !OF_GUARD(norm);
+        of_norm_fn *norm = find_order();
+        found_equal = norm != nullptr;
+        if (norm != nullptr)
+            in_order = norm;
         tried_with = thread_count();
     }
     return found_equal;
 }
+
+of_norm_fn *norm_in_order() { return in_order; }
 
 NormsTried norms_tried() {
     if (tried_with == 0)

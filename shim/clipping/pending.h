@@ -48,12 +48,13 @@ struct Unscaled {
 };
 std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor);
 // Norms of arrays, on all threads where that pays.
-void find_norms(std::vector<of_norm> &items);
+void find_norms(std::vector<of_norm> &items, of_norm_fn *norm);
 
 // norm_trial.cpp
 // Whether our pass adds up squares in the order in which this PyTorch does on this CPU, with as
 // many threads: tried at the first question, and again when their number has changed.
 bool norms_are_torchs();
+of_norm_fn *norm_in_order(); // in that one, if so
 // The verdict so far; nothing is tried.
 enum class NormsTried { NOT_YET, EQUAL, DIFFERENT };
 NormsTried norms_tried();

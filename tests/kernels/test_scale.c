@@ -100,7 +100,7 @@ static bool is_same(const of_norm *a, const of_norm *b) {
 }
 
 /* Parts of one array, which ends at a guard page; the C row has them one by one. */
-static bool norms_agree(of_isa isa, arrays *a, bool special, uint64_t *random) {
+static bool norms_agree(size_t order, of_isa isa, arrays *a, bool special, uint64_t *random) {
     enum { PARTS = 11 };
     const size_t n = 1 + random_next(random) % (random_next(random) % 4 ? 100 : MOST - 1);
     const size_t parts = random_next(random) % (PARTS + 1);
@@ -117,13 +117,13 @@ static bool norms_agree(of_isa isa, arrays *a, bool special, uint64_t *random) {
         pick_factors(plain[i].factors, random);
         row[i] = plain[i];
         plains[i] = &plain[i], rows[i] = &row[i];
-        of_norm_find(OF_ISA_C)(&plains[i], 1);
+        of_norm_find(order, OF_ISA_C)(&plains[i], 1);
         bool finite = true;
         for (size_t at = from; at < n; at++)
             finite = finite && isfinite(x[at]);
         agree = agree && plain[i].finite == finite;
     }
-    of_norm_find(isa)(rows, parts);
+    of_norm_find(order, isa)(rows, parts);
     for (size_t i = 0; i < parts; i++)
         agree = agree && is_same(&plain[i], &row[i]);
     return agree && arrays_intact(a);
@@ -132,12 +132,13 @@ static bool norms_agree(of_isa isa, arrays *a, bool special, uint64_t *random) {
 START_TEST(every_norm_has_the_bits_of_the_c_one) {
     arrays a;
     arrays_create(&a, MOST * sizeof(double));
-    for (of_isa isa = OF_ISA_C; isa <= of_isa_detect(); isa++) {
-        uint64_t random = 11;
-        for (int i = 0; i < ROUNDS; i++)
-            ck_assert_msg(norms_agree(isa, &a, i % 2 == 0, &random), "%s, round %d",
-                          of_isa_name(isa), i);
-    }
+    for (size_t order = 0; of_norm_orders[order]; order++)
+        for (of_isa isa = OF_ISA_C; isa <= of_isa_detect(); isa++) {
+            uint64_t random = 11;
+            for (int i = 0; i < ROUNDS; i++)
+                ck_assert_msg(norms_agree(order, isa, &a, i % 2 == 0, &random), "%s, %s, round %d",
+                              of_norm_orders[order], of_isa_name(isa), i);
+        }
     arrays_destroy(&a);
 }
 END_TEST
