@@ -50,8 +50,10 @@ typedef enum of_isa {
 
 /* The implementation of PyTorch whose bits a row reproduces: its fused CPU
  * kernel as compiled for AVX2 (fused multiply-adds), which also serves CPUs
- * with AVX-512, or as compiled for plain x86-64 (none); or its fused CUDA
- * kernel; or its CUDA operators, one after the other. docs/numerics.md has the formulas.
+ * with AVX-512, or as compiled for plain x86-64 (none); on AArch64 as compiled
+ * for NEON, or for SVE vectors of 32 bytes (those that its source spells out); or
+ * its fused CUDA kernel; or its CUDA operators, one after the other.
+ * docs/numerics.md has the formulas.
  *
  * Of the last two the table has only plain C rows, which run on the CPU: the
  * yardstick of kernels/cuda/. Those of CUDA's fused kernel take an of_cuda_scalars,

@@ -21,7 +21,8 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     OF_OP_BY_OP_BASELINE(X, __VA_ARGS__)                                                           \
     OF_AVX2(X(__VA_ARGS__, avx2, OF_ISA_AVX2, fused, OF_REF_CPU_FUSED))                            \
     OF_AVX512(X(__VA_ARGS__, avx512, OF_ISA_AVX512, fused, OF_REF_CPU_FUSED))                      \
-    OF_SVE(X(__VA_ARGS__, sve, OF_ISA_SVE, fused, OF_REF_CPU_FUSED))
+    OF_SVE(X(__VA_ARGS__, sve, OF_ISA_SVE, fused, OF_REF_CPU_FUSED))                               \
+    OF_SVE(X(__VA_ARGS__, sve, OF_ISA_SVE, plain, OF_REF_CPU_FUSED_PLAIN))
 
 /* AArch64's baseline has fused multiply-adds. */
 #ifdef __aarch64__

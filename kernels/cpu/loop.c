@@ -199,7 +199,8 @@ OF_RULE_FN of_factors factors_of(const of_span *span) {
 }
 
 OF_RULE_FN void update_span(const of_span *span, const void *scalars, bool fused) {
-    const of_form form = {fused, OF_ALL_TAIL}, tail = {fused, true};
+    const of_form vectors = OF_BODY(fused), tail = OF_TAIL(fused);
+    const of_form form = OF_ALL_TAIL ? tail : vectors;
     const of_factors none = {false, 1, 1}, by = factors_of(span);
     of_arrays arrays = {span->param, span->grad, {NULL}, of_goes_past_caches(span)};
     for (int i = 0; i < OF_N_STATE; i++)

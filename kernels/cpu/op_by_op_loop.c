@@ -5,7 +5,7 @@
  * the loop works in blocks that stay in the first-level cache in between. */
 #include "op_by_op_numbers.h"
 
-static const of_form body_form = {OF_FUSED, false}, tail_form = {OF_FUSED, true};
+static const of_form body_form = OF_BODY(OF_FUSED), tail_form = OF_TAIL(OF_FUSED);
 
 static void scale(of_real *to, const of_numbers *x, const double *factors) {
     const double first = factors[0], second = factors[1];

@@ -15,10 +15,9 @@ static void update_one(const of_span *span, const void *scalars, of_form form, s
 }
 
 static void update_span(const of_span *span, const void *scalars, bool fused) {
-    for (size_t i = 0; i < span->n; i++) {
-        const of_form form = {fused, OF_ALL_TAIL || i >= span->n - span->tail};
-        update_one(span, scalars, form, i);
-    }
+    const of_form body = OF_BODY(fused), tail = OF_TAIL(fused);
+    for (size_t i = 0; i < span->n; i++)
+        update_one(span, scalars, OF_ALL_TAIL || i >= span->n - span->tail ? tail : body, i);
 }
 
 void OF_KERNEL_NAME(fused)(const of_span *span, const void *scalars) {

@@ -22,12 +22,14 @@ enum {
 typedef void operator_fn(of_real *to, const of_real *a, const of_real *b, const of_real *c,
                          double s, double t, size_t n);
 
+static const of_form body_form = OF_BODY(OF_FUSED), tail_form = OF_TAIL(OF_FUSED);
+
 /* The loop of an operator over elements that take the reference's vector formula, and over its
  * last ones. */
-#define OF_LOOP(name, result, kind, is_tail)                                                       \
+#define OF_LOOP(name, result, kind, the_form)                                                      \
     static void name##_##kind(of_real *to, const of_real *from_a, const of_real *from_b,           \
                               const of_real *from_c, double s, double t, size_t n) {               \
-        const of_form form = {OF_FUSED, is_tail};                                                  \
+        const of_form form = the_form;                                                             \
         (void)form, (void)from_a, (void)from_b, (void)from_c, (void)s, (void)t;                    \
         OF_NO_ALIAS                                                                                \
         for (size_t i = 0; i < n; i++) {                                                           \
@@ -37,7 +39,7 @@ typedef void operator_fn(of_real *to, const of_real *a, const of_real *b, const 
         }                                                                                          \
     }
 #define OF_OPERATOR(name, inputs, result)                                                          \
-    OF_LOOP(name, result, body, false) OF_LOOP(name, result, tail, true)
+    OF_LOOP(name, result, body, body_form) OF_LOOP(name, result, tail, tail_form)
 #include "../operators.def"
 
 static operator_fn *const loops[][2] = {

@@ -59,7 +59,7 @@ OF_RULE_FN of_real adagrad_scalar(of_form form, double value) {
 OF_RULE_FN adagrad_constants adagrad_round(const void *scalars, of_form form) {
     const adagrad_scalars *s = (const adagrad_scalars *)scalars;
     adagrad_constants k;
-    k.rate = adagrad_scalar(form, form.fused ? s->rate_fused : s->rate_plain);
+    k.rate = adagrad_scalar(form, of_fuses_spelled(form) ? s->rate_fused : s->rate_plain);
     k.weight_decay = adagrad_scalar(form, s->weight_decay);
     k.eps = adagrad_scalar(form, s->eps);
     k.sign = (of_real)s->sign;

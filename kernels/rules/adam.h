@@ -83,7 +83,7 @@ OF_RULE_FN adam_constants adam_round(const void *scalars, of_form form) {
     const adam_scalars *s = (const adam_scalars *)scalars;
     adam_constants k;
     k.weight_decay = (of_real)s->weight_decay;
-    k.decay = (of_real)(form.fused ? s->decay_fused : s->decay_plain);
+    k.decay = (of_real)(of_fuses_spelled(form) ? s->decay_fused : s->decay_plain);
     k.average_weight = (of_real)s->average_weight;
     k.from_average = of_absolute(k.average_weight) < (of_real)0.5;
     if (!k.from_average) /* equal but for the sign of zero, when beta1 is 0 */
@@ -129,7 +129,8 @@ OF_RULE_FN void adam_element(const adam_constants *k, unsigned variant, of_form 
     const of_real param = e->param * k->decay;
 
     const of_real base = k->from_average ? *average : grad;
-    *average = of_multiply_add(fused, k->average_weight, grad - *average, base);
+    *average =
+        of_multiply_add(of_fuses_spelled(form), k->average_weight, grad - *average, base);
 
     const of_real weighted = k->square_weight * grad;
     if (form.tail || adam_rounds_gradient_first)

@@ -32,7 +32,7 @@ OF_RULE_FN of_real aten_add(of_form form, of_real self, of_real other, double al
     const of_real factor = aten_round((of_real)alpha);
     if (ATEN_IS_NARROW && aten_rounds_within(form))
         return aten_round(self + aten_round(other * factor));
-    return aten_round(of_multiply_add(form.fused, other, factor, self));
+    return aten_round(of_multiply_add(of_fuses_spelled(form), other, factor, self));
 }
 
 OF_RULE_FN of_real aten_add_number(of_real self, double number) {
@@ -53,7 +53,8 @@ OF_RULE_FN of_real aten_lerp(of_form form, of_real self, of_real end, double wei
     const bool near = of_absolute(w) < (of_real)0.5;
     const of_real rest = form.tail ? -((of_real)1 - w) : w - (of_real)1;
     const of_real coefficient = near ? w : rest;
-    return aten_round(of_multiply_add(form.fused, coefficient, end - self, near ? self : end));
+    return aten_round(
+        of_multiply_add(of_fuses_spelled(form), coefficient, end - self, near ? self : end));
 }
 
 /* maximum, and a limit that is a tensor: of equal numbers (zeros) the vector code gives the

@@ -46,6 +46,22 @@ typedef struct of_form {
     bool tail;  /* the reference's scalar code for the last elements */
 } of_form;
 
+/* On AArch64 scalar code is always contracted. Vectors of SVE are not, since their products and
+ * sums are calls of functions; that is the reference OF_REF_CPU_FUSED_PLAIN there. */
+#if defined(__aarch64__)
+enum { OF_SCALARS_FUSE = true };
+#else
+enum { OF_SCALARS_FUSE = false };
+#endif
+#define OF_BODY(fused) {(fused), false}
+#define OF_TAIL(fused) {(fused) || OF_SCALARS_FUSE, true}
+
+/* Whether a multiply-add that PyTorch's source spells out is fused, and what is computed once for
+ * all elements. */
+OF_RULE_FN bool of_fuses_spelled(of_form form) {
+    return form.fused || OF_SCALARS_FUSE;
+}
+
 /* The numbers of an update on a GPU beside its options. */
 typedef struct of_step_scalars {
     of_real lr;

@@ -82,7 +82,7 @@ OF_RULE_FN sgd_constants sgd_round(const void *scalars, of_form form) {
 OF_RULE_FN of_real sgd_buffer(const sgd_constants *k, of_form form, of_real buffer, of_real grad) {
     if (form.tail)
         return of_multiply_add(form.fused, buffer, k->momentum, grad * k->grad_weight);
-    return of_multiply_add(form.fused, k->grad_weight, grad, buffer * k->momentum);
+    return of_multiply_add(of_fuses_spelled(form), k->grad_weight, grad, buffer * k->momentum);
 }
 
 /* The first one is copied: a product would lose denormals where the processor takes them
@@ -94,20 +94,20 @@ OF_RULE_FN of_real sgd_gradient(const sgd_constants *k, unsigned variant, of_rea
 }
 
 OF_RULE_FN void sgd_element(const sgd_constants *k, unsigned variant, of_form form, of_element *e) {
-    const bool fused = form.fused;
+    const bool spelled = of_fuses_spelled(form);
     of_real *buffer = &e->state[sgd_momentum_buffer];
 
     of_real grad = sgd_gradient(k, variant, e->grad);
     if (variant & SGD_WITH_DECAY)
-        grad = of_multiply_add(fused, e->param, k->weight_decay, grad);
+        grad = of_multiply_add(spelled, e->param, k->weight_decay, grad);
     if (variant & SGD_WITH_MOMENTUM) {
         *buffer = variant & SGD_WITH_FIRST ? grad : sgd_buffer(k, form, *buffer, grad);
         if (variant & SGD_WITH_NESTEROV)
-            grad = of_multiply_add(fused, *buffer, k->momentum, grad);
+            grad = of_multiply_add(spelled, *buffer, k->momentum, grad);
         else
             grad = *buffer;
     }
-    e->param = of_multiply_add(fused, grad, k->step_size, e->param);
+    e->param = of_multiply_add(form.fused, grad, k->step_size, e->param);
 }
 
 /* From here on: the formula of the fused CUDA kernel. */

@@ -318,8 +318,8 @@ bool takes_sve256() {
 
 void fill_reference(of_plan_options *options) {
 #ifdef __aarch64__
-    // NEON has fused multiply-adds, too.
-    options->reference = OF_REF_CPU_FUSED;
+    // NEON has fused multiply-adds, too; ATen's vectors of SVE fuse those that it spells out.
+    options->reference = takes_sve256() ? OF_REF_CPU_FUSED_PLAIN : OF_REF_CPU_FUSED;
     options->vector_bytes = takes_sve256() ? 32 : 16;
 #else
     const std::string capability = at::get_cpu_capability();

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs under emulation: the trials of optfuse/_trials/stock_trial.py for each class and dtype, of
-updates that promise the bits of this torch. Prints a line each; fails if bits differ."""
+"""Runs under emulation: the trials of norms, and of optfuse/_trials/stock_trial.py for each class
+and dtype, of updates that promise the bits of this torch. Prints a line each; fails if bits
+differ."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def main() -> int:
     print(torch.__version__, torch.backends.cpu.get_cpu_capability(), flush=True)
     stock_trial.SIZES = (*SIZES, 1003)  # type: ignore[assignment]
     optfuse.fuse(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))  # starts the library
-    failed = 0
+    same = torch.ops.optfuse.norms_are_torchs()
+    print(f"norms: {'equal' if same else 'in no order of ours'}", flush=True)
+    failed = int(not same)
     for stock, rule in RULES.items():
         for dtype in DTYPES:
             started = time.monotonic()

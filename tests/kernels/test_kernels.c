@@ -82,7 +82,7 @@ static const of_reference baseline = OF_REF_CPU_FUSED_PLAIN;
 /* Rules that are chains of operators have those rows that a CPU can need, and
  * the plain C ones. */
 static bool is_needed(const of_rule *rule, of_reference reference, of_isa isa) {
-    return !rule->op_by_op || isa == OF_ISA_C ||
+    return !rule->op_by_op || isa == OF_ISA_C || isa == OF_ISA_SVE ||
            reference == (isa == OF_ISA_BASELINE ? baseline : OF_REF_CPU_FUSED);
 }
 
