@@ -166,6 +166,9 @@ typedef struct of_rule {
 extern const of_rule of_rules[];
 extern const char of_rules_text[];
 const of_rule *of_rule_find(const char *name); /* NULL if there is none */
+/* The kernels on GPUs that update float32 parameters whose state is bfloat16, under the name that
+ * of_cuda_update and their plain C row have; NULL: the rule has none. */
+const char *of_rule_mixed(const of_rule *rule);
 
 /* The kernels, ended by a row whose rule is NULL. */
 extern const of_kernel of_kernels[];

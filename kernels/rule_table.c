@@ -85,3 +85,7 @@ const of_rule *of_rule_find(const char *name) {
             return rule;
     return NULL;
 }
+
+const char *of_rule_mixed(const of_rule *rule) {
+    return strcmp(rule->name, "adam") == 0 ? "adam_mixed" : NULL;
+}

@@ -79,6 +79,7 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
     OF_DECLARE_CPU_##cpu(rule) OF_DECLARE_GPU_##gpu(rule)
 #include "rules.def"
+OF_DECLARE_CUDA(adam_mixed, float32, OF_FLOAT32)
 
 #define OF_CPU_FUSED(rule) OF_DTYPES(OF_ISAS, OF_ROWS, rule)
 #define OF_CPU_OP_BY_OP(rule) OF_DTYPES(OF_OP_BY_OP_ISAS, OF_OP_BY_OP_ROW, rule)
@@ -93,6 +94,7 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 const of_kernel of_kernels[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_CPU_##cpu(rule) OF_GPU_##gpu(rule)
 #include "rules.def"
+    OF_CUDA_ROW(adam_mixed, float32, OF_FLOAT32)
     {NULL, OF_REF_COUNT, OF_DTYPE_COUNT, OF_CPU, OF_ISA_C, NULL},
 };
 /* clang-format on */

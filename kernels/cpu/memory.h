@@ -33,11 +33,29 @@ OF_RULE_FN of_real of_as_stored(of_real value) {
     return of_load(&stored, 0);
 }
 
+#ifdef OF_STATE_BFLOAT16
+OF_RULE_FN of_real of_load_one_state(const void *from, size_t at) {
+    return of_bfloat16_widen(((const of_stored_state *)from)[at]);
+}
+
+OF_RULE_FN void of_store_one_state(void *to, size_t at, of_real value) {
+    ((of_stored_state *)to)[at] = of_bfloat16_narrow(value);
+}
+#else
+OF_RULE_FN of_real of_load_one_state(const void *from, size_t at) {
+    return of_load(from, at);
+}
+
+OF_RULE_FN void of_store_one_state(void *to, size_t at, of_real value) {
+    of_store(to, at, value);
+}
+#endif
+
 /* The elements of the state that a rule uses. */
 OF_RULE_FN void of_load_state(const of_span *span, unsigned used, size_t at, of_element *e) {
     for (unsigned i = 0; i < OF_FORMULA_STATE; i++)
         if (used & (1u << i))
-            e->state[i] = of_load(span->state[i], at);
+            e->state[i] = of_load_one_state(span->state[i], at);
 }
 
 /* Parameter and state. */
@@ -46,7 +64,7 @@ OF_RULE_FN void of_store_element(const of_span *span, unsigned used, size_t at,
     of_store(span->param, at, e->param);
     for (unsigned i = 0; i < OF_FORMULA_STATE; i++)
         if (used & (1u << i))
-            of_store(span->state[i], at, e->state[i]);
+            of_store_one_state(span->state[i], at, e->state[i]);
 }
 
 /* The gradient as it would lie in memory after each product. */

@@ -24,6 +24,13 @@ enum { OF_NARROW = 1 };
 #error "define OF_DTYPE and OF_DTYPE_<NAME>"
 #endif
 
+/* The state's elements are of the same type, but where the build defines OF_STATE_BFLOAT16. */
+#ifdef OF_STATE_BFLOAT16
+typedef uint16_t of_stored_state;
+#else
+typedef of_stored of_stored_state;
+#endif
+
 /* Before a loop whose arrays do not overlap. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define OF_NO_ALIAS _Pragma("GCC ivdep")

@@ -29,7 +29,10 @@ template <int N> OF_DEVICE_FN void of_multiply(of_pack<N> *grad, const of_factor
 }
 
 // N elements of all arrays.
-template <unsigned USED, int N> struct of_packs { of_pack<N> param, grad, state[OF_FORMULA_STATE]; };
+template <unsigned USED, int N> struct of_packs {
+    of_pack<N> param, grad;
+    of_pack<N, of_stored_state> state[OF_FORMULA_STATE];
+};
 
 template <unsigned USED, int N>
 OF_DEVICE_FN of_packs<USED, N> of_load_packs(const of_tensor &tensor, uint64_t at) {
@@ -60,7 +63,7 @@ OF_DEVICE_FN of_element of_get_element(const of_packs<USED, N> &packs, int lane)
 #pragma unroll
     for (int i = 0; i < OF_FORMULA_STATE; i++)
         if (USED >> i & 1)
-            e.state[i] = of_widen(packs.state[i].lane[lane]);
+            e.state[i] = of_widen_state(packs.state[i].lane[lane]);
     return e;
 }
 
@@ -70,7 +73,7 @@ OF_DEVICE_FN void of_put_element(of_packs<USED, N> *packs, int lane, const of_el
 #pragma unroll
     for (int i = 0; i < OF_FORMULA_STATE; i++)
         if (USED >> i & 1)
-            packs->state[i].lane[lane] = of_narrow(e.state[i]);
+            packs->state[i].lane[lane] = of_narrow_state(e.state[i]);
 }
 
 // Numbers that all elements of a block share.

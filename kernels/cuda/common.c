@@ -6,6 +6,8 @@
 #include "rules/op_by_op.h"
 #include "rules/scaling.h"
 
+static const char mixed[] = "adam_mixed";
+
 typedef struct rule {
     const char *name;
     size_t bytes; /* of its options, or of its prepared scalars */
@@ -53,7 +55,13 @@ static const rule rules[] = {
     OF_ROW_##gpu(rule, RULE, form, OF_NUMBERS_##steps(RULE))
 #include "rules.def"
     {"scaling", 0, scaling_state_used, false, false, 0},
+    {mixed, ADAM_N_OPTIONS * sizeof(double), adam_state_used, false, false, 0},
 };
+
+size_t of_cuda_state_size(const of_cuda_update *update) {
+    return strcmp(update->rule, mixed) == 0 ? of_dtype_size(OF_BFLOAT16)
+                                            : of_dtype_size(update->dtype);
+}
 
 const char *of_cuda_rules(void) {
     return

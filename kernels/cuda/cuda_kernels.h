@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 9 };
+enum { OF_CUDA_ABI_VERSION = 10 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -87,7 +87,8 @@ OF_CUDA_API of_cuda_status of_cuda_prepare(const of_cuda_update *update);
 /* Updates n_entries tensors on update->stream: one launch per table, which has
  * room for several hundred tensors; then, if they have numbers on the device, makes
  * those of the next by launches of their own. The rule "scaling" has no options and no state:
- * the parameter becomes the gradient times *factor_at, and may be the same memory. */
+ * the parameter becomes the gradient times *factor_at, and may be the same memory. "adam_mixed" is
+ * "adam" for float32 parameters whose state is bfloat16. */
 OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
                                           const of_cuda_entry *entries, size_t n_entries);
 

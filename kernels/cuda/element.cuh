@@ -13,7 +13,7 @@
 #endif
 
 #ifdef __CUDACC__
-#ifdef OF_DTYPE_BFLOAT16
+#if defined(OF_DTYPE_BFLOAT16) || defined(OF_STATE_BFLOAT16)
 #include <cuda_bf16.h>
 #endif
 #ifdef OF_DTYPE_FLOAT16
@@ -28,8 +28,8 @@
 // As many elements as fill 16 bytes, or one.
 enum { OF_LANES = 16 / sizeof(of_stored) };
 
-template <int N> struct alignas(N * sizeof(of_stored)) of_pack {
-    of_stored lane[N];
+template <int N, typename T = of_stored> struct alignas(N * sizeof(T)) of_pack {
+    T lane[N];
 } __attribute__((may_alias));
 
 #if !defined(OF_IS_NARROW)
@@ -68,12 +68,37 @@ OF_RULE_FN of_real aten_round(of_real x) {
 }
 #endif
 
-template <int N> OF_DEVICE_FN of_pack<N> of_load(const of_stored *from, uint64_t at) {
-    return *reinterpret_cast<const of_pack<N> *>(from + at);
+// The same for an element of the state.
+#if !defined(OF_STATE_BFLOAT16)
+OF_DEVICE_FN of_real of_widen_state(of_stored_state stored) {
+    return of_widen(stored);
+}
+OF_DEVICE_FN of_stored_state of_narrow_state(of_real value) {
+    return of_narrow(value);
+}
+#elif !defined(__CUDACC__)
+OF_DEVICE_FN of_real of_widen_state(of_stored_state stored) {
+    return of_bfloat16_widen(stored);
+}
+OF_DEVICE_FN of_stored_state of_narrow_state(of_real value) {
+    return of_bfloat16_narrow(value);
+}
+#else
+OF_DEVICE_FN of_real of_widen_state(of_stored_state stored) {
+    return __bfloat162float(__ushort_as_bfloat16(stored));
+}
+OF_DEVICE_FN of_stored_state of_narrow_state(of_real value) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+#endif
+
+template <int N, typename T> OF_DEVICE_FN of_pack<N, T> of_load(const T *from, uint64_t at) {
+    return *reinterpret_cast<const of_pack<N, T> *>(from + at);
 }
 
-template <int N> OF_DEVICE_FN void of_store(of_stored *to, uint64_t at, const of_pack<N> &pack) {
-    *reinterpret_cast<of_pack<N> *>(to + at) = pack;
+template <int N, typename T>
+OF_DEVICE_FN void of_store(T *to, uint64_t at, const of_pack<N, T> &pack) {
+    *reinterpret_cast<of_pack<N, T> *>(to + at) = pack;
 }
 
 #endif

@@ -36,7 +36,7 @@ typedef struct image {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_DECLARE_##gpu(rule)
 #include "rules.def"
 OF_DECLARE(scaling)
-extern const unsigned long long of_image_advance[], of_image_asgd_next[],
+extern const unsigned long long of_image_adam_mixed_float32[], of_image_advance[], of_image_asgd_next[],
     of_image_packing_float32[], of_image_packing_float64[];
 
 typedef struct single {
@@ -55,7 +55,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static image images[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_IMAGES_##gpu(rule)
 #include "rules.def"
-    OF_IMAGES(scaling)};
+    OF_IMAGES(scaling) OF_IMAGE(adam_mixed, float32, OF_FLOAT32)};
 static single singles[OF_CUDA_SINGLES] = {
     [OF_CUDA_ADVANCE] = {of_image_advance, "of_cuda_advance_steps", NULL, NULL},
     [OF_CUDA_ASGD_NEXT] = {of_image_asgd_next, "of_cuda_asgd_next", NULL, NULL},

@@ -61,7 +61,7 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
     const unsigned used =
         program ? (program->reads | program->writes) >> OF_REGISTER_STATE : c->used;
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if ((used & (1u << i)) && misplaced(entry->state[i], size))
+        if ((used & (1u << i)) && misplaced(entry->state[i], of_cuda_state_size(c->update)))
             return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: state %u misplaced", index, i);
     return OF_CUDA_OK;
 }

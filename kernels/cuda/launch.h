@@ -10,6 +10,9 @@
 of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
                             bool early);
 
+/* Bytes of an element of the state. */
+size_t of_cuda_state_size(const of_cuda_update *update);
+
 /* Puts a program's instructions before the entries. NULL, or why they can't be run on a GPU. */
 const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
                              const of_program *program);

@@ -20,9 +20,17 @@ OF_DEVICE_FN float of_step(const of_cuda_common &common, uint64_t word) {
 #endif
 }
 
-// 1 - beta^step, in the type of the computation: powf or pow of CUDA's library.
-OF_DEVICE_FN of_real of_correction(double beta, float step) {
-    return (of_real)1 - ::pow((of_real)beta, (of_real)step);
+// The type in which biases are corrected: that of the computation, but double where the state is
+// bfloat16 (FusedAdamMathFunctorMP of fused_adam_utils.cuh).
+#ifdef OF_STATE_BFLOAT16
+typedef double of_correcting;
+#else
+typedef of_real of_correcting;
+#endif
+
+// 1 - beta^step: powf or pow of CUDA's library.
+OF_DEVICE_FN of_correcting of_correction(double beta, float step) {
+    return (of_correcting)1 - ::pow((of_correcting)beta, (of_correcting)step);
 }
 
 OF_DEVICE_FN of_step_scalars of_step_scalars_of(const of_cuda_common &common, uint64_t step_word) {
@@ -32,8 +40,8 @@ OF_DEVICE_FN of_step_scalars of_step_scalars_of(const of_cuda_common &common, ui
     now.lr = common.lr_at ? (of_real)*common.lr_at : (of_real)common.hyper[0];
     now.correction1 = now.correction2 = (of_real)1;
     if (OF_RULE_NAME(cuda_corrects)) {
-        now.correction1 = of_correction(common.hyper[adam_beta1], step);
-        now.correction2 = of_square_root(of_correction(common.hyper[adam_beta2], step));
+        now.correction1 = (of_real)of_correction(common.hyper[adam_beta1], step);
+        now.correction2 = (of_real)::sqrt(of_correction(common.hyper[adam_beta2], step));
     }
     now.first = step <= 1.0f;
     now.scaled = common.grad_scale_at != nullptr;

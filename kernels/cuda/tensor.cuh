@@ -18,7 +18,7 @@ enum { OF_NUMBERS = 0 };
 struct of_tensor {
     of_stored *param;
     of_stored *grad;
-    of_stored *state[OF_MAX_STATE];
+    of_stored_state *state[OF_MAX_STATE];
     const float *number[OF_MAX_COUNTERS];
     uint64_t n;
     uint64_t step; // a word, see table.h
@@ -58,7 +58,7 @@ template <unsigned USED> OF_DEVICE_FN of_tensor of_unpack(const uint64_t *words)
     tensor.grad = reinterpret_cast<of_stored *>(*words++);
 #pragma unroll
     for (int i = 0; i < OF_MAX_STATE; i++)
-        tensor.state[i] = USED >> i & 1 ? reinterpret_cast<of_stored *>(*words++) : nullptr;
+        tensor.state[i] = USED >> i & 1 ? reinterpret_cast<of_stored_state *>(*words++) : nullptr;
 #pragma unroll
     for (int i = 0; i < OF_MAX_COUNTERS; i++)
         tensor.number[i] = i < OF_NUMBERS ? reinterpret_cast<const float *>(*words++) : nullptr;
@@ -68,14 +68,16 @@ template <unsigned USED> OF_DEVICE_FN of_tensor of_unpack(const uint64_t *words)
     return tensor;
 }
 
-// Whether all arrays of the tensor lie at multiples of `bytes`.
+// Whether all arrays of the tensor lie at multiples of `bytes`; those of a state whose elements are
+// smaller, at multiples of as many elements.
 template <unsigned USED> OF_DEVICE_FN bool of_aligned(const of_tensor &tensor, unsigned bytes) {
+    enum { SMALLER = sizeof(of_stored) / sizeof(of_stored_state) };
     uint64_t all =
         reinterpret_cast<uint64_t>(tensor.param) | reinterpret_cast<uint64_t>(tensor.grad);
 #pragma unroll
     for (int i = 0; i < OF_MAX_STATE; i++)
         if (USED >> i & 1)
-            all |= reinterpret_cast<uint64_t>(tensor.state[i]);
+            all |= reinterpret_cast<uint64_t>(tensor.state[i]) * SMALLER;
     return all % bytes == 0;
 }
 

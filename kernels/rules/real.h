@@ -86,7 +86,9 @@ OF_RULE_FN of_real of_rounded(double number) {
 
 /* a * b + c, rounded once if fused and twice if not. */
 OF_RULE_FN of_real of_multiply_add(bool fused, of_real a, of_real b, of_real c) {
-#ifdef OF_REAL_FLOAT
+#if defined(__CUDA_ARCH__) && defined(OF_STATE_BFLOAT16) /* compiled with contraction */
+    return fused ? fmaf(a, b, c) : __fadd_rn(__fmul_rn(a, b), c);
+#elif defined(OF_REAL_FLOAT)
     return fused ? fmaf(a, b, c) : a * b + c;
 #else
     return fused ? fma(a, b, c) : a * b + c;

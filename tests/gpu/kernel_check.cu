@@ -80,18 +80,20 @@ static size_t random_length(uint64_t *random) {
     }
 }
 
-static of_cuda_entry upload(tensor *t, of_dtype dtype, unsigned used, size_t index,
+static of_cuda_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used, size_t index,
                             uint64_t *random) {
     static const double steps[] = {1, 2, 17, 1000};
-    const size_t n = random_length(random), size = of_dtype_size(dtype);
-    const size_t shared = random_next(random) % 2 ? 0 : random_next(random) % 16 * size;
+    const size_t n = random_length(random);
+    const size_t shared = random_next(random) % 2 ? 0 : random_next(random) % 16; // elements
     of_cuda_entry entry = {};
+    t->mine.mixed = t->wanted.mixed = mixed;
     arrays_place(&t->mine, dtype, n, used, random);
     arrays_place(&t->wanted, dtype, n, used, random);
     arrays_fill(&t->wanted, random);
     void *at[N_ARRAYS] = {};
     for (int i = 0; i < N_ARRAYS; i++) {
-        t->offset[i] = random_next(random) % 8 ? shared : random_next(random) % 16 * size;
+        const size_t size = of_dtype_size(arrays_dtype(&t->wanted, i));
+        t->offset[i] = (random_next(random) % 8 ? shared : random_next(random) % 16) * size;
         GPU(cudaMemset(t->device[i], 0xa5, MOST * sizeof(double) + PADDING));
         if (!t->wanted.at[i])
             continue;
@@ -162,12 +164,12 @@ static unsigned state_used(const of_rule *rule, const double *hyper) {
                                : rule->state_used(hyper);
 }
 
-static bool in_fours(const tensor *t, of_dtype dtype, unsigned used) {
-    size_t all = t->offset[0] | t->offset[1]; // cudaMalloc aligns to 256 bytes
-    for (int i = 0; i < OF_MAX_STATE; i++)
-        if (used >> i & 1)
-            all |= t->offset[2 + i];
-    return t->mine.n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0;
+static bool in_fours(const tensor *t, unsigned used) {
+    bool all = t->mine.n % 4 == 0;
+    for (int i = 0; i < N_ARRAYS; i++) // cudaMalloc aligns to 256 bytes
+        if (i < 2 || used >> (i - 2) & 1)
+            all = all && t->offset[i] % (4 * of_dtype_size(arrays_dtype(&t->mine, i))) == 0;
+    return all;
 }
 
 // The scalars with the tensor's own numbers; what these become is left on the device.
@@ -187,10 +189,12 @@ static bool numbers_differ(const tensor *t) {
     return memcmp(both[0], both[1], sizeof both[0]) != 0;
 }
 
-static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scalars s, bool scaled) {
+static void expect(tensor *t, const of_rule *rule, const of_cuda_update &update, of_cuda_scalars s,
+                   bool scaled) {
     const unsigned used = state_used(rule, s.hyper);
+    const of_dtype dtype = update.dtype;
     double both[2];
-    if (dtype == OF_FLOAT64)
+    if (dtype == OF_FLOAT64 || t->mine.mixed)
         corrections<double><<<1, 1>>>(s.hyper[1], s.hyper[2], t->step, device_corrections);
     else
         corrections<float><<<1, 1>>>(s.hyper[1], s.hyper[2], t->step, device_corrections);
@@ -199,7 +203,7 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
     s.correction2 = both[1];
     s.first = t->step <= 1.0f;
     s.unscaled = scaled ? t->wanted.at[1] : NULL;
-    of_span span = arrays_span(&t->wanted, in_fours(t, dtype, used) ? 0 : t->wanted.n);
+    of_span span = arrays_span(&t->wanted, in_fours(t, used) ? 0 : t->wanted.n);
     if (rule->prepare_gpu || rule->runs_programs) {
         const double factors[] = {s.factor ? *s.factor : 1.0, 1.0};
         double own[OF_MAX_HYPER];
@@ -213,7 +217,7 @@ static void expect(tensor *t, const of_rule *rule, of_dtype dtype, of_cuda_scala
         of_kernel_find(rule->name, OF_REF_CUDA_OP_BY_OP, dtype, OF_CPU, OF_ISA_C)->run(&span, own);
         return;
     }
-    of_kernel_find(rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
+    of_kernel_find(update.rule, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
 }
 
 // Whether the bytes beside an array are as they were.
@@ -227,11 +231,11 @@ static bool intact(const unsigned char *device, size_t offset, size_t bytes) {
     return true;
 }
 
-static size_t differing(tensor *t, of_dtype dtype) {
-    const size_t bytes = t->mine.n * of_dtype_size(dtype);
+static size_t differing(tensor *t) {
     size_t element, outside = 0;
     int array;
     for (int i = 0; i < N_ARRAYS; i++) {
+        const size_t bytes = t->mine.n * of_dtype_size(arrays_dtype(&t->mine, i));
         if (!t->mine.at[i])
             continue;
         GPU(cudaMemcpy(t->mine.at[i], t->device[i] + t->offset[i], bytes, cudaMemcpyDeviceToHost));
@@ -240,7 +244,8 @@ static size_t differing(tensor *t, of_dtype dtype) {
     return outside + arrays_differ(&t->mine, &t->wanted, &array, &element);
 }
 
-static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64_t *random) {
+static size_t check_round(const of_rule *rule, of_dtype dtype, bool mixed, int major,
+                          uint64_t *random) {
     of_cuda_scalars s = {};
     of_cuda_entry entries[TENSORS];
     random_options(rule, s.hyper, random);
@@ -256,7 +261,7 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
     s.factor = random_next(random) % 2 ? &wide : NULL;
     s.early = of_cuda_early(major, dtype);
     of_cuda_update update = {};
-    update.rule = rule->name;
+    update.rule = mixed ? of_rule_mixed(rule) : rule->name;
     update.dtype = dtype;
     update.hyper = s.hyper;
     update.chunk = (uint32_t[]){0, 64, 1024, 8192}[random_next(random) % 4];
@@ -270,7 +275,7 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
     if (rule->runs_programs)
         take_program(&update, random);
     for (size_t i = 0; i < TENSORS; i++) {
-        entries[i] = upload(&tensors[i], dtype, state_used(rule, s.hyper), i, random);
+        entries[i] = upload(&tensors[i], dtype, mixed, state_used(rule, s.hyper), i, random);
         if (rule->counts_on_gpu)
             upload_numbers(&tensors[i], &entries[i], i, random);
     }
@@ -281,8 +286,8 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, int major, uint64
     GPU(cudaDeviceSynchronize());
     size_t count = 0;
     for (size_t i = 0; i < TENSORS; i++) {
-        expect(&tensors[i], rule, dtype, s, scaled);
-        count += differing(&tensors[i], dtype);
+        expect(&tensors[i], rule, update, s, scaled);
+        count += differing(&tensors[i]);
         count += rule->counts_on_gpu && numbers_differ(&tensors[i]);
     }
     return count;
@@ -293,18 +298,24 @@ static bool is_for_gpus(const of_rule *rule) {
            of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
 }
 
+static int check_kernels(const of_rule *rule, of_dtype dtype, bool mixed, uint64_t random,
+                         int rounds, int major) {
+    int bad = 0;
+    for (int i = 0; i < rounds; i++)
+        bad += check_round(rule, dtype, mixed, major, &random) != 0;
+    printf("%-4s %s %s: %d of %d launches differ from the plain C row\n", bad ? "FAIL" : "ok",
+           mixed ? of_rule_mixed(rule) : rule->name, of_dtype_name(dtype), bad, rounds);
+    return bad;
+}
+
 static int check_all(uint64_t seed, int rounds, int major) {
     int failed = 0;
-    for (const of_rule *rule = of_rules; rule->name; rule++)
-        for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++) {
-            uint64_t random = seed;
-            int bad = 0;
-            for (int i = 0; i < rounds; i++)
-                bad += check_round(rule, (of_dtype)dtype, major, &random) != 0;
-            printf("%-4s %s %s: %d of %d launches differ from the plain C row\n",
-                   bad ? "FAIL" : "ok", rule->name, of_dtype_name((of_dtype)dtype), bad, rounds);
-            failed += bad;
-        }
+    for (const of_rule *rule = of_rules; rule->name; rule++) {
+        for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++)
+            failed += check_kernels(rule, (of_dtype)dtype, false, seed, rounds, major);
+        if (of_rule_mixed(rule))
+            failed += check_kernels(rule, OF_FLOAT32, true, seed, rounds, major);
+    }
     return failed;
 }
 

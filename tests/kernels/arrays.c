@@ -46,6 +46,10 @@ void guarded_destroy(guarded *area) {
     area->pages = NULL;
 }
 
+of_dtype arrays_dtype(const arrays *a, int i) {
+    return a->mixed && i >= 2 ? OF_BFLOAT16 : a->dtype;
+}
+
 void arrays_create(arrays *a, size_t most_bytes) {
     memset(a, 0, sizeof *a);
     for (int i = 0; i < N_ARRAYS; i++)
@@ -70,10 +74,10 @@ static size_t random_offset(size_t room, size_t size, uint64_t *random) {
 }
 
 void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint64_t *random) {
-    const size_t size = of_dtype_size(dtype);
     a->dtype = dtype;
     a->n = n;
     for (int i = 0; i < N_ARRAYS; i++) {
+        const size_t size = of_dtype_size(arrays_dtype(a, i));
         const bool present = i < 2 || (state_used >> (i - 2) & 1u);
         const size_t room = a->areas[i].bytes - n * size;
         memset(a->areas[i].pages, PATTERN, a->areas[i].bytes);
@@ -83,14 +87,17 @@ void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint
 
 void arrays_place_aligned(arrays *a, of_dtype dtype, size_t n, unsigned state_used,
                           size_t alignment, uint64_t *random) {
-    const size_t size = of_dtype_size(dtype), step = alignment > size ? alignment : size;
     arrays_place(a, dtype, n, state_used, random);
-    for (int i = 0; i < N_ARRAYS; i++)
+    for (int i = 0; i < N_ARRAYS; i++) {
+        const size_t size = of_dtype_size(arrays_dtype(a, i));
+        const size_t wanted = alignment * size / of_dtype_size(dtype);
+        const size_t step = wanted > size ? wanted : size;
         if (a->at[i])
             a->at[i] = a->areas[i].pages + (a->areas[i].bytes - n * size) / step * step;
+    }
     const uint64_t odd = random_next(random) % (4 * N_ARRAYS);
     if (odd < N_ARRAYS && a->at[odd])
-        a->at[odd] -= size;
+        a->at[odd] -= of_dtype_size(arrays_dtype(a, (int)odd));
 }
 
 static void put(unsigned char *to, of_dtype dtype, double value) {
@@ -130,16 +137,18 @@ static double random_value(of_dtype dtype, bool negative, uint64_t *random) {
 void arrays_fill(arrays *a, uint64_t *random) {
     /* Running averages of squares are never negative. */
     static const bool negative[N_ARRAYS] = {true, true, true, false, false};
-    const size_t size = of_dtype_size(a->dtype);
-    for (int i = 0; i < N_ARRAYS; i++)
+    for (int i = 0; i < N_ARRAYS; i++) {
+        const of_dtype dtype = arrays_dtype(a, i);
+        const size_t size = of_dtype_size(dtype);
         for (size_t k = 0; a->at[i] && k < a->n; k++)
-            put(a->at[i] + k * size, a->dtype, random_value(a->dtype, negative[i], random));
+            put(a->at[i] + k * size, dtype, random_value(dtype, negative[i], random));
+    }
 }
 
 void arrays_copy(arrays *to, const arrays *from) {
     for (int i = 0; i < N_ARRAYS; i++)
         if (from->at[i])
-            memcpy(to->at[i], from->at[i], from->n * of_dtype_size(from->dtype));
+            memcpy(to->at[i], from->at[i], from->n * of_dtype_size(arrays_dtype(from, i)));
 }
 
 of_span arrays_span(const arrays *a, size_t tail) {
@@ -167,14 +176,15 @@ static bool is_nan(const unsigned char *at, of_dtype dtype) {
 }
 
 size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *element) {
-    const size_t size = of_dtype_size(a->dtype);
     size_t count = 0;
     for (int i = 0; i < N_ARRAYS; i++) {
+        const of_dtype dtype = arrays_dtype(a, i);
+        const size_t size = of_dtype_size(dtype);
         if (!a->at[i] || memcmp(a->at[i], b->at[i], a->n * size) == 0)
             continue;
         for (size_t k = 0; k < a->n; k++) {
             const unsigned char *x = a->at[i] + k * size, *y = b->at[i] + k * size;
-            if (memcmp(x, y, size) == 0 || (is_nan(x, a->dtype) && is_nan(y, b->dtype)))
+            if (memcmp(x, y, size) == 0 || (is_nan(x, dtype) && is_nan(y, dtype)))
                 continue;
             if (count++ == 0) {
                 *array = i;
@@ -191,8 +201,8 @@ static bool is_pattern(const unsigned char *from, const unsigned char *to) {
 }
 
 bool arrays_intact(const arrays *a) {
-    const size_t bytes = a->n * of_dtype_size(a->dtype);
     for (int i = 0; i < N_ARRAYS; i++) {
+        const size_t bytes = a->n * of_dtype_size(arrays_dtype(a, i));
         const unsigned char *begin = a->areas[i].pages, *end = begin + a->areas[i].bytes;
         const unsigned char *at = a->at[i] ? a->at[i] : end;
         if (!is_pattern(begin, at) || !is_pattern(at + (a->at[i] ? bytes : 0), end))

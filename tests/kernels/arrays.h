@@ -22,11 +22,14 @@ void guarded_destroy(guarded *area);
  * or is NULL if absent. Around them lies a known pattern. */
 typedef struct arrays {
     of_dtype dtype;
+    bool mixed; /* the states are bfloat16; set before they are placed */
     size_t n;
     guarded areas[N_ARRAYS];
     unsigned char *at[N_ARRAYS];
 } arrays;
 
+/* That of array i. */
+of_dtype arrays_dtype(const arrays *a, int i);
 void arrays_create(arrays *a, size_t most_bytes);
 void arrays_destroy(arrays *a);
 

@@ -94,6 +94,19 @@ static void fill_numbers(batch *b, size_t i, uint64_t *random) {
         entry->numbers_at[k] = &t->numbers[k];
 }
 
+/* Gradients that make averages halfway between two bfloat16, or next to that: with a beta of 0 the
+ * averages are the gradient and its square. */
+static void fill_halves(arrays *a, uint64_t *random) {
+    static const uint32_t ends[] = {0x8000, 0x7fff, 0x8001, 0x0000};
+    for (size_t k = 0; k < a->n; k++) {
+        uint32_t bits;
+        memcpy(&bits, a->at[1] + k * sizeof bits, sizeof bits);
+        if (random_next(random) % 4 == 0)
+            bits = (bits & 0xffff0000u) | ends[random_next(random) % 4];
+        memcpy(a->at[1] + k * sizeof bits, &bits, sizeof bits);
+    }
+}
+
 static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     static const double steps[] = {1, 2, 100, 100000};
     batch_tensor *t = &b->tensors[i];
@@ -102,9 +115,12 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     const size_t longest = i < LONG_TENSORS ? b->longest : SHORT_LENGTH;
     const size_t n = random_length(longest, random) % (longest + 1);
     static const size_t alignments[] = {16, 16, 8, 1};
+    t->mine.mixed = t->wanted.mixed = b->mixed;
     arrays_place_aligned(&t->mine, dtype, n, used, alignments[random_next(random) % 4], random);
     arrays_place(&t->wanted, dtype, n, used, random);
     arrays_fill(&t->wanted, random);
+    if (b->mixed)
+        fill_halves(&t->wanted, random);
     arrays_copy(&t->mine, &t->wanted);
     t->step = (float)pick(random, steps, 4);
     /* Seldom another than the last one: each change takes a launch. */
@@ -155,7 +171,7 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     b->found_inf = random_next(random) % 8 == 0 ? 1.0f : 0.0f;
     b->factor = (float)pick(random, (double[]){0.3, 1.0, 1e-4}, 3);
     b->wide_factor = dtype == OF_FLOAT64 ? 1.0 / 3.0 : (double)b->factor;
-    b->update = (of_cuda_update){.rule = rule->name,
+    b->update = (of_cuda_update){.rule = b->mixed ? of_rule_mixed(rule) : rule->name,
                                  .dtype = dtype,
                                  .hyper = b->hyper,
                                  .lr_at = random_next(random) % 2 ? &b->lr : NULL,
@@ -176,7 +192,7 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     }
 }
 
-/* As the kernels compute it. */
+/* As the kernels compute it; where the state is bfloat16, in double. */
 static double correction(of_dtype dtype, double beta, float step) {
     if (dtype == OF_FLOAT64)
         return 1.0 - batch_pow(beta, (double)step);
@@ -187,13 +203,18 @@ static double square_root(of_dtype dtype, double x) {
     return dtype == OF_FLOAT64 ? sqrt(x) : (double)sqrtf((float)x);
 }
 
+static bool is_at_a_four(const void *array, of_dtype dtype) {
+    return (uintptr_t)array % (4 * of_dtype_size(dtype)) == 0;
+}
+
 /* Whether PyTorch would take the tensor in fours. */
-static bool in_fours(const of_cuda_entry *entry, of_dtype dtype, unsigned used) {
-    uintptr_t all = (uintptr_t)entry->param | (uintptr_t)entry->grad;
+static bool in_fours(const of_cuda_entry *entry, const arrays *of, unsigned used) {
+    bool all = entry->n % 4 == 0 && is_at_a_four(entry->param, of->dtype) &&
+               is_at_a_four(entry->grad, of->dtype);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
         if (used & (1u << i))
-            all |= (uintptr_t)entry->state[i];
-    return entry->n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0;
+            all = all && is_at_a_four(entry->state[i], arrays_dtype(of, (int)i + 2));
+    return all;
 }
 
 /* The prepared scalars with the tensor's own numbers, which are then renewed. */
@@ -213,7 +234,7 @@ static void expect_tensor(batch *b, size_t i) {
     batch_tensor *t = &b->tensors[i];
     const of_dtype dtype = b->update.dtype;
     const unsigned used = state_used(b);
-    const size_t tail = in_fours(&b->entries[i], dtype, used) ? 0 : b->entries[i].n;
+    const size_t tail = in_fours(&b->entries[i], &t->mine, used) ? 0 : b->entries[i].n;
     of_span span = arrays_span(&t->wanted, tail);
     if (b->rule->prepare_gpu || b->rule->runs_programs) {
         const double factors[] = {b->wide_factor, 1.0};
@@ -236,9 +257,10 @@ static void expect_tensor(batch *b, size_t i) {
                          .first = t->step <= 1.0f,
                          .early = b->early};
     memcpy(s.hyper, b->hyper, sizeof s.hyper);
-    s.correction1 = correction(dtype, b->hyper[1], t->step);
-    s.correction2 = square_root(dtype, correction(dtype, b->hyper[2], t->step));
-    of_kernel_find(b->rule->name, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
+    const of_dtype corrected = b->mixed ? OF_FLOAT64 : dtype;
+    s.correction1 = correction(corrected, b->hyper[1], t->step);
+    s.correction2 = square_root(corrected, correction(corrected, b->hyper[2], t->step));
+    of_kernel_find(b->update.rule, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
 }
 
 void batch_expect(batch *b) {

@@ -22,6 +22,7 @@ typedef struct batch {
     of_cuda_entry *entries;
     size_t n, most, longest;
     const of_rule *rule;
+    bool mixed; /* set before the batch is filled: its state is bfloat16, by of_rule_mixed() */
     of_cuda_update update;
     double hyper[OF_MAX_HYPER];
     double prepared[OF_MAX_HYPER]; /* scalars, if the rule has them prepared: for all tensors */

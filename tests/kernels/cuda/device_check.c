@@ -53,7 +53,8 @@ static void check_instance(batch *b, const of_rule *rule, of_dtype dtype, uint64
                            int rounds, const char *only) {
     char name[40];
     int bad = 0;
-    snprintf(name, sizeof name, "%s %s", rule->name, of_dtype_name(dtype));
+    snprintf(name, sizeof name, "%s %s", b->mixed ? of_rule_mixed(rule) : rule->name,
+             of_dtype_name(dtype));
     if (only && strcmp(only, name) != 0)
         return;
     for (int i = 0; i < rounds; i++)
@@ -449,6 +450,9 @@ int main(int argc, char **argv) {
         for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++)
             check_instance(&b, rule, (of_dtype)dtype, seed,
                            rule->prepare_gpu || rule->runs_programs ? rounds / 2 : rounds, only);
+    b.mixed = true;
+    check_instance(&b, of_rule_find("adam"), OF_FLOAT32, seed, rounds, only);
+    b.mixed = false;
     check_the_check(&b, seed);
     batch_destroy(&b);
     check_tables();

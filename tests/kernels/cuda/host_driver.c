@@ -9,6 +9,7 @@
 #include "cuda/driver.h"
 #include "cuda/table.h"
 #include "host_device.h"
+#include "rules/adam_mixed.h"
 #include "rules/scaling.h"
 
 _Thread_local host_index host_block_index, host_block_size, host_thread_index;
@@ -55,11 +56,13 @@ typedef struct kernel_row {
     IMAGES_##gpu(rule) DTYPES_##gpu(RULE##_SETS, DECLARE, rule)
 #include "rules.def"
 IMAGES(scaling)
+IMAGE(adam_mixed_float32)
 IMAGE(advance)
 IMAGE(asgd_next)
 IMAGE(packing_float32)
 IMAGE(packing_float64)
 DTYPES(SCALING_SETS, DECLARE, scaling)
+ADAM_MIXED_SETS(DECLARE, adam_mixed, float32)
 kernel_fn of_cuda_advance_steps, of_cuda_asgd_next;
 kernel_fn of_cuda_packing_add_float32, of_cuda_packing_add_float64;
 kernel_fn of_cuda_packing_merge_float32, of_cuda_packing_merge_float64;
@@ -69,8 +72,8 @@ kernel_fn of_cuda_packing_unpack_float32, of_cuda_packing_unpack_float64;
 static const kernel_row rows[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) DTYPES_##gpu(RULE##_SETS, ROWS, rule)
 #include "rules.def"
-    DTYPES(SCALING_SETS, ROWS, scaling){"of_cuda_advance_steps", of_cuda_advance_steps,
-                                        sizeof(of_cuda_steps), 0},
+    DTYPES(SCALING_SETS, ROWS, scaling) ADAM_MIXED_SETS(ROWS, adam_mixed, float32)
+    {"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps), 0},
     {"of_cuda_asgd_next", of_cuda_asgd_next, sizeof(of_cuda_numbers), 0},
     PACKING(of_cuda_packing_add_float32, 0),
     PACKING(of_cuda_packing_merge_float32, 0),

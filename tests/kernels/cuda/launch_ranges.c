@@ -29,7 +29,7 @@ static void add_memory(launch_ranges *r, const of_cuda_common *common, const uin
 
 /* An entry as table.h says. */
 static void add_entry(launch_ranges *r, const of_cuda_common *common, const uint64_t *word,
-                      unsigned states, size_t element) {
+                      unsigned states, size_t element, size_t state) {
     const uint64_t *number = word + 2 + states, *step = number + common->numbers;
     const size_t bytes = (size_t)step[1] * element;
     if (common->runs_programs) {
@@ -39,7 +39,7 @@ static void add_entry(launch_ranges *r, const of_cuda_common *common, const uint
     add(r, word[0], bytes, true);
     add(r, word[1], bytes, common->grad_scale_at != NULL);
     for (unsigned i = 0; i < states; i++)
-        add(r, word[2 + i], bytes, true);
+        add(r, word[2 + i], bytes / element * state, true);
     for (unsigned i = 0; i < common->numbers; i++)
         add(r, number[i], sizeof(float), false);
     if (common->steps_on_device)
@@ -51,6 +51,11 @@ static size_t element_of(const char *kernel) {
         if (strstr(kernel, of_dtype_name((of_dtype)dtype)))
             return of_dtype_size((of_dtype)dtype);
     return 0;
+}
+
+/* Bytes of an element of the state. */
+static size_t state_of(const char *kernel) {
+    return strstr(kernel, "_mixed_") ? sizeof(uint16_t) : element_of(kernel);
 }
 
 /* The name is of_cuda_RULE_DTYPE_USED_SIZE. */
@@ -72,7 +77,7 @@ static void read_update(launch_ranges *r, const char *kernel, const void *table)
                                    element_of(kernel) == sizeof(double) ? OF_FLOAT64 : OF_FLOAT32);
     for (uint32_t i = 0; i < common->entries; i++)
         add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states + common->numbers),
-                  states, element_of(kernel));
+                  states, element_of(kernel), state_of(kernel));
 }
 
 static void read_steps(launch_ranges *r, const of_cuda_steps *steps) {

@@ -75,6 +75,16 @@ MUTANTS = [
     Mutant("the compiler fuses products", UPDATE, "", "", ("-ffp-contract=fast", "-mfma")),
     Mutant("a quotient is not corrected", "rules/real.h", "? corrected : quotient",
            "? quotient : quotient", (), "bfloat16"),
+    Mutant("mixed, biases are corrected in float", "cuda/step_scalars.cuh",
+           "typedef double of_correcting", "typedef of_real of_correcting", rule="adam_mixed"),
+    Mutant("mixed, halves of the state's last bit go up", "cuda/element.cuh",
+           "return of_bfloat16_narrow(value);",
+           "return (of_stored_state)((of_bits_of_float(value) + 0x8000u) >> 16);",
+           rule="adam_mixed"),
+    Mutant("mixed, the state lies as the parameter", TENSOR, ") * SMALLER;", ");",
+           rule="adam_mixed"),
+    Mutant("mixed, the state is anywhere", "cuda/common.c", "? of_dtype_size(OF_BFLOAT16)",
+           "? of_dtype_size(OF_FLOAT64)", rule="adam_mixed"),
     Mutant("one entry too many", LAUNCH, "(common->entries + 1) * c->stride >",
            "common->entries * c->stride >"),
     Mutant("the last block is forgotten", LAUNCH, "(first[-1] + chunk - 1) / chunk",
@@ -191,6 +201,7 @@ class Build:
         macros += [f'-DOF_RULE_HEADER="../rules/{form}.h"']
         macros += [f"-DOF_FORM={form}"] if rule in FORMS else []
         macros += ["-DOF_RUNS_PROGRAMS"] if rule == "traced" else []
+        macros += ["-DOF_STATE_BFLOAT16"] if rule == "adam_mixed" else []
         source = SOURCES.get(rule, OP_BY_OP if rule in FORMS else UPDATE)
         macros += [f'-DHOST_SOURCE="{source}"']
         run(*CXX, "-std=c++17", "-O2", *EXACT, *flags, *macros, *self.includes,
@@ -231,7 +242,7 @@ class Build:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build = Build(Path(folder), sys.argv[1], sys.argv[2:])
-        for rule in ("adam", *FORMS, *SOURCES):
+        for rule in ("adam", "adam_mixed", *FORMS, *SOURCES):
             if not build.survives(None, rule):
                 sys.exit(f"device_check fails on what is not broken: {rule}")
         survived = []

@@ -25,7 +25,7 @@ from optim_entries import ENTRIES
 OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
 OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
 CHIPS = ("sm_90", "sm_75")
-SPILLS = ("adam", "sgd", "rmsprop", "nadam", "traced", "packing")
+SPILLS = ("adam", "adam_mixed", "sgd", "rmsprop", "nadam", "traced", "packing")
 # Operations on one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay (amsgrad has one), of filling SGD's buffer, of taking a
 # step. One product is the gradient's by the factor of clipping, one division that
@@ -33,6 +33,7 @@ SPILLS = ("adam", "sgd", "rmsprop", "nadam", "traced", "packing")
 ELEMENT = {
     "adam-float32": {3: (6, 4, 3, 3, 1), 7: (6, 3, 2, 3, 1)},
     "adam-float64": {3: (6, 3, 2, 3, 1), 7: (6, 3, 2, 3, 1)},
+    "adam_mixed-float32": {3: (6, 4, 3, 3, 1), 7: (6, 3, 2, 3, 1)},
     "sgd-float32": {0: (2, 2, 1, 1, 0), 1: (5, 4, 1, 1, 0)},
     "sgd-float64": {0: (2, 2, 1, 1, 0), 1: (4, 3, 1, 1, 0)},
     "sgd-bfloat16": {0: (2, 1, 0, 1, 0), 1: (5, 3, 0, 1, 0)},
@@ -57,6 +58,8 @@ PROGRAM, PROGRAM_ONCE = (10, 13, 5, 4, 1, 2), (0, 0, 1, 0, 0, 0)
 PACKING = {"add": (1, 0), "merge": (2, 0), "unpack": (0, 1)}
 PROGRAM_LANES = {"float32": 4, "float64": 2, "bfloat16": 4, "float16": 4}
 SCALARS = 12  # roundings of a kernel's scalars to float, at most; there are more elements
+# Where powers are in double, as CUDA's library has them in PyTorch (kernels/cuda/meson.build).
+CONTRACTED = ("adam-float64", "adam_mixed-float32")
 LANES = {"float32": 4, "float64": 2, "bfloat16": 8, "float16": 8}
 POWERS = """
 extern "C" __global__ void powers(TYPE *out, TYPE a, TYPE b, TYPE step) {
@@ -159,7 +162,8 @@ def expected(instance: str, used: int, powers: Counter[str], again: bool) -> Cou
     times = elements if again else 1
     total: Counter[str] = Counter()
     for name, each, once in zip(OPERATIONS, ELEMENT[instance][used], BLOCK[used], strict=True):
-        total[name] = elements * each + once * times + (powers[name] if rule == "adam" else 0)
+        of_powers = powers[name] if rule.startswith("adam") else 0
+        total[name] = elements * each + once * times + of_powers
     return total
 
 
@@ -271,9 +275,9 @@ def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -
         return program_faults(compiler, source, instance, macros)
     if instance.split("-")[0] in OP_BY_OP:
         return op_by_op_faults(compiler, source, instance, macros)
-    contracted = instance == "adam-float64"
+    contracted = instance in CONTRACTED
     flags = ["-arch=compute_90", "-ptx", f"-fmad={'true' if contracted else 'false'}"]
-    real = "double" if instance.endswith("float64") else "float"
+    real = "double" if contracted else "float"
     powers = counts(compiler.alone(POWERS.replace("TYPE", real), flags))
     found = []
     bodies = kernels(compiler.run(source, *flags, *macros)[0])
