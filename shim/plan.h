@@ -146,6 +146,7 @@ struct Plan {
     // A parameter that is told anew goes on with that of its label.
     std::vector<std::shared_ptr<PromisingLayer>> promising_layers;
     int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
+    std::atomic<bool> leaves_stateless{false}; // see of_shim_leave_stateless()
     // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
     std::atomic<uint64_t> prepared[64] = {};
     // Bit dtype: those that multiply gradients have been.

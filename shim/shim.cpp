@@ -337,6 +337,10 @@ int of_shim_todo(of_shim_plan *handle) {
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
 
+void of_shim_leave_stateless(of_shim_plan *handle, bool left) {
+    plan_of(handle)->leaves_stateless = left;
+}
+
 void of_shim_promise_gradients(of_shim_plan *handle, bool forced) {
     plan_of(handle)->promising = forced ? optfuse::Promising::FORCED : optfuse::Promising::AUTO;
 }

@@ -161,6 +161,9 @@ OF_API void of_shim_update_beside(of_shim_plan *plan);
 /* Before the first parameters are told: gradients of linear layers' weights may be promises
  * (promises/promise.h). forced: of layers of any size, at once. */
 OF_API void of_shim_promise_gradients(of_shim_plan *plan, bool forced);
+/* Backward mode: updates that lack state are left to step(), before which the script's hooks may
+ * make it; or not. */
+OF_API void of_shim_leave_stateless(of_shim_plan *plan, bool left);
 /* Clipping and unscaling write the plan's gradients themselves, by PyTorch's operators. */
 OF_API void of_shim_write_gradients(of_shim_plan *plan);
 /* Gradients of at least so many elements wait to be multiplied, others are multiplied at once.

@@ -356,7 +356,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
                               ? slot->program->state()
                               : plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
-        return OF_FOUND_NEEDS_STATE;
+        return in->in_backward && plan->leaves_stateless ? OF_FOUND_NOTHING : OF_FOUND_NEEDS_STATE;
     if (!plan->rule->external && is_gpu(p->device()) &&
         prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;

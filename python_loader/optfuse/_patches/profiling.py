@@ -75,6 +75,11 @@ def remove_retired() -> None:
         _retired.pop().remove()
 
 
+def has_hooks_before(optimizer: Optimizer) -> bool:
+    """Whether its step() calls any before it updates."""
+    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether its step() calls any, before it updates or afterwards."""
     if _retired:

@@ -30,6 +30,7 @@ from optfuse._own_step.register import INDEPENDENT, check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.tried import Tried
 from optfuse._own_step.twin import step_of
+from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group, Rule
 from optfuse._trials.stock_trial import flags_of
 from optfuse._updaters.choice import updater_for
@@ -230,6 +231,8 @@ class Ledger:
         """Whether prepare() has something to do."""
         state: dict[Tensor, Entry] = optimizer.__dict__["state"]
         flushed = False
+        if self.mode == BACKWARD:  # a hook may make it
+            lib.of_shim_leave_stateless(self.plan, has_hooks_before(optimizer))
         for slot, param in enumerate(self.slots.params):
             flushed = self.updater.tell_entry(self.slots, slot, state.get(param), False, flushed)
         shared = self.slots.sharing()

@@ -244,6 +244,25 @@ def test_a_hook_before_step_that_changes_gradients():
     same(trained(start=start))
 
 
+@both_modes
+def test_a_hook_before_step_that_makes_the_state(mode):
+    """It is called before stock makes any."""
+
+    def make(optimizer, args, kwargs):
+        for p in optimizer.param_groups[0]["params"]:
+            if not optimizer.state[p]:
+                averages = {k: torch.full_like(p, 0.25) for k in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p] = {"step": torch.tensor(2.0), **averages}
+
+    def start(wrap):
+        model = net()
+        optimizer = adamw(model.parameters())
+        optimizer.register_step_pre_hook(make)
+        return model, wrap(optimizer)
+
+    same(trained(start=start), mode)
+
+
 def test_a_closure():
     def iteration(model, optimizer, i):
         def closure(i=i):
