@@ -10,7 +10,8 @@ enum { CALL_ENTRIES = 512 }; /* and step counters, in one call of the host, on t
 static bool goes_in_one_call(const of_update *a, const of_update *b) {
     return of_stream_equal(&a->in.stream, &b->in.stream) &&
            of_stream_equal(&a->in.ready, &b->in.ready) && a->in.dtype == b->in.dtype &&
-           a->in.lr_at == b->in.lr_at && a->in.grad_scale_at == b->in.grad_scale_at &&
+           a->in.mixed == b->in.mixed && a->in.lr_at == b->in.lr_at &&
+           a->in.grad_scale_at == b->in.grad_scale_at &&
            a->in.found_inf_at == b->in.found_inf_at && a->in.factor_at == b->in.factor_at &&
            a->kind == b->kind &&
            memcmp(a->scalars, b->scalars, OF_MAX_HYPER * sizeof(double)) == 0;
@@ -77,13 +78,18 @@ static size_t entries_of(const of_list *call, of_cuda_entry *entries) {
     return n;
 }
 
+static const char *kernels_of(const of_plan *plan, const of_update *update) {
+    if (update->kind->gpu_rule)
+        return update->kind->gpu_rule;
+    return update->in.mixed ? of_rule_mixed(plan->rule) : plan->rule->name;
+}
+
 static bool run_kernels(of_plan *plan, const of_list *call, const of_cuda_entry *entries,
                         size_t n) {
     const of_update *first = call->first;
     double hyper[OF_MAX_HYPER];
     memcpy(hyper, first->scalars, sizeof hyper);
-    of_cuda_update update = {.rule = first->kind->gpu_rule ? first->kind->gpu_rule
-                                                           : plan->rule->name,
+    of_cuda_update update = {.rule = kernels_of(plan, first),
                              .dtype = first->in.dtype,
                              .hyper = hyper,
                              .lr_at = first->in.lr_at,

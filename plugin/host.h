@@ -29,7 +29,7 @@ extern "C" {
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters; and of an
  * average. */
-enum { OF_ABI_VERSION = 15, OF_MAX_KEYS = 4 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 16, OF_MAX_KEYS = 4 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {
@@ -61,6 +61,8 @@ typedef struct of_inputs {
                               hands it on to the updates that apply it: share_factor() */
     /* The other counters, of a rule that has them on the device: of_rule.counts_on_gpu. */
     float *numbers_at[OF_MAX_COUNTERS];
+    bool mixed; /* the state is bfloat16, the parameter float32: of a rule that of_rule_mixed() has
+                   kernels for */
     const of_program *program; /* of a rule that runs programs: this update's, which reads and
                                   writes no other state than there is */
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_access();

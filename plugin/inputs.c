@@ -51,6 +51,11 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
     if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.gpu)
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
+    if (in->mixed &&
+        (in->device == OF_CPU || in->dtype != OF_FLOAT32 || !of_rule_mixed(plan->rule)))
+        return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s with bfloat16 state",
+                       plan->rule->name, of_dtype_name(in->dtype),
+                       in->device == OF_CPU ? "cpu" : "cuda");
     if (in->numel == 0)
         return OF_OK;
     if (in->product)

@@ -229,9 +229,9 @@ Polynomial polynomial_of(const std::vector<double> &numbers) {
 
 // See gpu/trial.h.
 bool bits_differ(const std::string &rule, const std::vector<double> &hyper, at::ScalarType dtype,
-                 c10::Device device, const std::string &label) {
+                 c10::Device device, const std::string &label, bool mixed) {
     return gpu_bits_differ(*of_rule_find(rule.c_str()), hyper,
-                           at::TensorOptions(dtype).device(device), label);
+                           at::TensorOptions(dtype).device(device), label, mixed);
 }
 
 // A direction of this shape, as Muon turns it.
@@ -312,8 +312,8 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("consume_again(Tensor[] gradients) -> ()", optfuse::consume_all_again);
     m.def("are_consumed(Tensor[] gradients) -> bool[]", optfuse::are_consumed);
     m.def("consume_wrapper(Tensor wrapper, Tensor local) -> ()", optfuse::consume_wrapper);
-    m.def("gpu_bits_differ(str rule, float[] hyper, ScalarType dtype, Device device, str label) "
-          "-> bool",
+    m.def("gpu_bits_differ(str rule, float[] hyper, ScalarType dtype, Device device, str label, "
+          "bool mixed) -> bool",
           optfuse::bits_differ);
     m.def("try_products(Tensor matrix, float[] coefficients) -> str", optfuse::try_products_of);
     m.def("why_operators(Device device, int rows, int columns, bool by_rows, "

@@ -146,9 +146,13 @@ struct Plan {
     // A parameter that is told anew goes on with that of its label.
     std::vector<std::shared_ptr<PromisingLayer>> promising_layers;
     int64_t tried_on_cpu = 0; // bit dtype: this release may round otherwise than our update
-    std::atomic<bool> leaves_stateless{false}; // see of_shim_leave_stateless()
-    // Bit dtype * 8 + state in use: these kernels have been loaded for a GPU.
+    // See of_shim_take_mixed() and of_shim_leave_stateless().
+    bool takes_mixed = false;
+    std::atomic<bool> leaves_stateless{false};
+    // Bit dtype * 16 + state in use: these kernels have been loaded for a GPU; those that take
+    // bfloat16 state.
     std::atomic<uint64_t> prepared[64] = {};
+    std::atomic<uint64_t> prepared_mixed[64] = {};
     // Bit dtype: those that multiply gradients have been.
     std::atomic<uint32_t> prepared_scaling[64] = {};
 };

@@ -337,6 +337,8 @@ int of_shim_todo(of_shim_plan *handle) {
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }
 
+void of_shim_take_mixed(of_shim_plan *handle) { plan_of(handle)->takes_mixed = true; }
+
 void of_shim_leave_stateless(of_shim_plan *handle, bool left) {
     plan_of(handle)->leaves_stateless = left;
 }

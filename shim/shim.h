@@ -161,6 +161,9 @@ OF_API void of_shim_update_beside(of_shim_plan *plan);
 /* Before the first parameters are told: gradients of linear layers' weights may be promises
  * (promises/promise.h). forced: of layers of any size, at once. */
 OF_API void of_shim_promise_gradients(of_shim_plan *plan, bool forced);
+/* Float32 parameters on a GPU may have bfloat16 state, if the rule has kernels for that: their bits
+ * are those of this release of PyTorch, which takes such state. */
+OF_API void of_shim_take_mixed(of_shim_plan *plan);
 /* Backward mode: updates that lack state are left to step(), before which the script's hooks may
  * make it; or not. */
 OF_API void of_shim_leave_stateless(of_shim_plan *plan, bool left);

@@ -49,7 +49,7 @@ from optfuse._refuse import (
 from optfuse._rules import RULES
 from optfuse._scheduler import check_step
 from optfuse._traced.rule import TracedRule
-from optfuse._trials.gpu_trial import gpu_bits_differ
+from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
 from optfuse._trials.rule_choice import rule_of
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -121,7 +121,7 @@ def fuse(
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     traced = _checked_rule(optimizer, mode, strict)
     check_step(optimizer)
-    options = _options(optimizer, mode, eager, bucket_bytes)
+    options = replace(_options(optimizer, mode, eager, bucket_bytes), strict=strict)
     if not options.delays:
         options = replace(options, products=products or products_asked())
     differ = _try_on_machine(optimizer, traced, strict)
@@ -190,20 +190,11 @@ def _try_on_machine(optimizer: Optimizer, traced: TracedRule | None, strict: boo
     rule = traced or rule_of(optimizer)
     if rule is not RULES.get(type(optimizer)) or rule.external:
         return []
-    differ = gpu_bits_differ(rule, optimizer.param_groups)
+    differ = gpu_bits_differ(rule, optimizer.param_groups, optimizer.state)
     if strict and differ:
-        raise Error(
-            f"optfuse: strict=True, but updates of {', '.join(differ)} have other bits than "
-            "fused=True there (docs/numerics.md names the releases and chips where they are "
-            "equal). Pass strict=False, or keep the optimizer as it is"
-        )
+        raise Error(refused(differ))
     if differ:
-        warn(
-            f"updates of {', '.join(differ)} round differently from fused=True there, so results "
-            "will be close to stock's and not equal; strict=True refuses that",
-            UserWarning,
-            stacklevel=5,
-        )
+        warn(said_of(differ), UserWarning, stacklevel=5)
     return differ
 
 

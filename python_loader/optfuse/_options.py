@@ -78,6 +78,7 @@ class Options:
     side_stream: bool = False
     accumulate: int = 1
     max_grad_norm: float | None = None
+    strict: bool = False
     fold: bool = True  # clipping and unscaling by GradScaler into the update
     reduction: Reduction | None = None  # of a DistributedDataParallel model
     delays: tuple[tuple[Tensor, int], ...] = ()  # of parameters whose updates arrive late

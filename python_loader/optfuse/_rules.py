@@ -139,6 +139,7 @@ class Rule:
     shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
     fuses_dtensors: bool = False  # PyTorch's fused=True takes DTensors
+    takes_mixed: bool = False  # and, on GPUs, float32 parameters whose state is bfloat16
     scales: bool = False  # step() reads the optimizer's grad_scale and found_inf
     asserts_no_scale: bool = False  # ... and raises if there is one
     # Keys of a state entry, in the order of the native update by operators; none: there
@@ -250,7 +251,7 @@ def _rule(name: str, **more: Any) -> Rule:
     return Rule(name, **ROWS[name], **more)
 
 
-_ADAM = _rule("adam", fuses_dtensors=True, scales=True)
+_ADAM = _rule("adam", fuses_dtensors=True, takes_mixed=True, scales=True)
 _loop = functools.partial(_rule, reference="foreach=False", tried=True)
 _own = functools.partial(_rule, reference="own step()")
 

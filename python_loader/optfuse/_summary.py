@@ -46,7 +46,7 @@ class Summary:
     elements: int
     reference: str  # the implementation of PyTorch whose bits are reproduced
     reference_differs: tuple[int, ...]  # groups whose flags select another one
-    gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check by fuse()
+    gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check
     own_step_because: tuple[str, ...]  # why, where something else might update
     traced: str  # in a line, of an optimizer whose step() is traced; or ""
     products_because: tuple[str, ...]  # why operators multiply there, where cuBLAS might
@@ -206,6 +206,7 @@ def summary(optimizer: Optimizer) -> Summary:
     if not is_fused(optimizer):
         return _disabled(type(optimizer).__name__, params)
     link = link_of(optimizer)
+    updater = link.ledger.updater
     counts = Counts()
     check(lib.of_shim_counts(link.plan, ctypes.byref(counts)))
     dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
@@ -216,9 +217,9 @@ def summary(optimizer: Optimizer) -> Summary:
         elements=sum(p.numel() for p in params),
         reference=f"torch's {link.rule.reference} on " + " and ".join(_kinds(params)),
         reference_differs=tuple(i for i, group in enumerate(groups) if link.rule.difference(group)),
-        gpu_bits_differ=link.gpu_bits_differ,
+        gpu_bits_differ=tuple(sorted({*link.gpu_bits_differ, *updater.gpu_bits_differ})),
         own_step_because=link.own_step_because,
-        traced=link.ledger.updater.described(),
+        traced=updater.described(),
         products_because=tuple(products.reasons(link.rule, groups)),
         isa={
             name: _external_updates(link.rule, groups, name)

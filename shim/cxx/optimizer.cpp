@@ -107,7 +107,7 @@ void FusedOptimizer::check_bits(const at::Tensor &param,
                  "optimizer as it is");
         return;
     }
-    if (gpu_bits_differ(*shared->rule, row.hyper(options), param.options(), label) && strict)
+    if (gpu_bits_differ(*shared->rule, row.hyper(options), param.options(), label, false) && strict)
         fail("optfuse: Options::strict, but the update of " + label + " has other bits than " +
              gpu_reference(row.rule).name + " on " + param.device().str() +
              ": leave strict out, or keep the optimizer as it is");

@@ -32,8 +32,9 @@ bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Devic
 } // namespace
 
 // Loading may have to wait for the device, which a launch must never do.
-of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
+of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool mixed) {
     Plan *plan = slot->plan;
+    std::atomic<uint64_t> *const prepared = mixed ? plan->prepared_mixed : plan->prepared;
     const double *hyper = of_plan_hyper(plan->core, slot->index);
     double first[OF_MAX_HYPER] = {}; // scalars of a first update: all use the same kernels
     const auto ordinal = static_cast<size_t>(p->device().index());
@@ -41,7 +42,7 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     static_assert(OF_DTYPE_COUNT * sets <= 64, "a bit for each set of state of each dtype");
     const uint64_t bit = UINT64_C(1) << (static_cast<unsigned>(dtype) * sets +
                                          (plan->rule->state_used(hyper) & (sets - 1)));
-    if (ordinal < 64 && (plan->prepared[ordinal].load(std::memory_order_relaxed) & bit) != 0)
+    if (ordinal < 64 && (prepared[ordinal].load(std::memory_order_relaxed) & bit) != 0)
         return OF_FOUND_INPUTS;
     const CudaLibrary *library = cuda_library();
     if (library == nullptr)
@@ -52,10 +53,11 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
         plan->rule->prepare_gpu(hyper, &count, first);
         hyper = first;
     }
-    if (!load_kernels(library, plan->rule->name, p->device(), dtype, hyper))
+    const char *kernels = mixed ? of_rule_mixed(plan->rule) : plan->rule->name;
+    if (!load_kernels(library, kernels, p->device(), dtype, hyper))
         return refuse(slot, "", "is on a GPU, but ", library->error());
     if (ordinal < 64)
-        plan->prepared[ordinal].fetch_or(bit, std::memory_order_relaxed);
+        prepared[ordinal].fetch_or(bit, std::memory_order_relaxed);
     return OF_FOUND_INPUTS;
 }
 

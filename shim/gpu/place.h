@@ -12,7 +12,8 @@ struct Plan;
 struct References;
 struct Slot;
 
-of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
+// mixed: as is_mixed() of tensor/refuse.h says.
+of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool mixed);
 // Whether the kernels that multiply gradients of this dtype are loaded now.
 bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype);
 bool step_is_on_gpu(const Slot *slot);

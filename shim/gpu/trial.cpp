@@ -20,6 +20,7 @@
 
 #include "clipping/pending.h"
 #include "error.h"
+#include "gpu/device.h"
 #include "gpu/reference.h"
 #include "slots.h"
 #include "tensor/plain_mode.h"
@@ -47,6 +48,15 @@ double tolerance(at::ScalarType dtype) {
     }
 }
 
+// An update, and what is said if it is wrong.
+struct Tried {
+    const of_rule &rule;
+    const std::vector<double> &hyper;
+    const at::TensorOptions there;
+    const std::string &label;
+    const bool mixed; // the state is bfloat16, the parameters float32
+};
+
 // The same ones for both, wherever they go: tensors of all sizes, twice.
 class TrialNumbers {
   public:
@@ -65,27 +75,27 @@ class TrialNumbers {
 };
 
 // Zeros, in the rule's order; none of what these options don't use.
-std::vector<Tensors> state_of(const of_rule &rule, const std::vector<double> &hyper,
-                              const Tensors &params) {
-    const unsigned used = rule.state_used(hyper.data());
-    std::vector<Tensors> state(rule.n_state);
+std::vector<Tensors> state_of(const Tried &tried, const Tensors &params) {
+    const unsigned used = tried.rule.state_used(tried.hyper.data());
+    const at::ScalarType dtype =
+        tried.mixed ? at::kBFloat16 : c10::typeMetaToScalarType(tried.there.dtype());
+    std::vector<Tensors> state(tried.rule.n_state);
     for (size_t i = 0; i < state.size(); i++)
         for (const at::Tensor &param : params)
             if ((used >> i & 1u) != 0)
-                state[i].push_back(at::zeros_like(param));
+                state[i].push_back(at::zeros_like(param, param.options().dtype(dtype)));
     return state;
 }
 
-Tensors train_by_reference(const of_rule &rule, const std::vector<double> &hyper,
-                           const at::TensorOptions &there) {
-    TrialNumbers numbers(there);
+Tensors train_by_reference(const Tried &tried) {
+    TrialNumbers numbers(tried.there);
     const Tensors params = numbers.next();
-    const std::vector<Tensors> state = state_of(rule, hyper, params);
+    const std::vector<Tensors> state = state_of(tried, params);
     for (int step = 1; step <= kSteps; step++) {
         const Tensors grads = numbers.next();
         if (step == kSteps) // as torch.nn.utils.clip_grad_norm_() does
-            at::_foreach_mul_(grads, at::full({}, kClipped, there));
-        gpu_reference(rule.name).update(hyper, step, params, grads, state);
+            at::_foreach_mul_(grads, at::full({}, kClipped, tried.there));
+        gpu_reference(tried.rule.name).update(tried.hyper, step, params, grads, state);
     }
     return params;
 }
@@ -93,14 +103,15 @@ Tensors train_by_reference(const of_rule &rule, const std::vector<double> &hyper
 // A plan without an optimizer.
 class Trial {
   public:
-    Trial(const of_rule &rule, const std::vector<double> &hyper, const Tensors &params,
-          const std::string &label) {
-        check_status(of_shim_plan_new(rule.name, OF_FORWARD, "", 0, 1, &handle));
+    Trial(const Tried &tried, const Tensors &params) {
+        check_status(of_shim_plan_new(tried.rule.name, OF_FORWARD, "", 0, 1, &handle));
         try {
-            check_status(of_shim_group(handle, 0, hyper.data(), hyper.size()));
-            const std::vector<Tensors> state = state_of(rule, hyper, params);
+            check_status(of_shim_group(handle, 0, tried.hyper.data(), tried.hyper.size()));
+            if (tried.mixed)
+                of_shim_take_mixed(handle);
+            const std::vector<Tensors> state = state_of(tried, params);
             for (size_t i = 0; i < params.size(); i++)
-                add(params[i], state, i, i >= params.size() / 2, label);
+                add(params[i], state, i, i >= params.size() / 2, tried.label);
         } catch (...) {
             of_shim_plan_free(handle);
             throw;
@@ -156,17 +167,16 @@ class Trial {
     of_shim_plan *handle = nullptr;
 };
 
-Tensors train(const of_rule &rule, const std::vector<double> &hyper, const at::TensorOptions &there,
-              const std::string &label) {
-    TrialNumbers numbers(there);
+Tensors train(const Tried &tried) {
+    TrialNumbers numbers(tried.there);
     const Tensors params = numbers.next();
-    Trial trial(rule, hyper, params, label);
+    Trial trial(tried, params);
     for (int step = 1; step <= kSteps; step++) {
         const Tensors grads = numbers.next();
         for (size_t i = 0; i < params.size(); i++)
             params[i].mutable_grad() = grads[i];
         if (step == kSteps)
-            trial.clip(at::full({}, kClipped, there));
+            trial.clip(at::full({}, kClipped, tried.there));
         trial.step();
     }
     trial.flush();
@@ -184,57 +194,65 @@ double distance(const at::Tensor &ours, const at::Tensor &theirs, const at::Tens
 }
 
 // Raises if nothing was compared, or if the update is off by more than rounding.
-void check_distance(double worst, const Tensors &theirs, const at::TensorOptions &there,
-                    const std::string &where, const char *reference) {
+void check_distance(double worst, const Tensors &theirs, const Tried &tried) {
+    const std::string where = "optfuse: " + tried.label + " is on " + tried.there.device().str();
     if (theirs.back().isnan().all().item().toBool())
         fail(where +
              ", where a trial of the update ended in nothing but NaN and compared nothing; nothing "
              "was fused. Mend the optimizer's options, or keep it as it is");
-    const at::ScalarType dtype = c10::typeMetaToScalarType(there.dtype());
-    if (worst <= tolerance(dtype))
+    const at::ScalarType dtype = c10::typeMetaToScalarType(tried.there.dtype());
+    // Another last bit of an average in bfloat16 makes as much of a difference as in bfloat16.
+    if (worst <= tolerance(tried.mixed ? at::kBFloat16 : dtype))
         return;
     std::ostringstream text;
-    text << where << ", where the update for " << dtype << " is off by a relative " << worst
-         << " from " << reference
+    text << where << ", where the update for " << dtype
+         << (tried.mixed ? " with BFloat16 state" : "") << " is off by a relative " << worst
+         << " from " << gpu_reference(tried.rule.name).name
          << ", far more than rounding; nothing was fused. Keep the optimizer as it "
          << "is, and please report the GPU, the driver and the release of torch";
     fail(text.str());
 }
 
-bool compare(const of_rule &rule, const std::vector<double> &hyper, const at::TensorOptions &there,
-             const std::string &label) {
+// State that is made late may be met while a graph is captured, where nothing can be compared.
+void refuse_capture(const Tried &tried) {
+    if (current_stream(tried.there.device().index()).capture != 0)
+        fail("optfuse: the update of " + tried.label +
+             " has not been compared with PyTorch's on this GPU yet, which can't be done while a "
+             "CUDA graph is captured; take a step() before the capture. Nothing was updated");
+}
+
+bool compare(const Tried &tried) {
     const PlainMode plain;
-    const Tensors ours = train(rule, hyper, there, label);
-    const Tensors theirs = train_by_reference(rule, hyper, there),
-                  start = TrialNumbers(there).next();
+    refuse_capture(tried);
+    const Tensors ours = train(tried);
+    const Tensors theirs = train_by_reference(tried), start = TrialNumbers(tried.there).next();
     double worst = 0.0;
     for (size_t i = 0; i < ours.size(); i++) {
         const double d = distance(ours[i], theirs[i], start[i]);
         worst = d <= worst ? worst : d; // NaN is worse
     }
-    check_distance(worst, theirs, there, "optfuse: " + label + " is on " + there.device().str(),
-                   gpu_reference(rule.name).name);
+    check_distance(worst, theirs, tried);
     return worst != 0.0;
 }
 
-using Kind = std::tuple<std::string, std::vector<double>, at::ScalarType, c10::DeviceIndex>;
+using Kind = std::tuple<std::string, std::vector<double>, at::ScalarType, bool, c10::DeviceIndex>;
 
 } // namespace
 
 bool gpu_bits_differ(const of_rule &rule, std::vector<double> hyper, at::TensorOptions there,
-                     const std::string &label) {
+                     const std::string &label, bool mixed) {
     static std::mutex lock; // guards known
     static auto *known = new std::map<Kind, bool>;
     for (size_t i = 0; i < rule.n_hyper; i++) // a schedule is no other kind
         if (std::strcmp(rule.hyper[i], "lr") == 0)
             hyper[i] = 1e-2;
-    const Kind kind{rule.name, hyper, c10::typeMetaToScalarType(there.dtype()),
+    const Kind kind{rule.name, hyper, c10::typeMetaToScalarType(there.dtype()), mixed,
                     there.device().index()};
     const std::lock_guard<std::mutex> guard(lock);
     const auto found = known->find(kind);
     if (found != known->end())
         return found->second;
-    return (*known)[kind] = compare(rule, hyper, there, label);
+    return (*known)[kind] = compare({rule, hyper, there, label, mixed});
 }
 
 } // namespace optfuse

@@ -151,7 +151,7 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
     for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
         if ((used >> i & 1u) == 0)
             continue;
-        if (check_state(slot, p, i) == OF_FOUND_ERROR)
+        if (check_state(slot, p, i, in->mixed) == OF_FOUND_ERROR)
             return OF_FOUND_ERROR;
         const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
         launch_others(s);
@@ -357,8 +357,9 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
                               : plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
     if (state_is_missing(slot, used))
         return in->in_backward && plan->leaves_stateless ? OF_FOUND_NOTHING : OF_FOUND_NEEDS_STATE;
+    in->mixed = is_mixed(slot, p, used);
     if (!plan->rule->external && is_gpu(p->device()) &&
-        prepare_gpu(slot, p, in->dtype) == OF_FOUND_ERROR)
+        prepare_gpu(slot, p, in->dtype, in->mixed) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     return fill_in_references(plan, slot, grad, used, in);
 }

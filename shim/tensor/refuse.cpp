@@ -166,8 +166,9 @@ bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b) {
 
 namespace {
 
-bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *form) {
-    const at::ScalarType dtype = form != nullptr ? form->dtype : p->dtype().toScalarType();
+bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *form, bool mixed) {
+    const at::ScalarType like_param = mixed ? at::kBFloat16 : p->dtype().toScalarType();
+    const at::ScalarType dtype = form != nullptr ? form->dtype : like_param;
     if (s->dtype().toScalarType() != dtype)
         return false;
     if (form == nullptr || form->is_of_param)
@@ -175,12 +176,31 @@ bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *fo
     return s->sizes() == form->sizes && s->strides() == form->strides;
 }
 
+// A bfloat16 state tensor of a float32 parameter, of a rule that has kernels for such.
+bool may_be_mixed(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *s) {
+    return of_rule_mixed(slot->plan->rule) != nullptr &&
+           p->dtype().toScalarType() == at::kFloat && s->dtype().toScalarType() == at::kBFloat16;
+}
+
 } // namespace
 
-of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i) {
+bool is_mixed(const Slot *slot, const c10::TensorImpl *p, unsigned used) {
+    bool all = slot->plan->takes_mixed && is_gpu(p->device()) && used != 0;
+    for (size_t i = 0; all && i < slot->plan->rule->n_state; i++)
+        if ((used >> i & 1u) != 0)
+            all = may_be_mixed(slot, p, slot->state[i].unsafeGetTensorImpl());
+    return all;
+}
+
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i, bool mixed) {
     const char *which = "the optimizer state of ";
     const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
-    if (!has_memory(s) || s->device() != p->device() || !has_form(s, p, form_of(slot, i)))
+    if (!mixed && may_be_mixed(slot, p, s))
+        return refuse(slot, which, "is bfloat16",
+                      ", which PyTorch takes for float32 parameters on a GPU only, from release "
+                      "2.12 on, and of all averages of a parameter or of none: load or create it "
+                      "in float32");
+    if (!has_memory(s) || s->device() != p->device() || !has_form(s, p, form_of(slot, i), mixed))
         return refuse(slot, which, "has another dtype, device, layout or shape than the parameter",
                       ": load or create it to match");
     if (is_lazy(s) || is_expanded(s))

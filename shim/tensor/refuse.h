@@ -26,8 +26,10 @@ bool is_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_tried(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype);
 of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
                         bool is_written);
-// i: of the rule's state tensors, or of the program's.
-of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i);
+// Whether all state in use is bfloat16, beside a float32 parameter on a GPU, and may be.
+bool is_mixed(const Slot *slot, const c10::TensorImpl *p, unsigned used);
+// i: of the rule's state tensors, or of the program's. mixed: as is_mixed() says.
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i, bool mixed);
 // Whether they have memory in common. Those with holes that lie in each other's are taken to, too.
 bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b);
 // Whether state tensors of a kernel's rule have one storage. (A program may read one twice.)

@@ -59,7 +59,22 @@ of_dtype dtype_of(const at::Tensor &tensor) {
     }
 }
 
-// The device computes powers and roots in the type of the computation.
+// Whether the state is bfloat16 and the parameters are float32. Raises for what PyTorch refuses
+// (validate_mixed_precision_dtypes() of fused_adam_utils.cuh), but that a list may have two dtypes.
+bool is_mixed(const Call &call) {
+    const c10::ScalarType param = call.params[0].scalar_type();
+    const bool mixed = !call.state.empty() && !call.state[0].empty() &&
+                       call.state[0][0].scalar_type() != param;
+    TORCH_CHECK(!mixed || param == at::kFloat, "requires float32 params, got ", param);
+    for (const List &list : call.state)
+        for (const at::Tensor &tensor : list)
+            TORCH_CHECK(tensor.scalar_type() == (mixed ? at::kBFloat16 : param),
+                        "requires optimizer states of another dtype than ", tensor.scalar_type());
+    return mixed;
+}
+
+// The device computes powers and roots in the type of the computation; those of mixed dtypes in
+// double.
 double correction(of_dtype dtype, double beta, float step) {
     if (dtype == OF_FLOAT64)
         return 1.0 - power(beta, static_cast<double>(step));
@@ -71,22 +86,26 @@ double square_root(of_dtype dtype, double x) {
 }
 
 // All elements of a tensor are taken in fours, or none.
-size_t tail_of(const of_span &span, of_dtype dtype) {
-    uintptr_t all =
-        reinterpret_cast<uintptr_t>(span.param) | reinterpret_cast<uintptr_t>(span.grad);
+size_t tail_of(const of_span &span, of_dtype dtype, of_dtype state_dtype) {
+    const auto are_in_fours = [](uintptr_t address, of_dtype of) {
+        return address % (4 * of_dtype_size(of)) == 0;
+    };
+    bool all = span.n % 4 == 0 && are_in_fours(reinterpret_cast<uintptr_t>(span.param), dtype) &&
+               are_in_fours(reinterpret_cast<uintptr_t>(span.grad), dtype);
     for (const void *state : span.state)
-        all |= reinterpret_cast<uintptr_t>(state);
-    return span.n % 4 == 0 && all % (4 * of_dtype_size(dtype)) == 0 ? 0 : span.n;
+        all = all && are_in_fours(reinterpret_cast<uintptr_t>(state), state_dtype);
+    return all ? 0 : span.n;
 }
 
-void update(const Call &call, size_t i) {
+void update(const Call &call, size_t i, bool mixed) {
     const of_dtype dtype = dtype_of(call.params[i]);
+    const of_dtype corrected = mixed ? OF_FLOAT64 : dtype;
     of_cuda_scalars s = call.scalars;
     if (!call.steps.empty()) {
         const float step = float_at(call.steps[i]);
         s.first = step <= 1.0f;
-        s.correction1 = correction(dtype, call.beta1, step);
-        s.correction2 = square_root(dtype, correction(dtype, call.beta2, step));
+        s.correction1 = correction(corrected, call.beta1, step);
+        s.correction2 = square_root(corrected, correction(corrected, call.beta2, step));
     }
     of_span span = {data_to(call.params[i]),
                     data_of(call.grads[i]),
@@ -96,10 +115,11 @@ void update(const Call &call, size_t i) {
                     nullptr, nullptr, false};
     for (size_t j = 0; j < call.state.size(); j++)
         span.state[j] = call.state[j].empty() ? nullptr : data_to(call.state[j][i]);
-    span.tail = tail_of(span, dtype);
+    span.tail = tail_of(span, dtype, mixed ? OF_BFLOAT16 : dtype);
     if (call.grad_scale.defined())
         s.unscaled = data_to(call.grads[i]);
-    of_kernel_find(call.rule, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
+    const char *const row = mixed ? of_rule_mixed(of_rule_find(call.rule)) : call.rule;
+    of_kernel_find(row, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
 }
 
 void report(const Call &call) {
@@ -130,11 +150,12 @@ void run(Call call, Maybe grad_scale, Maybe found_inf) {
     if (call.grad_scale.defined())
         call.scalars.grad_scale = float_at(call.grad_scale);
     call.scalars.early = of_cuda_early(MAJOR, dtype_of(call.params[0]));
+    const bool mixed = is_mixed(call);
     report(call);
     if (call.found_inf.defined() && float_at(call.found_inf) == 1.0f)
         return;
     for (size_t i = 0; i < call.params.size(); i++)
-        update(call, i);
+        update(call, i, mixed);
 }
 
 // A learning rate on the host is a number.

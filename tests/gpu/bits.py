@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from harness import BOTH, On, add, common, scenario
+from mixed_state import dtypes_of, with_narrow_state
 from torch import Tensor
 
 import optfuse
+from optfuse._library.releases import release_of, takes_mixed
 
 STEPS = 200
 LOOK_EVERY = 20  # in between, updates stay pending until the next step
@@ -40,6 +42,11 @@ ADAM = [
 ]
 OPTIONS: dict[str, list[dict[str, Any]]] = {"SGD": SGD, "Adam": ADAM, "AdamW": ADAM}
 Gradients = Callable[[int], list[Tensor]]
+Change = Callable[[Any], Any]  # of an optimizer before it is fused
+
+
+def unchanged(optimizer: Any) -> Any:
+    return optimizer
 
 
 class Replay(torch.autograd.Function):
@@ -169,12 +176,14 @@ def replay(
     sizes: tuple[int, ...] = SIZES + SIZES[-MISALIGNED:],
     options: list[dict[str, Any]] | None = None,
     spoil: bool = False,
-) -> None:
-    """Trains twins on recorded gradients and looks at all of both now and then."""
+    change: Change = unchanged,
+) -> Any:
+    """Trains twins on recorded gradients and looks at all of both now and then. Returns ours."""
     options = options or OPTIONS[name]
     steps = 20 if on.quick else STEPS
-    stock = optimizer_of(name, sizes, options, on, dtype)
-    ours: Any = optfuse.fuse(optimizer_of(name, sizes, options, on, dtype), mode=on.mode)
+    stock = change(optimizer_of(name, sizes, options, on, dtype))
+    ours: Any = change(optimizer_of(name, sizes, options, on, dtype))
+    optfuse.fuse(ours, mode=on.mode)
     gradients = tape(sizes, on, dtype, len(options), spoil)
     for step in range(steps):
         grads = gradients(step)
@@ -188,15 +197,16 @@ def replay(
     made = steps * len(parameters_of(ours))
     created = optfuse.summary(ours).created
     assert created == made, f"{created} updates were made, not {made}"
+    return ours
 
 
-def scaled(name: str, dtype: torch.dtype, on: On) -> None:
+def scaled(name: str, dtype: torch.dtype, on: On, change: Change = unchanged) -> None:
     """Under a GradScaler whose scale grows, meets infinities and shrinks."""
     sizes, options = SIZES[:5], OPTIONS[name]
     gradients = tape(sizes, on, dtype, len(options), spoil=True)
 
     def script(wrap: Any) -> Any:
-        optimizer = wrap(optimizer_of(name, sizes, options, on, dtype))
+        optimizer = wrap(change(optimizer_of(name, sizes, options, on, dtype)))
         scaler = torch.amp.GradScaler(on.device.type, init_scale=2.0**6, growth_interval=4)
         for step in range(16 if on.quick else STEPS):
             optimizer.zero_grad()
@@ -215,10 +225,38 @@ def scaled(name: str, dtype: torch.dtype, on: On) -> None:
 POWERS_AT_ONCE, POWERS_TO = 4096, 200_000
 
 
-def powers(name: str, on: On) -> None:
+def add_mixed() -> None:
+    """Float32 parameters with bfloat16 state."""
+    for name in ("Adam", "AdamW"):
+        what = f"{name} float32 with bfloat16 state"
+        for label, body in bodies_of_mixed(name).items():
+            modes = ("forward",) if label.startswith("GradScaler") else ("forward", "backward")
+            body.__module__ = __name__  # type: ignore[attr-defined]
+            add(f"{what}, {label}", body, ("cuda",), modes, "millions" in label)
+
+
+def bodies_of_mixed(name: str) -> dict[str, Callable[[On], None]]:
+    def trained(on: On, **more: Any) -> None:
+        ours = replay(name, torch.float32, on, change=with_narrow_state, **more)
+        assert dtypes_of(ours)["exp_avg"] == {"torch.bfloat16"}, "the state is another one"
+        assert not optfuse.summary(ours).gpu_bits_differ
+
+    def large(on: On) -> None:
+        trained(on, sizes=LARGE, options=OPTIONS[name][-1:])
+
+    return {
+        EVERY: trained,
+        "NaN and infinite gradients": lambda on: trained(on, sizes=SIZES[:5], spoil=True),
+        "millions of elements": large,
+        "lr in tensors": lambda on: trained(on, options=tensor_lr(OPTIONS[name], on)),
+        "GradScaler with fused=True": lambda on: scaled(name, torch.float32, on, with_narrow_state),
+    }
+
+
+def powers(name: str, on: On, dtype: torch.dtype = torch.float32) -> None:
     """1 - beta^step for each step up to POWERS_TO: of one element's first update from empty
     state nothing else depends on the step. As many parameters as are updated at once have a
-    counter each; between updates the counters jump to the next steps."""
+    counter each; between updates the counters jump to the next steps. dtype: of the state."""
 
     def made() -> torch.optim.Optimizer:
         params = [torch.nn.Parameter(torch.zeros(1, device=on.device)) for _ in range(many)]
@@ -226,7 +264,7 @@ def powers(name: str, on: On) -> None:
         for i, p in enumerate(params):
             counter = torch.tensor(float(i), device=on.device)
             optimizer.state[p] = {"step": counter} | {
-                key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")
+                key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")
             }
         return optimizer
 
@@ -344,4 +382,17 @@ def bias_corrections_of_every_step(on: On) -> None:
         powers(name, on)
 
 
+def bias_corrections_with_bfloat16_state(on: On) -> None:
+    for name in "Adam", "AdamW":
+        powers(name, on, torch.bfloat16)
+
+
 add_all()
+if takes_mixed(release_of(torch.__version__)):
+    add_mixed()
+    add(
+        bias_corrections_with_bfloat16_state.__name__,
+        bias_corrections_with_bfloat16_state,
+        ("cuda",),
+        ("forward",),
+    )

@@ -138,6 +138,7 @@ static fake_hold *new_hold(fake_tensor *tensor, of_inputs *in) {
     *hold = (fake_hold){.tensor = tensor, .inside = inside};
     in->numel = tensor->numel;
     in->dtype = tensor->dtype;
+    in->mixed = tensor->mixed;
     in->device = tensor->device;
     in->references = hold;
     return hold;

@@ -27,6 +27,7 @@ typedef struct fake_tensor {
     fake_host *host;
     int id; /* in the record of events */
     of_dtype dtype;
+    bool mixed; /* as of_inputs has it */
     of_device device;
     int64_t numel;
     fake_buffer *param;

@@ -156,6 +156,9 @@ START_TEST(unusable_inputs_are_refused_by_name) {
     tensor->device = OF_CUDA;
     check_refused(f, "no kernel of 'adam' for float32 parameters on cuda");
     tensor->device = OF_CPU;
+    tensor->mixed = true;
+    check_refused(f, "no kernel of 'adam' for float32 parameters on cpu with bfloat16 state");
+    tensor->mixed = false;
     tensor->n_state = 1;
     check_refused(f, "the optimizer state 'exp_avg_sq' is missing");
     tensor->n_state = 2;

@@ -94,6 +94,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_unconfirmed": (_Bool, [_Plan]),
     "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
     "of_shim_update_beside": (None, [_Plan]),
+    "of_shim_take_mixed": (None, [_Plan]),
     "of_shim_leave_stateless": (None, [_Plan, _Bool]),
     "of_shim_promise_gradients": (None, [_Plan, _Bool]),
     "of_shim_write_gradients": (None, [_Plan]),

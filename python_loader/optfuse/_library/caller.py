@@ -24,6 +24,16 @@ def _shown(path: str) -> str:
         return path
 
 
+def levels_to_caller() -> int:
+    """The stacklevel, for whoever calls this, of a warning that names the innermost frame outside
+    of torch and optfuse."""
+    frame: types.FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and _module(frame).partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def find_caller() -> tuple[str, str]:
     """The deed of torch that needs all gradients, or nothing; and "train.py:12: ", file and line
     of the innermost frame outside of torch and optfuse, or nothing."""

@@ -9,6 +9,10 @@ import platform
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
+#: The first release whose fused=True of Adam and AdamW takes bfloat16 state of float32 parameters
+#: on a GPU.
+TAKES_MIXED = "2.12"
+
 #: By rule and dtype, the last release that rounds like our update; of others TESTED[-1].
 #: (docs/numerics.md, "Releases")
 _LAST: dict[tuple[str, str], str] = {
@@ -26,6 +30,10 @@ def release_of(version: str) -> str:
 
 def is_too_old(release: str) -> bool:
     return _numbers(release) < _numbers(TESTED[0])
+
+
+def takes_mixed(release: str) -> bool:
+    return _numbers(release) >= _numbers(TAKES_MIXED)
 
 
 def holds(rule: str, dtype: str, release: str, machine: str = platform.machine()) -> bool:

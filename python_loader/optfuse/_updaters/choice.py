@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from optfuse._library.bindings import BACKWARD
+from optfuse._options import Options
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._rules import Rule
@@ -22,11 +24,12 @@ def promise_of(optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Prom
 
 
 def updater_for(
-    stock: type[Optimizer], plan: int, rule: Rule, promise: Promise | None, in_backward: bool
+    stock: type[Optimizer], plan: int, rule: Rule, promise: Promise | None, options: Options
 ) -> Updater:
     """promise: as promise_of() says."""
+    in_backward = options.mode == BACKWARD
     if isinstance(rule, TracedRule):
         return Traced(stock, plan, rule, in_backward)
     if promise is not None:
         return OwnStep(stock, plan, rule, promise, in_backward)
-    return Kernels(stock, plan, rule)
+    return Kernels(stock, plan, rule, options.strict)

@@ -13,6 +13,7 @@ from optfuse._rules import Rule
 from optfuse._scalars import DeviceScalars
 from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters import entries
+from optfuse._updaters.mixed_state import MixedState
 from optfuse._updaters.slots import Slots
 from optfuse._updaters.updater import Entry, Updater
 
@@ -22,10 +23,19 @@ class Kernels(Updater):
 
     asks = False
 
-    def __init__(self, stock: type[Optimizer], plan: int, rule: Rule) -> None:
+    def __init__(self, stock: type[Optimizer], plan: int, rule: Rule, strict: bool) -> None:
         self._stock = stock
         self._rule = rule
         self._scalars = DeviceScalars(plan, rule.scales)
+        self._mixed = MixedState(plan, rule, strict)
+
+    @property
+    def gpu_bits_differ(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._mixed.differ
+
+    @property
+    def is_untried(self) -> bool:  # type: ignore[override]
+        return bool(self._mixed.new)
 
     def explained(self, label: Callable[[int], str]) -> str:
         return f"the rule {self._rule.name!r}, whose formula is in kernels/rules of the source"
@@ -44,6 +54,8 @@ class Kernels(Updater):
             _bring_to_cpu(entry, rule.counters)
         tensors = tuple(map(entry.get, (*rule.state, *rule.counters)))
         step = entry.get("step") if rule.counts_steps else None
+        if rule.takes_mixed:
+            self._mixed.look(slots, slot, tensors)
         found = entries.Found(tensors, len(rule.state), step)
         return entries.tell(slots, slot, found, fresh, flushed)
 
@@ -64,6 +76,7 @@ class Kernels(Updater):
         return None  # updates read none
 
     def prepare(self, optimizer: Optimizer, same_groups: bool) -> bool:
+        self._mixed.try_new(optimizer)
         return self._scalars.tell(optimizer, same_groups)
 
 

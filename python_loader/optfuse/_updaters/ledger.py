@@ -97,7 +97,7 @@ class Ledger:
         self.order = _shared_state.Order()
         self.used = Used()
         self._then: tuple[Any, dict[int, Entry]] = (None, {})  # of kept_entries
-        self.updater = updater_for(self._stock, plan, rule, promise, self.mode == BACKWARD)
+        self.updater = updater_for(self._stock, plan, rule, promise, options)
         ledgers[plan] = self
         known = weakref.ref(optimizer), weakref.ref(self)
         lib_with_gil.of_shim_ledger_open(plan, *known, loss_scale.running)
@@ -239,7 +239,7 @@ class Ledger:
         self.order.look(self, shared, self._others() if shared else ())
         if not self.updater.may_share_state:
             _shared_state.refuse_twice(self, shared)
-        return self.order.is_open()
+        return self.order.is_open() or self.updater.is_untried
 
     def keep_state(self, optimizer: Optimizer) -> None:
         """Keeps the entries of a state that is no dict, which the library can't read."""

@@ -35,8 +35,10 @@ class Updater:
 
     promise: Promise | None = None  # what the class does beside updating parameters
     traced: Traced | None = None  # the programs of a traced class
+    gpu_bits_differ: tuple[str, ...] = ()  # kinds of parameters, found since fuse()
     own_step_because: tuple[str, ...] = ()  # why updates are the class's own step()
     counts_together = False  # step() advances the counters of all parameters at once
+    is_untried = False  # prepare() has to try updates of state that it was told of
     asks = True  # begin() and end() have something to do
     has_no_options = False  # updates don't read the numbers of groups
     may_share_state = False  # two parameters may have a tensor of their state in common

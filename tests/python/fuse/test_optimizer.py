@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from common import adamw, everything, loss_of, net, python_ok, same, sgd, train
+from common import adamw, everything, loss_of, net, python_ok, refused, same, sgd, train
 from scripts import trained
 from torch import nn
 from torch.optim import lr_scheduler
@@ -261,6 +261,26 @@ def test_a_hook_before_step_that_makes_the_state(mode):
         return model, wrap(optimizer)
 
     same(trained(start=start), mode)
+
+
+@both_modes
+@pytest.mark.parametrize("names", [("exp_avg", "exp_avg_sq"), ("exp_avg",), ("exp_avg_sq",)])
+def test_bfloat16_state_of_a_float32_parameter(names, mode):
+    """PyTorch refuses it on the CPU."""
+
+    def attempt(wrap):
+        p = torch.ones(9, requires_grad=True)
+        optimizer = wrap(adamw([p]))
+        entry = {key: torch.zeros(9) for key in ("exp_avg", "exp_avg_sq")}
+        entry |= {key: entry[key].bfloat16() for key in names}
+        optimizer.state[p] = {"step": torch.tensor(0.0), **entry}
+        return p, entry, lambda: (p.sum().backward(), optimizer.step())
+
+    with pytest.raises(RuntimeError, match="expected scalar type Float but found BFloat16"):
+        attempt(lambda optimizer: optimizer)[-1]()
+    p, entry, step = attempt(lambda optimizer: optfuse.fuse(optimizer, mode))
+    refused(step, "is bfloat16", "on a GPU only", way_out="create it in float32")
+    assert p.eq(1).all() and not any(value.any() for value in entry.values())
 
 
 def test_a_closure():
