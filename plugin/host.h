@@ -7,10 +7,10 @@
  *
  * No lock that of_access() needs is held while prefetch(), collect(), commit(), release(),
  * drop(), begin() and make_state() run. The first five may cause calls of of_access() and
- * of_any_pending(), and read of_plan_rule() and of_plan_hyper(), but must not call the other
- * functions of the same plan. begin() and make_state() may call everything but the functions
- * of passes. All others run under the lock of one plan and must not call back, but where they
- * say so.
+ * of_any_pending(), and read of_plan_rule(), of_plan_hyper() and of_plan_state_used(), but must
+ * not call the other functions of the same plan. begin() and make_state() may call everything but
+ * the functions of passes. All others run under the lock of one plan and must not call back, but
+ * where they say so.
  */
 #ifndef OPTFUSE_HOST_H
 #define OPTFUSE_HOST_H

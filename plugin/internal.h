@@ -260,6 +260,7 @@ of_update *of_registry_add_run(of_update *first, bool is_fit(const of_update *))
 bool of_registry_extend(of_update *update, const void *key);
 void of_registry_remove(of_list *list); /* not an empty one */
 void of_registry_remove_one(of_update *update);
+void of_registry_remove_in_flight(of_update *first, size_t n); /* of a queue */
 void of_registry_keep_first(of_update *update); /* the parameter's key, of an update that has it */
 /* Takes one key from what is in flight there. */
 void of_registry_take(int kind, const void *key);

@@ -125,6 +125,8 @@ OF_API void of_plan_clear(of_plan *plan);
 OF_API const of_rule *of_plan_rule(const of_plan *plan);
 /* Hyper-parameters of a slot's group, n_hyper doubles, valid until changed. */
 OF_API const double *of_plan_hyper(const of_plan *plan, size_t slot);
+/* With these; bit i: state[i] is needed. */
+OF_API unsigned of_plan_state_used(const of_plan *plan, size_t slot);
 
 /* optimizer.step(). First collects all slots; if one fails, or lacks state,
  * nothing has been changed. On OF_NEEDS_STATE *needs (room for capacity slot

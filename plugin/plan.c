@@ -291,6 +291,10 @@ const double *of_plan_hyper(const of_plan *plan, size_t slot) {
     return plan->groups[plan->slots[slot].group].hyper;
 }
 
+unsigned of_plan_state_used(const of_plan *plan, size_t slot) {
+    return plan->groups[plan->slots[slot].group].used;
+}
+
 void of_plan_stop_deferring(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
     plan->stopped = true;

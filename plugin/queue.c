@@ -91,11 +91,11 @@ static void tell_finished(of_plan *plan, const of_update *update) {
 
 /* Forgets the n oldest. */
 static void forget(of_plan *plan, of_queue *queue, size_t n, bool tell) {
+    of_registry_remove_in_flight(queue->first, n);
     for (; n > 0 && queue->first; n--) {
         of_update *update = queue->first;
         queue->first = update->next_in_flight;
         queue->count--;
-        of_registry_remove_one(update);
         if (tell)
             tell_finished(plan, update);
         update->in_flight = false;

@@ -137,7 +137,8 @@ static bool make_room(table *t, size_t n) {
 }
 
 static void count(int kind, int change) {
-    of_count_change(&members[kind], change);
+    if (change)
+        of_count_change(&members[kind], change);
 }
 
 /* All but the first `kept`. */
@@ -166,34 +167,51 @@ static bool follows(const of_update *update, const of_update *old) {
            of_stream_equal(&old->in.stream, &update->in.stream);
 }
 
-static of_added add_keys(table *t, of_update *update, size_t n, const void **key, of_update **own) {
-    const bool was_in = update->n_registered != 0;
-    for (size_t i = 0; i < n; i++) {
-        update->n_registered = i + 1;
-        *key = update->in.keys[i];
-        if (!*key)
+/* The first of the n keys that another update has; or n. Those before it are entered. */
+static size_t enter_keys(table *t, of_update *update, size_t n) {
+    const void *const *keys = update->in.keys;
+    size_t i = 0;
+    for (; i < n; i++) {
+        if (!keys[i])
             continue;
-        entry *at = seek(t, *key);
-        if (!at->update) {
-            put(t, at, *key, update);
-        } else if (at->update != update && !follows(update, at->update) && OF_GUARD(rearm)) {
-            *own = at->update->plan == update->plan ? at->update : NULL;
-            remove_keys(update);
-            count(update->kind->index, -was_in);
-            return OF_ADD_CONFLICT;
-        } else
+        entry *at = seek(t, keys[i]);
+        if (!at->update)
+            put(t, at, keys[i], update);
+        else if (at->update != update && !follows(update, at->update) && OF_GUARD(rearm))
+            break;
+        else
             at->update = update;
     }
-    count(update->kind->index, !was_in);
-    return OF_ADDED;
+    return i;
+}
+
+/* *change: of the number of members. */
+static of_added add_keys(table *t, of_update *update, size_t n, const void **key, of_update **own,
+                         int *change) {
+    const bool was_in = update->n_registered != 0;
+    const size_t entered = enter_keys(t, update, n);
+    update->n_registered = n;
+    if (entered == n) {
+        *change += !was_in;
+        return OF_ADDED;
+    }
+    *key = update->in.keys[entered];
+    of_update *other = seek(t, *key)->update;
+    *own = other->plan == update->plan ? other : NULL;
+    remove_keys(update);
+    *change -= was_in;
+    return OF_ADD_CONFLICT;
 }
 
 of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own) {
     if (n == 0)
         return OF_ADDED;
     table *t = &tables[update->kind->index];
+    int change = 0;
     pthread_mutex_lock(&lock);
-    of_added result = make_room(t, n) ? add_keys(t, update, n, key, own) : OF_ADD_NO_MEMORY;
+    of_added result =
+        make_room(t, n) ? add_keys(t, update, n, key, own, &change) : OF_ADD_NO_MEMORY;
+    count(update->kind->index, change);
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -202,10 +220,12 @@ of_update *of_registry_add_run(of_update *first, bool is_fit(const of_update *))
     const void *key = NULL;
     of_update *own = NULL, *u = first;
     table *t = &tables[OF_UPDATES];
+    int change = 0;
     pthread_mutex_lock(&lock);
     while (u && is_fit(u) && make_room(t, u->in.n_keys) &&
-           add_keys(t, u, u->in.n_keys, &key, &own) == OF_ADDED)
+           add_keys(t, u, u->in.n_keys, &key, &own, &change) == OF_ADDED)
         u = u->next;
+    count(OF_UPDATES, change);
     pthread_mutex_unlock(&lock);
     return u;
 }
@@ -239,6 +259,16 @@ void of_registry_remove(of_list *list) {
 void of_registry_remove_one(of_update *update) {
     pthread_mutex_lock(&lock);
     count(update->kind->index, -remove_keys(update));
+    pthread_mutex_unlock(&lock);
+}
+
+void of_registry_remove_in_flight(of_update *first, size_t n) {
+    int removed[OF_KINDS] = {0};
+    pthread_mutex_lock(&lock);
+    for (of_update *u = first; u && n; u = u->next_in_flight, n--)
+        removed[u->kind->index] += remove_keys(u);
+    for (int kind = 0; kind < OF_KINDS; kind++)
+        count(kind, -removed[kind]);
     pthread_mutex_unlock(&lock);
 }
 

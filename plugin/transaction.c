@@ -34,7 +34,7 @@ static of_status collect_slot(of_plan *plan, of_update **update, bool in_backwar
         break;
     }
     u->bytes = 0;
-    if (!in_backward)
+    if (!in_backward && u->in.device != OF_CPU)
         u->in.stream = u->in.ready; /* nothing runs beside step() */
     of_list_append(created, u);
     *update = NULL;
