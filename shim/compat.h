@@ -6,6 +6,8 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/version.h>
 
+#include <memory>
+
 #define OF_TORCH_AT_LEAST(minor)                                                                  \
     (TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= (minor)))
 
@@ -54,6 +56,16 @@ template <void (c10::StorageImpl::*Refresh)()> struct SealCheck {
 };
 void refresh_seal_check(c10::StorageImpl *storage);
 template struct SealCheck<&c10::StorageImpl::refresh_has_data_ptr_check>;
+
+// What autograd knows of a tensor, or null. PyTorch's own function is a call.
+template <std::unique_ptr<c10::AutogradMetaInterface> c10::TensorImpl::*Record>
+struct AutogradRecord {
+    friend c10::AutogradMetaInterface *autograd_record(const c10::TensorImpl *impl) {
+        return (impl->*Record).get();
+    }
+};
+c10::AutogradMetaInterface *autograd_record(const c10::TensorImpl *impl);
+template struct AutogradRecord<&c10::TensorImpl::autograd_meta_>;
 
 inline void set_seal(c10::StorageImpl *storage, bool sealed) {
     seal_flag(storage) = sealed;

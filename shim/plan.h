@@ -33,11 +33,10 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 // place will do.
 constexpr int64_t ANYWHERE = -1;
 
-struct Slot {
+// What an update by a kernel reads, in as few cache lines as will do.
+struct alignas(64) UsualSlot {
     Plan *plan = nullptr;
     size_t index = 0;
-    size_t group = 0;
-    std::string label; // how errors name the parameter
     // Borrowed: the owner keeps the parameter alive as long as the slot. A
     // reference from here would hide a cycle (parameter -> Python attribute or
     // hook -> optimizer) from Python's garbage collector, and even a weak one
@@ -46,6 +45,34 @@ struct Slot {
     at::Tensor state[OF_MAX_STATE];
     at::Tensor step;    // 0-dim tensor that counts updates, on the CPU or the
                         // parameter's device, or undefined
+    // The place for which the update has passed a trial, where one is needed: on GPUs, and for
+    // the dtypes of Plan::tried_on_cpu everywhere. Module.to() moves the parameter to another
+    // place without anybody being told.
+    int64_t tried = ANYWHERE;
+    bool first = false; // rules without a counter: the next update is the first
+    // Backward mode: the gradient that autograd completes is reduced between processes before
+    // it is that of the update.
+    bool reduced = false;
+    // For a DTensor, whose local tensor is `param`: whether dtensor_gradients.cpp knows all users
+    // of its gradient's memory, which is complete now; and other tensors that are known to use its
+    // own.
+    bool gradient_is_known = false;
+    std::vector<at::Tensor> aliases;
+    // The DTensors of the parameter, which comes first, and its state, which the loader keeps
+    // alive.
+    std::vector<c10::TensorImpl *> wrappers;
+    at::Tensor consumed; // backward mode: what .grad becomes
+    // Backward mode: param_version() and state_version() after the last update, or when they were
+    // told since. Others mean that somebody has written.
+    uint64_t version = 0;
+    uint64_t state_version = 0;
+
+    explicit UsualSlot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
+};
+
+struct Slot : UsualSlot {
+    size_t group = 0;
+    std::string label; // how errors name the parameter
     at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU or, if
                                           // of_rule.counts_on_gpu, the parameter's GPU
     // Rules without kernels: all state tensors, in the class's order if the rule has
@@ -56,34 +83,14 @@ struct Slot {
     bool can_wait = false;
     // Rules that run programs: that of the updates from here on.
     std::shared_ptr<const Program> program;
-    // The place for which the update has passed a trial, where one is needed: on GPUs, and for
-    // the dtypes of Plan::tried_on_cpu everywhere. Module.to() moves the parameter to another
-    // place without anybody being told.
-    int64_t tried = ANYWHERE;
-    // Backward mode: param_version() and state_version() after the last update, or when they were
-    // told since. Others mean that somebody has written.
-    uint64_t version = 0;
-    uint64_t state_version = 0;
-    bool first = false; // rules without a counter: the next update is the first
-    // Backward mode: the gradient that autograd completes is reduced between processes before
-    // it is that of the update.
-    bool reduced = false;
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
-    at::Tensor consumed; // backward mode: what .grad becomes
     // An average behind the last update, if another thread has launched that and left the mark.
     WeakTensor marked_average{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     std::shared_ptr<PromisingLayer> promising; // or null
-    // For a DTensor, whose local tensor is `param`: other tensors that are known to use its
-    // memory, and whether dtensor_gradients.cpp knows all users of its gradient's, which is
-    // complete now.
-    std::vector<at::Tensor> aliases;
-    bool gradient_is_known = false;
-    // The DTensors of the parameter, which comes first, and its state, which the loader keeps
-    // alive, and, during step(), that of the gradient.
-    std::vector<c10::TensorImpl *> wrappers;
+    // During step(): the DTensor of the gradient, as `wrappers` has that of the parameter.
     c10::TensorImpl *gradient_wrapper = nullptr;
 
-    explicit Slot(const at::Tensor &tensor) : param(tensor.unsafeGetTensorImpl()) {}
+    using UsualSlot::UsualSlot;
     ~Slot();
     Slot(const Slot &) = delete;
     Slot &operator=(const Slot &) = delete;

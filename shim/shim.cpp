@@ -280,8 +280,8 @@ void of_shim_drop_gradients(of_shim_plan *handle) {
     const std::shared_ptr<optfuse::Plan> plan = plan_of(handle)->self;
     std::vector<at::Tensor> dying = std::move(plan->dying);
     for (const optfuse::Slot *slot : plan->slots)
-        if (slot->param->grad().defined())
-            dying.push_back(std::move(slot->param->mutable_grad()));
+        if (at::Tensor grad = optfuse::take_gradient(slot->param); grad.defined())
+            dying.push_back(std::move(grad));
     dying.clear();
     plan->dying = std::move(dying);
 }

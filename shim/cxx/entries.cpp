@@ -72,7 +72,7 @@ void FusedOptimizer::tell_entry(size_t slot, const std::optional<StateEntry> &en
 
 // As PyTorch's fused updates do at a parameter's first gradient.
 bool FusedOptimizer::make_state(size_t slot) {
-    const unsigned used = shared->rule->state_used(of_plan_hyper(shared->core, slot));
+    const unsigned used = of_plan_state_used(shared->core, slot);
     const double initial = row.initial(optimizer.defaults());
     auto entry = row.make_entry();
     auto &place = optimizer.state()[members[slot].param.unsafeGetTensorImpl()];

@@ -168,14 +168,15 @@ bool run_python(Slot *slot) {
 // CUDA graph is captured: its errors say what a capture does not allow.
 bool run_native(const of_inputs *in, const double *hyper, const References *refs) {
     const Slot *slot = refs->slot;
-    if (slot->plan->native == nullptr || refs->as_is || !slot->can_wait || in->stream.capture != 0)
+    if (slot->plan->native == nullptr || refs->special->as_is || !slot->can_wait ||
+        in->stream.capture != 0)
         return false;
     if (!is_tried(slot, slot->param, in->dtype))
         return false;
     const c10::AutoGradMode no_grad(false);
     const c10::impl::ExcludeDispatchKeyGuard no_autograd(
         c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    return slot->plan->native({refs->param, refs->held_grad, slot->own, hyper});
+    return slot->plan->native({refs->param, refs->special->held_grad, slot->own, hyper});
 }
 
 void run_program(const of_inputs *in, const References *refs) {
@@ -192,8 +193,8 @@ bool update(const of_inputs *in, const double *hyper, References *refs) {
     Slot *slot = refs->slot;
     const at::Tensor &param = refs->param;
     std::optional<WithoutModes> plain;
-    if (!refs->as_is)
-        plain.emplace(refs->grad_mode);
+    if (!refs->special || !refs->special->as_is)
+        plain.emplace(!refs->special || refs->special->grad_mode);
     // Under the lock of the plan: no operator may come back to us.
     const c10::impl::ExcludeDispatchKeyGuard no_first_use(kPendingKey);
     c10::OptionalStreamGuard stream;
@@ -206,7 +207,7 @@ bool update(const of_inputs *in, const double *hyper, References *refs) {
     if (run_native(in, hyper, refs))
         return true;
     const KeepVersion version(slot->param);
-    const GradientInPlace gradient(param, refs->held_grad);
+    const GradientInPlace gradient(param, refs->special->held_grad);
     return run_python(slot);
 }
 
@@ -224,8 +225,9 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     refs->slot = slot;
     refs->consumes = in->in_backward;
     // In backward the modes are those of backward(), not of step().
-    refs->as_is = !refs->consumes && has_modes();
-    refs->grad_mode = refs->consumes || c10::GradMode::is_enabled();
+    Special &special = refs->make_special();
+    special.as_is = !refs->consumes && has_modes();
+    special.grad_mode = refs->consumes || c10::GradMode::is_enabled();
     in->numel = p->numel();
     in->count.step = 1;
     if (place(slot, p, in, refs) == OF_FOUND_ERROR)
@@ -235,7 +237,7 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     in->grad = data_of(grad.unsafeGetTensorImpl());
     const Overlap written =
         in->in_backward ? Overlap() : overlap_of_gradient(slot, grad.unsafeGetTensorImpl());
-    in->exclusive = refs->as_is || frozen || written.before ||
+    in->exclusive = special.as_is || frozen || written.before ||
                     (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
                     !take_all_parts(slot, grad, in, refs);
     if (in->exclusive && written.state_behind)
@@ -247,7 +249,7 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     refs->param = reference_to(p);
     if (refs->consumes)
         refs->grad = grad.unsafeGetTensorImpl();
-    refs->held_grad = grad;
+    special.held_grad = grad;
     return OF_FOUND_INPUTS;
 }
 

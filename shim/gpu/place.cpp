@@ -40,8 +40,8 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool 
     const auto ordinal = static_cast<size_t>(p->device().index());
     constexpr unsigned sets = 1U << OF_FORMULA_STATE; // of used state; that of programs is the last
     static_assert(OF_DTYPE_COUNT * sets <= 64, "a bit for each set of state of each dtype");
-    const uint64_t bit = UINT64_C(1) << (static_cast<unsigned>(dtype) * sets +
-                                         (plan->rule->state_used(hyper) & (sets - 1)));
+    const unsigned used = of_plan_state_used(plan->core, slot->index) & (sets - 1);
+    const uint64_t bit = UINT64_C(1) << (static_cast<unsigned>(dtype) * sets + used);
     if (ordinal < 64 && (prepared[ordinal].load(std::memory_order_relaxed) & bit) != 0)
         return OF_FOUND_INPUTS;
     const CudaLibrary *library = cuda_library();

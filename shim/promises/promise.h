@@ -30,10 +30,10 @@ bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other);
 // Whether this process has made any: most make none, and are asked at each update.
 extern std::atomic<bool> any_promise_made;
 bool has_promise(const c10::StorageImpl *storage);
-inline bool is_promise(const c10::StorageImpl *storage) {
+[[gnu::always_inline]] inline bool is_promise(const c10::StorageImpl *storage) {
     return any_promise_made.load(std::memory_order_relaxed) && has_promise(storage);
 }
-inline bool is_promise(const c10::TensorImpl *impl) {
+[[gnu::always_inline]] inline bool is_promise(const c10::TensorImpl *impl) {
     return any_promise_made.load(std::memory_order_relaxed) && impl->has_storage() &&
            has_promise(impl->unsafe_storage().unsafeGetStorageImpl());
 }

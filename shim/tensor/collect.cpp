@@ -117,7 +117,7 @@ const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
         else if (is_on_its_way(storage_of(g)))
             in->awaits = storage_of(g);
         if (is_shared_and_known(refs->slot, p, grad, in->in_backward)) {
-            refs->shared_grad = grad;
+            refs->make_special().shared_grad = grad;
         } else {
             in->grad_key = storage_of(g);
             take_part(refs, in, g);
@@ -126,12 +126,13 @@ const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
     }
     await_now(grad);
     PlainMode plain;
-    refs->copy = at::empty_strided(p->sizes(), p->strides(), grad.options());
+    Special &special = refs->make_special();
+    special.copy = at::empty_strided(p->sizes(), p->strides(), grad.options());
     if (written.is_before())
-        refs->stand_ins.push_back({grad, refs->copy});
+        special.stand_ins.push_back({grad, special.copy});
     else
-        refs->copy.copy_(grad);
-    return data_of(refs->copy.unsafeGetTensorImpl());
+        special.copy.copy_(grad);
+    return data_of(special.copy.unsafeGetTensorImpl());
 }
 
 // Room for dense stand-ins of tensors with holes, overlaps or strides of their
@@ -139,7 +140,7 @@ const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
 void *stand_in(References *refs, const at::Tensor &tensor) {
     PlainMode plain;
     const at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
-    refs->stand_ins.push_back({tensor, copy});
+    refs->make_special().stand_ins.push_back({tensor, copy});
     return data_of(copy.unsafeGetTensorImpl());
 }
 
@@ -206,7 +207,7 @@ void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, References
         if (in->state[i] != nullptr)
             in->state[i] = stand_in(refs, slot->state[i]);
     in->grad = stand_in(refs, grad);
-    refs->n_written = refs->stand_ins.size() - (is_written_back(slot) ? 0 : 1);
+    refs->special->n_written = refs->special->stand_ins.size() - (is_written_back(slot) ? 0 : 1);
 }
 
 // The writes of this step()'s other updates to the gradient's memory, which others know then.
@@ -354,7 +355,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         return OF_FOUND_ERROR;
     const unsigned used = plan->rule->runs_programs
                               ? slot->program->state()
-                              : plan->rule->state_used(of_plan_hyper(plan->core, slot->index));
+                              : of_plan_state_used(plan->core, slot->index);
     if (state_is_missing(slot, used))
         return in->in_backward && plan->leaves_stateless ? OF_FOUND_NOTHING : OF_FOUND_NEEDS_STATE;
     in->mixed = is_mixed(slot, p, used);

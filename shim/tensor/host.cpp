@@ -33,16 +33,19 @@
 #include "tensor/written.h"
 
 namespace optfuse {
+
+const c10::DeleterFnPtr cpu_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter();
+
 // Tells the allocator that a stream uses the memory: the memory's owner does not know of a launch
 // that comes late.
 void record_all(References *refs) {
     for (size_t i = 0; i < refs->n; i++)
         if (refs->storages[i]) // else a gradient that nobody has any more
             record_on_stream(refs->storages[i].get(), refs->stream);
-    if (refs->shared_grad.defined())
-        record_on_stream(storage_of(refs->shared_grad.unsafeGetTensorImpl()), refs->stream);
-    if (refs->copy.defined())
-        record_on_stream(storage_of(refs->copy.unsafeGetTensorImpl()), refs->stream);
+    if (const Special *special = refs->special.get())
+        for (const at::Tensor *tensor : {&special->shared_grad, &special->copy})
+            if (tensor->defined())
+                record_on_stream(storage_of(tensor->unsafeGetTensorImpl()), refs->stream);
     for (const at::Tensor &scalar : refs->scalars)
         if (scalar.defined())
             record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), refs->stream);
@@ -59,15 +62,13 @@ void advance_step(Slot *slot) {
     if (!slot->step.defined())
         return;
     c10::TensorImpl *impl = slot->step.unsafeGetTensorImpl();
-    if (is_gpu(impl->device())) {
-        impl->bump_version(); // counted by the launch
-        return;
-    }
+    impl->bump_version();
+    if (!impl->is_cpu())
+        return; // counted by the launch
     if (impl->dtype().toScalarType() == c10::ScalarType::Double)
         *static_cast<double *>(written_data_of(impl)) += 1;
     else
         *static_cast<float *>(written_data_of(impl)) += 1;
-    impl->bump_version();
 }
 
 void write_number(const c10::TensorImpl *impl, bool single, double number) {
@@ -86,6 +87,12 @@ void write_counters(const Slot *slot, const of_count &count) {
     }
 }
 
+[[gnu::noinline]] void fill_stand_ins(const Special &special) {
+    PlainMode plain;
+    for (const auto &[tensor, copy] : special.stand_ins)
+        copy.copy_(tensor);
+}
+
 void commit(void *, of_inputs *in) {
     References *refs = references_of(in->references);
     advance_step(refs->slot);
@@ -93,28 +100,29 @@ void commit(void *, of_inputs *in) {
     if (OF_GUARD(version))
         refs->slot->param->bump_version();
     refs->committed = true;
-    if (refs->stand_ins.empty())
-        return;
-    PlainMode plain;
-    for (const auto &[tensor, copy] : refs->stand_ins)
-        copy.copy_(tensor);
+    if (refs->special && !refs->special->stand_ins.empty())
+        fill_stand_ins(*refs->special);
 }
 
-// Whether nobody else holds the storage of a part: the parameter's comes first.
-bool is_private_part(const References *refs, size_t i) {
-    return is_private(refs->storages[i].get(), i == 0 ? 1 + refs->slot->aliases.size() : 1);
+// Whether nobody else holds the storages of its parts: the parameter's comes first.
+bool are_private(const References *refs) {
+    bool are = is_private(refs->storages[0].get(), 1 + refs->slot->aliases.size());
+    for (size_t i = 1; are && i < refs->n; i++)
+        are = is_private(refs->storages[i].get(), 1);
+    return are;
 }
 
 // A tensor that is used in the place of a local tensor, or beside it, launches the update, too; and
 // so does a gradient that is no part of it.
-void mark_stands(References *refs) {
+[[gnu::noinline]] void mark_stands(References *refs) {
     const Slot *slot = refs->slot;
-    const auto add = [refs](c10::TensorImpl *impl) {
-        refs->proxies.push_back(impl);
+    Special &special = refs->make_special();
+    const auto add = [&special](c10::TensorImpl *impl) {
+        special.proxies.push_back(impl);
         mark(impl);
     };
-    if (refs->shared_grad.defined() && OF_GUARD(bucket))
-        add(refs->shared_grad.unsafeGetTensorImpl());
+    if (special.shared_grad.defined() && OF_GUARD(bucket))
+        add(special.shared_grad.unsafeGetTensorImpl());
     if (!slot->wrappers.empty() && OF_GUARD(wrapper)) {
         for (const at::Tensor &alias : slot->aliases)
             mark(alias.unsafeGetTensorImpl());
@@ -123,8 +131,8 @@ void mark_stands(References *refs) {
         if (slot->gradient_wrapper != nullptr)
             add(slot->gradient_wrapper);
     }
-    if (!refs->proxies.empty())
-        add_proxies(refs->storages[0].get(), refs->proxies);
+    if (!special.proxies.empty())
+        add_proxies(refs->storages[0].get(), special.proxies);
 }
 
 // Another thread may make an alias between the look at who holds the memory and the marks, since
@@ -132,11 +140,10 @@ void mark_stands(References *refs) {
 // reads it by that alias before the launch gets PyTorch's error, and never an old number.
 bool defer(void *, void *opaque) {
     References *refs = references_of(opaque);
-    if (OF_GUARD(privacy))
-        for (size_t i = 0; i < refs->n; i++)
-            if (!is_private_part(refs, i))
-                return false;
-    mark_stands(refs);
+    if (OF_GUARD(privacy) && !are_private(refs))
+        return false;
+    if (refs->special || !refs->slot->wrappers.empty())
+        mark_stands(refs);
     for (size_t i = 0; i < refs->n; i++) {
         if (OF_GUARD(key))
             mark(refs->tensors[i]);
@@ -232,16 +239,22 @@ void settle(void *, void *opaque, bool was_deferred) {
     }
 }
 
+// Without commit() there was no update, and nothing is in the copies.
+[[gnu::noinline]] void end_special(const References *refs) {
+    const Special &special = *refs->special;
+    if (refs->committed && special.n_written != 0 && OF_GUARD(copyback)) {
+        PlainMode plain;
+        for (size_t i = 0; i < special.n_written; i++)
+            special.stand_ins[i].first.copy_(special.stand_ins[i].second);
+    }
+    remove_proxies(refs->storages[0].get(), special.proxies);
+}
+
 void release(void *, void *opaque) {
     References *refs = references_of(opaque);
-    // Without commit() there was no update, and nothing is in the copies.
-    if (refs->committed && refs->n_written != 0 && OF_GUARD(copyback)) {
-        PlainMode plain;
-        for (size_t i = 0; i < refs->n_written; i++)
-            refs->stand_ins[i].first.copy_(refs->stand_ins[i].second);
-    }
+    if (refs->special)
+        end_special(refs);
     const SteadyStreams not_here(false); // what dies may have finalizers
-    remove_proxies(refs->storages[0].get(), refs->proxies);
     refs->~References();
 }
 

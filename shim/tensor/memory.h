@@ -29,12 +29,21 @@ inline bool equal(c10::IntArrayRef a, c10::IntArrayRef b) {
     return same;
 }
 
+// That of the memory which PyTorch's allocator for the CPU gives (host.cpp).
+[[gnu::visibility("hidden")]] extern const c10::DeleterFnPtr cpu_deleter;
+
 // Allocated by PyTorch for one process alone, or a promise's (promises/promise.h).
 inline bool is_own(const c10::DataPtr &data) {
-    static const c10::DeleterFnPtr own_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter();
-    return data.device().is_cpu() ? data.get_deleter() == own_deleter ||
+    return data.device().is_cpu() ? data.get_deleter() == cpu_deleter ||
                                         data.get_deleter() == free_promise
                                   : is_gpu_deleter(data.get_deleter(), data.device());
+}
+
+// The same for most memory, without a call.
+[[gnu::always_inline]] inline bool is_own(const c10::StorageImpl *storage) {
+    auto *any = const_cast<c10::StorageImpl *>(storage); // there is no such function of a const one
+    const c10::DataPtr &data = any->_mutable_data_ptr_no_checks();
+    return data.get_deleter() == cpu_deleter || is_own(data);
 }
 
 // The number of the update that comes after a step counter's, in its own precision, as stock counts.
@@ -46,11 +55,11 @@ inline double number_after(const c10::TensorImpl *counter) {
 }
 
 // Only one tensor and `held` references of ours know this storage.
-inline bool is_private(c10::StorageImpl *storage, size_t held) {
+[[gnu::always_inline]] inline bool is_private(c10::StorageImpl *storage, size_t held) {
     const size_t users = c10::raw::intrusive_ptr::use_count(storage);
     const bool exclusive =
         users <= 1 + held || (users == 2 + held && idle_references(*storage) == 1);
-    return exclusive && is_own(storage->_mutable_data_ptr_no_checks());
+    return exclusive && is_own(storage);
 }
 
 } // namespace optfuse

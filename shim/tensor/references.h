@@ -49,6 +49,25 @@ class Storages {
     size_t n = 1;
 };
 
+// What few updates keep.
+struct Special {
+    // A gradient whose memory other tensors use, who are known to come by the mark on this very
+    // tensor before they change it: it is no part of the update, but stands for it.
+    at::Tensor shared_grad;
+    at::Tensor copy; // a gradient in the parameter's strides
+    // Not dense: {tensor, dense copy to compute with}. The first n_written are
+    // written back after the update.
+    std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
+    size_t n_written = 0;
+    // Rules without kernels: the gradient, which may have left .grad before the
+    // update runs; whether gradients were on; and whether the thread had modes that
+    // the update must run under, as in stock.
+    at::Tensor held_grad;
+    bool grad_mode = true;
+    bool as_is = false;
+    Proxies proxies; // a deferred update's
+};
+
 struct References {
     Slot *slot = nullptr;
     // The update runs inside backward, and the gradient is replaced after it. What
@@ -61,37 +80,30 @@ struct References {
     // A deferred scaling: the gradient's memory, which may be freed meanwhile.
     c10::weak_intrusive_ptr<c10::StorageImpl> gradient{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::TensorImpl *grad = nullptr; // the gradient to be replaced
-    // A gradient whose memory other tensors use, who are known to come by the mark on this very
-    // tensor before they change it: it is no part of the update, but stands for it.
-    at::Tensor shared_grad;
     at::Tensor param;                // if it consumes or is alone
-    at::Tensor copy;                 // a gradient in the parameter's strides
     at::Tensor old_grad, old_consumed;  // replaced by settle(), dropped by release()
-    // Not dense: {tensor, dense copy to compute with}. The first n_written are
-    // written back after the update.
-    std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
-    size_t n_written = 0;
-    // Rules without kernels: the gradient, which may have left .grad before the
-    // update runs; whether gradients were on; and whether the thread had modes that
-    // the update must run under, as in stock.
-    at::Tensor held_grad;
-    bool grad_mode = true;
-    bool as_is = false;
+    std::unique_ptr<Special> special;   // or null
     std::shared_ptr<const Program> program; // of a rule that runs programs
     // Made behind the update: what is kept until it is.
     at::Tensor average;
     std::shared_ptr<const Program> average_program;
-    Proxies proxies; // a deferred update's
     bool on_gpu = false;
     of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
     of_stream ready = {};   // and if not
     at::Tensor scalars[4];  // device scalars that it reads: copies, and the factor
+
+    Special &make_special() {
+        if (!special)
+            special = std::make_unique<Special>();
+        return *special;
+    }
 };
 
 // The tensors of an update or scaling on a GPU are used there later than their owners may think.
 void record_all(References *refs);
 
-inline void take_part(References *refs, of_inputs *in, c10::TensorImpl *impl) {
+[[gnu::always_inline]] inline void take_part(References *refs, of_inputs *in,
+                                             c10::TensorImpl *impl) {
     c10::StorageImpl *storage = storage_of(impl);
     refs->tensors[refs->n] = impl;
     refs->storages.put(refs->n, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));

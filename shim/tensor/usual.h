@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// usual.h: the inputs of the update that nearly every parameter on the CPU has.
+// usual.h: the inputs of the update that nearly every parameter has.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -11,7 +11,7 @@ namespace optfuse {
 // write (torch._lazy_clone) is copied now.
 inline void *written_data_of(const c10::TensorImpl *impl) {
     c10::StorageImpl *storage = storage_of(impl);
-    if (!is_own(storage->_mutable_data_ptr_no_checks()) && OF_GUARD(copy_on_write))
+    if (!is_own(storage) && OF_GUARD(copy_on_write))
         storage->mutable_data();
     return data_of(impl);
 }
