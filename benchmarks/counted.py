@@ -55,8 +55,8 @@ def hooks(n: int, count: Count) -> None:
     plain, ours = parameters(n), parameters(n)
     without, optimizer = AdamW(plain), optfuse.fuse(AdamW(ours), mode="backward")
     for counting in (uncounted, uncounted, count):
-        for o in (without, optimizer):
-            o.zero_grad()
+        counting("zero_grad, fused=True", without.zero_grad)
+        counting("zero_grad, backward fusion", optimizer.zero_grad)
         counting("backward, no optimizer", backward(plain))
         counting("backward, backward fusion", backward(ours))
         counting("step, backward fusion", optimizer.step)
@@ -99,6 +99,31 @@ def clipping(n: int, count: Count) -> None:
     for counting in (uncounted, count):
         counting("clip", lambda: nn.utils.clip_grad_norm_(params, 0.1))
     optfuse.unfuse(optimizer)
+
+
+def zeroing(n: int, count: Count) -> None:
+    params = parameters(n)
+    optimizer = optfuse.fuse(AdamW(params))
+    for counting in (uncounted, uncounted, count):
+        backward(params)()
+        optimizer.step()
+        counting("zero_grad", optimizer.zero_grad)
+    optfuse.unfuse(optimizer)
+
+
+def scaling(n: int, count: Count) -> None:
+    for suffix in ("", ", fused=True"):
+        params = parameters(n)
+        optimizer = AdamW(params, fused=bool(suffix))
+        if not suffix:
+            optfuse.fuse(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for counting in (uncounted, uncounted, count):
+            optimizer.zero_grad()
+            scaler.scale(torch.stack([p * 2.0 for p in params]).sum()).backward()
+            counting(f"unscale{suffix}", partial(scaler.unscale_, optimizer))
+            counting(f"scaled step{suffix}", partial(scaler.step, optimizer))
+            counting(f"scaler's update{suffix}", scaler.update)
 
 
 def averages(n: int, count: Count) -> None:
@@ -169,5 +194,5 @@ if __name__ == "__main__":
         for way in ("fused=True", "forward fusion", "backward fusion", "side stream"):
             train(way, parameter_count, marks())
     else:
-        for part in (hooks, forward_parts, clipping, averages, stock):
+        for part in (hooks, forward_parts, zeroing, clipping, scaling, averages, stock):
             part(parameter_count, marks())
