@@ -2,6 +2,7 @@
 /* norm.h: 2-norms of float32 arrays with the bits of PyTorch's vector_norm
  * (docs/numerics.md), of numbers multiplied by two factors first
  * as scale.h does, and whether all numbers were finite: one pass that reads.
+ * And the largest magnitude of an array of any of our dtypes, which is its infinity-norm.
  */
 #ifndef OPTFUSE_NORM_H
 #define OPTFUSE_NORM_H
@@ -30,6 +31,11 @@ extern const char *const of_norm_orders[]; /* names, ended by NULL */
 
 /* The best of this order whose ISA is at most `isa`. All of an order give the same bits. */
 of_norm_fn *of_norm_find(size_t order, of_isa isa);
+
+/* The largest magnitude of n numbers of 2, 4 or 8 bytes each, or a NaN if one is there, as such a
+ * number, at *to; 0 of none. `from` may be `to`. */
+typedef void of_largest_fn(void *to, const void *from, size_t n, size_t bytes);
+of_largest_fn *of_largest_find(of_isa isa);
 
 #ifdef __cplusplus
 }

@@ -61,3 +61,15 @@ of_norm_fn *of_norm_find(size_t order, of_isa isa) {
         best--;
     return norms[order][best];
 }
+
+of_largest_fn of_largest_c, of_largest_baseline;
+OF_AVX2(of_largest_fn of_largest_avx2;)
+OF_AVX512(of_largest_fn of_largest_avx512;)
+OF_SVE(of_largest_fn of_largest_sve;)
+
+of_largest_fn *of_largest_find(of_isa isa) {
+    OF_SVE(if (isa >= OF_ISA_SVE) return of_largest_sve;)
+    OF_AVX512(if (isa >= OF_ISA_AVX512) return of_largest_avx512;)
+    OF_AVX2(if (isa >= OF_ISA_AVX2) return of_largest_avx2;)
+    return isa >= OF_ISA_BASELINE ? of_largest_baseline : of_largest_c;
+}

@@ -9,6 +9,7 @@
 #include "autograd/backward.h"
 #include "error.h"
 #include "layers/layer.h"
+#include "tensor/gradient.h"
 
 namespace optfuse {
 namespace {
@@ -45,33 +46,38 @@ void forget_slot(const Slot *slot) {
         slots_by_param.erase(found);
 }
 
-// Any one, if several optimizers in forward mode have the parameter.
-Slot *find_slot(const c10::TensorImpl *param) {
+// Any one, if several optimizers in forward mode have the parameter; null, if none has.
+bool find_slot(const c10::TensorImpl *param, const Slot **slot) {
     const auto [first, last] = slots_by_param.equal_range(param);
     for (auto entry = first; entry != last; ++entry) {
         const Plan *plan = entry->second->plan;
         if (plan->mode != OF_FORWARD || !plan->folds)
-            return nullptr;
+            return false;
     }
-    return first == last ? nullptr : first->second;
+    *slot = first == last ? nullptr : first->second;
+    return true;
 }
 
 } // namespace
 
 bool find_slots(const std::vector<at::Tensor> &params, FoundSlots *found) {
     const std::lock_guard<std::mutex> guard(slots_lock);
+    bool is_any = false;
     found->slots.reserve(params.size());
     for (const at::Tensor &param : params) {
-        if (!param.grad().defined())
+        const Slot *slot = nullptr;
+        c10::TensorImpl *impl = param.unsafeGetTensorImpl();
+        if (!gradient_of(impl).defined())
             continue;
-        const Slot *slot = find_slot(param.unsafeGetTensorImpl());
-        if (slot == nullptr)
+        if (!find_slot(impl, &slot))
             return false;
-        if (found->plans.empty() || found->plans.back().get() != slot->plan)
+        is_any = is_any || slot != nullptr;
+        if (slot != nullptr && (found->plans.empty() || found->plans.back().get() != slot->plan))
             found->plans.push_back(slot->plan->self);
-        found->slots.push_back({slot->plan, slot->param, slot->index});
+        found->slots.push_back(slot != nullptr ? FoundSlots::Found{slot->plan, impl, slot->index}
+                                               : FoundSlots::Found{nullptr, impl, 0});
     }
-    return true;
+    return is_any;
 }
 
 void lock_slots() {

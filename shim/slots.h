@@ -18,15 +18,16 @@ void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int
 // Another thread may let go of an optimizer, and so of its slots: their plans live as long as this.
 struct FoundSlots {
     struct Found {
-        Plan *plan;
+        Plan *plan; // null: of a parameter of no fused optimizer
         c10::TensorImpl *param; // which the caller keeps
         size_t index;
     };
     std::vector<Found> slots;
     std::vector<std::shared_ptr<Plan>> plans;
 };
-// The slots of those parameters that have a gradient, in this order. False: one has no slot, or one
-// of an optimizer in backward mode, or of one whose gradients clipping must not leave to the update.
+// The slots of those parameters that have a gradient, in this order. False: they are of no fused
+// optimizer, or one is of an optimizer in backward mode, or of one whose gradients clipping must not
+// leave to the update.
 bool find_slots(const std::vector<at::Tensor> &params, FoundSlots *found);
 // Around fork(): a child has none of the threads that could let go of the lock.
 void lock_slots();

@@ -14,6 +14,7 @@
 #include <ATen/ops/stack.h>
 
 #include <cmath>
+#include <limits>
 
 #include "clipping/pending.h"
 #include "external/native.h"
@@ -54,7 +55,7 @@ at::Tensor norm_of(const std::vector<GradientOf> &of, double norm_type) {
     std::vector<const at::Tensor *> all;
     for (const GradientOf &g : of)
         all.push_back(&g.grad());
-    const std::optional<at::Tensor> found = norm_type == 2 ? total_norm(all) : std::nullopt;
+    const std::optional<at::Tensor> found = total_norm(all, norm_type);
     return found ? *found : norm_of_operators(all, norm_type);
 }
 
@@ -81,8 +82,11 @@ at::Tensor factor_of(double max_norm, const at::Tensor &norm, Language language)
 
 } // namespace
 
-std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors) {
-    const std::optional<std::vector<float>> found = norms(tensors);
+std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors,
+                                     double norm_type) {
+    if (norm_type == std::numeric_limits<double>::infinity())
+        return largest(tensors);
+    const auto found = norm_type == 2 ? norms(tensors) : std::nullopt;
     if (!found)
         return std::nullopt;
     std::vector<of_norm> total{{found->data(), found->size(), {1, 1}, 0, true}};

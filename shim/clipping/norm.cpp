@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // norm.cpp: 2-norms of gradients and whether they are finite, in one pass over
 // their memory, with the factors that are pending on them and without applying
-// these. PyTorch's operators do the work for gradients that can't be read here.
+// these; and infinity-norms. PyTorch's operators do the work for gradients that can't be read here.
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -25,11 +27,14 @@ bool can_read(const at::Tensor &grad) {
         return false;
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     return g->layout() == c10::kStrided && g->has_storage() && g->device().is_cpu() &&
-           g->dtype().toScalarType() == c10::ScalarType::Float &&
            !g->key_set().has(c10::DispatchKey::Python) &&
            !g->key_set().has(c10::DispatchKey::Functionalize) && !grad._fw_grad(0).defined() &&
-           !is_lazy(g) && !is_consumed(g) && g->is_contiguous() && g->numel() != 0 &&
-           g->numel() < (int64_t{1} << 31);
+           !is_lazy(g) && !is_consumed(g) && g->is_contiguous() && g->numel() != 0;
+}
+
+bool can_square(const at::Tensor &grad) {
+    return can_read(grad) && grad.scalar_type() == at::kFloat &&
+           grad.numel() < (int64_t{1} << 31);
 }
 
 // The gradient with its pending factors. *known: the norm, if an earlier pass has found it; else
@@ -46,7 +51,8 @@ of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
 
 } // namespace
 
-// Longest first, each whole: its sum is in PyTorch's order. All threads compute as this one.
+// Each whole: its sum is in PyTorch's order. On several threads the longest come first. All threads
+// compute as this one.
 void find_norms(std::vector<of_norm> &items, of_norm_fn *norm) {
     constexpr size_t kWorthAThread = 32768;
     std::vector<of_norm *> order;
@@ -55,10 +61,10 @@ void find_norms(std::vector<of_norm> &items, of_norm_fn *norm) {
         order.push_back(&item);
         total += item.n;
     }
-    const auto longer = [](const of_norm *a, const of_norm *b) { return a->n > b->n; };
-    std::stable_sort(order.begin(), order.end(), longer);
     if (total < kWorthAThread || thread_count() == 1 || of_is_forked())
         return norm(order.data(), order.size());
+    const auto longer = [](const of_norm *a, const of_norm *b) { return a->n > b->n; };
+    std::stable_sort(order.begin(), order.end(), longer);
     // Long ones go to threads one by one, the rest by so many at a time.
     constexpr size_t kAtATime = 8;
     const auto is_long = [](const of_norm *item) { return item->n >= kWorthAThread; };
@@ -82,7 +88,7 @@ std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &o
     std::vector<float> values(of.size());
     std::vector<of_norm> items;
     std::vector<size_t> places;
-    if (of.empty() || !std::all_of(of.begin(), of.end(), [](auto *t) { return can_read(*t); }) ||
+    if (of.empty() || !std::all_of(of.begin(), of.end(), [](auto *t) { return can_square(*t); }) ||
         !norms_are_torchs())
         return std::nullopt;
     for (size_t i = 0; i < of.size(); i++) {
@@ -99,6 +105,63 @@ std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &o
     return values;
 }
 
+namespace {
+
+// Where denormal numbers count as zeros, PyTorch's operator sees which is larger.
+bool have_largest(const std::vector<const at::Tensor *> &of) {
+    of_dtype dtype;
+    const auto has_one = [&](const at::Tensor *t) {
+        return can_read(*t) && t->dtype() == of[0]->dtype() &&
+               dtype_of(t->unsafeGetTensorImpl(), &dtype) &&
+               !of_is_scaled(storage_of(t->unsafeGetTensorImpl()));
+    };
+    return !of.empty() && of_floating_now() == 0 && std::all_of(of.begin(), of.end(), has_one);
+}
+
+struct Piece {
+    const char *numbers;
+    size_t n;
+};
+
+// So large that another thread pays.
+std::vector<Piece> pieces_of(const std::vector<const at::Tensor *> &of, size_t bytes) {
+    constexpr size_t kMost = 32768;
+    std::vector<Piece> pieces;
+    for (const at::Tensor *tensor : of) {
+        const c10::TensorImpl *g = tensor->unsafeGetTensorImpl();
+        const size_t n = static_cast<size_t>(g->numel());
+        compute_now(g);
+        const auto *numbers = static_cast<const char *>(data_of(g));
+        for (size_t at = 0; at < n; at += kMost)
+            pieces.push_back({numbers + at * bytes, std::min(kMost, n - at)});
+    }
+    return pieces;
+}
+
+} // namespace
+
+std::optional<at::Tensor> largest(const std::vector<const at::Tensor *> &of) {
+    static of_largest_fn *const find = of_largest_find(of_isa_detect());
+    if (!have_largest(of))
+        return std::nullopt;
+    const size_t bytes = of[0]->dtype().itemsize();
+    const std::vector<Piece> pieces = pieces_of(of, bytes);
+    std::vector<char> found(pieces.size() * bytes);
+    const auto work = [&](int64_t begin, int64_t end) {
+        for (size_t i = static_cast<size_t>(begin); i < static_cast<size_t>(end); i++)
+            find(&found[i * bytes], pieces[i].numbers, pieces[i].n, bytes);
+    };
+    const auto n = static_cast<int64_t>(pieces.size());
+    constexpr int64_t kWorthAThread = 64; // mostly small ones
+    if (of_is_forked())
+        work(0, n);
+    else
+        in_parallel(n, kWorthAThread, work);
+    at::Tensor norm = at::empty({}, of[0]->scalar_type());
+    find(norm.mutable_data_ptr(), found.data(), pieces.size(), bytes);
+    return norm;
+}
+
 std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     const double number = factor.item<double>();
     std::vector<of_norm> items;
@@ -107,7 +170,7 @@ std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Ten
     for (const GradientOf &g : of) {
         float known = kUnknown;
         unsigned n_factors = 0;
-        if (!can_read(g.grad()))
+        if (!can_square(g.grad()))
             return std::nullopt;
         items.push_back(item_of(g.grad(), &known, &n_factors));
         if (n_factors != 0)

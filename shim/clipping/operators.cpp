@@ -21,8 +21,7 @@ std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
     refuse_fake_tensors(kWhat);
     std::vector<GradientOf> of;
     for (size_t i = 0; i < slots.size(); i++)
-        of.push_back({&plan_at(plans[i]), slot_at(plan_at(plans[i]), slots[i]).param,
-                      static_cast<size_t>(slots[i])});
+        of.push_back(of_slot(&slot_at(plan_at(plans[i]), slots[i])));
     make_ready(of);
     return of;
 }
@@ -81,12 +80,12 @@ std::tuple<std::optional<bool>, bool> unscale_of(std::vector<at::Tensor> params,
     return {done->finite, done->some_wait};
 }
 
-std::optional<at::Tensor> norm_of_all(const std::vector<at::Tensor> &tensors) {
+std::optional<at::Tensor> norm_of_all(const std::vector<at::Tensor> &tensors, double norm_type) {
     refuse_fake_tensors("norms are computed");
     std::vector<const at::Tensor *> all;
     for (const at::Tensor &tensor : tensors)
         all.push_back(&tensor);
-    return total_norm(all);
+    return total_norm(all, norm_type);
 }
 
 } // namespace
@@ -102,6 +101,6 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
           optfuse::clip_with);
     m.def("clip_value(Tensor[] params, float limit) -> bool", optfuse::clip_values);
     m.def("unscale(Tensor[] params, Tensor factor) -> (bool?, bool)", optfuse::unscale_of);
-    m.def("total_norm(Tensor[] tensors) -> Tensor?", optfuse::norm_of_all);
+    m.def("total_norm(Tensor[] tensors, float norm_type) -> Tensor?", optfuse::norm_of_all);
     m.def("norms_are_torchs() -> bool", optfuse::norms_are_torchs);
 }

@@ -17,11 +17,12 @@ struct References;
 
 // scale.cpp
 struct GradientOf {
-    Plan *plan;
+    Plan *plan; // null: of a parameter of no fused optimizer
     c10::TensorImpl *param;
     size_t slot; // its number
     const at::Tensor &grad() const { return gradient_of(param); }
 };
+inline GradientOf of_slot(const Slot *slot) { return {slot->plan, slot->param, slot->index}; }
 // Whether a kernel can multiply the gradient in place, without autograd having to know.
 bool can_scale(const at::Tensor &grad, of_dtype *dtype);
 // Before gradients are read: those on their way are waited for, and what may write to them runs.
@@ -40,6 +41,9 @@ extern const of_scaling_host scaling_host;
 // The 2-norms of float32 tensors; none if one of them can't be read here, or if norms_are_torchs()
 // says no.
 std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of);
+// The infinity-norm of all; none if one of them can't be read here or waits for a factor, or if
+// they have several dtypes.
+std::optional<at::Tensor> largest(const std::vector<const at::Tensor *> &of);
 // scale_one() of all, with their norms; none, with nothing changed, if one of them can't be read
 // here or has a factor.
 struct Unscaled {
@@ -59,9 +63,10 @@ of_norm_fn *norm_in_order(); // in that one, if so
 enum class NormsTried { NOT_YET, EQUAL, DIFFERENT };
 NormsTried norms_tried();
 
-// clip.cpp: torch.nn.utils' functions on parameters of fused optimizers. None, or false, and
-// nothing was changed: there is no gradient, or one that our kernels can't multiply in place,
-// gradients have several dtypes, find_slots() says no, or error_if_nonfinite has an error to raise.
+// clip.cpp: torch.nn.utils' functions on parameters of which fused optimizers have some. None, or
+// false, and nothing was changed: there is no gradient, or one that our kernels can't multiply in
+// place, gradients have several dtypes, find_slots() says no, or error_if_nonfinite has an error to
+// raise.
 struct Clipped {
     at::Tensor norm;
     bool some_wait;
@@ -75,7 +80,8 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
 bool clip_value(const std::vector<at::Tensor> &params, double limit);
 std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
                                     const at::Tensor &factor);
-// The 2-norm of any tensors: none where norms() has none.
-std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors);
+// The 2-norm or the infinity-norm of any tensors: none where norms() or largest() has none.
+std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors,
+                                     double norm_type);
 
 } // namespace optfuse

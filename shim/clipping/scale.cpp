@@ -169,8 +169,10 @@ bool scale_now(const GradientOf &of, double number) {
 
 // False: the gradient can't be left pending.
 bool scale_later(const GradientOf &of, double number, float norm) {
-    note_stepping_thread(); // in the first iteration before any step()
     bool scaled = false;
+    if (of.plan == nullptr)
+        return false;
+    note_stepping_thread(); // in the first iteration before any step()
     const of_status status = of_plan_scale(of.plan->core, of.slot, number, norm, &scaled);
     if (of.plan->closed.load(std::memory_order_acquire) && !scaled)
         return false; // another thread has let go of the optimizer
@@ -186,7 +188,7 @@ using Alike = std::map<std::pair<c10::DeviceIndex, at::ScalarType>, std::vector<
 void set_factors(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     const Plan *last = nullptr;
     for (const GradientOf &g : of)
-        if (g.plan != last)
+        if (g.plan != last && g.plan != nullptr)
             (last = g.plan, g.plan->scalars.set_factor(factor));
 }
 
@@ -230,7 +232,7 @@ bool scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
 void sweep(const std::vector<GradientOf> &of) {
     const Plan *last = nullptr;
     for (const GradientOf &g : of)
-        if (g.plan != last)
+        if (g.plan != last && g.plan != nullptr)
             of_plan_sweep((last = g.plan)->core);
 }
 

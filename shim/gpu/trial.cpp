@@ -126,7 +126,7 @@ class Trial {
         Plan *plan = plan_of(handle);
         std::vector<GradientOf> gradients;
         for (Slot *slot : plan->slots)
-            gradients.push_back({plan, slot->param, slot->index});
+            gradients.push_back(of_slot(slot));
         scale_all(gradients, factor);
     }
     void step() {

@@ -143,12 +143,69 @@ START_TEST(every_norm_has_the_bits_of_the_c_one) {
 }
 END_TEST
 
+static double number_at(const unsigned char *at, of_dtype dtype) {
+    double wide;
+    float single;
+    uint16_t narrow;
+    memcpy(&narrow, at, sizeof narrow);
+    switch (dtype) {
+    case OF_FLOAT32:
+        memcpy(&single, at, sizeof single);
+        return single;
+    case OF_FLOAT64:
+        memcpy(&wide, at, sizeof wide);
+        return wide;
+    case OF_BFLOAT16:
+        return of_bfloat16_widen(narrow);
+    default:
+        return of_float16_widen(narrow);
+    }
+}
+
+/* Fills what is read; without infinities and NaN, if they are not `special`. Returns what fabs()
+ * and comparisons find. */
+static double fill_and_find(arrays *a, bool special, uint64_t *random) {
+    const size_t size = of_dtype_size(a->dtype);
+    double most = 0.0;
+    arrays_fill(a, random);
+    for (size_t i = 0; i < a->n; i++) {
+        unsigned char *at = a->at[FROM] + i * size;
+        if (!special && !isfinite(number_at(at, a->dtype)))
+            memset(at, 0, size);
+        const double x = fabs(number_at(at, a->dtype));
+        most = isnan(most) || x <= most ? most : x;
+    }
+    return most;
+}
+
+START_TEST(the_largest_is_found_in_every_dtype) {
+    arrays a;
+    uint64_t random = 13;
+    arrays_create(&a, MOST * sizeof(double));
+    for (of_isa isa = OF_ISA_C; isa <= of_isa_detect(); isa++)
+        for (int i = 0; i < 2 * ROUNDS; i++) {
+            const of_dtype dtype = (of_dtype)(i % OF_DTYPE_COUNT);
+            const size_t n = 1 + random_next(&random) % (i % 5 ? 100 : MOST - 1);
+            arrays_place(&a, dtype, n, 0, &random);
+            const double most = fill_and_find(&a, i % 3 == 0, &random);
+            of_largest_find(isa)(a.at[TO], a.at[FROM], a.n, of_dtype_size(dtype));
+            const double found = number_at(a.at[TO], dtype);
+            ck_assert_msg((found == most && !signbit(found)) || (isnan(found) && isnan(most)),
+                          "%s %s, round %d: %g, not %g", of_isa_name(isa), of_dtype_name(dtype), i,
+                          found, most);
+            ck_assert(arrays_intact(&a));
+        }
+    arrays_destroy(&a);
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create("scale");
     TCase *rows = tcase_create("rows");
     tcase_add_test(rows, every_row_gives_the_bits_of_the_c_row);
     tcase_add_test(rows, each_product_is_rounded_to_the_element_type);
     tcase_add_test(rows, every_norm_has_the_bits_of_the_c_one);
+    tcase_add_test(rows, the_largest_is_found_in_every_dtype);
     tcase_add_test(rows, there_is_a_row_for_every_dtype_and_isa);
     suite_add_tcase(suite, rows);
     SRunner *runner = srunner_create(suite);

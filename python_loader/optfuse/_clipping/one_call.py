@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The library's functions that clip and unscale all gradients in one call (shim/clipping): of plain
-parameters on the CPU whose optimizers are all fused in forward mode, and whose gradients have
-one dtype. Each returns None, with nothing changed, where that is not so."""
+parameters on the CPU of which an optimizer in forward mode has some, and no other fused one has
+any, and whose gradients have one dtype. Each returns None, with nothing changed, where that is not
+so."""
 
 from __future__ import annotations
 
@@ -66,12 +67,12 @@ def clip_value(params: list[Tensor], limit: float) -> bool | None:
     return _called(_clip_value, params, limit) or None
 
 
-def total_norm(tensors: list[Tensor]) -> Tensor | None:
-    """The 2-norm of whatever tensors, as long as all fused optimizers are in forward mode."""
+def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor | None:
+    """That of whatever tensors, as long as all fused optimizers are in forward mode."""
     modes = {link.mode for link in list(_link.links.values())}
     if modes != {FORWARD} or not are_plain(tensors):
         return None
-    return _total_norm(tensors)  # type: ignore[no-any-return]
+    return _total_norm(tensors, norm_type)  # type: ignore[no-any-return]
 
 
 def unscale(params: list[Tensor], factor: Tensor) -> bool | None:

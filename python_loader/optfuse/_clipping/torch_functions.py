@@ -5,6 +5,7 @@ call of the library. Everything else is left to PyTorch's own, as is what dynamo
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterable
 from types import GeneratorType
@@ -62,10 +63,10 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    if is_compiling() or norm_type != 2 or error_if_nonfinite:
+    if is_compiling() or norm_type not in (2, math.inf) or error_if_nonfinite:
         return stock_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     listed = _listed(tensors)
-    norm = one_call.total_norm(listed)
+    norm = one_call.total_norm(listed, float(norm_type))
     return stock_get_total_norm(listed, norm_type, False, foreach) if norm is None else norm
 
 

@@ -80,6 +80,46 @@ def test_all_is_done_in_one_call(request, alone, at_once, dtype, norm_type, fore
     assert_same_gradients(model, twin)
 
 
+@WAYS
+@pytest.mark.parametrize("norm_type", (2.0, 1.0, math.inf))
+def test_parameters_that_nobody_has_fused_are_in_the_same_call(request, alone, at_once, norm_type):
+    if at_once:
+        request.getfixturevalue("small_gradients_go_at_once")
+    torch.manual_seed(0)
+    model = long_net(torch.float32)
+    params = list(model.parameters())
+    _optimizer = optfuse.fuse(adamw(params[1::2]))
+    backward(model, 0, torch.float32)
+    twin = twin_of(model)
+    ours = nn.utils.clip_grad_norm_(params, TIGHT, norm_type)
+    stock = generated_gradients.reference([*twin.parameters()], TIGHT, norm_type, None)
+    assert_same_tensor("norm", ours, stock)
+    assert_same_gradients(model, twin)
+
+
+def test_where_no_parameter_is_fused_pytorchs_function_is_called(alone):
+    _model, _optimizer, twin = clipped_net()
+    with pytest.raises(AssertionError, match="PyTorch's own function was called"):
+        nn.utils.clip_grad_norm_(twin.parameters(), TIGHT)
+
+
+def operators_of(run):
+    with torch.autograd.profiler.profile() as profile:
+        run()
+    return {event.name for event in profile.function_events}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_operator_finds_an_infinity_norm(alone, dtype):
+    model, _optimizer, _twin = clipped_net(dtype)
+    grads = [p.grad for p in model.parameters()]
+    by = "aten::linalg_vector_norm"
+    assert by in operators_of(lambda: generated_gradients.stock_get_total_norm(grads, math.inf))
+    assert by not in operators_of(lambda: nn.utils.get_total_norm(grads, math.inf))
+    params = list(model.parameters())
+    assert by not in operators_of(lambda: nn.utils.clip_grad_norm_(params, TIGHT, math.inf))
+
+
 def test_a_function_that_was_imported_before_gains_too(alone):
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("PyTorch's norm has other roundings here; its function is used")
