@@ -57,7 +57,7 @@ template <void (c10::StorageImpl::*Refresh)()> struct SealCheck {
 void refresh_seal_check(c10::StorageImpl *storage);
 template struct SealCheck<&c10::StorageImpl::refresh_has_data_ptr_check>;
 
-// What autograd knows of a tensor, or null. PyTorch's own function is a call.
+// Autograd's record of a tensor, or null. PyTorch's own function is a call.
 template <std::unique_ptr<c10::AutogradMetaInterface> c10::TensorImpl::*Record>
 struct AutogradRecord {
     friend c10::AutogradMetaInterface *autograd_record(const c10::TensorImpl *impl) {

@@ -33,7 +33,7 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 // place will do.
 constexpr int64_t ANYWHERE = -1;
 
-// What an update by a kernel reads, in as few cache lines as will do.
+// The part of a slot that an update by a kernel reads, in as few cache lines as will do.
 struct alignas(64) UsualSlot {
     Plan *plan = nullptr;
     size_t index = 0;

@@ -49,7 +49,7 @@ class Storages {
     size_t n = 1;
 };
 
-// What few updates keep.
+// Few updates keep any of this.
 struct Special {
     // A gradient whose memory other tensors use, who are known to come by the mark on this very
     // tensor before they change it: it is no part of the update, but stands for it.

@@ -209,7 +209,7 @@ template <bool on_gpu>
     return find_usual<true>(slot, used, parts);
 }
 
-// What the GPU and its stream ask for; false, with nothing taken: place() refuses.
+// Sees to the GPU and its stream; false, with nothing taken: place() refuses.
 [[gnu::noinline]] bool place_usual(Slot *slot, of_inputs *in, References *refs) {
     if (place(slot, slot->param, in, refs) == OF_FOUND_INPUTS)
         return true;

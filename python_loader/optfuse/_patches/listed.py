@@ -353,6 +353,12 @@ PRIVATE = (
     ),
     Private("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
     Private(
+        "autograd_meta_",
+        "compat.h",
+        "finds a parameter's gradient without a call, which each update does several times",
+        _BUILD,
+    ),
+    Private(
         "has_unique_reference",
         "compat.h",
         "tells a Python wrapper that nobody holds from another owner of a tensor",
