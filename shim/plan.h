@@ -34,7 +34,7 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 constexpr int64_t ANYWHERE = -1;
 
 // The part of a slot that an update by a kernel reads, in as few cache lines as will do.
-struct alignas(64) UsualSlot {
+struct alignas(OF_CACHE_LINE) UsualSlot {
     Plan *plan = nullptr;
     size_t index = 0;
     // Borrowed: the owner keeps the parameter alive as long as the slot. A

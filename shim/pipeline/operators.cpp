@@ -11,7 +11,7 @@
 namespace optfuse {
 namespace {
 
-using Numbers = std::vector<int64_t>;
+using Integers = std::vector<int64_t>;
 using Seconds = std::vector<double>;
 
 constexpr size_t SETTINGS = 5, COSTS = 4, SIZES = 5, PLACE = 6, TASK = 4;
@@ -34,7 +34,7 @@ struct Pipeline {
     std::vector<of_pipeline_place> places;
     of_pipeline view = {};
 
-    Pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes) {
+    Pipeline(const Integers &settings, const Seconds &costs, const Integers &sizes) {
         const size_t n = rows_of(costs, COSTS);
         TORCH_CHECK(settings.size() == SETTINGS && rows_of(sizes, SIZES) == n,
                     "optfuse: the lists of a pipeline's layers differ in length");
@@ -50,8 +50,8 @@ struct Pipeline {
         places.resize(n);
     }
 
-    Pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
-             const Numbers &flat)
+    Pipeline(const Integers &settings, const Seconds &costs, const Integers &sizes,
+             const Integers &flat)
         : Pipeline(settings, costs, sizes) {
         TORCH_CHECK(rows_of(flat, PLACE) == view.n,
                     "optfuse: a pipeline needs one place for each layer");
@@ -93,7 +93,7 @@ of_network_link network_link_of(const Seconds &network) {
     return {network[0], network[1]};
 }
 
-std::vector<of_pipeline_task> tasks_of(const Numbers &flat) {
+std::vector<of_pipeline_task> tasks_of(const Integers &flat) {
     std::vector<of_pipeline_task> tasks(rows_of(flat, TASK));
     for (size_t k = 0; k < tasks.size(); k++) {
         const int64_t *number = &flat[TASK * k];
@@ -108,13 +108,13 @@ std::vector<of_pipeline_task> tasks_of(const Numbers &flat) {
 }
 
 // Places, and the seconds a batch of the process that has most to do.
-std::tuple<Numbers, double> place_pipeline(const Numbers &settings, const Seconds &costs,
-                                           const Numbers &sizes, const Seconds &network) {
+std::tuple<Integers, double> place_pipeline(const Integers &settings, const Seconds &costs,
+                                           const Integers &sizes, const Seconds &network) {
     Pipeline p(settings, costs, sizes);
     const of_network_link link = network_link_of(network);
     double largest = 0;
     check_core(of_pipeline_place_layers(&p.view, &link, p.places.data(), &largest));
-    Numbers flat;
+    Integers flat;
     for (const of_pipeline_place &place : p.places)
         flat.insert(flat.end(), {place.forward, place.weight_gradient, place.input_gradient,
                                  place.second_input_gradient, static_cast<int64_t>(place.split),
@@ -122,23 +122,23 @@ std::tuple<Numbers, double> place_pipeline(const Numbers &settings, const Second
     return {flat, largest};
 }
 
-Numbers delays_of_pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
-                           const Numbers &places) {
+Integers delays_of_pipeline(const Integers &settings, const Seconds &costs, const Integers &sizes,
+                           const Integers &places) {
     const Pipeline p(settings, costs, sizes, places);
     std::vector<uint32_t> delays(p.view.n);
     check_core(of_pipeline_delays(&p.view, delays.data()));
     return {delays.begin(), delays.end()};
 }
 
-Numbers schedule_pipeline(const Numbers &settings, const Seconds &costs, const Numbers &sizes,
-                          const Numbers &places, int64_t batches, const Seconds &network) {
+Integers schedule_pipeline(const Integers &settings, const Seconds &costs, const Integers &sizes,
+                          const Integers &places, int64_t batches, const Seconds &network) {
     const Pipeline p(settings, costs, sizes, places);
     const of_network_link link = network_link_of(network);
     check_core(of_pipeline_check(&p.view)); // before tasks are counted
     const size_t most = batches < 1 || batches > INT32_MAX ? 0 : static_cast<size_t>(batches);
     std::vector<of_pipeline_task> tasks(of_pipeline_count(&p.view, most));
     check_core(of_pipeline_schedule(&p.view, &link, static_cast<size_t>(batches), tasks.data()));
-    Numbers flat;
+    Integers flat;
     for (const of_pipeline_task &task : tasks)
         flat.insert(flat.end(), {task.kind, task.layer, task.batch, task.process});
     return flat;
@@ -146,10 +146,10 @@ Numbers schedule_pipeline(const Numbers &settings, const Seconds &costs, const N
 
 // Start and end of each task; the numbers of of_pipeline_report, in its order;
 // violations that the verifier has found.
-std::tuple<Seconds, Seconds, int64_t> simulate_pipeline(const Numbers &settings,
-                                                        const Seconds &costs, const Numbers &sizes,
-                                                        const Numbers &places, int64_t batches,
-                                                        const Numbers &flat,
+std::tuple<Seconds, Seconds, int64_t> simulate_pipeline(const Integers &settings,
+                                                        const Seconds &costs, const Integers &sizes,
+                                                        const Integers &places, int64_t batches,
+                                                        const Integers &flat,
                                                         const Seconds &network) {
     const Pipeline p(settings, costs, sizes, places);
     const of_network_link link = network_link_of(network);

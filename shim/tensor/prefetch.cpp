@@ -42,7 +42,7 @@ template <class Visit> void each_other(const Slot *slot, Visit visit) {
 // The rest of it is read only where something is special.
 void fetch_slot(const UsualSlot *slot) {
 #pragma GCC unroll 4
-    for (size_t i = 0; i < sizeof *slot; i += kLine)
+    for (size_t i = 0; i < sizeof *slot; i += OF_CACHE_LINE)
         __builtin_prefetch(reinterpret_cast<const char *>(slot) + i, 1);
 }
 
