@@ -104,7 +104,7 @@ class _Fused:
         try_with_stock(link.stock, twin.param_groups)  # options may have become others since
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
         become_fused(twin, options, link.rule if isinstance(link.rule, TracedRule) else None)
-        link_of(twin).ledger.watch(twin)
+        link_of(twin).ledger.watch_as(link.ledger, twin)
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin

@@ -5,6 +5,7 @@ these, another trial has to come first."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -14,18 +15,19 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._own_step.looks import names_read
 from optfuse._own_step.settings import Promise
-from optfuse._own_step.twin import Entry, attributes_of, own_options
+from optfuse._own_step.twin import Entry, attributes_of, own_attributes, own_options, unbound
 
-Place = tuple[Any, ...]  # of a number
-MOST = 3  # trials for one number that gets less: after these the class itself makes it so
+Place = tuple[Any, ...]  # of a number, or of an option or attribute
+Looks = list[dict[str, tuple[Any, ...]]]  # of each group, and last of the optimizer
+MOST = 3  # trials for one number that changes: after these the script or the class makes it so
 
 
 def _number(value: Any) -> float | None:
     """A counter, as it may be; None: it is none."""
     if isinstance(value, Tensor):
-        is_one = value.dim() == 0 and value.device.type == "cpu" and not value.is_complex()
-        return float(value) if is_one else None
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
     return float(value) if type(value) in (int, float) else None
 
 
@@ -42,23 +44,38 @@ def _look_of(value: Any, name: str = "") -> tuple[Any, ...]:
 class Tried:
     """The least that trials have begun with."""
 
-    def __init__(self, optimizer: Optimizer, promise: Promise) -> None:
-        self._looks: list[Any] = []  # of options that step() does not change
+    def __init__(self, optimizer: Optimizer, stock: type[Optimizer], promise: Promise) -> None:
+        self._read = names_read(stock)
+        self._defaults = frozenset(optimizer.__dict__.get("defaults", ()))
+        self._looks: list[Looks] = []  # of what step() does not change
+        self._changes: Counter[Place] = Counter()  # of whole numbers among that
         self._least: dict[Place, float] = {}
         self._some_empty = False  # parameters without state were tried
         self._less: list[Place] = []  # that is_before() has found last
         self._falls: Counter[Place] = Counter()
         self.know(optimizer, promise)
 
+    def copy(self) -> Tried:
+        """For a copy of the optimizer."""
+        twin = copy.copy(self)
+        twin._looks, twin._least, twin._values = list(self._looks), dict(self._least), []
+        twin._changes, twin._falls, twin._less = Counter(self._changes), Counter(self._falls), []
+        return twin
+
+    @property
+    def counts(self) -> bool:
+        """Whether there are numbers in the state."""
+        return any(place[0] == "state" for place in self._least)
+
     def know(self, optimizer: Optimizer, promise: Promise) -> None:
         """A trial that has begun here has found this."""
         self._promise = promise
-        self._values = list(_values(optimizer))
+        self._values = _values(optimizer)
+        self._count_changes(self._looks_of(optimizer))
         self._looks.append(self._looks_of(optimizer))
         for place, x in (*self._numbers(optimizer), *_numbers_of_state(optimizer)):
             self._least[place] = min(x, self._least.get(place, x))
-        self._counts = any(place[0] == "state" for place in self._least)
-        self._some_empty |= not all(_entries(optimizer))
+        self._some_empty |= not all(entry for _, entry in _entries(optimizer))
         self._falls.update(self._less)
         self._less = []
 
@@ -66,18 +83,23 @@ class Tried:
         """Whether the optimizer is where no trial has begun, or behind. same_state: nobody but its
         updates has changed the state."""
         numbers = self._numbers(optimizer)
-        if not same_state and self._counts:
+        if not same_state and self.counts:
             numbers += _numbers_of_state(optimizer)
         self._less = [place for place, x in numbers if x < self._least.get(place, x)]
         return (
             self._has_other_options(optimizer)
             or any(self._falls[place] < MOST for place in self._less)
-            or (not same_state and not self._some_empty and not all(_entries(optimizer)))
+            or (
+                not same_state
+                and not self._some_empty
+                and not all(entry for _, entry in _entries(optimizer))
+            )
         )
 
     def _has_other_options(self, optimizer: Optimizer) -> bool:
-        now = list(_values(optimizer))
-        if len(now) == len(self._values) and all(map(is_, now, self._values)):
+        now = _values(optimizer)
+        same = len(now) == len(self._values) and all(map(is_, now, self._values))
+        if same and not self._has_lists:
             return False
         looks = self._looks_of(optimizer)
         if not any(_are_alike(looks, tried) for tried in self._looks):
@@ -85,12 +107,36 @@ class Tried:
         self._values = now
         return False
 
-    def _looks_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        changing = self._promise.options
-        return [
-            {k: _look_of(v, k) for k, v in own_options(group).items() if k not in changing}
-            for group in optimizer.param_groups
+    def _looks_of(self, optimizer: Optimizer) -> Looks:
+        """Options and attributes that the class's code may read and step() does not change."""
+        promise, own = self._promise, own_attributes(unbound(optimizer.__dict__, optimizer))
+        held = [(own_options(group), promise.options) for group in optimizer.param_groups]
+        held.append(({k: v for k, v in own.items() if k != "defaults"}, promise.attributes))
+        looks = [
+            {
+                name: self._look((i, name), value)
+                for name, value in values.items()
+                if name not in changing and self._may_read(name)
+            }
+            for i, (values, changing) in enumerate(held)
         ]
+        self._has_lists = any(look[0] is list for each in looks for look in each.values())
+        return looks
+
+    def _may_read(self, name: str) -> bool:
+        return self._read is None or name in self._read or name in self._defaults
+
+    def _look(self, place: Place, value: Any) -> tuple[Any, ...]:
+        if type(value) is int and self._changes[place] >= MOST:
+            return (int,)
+        return _look_of(value, place[1])
+
+    def _count_changes(self, looks: Looks) -> None:
+        last = self._looks[-1] if self._looks else looks
+        for i, (now, then) in enumerate(zip(looks, last, strict=False)):
+            for name, look in now.items():
+                if look[0] is int and then.get(name, look) != look:
+                    self._changes[i, name] += 1
 
     def _numbers(self, optimizer: Optimizer) -> list[tuple[Place, float]]:
         """Options and attributes that step() changes."""
@@ -124,18 +170,30 @@ def _numbers_in(held: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, floa
             yield from _numbers_in(((*place, key), item) for key, item in value.items())
 
 
-def _values(optimizer: Optimizer) -> Iterator[Any]:
-    return chain.from_iterable(group.values() for group in optimizer.param_groups)
+def _values(optimizer: Optimizer) -> list[Any]:
+    groups = (group.values() for group in optimizer.param_groups)
+    return [*chain.from_iterable(groups), *optimizer.__dict__.values()]
 
 
-def _entries(optimizer: Optimizer) -> list[Entry]:
-    """The entries of the parameters that are trained."""
+def _entries(optimizer: Optimizer) -> list[tuple[Tensor, Entry]]:
+    """The parameters that are trained, with their entries."""
     state = optimizer.__dict__["state"]
     params = (p for group in optimizer.param_groups for p in group["params"])
-    entries = (state.get(p) for p in params if p.requires_grad)
-    return [entry if isinstance(entry, dict) else {} for entry in entries]
+    entries = ((p, state.get(p)) for p in params if p.requires_grad)
+    return [(p, entry if isinstance(entry, dict) else {}) for p, entry in entries]
 
 
 def _numbers_of_state(optimizer: Optimizer) -> list[tuple[Place, float]]:
-    items = chain.from_iterable(entry.items() for entry in _entries(optimizer))
-    return list(_numbers_in((("state", key), value) for key, value in items))
+    return list(
+        _numbers_in(
+            (("state", key), value)
+            for p, entry in _entries(optimizer)
+            for key, value in entry.items()
+            if not _is_for_elements(value, p)
+        )
+    )
+
+
+def _is_for_elements(value: Any, p: Tensor) -> bool:
+    """Of a parameter with one element, state of that element is one number, too."""
+    return isinstance(value, Tensor) and value.dim() != 0 and value.shape == p.shape

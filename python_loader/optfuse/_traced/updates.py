@@ -183,6 +183,10 @@ class Traced:
         found: list[int] = _kinds(self._plan, self._whole, any(self.recording.by_shape))
         return found
 
+    def holds_counters(self) -> bool:
+        kept = self._kept
+        return kept is not None and (not kept.counters or _hold(kept.counters, kept.values))
+
     def _is_same(self, kept: Kept | None) -> bool:
         """Whether the cohorts are those of the last step."""
         if kept is None:

@@ -49,6 +49,7 @@ _UNTRIED = (
     "with when it was fused, and from here a trial fails. Nothing was updated; call "
     "optfuse.unfuse(optimizer) before you load or change them. The trial says: {}"
 )
+_COUPLED = "its step() does not update each parameter independently of the others"
 _LATE_SCALE = (
     "optfuse: grad_scale or found_inf of the optimizer was set after backward() had made updates "
     "without it. Set both to None and call step(), which confirms these; set them before "
@@ -231,8 +232,7 @@ class Ledger:
         """Whether prepare() has something to do."""
         state: dict[Tensor, Entry] = optimizer.__dict__["state"]
         flushed = False
-        if self.mode == BACKWARD:  # a hook may make it
-            lib.of_shim_leave_stateless(self.plan, has_hooks_before(optimizer))
+        self.leaves_state(optimizer)
         for slot, param in enumerate(self.slots.params):
             flushed = self.updater.tell_entry(self.slots, slot, state.get(param), False, flushed)
         shared = self.slots.sharing()
@@ -265,6 +265,12 @@ class Ledger:
             pass  # the next step says so
         # The programs of a traced class are for the state before.
         lib_with_gil.of_shim_ledger_know_state(self.plan, optimizer, False)
+
+    def leaves_state(self, optimizer: Optimizer) -> bool:
+        """In backward mode: whether missing state is left to step(), as a hook may make it."""
+        left = self.mode == BACKWARD and has_hooks_before(optimizer)
+        lib.of_shim_leave_stateless(self.plan, left)
+        return left
 
     def make_entry(self, optimizer: Optimizer, slot: int) -> bool:
         """As stock does at a parameter's first gradient. Whether the state had no entry."""
@@ -334,7 +340,13 @@ class Ledger:
         """fuse() has just tried the class's own step(), if it is taken or recorded."""
         promise = self.updater.promise
         if promise is not None and self._stock not in INDEPENDENT:
-            self.tried = Tried(optimizer, promise)
+            self.tried = Tried(optimizer, self._stock, promise)
+
+    def watch_as(self, original: Ledger, optimizer: Optimizer) -> None:
+        """For a copy. A class that is recorded was not tried for it once more."""
+        self.tried = None if original.tried is None else original.tried.copy()
+        if self.tried is not None and self.rule.external and self.updater.promise is not None:
+            self.tried.know(optimizer, self.updater.promise)
 
     def take_promise(self, optimizer: Optimizer, promise: Promise) -> None:
         """Another trial has found this."""
@@ -351,6 +363,8 @@ class Ledger:
             return True
         if not in_backward and self.is_unconfirmed():
             return True  # late changes are refused
+        if same_state and self.tried.counts:
+            same_state = self.updater.holds_counters()
         if not self.tried.is_before(optimizer, same_state):
             return True
         if not in_backward:
@@ -361,6 +375,8 @@ class Ledger:
     def _try_again(self, optimizer: Optimizer) -> None:
         try:
             promise = check_promise(optimizer, self._stock)
+            if promise.steady is not None and not self.rule.external:
+                raise Error(_COUPLED)
         except Error as error:
             raise Error(_UNTRIED.format(error)) from error
         self.take_promise(optimizer, promise)

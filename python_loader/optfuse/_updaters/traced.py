@@ -88,6 +88,9 @@ class Traced(Updater):
 
     # ---- a step
 
+    def holds_counters(self) -> bool:
+        return self.traced.holds_counters()
+
     def begin(
         self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
     ) -> bool:

@@ -107,6 +107,10 @@ class Updater:
 
     # ---- a step
 
+    def holds_counters(self) -> bool:
+        """Whether numbers in the state are what the last step left. False: nobody knows."""
+        return False
+
     def begin(
         self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
     ) -> bool:

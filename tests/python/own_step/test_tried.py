@@ -63,6 +63,13 @@ class ByTensor(Early):
         return int(self.state[p]["t"])
 
 
+class ByTensorOfOne(ByTensor):
+    def count(self, p, state):
+        if not state:
+            state["t"] = torch.zeros(1)
+        state["t"] += 1
+
+
 class ByOption(Early):
     def count_all(self):
         for group in self.param_groups:
@@ -82,10 +89,14 @@ class ByAttribute(Early):
         return self.t
 
 
-REGISTERED = [ByNumber, ByTensor, ByOption, ByAttribute]
+REGISTERED = [ByNumber, ByTensor, ByTensorOfOne, ByOption, ByAttribute]
 
 
 class TracedByNumber(ByNumber):
+    pass
+
+
+class TracedByTensor(ByTensor):
     pass
 
 
@@ -93,7 +104,8 @@ class TracedByOption(ByOption):
     pass
 
 
-CLASSES = [*REGISTERED, TracedByNumber, TracedByOption]
+CLASSES = [*REGISTERED, TracedByNumber, TracedByTensor, TracedByOption]
+TENSORS = (ByTensor, ByTensorOfOne, TracedByTensor)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,21 +150,27 @@ def put_back(optimizer, early):
     if optimizer.early is not None:
         optimizer.t = optimizer.early
     for entry in optimizer.state.values() if len(early["state"][0]) else ():
-        entry["t"] = torch.ones(()) if torch.is_tensor(entry["t"]) else 1
+        entry["t"] = torch.ones_like(entry["t"]) if torch.is_tensor(entry["t"]) else 1
 
 
 def clear(optimizer, early):
     optimizer.state.clear()
 
 
-WAYS = {"load_state_dict": load, "by hand": put_back, "cleared": clear}
+def write(optimizer, early):
+    for entry in optimizer.state.values():
+        entry["t"].zero_()
+
+
+WAYS = {"load_state_dict": load, "by hand": put_back, "cleared": clear, "in place": write}
 REFUSED = [
     (make, way)
     for make in CLASSES
     for way in WAYS
     if way == "by hand"
     or (way == "load_state_dict" and make is not ByAttribute)
-    or (way == "cleared" and make in (ByNumber, ByTensor, TracedByNumber))
+    or (way == "cleared" and make in (ByNumber, TracedByNumber, *TENSORS))
+    or (way == "in place" and make in TENSORS)
 ]
 
 
@@ -179,6 +197,85 @@ def test_an_option_that_couples_is_refused(make, mode):
     optimizer.zero_grad()
     optimizer.param_groups[0]["couples"] = False
     train(model, optimizer, 10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [ByNumber, TracedByNumber, TracedByOption])
+def test_a_copy_was_tried_where_the_original_was(make, mode):
+    model, optimizer, early = late(make, mode)
+    optimizer.load_state_dict(early)
+    words = "independently"
+
+    def copied():
+        train(*copy.deepcopy((model, optimizer)), 9)
+
+    if make is ByNumber:  # a class that is not recorded is tried as it is copied
+        refused(copied, words, way_out="as it is")
+    else:
+        refused(copied, words, way_out="unfuse")
+
+
+class BySettings(Early):
+    """An attribute, and a list."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.coupling = False
+        self.param_groups[0]["flags"] = [False]
+
+    def steps(self, group, p):
+        return 1 if self.coupling or group["flags"][0] else COUPLED_STEPS + 1
+
+
+class TracedBySettings(BySettings):
+    pass
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["attribute", "list"])
+@pytest.mark.parametrize("make", [BySettings, TracedBySettings])
+def test_attributes_and_lists_that_couple_are_refused(make, what, mode):
+    optfuse.register(BySettings)
+    model = net()
+    optimizer = optfuse.fuse(make(model.parameters()), mode=mode)
+    train(model, optimizer, 0)
+    if what == "attribute":
+        optimizer.coupling = True
+    else:
+        optimizer.param_groups[0]["flags"][0] = True
+    refused(lambda: train(model, optimizer, 1), "independently", way_out="unfuse")
+    optfuse.register(BySettings, per_parameter=False)
+
+
+class WaitsForState(Early):
+    """Each group together where a parameter has no state; unlike other coupling a steady one."""
+
+    def count(self, p, state):
+        pass
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            norm = 1.0
+            if any(not self.state[p] for p in given):
+                norm = 1 + torch.stack([p.grad.norm() for p in given]).norm()
+            for p in given:
+                self.state[p].setdefault("m", torch.zeros_like(p))
+                self.state[p]["m"].mul_(0.9).add_(p.grad / norm)
+                p.sub_(self.state[p]["m"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_traced_class_takes_no_steady_groups(mode):
+    model = net()
+    optimizer = WaitsForState(model.parameters())
+    for i in range(5):
+        train(model, optimizer, i)
+    optfuse.fuse(optimizer, mode=mode)
+    train(model, optimizer, 5)
+    optimizer.state.clear()
+    refused(lambda: train(model, optimizer, 6), "independently", way_out="unfuse")
 
 
 class Fresh(ByNumber):
@@ -220,16 +317,22 @@ def test_a_class_that_passes_another_trial_goes_on(make, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [Fresh, TracedFresh])
-def test_training_tries_nothing_again(make, mode, monkeypatch):
-    """Nor do schedulers, and a checkpoint of later steps."""
+@pytest.mark.parametrize("before", [0, 3])
+def test_training_tries_nothing_again(before, make, mode, monkeypatch):
+    """Nor do schedulers, a checkpoint of later steps, and notes that the class does not read."""
     optfuse.register(Fresh)
     model = net()
-    optimizer = optfuse.fuse(make(model.parameters()), mode=mode)
+    optimizer = make(model.parameters())
+    optimizer.param_groups[0]["epoch_of_script"] = 0
+    for i in range(before):
+        train(model, optimizer, i)
+    optfuse.fuse(optimizer, mode=mode)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: (i % 3) / 2)
     monkeypatch.setattr(ledger, "check_promise", lambda *_: pytest.fail("another trial"))
     for i in range(12):
         train(model, optimizer, i)
         schedule.step()
+        optimizer.param_groups[0]["epoch_of_script"] = i
         if i == 6:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optfuse.register(Fresh, per_parameter=False)
