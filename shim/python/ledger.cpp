@@ -42,6 +42,8 @@ bool PythonOwner::make_state(Plan *, size_t slot) {
         PythonReader now(*this);
         if (!now.is_alive())
             return;
+        if (now.leaves_state())
+            return; // the core finds that nothing is missing
         const PythonReader::Aside without_gil(now);
         ledger.make_state(now, slot);
     });

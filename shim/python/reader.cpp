@@ -286,6 +286,10 @@ void PythonReader::tell_state() {
     owner.known.knows_state = all;
 }
 
+bool PythonReader::leaves_state() {
+    return is_so("leaves_state", "");
+}
+
 bool PythonReader::make_state(size_t slot) {
     const WithGil gil(*this);
     owner.known.knows_state = false; // the next look is at all of it

@@ -62,6 +62,7 @@ class PythonReader final : public OptimizerReader {
     PythonReader &operator=(const PythonReader &) = delete;
     bool is_alive() const; // optimizer and loader's Ledger are there
     void check_pass(bool only_adds);
+    bool leaves_state(); // backward mode: whether missing state is left to step()
     bool is_same_state() const;
     bool remember_state(); // false: it is no dict, and never found the same
     // Looks now, with the GIL, for what look() or has_same_params() says first.

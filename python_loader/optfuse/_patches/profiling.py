@@ -76,8 +76,9 @@ def remove_retired() -> None:
 
 
 def has_hooks_before(optimizer: Optimizer) -> bool:
-    """Whether its step() calls any before it updates."""
-    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+    """Whether its step() calls any of others before it updates."""
+    hooks = *_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()
+    return any(not str(getattr(h, "__module__", "")).startswith("optfuse.") for h in hooks)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

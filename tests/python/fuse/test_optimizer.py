@@ -248,19 +248,51 @@ def test_a_hook_before_step_that_changes_gradients():
 def test_a_hook_before_step_that_makes_the_state(mode):
     """It is called before stock makes any."""
 
-    def make(optimizer, args, kwargs):
-        for p in optimizer.param_groups[0]["params"]:
-            if not optimizer.state[p]:
-                averages = {k: torch.full_like(p, 0.25) for k in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[p] = {"step": torch.tensor(2.0), **averages}
-
     def start(wrap):
         model = net()
         optimizer = adamw(model.parameters())
-        optimizer.register_step_pre_hook(make)
+        optimizer.register_step_pre_hook(make_missing_state)
         return model, wrap(optimizer)
 
     same(trained(start=start), mode)
+
+
+def make_missing_state(optimizer, args, kwargs):
+    for p in optimizer.param_groups[0]["params"]:
+        if not optimizer.state[p]:
+            averages = {k: torch.full_like(p, 0.25) for k in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.tensor(2.0), **averages}
+
+
+@both_modes
+def test_such_a_hook_may_come_when_others_have_state(mode):
+    """A layer without a gradient has none until then."""
+
+    def script(wrap):
+        first, second = net(), nn.Linear(3, 3)
+        optimizer = wrap(adamw([*first.parameters(), *second.parameters()]))
+        for i in range(6):
+            if i == 3:
+                optimizer.register_step_pre_hook(make_missing_state)
+            optimizer.zero_grad()
+            loss = loss_of(first, i)
+            if i >= 3:
+                loss = loss + second(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            optimizer.step()
+            yield "weights", [*first.parameters(), *second.parameters()]
+
+    same(script, mode)
+
+
+def test_hooks_of_ours_leave_no_update_to_step():
+    model = net()
+    reordering = optfuse.reorder(model, "last")
+    optimizer = optfuse.fuse(adamw(model.parameters()), "backward")
+    loss_of(model, 0).backward()
+    assert optfuse.summary(optimizer).created == len(list(model.parameters()))
+    optimizer.step()
+    reordering.remove()
 
 
 @both_modes
