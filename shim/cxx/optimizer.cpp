@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "cxx/optimizer.h"
 
+#include <ATen/Version.h>
+
 #include <cstdlib>
 #include <sstream>
 #include <unordered_set>
@@ -84,6 +86,17 @@ bool FusedOptimizer::has_same_params() {
     return slot == members.size() && groups.size() == n_groups;
 }
 
+namespace {
+
+// PyTorch's kernels for SVE: in C++ no trial compares with them (docs/numerics.md).
+bool sve_rounds_otherwise(const of_rule &rule, of_dtype dtype) {
+    const std::string kernels = at::get_cpu_capability();
+    return kernels == "SVE256" ||
+           (kernels == "SVE128" && dtype == OF_FLOAT16 && rule.op_by_op);
+}
+
+} // namespace
+
 // Raises unless the update has the bits that docs/cxx.md promises: where PyTorch is known to round
 // otherwise always, where its release or a GPU may do so under strict.
 void FusedOptimizer::check_bits(const at::Tensor &param,
@@ -93,11 +106,10 @@ void FusedOptimizer::check_bits(const at::Tensor &param,
     if (!dtype_of(param.unsafeGetTensorImpl(), &dtype))
         return; // refused by its dtype
     if (!is_gpu(param.device())) {
-        if (takes_sve256())
-            fail("optfuse: PyTorch runs its SVE256 kernels on this processor, whose bits the "
-                 "update of " +
-                 label +
-                 " does not have: set ATEN_CPU_CAPABILITY=default before the program starts, or "
+        if (sve_rounds_otherwise(*shared->rule, dtype))
+            fail("optfuse: PyTorch runs its " + at::get_cpu_capability() +
+                 " kernels on this processor, whose bits the update of " + label +
+                 " may not have: set ATEN_CPU_CAPABILITY=default before the program starts, or "
                  "keep the optimizer as it is");
         const int last = row.same_16_bits_up_to;
         if (strict && of_dtype_size(dtype) == 2 && last != 0 && OF_TORCH_AT_LEAST(last + 1))

@@ -325,17 +325,14 @@ of_host make_host(Plan *plan) {
     return host;
 }
 
-bool takes_sve256() {
-    return at::get_cpu_capability() == "SVE256";
-}
-
 void fill_reference(of_plan_options *options) {
+    const std::string capability = at::get_cpu_capability();
 #ifdef __aarch64__
     // NEON has fused multiply-adds, too; ATen's vectors of SVE fuse those that it spells out.
-    options->reference = takes_sve256() ? OF_REF_CPU_FUSED_PLAIN : OF_REF_CPU_FUSED;
-    options->vector_bytes = takes_sve256() ? 32 : 16;
+    const bool is_wide = capability == "SVE256";
+    options->reference = is_wide ? OF_REF_CPU_FUSED_PLAIN : OF_REF_CPU_FUSED;
+    options->vector_bytes = is_wide ? 32 : 16;
 #else
-    const std::string capability = at::get_cpu_capability();
     options->reference = capability == "DEFAULT" || capability == "NO AVX" ? OF_REF_CPU_FUSED_PLAIN
                                                                            : OF_REF_CPU_FUSED;
 #endif

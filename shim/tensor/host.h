@@ -12,9 +12,6 @@ namespace optfuse {
 struct Plan;
 
 of_host make_host(Plan *plan);
-// Whether ATen runs kernels whose roundings no CPU reference of the kernels has: those of AArch64
-// for SVE vectors of 32 bytes.
-bool takes_sve256();
 // The CPU reference that this build of ATen computes with.
 void fill_reference(of_plan_options *options);
 
