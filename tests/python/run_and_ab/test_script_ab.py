@@ -193,8 +193,15 @@ def drawn(folder, settings):
 
     settings = {**settings, "home": HOME, "prefix": sys.prefix, "process": None, "said": 0}
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
-    asked = forked_python.started(["-c", code], folder, environment_for(settings))
-    done = forked_python.run(asked, timeout=60)
+    command = [sys.executable, "-c", code]  # a fork has NumPy's generator of its parent
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment_for(settings),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
