@@ -226,7 +226,12 @@ of_found look_who_shares(const Slot *slot, const c10::TensorImpl *p, const c10::
     in->exclusive = !dense || is_shared || written.is_before();
     if ((!dense || written.is_before()) && written.state_behind)
         return refuse_between(slot);
-    if (is_shared && !in->in_backward && overlap_of(slot, p).state)
+    if (written.behind && (is_written_back(slot) || has_parts(slot)))
+        return refuse(slot, "the gradient of ",
+                      "shares memory with a parameter behind it or its state, and the update writes "
+                      "to the gradient",
+                      ": put its clone() there");
+    if (is_shared && !in->in_backward && is_in_other_state(slot, p))
         return refuse(slot, "", "shares memory with the optimizer state of another parameter",
                       ": put its clone() there");
     if (in->exclusive)

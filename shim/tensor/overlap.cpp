@@ -12,8 +12,9 @@
 namespace optfuse {
 namespace {
 
+// State comes first: a storage may have many parameters.
 bool comes_before(const Written &a, const Written &b) {
-    return std::less<>()(a.storage, b.storage);
+    return a.storage != b.storage ? std::less<>()(a.storage, b.storage) : a.kind < b.kind;
 }
 
 void add_written(std::vector<Written> *all, const Slot *slot, const at::Tensor &tensor,
@@ -42,30 +43,45 @@ const std::vector<Written> &written_by(Plan *plan) {
     return all;
 }
 
+// The tensors up to this kind that other slots write to the memory of this one.
+template <typename Visit>
+void each_written_to(const Slot *slot, const c10::TensorImpl *tensor, Written::Kind last,
+                     const Visit &visit) {
+    const std::vector<Written> &all = written_by(slot->plan);
+    const Written from = {storage_of(tensor), tensor, 0, Written::STATE};
+    const Written to = {storage_of(tensor), tensor, 0, last};
+    auto it = std::lower_bound(all.begin(), all.end(), from, comes_before);
+    const auto end = std::upper_bound(it, all.end(), to, comes_before);
+    for (; it != end; ++it)
+        if (it->slot != slot->index && meet(it->tensor, tensor))
+            visit(*it);
+}
+
 } // namespace
 
 Overlap overlap_of(const Slot *slot, const c10::TensorImpl *tensor) {
     Overlap found;
-    const std::vector<Written> &all = written_by(slot->plan);
-    const Written key = {storage_of(tensor), tensor, 0, Written::PARAM};
-    const auto [first, last] = std::equal_range(all.begin(), all.end(), key, comes_before);
-    for (auto it = first; it != last; ++it) {
-        if (it->slot == slot->index || !meet(it->tensor, tensor))
-            continue;
-        if (it->kind == Written::GRADIENT) {
+    each_written_to(slot, tensor, Written::PARAM, [&](const Written &other) {
+        if (other.kind == Written::GRADIENT) {
             found.gradient = true;
-            continue;
+            return;
         }
-        const bool is_state = it->kind == Written::STATE;
-        found.state |= is_state;
-        (it->slot < slot->index ? found.before : found.behind) = true;
-        found.state_behind |= is_state && it->slot > slot->index;
-    }
+        const bool is_behind = other.slot > slot->index;
+        (is_behind ? found.behind : found.before) = true;
+        found.state_behind |= is_behind && other.kind == Written::STATE;
+    });
+    return found;
+}
+
+bool is_in_other_state(const Slot *slot, const c10::TensorImpl *tensor) {
+    bool found = false;
+    each_written_to(slot, tensor, Written::STATE, [&](const Written &) { found = true; });
     return found;
 }
 
 Overlap overlap_of_gradient(const Slot *slot, const c10::TensorImpl *gradient) {
-    const bool is_alone = is_promise(gradient) || is_private(storage_of(gradient), 0);
+    const bool is_alone =
+        is_promise(gradient) || (is_private(storage_of(gradient), 0) && is_held_once(gradient));
     return is_alone ? Overlap() : overlap_of(slot, gradient);
 }
 

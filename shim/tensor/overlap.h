@@ -22,20 +22,21 @@ struct Written {
     const c10::StorageImpl *storage;
     const c10::TensorImpl *tensor;
     size_t slot;
-    enum Kind { PARAM, STATE, GRADIENT } kind;
+    enum Kind { STATE, GRADIENT, PARAM } kind;
 };
 
 // The writes of other slots of the plan to the memory of a tensor of this slot's.
 struct Overlap {
     bool before = false;       // slots before it write parameter or state there
     bool behind = false;       // slots behind it do
-    bool state = false;        // some of that is state
     bool state_behind = false; // whose updates may come before those that run by themselves
     bool gradient = false;     // a program writes a gradient there
     // The update has to read what those before it have written.
     bool is_before() const { return before || gradient; }
 };
 Overlap overlap_of(const Slot *slot, const c10::TensorImpl *tensor);
+// Whether other slots write state there.
+bool is_in_other_state(const Slot *slot, const c10::TensorImpl *tensor);
 // None if nobody else knows the gradient's memory.
 Overlap overlap_of_gradient(const Slot *slot, const c10::TensorImpl *gradient);
 // OF_FOUND_ERROR: the update would have to come after some of these, and before others.

@@ -94,12 +94,12 @@ double number_of_update(const Slot *slot) {
 }
 
 template <bool on_gpu>
-[[gnu::always_inline]] inline bool is_usual_gradient(c10::TensorImpl *g,
+[[gnu::always_inline]] inline bool is_usual_gradient(c10::TensorImpl *g, bool in_backward,
                                                      const Yardstick<on_gpu> &like) {
     if (!like.is_like(g) || is_promise(g) || is_any_on_its_way() || (on_gpu && has_mark(g)))
         return false;
     launch_marked(g, of_launch_at); // a scaling stays pending: the update applies its factor
-    return is_private(storage_of(g), 0);
+    return is_private(storage_of(g), 0) && (in_backward || is_held_once(g));
 }
 
 template <bool on_gpu>
@@ -151,10 +151,12 @@ template <bool on_gpu>
 
 // The parameter has usual keys.
 template <bool on_gpu>
-[[gnu::always_inline]] inline bool find_usual(const Slot *slot, unsigned used, Parts *parts) {
+[[gnu::always_inline]] inline bool find_usual(const Slot *slot, unsigned used, bool in_backward,
+                                              Parts *parts) {
     c10::TensorImpl *p = parts->at[Parts::PARAM];
     const Yardstick<on_gpu> like(p);
-    if (!p->is_non_overlapping_and_dense() || !is_usual_gradient(parts->at[Parts::GRAD], like))
+    if (!p->is_non_overlapping_and_dense() ||
+        !is_usual_gradient(parts->at[Parts::GRAD], in_backward, like))
         return false;
     for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
         if ((used >> i & 1u) == 0)
@@ -205,14 +207,20 @@ template <bool on_gpu>
     }
 }
 
-[[gnu::noinline]] bool find_usual_on_gpu(const Slot *slot, unsigned used, Parts *parts) {
-    return find_usual<true>(slot, used, parts);
+[[gnu::noinline]] bool find_usual_on_gpu(const Slot *slot, unsigned used, bool in_backward,
+                                         Parts *parts) {
+    return find_usual<true>(slot, used, in_backward, parts);
 }
 
 // Sees to the GPU and its stream; false, with nothing taken: place() refuses.
 [[gnu::noinline]] bool place_usual(Slot *slot, of_inputs *in, References *refs) {
-    if (place(slot, slot->param, in, refs) == OF_FOUND_INPUTS)
-        return true;
+    try {
+        if (place(slot, slot->param, in, refs) == OF_FOUND_INPUTS)
+            return true;
+    } catch (...) {
+        refs->~References();
+        throw;
+    }
     refs->~References();
     of_inputs none = {};
     none.references = in->references;
@@ -231,8 +239,8 @@ bool collect_usual(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_in
     Parts parts;
     parts.at[Parts::PARAM] = p;
     parts.at[Parts::GRAD] = grad.unsafeGetTensorImpl();
-    const bool found = on_gpu ? find_usual_on_gpu(slot, used, &parts)
-                              : find_usual<false>(slot, used, &parts);
+    const bool found = on_gpu ? find_usual_on_gpu(slot, used, in->in_backward, &parts)
+                              : find_usual<false>(slot, used, in->in_backward, &parts);
     if (!found || (on_gpu && prepare_gpu(slot, p, in->dtype, false) != OF_FOUND_INPUTS))
         return false;
     auto *refs = new (in->references) References;

@@ -4,7 +4,7 @@ parameters one after the other, and each reads what those before it have written
 
 import pytest
 import torch
-from common import same
+from common import refused, same
 from torch import nn, optim
 
 import optfuse
@@ -53,6 +53,45 @@ def test_a_gradient_that_is_the_state_of_another_parameter(make, reader, owner, 
         params[reader].grad = PLACES[how](state)
 
     same(scripted(make, size, borrow), prove=False)
+
+
+@pytest.mark.parametrize("make", ("SGD", "AdamW"))
+def test_the_state_itself_of_one_behind_while_several_threads_update(make, several_threads):
+    """The tensor is the only user of its memory, and has two owners."""
+
+    def borrow(optimizer, params):
+        for reader, owner in ((0, 1), (1, 2)):
+            params[reader].grad = optimizer.state[params[owner]][STATE[make]]
+
+    same(scripted(make, 300, borrow), prove=False)
+
+
+class WritesGradients(optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p, alpha=0.01)
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("reader, owner", ((0, 2), (2, 0)))
+def test_a_gradient_that_is_written_where_another_parameter_is(reader, owner):
+    """One behind it would have to see what is written."""
+
+    def borrow(optimizer, params):
+        params[reader].grad = params[owner].detach()
+
+    MAKE["writes"] = WritesGradients
+    script = scripted("writes", 6, borrow)
+    if reader > owner:
+        same(script, prove=False)
+    else:
+        refused(lambda: list(script(optfuse.fuse)), "parameter behind it", way_out="clone()")
 
 
 @pytest.mark.parametrize("size", SIZES)
