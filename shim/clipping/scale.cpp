@@ -62,9 +62,12 @@ void place_scaling(const c10::TensorImpl *g, of_inputs *in, References *refs) {
     refs->slot->plan->scalars.give_factor(in, refs);
 }
 
+// The parameter that this thread has looked up. Another one may put another in its slot meanwhile.
+thread_local const c10::TensorImpl *looked_up = nullptr;
+
 of_found find_gradient(Slot *slot, of_inputs *in) {
     const at::Tensor &grad = slot->param->grad();
-    if (!can_scale(grad, &in->dtype))
+    if (slot->param != looked_up || !can_scale(grad, &in->dtype))
         return OF_FOUND_NOTHING;
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(g);
@@ -173,9 +176,10 @@ bool scale_later(const GradientOf &of, double number, float norm) {
     if (of.plan == nullptr)
         return false;
     note_stepping_thread(); // in the first iteration before any step()
+    looked_up = of.param;
     const of_status status = of_plan_scale(of.plan->core, of.slot, number, norm, &scaled);
-    if (of.plan->closed.load(std::memory_order_acquire) && !scaled)
-        return false; // another thread has let go of the optimizer
+    if (status == OF_INVALID || (of.plan->closed.load(std::memory_order_acquire) && !scaled))
+        return false; // another thread has let go of the optimizer, or changes its groups
     if (status != OF_OK)
         fail(std::string("optfuse: ") + of_error_message());
     if (scaled)
