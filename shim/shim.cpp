@@ -13,6 +13,7 @@
 #include "clipping/pending.h"
 #include "compat.h"
 #include "error.h"
+#include "fence.h"
 #include "gpu/device.h"
 #include "guard.h"
 #include "plan.h"
@@ -191,7 +192,7 @@ bool gradients_are_kept(optfuse::Plan *plan) {
 // of a marked one costs a look-up. The marks stand for nothing if nothing in the process is pending
 // or in flight, and after backward nothing of this plan is.
 void take_marks_off(const optfuse::Plan *plan) {
-    if (plan->mode != OF_BACKWARD || of_any_pending())
+    if (plan->mode != OF_BACKWARD || of_any_pending() || of_marks_stay())
         return;
     for (const optfuse::Slot *slot : plan->slots)
         if (optfuse::has_mark(slot->param))
