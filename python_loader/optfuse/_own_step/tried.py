@@ -195,5 +195,5 @@ def _numbers_of_state(optimizer: Optimizer) -> list[tuple[Place, float]]:
 
 
 def _is_for_elements(value: Any, p: Tensor) -> bool:
-    """Of a parameter with one element, state of that element is one number, too."""
+    """Whether it is a number an element: a parameter with one element has one, too."""
     return isinstance(value, Tensor) and value.dim() != 0 and value.shape == p.shape
