@@ -26,7 +26,7 @@ SITE = 'import sys\nprint("sitecustomize", sys.argv, "torch" in sys.modules)\n'
 )
 def test_a_script_sees_the_same(arguments, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
     asked = forked_python.started(arguments, SCRIPTS, environment)
     ours = forked_python.run(asked, timeout=60)
