@@ -301,11 +301,11 @@ def test_bfloat16_state_of_a_float32_parameter(names, mode):
     """PyTorch refuses it on the CPU."""
 
     def attempt(wrap):
-        p = torch.ones(9, requires_grad=True)
+        p = torch.ones(9, requires_grad=True, device="cpu")
         optimizer = wrap(adamw([p]))
-        entry = {key: torch.zeros(9) for key in ("exp_avg", "exp_avg_sq")}
+        entry = {key: torch.zeros(9, device="cpu") for key in ("exp_avg", "exp_avg_sq")}
         entry |= {key: entry[key].bfloat16() for key in names}
-        optimizer.state[p] = {"step": torch.tensor(0.0), **entry}
+        optimizer.state[p] = {"step": torch.tensor(0.0, device="cpu"), **entry}
         return p, entry, lambda: (p.sum().backward(), optimizer.step())
 
     with pytest.raises(RuntimeError, match="expected scalar type Float but found BFloat16"):
