@@ -108,10 +108,12 @@ class Tried:
         return False
 
     def _looks_of(self, optimizer: Optimizer) -> Looks:
-        """Options and attributes that the class's code may read and step() does not change."""
+        """Options and attributes that the class's code may read and step() does not change. Its
+        lists may grow."""
         promise, own = self._promise, own_attributes(unbound(optimizer.__dict__, optimizer))
         held = [(own_options(group), promise.options) for group in optimizer.param_groups]
-        held.append(({k: v for k, v in own.items() if k != "defaults"}, promise.attributes))
+        plain = {k: v for k, v in own.items() if type(v) is not list and k != "defaults"}
+        held.append((plain, promise.attributes))
         looks = [
             {
                 name: self._look((i, name), value)
