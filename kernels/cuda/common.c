@@ -6,8 +6,6 @@
 #include "rules/op_by_op.h"
 #include "rules/scaling.h"
 
-static const char mixed[] = "adam_mixed";
-
 typedef struct rule {
     const char *name;
     size_t bytes; /* of its options, or of its prepared scalars */
@@ -15,6 +13,7 @@ typedef struct rule {
     bool prepared;
     bool runs_programs;
     uint8_t numbers; /* that each tensor has on the device */
+    uint8_t state_bytes; /* of an element of the state; 0: as of the parameter */
 } rule;
 
 /* All prepared scalars begin in one way. */
@@ -37,10 +36,10 @@ static unsigned variant_of(const double *prepared) {
     }
 #define OF_USED_EXTERNAL(rule)
 #define OF_ROW_FUSED(rule, RULE, form, numbers)                                                    \
-    {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, false, 0},
+    {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, false, 0, 0},
 #define OF_ROW_OP_BY_OP(rule, RULE, form, numbers)                                                 \
-    {#rule, sizeof(form##_scalars), rule##_used, true, false, numbers},
-#define OF_ROW_PROGRAM(rule, RULE, form, numbers) {#rule, 0, rule##_used, true, true, 0},
+    {#rule, sizeof(form##_scalars), rule##_used, true, false, numbers, 0},
+#define OF_ROW_PROGRAM(rule, RULE, form, numbers) {#rule, 0, rule##_used, true, true, 0, 0},
 #define OF_ROW_EXTERNAL(rule, RULE, form, numbers)
 #define OF_NUMBERS_UNCOUNTED(RULE) 0
 #define OF_NUMBERS_COUNTED(RULE) 0
@@ -54,14 +53,10 @@ static const rule rules[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
     OF_ROW_##gpu(rule, RULE, form, OF_NUMBERS_##steps(RULE))
 #include "rules.def"
-    {"scaling", 0, scaling_state_used, false, false, 0},
-    {mixed, ADAM_N_OPTIONS * sizeof(double), adam_state_used, false, false, 0},
+    {"scaling", 0, scaling_state_used, false, false, 0, 0},
+    {"adam_mixed", ADAM_N_OPTIONS * sizeof(double), adam_state_used, false, false, 0,
+     sizeof(uint16_t)},
 };
-
-size_t of_cuda_state_size(const of_cuda_update *update) {
-    return strcmp(update->rule, mixed) == 0 ? of_dtype_size(OF_BFLOAT16)
-                                            : of_dtype_size(update->dtype);
-}
 
 const char *of_cuda_rules(void) {
     return
@@ -70,8 +65,8 @@ const char *of_cuda_rules(void) {
         ;
 }
 
-of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
-                            bool early) {
+of_cuda_status of_cuda_rule(const of_cuda_update *update, of_cuda_state *state,
+                            of_cuda_common *common, bool early) {
     memset(common, 0, sizeof *common);
     common->lr_at = update->lr_at;
     common->grad_scale_at = update->grad_scale_at;
@@ -87,7 +82,8 @@ of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cud
         memcpy(common->hyper, update->hyper, known->bytes);
         common->numbers = known->numbers;
         common->runs_programs = known->runs_programs;
-        *used = known->state_used(update->hyper);
+        state->used = known->state_used(update->hyper);
+        state->bytes = known->state_bytes ? known->state_bytes : of_dtype_size(update->dtype);
         return OF_CUDA_OK;
     }
     return of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernels for the rule %s", update->rule);

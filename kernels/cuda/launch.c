@@ -15,7 +15,7 @@ typedef struct call {
     const of_driver *driver;
     const of_cuda_update *update;
     const of_cuda_kernels *kernels;
-    unsigned used;
+    of_cuda_state state;
     size_t code; /* words of the program before the first entry */
     size_t stride; /* words of an entry */
     int multiprocessors;
@@ -59,9 +59,9 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
         return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: parameter or gradient misplaced", index);
     const of_program *program = c->update->program;
     const unsigned used =
-        program ? (program->reads | program->writes) >> OF_REGISTER_STATE : c->used;
+        program ? (program->reads | program->writes) >> OF_REGISTER_STATE : c->state.used;
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if ((used & (1u << i)) && misplaced(entry->state[i], of_cuda_state_size(c->update)))
+        if ((used & (1u << i)) && misplaced(entry->state[i], c->state.bytes))
             return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: state %u misplaced", index, i);
     return OF_CUDA_OK;
 }
@@ -121,7 +121,7 @@ static void append(call *c, const of_cuda_entry *entry) {
     *word++ = (uint64_t)(uintptr_t)entry->param;
     *word++ = (uint64_t)(uintptr_t)entry->grad;
     for (unsigned i = 0; i < OF_MAX_STATE; i++)
-        if (c->used & (1u << i))
+        if (c->state.used & (1u << i))
             *word++ = (uint64_t)(uintptr_t)entry->state[i];
     for (unsigned i = 0; i < common->numbers; i++)
         *word++ = (uint64_t)(uintptr_t)entry->numbers_at[i];
@@ -185,7 +185,7 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
                                              CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
     if (result != CUDA_SUCCESS)
         return of_driver_fail(c->driver, result, "compute capability or multiprocessors");
-    return of_cuda_rule(update, &c->used, &c->table.common, of_cuda_early(major, update->dtype));
+    return of_cuda_rule(update, &c->state, &c->table.common, of_cuda_early(major, update->dtype));
 }
 
 of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
@@ -194,7 +194,7 @@ of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
     of_cuda_status status = begin(&c, update);
     if (status != OF_CUDA_OK)
         return status;
-    c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
+    c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.state.used, &status);
     for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++)
         status = of_cuda_load(c.driver, c.kernels->size[size]);
     for (int which = 0; which < OF_CUDA_PACKING && status == OF_CUDA_OK; which++) {
@@ -213,11 +213,11 @@ of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry 
     of_cuda_status status = begin(&c, update);
     if (status != OF_CUDA_OK)
         return status;
-    c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.used, &status);
+    c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.state.used, &status);
     if (!c.kernels)
         return status;
     const size_t numbers = c.table.common.numbers;
-    c.stride = OF_CUDA_WORDS_BESIDE_STATE + (size_t)__builtin_popcount(c.used) + numbers;
+    c.stride = OF_CUDA_WORDS_BESIDE_STATE + (size_t)__builtin_popcount(c.state.used) + numbers;
     status = put_program(&c);
     /* All are checked before the first launch: nothing is half updated. */
     for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++) {

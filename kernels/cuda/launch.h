@@ -6,12 +6,14 @@
 #include "driver.h"
 #include "table.h"
 
-/* Checks the rule, says which state it uses, and begins an empty table. */
-of_cuda_status of_cuda_rule(const of_cuda_update *update, unsigned *used, of_cuda_common *common,
-                            bool early);
+typedef struct of_cuda_state {
+    unsigned used; /* bit i: the i-th tensor */
+    size_t bytes;  /* of an element */
+} of_cuda_state;
 
-/* Bytes of an element of the state. */
-size_t of_cuda_state_size(const of_cuda_update *update);
+/* Checks the rule, says which state it uses, and begins an empty table. */
+of_cuda_status of_cuda_rule(const of_cuda_update *update, of_cuda_state *state,
+                            of_cuda_common *common, bool early);
 
 /* Puts a program's instructions before the entries. NULL, or why they can't be run on a GPU. */
 const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
