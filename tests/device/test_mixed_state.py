@@ -112,29 +112,17 @@ def test_state_that_the_script_puts_there(mode, when):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_some_groups_have_it_and_some_not(mode):
-    def script(wrap):
-        model = net()
-        first, *others = model.parameters()
-        optimizer = wrap(adamw([{"params": [first]}, {"params": others}]))
-        optimizer.state[first] = entry_of(first, False)
-        for i in range(STEPS):
-            train(model, optimizer, i)
-        yield "weights", list(model.parameters())
-        yield "state", optimizer.state_dict()["state"]
-
-    legal(script, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_some_parameters_of_a_group_have_it(mode):
-    """PyTorch wants a group of their own for these."""
+@pytest.mark.parametrize("apart", [True, False], ids=["group", "parameter"])
+def test_one_has_it_and_the_others_not(apart, mode):
+    """PyTorch wants a group of its own for it."""
 
     def script(wrap):
         model = net()
         first, *others = model.parameters()
-        one, two = [{"params": [first, *others]}], [{"params": [first]}, {"params": others}]
-        optimizer = wrap(adamw(one if wrap.fused else two))
+        groups = [{"params": [first]}, {"params": others}]
+        if wrap.fused and not apart:
+            groups = [{"params": [first, *others]}]
+        optimizer = wrap(adamw(groups))
         optimizer.state[first] = entry_of(first, False)
         for i in range(STEPS):
             train(model, optimizer, i)

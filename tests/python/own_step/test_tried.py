@@ -17,7 +17,8 @@ COUPLED_STEPS = 3
 
 
 class Early(Optimizer):
-    """In the first steps the norm of all gradients of a group is a divisor of each."""
+    """In the first steps the norm of all gradients of a group is a divisor of each. steps(): of a
+    parameter, as the class below counts them."""
 
     def __init__(self, params, lr=1e-2, couples=False):
         super().__init__(params, {"lr": lr, "couples": couples})
@@ -40,9 +41,6 @@ class Early(Optimizer):
 
     def count(self, p, state):
         pass
-
-    def steps(self, group, p):
-        raise NotImplementedError
 
 
 class ByNumber(Early):
