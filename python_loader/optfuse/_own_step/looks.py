@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -150,6 +150,13 @@ def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
     if not isinstance(step_of(stock), types.FunctionType) or not names.isdisjoint(_ANY):
         return None
     return frozenset(names.union(*map(_arguments, functions)))
+
+
+def reads_option(stock: type[Optimizer], defaults: Container[str]) -> Callable[[str], bool]:
+    """Whether the class's code may read an option of this name. PyTorch's code, in which nobody
+    looks for names, reads those with a default."""
+    read = names_read(stock)
+    return lambda name: read is None or name in read or name in defaults
 
 
 @functools.cache

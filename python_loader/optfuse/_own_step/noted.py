@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library.bindings import guard
-from optfuse._own_step.looks import names_read
+from optfuse._own_step.looks import names_read, reads_option
 from optfuse._own_step.twin import (
     SHARED,
     Group,
@@ -38,7 +38,7 @@ class Noted:
         """but: attributes that updates change."""
         self._but = but
         self._read = names_read(stock)
-        self._defaults = frozenset(optimizer.__dict__.get(_DEFAULTS, ()))
+        self._reads_option = reads_option(stock, frozenset(optimizer.__dict__.get(_DEFAULTS, ())))
         self._options = [self._options_of(group) for group in optimizer.param_groups]
         self._attributes = self._attributes_of(optimizer)
 
@@ -50,13 +50,8 @@ class Noted:
         return _first_difference(self._attributes_of(optimizer), self._attributes)
 
     def _options_of(self, group: Group) -> dict[str, Any]:
-        """PyTorch's code, in which nobody looks for names, reads those with a default."""
-        own, read = own_options(group), self._read
-        return {
-            name: _noted(value)
-            for name, value in own.items()
-            if read is None or name in read or name in self._defaults
-        }
+        own = own_options(group).items()
+        return {name: _noted(value) for name, value in own if self._reads_option(name)}
 
     def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
         own = own_attributes(unbound(optimizer.__dict__, optimizer)) | shared_state(optimizer)

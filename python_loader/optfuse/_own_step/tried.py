@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._own_step.looks import names_read
+from optfuse._own_step.looks import reads_option
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.twin import Entry, attributes_of, own_attributes, own_options, unbound
 
@@ -45,8 +45,7 @@ class Tried:
     """The least that trials have begun with."""
 
     def __init__(self, optimizer: Optimizer, stock: type[Optimizer], promise: Promise) -> None:
-        self._read = names_read(stock)
-        self._defaults = frozenset(optimizer.__dict__.get("defaults", ()))
+        self._may_read = reads_option(stock, frozenset(optimizer.__dict__.get("defaults", ())))
         self._looks: list[Looks] = []  # of what step() does not change
         self._changes: Counter[Place] = Counter()  # of whole numbers among that
         self._least: dict[Place, float] = {}
@@ -124,9 +123,6 @@ class Tried:
         ]
         self._has_lists = any(look[0] is list for each in looks for look in each.values())
         return looks
-
-    def _may_read(self, name: str) -> bool:
-        return self._read is None or name in self._read or name in self._defaults
 
     def _look(self, place: Place, value: Any) -> tuple[Any, ...]:
         if type(value) is int and self._changes[place] >= MOST:
