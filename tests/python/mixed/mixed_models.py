@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What random training is made of: small models, each for a feature, and optimizers."""
+"""Small models, each for a feature, and optimizers: random training is made of them."""
 
 import torch
 from own_classes import Counter as CountsInAttribute
