@@ -161,7 +161,7 @@ def arguments() -> argparse.Namespace:
     add("--compiled", action=argparse.BooleanOptionalAction, help=compiled)
     add("--threads", type=int, help="of PyTorch; default: as it chooses")
     add("--packages", type=Path, default="", help="where DeepSpeed, JAX or the survey's are")
-    add("--case", metavar="WORDS", help="promises: cases so named, wide ones, too")
+    add("--case", metavar="REGEX", help="promises: cases so named, wide ones, too")
     add("--package", action="append", help="survey: only this one; may be repeated")
     add("--gbit", type=float, default=2.5, help="distributed: Gbit/s of the link, %(default)s")
     add("--fsdp", action="store_true", help="distributed: under fully_shard, too")

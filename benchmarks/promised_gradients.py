@@ -196,7 +196,7 @@ def section(chosen: Any) -> dict[str, Any]:
     if chosen.smoke:
         cases, rounds, limit = SMOKE, SMOKE_ROUNDS, SMOKE_SETTLE
     if chosen.case:
-        cases = tuple(case for case in ALL.values() if chosen.case in str(case))
+        cases = tuple(case for case in ALL.values() if re.search(chosen.case, str(case)))
     timed: dict[str, dict[str, Any]] = {}
     for case in in_time(cases, chosen):
         for policy in POLICIES:

@@ -107,7 +107,7 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
         return "panels of 16 bits are oneDNN's, which is off";
     switch (try_panels(dy, x, dtype, forced_)) {
     case Verdict::UNTRIED:
-        return "the shape came too seldom for a trial";
+        return "the shape waits for its trial";
     case Verdict::DIFFERENT:
         return "panels have other bits here";
     case Verdict::SLOWER:

@@ -35,10 +35,11 @@ constexpr int kUsesBefore = 2; // a shape that comes so seldom is not worth a tr
 constexpr size_t kMostKeys = 1024;
 constexpr double kShare = 0.01;      // of the time since the first call
 constexpr double kProducts = 12;     // that a trial takes
+constexpr int kUsesEnough = 100;     // for a trial at once: it takes 12 % of their time, then less
 constexpr uint64_t kTimesAgain = 64; // uses until times are taken once more, then twice as many
 
 struct Entry {
-    int uses = 0;
+    int uses = 0; // before its trial
     bool is_tried = false, is_equal = false;
     double whole = 0, panels = 0; // least seconds seen; 0: none yet
     uint64_t promised = 0, again = kTimesAgain;
@@ -243,7 +244,8 @@ Verdict verdict_of(const Entry &entry, bool forced) {
 
 // How long the whole product takes is noted first, to know what a trial would cost.
 void try_now(const Trials &all, Entry *entry, const Asked &of, bool forced) {
-    if (forced || (entry->whole != 0 && has_time(all, kProducts * entry->whole))) {
+    const bool is_worth_it = forced || entry->uses >= kUsesEnough;
+    if (is_worth_it || (entry->whole != 0 && has_time(all, kProducts * entry->whole))) {
         entry->is_equal = is_equal_on_all(of);
         entry->is_tried = true;
     }
@@ -265,9 +267,8 @@ Verdict try_panels(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dty
         all.entries.clear(); // those that are in use come again
     Entry &entry = found == all.entries.end() ? all.entries[key] : found->second;
     const PlainMode plain;
-    entry.uses++;
     const double began = seconds_now();
-    if (!entry.is_tried && (forced || entry.uses > kUsesBefore))
+    if (!entry.is_tried && (++entry.uses > kUsesBefore || forced))
         try_now(all, &entry, of, forced);
     if (entry.is_equal && ++entry.promised >= entry.again && !forced &&
         has_time(all, 2 * entry.whole)) {
