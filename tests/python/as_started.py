@@ -3,8 +3,8 @@
 torch is imported when the script imports it, and os.execve() and subprocess.Popen() of a Python
 make another such interpreter.
 
-Not so: flags of the interpreter, what torch reads of the environment when it is imported, open
-files, and the stack under __main__."""
+Not so: flags of the interpreter but -u, what torch reads of the environment when it is imported,
+open files, and the stack under __main__."""
 
 import builtins
 import importlib.machinery
@@ -21,6 +21,7 @@ OF_MAIN = [name for name in vars(sys.modules["__main__"]) if name.startswith("__
 ALWAYS = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(":")]
 PROCESS = subprocess.Popen
 EXECVE = os.execve
+OPTIONS = {"env", "stdin", "stdout", "stderr", "start_new_session"}  # of Popen()
 
 
 class Giver:
@@ -89,19 +90,26 @@ def execve(path, command, environment):
 
 
 class Popen(PROCESS):
-    """A Python is a forked one."""
+    """A Python is a forked one. It is given what optfuse's commands and launchers give it."""
 
     address: str
 
-    def __new__(cls, command, *others, **options):
-        if command[0] != sys.executable:
+    def __new__(cls, args, *others, **options):
+        if args[0] != sys.executable:
             return super().__new__(cls)
-        assert set(options) == {"env", "stdin", "stdout", "stderr"}, options
-        assert (options["stdin"], options["stderr"]) == (subprocess.DEVNULL, subprocess.STDOUT)
-        request = forked_python.started(command[1:], os.getcwd(), options["env"])
-        output = options["stdout"].fileno()
+        unknown = {name: value for name, value in options.items() if name not in OPTIONS and value}
+        assert not others and not unknown, (others, unknown)
+        words = list(args[1:])
+        unbuffered = words[0] == "-u"
+        request = forked_python.started(words[unbuffered:], os.getcwd(), options["env"])
+        request["unbuffered"] = unbuffered
+        request["session"] = options.get("start_new_session", False)
         with open(os.devnull) as nothing:
-            return forked_python.Child(request, [nothing.fileno(), output, output], cls.address)
+            stdin = nothing.fileno() if options.get("stdin") == subprocess.DEVNULL else 0
+            out, error = options.get("stdout"), options.get("stderr")
+            stdout = out.fileno() if out else 1
+            stderr = stdout if error == subprocess.STDOUT else error.fileno() if error else 2
+            return forked_python.Child(request, [stdin, stdout, stderr], cls.address)
 
 
 def set_out(arguments):
@@ -149,9 +157,14 @@ def pretend(parent):
     os.register_at_fork(after_in_child=lambda: setattr(os, "getppid", real))
 
 
-def run(arguments, parent, address):
-    """address: of the process that forks."""
-    pretend(parent)
+def run(request, address):
+    """request: of forked_python.started(). address: of the process that forks."""
+    arguments = request["arguments"]
+    pretend(request["parent"])
+    if request["session"]:
+        os.setsid()
+    for stream in (sys.stdout, sys.stderr) if request["unbuffered"] else ():
+        stream.reconfigure(write_through=True)
     Popen.address, subprocess.Popen, os.execve = address, Popen, execve
     sys.meta_path.insert(0, Held())
     sys.modules.pop("sitecustomize", None)

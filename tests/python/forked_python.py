@@ -26,17 +26,12 @@ import warnings
 if __name__ == "__main__":
     import as_started
 
-# As `python SCRIPT ...`, and as `python -m MODULE ...`.
+# As `python SCRIPT ...`.
 SCRIPT = """
 import runpy, sys
 sys.argv, sys.path[0] = {arguments!r}, {folder!r}
 {first}
 runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-MODULE = """
-import os, runpy, sys
-sys.argv, sys.path[0] = {arguments!r}, os.getcwd()
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 MOST = 2**17  # bytes of a request
 
@@ -67,11 +62,6 @@ def script(path, *arguments, first=""):
     """The code that runs a script. first: code that is run before it."""
     words = [str(path), *map(str, arguments)]
     return SCRIPT.format(arguments=words, folder=os.path.dirname(words[0]), first=first)
-
-
-def module(name, *arguments):
-    """The code that runs a module."""
-    return MODULE.format(arguments=[name, *map(str, arguments)])
 
 
 class Child:
@@ -112,7 +102,8 @@ def coded(code, cwd, env):
 def started(arguments, cwd, env):
     """As `python ARGUMENTS`, by all that it can see itself (as_started.py). No flags."""
     words = [str(word) for word in arguments]
-    return {"arguments": words, "cwd": str(cwd), "env": env, "parent": os.getpid()}
+    asked = {"arguments": words, "cwd": str(cwd), "env": env, "parent": os.getpid()}
+    return {**asked, "unbuffered": False, "session": False}
 
 
 def into(request, out, err):
@@ -206,4 +197,4 @@ if __name__ == "__main__":
             sys.path[0], sys.argv = "", ["-c"]
             exec(compile(request["code"], "<string>", "exec"), fresh_main())
         else:
-            as_started.run(request["arguments"], request["parent"], address)
+            as_started.run(request, address)

@@ -27,12 +27,12 @@ def finished(command, **options):
 
 
 def torchrun(*words, cwd, timeout=180, **variables):
-    """`torchrun WORDS`: a CompletedProcess. The launcher is an interpreter that has imported torch
-    already; it starts its processes as ever."""
-    code = forked_python.module("torch.distributed.run", *words)
+    """`torchrun WORDS`: a CompletedProcess. The launcher and the processes that it starts are
+    interpreters that look as if they had been started."""
     usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment = {**os.environ, **usual, **variables}
-    return forked_python.run(forked_python.coded(code, cwd, environment), timeout)
+    command = ["-m", "torch.distributed.run", *words]
+    return forked_python.run(forked_python.started(command, cwd, environment), timeout)
 
 
 def launched(*words, **options):

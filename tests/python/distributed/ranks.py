@@ -116,7 +116,7 @@ def _wait(folder, ranks):
     heard, last = 0, time.monotonic()
     while any(process.poll() is None for process in ranks):
         time.sleep(0.05)
-        now = sum(len(_read(folder, rank)) for rank in range(len(ranks)))
+        now = sum(file.stat().st_size for file in Path(folder).glob("outcomes-*"))
         failed = any(process.poll() not in (None, 0) for process in ranks)
         if now != heard:
             heard, last = now, time.monotonic()

@@ -4,11 +4,11 @@ weights of stock, bit by bit."""
 
 import os
 import re
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
-from several import finished
+from several import again
 from test_recipes import skip_without
 
 SCRIPT = str(Path(__file__).parent / "launched.py")
@@ -22,8 +22,8 @@ LAUNCH += ("--main_process_port=0",)
 
 def python(*arguments):
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *arguments]
-    done = finished(command, env={**os.environ, **variables}, timeout=180)
+    asked = forked_python.started(arguments, os.getcwd(), {**os.environ, **variables})
+    done = again(lambda: forked_python.run(asked, timeout=180))
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = re.findall(r"^2 processes, \w+$", done.stdout, re.MULTILINE)
     modes = re.findall(r"^optfuse: fused 1 optimizer \(AdamW\) in (\w+) mode$", done.stderr, re.M)
