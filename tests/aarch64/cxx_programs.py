@@ -38,7 +38,7 @@ def _tests_in_one() -> Path:
     """One source, since torch's headers take longer to read than these files."""
     tests = bootstrap.ROOT / "tests" / "cxx"
     source = BUILD / "test_cxx.cpp"
-    names = [*tests.glob("*.cpp"), *tests.glob("hazard/*.cpp")]
+    names = [*tests.glob("*.cpp"), *tests.glob("hazard/*.cpp"), tests.parent / "device" / "cxx.cpp"]
     source.write_text("".join(f'#include "{name}"\n' for name in sorted(names)))
     return source
 

@@ -14,3 +14,7 @@ void test_lifetime();
 namespace hazard {
 int play_programs(int argc, char **argv); // hazard/programs.cpp
 }
+
+namespace on_gpu {
+void play(const char *device, const char *kernels); // ../device/cxx.cpp; does not return
+}

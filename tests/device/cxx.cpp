@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // cxx.cpp: optfuse.hpp on the played GPU, in a process without Python: weights and state must have
-// the bits that PyTorch's operators give there, without a race.
+// the bits that PyTorch's operators give there, without a race. A part of the program test_cxx:
+//   test_cxx device LIBRARY_OF_THE_DEVICE LIBRARY_OF_ITS_KERNELS
 #include "optfuse.hpp"
 
 #include "../cxx/common.h"
 #include "../cxx/reference.h"
+#include "../cxx/tests.h"
 #include "watch.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -17,6 +19,7 @@
 #include <cmath>
 #include <cstdlib>
 
+namespace on_gpu {
 namespace {
 
 using optfuse::Mode;
@@ -237,9 +240,8 @@ void try_all_kernels() {
 
 } // namespace
 
-// The libraries of the device and of its kernels.
-int main(int, char **argv) {
-    load_gpu(argv[1], argv[2]);
+void play(const char *device, const char *kernels) {
+    load_gpu(device, kernels);
     ask<void, bool>("fakecuda::set_rounds_as_cuda", true);
     all<reference::AdamW>("AdamW");
     all<reference::Adam>("Adam");
@@ -258,3 +260,5 @@ int main(int, char **argv) {
     std::cout.flush();
     std::_Exit(failures == 0 ? 0 : 1); // threads of the autograd engine still let go of graphs
 }
+
+} // namespace on_gpu

@@ -7,12 +7,12 @@ import subprocess
 from pathlib import Path
 
 DEVICE, KERNELS = os.environ["OPTFUSE_FAKE_CUDA"], os.environ["OPTFUSE_CUDA_LIBRARY"]
-PROGRAM = Path(DEVICE).with_name("test_cxx_device")
+PROGRAM = Path(DEVICE).parents[1] / "cxx" / "test_cxx-guards"
 
 
 def run(**variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if k != "OPTFUSE_CUDA_LIBRARY"}
-    command = [PROGRAM, DEVICE, KERNELS]
+    command = [PROGRAM, "device", DEVICE, KERNELS]
     return subprocess.run(command, env=kept | variables, capture_output=True, text=True)
 
 
