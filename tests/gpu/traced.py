@@ -105,25 +105,43 @@ def groups_of(on: On, dtype: torch.dtype) -> tuple[list[dict[str, Any]], list[st
     return groups, none
 
 
+def is_traced(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
+    """Whether a step that applies the formulas of these groups is."""
+    traced: Any = link_of(optimizer).traced
+    before = traced.untraced
+    for group in groups:
+        group["on"] = True
+    optimizer.step()
+    for group in groups:
+        group["on"] = False
+    return bool(traced.untraced == before)
+
+
+def differing(optimizer: Any, groups: list[dict[str, Any]]) -> Iterator[str]:
+    for group in groups:
+        name = NAMES[group["formula"]]
+        for p in group["params"]:
+            wanted = FORMULAS[name](p.detach(), p.grad).to(p.dtype).expand(p.shape)
+            if different(optimizer.state[p]["made"], wanted):
+                yield f"{name} of {p.numel()}"
+
+
 def each_operator(on: On, dtype: torch.dtype) -> None:
     """Every operator of programs, one each, has PyTorch's bits."""
     groups, none = groups_of(on, dtype)
-    differ, untraced = [], []
+    differ: list[str] = []
+    untraced: list[str] = []
     for at in range(0, len(groups), TOGETHER):
         optimizer: Any = optfuse.fuse(EachOperator(groups[at : at + TOGETHER]))
-        traced: Any = link_of(optimizer).traced
-        for group in optimizer.param_groups:
-            name, before = NAMES[group["formula"]], traced.untraced
-            group["on"] = True
-            optimizer.step()
-            group["on"] = False
-            if traced.untraced > before:
-                untraced.append(name)
-                continue
-            for p in group["params"]:
-                wanted = FORMULAS[name](p.detach(), p.grad).to(dtype).expand(p.shape)
-                if different(optimizer.state[p]["made"], wanted):
-                    differ.append(f"{name} of {p.numel()}")
+        every = optimizer.param_groups
+        if is_traced(optimizer, every):
+            differ += differing(optimizer, every)
+            continue
+        for group in every:  # one of them runs by the class itself, and all others with it
+            if is_traced(optimizer, [group]):
+                differ += differing(optimizer, [group])
+            else:
+                untraced.append(NAMES[group["formula"]])
     equal = len(groups) - len(differ) - len(untraced)
     print(f"{dtype}: {equal} operators have stock's bits; stock has not {none}")
     print(f"  {dtype}, run by the class itself: {untraced}")
