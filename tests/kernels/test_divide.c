@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../sample.h"
 #include "rules/real.h"
 
 #ifdef OF_REAL_FLOAT
@@ -20,7 +21,7 @@ enum { SIGNIFICAND = 52 };
 #define MOST DBL_MAX
 #endif
 
-enum { NUMBERS = 1 << 24, DIVISORS = 200 };
+enum { NUMBERS = 1 << 24, DIVISORS = DRAWN(200) };
 
 static of_real from_bits(of_bits bits) {
     of_real x;

@@ -5,10 +5,11 @@
 #include <math.h>
 #include <string.h>
 
+#include "../sample.h"
 #include "fixture.h"
 #include "random_work.h"
 
-enum { MANY = 4000, MOST = 10 };
+enum { MANY = DRAWN(4000), MOST = 10 };
 
 typedef struct work {
     double ready[MOST];

@@ -5,10 +5,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "../sample.h"
 #include "internal.h"
 #include "random_bits.h"
 
-enum { MOST_LIVE = 120, CHANGES = 2000000, CHECKED_EACH = 64 };
+enum { MOST_LIVE = 120, CHANGES = DRAWN(2000000), CHECKED_EACH = 64 };
 
 static of_plan plan;
 static of_update updates[MOST_LIVE];

@@ -3,11 +3,12 @@
 #include <math.h>
 #include <string.h>
 
+#include "../sample.h"
 #include "by_events.h"
 #include "fixture.h"
 #include "random_work.h"
 
-enum { MANY = 4000 };
+enum { MANY = DRAWN(4000) };
 static const uint32_t NOW = OF_REORDER_AT_ONCE;
 
 static of_reorder_times times_of(const of_layer_work *layers, size_t n, const uint32_t *places,
