@@ -282,7 +282,7 @@ runpy.run_module("optfuse", run_name="__main__")
     ],
 )
 def test_refusals(arguments, says):
-    done = fresh_python(*arguments)
+    done = fresh_python(*arguments) if arguments[0] == "-E" else python(*arguments)
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert not done.stdout
 
