@@ -16,6 +16,9 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+#include <atomic>
+
 #include "compat.h"
 #include "error.h"
 #include "guard.h"
@@ -47,6 +50,19 @@ struct Kept {
     }
     // Tensors made in inference mode count none.
     static int64_t version_of(const at::Tensor &t) { return t.is_inference() ? 0 : t._version(); }
+    void keep(const at::Tensor &t) {
+        note(t);
+        tensor = t;
+    }
+};
+
+// What dX hands on to its dW in one pass. A graph that is kept may have several under way: of other
+// threads, or one inside of another.
+struct HandedOn {
+    int64_t pass = -1;
+    bool waits = false;
+    Kept dy, x;
+    at::Tensor w; // of a convolution, as x.tensor
 };
 
 [[noreturn]] void refuse_compiled_autograd() {
@@ -103,99 +119,106 @@ struct Task : Node {
 struct WeightTask final : Task {
     SavedVariable x;      // of a Linear
     bool by_rows = false; // the weight lies so, and then stock's gradient does
-    Kept dy, kept_x;
-    at::Tensor kept_w;    // of a convolution, as kept_x.tensor
     uint64_t at_once = 0; // its own number
-    bool waits = false;
-    // The node of the transposed weight that dX of a Linear saves. Gradients of dX go there, and
-    // stock's node hands dW there, too: so each use has its sum before the uses are added up.
-    Edge transposed;
-    bool joins = false; // dW goes there: backward has recorded dX
+    bool has_bias = false;
+    std::vector<HandedOn> handed_on; // mutex_
+    // dW goes to the node of the transposed weight that dX of a Linear saves: backward has recorded
+    // dX. Gradients of dX go there, and stock's node hands dW there, too: so each use has its sum
+    // before the uses are added up. That node has an edge from the beginning, and gets nothing
+    // before: another pass, of another thread or around this one, may have counted the edges.
+    std::atomic<bool> joins{false};
     std::optional<Streams> streams; // if it has one of its own
     using Task::Task;
 
     std::string name() const override { return "optfuse dW of " + use.name(); }
     ~WeightTask() override {
-        run();
+        forget();
         if (const Layer *layer = use.known.layer.get())
             layer->user.forget(layer->user.ctx, layer->number);
     }
     // As stock's nodes have them: of a Linear the bias comes first, and its gradient is complete
     // first.
-    size_t weight_output() const { return conv ? 0 : num_outputs() - 1; }
+    size_t weight_output() const { return conv || !has_bias ? 0 : 1; }
     size_t bias_output() const { return conv ? 1 : 0; }
+    size_t transposed_output() const { return has_bias ? 2 : 1; }
     // It waits no more.
-    void run() {
-        if (std::exchange(waits, false))
+    void end(const HandedOn &by) const {
+        if (by.waits)
             use.known.layer->user.done(use.known.layer->user.ctx, use.known.layer->number);
-        kept_x.tensor.reset();
-        kept_w.reset();
     }
-    // The engine knows the edges of the nodes that it runs, so it comes to its end first.
-    void join() {
-        const Lock lock(mutex_);
-        next_edges_[weight_output()] = transposed;
-        joins = true;
-    }
-    void keep(const at::Tensor &input) {
-        kept_x.note(input);
-        kept_x.tensor = input;
+    void forget() {
+        for (const HandedOn &by : std::exchange(handed_on, {}))
+            end(by);
     }
     // The engine takes this node up after dX has returned, so the number may be chosen now.
-    void wait_for_turn(uint64_t bytes) {
+    void wait_for_turn(HandedOn by, uint64_t bytes) {
+        const Lock lock(mutex_);
         uint64_t turn = 0;
         const Layer *layer = use.known.layer.get();
         if (layer != nullptr &&
             !at::GradMode::is_enabled()) // else a graph is made, in stock's order
             turn = layer->user.wait(layer->user.ctx, layer->number, bytes);
-        waits = turn != 0;
-        set_sequence_nr(waits ? turn : at_once);
+        by.pass = torch::autograd::get_current_graph_task_id();
+        by.waits = turn != 0;
+        set_sequence_nr(by.waits ? turn : at_once);
+        handed_on.push_back(std::move(by));
     }
     variable_list apply(variable_list &&grads) override {
         const Lock lock(mutex_);
         variable_list out(num_outputs());
-        const at::Tensor &g = grads[0];
-        if (g.defined()) {
-            if (dy.has_changed(g))
-                changed("the gradient of the output");
-            const bool beside = streams && is_on_side(*streams);
-            if (beside)
-                borrow();
-            compute(g, out);
-            if (beside)
-                return_at_end(next_edges(), *streams);
+        const int64_t pass = torch::autograd::get_current_graph_task_id();
+        const auto is_its = [pass](const HandedOn &by) { return by.pass == pass; };
+        const auto found = std::find_if(handed_on.begin(), handed_on.end(), is_its);
+        if (found == handed_on.end()) { // somebody has called this node itself
+            run(grads[0], {}, out);
+            return out;
         }
-        run();
+        run(grads[0], *found, out);
+        end(*found);
+        handed_on.erase(found);
         return out;
     }
+    void run(const at::Tensor &g, const HandedOn &by, variable_list &out) {
+        if (!g.defined())
+            return;
+        if (by.dy.has_changed(g))
+            changed("the gradient of the output");
+        const bool beside = streams && is_on_side(*streams);
+        if (beside)
+            borrow(by);
+        compute(g, by, out);
+        if (beside)
+            return_at_end(next_edges(), *streams);
+    }
     // dY comes from autograd, which tells the allocator itself.
-    void borrow() const {
+    void borrow(const HandedOn &by) const {
         begin_on_side(*streams);
-        lend_to_side(kept_x.tensor, *streams);
-        lend_to_side(kept_w, *streams);
+        lend_to_side(by.x.tensor, *streams);
+        lend_to_side(by.w, *streams);
     }
     // Unpacking may compute a forward pass once more (checkpointing), which is the layer's
     // stream's to do; so dX unpacks for a dW on another one.
-    at::Tensor input() const { return kept_x.tensor.defined() ? kept_x.tensor : x.unpack(); }
+    at::Tensor input(const HandedOn &by) const {
+        return by.x.tensor.defined() ? by.x.tensor : x.unpack();
+    }
     // Undefined: the product has to be computed now. A promise goes the way of a gradient: whoever
     // looks on the way has it computed; a cast, and a contribution that is a promise, are no look.
     at::Tensor promise(const at::Tensor &g, const at::Tensor &rows) const {
         const std::shared_ptr<PromisingLayer> &layer = use.known.promising;
         if (!layer || use.known.layer || use.known.watched || use.known.input_weight || !by_rows ||
-            at::GradMode::is_enabled())
+            joins || at::GradMode::is_enabled())
             return {};
         const at::Tensor *parameter = receiver(next_edge(weight_output()));
         return parameter != nullptr ? layer->promise(layer, g, rows, parameter->scalar_type())
                                     : at::Tensor();
     }
-    void compute(const at::Tensor &g, variable_list &out) {
+    void compute(const at::Tensor &g, const HandedOn &by, variable_list &out) {
         const bool weight = task_should_compute_output(weight_output());
-        const bool bias = num_outputs() > 1 && task_should_compute_output(bias_output());
-        if (kept_x.tensor.defined() && kept_x.has_changed(kept_x.tensor))
+        const bool bias = has_bias && task_should_compute_output(bias_output());
+        if (by.x.tensor.defined() && by.x.has_changed(by.x.tensor))
             changed("the input");
         if (conv) {
-            const auto found =
-                convolution_backward(g, kept_x.tensor, kept_w, {false, weight, bias});
+            const auto found = convolution_backward(g, by.x.tensor, by.w, {false, weight, bias});
             if (weight)
                 out[weight_output()] = std::get<1>(found);
             if (bias)
@@ -203,13 +226,14 @@ struct WeightTask final : Task {
             return;
         }
         if (weight) {
-            const at::Tensor rows = input();
-            at::Tensor &dw = out[weight_output()];
-            dw = promise(g, rows);
+            const at::Tensor rows = input(by);
+            at::Tensor dw = promise(g, rows);
             if (!dw.defined())
                 dw = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
             if (joins)
-                dw = dw.t();
+                out[transposed_output()] = dw.t();
+            else
+                out[weight_output()] = std::move(dw);
         }
         if (bias)
             out[bias_output()] = g; // the engine adds up its rows, as it does for stock's node
@@ -217,7 +241,7 @@ struct WeightTask final : Task {
     void release_variables() override {
         const Lock lock(mutex_);
         x.reset_data();
-        run();
+        forget();
     }
 };
 
@@ -242,11 +266,12 @@ struct InputTask final : Task {
             show(g);
         if (!g.defined())
             return out;
-        compute(g, out);
+        HandedOn on;
+        compute(g, out, &on);
         if (task_should_compute_output(1) && OF_GUARD(hand_on)) {
             out[1] = g;
-            weight->dy.note(g);
-            weight->wait_for_turn(g.nbytes() + input_bytes);
+            on.dy.note(g);
+            weight->wait_for_turn(std::move(on), g.nbytes() + input_bytes);
         }
         return out;
     }
@@ -270,7 +295,7 @@ struct InputTask final : Task {
                  "(optfuse.fuse with weights=), has no meaning; use weights=\"stash\"");
         return instead.to(g.scalar_type()); // autocast had given the weight this type
     }
-    void compute(const at::Tensor &g, variable_list &out) {
+    void compute(const at::Tensor &g, variable_list &out, HandedOn *on) {
         const bool input = task_should_compute_output(0), later = task_should_compute_output(1);
         if (conv) {
             const at::Tensor saved_x = x.unpack(), saved_w = weight_for(g);
@@ -278,18 +303,17 @@ struct InputTask final : Task {
                 out[0] =
                     std::get<0>(convolution_backward(g, saved_x, saved_w, {true, false, false}));
             if (later) {
-                weight->keep(saved_x);
-                weight->kept_w = saved_w;
+                on->x.keep(saved_x);
+                on->w = saved_w;
             }
         } else if (input) {
             const at::Tensor saved_w = weight_for(g);
-            if (at::GradMode::is_enabled() && !weight->joins)
-                torch::autograd::Engine::get_default_engine().queue_callback(
-                    [task = weight] { task->join(); });
+            if (at::GradMode::is_enabled())
+                weight->joins = true;
             out[0] = by_columns ? saved_w.t().conj().mm(g.t()).t() : g.mm(saved_w.conj());
         }
         if (later && !conv && weight->streams && OF_GUARD(dw_unpack))
-            weight->keep(weight->x.unpack());
+            on->x.keep(weight->x.unpack());
     }
     void release_variables() override {
         const Lock lock(mutex_);
@@ -335,6 +359,7 @@ void place(WeightTask *task, const at::Tensor &y, const at::Tensor &w, const at:
             bring_to_side(t);
         edges.push_back(edge_of(t));
     }
+    task->has_bias = bias.defined();
     task->set_next_edges(std::move(edges));
     task->add_input_metadata(y);
 }
@@ -359,7 +384,6 @@ void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, c
     }
     place(weight.get(), y, w, bias);
     weight->at_once = weight->sequence_nr();
-    input->set_next_edges({edge_of(x), Edge(weight, 0)});
     input->weight = weight;
     input->input_bytes = x.nbytes();
     if (conv) {
@@ -372,10 +396,11 @@ void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, c
         if (x.requires_grad()) {
             const at::Tensor transposed = w.t();
             input->w = SavedVariable(transposed, false);
-            weight->transposed = edge_of(transposed);
+            weight->add_next_edge(edge_of(transposed));
         }
         input->by_columns = is_by_rows(x.t());
     }
+    input->set_next_edges({edge_of(x), Edge(weight, 0)}); // weight has all of its own
     torch::autograd::set_history(y, input);
     const Watched *watched = use.known.watched.get();
     if (watched != nullptr && !use.recomputed)
