@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // operators.cpp: the operators by which Python clips and unscales gradients, as pending.h says.
-// Those of parameters find their slots; others are told plans and slots.
+// They find the slots of parameters.
 #include <ATen/ops/tensor.h>
 #include <torch/library.h>
 
@@ -10,37 +10,50 @@
 #include "arguments.h"
 #include "clipping/pending.h"
 #include "python/gil.h"
+#include "slots.h"
 
 namespace optfuse {
 namespace {
 
 constexpr const char *kWhat = "gradients are clipped or unscaled";
 
-std::vector<GradientOf> gradients_of(const std::vector<int64_t> &plans,
-                                     const std::vector<int64_t> &slots) {
+// Gradients of parameters that fused optimizers have, or had: another thread may let go of one, and
+// change the groups of another. The plans live as long as *found.
+std::vector<GradientOf> gradients_of(const std::vector<at::Tensor> &params, FoundSlots *found) {
     refuse_fake_tensors(kWhat);
+    if (!find_slots(params, found)) {
+        found->slots.clear();
+        for (const at::Tensor &param : params)
+            found->slots.push_back({nullptr, param.unsafeGetTensorImpl(), 0});
+    }
     std::vector<GradientOf> of;
-    for (size_t i = 0; i < slots.size(); i++)
-        of.push_back(of_slot(&slot_at(plan_at(plans[i]), slots[i])));
+    for (const FoundSlots::Found &slot : found->slots)
+        of.push_back({slot.plan, slot.param, slot.index});
     make_ready(of);
     return of;
 }
 
-// Multiplies the gradients of slots by a 0-dim tensor, rounding to their dtypes.
+// Multiplies the gradients of parameters by a 0-dim tensor, rounding to their dtypes.
 // Nobody may write to the factor any more.
-void scale_slots(const std::vector<int64_t> &plans, const std::vector<int64_t> &slots,
-                 const at::Tensor &factor) {
-    scale_all(gradients_of(plans, slots), factor);
+void scale(std::vector<at::Tensor> params, const at::Tensor &factor) {
+    {
+        FoundSlots found;
+        scale_all(gradients_of(params, &found), factor);
+    }
+    let_go(std::move(params));
 }
 
-std::optional<at::Tensor> norms_of_slots(const std::vector<int64_t> &plans,
-                                         const std::vector<int64_t> &slots) {
-    const std::vector<GradientOf> of = gradients_of(plans, slots);
-    std::vector<const at::Tensor *> all;
-    for (const GradientOf &g : of)
-        all.push_back(&g.grad());
-    const std::optional<std::vector<float>> found = norms(all);
-    return found ? std::optional<at::Tensor>(at::tensor(*found)) : std::nullopt;
+std::optional<at::Tensor> norms_of(std::vector<at::Tensor> params) {
+    std::optional<std::vector<float>> numbers;
+    {
+        FoundSlots found;
+        std::vector<const at::Tensor *> all;
+        for (const GradientOf &g : gradients_of(params, &found))
+            all.push_back(&g.grad());
+        numbers = norms(all);
+    }
+    let_go(std::move(params));
+    return numbers ? std::optional<at::Tensor>(at::tensor(*numbers)) : std::nullopt;
 }
 
 // The norm, and whether gradients wait.
@@ -92,8 +105,11 @@ std::optional<at::Tensor> norm_of_all(const std::vector<at::Tensor> &tensors, do
 } // namespace optfuse
 
 TORCH_LIBRARY_FRAGMENT(optfuse, m) {
-    m.def("scale(int[] plans, int[] slots, Tensor factor) -> ()", optfuse::scale_slots);
-    m.def("norms(int[] plans, int[] slots) -> Tensor?", optfuse::norms_of_slots);
+    m.def("scale(Tensor[] params, Tensor factor) -> ()", optfuse::scale);
+    m.def("norms(Tensor[] params) -> Tensor?", optfuse::norms_of);
+    // The parameters are named and not read: their updates may wait on.
+    m.impl("scale", torch::dispatch(optfuse::kPendingKey, optfuse::scale));
+    m.impl("norms", torch::dispatch(optfuse::kPendingKey, optfuse::norms_of));
     m.def("clip(Tensor[] params, float max_norm, float norm_type, bool error_if_nonfinite) "
           "-> (Tensor?, bool)",
           optfuse::clip);

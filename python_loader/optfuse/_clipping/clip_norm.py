@@ -43,14 +43,13 @@ def _folds(link: _link.Link, grad: Tensor) -> bool:
 
 
 class Gradients:
-    """The gradients of these parameters, whatever they are: in slots of plans, or left to
-    torch."""
+    """The gradients of these parameters, whatever they are: of fused ones, or left to torch."""
 
     def __init__(self, params: list[Tensor]) -> None:
         links = sorted(_link.links.values(), key=lambda link: link.mode != BACKWARD)
-        self.plans: list[int] = []
-        self.slots: list[int] = []
-        self.plain: list[Tensor] = []  # parameters
+        self.fused: list[Tensor] = []  # parameters
+        self.plain: list[Tensor] = []
+        self._links: dict[_link.Link, None] = {}
         self.on_gpu = False
         for param in params:
             owner = _owner(param, links)
@@ -63,24 +62,26 @@ class Gradients:
                 continue
             self.on_gpu = self.on_gpu or is_on_gpu(param.grad)
             owner[0].ledger.marked = True
-            self.plans.append(owner[0].plan)
-            self.slots.append(owner[1])
+            self._links[owner[0]] = None
+            self.fused.append(param)
 
     def norms(self) -> Tensor | None:
         """Their 2-norms in this order, or None if an operator must find them."""
         if self.plain or self.on_gpu:
             return None
-        norms: Tensor | None = torch.ops.optfuse.norms(self.plans, self.slots)
+        with torch._C.DisableTorchFunctionSubclass():
+            norms: Tensor | None = torch.ops.optfuse.norms(self.fused)
         return norms
 
     def _flush_if_noted(self) -> None:
         if addresses_are_noted():
-            for plan in set(self.plans):
-                _link.links[plan].flush()
+            for link in self._links:
+                link.flush()
 
     def scale(self, factor: Tensor) -> None:
         """Multiplies the fused ones by a 0-dim tensor, when they are read."""
-        torch.ops.optfuse.scale(self.plans, self.slots, factor)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.ops.optfuse.scale(self.fused, factor)
         self._flush_if_noted()
 
 
@@ -176,7 +177,7 @@ def _clip_one_by_one(
     foreach: bool | None,
 ) -> Tensor:
     gradients = Gradients(params)
-    if not gradients.slots or any(map(is_dtensor, params)):
+    if not gradients.fused or any(map(is_dtensor, params)):
         return stock_clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = _total_norm(gradients, params, norm_type, error_if_nonfinite, foreach)
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
