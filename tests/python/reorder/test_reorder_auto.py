@@ -285,6 +285,87 @@ def test_a_checkpoint_may_compute_again_after_the_choice(call):
     assert reordered == {"optfuse dX of blocks.0.0", *stocks} and rest == [stocks, stocks]
 
 
+@pytest.mark.parametrize("order", ["k=4", "stock's"])
+def test_two_forward_passes_with_checkpoints_before_a_backward_pass(order, request):
+    """The choice comes between them: backward computes the first one's blocks again by the nodes of
+    the second."""
+    if order == "k=4":
+        request.getfixturevalue("pays")
+
+    def gradients(arrange):
+        torch.manual_seed(0)
+        model = Checkpointed()
+        kept, nodes, grads = arrange(model), model.nodes(), []
+        for i in range(3):
+            first, second = (model(random(2 * i + n, 8, 8)) for n in range(2))
+            (first.square().sum() + second.sum()).backward()
+            grads += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        return kept, nodes, grads
+
+    _, stocks, stock = gradients(lambda model: None)
+    kept, nodes, ours = gradients(lambda model: optfuse.reorder(model, "auto", network=FREE))
+    assert_same("gradients", ours, stock)
+    is_ours = [name.startswith("optfuse dX") for name in nodes]
+    assert len(is_ours) == len(stocks) == 3 * 4, "two passes, each computed once more"
+    assert is_ours == [True] * 12 if order == "k=4" else [True] + [False] * 11
+    kept.remove()
+
+
+def replica_of(model, scale):
+    """As nn.DataParallel makes one on each GPU, here with other weights."""
+    replica = model._replicate_for_data_parallel()
+    for name, child in model._modules.items():
+        replica._modules[name] = replica_of(child, scale)
+    for name, weight in model._parameters.items():
+        setattr(replica, name, weight * scale)
+    return replica
+
+
+def test_a_replica_of_an_undecided_model_computes_with_its_own_weights():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    stock = [replica_of(model, scale)(x_of(0)) for scale in (1.0, 0.5)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        ours = [replica_of(model, scale)(x_of(0)) for scale in (1.0, 0.5)]
+        assert_same("outputs", ours, stock)
+        assert reordering.times is None, "a replica's weights are not the layers'"
+        sum(y.sum() for y in ours).backward()
+        with pytest.warns(UserWarning, match=r"nn\.DataParallel\). Their order is now stock's"):
+            optimizer.step()
+        assert reordering.plan.choice == {"schedule": "stock"} and not is_watched(model)
+
+
+def test_replicas_of_a_reordered_model_are_noticed_at_the_first_step():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with optfuse.reorder(model, "last"):
+        replica_of(model, 0.5)(x_of(0)).sum().backward()
+        refused(optimizer.step, "nn.DataParallel with copies of the weights", way_out="remove()")
+
+
+class Copied(nn.Linear):
+    """Its copies have all of its attributes."""
+
+    doubles = False
+
+    def __getstate__(self):
+        return self.__dict__.copy()
+
+    def forward(self, x):
+        return super().forward(x) * (2 if self.doubles else 1)
+
+
+def test_a_copy_of_an_undecided_model_is_called_itself():
+    model = Copied(8, 8)
+    with optfuse.reorder(model, "auto", network=FREE) as reordering:
+        other = copy.copy(model)
+        other.doubles = True
+        y = other(x_of(0))
+        assert reordering.times is None and torch.equal(y, 2 * model(x_of(0)))
+        assert reordering.times is not None
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_training_that_is_left_to_stock_has_its_bits(mode):
     made = []

@@ -7,6 +7,7 @@ which it does once."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -115,12 +116,20 @@ class _Call:
         self.undecided: dict[Undecided, None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+        module = self._module() if torch.compiler.is_compiling() else self._called()
         assert module is not None
         output = (self._before or module._call_impl)(*args, **kwargs)
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            self._choose()
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or module is not self._module():
+            return output
+        self._choose()
         return output
+
+    def _called(self) -> nn.Module | None:
+        """Whose __call__() this is. A replica that nn.DataParallel makes has all attributes of its
+        module, this one as well, and other weights."""
+        caller = sys._getframe(2).f_locals.get("self")
+        is_its = isinstance(caller, nn.Module) and caller.__dict__.get(_CALL) is self
+        return caller if is_its else self._module()
 
     def _choose(self) -> None:
         if torch.is_grad_enabled():

@@ -228,8 +228,8 @@ class Reordering:
         warn(
             'reorder(schedule="auto") chooses at the end of a call of the model, but its layers '
             "have run outside of one (model.forward(x), modules of the model by themselves, "
-            "torch.compile, torch.jit.script). Their order is now stock's. Call model(x), or give "
-            "reorder() the module that is called, or another schedule",
+            "torch.compile, torch.jit.script, nn.DataParallel). Their order is now stock's. Call "
+            "model(x), or give reorder() the module that is called, or another schedule",
             UserWarning,
             stacklevel=4,
         )
@@ -243,8 +243,9 @@ class Reordering:
             raise Error(
                 "optfuse: the layers of this model have gradients, but none was seen in its "
                 "forward pass. torch.compile, torch.export and torch.jit.script compute layers in "
-                "code of their own, vmap and forward-mode AD by nodes of PyTorch; there reorder() "
-                "has no effect: call remove(), or train the model as it is"
+                "code of their own, vmap and forward-mode AD by nodes of PyTorch, nn.DataParallel "
+                "with copies of the weights; there reorder() has no effect: call remove(), or "
+                "train the model as it is"
             )
         if missing:
             warn(
