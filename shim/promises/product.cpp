@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "error.h"
 #include "floating.h"
 #include "optfuse.h"
 #include "tensor/plain_mode.h"
@@ -188,15 +189,12 @@ void WeightProduct::compute_all(void *out) const {
 const void *WeightProduct::panel(int64_t first, int64_t end) const {
     thread_local Buffer buffer;
     void *out = buffer.of(panel_bytes());
-    try {
+    const bool done = answers([&] {
         if (out == nullptr)
             throw std::bad_alloc();
         compute(first, end, out);
-        return out;
-    } catch (const std::exception &e) {
-        of_set_error("%s", e.what());
-        return nullptr;
-    }
+    });
+    return done ? out : nullptr;
 }
 
 } // namespace optfuse

@@ -2,14 +2,15 @@
 // promise.cpp: see promise.h.
 #include "promises/promise.h"
 
-#include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "compat.h"
+#include "error.h"
 #include "fence.h"
 #include "guard.h"
 #include "promises/layer.h"
@@ -93,19 +94,19 @@ Given give_memory(c10::StorageImpl *storage, const SharedProduct &product, c10::
     return Given::DONE;
 }
 
-bool compute(c10::StorageImpl *storage) {
+// Throws, and it is a promise still.
+void compute(c10::StorageImpl *storage) {
     Given given = Given::CHANGED;
     while (given == Given::CHANGED) {
         const Launched kept = launched_of(storage);
         if (!kept.product)
-            return true;
+            return;
         c10::DataPtr memory = c10::GetAllocator(c10::kCPU)->allocate(kept.product->nbytes());
         kept.product->compute_all(memory.get());
         given = give_memory(storage, kept.product, std::move(memory));
         if (given == Given::DONE)
             kept.layer->note_made();
     }
-    return true;
 }
 
 const void *begin(const void *key, const void **grad) {
@@ -118,7 +119,12 @@ const void *begin(const void *key, const void **grad) {
 }
 
 const void *rows(const void *product, int64_t first, int64_t end) {
-    return static_cast<const Launched *>(product)->product->panel(first, end);
+    const auto *launched = static_cast<const Launched *>(product);
+    const void *panel = launched->product->panel(first, end);
+    if (panel == nullptr)
+        of_set_error("%s: %s", launched->layer->label().c_str(),
+                     std::string(of_error_message()).c_str());
+    return panel;
 }
 
 void end(const void *product) {
@@ -215,12 +221,14 @@ bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in) {
 bool keep_promise(c10::StorageImpl *storage) {
     if (!is_promise(storage))
         return true;
-    try {
-        return compute(storage);
-    } catch (const std::exception &e) {
-        of_set_error("%s", e.what());
-        return false;
-    }
+    const Launched found = launched_of(storage);
+    if (!found.product || answers([&] { compute(storage); }))
+        return true;
+    of_set_error("the gradient of %s, which backward() has promised, could not be computed: %s\n"
+                 "Nothing was changed. With optfuse.fuse(optimizer, products=\"off\") backward() "
+                 "computes it",
+                 found.layer->label().c_str(), std::string(of_error_message()).c_str());
+    return false;
 }
 
 void compute_now(const c10::TensorImpl *gradient) {

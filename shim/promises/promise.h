@@ -39,7 +39,8 @@ bool has_promise(const c10::StorageImpl *storage);
 }
 // Has the update compute it panel by panel. False: it has been computed meanwhile.
 bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in);
-// Computes it, if it is one. False after of_set_error(): there is no memory.
+// Computes it, if it is one. False after of_set_error(), as where there is no memory; it is one
+// still.
 bool keep_promise(c10::StorageImpl *storage);
 // Computes the gradient, if it is one, for what reads its memory. Throws.
 void compute_now(const c10::TensorImpl *gradient);
