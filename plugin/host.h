@@ -29,7 +29,7 @@ extern "C" {
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters; and of an
  * average. */
-enum { OF_ABI_VERSION = 16, OF_MAX_KEYS = 4 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 17, OF_MAX_KEYS = 4 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {
@@ -110,6 +110,7 @@ typedef struct of_scaling_host {
     /* Like those of of_host. After defer() the references must not keep the gradient alive. */
     bool (*defer)(void *ctx, void *references);
     void (*settle)(void *ctx, void *references, bool was_deferred);
+    void (*unseal)(void *ctx, void *references); /* optional */
     /* Whether a gradient with a deferred scaling still exists. */
     bool (*is_alive)(void *ctx, void *references);
     /* The same, and if so keeps it alive until release(). */
@@ -190,6 +191,12 @@ typedef struct of_host {
     /* The kernel has run (was_deferred: after defer() returned true): lifts
      * what defer() did, marks the gradient as consumed in backward mode. */
     void (*settle)(void *ctx, void *references, bool was_deferred);
+    /* optional, for hosts whose defer() makes uses of the memory fail that come past its marks.
+     * Called where memory order is weak (fence.h), before settle() of what was deferred: lifts
+     * that, and no mark. Every thread passes a fence before this, and another one between this and
+     * settle(), which lifts what is left. What stays in flight on a device comes to settle() alone,
+     * and every thread passes a fence before of_gpu_host.finished(). */
+    void (*unseal)(void *ctx, void *references);
     /* Drops the references. */
     void (*release)(void *ctx, void *references);
     /* The slot is gone: frees `tensor`. */

@@ -167,7 +167,9 @@ struct of_plan {
     const of_kernel *kernels[OF_DTYPE_COUNT]; /* of the CPU; NULL: none */
     const of_rule *program_rule;              /* of programs, and its kernels there */
     const of_kernel *programs[OF_DTYPE_COUNT];
-    void (*settle[OF_KINDS])(void *ctx, void *references, bool was_deferred); /* the host's */
+    /* The host's; the second may be NULL. */
+    void (*settle[OF_KINDS])(void *ctx, void *references, bool was_deferred);
+    void (*unseal[OF_KINDS])(void *ctx, void *references);
 
     atomic_size_t users; /* references of hosts */
     atomic_size_t refs;  /* all users together hold one; a pass one; of_access() one while it

@@ -76,11 +76,11 @@ static inline of_link *of_stack_take(_Atomic(of_link *) *stack) {
     return atomic_exchange_explicit(stack, NULL, memory_order_acquire);
 }
 
-/* The step between memory and its mark (fence.h). Who reads that the mark is gone has passed the
- * fence before it reads the memory: it can't have read the mark before the fence, where the mark
- * was still there. Without a fence marks are kept from here on. Who takes one off found nothing
- * pending, by a count or under a lock, and so knows of each fence that failed before: the flag
- * itself needs no order. */
+/* The step between memory and its seal, and between that and its mark (fence.h). Who reads that the
+ * mark is gone has passed the fence before it reads the seal and the memory: it can't have read the
+ * mark before the fence, where the mark was still there. Without a fence marks are kept from here
+ * on. Who takes one off found nothing pending, by a count or under a lock, and so knows of each
+ * fence that failed before: the flag itself needs no order. */
 static inline void of_order_or_keep(atomic_bool *kept) {
     if (!of_fence_all())
         atomic_store_explicit(kept, true, memory_order_relaxed);

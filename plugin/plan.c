@@ -148,6 +148,8 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     plan->host = *host;
     plan->settle[OF_UPDATES] = host->settle;
     plan->settle[OF_SCALINGS] = host->scaling ? host->scaling->settle : NULL;
+    plan->unseal[OF_UPDATES] = host->unseal;
+    plan->unseal[OF_SCALINGS] = host->scaling ? host->scaling->unseal : NULL;
     plan->rule = found;
     choose(plan, options);
     of_store_policy_init(&plan->store_policy);

@@ -89,8 +89,11 @@ static void tell_finished(of_plan *plan, const of_update *update) {
         plan->host.gpu->finished(plan->host.ctx, plan->slots[update->slot].tensor, key);
 }
 
-/* Forgets the n oldest. */
+/* Forgets the n oldest. Their seals have gone at the launch, and from here on their marks go:
+ * fence.h. */
 static void forget(of_plan *plan, of_queue *queue, size_t n, bool tell) {
+    if (n > 0)
+        of_order_marks();
     of_registry_remove_in_flight(queue->first, n);
     for (; n > 0 && queue->first; n--) {
         of_update *update = queue->first;

@@ -61,13 +61,22 @@ void of_update_drop(of_update *update) {
         of_pool_give(update->plan, update);
 }
 
-/* One fence for all marks of a launch. What a device writes is ordered by its streams. */
-static void order_marks(const of_list *list) {
-    const of_update *u = list->first;
-    while (u && (!u->deferred || u->in.device != OF_CPU))
-        u = u->next;
-    if (u)
-        of_order_marks();
+/* Two fences for all seals and marks of a launch (fence.h): behind the numbers, and behind the
+ * seals. */
+static void order_seals_and_marks(const of_plan *plan, const of_list *list) {
+    void (*const unseal)(void *, void *) = plan->unseal[list->first->kind->index];
+    const of_update *first = list->first;
+    while (first && !first->deferred)
+        first = first->next;
+    if (!first)
+        return;
+    of_order_marks();
+    if (!unseal)
+        return;
+    for (const of_update *u = first; u; u = u->next)
+        if (u->deferred)
+            unseal(plan->host.ctx, u->in.references);
+    of_order_marks();
 }
 
 /* The host lifts its marks before the keys go: a thread that still sees a mark
@@ -75,7 +84,7 @@ static void order_marks(const of_list *list) {
  * kind. */
 void of_settle(of_plan *plan, of_list *list, of_list *done) {
     if (OF_ORDER_IS_WEAK)
-        order_marks(list);
+        order_seals_and_marks(plan, list);
     void (*const settle)(void *, void *, bool) = plan->settle[list->first->kind->index];
     for (of_update *u = list->first; u; u = u->next)
         settle(plan->host.ctx, u->in.references, u->deferred);

@@ -13,6 +13,7 @@
 #include "clipping/pending.h"
 #include "compat.h"
 #include "error.h"
+#include "fence.h"
 #include "floating.h"
 #include "gpu/place.h"
 #include "guard.h"
@@ -130,10 +131,16 @@ bool keep(void *, void *opaque) {
     return static_cast<bool>(refs->storages[0]);
 }
 
+void unseal_scaled(void *, void *opaque) {
+    const auto *refs = static_cast<References *>(opaque);
+    if (refs->storages[0])
+        unseal(refs->storages[0].get());
+}
+
 void settle_scaling(void *, void *opaque, bool was_deferred) {
     auto *refs = static_cast<References *>(opaque);
-    if (was_deferred && refs->storages[0])
-        unseal(refs->storages[0].get());
+    if (was_deferred)
+        unseal_scaled(nullptr, opaque);
     if (was_deferred && refs->on_gpu)
         record_all(refs);
 }
@@ -252,6 +259,7 @@ const of_scaling_host scaling_host = {sizeof(of_scaling_host),
                                       collect_gradient,
                                       defer_scaling,
                                       settle_scaling,
+                                      OF_ORDER_IS_WEAK ? unseal_scaled : nullptr,
                                       is_alive,
                                       keep,
                                       share_factor};

@@ -124,8 +124,10 @@ void arrive(Arrival *arrival) {
     const auto storage = arrival->gradient.lock();
     if (storage && arrival->from != nullptr) {
         copy(arrival);
-        if (!of_is_pending(storage.get())) // else the update's launch takes the seal off
+        if (!of_is_pending(storage.get())) { // else the update's launch takes the seal off
+            of_order_marks();
             unseal(storage.get());
+        }
     }
     of_order_marks();
     arrival->has_come = true;

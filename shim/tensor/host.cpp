@@ -15,6 +15,7 @@
 #include "clipping/pending.h"
 #include "compat.h"
 #include "external/apply.h"
+#include "fence.h"
 #include "gpu/device.h"
 #include "guard.h"
 #include "matrix/mkl.h"
@@ -219,12 +220,17 @@ void take_marks_off(const References *refs) {
         unmark_if_its(refs->average.unsafeGetTensorImpl(), refs->storages[refs->n - 1].get());
 }
 
-void settle(void *, void *opaque, bool was_deferred) {
-    References *refs = references_of(opaque);
-    for (size_t i = 0; was_deferred && i < refs->n; i++)
+void lift_seals(const References *refs) {
+    for (size_t i = 0; i < refs->n; i++)
         if (!of_is_scaled(refs->storages[i].get()) && // else the gradient stays pending
             !is_promise(refs->storages[i].get()))     // or nobody has computed it yet
             unseal(refs->storages[i].get());
+}
+
+void settle(void *, void *opaque, bool was_deferred) {
+    References *refs = references_of(opaque);
+    if (was_deferred)
+        lift_seals(refs);
     if (was_deferred && !refs->on_gpu && may_take_marks_off(refs->slot->plan))
         take_marks_off(refs);
     else if (refs->average.defined())
@@ -307,6 +313,8 @@ of_host make_host(Plan *plan) {
     host.defer = defer;
     host.defer_average = defer_average;
     host.settle = settle;
+    if (OF_ORDER_IS_WEAK)
+        host.unseal = [](void *, void *opaque) { lift_seals(references_of(opaque)); };
     host.release = release;
     host.drop = drop;
     host.parallel_for = parallel_for;

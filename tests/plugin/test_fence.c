@@ -8,6 +8,7 @@
 #include <linux/membarrier.h>
 #include <sys/syscall.h>
 
+#include "fake_device.h"
 #include "fixture.h"
 
 static bool refuses;    /* the system, everything */
@@ -30,8 +31,39 @@ long __wrap_syscall(long number, int command, int flags) {
     return -1;
 }
 
-static int fences_of_a_launch(void) {
-    return OF_ORDER_IS_WEAK ? 1 : 0;
+enum { FENCES_OF_A_LAUNCH = OF_ORDER_IS_WEAK ? 2 : 0 };
+
+/* A host whose events are known by how many fences and seals came before them. */
+static void (*settle)(void *ctx, void *references, bool was_deferred);
+static int unsealed;
+static int fences_before_unseal;
+static int fences_before_settle;
+static int unsealed_before_settle;
+
+static void unseal(void *ctx, void *references) {
+    (void)ctx;
+    (void)references;
+    if (unsealed++ == 0)
+        fences_before_unseal = fences;
+}
+
+static void watched_settle(void *ctx, void *references, bool was_deferred) {
+    fences_before_settle = fences;
+    unsealed_before_settle = unsealed;
+    settle(ctx, references, was_deferred);
+}
+
+static fixture *setup_watched(void) {
+    fake_host *host = fake_host_new();
+    settle = host->table.settle;
+    host->table.settle = watched_settle;
+    host->table.unseal = unseal;
+    return setup_with(host, OF_FORWARD, 0);
+}
+
+static void forget_events(void) {
+    fences = unsealed = 0;
+    fences_before_unseal = fences_before_settle = unsealed_before_settle = -1;
 }
 
 START_TEST(the_first_fence_registers_the_process) {
@@ -45,40 +77,50 @@ START_TEST(the_first_fence_registers_the_process) {
 }
 END_TEST
 
-START_TEST(a_launch_of_many_updates_has_one_fence) {
-    fixture *f = setup(OF_FORWARD, 0);
-    for (int i = 0; i < 5; i++)
+START_TEST(fences_come_before_seals_and_before_marks_of_all_updates_of_a_launch) {
+    enum { UPDATES = 5 };
+    fixture *f = setup_watched();
+    for (int i = 0; i < UPDATES; i++)
         add(f, 10);
     backward_all(f);
     step(f);
-    ck_assert_uint_eq(counts(f).pending, 5);
-    fences = 0;
+    ck_assert_uint_eq(counts(f).pending, UPDATES);
+    forget_events();
     check_twin(&f->twins[0]);
     ck_assert_uint_eq(counts(f).pending, 0);
-    ck_assert_int_eq(fences, fences_of_a_launch());
+    ck_assert_int_eq(fences_before_unseal, OF_ORDER_IS_WEAK ? 1 : -1);
+    ck_assert_int_eq(unsealed_before_settle, OF_ORDER_IS_WEAK ? UPDATES : 0);
+    ck_assert_int_eq(fences_before_settle, FENCES_OF_A_LAUNCH);
+    ck_assert_int_eq(fences, FENCES_OF_A_LAUNCH);
     teardown(f);
 }
 END_TEST
 
-static void (*settle)(void *ctx, void *references, bool was_deferred);
-static int fences_before_settle;
-
-static void watched_settle(void *ctx, void *references, bool was_deferred) {
-    fences_before_settle = fences;
-    settle(ctx, references, was_deferred);
-}
-
-START_TEST(the_fence_comes_before_the_host_takes_marks_off) {
-    fake_host *host = fake_host_new();
-    settle = host->table.settle;
-    host->table.settle = watched_settle;
-    fixture *f = setup_with(host, OF_FORWARD, OF_BUCKET_NONE);
+START_TEST(a_host_without_seals_has_one_fence_a_launch) {
+    fixture *f = setup(OF_FORWARD, 0);
     twin *t = add(f, 10);
     backward(t);
     step(f);
     fences = 0;
     check_twin(t);
-    ck_assert_int_eq(fences_before_settle, fences_of_a_launch());
+    ck_assert_int_eq(fences, OF_ORDER_IS_WEAK ? 1 : 0);
+    teardown(f);
+}
+END_TEST
+
+/* What is in flight has its marks until it is known to be done. */
+START_TEST(a_fence_comes_before_updates_on_a_device_are_forgotten) {
+    fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
+    twin *t = add_on_device(f, 10, 0);
+    backward(t);
+    step(f);
+    fences = 0;
+    fake_operator(t->tensor->param, false, "use");
+    ck_assert_uint_eq(counts(f).in_flight, 1);
+    ck_assert_int_eq(fences, 0);
+    ck_assert_int_eq(of_plan_drain(f->plan), OF_OK);
+    ck_assert_uint_eq(counts(f).in_flight, 0);
+    ck_assert_int_eq(fences, OF_ORDER_IS_WEAK ? 1 : 0);
     teardown(f);
 }
 END_TEST
@@ -114,8 +156,9 @@ int main(void) {
     Suite *suite = suite_create("fence");
     TCase *tests = tcase_create("fence");
     tcase_add_test(tests, the_first_fence_registers_the_process);
-    tcase_add_test(tests, a_launch_of_many_updates_has_one_fence);
-    tcase_add_test(tests, the_fence_comes_before_the_host_takes_marks_off);
+    tcase_add_test(tests, fences_come_before_seals_and_before_marks_of_all_updates_of_a_launch);
+    tcase_add_test(tests, a_host_without_seals_has_one_fence_a_launch);
+    tcase_add_test(tests, a_fence_comes_before_updates_on_a_device_are_forgotten);
     tcase_add_test(tests, what_has_no_mark_needs_no_fence);
     tcase_add_test(tests, without_a_fence_marks_stay);
     suite_add_tcase(suite, tests);
