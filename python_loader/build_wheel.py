@@ -84,7 +84,13 @@ def headers(release: str, cache: Path, platforms: Sequence[str]) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
         download += [word for platform in platforms for word in ("--platform", platform)]
-        run(*download, "--quiet", "--dest", folder, f"torch=={release}.*")
+        download += ["--quiet", "--dest", folder, f"torch=={release}.*"]
+        if subprocess.run(download).returncode != 0:
+            where = f" for {platforms[0]}" if platforms else ""
+            sys.exit(
+                f"error: pip found no wheel of torch {release}{where}: see above. If the index "
+                f"has none, leave it out: --torch takes the releases to build for"
+            )
         (wheel,) = Path(folder).glob("torch-*.whl")
         with zipfile.ZipFile(wheel) as opened:
             members = [name for name in opened.namelist() if wanted(name)]
