@@ -22,6 +22,7 @@ typedef struct table {
     size_t mask;    /* their number, a power of two, less 1 */
     unsigned shift; /* 64 less its logarithm */
     size_t used;    /* entries with a key */
+    size_t live;    /* those of them that have an update */
 } table;
 
 /* Guards all of the below; the numbers of members are also read without it. */
@@ -79,14 +80,14 @@ static entry *find(int kind, const void *key) {
 /* Into an entry where nothing is. */
 static void put(table *t, entry *at, const void *key, of_update *update) {
     t->used += !at->key;
+    t->live++;
     *at = (entry){key, update};
 }
 
-static size_t count_live(const table *t) {
-    size_t n = 0;
-    for (size_t i = 0; i <= t->mask; i++)
-        n += t->entries[i].update != NULL;
-    return n;
+/* The key stays. */
+static void take_out(table *t, entry *at) {
+    at->update = NULL;
+    t->live--;
 }
 
 static bool grow(table *t) {
@@ -96,7 +97,7 @@ static bool grow(table *t) {
     if (!fresh)
         return false;
     const table old = *t;
-    *t = (table){fresh, size - 1, shift, 0};
+    *t = (table){fresh, size - 1, shift, 0, 0};
     for (size_t i = 0; old.entries && i <= old.mask; i++)
         if (old.entries[i].update)
             put(t, seek(t, old.entries[i].key), old.entries[i].key, old.entries[i].update);
@@ -114,7 +115,7 @@ static void clean(table *t) {
     for (size_t i = 0; i <= t->mask; i++)
         if (!t->entries[i].update)
             t->entries[i].key = NULL;
-    t->used = 0;
+    t->used = t->live = 0;
     for (size_t i = 1; i <= t->mask; i++) {
         entry *at = &t->entries[(free_at + i) & t->mask];
         const entry moved = *at;
@@ -126,7 +127,7 @@ static void clean(table *t) {
 
 /* A table of which a quarter or less is live is only cleaned. */
 static bool make_room_anew(table *t, size_t n) {
-    if (!t->entries || (count_live(t) + n) * 4 > t->mask + 1)
+    if (!t->entries || (t->live + n) * 4 > t->mask + 1)
         return grow(t);
     clean(t);
     return true;
@@ -143,12 +144,12 @@ static void count(int kind, int change) {
 
 /* All but the first `kept`. */
 static void remove_behind(of_update *update, size_t kept) {
-    const table *t = &tables[update->kind->index];
+    table *t = &tables[update->kind->index];
     for (size_t i = kept; i < update->n_registered; i++) {
         const void *key = update->in.keys[i];
         entry *at = key ? seek(t, key) : NULL;
         if (at && at->update == update)
-            at->update = NULL;
+            take_out(t, at);
     }
     update->n_registered = kept;
 }
@@ -282,7 +283,7 @@ void of_registry_take(int kind, const void *key) {
     pthread_mutex_lock(&lock);
     entry *at = find(kind, key);
     if (at && at->update->in_flight)
-        at->update = NULL;
+        take_out(&tables[kind], at);
     pthread_mutex_unlock(&lock);
 }
 
