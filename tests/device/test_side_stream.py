@@ -23,6 +23,7 @@ CHOICES = {
     "reverse_first": {"schedule": "reverse_first", "k": 2},
 }
 MODES = (None, "forward", "backward")
+OF_THE_POOL = 32  # streams, which it gives in turn
 
 
 def launches(work):
@@ -362,9 +363,11 @@ def test_a_gradient_of_gradients():
     same(script)
 
 
+@pytest.mark.parametrize("captures", (1, OF_THE_POOL))
 @pytest.mark.parametrize("mode", ("forward", "backward"))
-def test_an_iteration_under_capture(mode):
-    """The side stream joins the capture by autograd's events, and is joined before it ends."""
+def test_an_iteration_under_capture(mode, captures):
+    """The side stream joins the capture by autograd's events, and is joined before it ends. Of as
+    many streams as the pool has, one is the side stream itself."""
 
     def script(wrap, arrange):
         model = net()
@@ -374,17 +377,19 @@ def test_an_iteration_under_capture(mode):
             optimizer.zero_grad()
             loss_of(model, i).backward()
             optimizer.step()
-        optimizer.zero_grad()
-        drain_all()  # as torch.cuda.CUDAGraph.capture_begin does
-        fakecuda.synchronize()
-        graph = fakecuda.stream()
-        graph.wait_stream(fakecuda.current())
-        with captured(graph):
-            loss_of(model, 2).backward()
-            yield "gradients", [p.grad * 2 for p in model.parameters()] if mode != "backward" else 0
-            optimizer.step()
-            yield "weights", [p * 1 for p in model.parameters()]
-        fakecuda.current().wait_stream(graph)
+        for _ in range(captures):
+            optimizer.zero_grad()
+            drain_all()  # as torch.cuda.CUDAGraph.capture_begin does
+            fakecuda.synchronize()
+            graph = fakecuda.stream()
+            graph.wait_stream(fakecuda.current())
+            with captured(graph):
+                loss_of(model, 2).backward()
+                gradients = [] if mode == "backward" else [p.grad * 2 for p in model.parameters()]
+                yield "gradients", gradients
+                optimizer.step()
+                yield "weights", [p * 1 for p in model.parameters()]
+            fakecuda.current().wait_stream(graph)
 
     same(script, mode)
 
