@@ -83,6 +83,9 @@ OF_CUDA_API of_cuda_status of_cuda_open(void);
  * launch does it too, but may then have to wait for the device, which it must not while
  * a graph is captured. */
 OF_CUDA_API of_cuda_status of_cuda_prepare(const of_cuda_update *update);
+/* For tests: OF_CUDA_FAILED if one of these kernels is not loaded, OF_CUDA_UNSUPPORTED if the
+ * driver, one before 12.4, does not say. */
+OF_CUDA_API of_cuda_status of_cuda_check_loaded(const of_cuda_update *update);
 
 /* Updates n_entries tensors on update->stream: one launch per table, which has
  * room for several hundred tensors; then, if they have numbers on the device, makes

@@ -33,28 +33,38 @@ static of_cuda_status opened_status = OF_CUDA_NO_DRIVER;
 static char opened_error[sizeof last_error];
 static pthread_once_t opened_once = PTHREAD_ONCE_INIT;
 
-/* Code for a chip runs under any driver of its toolkit's major release; arguments of more than
- * 4 KiB are of CUDA 12.1. */
+/* Code for a chip runs under any driver of its toolkit's major release. Arguments of more than
+ * 4 KiB are of CUDA 12.1, and so is the PTX for older drivers, where there is some. */
 enum {
     MAJOR_RELEASE = CUDA_VERSION / 1000 * 1000,
     LARGE_ARGUMENTS = 12010,
+#ifdef OF_CUDA_OLDER
+    OLDEST_DRIVER = LARGE_ARGUMENTS
+#else
     OLDEST_DRIVER = MAJOR_RELEASE > LARGE_ARGUMENTS ? MAJOR_RELEASE : LARGE_ARGUMENTS
+#endif
 };
 
+static int opened_version; /* written once, by open_driver() */
+
+bool of_driver_is_older(void) {
+    return opened_version < MAJOR_RELEASE;
+}
+
 static of_cuda_status check_version(void) {
-    int version = 0;
     const CUresult result = opened.init(0);
     if (result != CUDA_SUCCESS) {
         of_driver_fail(&opened, result, "the CUDA driver does not start");
         return OF_CUDA_NO_DRIVER;
     }
-    if (opened.driver_version(&version) != CUDA_SUCCESS || version < OLDEST_DRIVER)
+    if (opened.driver_version(&opened_version) != CUDA_SUCCESS || opened_version < OLDEST_DRIVER)
         return of_cuda_fail(OF_CUDA_NO_DRIVER,
                             "the NVIDIA driver is too old: it supports CUDA up to %d.%d, the "
-                            "kernels of optfuse were built with CUDA %d.%d; update the driver, "
-                            "or build optfuse with an older toolkit",
-                            version / 1000, version % 1000 / 10, CUDA_VERSION / 1000,
-                            CUDA_VERSION % 1000 / 10);
+                            "kernels of optfuse were built with CUDA %d.%d and need a driver for "
+                            "%d.%d; update the driver, or build optfuse with an older toolkit",
+                            opened_version / 1000, opened_version % 1000 / 10, CUDA_VERSION / 1000,
+                            CUDA_VERSION % 1000 / 10, OLDEST_DRIVER / 1000,
+                            OLDEST_DRIVER % 1000 / 10);
     return OF_CUDA_OK;
 }
 

@@ -36,8 +36,11 @@
        const CUgraphNode **dependencies, size_t *n_dependencies))                                  \
     X("cuThreadExchangeStreamCaptureMode", exchange_capture_mode, (CUstreamCaptureMode *mode))
 
-/* Functions that older drivers lack; NULL there. cuFuncLoad is of CUDA 12.4. */
-#define OF_DRIVER_OPTIONAL(X) X("cuFuncLoad", function_load, (CUfunction function))
+/* Functions that older drivers lack; NULL there. Both are of CUDA 12.4; the state is 1 if the
+ * function is loaded, by an enumeration that older headers lack. */
+#define OF_DRIVER_OPTIONAL(X)                                                                      \
+    X("cuFuncLoad", function_load, (CUfunction function))                                          \
+    X("cuFuncIsLoaded", function_is_loaded, (int *state, CUfunction function))
 
 #define OF_DRIVER_MEMBER(name, member, takes) CUresult(*member) takes;
 typedef struct of_driver {
@@ -51,6 +54,9 @@ of_cuda_status of_driver_find(of_driver *out, char *why, size_t size);
 
 /* The opened driver, or NULL and this thread's error is set. */
 const of_driver *of_driver_open(of_cuda_status *status);
+
+/* Whether the opened driver can't load what this toolkit made for a chip, only older PTX. */
+bool of_driver_is_older(void);
 
 /* Makes the device's primary context current if none is, and keeps it for the life of the
  * process. OF_CUDA_INVALID if another device's is current. */

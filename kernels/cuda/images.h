@@ -27,6 +27,8 @@ typedef enum of_cuda_single {
 of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which, CUkernel *kernel);
 /* Loads a kernel that was found into the current context. */
 of_cuda_status of_cuda_load(const of_driver *driver, CUkernel kernel);
+/* OF_CUDA_FAILED if it is not loaded there, OF_CUDA_UNSUPPORTED if the driver does not say. */
+of_cuda_status of_cuda_look_loaded(const of_driver *driver, CUkernel kernel);
 /* With a thread for each of the n things in its table. */
 of_cuda_status of_cuda_launch_single(const of_driver *driver, CUkernel kernel, void *table,
                                      size_t n, void *stream);

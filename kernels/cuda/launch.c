@@ -188,7 +188,10 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
     return of_cuda_rule(update, &c->state, &c->table.common, of_cuda_early(major, update->dtype));
 }
 
-of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
+typedef of_cuda_status use_fn(const of_driver *driver, CUkernel kernel);
+
+/* For all kernels of the update. */
+static of_cuda_status use_kernels(const of_cuda_update *update, use_fn *use) {
     call c;
     CUkernel single = NULL;
     of_cuda_status status = begin(&c, update);
@@ -196,15 +199,23 @@ of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
         return status;
     c.kernels = of_cuda_find(c.driver, update->rule, update->dtype, c.state.used, &status);
     for (int size = 0; size < OF_CUDA_TABLE_SIZES && status == OF_CUDA_OK; size++)
-        status = of_cuda_load(c.driver, c.kernels->size[size]);
+        status = use(c.driver, c.kernels->size[size]);
     for (int which = 0; which < OF_CUDA_PACKING && status == OF_CUDA_OK; which++) {
         if (which == OF_CUDA_ASGD_NEXT && c.table.common.numbers == 0)
             continue;
         status = of_cuda_find_single(c.driver, (of_cuda_single)which, &single);
         if (status == OF_CUDA_OK)
-            status = of_cuda_load(c.driver, single);
+            status = use(c.driver, single);
     }
     return status;
+}
+
+of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
+    return use_kernels(update, of_cuda_load);
+}
+
+of_cuda_status of_cuda_check_loaded(const of_cuda_update *update) {
+    return use_kernels(update, of_cuda_look_loaded);
 }
 
 of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry *entries,

@@ -244,6 +244,17 @@ static size_t differing(tensor *t) {
     return outside + arrays_differ(&t->mine, &t->wanted, &array, &element);
 }
 
+// A launch after of_cuda_prepare() has nothing left to load, which it must not in a capture.
+static void check_prepared(const of_cuda_update &update) {
+    of_cuda_status status = of_cuda_prepare(&update);
+    if (status == OF_CUDA_OK)
+        status = of_cuda_check_loaded(&update);
+    if (status == OF_CUDA_OK || status == OF_CUDA_UNSUPPORTED)
+        return;
+    fprintf(stderr, "%s after of_cuda_prepare(): %s\n", update.rule, of_cuda_error());
+    exit(2);
+}
+
 static size_t check_round(const of_rule *rule, of_dtype dtype, bool mixed, int major,
                           uint64_t *random) {
     of_cuda_scalars s = {};
@@ -274,6 +285,7 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, bool mixed, int m
         prepare(rule, &update, random);
     if (rule->runs_programs)
         take_program(&update, random);
+    check_prepared(update);
     for (size_t i = 0; i < TENSORS; i++) {
         entries[i] = upload(&tensors[i], dtype, mixed, state_used(rule, s.hyper), i, random);
         if (rule->counts_on_gpu)

@@ -3,7 +3,7 @@
  * that launches them, and compares every bit with the plain C rows.
  *
  *   device_check [--seed N] [--rounds N] [--only "RULE DTYPE"]
- *   device_check --driver none|old|before-12.4
+ *   device_check --driver none|old|12.8|before-12.4
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -118,6 +118,9 @@ static void check_tables(void) {
               strcmp(host.loaded, "of_cuda_sgd_float32_0_small of_cuda_sgd_float32_0_large "
                                   "of_cuda_advance_steps ") == 0,
           "all kernels of an update can be loaded beforehand");
+    check(of_cuda_check_loaded(&update) == OF_CUDA_OK, "the driver is asked whether they are");
+    host.loaded[0] = '\0';
+    check(of_cuda_check_loaded(&update) == OF_CUDA_FAILED, "and one that is not is told");
     const of_cuda_update asgd = {.rule = "asgd", .dtype = OF_FLOAT64, .hyper = hyper};
     host.loaded[0] = '\0';
     check(of_cuda_prepare(&asgd) == OF_CUDA_OK && strstr(host.loaded, "of_cuda_asgd_next "),
@@ -365,6 +368,7 @@ static void check_loading(void) {
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_FAILED &&
               strstr(of_cuda_error(), "update the driver, or build"),
           "a chip that only a newer driver can compile for is named");
+    check(!host.loaded_older, "a driver of this release gets the code that was made for chips");
     host.fail_load = CUDA_SUCCESS;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK, "and loading is tried again");
 }
@@ -411,6 +415,20 @@ static int without_function_load(void) {
     check(of_cuda_prepare(&update) == OF_CUDA_OK && strstr(host.found, "of_cuda_sgd_float32") &&
               !host.loaded[0],
           "a driver that can't load functions beforehand will do");
+    check(of_cuda_check_loaded(&update) == OF_CUDA_UNSUPPORTED, "and does not say what is loaded");
+    return failures ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
+/* Code of CUDA 13 does not load under a driver of CUDA 12.8: the PTX for older ones does. */
+static int with_older_code(void) {
+    const double hyper[OF_MAX_HYPER] = {0.1};
+    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    host.version = 12080;
+    check(of_cuda_prepare(&update) == OF_CUDA_OK && host.loaded_older,
+          "a driver of the release before gets the PTX for older drivers");
+    host.loaded_older = false;
+    check(of_cuda_prepare_packing(OF_FLOAT32, 0) == OF_CUDA_OK && host.loaded_older,
+          "for every kernel");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 
@@ -418,14 +436,17 @@ static int without_function_load(void) {
 static int without_driver(const char *how) {
     if (strcmp(how, "before-12.4") == 0)
         return without_function_load();
+    if (strcmp(how, "12.8") == 0)
+        return with_older_code();
     if (strcmp(how, "none") == 0)
         host.missing = true;
     else
-        host.version = 12080;
+        host.version = 12000;
     check(of_cuda_open() == OF_CUDA_NO_DRIVER, "a missing or old driver is reported");
     check(of_cuda_launch(NULL, NULL, 0) == OF_CUDA_NO_DRIVER, "at every call");
-    check(strstr(of_cuda_error(), strcmp(how, "none") == 0 ? "took the driver" : "12.8") != NULL,
+    check(strstr(of_cuda_error(), strcmp(how, "none") == 0 ? "took the driver" : "up to 12.0"),
           "the error says what is wrong");
+    check(strcmp(how, "none") == 0 || strstr(of_cuda_error(), "for 12.1"), "and what is needed");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 

@@ -34,10 +34,10 @@ typedef struct kernel_row {
 #define DTYPES_PROGRAM DTYPES
 #define DTYPES_EXTERNAL(SETS, X, rule)
 
-/* The "code" of an image is its name. */
+/* The "code" of an image is its name, and says whether it is that for older drivers. */
 #define IMAGE(name)                                                                                \
-    extern const unsigned long long of_image_##name[];                                             \
-    const unsigned long long of_image_##name[] = {0};
+    extern const unsigned long long of_image_##name[], of_image_older_##name[];                    \
+    const unsigned long long of_image_##name[] = {0}, of_image_older_##name[] = {1};
 #define IMAGES(rule)                                                                               \
     IMAGE(rule##_float32) IMAGE(rule##_float64) IMAGE(rule##_bfloat16) IMAGE(rule##_float16)
 #define IMAGES_FUSED IMAGES
@@ -145,6 +145,7 @@ static CUresult host_load(CUlibrary *library, const void *code, CUjit_option *op
     (void)options, (void)values, (void)n_options;
     (void)library_options, (void)library_values, (void)n_library_options;
     *library = (CUlibrary)(uintptr_t)code;
+    host.loaded_older = *(const unsigned long long *)code != 0;
     return (CUresult)host.fail_load;
 }
 
@@ -171,6 +172,13 @@ static CUresult host_function(CUfunction *function, CUkernel kernel) {
 
 static CUresult host_function_load(CUfunction function) {
     append_name(host.loaded, sizeof host.loaded, (const kernel_row *)function);
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_is_loaded(int *state, CUfunction function) {
+    const kernel_row *row = (const kernel_row *)function;
+    const char *found = strstr(host.loaded, row->name);
+    *state = found && found[strlen(row->name)] == ' ';
     return CUDA_SUCCESS;
 }
 
@@ -255,7 +263,8 @@ of_cuda_status of_driver_find(of_driver *out, char *why, size_t size) {
                               host_retain,       host_load,
                               host_kernel,       host_function,
                               host_launch,       host_capture_info,
-                              host_exchange,     host.no_function_load ? NULL : host_function_load};
+                              host_exchange,     host.no_function_load ? NULL : host_function_load,
+                              host.no_function_load ? NULL : host_is_loaded};
     snprintf(why, size, "the test took the driver away");
     *out = driver;
     return host.missing ? OF_CUDA_NO_DRIVER : OF_CUDA_OK;

@@ -18,6 +18,7 @@ typedef struct host_driver {
     int (*device_now)(void); /* instead; NULL: it is the one above */
     int retained; /* how often a primary context was */
     int fail_load;         /* what loading code gives, a CUresult */
+    bool loaded_older;     /* the code that was last loaded is that for older drivers */
     bool no_function_load; /* as drivers before CUDA 12.4 */
     /* optional: told of each kernel before it runs and after, with its arguments; and when the
      * threads of a block have come to a barrier or, last, to the end */
