@@ -205,6 +205,11 @@ OF_API const char *of_shim_isa(of_shim_plan *plan, int dtype);
 OF_API bool of_shim_is_profiled(void);
 /* Whether one of them looks at the tensors that functions get. */
 OF_API bool of_shim_inputs_are_profiled(void);
+/* From here to of_shim_end_recompute() on the same thread a forward pass is made once more, inside of
+ * backward: an operator that gets a parameter which one of these plans has updated since step()
+ * raises. The caller keeps the optimizers alive meanwhile. Pairs may be nested. */
+OF_API void of_shim_begin_recompute(of_shim_plan *const *plans, size_t n);
+OF_API void of_shim_end_recompute(void);
 /* Whether C++ code that asks for the address of a consumed gradient gets an error, which is the
  * default, or a null pointer. */
 OF_API void of_shim_seal_consumed(bool sealed);
@@ -213,8 +218,9 @@ OF_API void of_shim_seal_consumed(bool sealed);
 OF_API bool of_shim_is_sealed(void *storage);
 
 /* From here on a function of Python that is written in C calls `first`, a callable: with self, if
- * it is a method, and with the arguments, before it does anything. What `first` makes of self, if
- * not None, is used in its place. name: of the function; head_bytes: of an object without
+ * it is a method, and with the arguments, before it does anything. What `first` makes of self, or of
+ * the arguments of a function, if not None, is used in the place of self, or of the first argument
+ * by position. name: of the function; head_bytes: of an object without
  * attributes. With the GIL; OF_REFUSED if it is called in no known way. */
 OF_API int of_shim_call_first(void *function, const char *name, size_t head_bytes, bool is_method,
                               void *first);

@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from optfuse import _gpu
 from optfuse._averages import averaged_model
-from optfuse._backward import loss_scale
+from optfuse._backward import loss_scale, recomputation
 from optfuse._clipping import torch_functions, unscale
 from optfuse._ddp import await_reduction, reduction
 from optfuse._dtensor.local_tensors import local_of
@@ -93,6 +93,13 @@ def _flush_before_fork() -> None:
         flush_all()
 
 
+def _plans_in_backward_mode() -> tuple[list[object], list[int]]:
+    """And the optimizers, which keep them."""
+    pairs = [(link.kept(), link.plan) for link in list(links.values()) if link.mode == BACKWARD]
+    living = [pair for pair in pairs if pair[0] is not None]
+    return [optimizer for optimizer, _ in living], [plan for _, plan in living]
+
+
 def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
     """torch.utils.swap_tensors exchanges what is behind two Python tensors; the
     plans that know one of them must look it up again."""
@@ -155,6 +162,7 @@ def start() -> None:
     _gpu.install(flush_all, drain_all)
     profiling.install(reveal_all)
     loss_scale.install()
+    recomputation.install(_plans_in_backward_mode)
     unscale.install()
     torch_functions.install()
     averaged_model.install()

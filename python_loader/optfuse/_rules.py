@@ -31,7 +31,7 @@ from torch.optim.sgd import SGD
 from optfuse._arguments.check import shown
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._gpu import lr_of
-from optfuse._library.bindings import lib
+from optfuse._library.bindings import Error, lib
 from optfuse._library.loader import REBUILD
 from optfuse.optim import CLASSES
 
@@ -76,6 +76,18 @@ def _plain(name: str, value: Any) -> float:
     if (value is None or type(value) is str) and value in words:
         return words[value]
     raise ValueError(name)
+
+
+#: References that compute with options in Python, in whatever precision these have.
+_IN_PYTHON = ("foreach=False", "own step()")
+
+
+def _is_of_other_precision(value: object) -> bool:
+    """A tensor, or a number of NumPy's in less or more bits than a float."""
+    if isinstance(value, Tensor):
+        return True
+    dtype = getattr(value, "dtype", None)
+    return getattr(dtype, "kind", "") == "f" and dtype.itemsize != 8
 
 
 #: Where in a group an option of the C rules is, if not under its own name.
@@ -160,7 +172,7 @@ class Rule:
         if self.external:
             return self._plain_numbers(group)
         try:
-            return tuple(
+            numbers = tuple(
                 [
                     lr_of(group)
                     if key == "lr"
@@ -170,6 +182,23 @@ class Rule:
             )
         except (TypeError, ValueError, LookupError) as error:
             raise type(error)(self._named(group)) from None
+        if self.reference in _IN_PYTHON:
+            self._refuse_other_precisions(group)
+        return numbers
+
+    def _refuse_other_precisions(self, group: Group) -> None:
+        """Of tensors as learning rates docs/numerics.md tells."""
+        for key, i in self._where:
+            value = group[key] if i is None else group[key][i]
+            is_negated_alone = not (self.lr_makes_scalars or self.as_made)
+            if key == "lr" and (isinstance(value, Tensor) or is_negated_alone):
+                continue
+            if _is_of_other_precision(value):
+                raise Error(
+                    f"optfuse: option {key!r} of a parameter group is {value!r}, with which "
+                    "PyTorch's step() computes its scalars in that precision, and optfuse in "
+                    "double; make it a float, as by float(...)"
+                )
 
     def changed_option(self, known: tuple[float, ...], group: Group) -> str | None:
         """The first option of a group that is no longer as hyper() has found it."""

@@ -119,10 +119,10 @@ class Lion(_OneByOne):
     def _update(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        exp_avg, lr = state["exp_avg"], float(group["lr"])
-        beta1, beta2 = group["betas"]
+        exp_avg, lr, decay = state["exp_avg"], float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = map(float, group["betas"])
         update = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
-        param.mul_(1 - lr * group["weight_decay"])
+        param.mul_(1 - lr * decay)
         param.add_(update, alpha=-lr)
         exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
 
@@ -183,8 +183,9 @@ class Adan(_OneByOne):
     def _update(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        lr, decay = float(group["lr"]), float(group["lr"]) * group["weight_decay"]
-        beta1, beta2, beta3 = group["betas"]
+        lr, eps = float(group["lr"]), float(group["eps"])
+        decay = lr * float(group["weight_decay"])
+        beta1, beta2, beta3 = map(float, group["betas"])
         exp_avg, exp_avg_diff, exp_avg_sq, previous = (state[name] for name in self.STATE)
         state["step"] += 1
         t = state["step"].item()
@@ -196,7 +197,7 @@ class Adan(_OneByOne):
         previous.copy_(grad)
         # Correctly rounded on every device; sqrt() on the CPU is not always.
         (root,) = torch._foreach_sqrt((exp_avg_sq,))
-        denominator = root.mul_(1 / math.sqrt(1 - beta3**t)).add_(group["eps"])
+        denominator = root.mul_(1 / math.sqrt(1 - beta3**t)).add_(eps)
         if group["no_prox"]:
             param.mul_(1 - decay)
         param.add_(exp_avg.div(denominator), alpha=-lr / (1 - beta1**t))

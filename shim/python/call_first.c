@@ -74,15 +74,49 @@ static of_object *call_with_arguments(const changed *f, void *a, void *b, void *
     }
 }
 
+/* A tuple with another first item. */
+static of_object *with_first(of_object *tuple, of_object *item) {
+    of_object *const list = of_interpreter.new_list(0);
+    of_object *other = NULL;
+    const ssize_t n = of_interpreter.tuple_size(tuple);
+    bool all = list && of_interpreter.append(list, item) == 0;
+    for (ssize_t i = 1; all && i < n; i++)
+        all = of_interpreter.append(list, of_interpreter.tuple_item(tuple, i)) == 0;
+    if (all)
+        other = of_interpreter.tuple_of(list);
+    if (list)
+        of_interpreter.drop(list);
+    return other;
+}
+
+/* The function, with `other` in the place of its first argument; NULL or None: with that. */
+static of_object *call_stock(const changed *f, of_object *other, of_object *self, void *a, void *b,
+                             void *c) {
+    if (!other || other == of_interpreter.none)
+        return f->stock(self, a, b, c);
+    if (f->is_method)
+        return f->stock(other, a, b, c);
+    if ((f->kind & ~KEYWORDS) == ONE)
+        return f->stock(self, other, b, c);
+    if ((f->kind & ~KEYWORDS) != TUPLE || of_interpreter.tuple_size(a) == 0)
+        return f->stock(self, a, b, c);
+    of_object *const others = with_first(a, other);
+    of_object *const result = others ? f->stock(self, others, b, c) : NULL;
+    if (others)
+        of_interpreter.drop(others);
+    return result;
+}
+
 static of_object *first_then_stock(const changed *f, of_object *self, void *a, void *b, void *c) {
     of_object *const other =
         f->is_method ? of_interpreter.call_objects(f->first, self, NULL) : NULL;
     if (f->is_method && !other)
         return NULL;
-    of_object *result = call_with_arguments(f, a, b, c);
-    if (result) {
-        of_interpreter.drop(result);
-        result = f->stock(other && other != of_interpreter.none ? other : self, a, b, c);
+    of_object *const made = call_with_arguments(f, a, b, c);
+    of_object *result = NULL;
+    if (made) {
+        result = call_stock(f, f->is_method ? other : made, self, a, b, c);
+        of_interpreter.drop(made);
     }
     if (other)
         of_interpreter.drop(other);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "python/reader.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
 #include <unordered_map>
 
 #include "error.h"
@@ -309,6 +311,8 @@ void PythonReader::drop_gradients() {
 }
 
 bool PythonReader::begin(Look *look, bool in_backward) {
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set())
+        is_so("look_at_modes", "i", in_backward);
     if (!has(OF_SHIM_ASKS) && (in_backward || !scale))
         return true;
     const WithGil gil(*this);

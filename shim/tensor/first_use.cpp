@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "autograd/consumed.h"
+#include "autograd/recompute.h"
 #include "compat.h"
 #include "error.h"
 #include "fence.h"
@@ -55,6 +56,17 @@ of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
          std::exchange(raised_in_python, nullptr));
 }
 
+void refuse_if_too_early(const char *op, const c10::TensorImpl *impl) {
+    const std::string *label = updated_too_early(impl);
+    if (label == nullptr)
+        return;
+    fail("optfuse: " + std::string(op) + " reads " + *label +
+         " in a block that activation checkpointing computes once more inside backward(), but its "
+         "gradient was complete before, and backward fusion has already updated it.\n"
+         "Read it outside of the block and give it to the block as an argument, or use "
+         "optfuse.fuse(optimizer, mode=\"forward\")");
+}
+
 // is_target: the tensor is the operator's first argument, or in it.
 Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
@@ -68,6 +80,8 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
     const of_accessed accessed = access_without_gil(impl, stranger);
     if (accessed == OF_ACCESS_FAILED)
         raise_failure(op);
+    if (accessed == OF_NOTHING_PENDING)
+        refuse_if_too_early(op, impl);
     // While a GPU may still run the update, other streams have to come here, too. The
     // key set is no atomic: only the threads that train write it.
     if (!stranger && accessed != OF_IN_FLIGHT && !of_marks_stay())

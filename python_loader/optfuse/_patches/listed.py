@@ -42,6 +42,8 @@ _GRAPH = "a CUDA graph records and replays raw memory: launch what is pending fi
 _PROFILER = "a profiler that notes addresses asks the tensors past the dispatcher"
 _CLIPS = "on parameters of fused optimizers it does all in one call of the library"
 _CLIP = "torch.nn.utils.clip_grad"
+_CHECKPOINT = "torch.utils.checkpoint"
+_RECOMPUTES = "it computes a block again inside backward: refuse weights that are updated already"
 _GRAPHS = (("torch.cuda.CUDAGraph", TESTED[0]), ("torch.accelerator.Graph", "2.12"))
 #: Methods that give a graph's handle away.
 GRAPH_HANDLES = ("raw_cuda_graph", "raw_cuda_graph_exec")
@@ -146,6 +148,14 @@ PATCHES = (
             (f"{_CLIP}.{private}", f"{_CLIP}.clip_grad_norm_"),
         )
     ),
+    *(
+        Patch(f"{_CHECKPOINT}.{name}", _RECOMPUTES, (takes,))
+        for name, takes in (
+            ("_recomputation_hook.__enter__", "self"),
+            ("_recomputation_hook.__exit__", "self"),
+            ("CheckpointFunction.backward", "ctx"),
+        )
+    ),
     Patch(
         "torch.optim.swa_utils.AveragedModel.update_parameters",
         "averages of weights are made in one call of the library, or with the weights' updates",
@@ -222,6 +232,12 @@ PLACES = (
         "it does so once, and needs consumed gradients put aside then",
         "torch.nn.parallel.DistributedDataParallel._update_process_group",
         ("_has_rebuilt_buckets",),
+    ),
+    (
+        "the hooks under which it does so",
+        _RECOMPUTES,
+        f"{_CHECKPOINT}._checkpoint_hook.__init__",
+        ("_recomputation_hook",),
     ),
     (
         "the reduction of that model",

@@ -21,8 +21,9 @@ from optfuse._patches.replacing import call_before, call_first, replace
 _KEY = "TESTING_ONLY_GenericWrapper"
 _IN_C = {
     Tensor: ("data_ptr", "const_data_ptr", "apply_", "map_", "map2_"),
-    torch._C: ("_to_dlpack", "_to_dlpack_versioned", "_data_address", "_is_cow_tensor"),
+    torch._C: ("_data_address", "_is_cow_tensor"),
 }
+_EXPORTS = ("_to_dlpack", "_to_dlpack_versioned")  # of torch._C
 #: A storage whose memory others may still read past the dispatcher is that of a consumed gradient.
 _OF_STORAGES = ("data_ptr", "is_shared", "copy_", "_share_fd_cpu_", "_share_filename_cpu_")
 
@@ -73,6 +74,13 @@ def _like(tensor: Any = None, *_: Any, **__: Any) -> Tensor | None:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
+def _exported(tensor: Any = None, *values: Any, **named: Any) -> Tensor | None:
+    """For a function that gives memory away for as long as somebody keeps it: an alias, which is
+    seen as another user of the memory. PyTorch 2.13 gives away the tensor itself."""
+    _launch("access")(tensor, *values, **named)
+    return tensor.detach() if type(tensor) in (Tensor, torch.nn.Parameter) else None
+
+
 def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) -> None:
     """Once per process."""
 
@@ -83,6 +91,8 @@ def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) 
     for owner, names in _IN_C.items():
         for name in names:
             call_first(owner, name, access)
+    for name in _EXPORTS:
+        call_first(torch._C, name, _exported)
     # torch.compile asks for it without reading numbers, so a consumed gradient passes.
     call_first(Tensor, "untyped_storage", _launch("launch"))
     for name in ("new", "new_tensor"):

@@ -80,7 +80,8 @@ _IN_C = types.MethodDescriptorType | types.BuiltinFunctionType
 def call_first(owner: Any, name: str, work: Callable[..., Any]) -> None:
     """Has a listed function that is written in C call `work` before it does anything, under
     whichever name it is called, and if a script has bound it long ago: with self, if it is a
-    method, and with its arguments. What `work` makes of self, if not None, is used in its place."""
+    method, and with its arguments. What `work` makes of self, or of the first argument of a
+    function, if not None, is used in its place."""
     function = getattr(owner, name, None)
     if function is None:
         return

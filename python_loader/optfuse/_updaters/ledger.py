@@ -33,6 +33,7 @@ from optfuse._own_step.twin import step_of
 from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group, Rule
 from optfuse._trials.stock_trial import flags_of
+from optfuse._updaters import saved_tensors
 from optfuse._updaters.choice import updater_for
 from optfuse._updaters.slots import Slots, Tensors
 from optfuse._updaters.updater import Entry
@@ -395,6 +396,10 @@ class Ledger:
         hand_set_scale.step_with_scale(optimizer, self._stock, self.rule)
         lib_with_gil.of_shim_ledger_know_state(self.plan, optimizer, False)
         lib.of_shim_restart_count(self.plan)
+
+    def look_at_modes(self, optimizer: Optimizer, in_backward: bool) -> bool:
+        """Before updates are made, while a dispatch mode is at work."""
+        return saved_tensors.tell_of_writes(optimizer, in_backward)
 
     def prepare(self, optimizer: Optimizer, same_groups: bool, in_backward: bool) -> bool:
         """After options and state were told. Whether the next step has something to do here."""

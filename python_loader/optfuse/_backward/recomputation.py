@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Backward fusion and activation checkpointing: a block that is computed again inside backward
+must not read weights that are updated already."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils import checkpoint
+
+from optfuse._library.bindings import lib
+from optfuse._patches.replacing import replace
+
+
+def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
+    """Once per process. plans_of: the optimizers in backward mode, and their plans."""
+
+    def begin() -> Iterable[object]:
+        kept, plans = plans_of()
+        lib.of_shim_begin_recompute((ctypes.c_void_p * len(plans))(*plans), len(plans))
+        return kept
+
+    hooks, nested = checkpoint._recomputation_hook, checkpoint.CheckpointFunction
+    enter, leave, backward = hooks.__enter__, hooks.__exit__, nested.backward
+
+    @functools.wraps(enter)
+    def begin_and_enter(self: Any) -> Any:
+        self._optfuse_optimizers = begin()
+        return enter(self)
+
+    @functools.wraps(leave)
+    def leave_and_end(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            lib.of_shim_end_recompute()
+            del self._optfuse_optimizers
+
+    @functools.wraps(backward)
+    def backward_in_between(ctx: Any, *grads: Any) -> Any:
+        kept = begin()
+        try:
+            return backward(ctx, *grads)
+        finally:
+            lib.of_shim_end_recompute()
+            del kept
+
+    replace(hooks, "__enter__", begin_and_enter)
+    replace(hooks, "__exit__", leave_and_end)
+    replace(nested, "backward", staticmethod(backward_in_between))

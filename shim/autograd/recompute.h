@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// recompute.h: forward passes inside of backward, as activation checkpointing makes them. In stock
+// they read the weights of the first forward pass, since step() comes later; backward fusion may
+// have updated some by then.
+#pragma once
+
+#include <c10/core/TensorImpl.h>
+
+#include <string>
+
+namespace optfuse {
+
+// While this thread makes a forward pass once more: the label of the parameter with this memory that
+// backward fusion has updated since step(). Else null.
+const std::string *updated_too_early(const c10::TensorImpl *impl);
+
+} // namespace optfuse

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Activation checkpointing computes blocks once more inside backward. A weight that such a block
+reads past autograd may have been updated by then, and stock would still read the old one."""
+
+import pytest
+import torch
+from common import adamw, batch, everything, refused, same
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+import optfuse
+
+reentrant_or_not = pytest.mark.parametrize("reentrant", (False, True))
+
+
+def no_grad(head, h):
+    with torch.no_grad():
+        gate = head(h).sigmoid()
+    return h * gate
+
+
+#: Ways in which a block uses the layer behind it.
+READS = {
+    "detach": lambda head, h: h + linear(h, head.weight.detach()),
+    "data": lambda head, h: h + h @ head.weight.data,
+    "norm": lambda head, h: h * head.weight.detach().norm(),
+    "no_grad": no_grad,
+    "a part": lambda head, h: h * head.weight[0].detach(),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, read, reentrant):
+        super().__init__()
+        self.first, self.body, self.head = (nn.Linear(6, 6) for _ in range(3))
+        self.read, self.reentrant = READS[read], reentrant
+
+    def block(self, h):
+        return self.read(self.head, self.body(h).tanh())
+
+    def forward(self, x):
+        h = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+        return self.head(h.tanh())
+
+
+def loss_of(model, i):
+    return model(batch(i)[0]).square().mean()
+
+
+def script_of(read, reentrant):
+    def script(wrap):
+        model = Model(read, reentrant)
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+            del loss
+        yield from everything(model, optimizer)
+
+    return script
+
+
+@reentrant_or_not
+@pytest.mark.parametrize("read", READS)
+def test_a_weight_that_is_updated_already_is_refused(read, reentrant):
+    model = Model(read, reentrant)
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
+    refused(loss_of(model, 0).backward, "checkpointing", "already updated it")
+    assert optfuse.summary(optimizer).created > 0
+    same(script_of(read, reentrant), "forward")
+
+
+def test_the_error_names_the_parameter():
+    model = Model("detach", False)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optfuse.fuse(optimizer, "backward", bucket_bytes=1)
+    refused(loss_of(model, 0).backward, "parameter 'head.weight' of shape (6, 6)", "aten::detach")
+
+
+def test_after_the_error_weights_can_be_used():
+    """No mark is left on them."""
+    model = Model("detach", False)
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
+    refused(loss_of(model, 0).backward)
+    assert optfuse.summary(optimizer).created > 0
+    with torch.no_grad():
+        assert model(batch(0)[0]).isfinite().all()
+        checkpoint(model.block, batch(0)[0], use_reentrant=False)
+
+
+@pytest.mark.parametrize("bucket_bytes", (0, 1))
+def test_a_weight_that_is_given_to_the_block_is_equal(bucket_bytes):
+    def script(wrap):
+        first, body, head = model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(4):
+            optimizer.zero_grad()
+            h = first(batch(i)[0])
+            weight = head.weight.detach()
+            h = checkpoint(lambda h, w: linear(body(h), w), h, weight, use_reentrant=False)
+            del weight
+            loss = head(h).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+            del loss, h
+        yield from everything(model, optimizer)
+
+    same(script, "backward", bucket_bytes=bucket_bytes)
+
+
+def test_a_block_inside_of_a_block():
+    """Its weights have their gradients from there, and are equal."""
+
+    def script(wrap):
+        layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        optimizer = wrap(adamw(layers.parameters()))
+
+        def inner(h):
+            return layers[2](h).tanh()
+
+        def outer(h):
+            return checkpoint(inner, layers[1](h).tanh(), use_reentrant=False)
+
+        for i in range(4):
+            optimizer.zero_grad()
+            h = checkpoint(outer, layers[0](batch(i)[0]), use_reentrant=False)
+            loss = layers[3](h).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+            del loss, h
+        yield from everything(layers, optimizer)
+
+    same(script, "backward", bucket_bytes=1)
+
+
+def test_passes_over_parts_of_the_parameters():
+    """The second one computes the block again, whose weights the first one has updated."""
+
+    def passes(layers, optimizer, i):
+        optimizer.zero_grad()
+        h = layers[0](batch(i)[0]).tanh()
+        loss = checkpoint(layers[1], h, use_reentrant=False).square().mean()
+        loss.backward(inputs=list(layers[1].parameters()), retain_graph=True)
+        loss.backward(inputs=list(layers[0].parameters()))
+        optimizer.step()
+
+    def script(wrap):
+        layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        optimizer = wrap(adamw(layers.parameters()))
+        for i in range(3):
+            passes(layers, optimizer, i)
+        yield from everything(layers, optimizer)
+
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+    optimizer = optfuse.fuse(adamw(layers.parameters()), mode="backward", bucket_bytes=1)
+    refused(lambda: passes(layers, optimizer, 0), "already updated it")
+    same(script, "forward")
+
+
+def test_a_hook_reads_the_new_weight():
+    """Of the layer behind it, whose gradients are complete: as docs/hazards.md says."""
+    first, head = layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+    optimizer = optfuse.fuse(adamw(layers.parameters()), mode="backward", bucket_bytes=1)
+    before, seen = head.weight.detach().clone(), []
+    h = first(batch(0)[0])
+    h.register_hook(lambda _: seen.append(head.weight.detach().clone()))
+    head(h.tanh()).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(seen[0], head.weight) and not torch.equal(seen[0], before)
