@@ -2,6 +2,8 @@
 """A gradient that is another parameter or its state, by whatever strides: PyTorch updates the
 parameters one after the other, and each reads what those before it have written."""
 
+import threading
+
 import pytest
 import torch
 from common import refused, same
@@ -79,6 +81,36 @@ def test_the_state_itself_of_one_behind_while_several_threads_update(make, sever
             params[reader].grad = optimizer.state[params[owner]][STATE[make]]
 
     same(scripted(make, 300, borrow), prove=False)
+
+
+@pytest.mark.parametrize("make", ("Rprop", "SGD", "AdamW"))
+def test_steps_of_several_threads_come_one_after_the_other(make):
+    """Each looks who else writes to the memory of gradients, which variables know."""
+
+    def script(wrap):
+        params = [nn.Parameter(torch.randn(20, 20)) for _ in range(8)]
+        kept = [torch.randn(20, 20) for _ in params]
+        optimizer = wrap(MAKE[make](params))
+        for p, g in zip(params, kept, strict=True):
+            p.grad = g.detach()
+
+        def steps(n):
+            for _ in range(n):
+                optimizer.step()
+
+        steps(1)
+        threads = [threading.Thread(target=steps, args=(100,)) for _ in range(3)]
+        if wrap.fused:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        else:
+            steps(300)
+        yield "weights", [p.detach() for p in params]
+        yield "state", optimizer.state_dict()
+
+    same(script, prove=False)
 
 
 @pytest.mark.parametrize("reader, owner", ((0, 2), (2, 0)))
