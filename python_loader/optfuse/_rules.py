@@ -187,7 +187,8 @@ class Rule:
         return numbers
 
     def _refuse_other_precisions(self, group: Group) -> None:
-        """Of tensors as learning rates docs/numerics.md tells."""
+        """Raises optfuse.Error for an option that is no double. (docs/numerics.md has tensors as
+        learning rates.)"""
         for key, i in self._where:
             value = group[key] if i is None else group[key][i]
             is_negated_alone = not (self.lr_makes_scalars or self.as_made)

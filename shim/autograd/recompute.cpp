@@ -23,7 +23,7 @@ struct Early {
     std::string label;
 };
 
-// What got the mark for each of the passes that this thread makes, one inside of the other.
+// The parameters that got the mark for each pass that this thread makes, one inside of the other.
 std::vector<std::vector<Early>> &early_here() {
     thread_local std::vector<std::vector<Early>> all;
     return all;

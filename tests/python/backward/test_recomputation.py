@@ -164,7 +164,7 @@ def test_passes_over_parts_of_the_parameters():
 
 
 def test_a_hook_reads_the_new_weight():
-    """Of the layer behind it, whose gradients are complete: as docs/hazards.md says."""
+    """The layer behind it has its gradients by then: as docs/hazards.md says."""
     first, head = layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
     optimizer = optfuse.fuse(adamw(layers.parameters()), mode="backward", bucket_bytes=1)
     before, seen = head.weight.detach().clone(), []

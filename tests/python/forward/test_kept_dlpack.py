@@ -95,7 +95,7 @@ def test_gradients_that_are_clipped(export, small_gradients_wait_too):
 @exports
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 def test_parameters_that_need_no_gradient(export, mode):
-    """Whose gradients come from elsewhere, as in evolution strategies."""
+    """Their gradients come from elsewhere, as in evolution strategies."""
 
     def script(wrap):
         params = [Parameter(torch.randn(n, 3), requires_grad=False) for n in (4, 9)]
