@@ -31,7 +31,7 @@ from optfuse._library.bindings import (
 from optfuse._library.bindings import start as start_library
 from optfuse._link import Link, links
 from optfuse._own_step import updates
-from optfuse._patches import compiled, profiling, raw_memory, replacing
+from optfuse._patches import compiled, higher_order, profiling, raw_memory, replacing
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:
@@ -159,6 +159,7 @@ def start() -> None:
     os.register_at_fork(before=_flush_before_fork)
     raw_memory.install(reveal_all, _swap_and_tell)
     compiled.install(_reveal_to_compiled)
+    higher_order.install(flush_all)
     _gpu.install(flush_all, drain_all)
     profiling.install(reveal_all)
     loss_scale.install()

@@ -148,6 +148,11 @@ PATCHES = (
             (f"{_CLIP}.{private}", f"{_CLIP}.clip_grad_norm_"),
         )
     ),
+    Patch(
+        "torch._ops.HigherOrderOperator.__call__",
+        "PyTorch dispatches it in Python and refuses the key of pending tensors: launch first",
+        ("self",),
+    ),
     *(
         Patch(f"{_CHECKPOINT}.{name}", _RECOMPUTES, (takes,))
         for name, takes in (
