@@ -4,7 +4,8 @@ nothing but fork. Importing it takes longer than most of what is run in them.
 
 Each is an interpreter of its own, which imports optfuse itself and exits as any
 other, but has not read the environment when it imported torch. One that is to look as if
-it had just been started is made so by as_started.py. As a program it is the process
+it had just been started is made so by as_started.py. Python takes its modules apart at its end,
+which costs as much as many a script: end_soon() does without. As a program it is the process
 that forks: each connection brings one request and the files of the child, and gets
 the child's id and, when it has ended, its status."""
 
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 
@@ -64,6 +66,23 @@ def script(path, *arguments, first=""):
     return SCRIPT.format(arguments=words, folder=os.path.dirname(words[0]), first=first)
 
 
+def end_soon(run):
+    """Runs it and ends the process, as Python does but for taking its modules apart."""
+    status = 0
+    try:
+        run()
+    except SystemExit as stop:
+        status = stop.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
 class Child:
     """As subprocess.Popen(), of files."""
 
@@ -94,13 +113,14 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def coded(code, cwd, env):
-    """As `python -c CODE`, with torch imported."""
-    return {"code": code, "cwd": str(cwd), "env": env}
+def coded(code, cwd, env, ends_soon=False):
+    """As `python -c CODE`, with torch imported. ends_soon: by end_soon()."""
+    return {"code": code, "cwd": str(cwd), "env": env, "ends_soon": ends_soon}
 
 
 def started(arguments, cwd, env):
-    """As `python ARGUMENTS`, by all that it can see itself (as_started.py). No flags."""
+    """As `python ARGUMENTS`, by all that it can see itself (as_started.py). No flags. It ends by
+    end_soon()."""
     words = [str(word) for word in arguments]
     asked = {"arguments": words, "cwd": str(cwd), "env": env, "parent": os.getpid()}
     return {**asked, "unbuffered": False, "session": False}
@@ -195,6 +215,9 @@ if __name__ == "__main__":
         become(request, files)
         if "code" in request:
             sys.path[0], sys.argv = "", ["-c"]
-            exec(compile(request["code"], "<string>", "exec"), fresh_main())
+            code, main = compile(request["code"], "<string>", "exec"), fresh_main()
+            if request["ends_soon"]:
+                end_soon(lambda: exec(code, main))
+            exec(code, main)
         else:
-            as_started.run(request, address)
+            end_soon(lambda: as_started.run(request, address))

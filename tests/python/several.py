@@ -50,7 +50,7 @@ if child:
 """
 
 
-# Scripts whose start is not what is tested.
+# Scripts whose start is not what is tested, nor their end but for started().
 
 
 def started(output, script, *arguments):
@@ -63,7 +63,8 @@ def started(output, script, *arguments):
 def run_script(arguments, cwd=".", first="", timeout=180, **variables):
     """The script's subprocess.CompletedProcess."""
     code = forked_python.script(*arguments, first=first)
-    return forked_python.run(forked_python.coded(code, cwd, {**os.environ, **variables}), timeout)
+    asked = forked_python.coded(code, cwd, {**os.environ, **variables}, ends_soon=True)
+    return forked_python.run(asked, timeout)
 
 
 def printed(arguments, folder, first="", **variables):
