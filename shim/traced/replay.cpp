@@ -172,6 +172,8 @@ bool keep_results(Replay *replay, torch::jit::Stack *stack) {
         return true;
     };
     for (const c10::IValue &value : noted.results) {
+        if (value.isDouble()) // stands for a value: Tape.lend()
+            continue;
         if (value.isTensor() ? !keep(value.toTensor()) : !value.isTensorList())
             return false;
         if (value.isTensorList())
@@ -259,7 +261,7 @@ std::vector<std::pair<c10::TensorImpl *, size_t>> counts_of(const Replay *replay
             };
             if (value.isTensor())
                 count(value.toTensor());
-            else
+            else if (value.isList())
                 for (const c10::IValue &element : value.toListRef())
                     count(element.toTensor());
         }
@@ -287,6 +289,13 @@ std::tuple<int64_t, std::string, std::string> learned_now() {
         return {-1, "", ""};
     const auto &name = running->calls.back().op.operator_name();
     return {static_cast<int64_t>(running->calls.size()) - 1, name.name, name.overload_name};
+}
+
+// How many operators the step() that is learned or played has called; -1: there is none.
+int64_t operators_so_far() {
+    if (running == nullptr)
+        return -1;
+    return static_cast<int64_t>(running->learns ? running->calls.size() : running->next);
 }
 
 // The call, the argument and the element of each number that operators were given; empty if they
@@ -353,6 +362,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("begin_learning() -> int", optfuse::begin_learning);
     m.def("learn_standin(int replay, Tensor standin) -> ()", optfuse::learn_standin);
     m.def("learned_now() -> (int, str, str)", optfuse::learned_now);
+    m.def("operators_so_far() -> int", optfuse::operators_so_far);
     m.def("end_learning(int replay) -> int[]", optfuse::end_learning);
     m.def("has_failed(int replay) -> bool", optfuse::has_failed);
     m.def("set_free(int replay, int[] free) -> ()", optfuse::set_free);

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optfuse._traced.given import Given
 from optfuse._traced.standin import (
     CPU,
     DTYPES,
@@ -56,12 +57,14 @@ class _Writer:
         self._called = called
         self.code: list[int] = []
         self.words: list[str] = []
-        self.numbers: list[float] = []
+        self.numbers: list[float | Given] = []
         self.operands: list[Standin] = []
 
     def argument(self, x: Any) -> None:
         if isinstance(x, Standin):
             self._operand(x)
+        elif isinstance(x, Given):
+            self._given(x)
         elif isinstance(x, Tensor):
             self._constant(x)
         elif isinstance(x, list | tuple):
@@ -79,6 +82,13 @@ class _Writer:
             self.numbers.append(x)
         else:
             self._special(x)
+
+    def _given(self, x: Given) -> None:
+        if type(x.value) is not float:
+            self.argument(x.pin())
+            return
+        self.code.append(DOUBLE)
+        self.numbers.append(x)
 
     def _operand(self, x: Standin) -> None:
         if x.tape is not self._tape:
@@ -323,6 +333,8 @@ def _here(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 def _blank(tape: Tape, x: Any) -> Any:
     if isinstance(x, Standin):
         return tape.blank(x)
+    if isinstance(x, Given):
+        return x.value
     if isinstance(x, Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
     if isinstance(x, list | tuple):

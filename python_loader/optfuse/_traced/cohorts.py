@@ -13,7 +13,6 @@ from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._own_step.twin import CONSTANT, Entry
 from optfuse._traced.counting import Counting
 from optfuse._traced.guide import Place, Recorded
-from optfuse._traced.program import Program
 from optfuse._traced.replay import Replay
 from optfuse._traced.standin import Untraceable
 
@@ -36,15 +35,14 @@ class Cohort:
     learned: int = 0  # how many replays there have been
     played: int = 0  # how often they were right
 
-    def is_worth_learning(self, before: Recorded | None) -> bool:
-        """Whether the steps are alike, as far as is known. before: of the step before."""
+    def is_worth_learning(self, before: Recorded | None, by_shape: bool) -> bool:
+        """Whether the steps are alike, as far as is known. before: of the step before. by_shape:
+        all parameters have one shape."""
         now = self.recorded
         if before is None or now is None or self.learned > 2 + self.played // 8:
             return False
-        was, program = before.program, now.program
-        if not isinstance(was, Program) or not isinstance(program, Program):
-            return False
-        return was.structure is program.structure and not now.looked_at_shape
+        is_same = before.program.structure is now.program.structure
+        return is_same and (by_shape or not now.looked_at_shape)
 
 
 @dataclass

@@ -29,6 +29,11 @@ class Given:
         value = float(self.value)
         return value if self.sign == 1 else -1.0 * value
 
+    def pin(self) -> Any:
+        """Its value, on which the tape depends then."""
+        self.pinned.add(self.place)
+        return self.value
+
     def __float__(self) -> float:
         self.pinned.add(self.place)
         return self.now()

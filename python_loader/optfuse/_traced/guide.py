@@ -68,6 +68,8 @@ class Recorded:
     attributes: dict[str, Any]
     looked_at_shape: bool
     looked_at_requires_grad: bool
+    # Each run's decisions at branches on values, and where registers begin behind these.
+    runs: tuple[tuple[tuple[bool, ...] | None, tuple[int, ...]], ...]
 
     def shaped(self) -> set[str]:
         """The names of state tensors that have another shape than the parameter."""
@@ -182,15 +184,23 @@ def _next_decisions(taken: list[bool]) -> tuple[bool, ...]:
 
 
 def _must_agree(one: _Run, other: _Run) -> None:
-    for what, a, b in (
-        ("the state entry", one.kept, other.kept),
-        ("options", one.options, other.options),
-        ("attributes", one.after, other.after),
-    ):
-        if difference("", a, b) is not None or list(a or ()) != list(b or ()):
-            raise Untraceable(f"by a tensor's value it makes something else of {what}")
+    left, others = (one.kept, one.options, one.after), (other.kept, other.options, other.after)
+    what = disagreement(left, others)
+    if what is not None:
+        raise Untraceable(f"by a tensor's value it makes something else of {what}")
     if one.order != other.order or one.fresh != other.fresh:
         raise Untraceable("by a tensor's value it makes other state")
+
+
+Left = tuple["Entry | None", Group, dict[str, Any]]
+
+
+def disagreement(one: Left, other: Left) -> str | None:
+    """Names the one of entry, options and attributes that differs after two runs."""
+    for what, a, b in zip(("the state entry", "options", "attributes"), one, other, strict=True):
+        if difference("", a, b) is not None or list(a or ()) != list(b or ()):
+            return what
+    return None
 
 
 def _joined(runs: list[_Run]) -> Recorded:
@@ -210,8 +220,9 @@ def _joined(runs: list[_Run]) -> Recorded:
     looked = any(tape.looked_at_shape for tape in tapes)
     at_requires_grad = any(tape.looked_at_requires_grad for tape in tapes)
     of_optimizer = first.options, first.after
+    of_runs = tuple((tape.decisions, tape.begins) for tape in tapes)
     return Recorded(
-        program, first.kept, tuple(first.order), *of_optimizer, looked, at_requires_grad
+        program, first.kept, tuple(first.order), *of_optimizer, looked, at_requires_grad, of_runs
     )
 
 

@@ -143,7 +143,9 @@ class Recording:
         recorded = None
         if cohort.replay is not None:
             attributes, given, entry = self._inputs(optimizer, param, cohort)
-            recorded = cohort.replay.play(self._twin, dict(attributes), dict(given), entry)
+            first = dict(attributes), dict(given), entry
+            again = lambda: self._inputs(optimizer, param, cohort)  # noqa: E731
+            recorded = cohort.replay.play(self._twin, first, again)
             cohort.played += recorded is not None
         if recorded is None:
             cohort.replay = None
@@ -155,7 +157,8 @@ class Recording:
         self.names += recorded.names[len(self.names) :]
         self.shaped |= recorded.shaped()
         self._take_settings(cohort.group, attributes, given, recorded)
-        may = cohort.replay is None and self._can_play(param) and cohort.is_worth_learning(before)
+        may = cohort.replay is None and self._can_play(param)
+        may = may and cohort.is_worth_learning(before, self.by_shape[cohort.group])
         if may and not self._must_run_once():
             self._learn_replay(optimizer, param, cohort, recorded)
 
@@ -176,12 +179,16 @@ class Recording:
         self, optimizer: Optimizer, param: Tensor, cohort: Cohort, recorded: Recorded
     ) -> None:
         promise = self.promise
-        options = twin.options_of(optimizer.param_groups[cohort.group])
-        given = dict(fresh(options, promise.options))
-        attributes = dict(fresh(self.before, promise.attributes))
-        entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
-        of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
-        cohort.replay = learn(self._twin, attributes, given, *of_param, recorded)
+
+        def inputs() -> Inputs:
+            options = twin.options_of(optimizer.param_groups[cohort.group])
+            given = dict(fresh(options, promise.options))
+            attributes = dict(fresh(self.before, promise.attributes))
+            entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
+            return attributes, given, entry
+
+        of_param = tuple(param.shape), param.dtype, _strides(param)
+        cohort.replay = learn(self._twin, inputs, of_param, self.names, recorded)
         cohort.learned += 1
 
     def _inputs(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> Inputs:

@@ -98,7 +98,7 @@ class Call:
     operator: str  # as "aten::linalg_vector_norm.default"
     code: tuple[int, ...]  # its arguments, as shim/traced/parts.cpp reads them
     words: tuple[str, ...]  # and what it reads of these
-    numbers: tuple[float, ...]
+    numbers: tuple[float | Given, ...]
     reads: tuple[int, ...]  # registers, the written ones among them
     makes: tuple[int, ...]
 
@@ -147,6 +147,10 @@ class Tape:
         self.decisions: tuple[bool, ...] | None = None
         self.begins: tuple[int, ...] = ()
         self.taken: list[bool] = []
+        # In a step() that is learned, of each branch: how many operators come before it, and the id
+        # of the stand-in that is asked. When it is played they must be the same.
+        self.asked: list[tuple[int, int]] = []
+        self.is_played = False
         # Numbers that stand for values which PyTorch asks for to hand them to an operator, as
         # alpha= is; until that operator comes, which must be the next one.
         self.lent: dict[float, Standin] = {}
@@ -181,6 +185,8 @@ class Tape:
 
     def branch(self, x: Standin) -> bool:
         """The outcome of a branch on a value, in this run."""
+        if self.is_played:
+            return self._branch_again(x)
         if self.decisions is None or x.form is None or math.prod(x.form[0]) != 1:
             self.refuse("it branches on a tensor's value (__bool__)")
         at = len(self.taken)
@@ -189,13 +195,24 @@ class Tape:
         outcome = at >= len(self.decisions) or self.decisions[at]
         self.lines.append(Branch(x.register, outcome, at))
         self.taken.append(outcome)
+        if self.learning is not None:
+            self.asked.append(_asked_now(x))
         if at < len(self.begins):
             self.n = max(self.n, self.begins[at])
         return outcome
 
+    def _branch_again(self, x: Standin) -> bool:
+        at = len(self.taken)
+        if at == len(self.asked) or self.asked[at] != _asked_now(x):
+            self.refuse("this branch is not the one of before")
+        decisions = self.decisions or ()
+        outcome = at >= len(decisions) or decisions[at]
+        self.taken.append(outcome)
+        return outcome
+
     def lend(self, x: Standin) -> float:
         """A number that stands for a value, for the operator that comes next."""
-        if x.form != POINT or not x.dtype.is_floating_point or self.device != CPU or self.learning:
+        if x.form != POINT or not x.dtype.is_floating_point or self.device != CPU:
             self.refuse("it reads numbers out of a tensor (_local_scalar_dense)")
         value = _LENT + (1 + len(self.lent)) * 2.0**-50
         self.lent[value] = x
@@ -235,6 +252,10 @@ class Tape:
         if self.strides is not None:
             return self.sizes, tuple(self.strides)
         return self.sizes, torch.empty(self.sizes, device="meta").stride()
+
+
+def _asked_now(x: Standin) -> tuple[int, int]:
+    return torch.ops.optfuse.operators_so_far(), id(x)
 
 
 _LENT = 0.09371  # no number that a step() has
@@ -422,8 +443,12 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
             return args[0].tape.answer(func, *args)
         elif func is _VALUE:
             return args[0].tape.lend(args[0])
-        elif (tape := tape_of(args, kwargs)).lent:
-            args, kwargs = tape.give_back(args, kwargs or {})
+        else:
+            tape = tape_of(args, kwargs)
+            if tape.lent:
+                args, kwargs = tape.give_back(args, kwargs or {})
+            if tape.learning is not None:
+                args, kwargs = tape.learning.given(func, args, kwargs or {})
         return otherwise[0](func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -132,8 +132,72 @@ class Alias(Replayed):
         p.detach().add_(grad.detach(), alpha=0.01 if is_late else 0.02)
 
 
+class OfNorm(Replayed):
+    """Calls an operator that no kernel runs, and another one with a number that changes."""
+
+    def later(self, p, grad, state, group, is_late):
+        p.sub_(grad / (grad.norm() + 0.1 * state["n"]), alpha=0.01)
+
+
+class Asks(Replayed):
+    """Two branches on values, with numbers that change before them and behind."""
+
+    def later(self, p, grad, state, group, is_late):
+        n = state["n"]
+        if grad.norm() > 4 + 0.01 * n:
+            grad = grad * (0.5 + 0.001 * n)
+        elif grad.mean() > 0:
+            grad = grad - 0.01 * n
+        p.sub_(grad, alpha=0.01)
+
+
+class Lends(Replayed):
+    """A value is the number that PyTorch hands to an operator."""
+
+    def later(self, p, grad, state, group, is_late):
+        size, length = p.norm(), grad.norm()
+        ratio = 1 if size == 0 or length == 0 else size / length
+        p.add_(grad, alpha=-0.001 * ratio * (1 + 0.1 * state["n"]))
+
+
+class ByShape(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        if p.dim() > 1:
+            grad = grad - grad.mean(dim=0, keepdim=True) * (0.5 + 0.001 * state["n"])
+        p.sub_(grad / p.shape[0], alpha=0.01)
+
+
+class OtherQuestion(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        large, positive = grad.norm() > 4, grad.mean() > 0
+        if positive if is_late else large:
+            p.sub_(grad, alpha=0.01)
+
+
+class AsksLater(Replayed):
+    """The same tensor, before an operator has written into it or after that."""
+
+    def later(self, p, grad, state, group, is_late):
+        size = grad.norm()
+        early = None if is_late else bool(size)
+        size.sub_(size)
+        if bool(size) if is_late else early:
+            p.sub_(grad, alpha=0.01)
+
+
+class AsksMore(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        size = grad.norm()
+        if not is_late or size > 0:
+            p.sub_(grad, alpha=0.01)
+        if size > 4:
+            p.mul_(0.99)
+
+
 LIKE_BEFORE = (MayAddNoise, Replayed, NewTensor, Foreach, Numbers, Alias)
+CALLING = (OfNorm, Asks, Lends, ByShape)
 OTHERWISE = (OtherOperator, OtherOperand, OtherPower, OtherSign, OneMore, Swallows, Kinds)
+OTHERWISE += (OtherQuestion, AsksLater, AsksMore)
 
 
 def trained(make, mode, shapes=((31,), (7, 5), (20,))):
@@ -177,6 +241,15 @@ def test_steps_with_other_numbers_are_played(make, mode):
     (cohort,) = traced._cohorts
     assert not traced.untraced
     assert cohort.played > STEPS / 2, (cohort.learned, cohort.played)
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("make", CALLING)
+def test_steps_that_call_operators_and_branch_on_values_are_played(make, mode):
+    traced = compare(make, mode)
+    assert not traced.untraced
+    for cohort in traced._cohorts:
+        assert cohort.played > STEPS / 2, (cohort.learned, cohort.played)
 
 
 @pytest.mark.parametrize("mode", ("forward", "backward"))
