@@ -10,7 +10,7 @@ const char *order_name(size_t order) {
     return of_norm_orders[order];
 }
 
-/* Of the first n numbers of each row. */
+/* The norms of the first n numbers of each row. */
 void norms_of_rows(size_t order, const float *numbers, size_t rows, size_t apart, size_t n,
                    float *norms) {
     of_norm_fn *norm = of_norm_find(order, of_isa_detect());

@@ -108,7 +108,7 @@ START_TEST(a_host_without_seals_has_one_fence_a_launch) {
 }
 END_TEST
 
-/* What is in flight has its marks until it is known to be done. */
+/* An update in flight keeps its marks until it is known to be done. */
 START_TEST(a_fence_comes_before_updates_on_a_device_are_forgotten) {
     fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
     twin *t = add_on_device(f, 10, 0);
