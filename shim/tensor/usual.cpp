@@ -114,7 +114,7 @@ template <bool on_gpu>
 // The tensors that take part: the parameter, its gradient, the state that is used, and on a GPU
 // perhaps the step counter.
 struct Parts {
-    enum { PARAM, GRAD, STATE };
+    static constexpr size_t PARAM = 0, GRAD = 1, STATE = 2;
     c10::TensorImpl *at[STATE + OF_MAX_STATE + 1];
     size_t n = STATE;
     // False: another one has its memory.
