@@ -46,6 +46,20 @@ static double pick(uint64_t *random, const double *values, size_t n) {
     return values[random_next(random) % n];
 }
 
+float near_halves(of_dtype dtype, uint64_t *random) {
+    const uint64_t ones = (uint64_t)1 << (dtype == OF_FLOAT16 ? 11 : 8); /* digits of a number */
+    const uint64_t number = ones / 2 + random_next(random) % (ones / 2);
+    const uint64_t middle = (ones + random_next(random) % ones) | 1;
+    return (float)((double)middle / (double)(2 * number));
+}
+
+/* Mostly any, so that its powers have many digits. */
+static double random_beta(uint64_t *random) {
+    static const double betas[] = {0.0, 0.5, 0.9, 0.999};
+    return random_next(random) % 4 ? 1 - ldexp(random_real(random), -(int)(random_next(random) % 10))
+                                   : pick(random, betas, 4);
+}
+
 static double random_hyper(const char *name, uint64_t *random) {
     static const double betas[] = {0.0, 0.5, 0.9, 0.999}, weights[] = {0.0, 0.01, 0.3};
     static const double rates[] = {1e-3, 0.1, 7.0}, eps[] = {0.0, 1e-8, 1e-3};
@@ -54,8 +68,10 @@ static double random_hyper(const char *name, uint64_t *random) {
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         if (strcmp(name, flags[i]) == 0)
             return (double)(random_next(random) & 1);
-    if (strncmp(name, "beta", 4) == 0 || strcmp(name, "momentum") == 0 ||
-        strcmp(name, "dampening") == 0 || strcmp(name, "alpha") == 0 || strcmp(name, "rho") == 0)
+    if (strncmp(name, "beta", 4) == 0)
+        return random_beta(random);
+    if (strcmp(name, "momentum") == 0 || strcmp(name, "dampening") == 0 ||
+        strcmp(name, "alpha") == 0 || strcmp(name, "rho") == 0)
         return pick(random, betas, 4);
     if (strcmp(name, "weight_decay") == 0)
         return pick(random, weights, 3);
@@ -94,7 +110,7 @@ static void fill_numbers(batch *b, size_t i, uint64_t *random) {
         entry->numbers_at[k] = &t->numbers[k];
 }
 
-/* Gradients that make averages halfway between two bfloat16, or next to that: with a beta of 0 the
+/* Gradients that make averages halfway between two bfloat16, or next to that: with betas of 0 the
  * averages are the gradient and its square. */
 static void fill_halves(arrays *a, uint64_t *random) {
     static const uint32_t ends[] = {0x8000, 0x7fff, 0x8001, 0x0000};
@@ -122,7 +138,8 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     if (b->mixed)
         fill_halves(&t->wanted, random);
     arrays_copy(&t->mine, &t->wanted);
-    t->step = (float)pick(random, steps, 4);
+    t->step = random_next(random) % 2 ? (float)pick(random, steps, 4)
+                                      : (float)(1 + random_next(random) % 2000);
     /* Seldom another than the last one: each change takes a launch. */
     t->step_on_device = i ? b->tensors[i - 1].step_on_device : random_next(random) & 1;
     if (random_next(random) % 1000 == 0 || (b->n < LONG_TENSORS && random_next(random) % 8 == 0))
@@ -166,10 +183,14 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     b->rule = rule;
     for (size_t i = 0; i < rule->n_hyper; i++)
         b->hyper[i] = random_hyper(rule->hyper[i], random);
+    if (b->mixed && random_next(random) % 4 == 0)
+        b->hyper[1] = b->hyper[2] = 0; /* beta1, beta2: for fill_halves() */
     b->lr = (float)pick(random, (double[]){1e-3, 0.25}, 2);
     b->grad_scale = (float)pick(random, (double[]){1024.0, 3.0}, 2);
     b->found_inf = random_next(random) % 8 == 0 ? 1.0f : 0.0f;
     b->factor = (float)pick(random, (double[]){0.3, 1.0, 1e-4}, 3);
+    if (random_next(random) % 2)
+        b->factor = near_halves(dtype, random);
     b->wide_factor = dtype == OF_FLOAT64 ? 1.0 / 3.0 : (double)b->factor;
     b->update = (of_cuda_update){.rule = b->mixed ? of_rule_mixed(rule) : rule->name,
                                  .dtype = dtype,

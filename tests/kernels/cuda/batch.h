@@ -38,6 +38,10 @@ typedef struct batch {
 extern float (*batch_powf)(float x, float exponent);
 extern double (*batch_pow)(double x, double exponent);
 
+/* A factor at which some products with numbers of 16 bits are next to the middle between two of
+ * these, so that it shows how a product is rounded. For other dtypes one with many digits. */
+float near_halves(of_dtype dtype, uint64_t *random);
+
 /* Room for so many tensors; the first LONG_TENSORS have up to `longest` elements. */
 void batch_create(batch *b, size_t most, size_t longest);
 void batch_destroy(batch *b);
