@@ -13,7 +13,7 @@
 #include "packing.h"
 #include "rules/sgd.h"
 
-enum { SHORT = 1200, LONGEST = 5000, MOST_ROWS = 70, LONG_ROWS = 1540 };
+enum { SHORT = 1200, LONGEST = 5000, LONG = 20000, MOST_ROWS = 70, LONG_ROWS = 1540 };
 
 static void *allocated(size_t bytes) {
     void *made = malloc(bytes + 1);
@@ -56,18 +56,6 @@ static void fill_scaling(input *in, of_dtype dtype, uint64_t *random) {
                                  .hyper = b->hyper,
                                  .factor_at = dtype == OF_FLOAT64 ? (void *)&b->wide_factor
                                                                   : (void *)&b->factor};
-}
-
-/* Betas and steps are any, so that powers have many digits. */
-static void vary(batch *b, uint64_t *random) {
-    for (size_t i = 0; i < b->rule->n_hyper; i++)
-        if (strncmp(b->rule->hyper[i], "beta", 4) == 0 && random_next(random) % 4)
-            b->hyper[i] = 1 - ldexp(random_real(random), -(int)(random_next(random) % 10));
-    for (size_t i = 0; i < b->n; i++) {
-        if (random_next(random) % 4)
-            b->tensors[i].step = (float)(1 + random_next(random) % 2000);
-        b->entries[i].step = (double)b->tensors[i].step;
-    }
 }
 
 static double get(const unsigned char *at, of_dtype dtype) {
@@ -133,12 +121,13 @@ static void add_arrays(input *in) {
                 add_area(in, in->b.tensors[i].mine.at[k], in->b.entries[i].n * in->element);
 }
 
-void input_fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
+void input_fill(input *in, const char *rule, of_dtype dtype, bool is_long, uint64_t random) {
     static const int majors[] = {7, 9, 9, 10}, multiprocessors[] = {1, 2, 30};
     static const uint32_t chunks[] = {0, 0, 512, 4096};
     memset(in, 0, sizeof *in);
     in->packs = strcmp(rule, "packing") == 0;
-    const size_t longest = random_next(&random) % 4 ? SHORT : LONGEST;
+    const size_t mostly = random_next(&random) % 4 ? SHORT : LONGEST;
+    const size_t longest = is_long ? LONG : mostly;
     /* In long rows a thread takes four elements at once, for some pairs in both. */
     const size_t rows =
         random_next(&random) % 16 ? 1 + random_next(&random) % MOST_ROWS : LONG_ROWS;
@@ -155,10 +144,9 @@ void input_fill(input *in, const char *rule, of_dtype dtype, uint64_t random) {
         fill_scaling(in, dtype, &random);
     else
         batch_fill(&in->b, of_rule_find(rule), dtype, true, &random);
-    vary(&in->b, &random);
     if (strcmp(rule, "sgd") == 0)
         cancel_some(in, dtype, &random);
-    in->b.n = 1 + random_next(&random) % TENSORS;
+    in->b.n = is_long ? TENSORS : 1 + random_next(&random) % TENSORS;
     in->b.update.chunk = chunks[random_next(&random) % 4];
     add_arrays(in);
 }

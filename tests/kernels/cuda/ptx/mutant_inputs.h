@@ -5,7 +5,7 @@
 
 #include "batch.h"
 
-enum { MOST_AREAS = 24, TENSORS = 4 };
+enum { TENSORS = 8, MOST_AREAS = TENSORS * N_ARRAYS };
 
 /* Memory that a launch may change. */
 typedef struct area {
@@ -24,8 +24,9 @@ typedef struct input {
     size_t n_areas;
 } input;
 
-/* Drawn as device_check draws them, of few and short tensors; of packing and scaling, too. */
-void input_fill(input *in, const char *rule, of_dtype dtype, uint64_t random);
+/* Drawn as device_check draws them, of few and mostly short tensors; of packing and scaling, too.
+ * is_long: as many tensors as there may be, of up to 20,000 elements. */
+void input_fill(input *in, const char *rule, of_dtype dtype, bool is_long, uint64_t random);
 void input_drop(input *in);
 /* Launches. False: the machine saw an error. */
 bool input_run(input *in);

@@ -2,11 +2,13 @@
 /* mutants_check.c: runs every mutant of one kernel (mutate.py) on inputs that were chosen to reach
  * all of its branches, and says which of them nothing shows.
  *
- *   mutants_check RULE DTYPE
+ *   mutants_check RULE DTYPE LONG
  *
  * Inputs are drawn as device_check draws them, of few and short tensors. From a pool of them those
- * are taken that reach what few before did, and more up to device_check's default rounds. A
- * mutant is killed by a bit that differs, or by an error of the machine. */
+ * are taken that reach what few before did, and more up to device_check's default rounds. What
+ * these do not show is tried on LONG others of longer tensors: few numbers of 16 bits tell how a
+ * float32 before them was rounded. A mutant is killed by a bit that differs, or by an error of the
+ * machine. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +17,7 @@
 #include "mutant_inputs.h"
 #include "mutation.h"
 
-enum { POOL = 1500, ENOUGH = 3, ROUNDS = 40 };
+enum { POOL = 1500, ENOUGH = 3, ROUNDS = 40, MOST_LONG = 40 };
 
 ptx_mutation_state ptx_mutation = {.number = -1, .place = -1};
 
@@ -66,8 +68,8 @@ static bool is_new(counts reached) {
 }
 
 /* Fills the input; whether it runs the kernel. */
-static bool drawn(input *in, const char *rule, of_dtype dtype, uint64_t seed) {
-    input_fill(in, rule, dtype, seed * 0x9e3779b97f4a7c15u | 1);
+static bool drawn(input *in, const char *rule, of_dtype dtype, bool is_long, uint64_t seed) {
+    input_fill(in, rule, dtype, is_long, seed * 0x9e3779b97f4a7c15u | 1);
     memset(ptx_mutation.reached, 0, sizeof ptx_mutation.reached);
     memset(ptx_mutation.pairs, 0, sizeof ptx_mutation.pairs);
     ran = false;
@@ -93,14 +95,25 @@ static size_t choose(input *inputs, const char *rule, of_dtype dtype, counts rea
         for (int seed = 0; seed < POOL && n < ROUNDS; seed++) {
             if (taken[seed])
                 continue;
-            taken[seed] =
-                drawn(&inputs[n], rule, dtype, (uint64_t)seed + 1) && (is_new(reached) || others);
+            taken[seed] = drawn(&inputs[n], rule, dtype, false, (uint64_t)seed + 1) &&
+                          (is_new(reached) || others);
             if (taken[seed])
                 keep(&inputs[n++], reached);
             else
                 input_drop(&inputs[n]);
         }
     return n;
+}
+
+static size_t add_long(input *inputs, const char *rule, of_dtype dtype, counts reached, size_t n) {
+    size_t made = 0;
+    for (uint64_t seed = POOL; made < n && seed < 2 * POOL; seed++) {
+        if (drawn(&inputs[made], rule, dtype, true, seed))
+            keep(&inputs[made++], reached);
+        else
+            input_drop(&inputs[made]);
+    }
+    return made;
 }
 
 static void report(counts reached, size_t n) {
@@ -125,16 +138,17 @@ static bool survives(int number, input *inputs, size_t n, of_dtype dtype) {
 }
 
 int main(int argc, char **argv) {
-    static input inputs[ROUNDS];
+    static input inputs[ROUNDS + MOST_LONG];
     static const char *const kinds[] = {"operand",  "immediate", "predicate",
                                         "rounding", "barrier",   "store"};
     int all[6] = {0}, killed[6] = {0}, dtype = 0;
-    if (argc != 3)
+    if (argc != 4 || atoi(argv[3]) > MOST_LONG)
         return EXIT_FAILURE;
     while (strcmp(of_dtype_name((of_dtype)dtype), argv[2]) != 0)
         dtype++;
     static counts reached;
-    const size_t n = choose(inputs, argv[1], (of_dtype)dtype, reached);
+    size_t n = choose(inputs, argv[1], (of_dtype)dtype, reached);
+    n += add_long(&inputs[n], argv[1], (of_dtype)dtype, reached, (size_t)atoi(argv[3]));
     report(reached, n);
     static unsigned char executed[PTX_MOST_PLACES]; /* mutants may go where no kernel does */
     memcpy(executed, ptx_mutation.executed, sizeof executed);
