@@ -61,9 +61,14 @@ bool is_updated_in_backward(const at::Tensor &x) {
            torch::autograd::impl::post_acc_grad_hooks(root) != nullptr;
 }
 
+// As torch.export and torch.compile trace with; whoever asks for its sizes as numbers gets an error.
+bool has_symbols(const at::Tensor &t) {
+    return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
 bool is_plain(const at::Tensor &t) {
-    return !t.defined() || (t.layout() == c10::kStrided && !at::isTensorSubclassLike(t) &&
-                            !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides());
+    return !t.defined() ||
+           (t.layout() == c10::kStrided && !at::isTensorSubclassLike(t) && !has_symbols(t));
 }
 
 Known known_by(const at::Tensor &weight);
@@ -150,7 +155,8 @@ bool always_flattens() {
 
 at::Tensor linear(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b) {
     const at::Tensor bias = b.value_or(at::Tensor());
-    const bool fits = x.dim() >= 1 && w.dim() == 2 && x.size(-1) == w.size(1) && x.numel() != 0 &&
+    const bool fits = !has_symbols(x) && !has_symbols(w) && x.dim() >= 1 && w.dim() == 2 &&
+                      x.size(-1) == w.size(1) && x.numel() != 0 &&
                       (!bias.defined() || bias.dim() == 1) && !always_flattens();
     const Known known = fits ? tapped(x, w, bias) : Known();
     if (!known)
@@ -174,7 +180,8 @@ at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b
     if (x.dim() == 3) // one image, as at::conv2d takes it
         return conv2d(x.unsqueeze(0), w, b, stride, padding, dilation, groups).squeeze(0);
     const at::Tensor bias = b.value_or(at::Tensor());
-    const bool fits = x.dim() == 4 && w.dim() == 4 && !x.is_complex() && x.numel() != 0;
+    const bool fits = !has_symbols(x) && x.dim() == 4 && w.dim() == 4 && !x.is_complex() &&
+                      x.numel() != 0;
     const Known known = fits ? tapped(x, w, bias) : Known();
     const auto stock = [&] {
         return at::native::conv2d_symint(x, w, b, stride, padding, dilation, groups);

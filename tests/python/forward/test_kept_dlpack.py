@@ -2,6 +2,8 @@
 """Memory that was given to another library by DLPack, and is kept across steps: it shows every
 update at once, and what is written there counts, as in stock."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.dlpack import to_dlpack
 
+import optfuse
 from optfuse._library.bindings import lib
 
 EXPORTS = {
@@ -162,3 +165,41 @@ def test_memory_that_nobody_keeps_waits_again(export):
             yield "state", [EXPORTS[export](s["exp_avg"]) for s in optimizer.state.values()]
 
     same(script)
+
+
+def managed(tensor):
+    """As a library in C does that asks the class for DLPack's functions: it holds the tensor
+    itself, and here for ever."""
+    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if api is None:
+        pytest.skip("this release has no such functions")
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    functions = ctypes.cast(
+        pointer(api, b"dlpack_exchange_api") + 16, ctypes.POINTER(ctypes.c_void_p)
+    )
+    export = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(functions[1])
+    made = ctypes.c_void_p()
+    export(tensor, ctypes.addressof(made))
+    data = ctypes.cast(made.value + 32, ctypes.POINTER(ctypes.c_void_p))[0]
+    floats = ctypes.cast(data, ctypes.POINTER(ctypes.c_float))
+    return torch.from_numpy(np.ctypeslib.as_array(floats, tuple(tensor.shape)))
+
+
+def test_functions_of_dlpack_in_c_read_raw_memory():
+    """docs/hazards.md names them: they raise while an update is pending, and what they gave away
+    shows it after flush()."""
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()))
+    backward(model, optimizer, 0)
+    optimizer.step()
+    average = optimizer.state[model[0].weight]["exp_avg"]
+    with pytest.raises(RuntimeError, match="invalid"):
+        managed(average)
+    before = average.clone()
+    kept = managed(average)
+    backward(model, optimizer, 1)
+    optimizer.step()
+    assert torch.equal(kept, before)
+    optfuse.flush(optimizer)
+    assert torch.equal(kept, average) and not torch.equal(kept, before)
