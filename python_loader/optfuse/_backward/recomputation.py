@@ -23,8 +23,23 @@ def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
         lib.of_shim_begin_recompute((ctypes.c_void_p * len(plans))(*plans), len(plans))
         return kept
 
-    hooks, nested = checkpoint._recomputation_hook, checkpoint.CheckpointFunction
-    enter, leave, backward = hooks.__enter__, hooks.__exit__, nested.backward
+    nested = checkpoint.CheckpointFunction
+    backward = nested.backward
+
+    @functools.wraps(backward)
+    def backward_in_between(ctx: Any, *grads: Any) -> Any:
+        kept = begin()
+        try:
+            return backward(ctx, *grads)
+        finally:
+            lib.of_shim_end_recompute()
+            del kept
+
+    replace(nested, "backward", staticmethod(backward_in_between))
+    hooks = getattr(checkpoint, "_recomputation_hook", None)
+    if hooks is None:  # the list of patches warns
+        return
+    enter, leave = hooks.__enter__, hooks.__exit__
 
     @functools.wraps(enter)
     def begin_and_enter(self: Any) -> Any:
@@ -39,15 +54,5 @@ def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
             lib.of_shim_end_recompute()
             del self._optfuse_optimizers
 
-    @functools.wraps(backward)
-    def backward_in_between(ctx: Any, *grads: Any) -> Any:
-        kept = begin()
-        try:
-            return backward(ctx, *grads)
-        finally:
-            lib.of_shim_end_recompute()
-            del kept
-
     replace(hooks, "__enter__", begin_and_enter)
     replace(hooks, "__exit__", leave_and_end)
-    replace(nested, "backward", staticmethod(backward_in_between))
