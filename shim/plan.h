@@ -146,7 +146,8 @@ struct Plan {
     // it that another optimizer may advance first, or since the class takes this step by itself.
     std::atomic<bool> is_left{false};
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
-    std::vector<Written> written;  // by storage, if this step() has asked for it (overlap.h)
+    // By storage, if this step() has asked for it (overlap.h). Ledger::stepping.
+    std::vector<Written> written;
     bool reduces = false; // some slots are: a pass waits for them at its end
     bool beside = false; // backward mode, on GPUs: updates go on a side stream
     Promising promising = Promising::OFF;

@@ -22,6 +22,7 @@ int main(int argc, char **argv) {
         on_gpu::play(argv[2], argv[3]);
     test_training();
     test_distance();
+    test_threads();
     test_clipping();
     test_refusals();
     test_lifetime();

@@ -7,6 +7,7 @@ constexpr double DISTANCE = 5e-7;
 
 void test_training(); // training.cpp
 void test_distance();
+void test_threads();
 void test_clipping(); // clipping.cpp
 void test_refusals(); // refusals.cpp
 void test_lifetime();

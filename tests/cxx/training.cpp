@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <sstream>
+#include <thread>
 
 namespace {
 
@@ -207,7 +208,42 @@ template <typename Rule> void measure(const std::string &name) {
     expect(d <= DISTANCE, name + ": the distance is within the bound of docs/cxx.md");
 }
 
+// ---- several threads
+
+// Nine steps by so many threads together, which begin without state.
+std::vector<Tensor> stepped(int threads) {
+    torch::manual_seed(3);
+    std::vector<Tensor> params;
+    for (int i = 0; i < 2000; i++) {
+        params.push_back(torch::randn({4}).requires_grad_());
+        params.back().mutable_grad() = torch::randn({4});
+    }
+    torch::optim::SGD opt(params, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.5));
+    auto fused = optfuse::fuse(opt);
+    std::vector<std::thread> running;
+    for (int t = 0; t < threads; t++)
+        running.emplace_back([&] {
+            for (int step = 0; step < 9 / threads; step++)
+                fused.step();
+        });
+    for (std::thread &thread : running)
+        thread.join();
+    fused.flush();
+    return params;
+}
+
 } // namespace
+
+void test_threads() {
+    const std::vector<Tensor> alone = stepped(1);
+    for (int round = 0; round < 5; round++) {
+        const std::vector<Tensor> together = stepped(3);
+        bool same = true;
+        for (size_t i = 0; i < alone.size(); i++)
+            same = same && same_bits(alone[i], together[i]);
+        expect(same, "steps of several threads come one after the other");
+    }
+}
 
 void test_training() {
     both<reference::AdamW>("AdamW");
