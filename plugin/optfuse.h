@@ -77,6 +77,7 @@ typedef struct of_counts {
     uint64_t at_once;   /* launched where they were created: not private, eager, large enough */
     uint64_t at_use;    /* launched by of_access() */
     uint64_t at_close;  /* launched with a bucket, by flush or by the next step */
+    uint64_t in_step;   /* backward mode: created by step(), not in backward */
     uint64_t pending;   /* now */
     uint64_t launches;  /* parallel regions or single calls */
     uint64_t averages;  /* that were written with their updates */

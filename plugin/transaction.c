@@ -149,6 +149,7 @@ static void create_all(of_plan *plan, of_list *created, bool defer, of_list *exc
     of_update *run = created->first; /* where the next one begins */
     pthread_mutex_lock(&plan->lock);
     plan->counts.created += created->count;
+    plan->counts.in_step += defer ? 0 : created->count;
     for (of_update *u = created->first, *next; u; u = next) {
         next = u->next;
         if (defer && u == run)

@@ -17,7 +17,7 @@ from optfuse._arguments.check import FUSED, checked
 from optfuse._clipping.one_call import NOT_TRIED, TORCHS, norms_are
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
-from optfuse._link import link_of
+from optfuse._link import Link, link_of
 from optfuse._options import is_fused
 from optfuse._rules import Group, Rule
 from optfuse._trials import products
@@ -58,6 +58,7 @@ class Summary:
     at_use: int  # launched by the first use of their memory
     at_close: int  # launched with a bucket, by flush() or by the next step()
     at_once: int  # launched where they were created
+    in_step: int  # of all, those that ran inside step()
     pending: int
     in_flight: int  # launched on a GPU and not known to be done
     launches: int
@@ -132,10 +133,11 @@ class Summary:
             yield "another thread used a pending parameter; updates run at once since then"
         if self.compiled:
             yield "a compiled callable was entered; updates on the GPU run at once since then"
-        if self.mode == "forward" and self.created and self.at_once > self.created // 2:
+        if self.in_step > self.created // 2:
+            gradients = ", or no backward() made their gradients" * (self.mode == "backward")
             yield (
                 "most updates ran inside step(), because their memory is shared with other "
-                "tensors; fusion saves less then"
+                f"tensors{gradients}; fusion saves less then"
             )
 
     def _repr_html_(self) -> str:
@@ -166,6 +168,14 @@ def _promised(plan: int) -> Iterator[PromisedLayer]:
             return
         numbers = found.promised, found.panels, found.made, found.whole
         yield PromisedLayer(found.label.decode(), *numbers, found.because.decode())
+
+
+def _counts_of(link: Link) -> Counts:
+    counts = Counts()
+    check(lib.of_shim_counts(link.plan, ctypes.byref(counts)))
+    if link.mode == FORWARD:
+        counts.in_step = counts.at_once
+    return counts
 
 
 def _numbers(counts: Counts) -> dict[str, Any]:
@@ -207,8 +217,7 @@ def summary(optimizer: Optimizer) -> Summary:
         return _disabled(type(optimizer).__name__, params)
     link = link_of(optimizer)
     updater = link.ledger.updater
-    counts = Counts()
-    check(lib.of_shim_counts(link.plan, ctypes.byref(counts)))
+    counts = _counts_of(link)
     dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
     return Summary(
         optimizer=type(optimizer).__name__,

@@ -146,8 +146,10 @@ START_TEST(what_two_passes_add_to_is_left_to_step) {
     end(first);
     end(second);
     ck_assert(!of_plan_unconfirmed(f->plan) && counts(f).created == 0);
+    ck_assert_uint_eq(counts(f).in_step, 0);
     confirm(f);
     ck_assert(launched(t));
+    ck_assert_uint_eq(counts(f).in_step, 1);
     teardown(f);
 }
 END_TEST

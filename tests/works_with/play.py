@@ -36,7 +36,7 @@ def counted() -> Counted:
         except (optfuse.Error, TypeError):  # stock, inside of another one
             continue
         name = next(c for c in type(optimizer).__mro__ if c.__module__ != "optfuse").__name__
-        found.append((name, s.mode, s.created, s.at_once))
+        found.append((name, s.mode, s.created, s.in_step))
     return found
 
 

@@ -59,6 +59,7 @@ class Counts(ctypes.Structure):
         ("at_once", ctypes.c_uint64),
         ("at_use", ctypes.c_uint64),
         ("at_close", ctypes.c_uint64),
+        ("in_step", ctypes.c_uint64),
         ("pending", ctypes.c_uint64),
         ("launches", ctypes.c_uint64),
         ("averages", ctypes.c_uint64),

@@ -114,6 +114,25 @@ def test_a_gradient_that_a_hook_keeps_is_left_to_step():
     same(script, "backward")
 
 
+def test_summary_tells_updates_in_step_from_those_in_backward():
+    """An update that goes by itself in backward is none in step()."""
+
+    def seen(keep):
+        model = nn.Linear(300, 300, bias=False)
+        optimizer = optfuse.fuse(sgd(model.parameters()), "backward")
+        kept = model.weight.detach() if keep else None
+        for _ in range(2):
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = optfuse.summary(optimizer)
+        del kept
+        return found.created, found.at_once, found.in_step, "ran inside step()" in str(found)
+
+    assert seen(keep=False) == (2, 2, 0, False)
+    assert seen(keep=True) == (2, 2, 2, True)
+
+
 def test_what_fills_a_bucket_runs_before_backward_ends():
     model = nn.Sequential(*(nn.Linear(120, 120) for _ in range(24)))  # 58 kB each
     optimizer = optfuse.fuse(sgd(model.parameters()), "backward")

@@ -422,7 +422,7 @@ def test_summary_and_flush():
     assert (before.created, before.pending) == (n, n), str(before)
     optfuse.flush(optimizer)
     after = optfuse.summary(optimizer)
-    assert (after.created, after.pending) == (n, 0), str(after)
+    assert (after.created, after.pending, after.in_step) == (n, 0, 0), str(after)
     assert f"{n} created" in str(after) and "AdamW" in str(after)
     page = ElementTree.fromstring(f"<div>{after._repr_html_()}</div>")
     assert " ".join(page.itertext()).split() == str(after).split()

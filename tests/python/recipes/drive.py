@@ -65,7 +65,7 @@ def updates() -> list[tuple[str, int, int]]:
     if optfuse is None:
         return [("stock", 0, 0) for _ in optimizers]
     summaries = [optfuse.summary(optimizer) for optimizer in optimizers]
-    return [(found.mode, found.created, found.at_once) for found in summaries]
+    return [(found.mode, found.created, found.in_step) for found in summaries]
 
 
 def without_torchvisions_library() -> None:
