@@ -4,7 +4,6 @@ parameter after the other, and the check that it may."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from optfuse._library.bindings import Error
 from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.steady_trial import try_steady
-from optfuse._own_step.trial import DependentError, name_of, try_promise
+from optfuse._own_step.trial import CompiledError, DependentError, name_of, try_promise
 from optfuse._own_step.twin import HIDDEN, Group, attributes_of, own_options, step_of
 from optfuse._rules import RULES
 
@@ -124,9 +123,12 @@ def _try_either(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     try:
         return try_promise(optimizer, stock)
     except DependentError as error:
-        with contextlib.suppress(Exception):  # whatever it is, the first trial's words tell more
+        try:
             return try_steady(optimizer, stock)
-        raise Error(str(error)) from error.__cause__
+        except CompiledError:
+            raise
+        except Exception:  # whatever it is, the first trial's words tell more
+            raise Error(str(error)) from error.__cause__
 
 
 def _kind(optimizer: Optimizer) -> str | None:

@@ -35,7 +35,13 @@ from optfuse._own_step.steady import (
     why_no_maps,
     why_unsteady,
 )
-from optfuse._own_step.trial import Trial, are_others, trials_of, written_of
+from optfuse._own_step.trial import (
+    Trial,
+    are_others,
+    refuse_compiled_lists,
+    trials_of,
+    written_of,
+)
 from optfuse._own_step.untouched import untouched
 from optfuse._trials.random_state import random_as_it_was
 
@@ -64,6 +70,7 @@ def try_steady(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         warnings.simplefilter("ignore")
         trials = trials_of(SteadyTrial, ALL_RUNS, optimizer, stock, random)
         with untouched(optimizer, stock.__qualname__, maps):
+            refuse_compiled_lists(stock, trials[0][1])
             for run, trial in trials:
                 found |= trial.take_all(run, random)
         if len({trial.drops_gradients for _, trial in trials}) != 1 or found.steady is None:

@@ -47,6 +47,7 @@ from optfuse._own_step.small import (
 )
 from optfuse._own_step.twin import Entry
 from optfuse._own_step.untouched import untouched
+from optfuse._patches.compiled import lists_given
 from optfuse._trials.compare import deep_copy, difference
 from optfuse._trials.random_state import random_as_it_was
 
@@ -55,6 +56,10 @@ STEPS = 100  # of one run at most
 
 class DependentError(Error):
     """Parameters depend on each other."""
+
+
+class CompiledError(Error):
+    """The step() calls code of torch.compile with lists of parameters."""
 
 
 T = TypeVar("T")
@@ -90,6 +95,7 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         warnings.simplefilter("ignore")
         trials = trials_of(Trial, RUNS, optimizer, stock, random)
         with untouched(optimizer, name_of(stock)):
+            refuse_compiled_lists(stock, trials[0][1])
             for run, trial in trials:
                 found |= trial.run(run, random)
         why = why_writes_too_much(optimizer, found.written)
@@ -118,6 +124,18 @@ def _refuse(stock: type[Optimizer], why: str) -> None:
         raise DependentError(
             f"optfuse: can't fuse {name_of(stock)}: its step() does not treat parameters "
             f"independently: {why}. Use the optimizer as it is"
+        )
+
+
+def refuse_compiled_lists(stock: type[Optimizer], trial: Trial) -> None:
+    """Before anything is compiled: code for a list of parameters would be compiled for each
+    parameter by itself, and torch._dynamo.config.recompile_limit ends that with an error."""
+    names = trial.compiled_lists()
+    if names and guard("independent"):
+        raise CompiledError(
+            f"optfuse: can't fuse {name_of(stock)}: its step() gives lists of tensors to code of "
+            f"torch.compile ({', '.join(sorted(names))}), which is compiled for all of them "
+            "together. Let the class run uncompiled, or use the optimizer as it is"
         )
 
 
@@ -182,6 +200,17 @@ class Trial:
         param = small.param.detach().clone().requires_grad_(small.param.requires_grad)
         entry = self._whole.state.get(small.param)
         return Small(small.name, small.group, param, deep_copy(entry, "the state"), small.of)
+
+    def compiled_lists(self) -> set[str]:
+        """The names of the code of torch.compile to which a step gives several tensors in a
+        list."""
+        whole = copied(self._whole)
+        for group in whole.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        with lists_given() as names:
+            self._error_of("took a step", lambda: self._step(whole))  # the runs say what it raises
+        return names
 
     # ---- steps
 

@@ -5,6 +5,8 @@ in every step, and those that couple parameters for good are refused."""
 import copy
 
 import pytest
+import torch
+import torch._inductor.compile_fx
 from common import everything, loss_of, net, refused, same, train
 from scripts import trained
 
@@ -70,6 +72,16 @@ def test_forward_mode_leaves_step_as_it_is(name):
     for i in range(3):
         train(model, optimizer, i)
     assert link_of(optimizer).ledger.updater.own_steps == 3
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SOAP"])
+def test_as_it_comes_it_compiles_lists_and_is_refused_at_once(name, monkeypatch):
+    monkeypatch.setattr(heavyball.utils, "compile_mode", "max-autotune-no-cudagraphs")
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", None)  # it is not asked
+    optimizer = register(name)(net().parameters())
+    words = ("torch.compile (heavyball.utils.", "uncompiled")
+    refused(lambda: optfuse.fuse(optimizer), *words, way_out="as it is")
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("name", COUPLED.split())
