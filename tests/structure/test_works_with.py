@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,13 +28,15 @@ def faults(rows: list[Row], scripts: set[str], results: dict[str, Any]) -> list[
     found = [f"{script} has no row" for script in sorted(scripts - named)]
     found += [f"{script} is not there" for script in sorted(named - scripts - set(SCRIPTS))]
     run = {row.title for row in rows if not row.why}
+    differs = {(row.title, "backward") for row in rows if row.differs}
     found += [f"{title}: no result" for title in sorted(run - set(results))]
     found += [f"{title}: no row" for title in sorted(set(results) - run)]
     for title, result in results.items():
         modes = result["modes"].items()
-        found += [
-            f"{title}, {m}: {o['bits']}" for m, o in modes if o.get("bits", "equal") != "equal"
-        ]
+        other = {(title, m) for m, o in modes if o.get("bits", "equal") != "equal"}
+        found += [f"{t}, {m}: {result['modes'][m]['bits']}" for t, m in sorted(other - differs)]
+        known = {(t, m) for t, m in differs if t == title}
+        found += [f"{t}, {m}: no other bits" for t, m in sorted(known - other)]
         found += [f"{title}, {m}: no update" for m, o in modes if not o.get("updates", 1)]
     return found
 
@@ -83,3 +86,5 @@ def test_a_row_without_script_a_script_without_row_and_other_bits_are_found() ->
     title = next(iter(other))
     other[title]["modes"]["forward"]["bits"] = "different: losses"
     assert faults(ROWS, scripts(), other) == [f"{title}, forward: different: losses"]
+    known = [replace(row, differs="it does" if row.title == title else row.differs) for row in ROWS]
+    assert faults(known, scripts(), RESULTS) == [f"{title}, backward: no other bits"]

@@ -24,7 +24,7 @@ CAUSES = {
     "the Trainer reads the norm": "raises: the Trainer reads all gradients",
     "is changed after it is complete": "raises: a hook reduces gradients",
     "was discarded, zeroed or replaced between": "raises: gradients are replaced",
-    "DeepSpeed's ZeRO": "refused: ZeRO exchanges the parameters' memory",
+    "DeepSpeed's engines and optimizers": "refused: its engine steps by itself",
 }
 Found = dict[str, Any]
 
@@ -42,8 +42,10 @@ def outcome(found: Found) -> str:
 
 
 def backward(row: Row, modes: Found) -> str:
+    if modes["backward"].get("bits", "equal") != "equal":
+        return f"other bits: {row.differs}: forward mode"
     said = outcome(modes["backward"])
-    if "raises" not in modes["backward"]:
+    if "raises" not in modes["backward"] or "raises" in modes["forward"]:
         return said
     if row.remedy is None:
         return f"{said}: forward mode"

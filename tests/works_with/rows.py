@@ -25,6 +25,7 @@ class Remedy:
 @dataclass(frozen=True)
 class Row:
     """packages: what pip installs; the version of the first is written down
+    differs: why backward mode trains otherwise
     why: there is no result, because"""
 
     title: str
@@ -33,6 +34,7 @@ class Row:
     words: tuple[str, ...] = ()
     remedy: Remedy | None = None
     recipe: str = ""
+    differs: str = ""
     why: str = ""
 
 
@@ -74,13 +76,11 @@ ROWS = [
     Row("TRL", "trl", "with_trl.py"),
     Row(
         "torchtune's loop",
-        "torchtune torchao",
+        "torchtune torchao==0.15.0",
         "with_torchtune.py",
         remedy=Remedy(
             "`Backward(accumulate=2)`, no scaling by tokens", ("--clip", "0"), {"accumulate": 2}
         ),
-        why="torchtune 0.6.1 is not imported beside torch 2.13: it needs torchao.dtypes.nf4tensor, "
-        "which torchao of that torch has no more, and older ones need an older torch",
     ),
     Row("skorch", f"skorch {DIGITS}", "with_skorch.py"),
     Row("Stable-Baselines3, PPO", "stable-baselines3", "with_sb3.py"),
@@ -97,9 +97,7 @@ ROWS = [
         "BoTorch",
         "botorch",
         "with_botorch.py",
-        why="candidates' gradients have other strides than they, and PyTorch's `fused=True` mixes "
-        "up their elements ([numerics.md](numerics.md)), optfuse doesn't; in backward mode the "
-        "fit's last `backward()`, which no `step()` follows, is applied",
+        differs="a fit ends with a `backward()` that no `step()` follows",
     ),
     Row("Pyro", "pyro-ppl", "with_pyro.py"),
     Row("normflows", "normflows", "with_normflows.py"),
@@ -107,12 +105,13 @@ ROWS = [
     Row("gsplat", "gsplat", "with_gsplat.py"),
     Row("MMEngine", f"mmengine {DIGITS}", "with_mmengine.py", remedy=UNCLIPPED),
     Row("fairscale, OSS", f"fairscale {DIGITS}", "with_fairscale.py"),
+    Row("fastai", f"fastai {DIGITS}", "with_fastai.py"),
+    Row("PyTorch Geometric", "torch-geometric", "with_geometric.py"),
+    Row("MONAI's trainer", "monai pytorch-ignite", "with_monai.py"),
     Row(
         "DeepSpeed",
         f"deepspeed {DIGITS}",
         "with_deepspeed.py",
-        why="its run was not finished; `fuse()` refuses parameters of ZeRO, which exchanges their "
-        "memory: shard with `fully_shard`",
     ),
 ]
 

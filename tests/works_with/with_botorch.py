@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""BoTorch: a model fitted and candidates found by an optimizer of PyTorch."""
+"""BoTorch: a model fitted and candidates found by an optimizer of PyTorch. One start at a time:
+gradients of several have other strides than they, and PyTorch's fused=True, which is compared with,
+mixes up their elements."""
 
 import torch
 from botorch.acquisition import LogExpectedImprovement
@@ -24,6 +26,7 @@ model = SingleTaskGP(x, y)
 mll = ExactMarginalLogLikelihood(model.likelihood, model)
 fit_gpytorch_mll_torch(mll, step_limit=12, optimizer=make)
 improvement = LogExpectedImprovement(model, best_f=y.max())
-start = torch.rand(4, 1, 2, dtype=torch.float64)
 options = {"maxiter": 8}
-candidates, _ = gen_candidates_torch(start, improvement, 0, 1, optimizer=make, options=options)
+for _ in range(3):
+    start = torch.rand(1, 1, 2, dtype=torch.float64)
+    candidates, _ = gen_candidates_torch(start, improvement, 0, 1, optimizer=make, options=options)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """DeepSpeed: its engine copies the parameters into one flat tensor and steps that."""
 
+import os
+
 import deepspeed
 import torch
 from digits import dataset, net
 
 import optfuse
 
+os.environ["LOCAL_RANK"] = "0"
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 torch.manual_seed(0)
