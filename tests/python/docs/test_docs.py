@@ -196,7 +196,7 @@ def test_the_picture_of_a_trace_can_be_drawn(tmp_path):
     picture = tmp_path / "trace.svg"
     printed([str(ROOT / "benchmarks" / "trace.py"), str(picture)], tmp_path)
     kept, drawn = (ROOT / "docs" / "trace.svg").read_text("utf-8"), picture.read_text("utf-8")
-    for name in ("all parameters", "second.weight", "second.bias + 1"):
+    for name in ("all parameters", "second.weight", "embed.bias + 1"):
         assert f">{name}</text>" in kept
     for name in ("aten::_fused_adamw_", "'second.weight'", "'second.bias'"):
         assert name in drawn
