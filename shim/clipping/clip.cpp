@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // clip.cpp: what torch.nn.utils does to gradients by many operators, called from Python, in one
 // call.
+#include <ATen/native/ForeachUtils.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
@@ -11,10 +12,13 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/reciprocal.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "clipping/pending.h"
 #include "external/native.h"
@@ -23,40 +27,92 @@
 namespace optfuse {
 namespace {
 
-// The gradients that are there, if all are on the CPU, of one dtype, and may be multiplied by our
-// kernels; none: of some that is not so. Their plans live as long as *found.
-std::vector<GradientOf> gradients_alike(const std::vector<at::Tensor> &params, FoundSlots *found) {
+using ConstTensors = std::vector<const at::Tensor *>;
+
+// The gradients that are there, if all are on the CPU and may be multiplied by our kernels; none: of
+// some that is not so. Their plans live as long as *found.
+std::vector<GradientOf> gradients_at_hand(const std::vector<at::Tensor> &params,
+                                          FoundSlots *found) {
     std::vector<GradientOf> of;
-    of_dtype first = OF_DTYPE_COUNT, dtype;
+    of_dtype dtype;
     if (!find_slots(params, found))
         return {};
+    of.reserve(found->slots.size());
     for (const FoundSlots::Found &slot : found->slots) {
         const GradientOf g = {slot.plan, slot.param, slot.index};
         if (!g.grad().defined())
             continue;
         if (!can_scale(g.grad(), &dtype) || !g.grad().device().is_cpu())
             return {};
-        if (!of.empty() && dtype != first)
-            return {};
-        first = dtype;
         of.push_back(g);
     }
     return of;
 }
 
-at::Tensor norm_of_operators(const std::vector<const at::Tensor *> &all, double norm_type) {
-    std::vector<at::Tensor> norms;
+// The dtype of all together.
+at::ScalarType widest(const ConstTensors &all) {
+    at::ScalarType wide = all[0]->scalar_type();
     for (const at::Tensor *tensor : all)
-        norms.push_back(at::linalg_vector_norm(*tensor, norm_type));
+        wide = c10::promoteTypes(wide, tensor->scalar_type());
+    return wide;
+}
+
+// In the order in which torch.nn.utils takes one dtype after the other.
+std::vector<ConstTensors> by_dtype(const ConstTensors &all) {
+    const auto is_another = [&all](const at::Tensor *tensor) {
+        return tensor->scalar_type() != all[0]->scalar_type();
+    };
+    if (std::none_of(all.begin(), all.end(), is_another))
+        return {all};
+    std::vector<ConstTensors> groups;
+    std::vector<std::optional<at::Tensor>> firsts;
+    for (const at::Tensor *tensor : all) {
+        const auto is_its = [tensor](const ConstTensors &group) {
+            return group[0]->scalar_type() == tensor->scalar_type();
+        };
+        const auto group = std::find_if(groups.begin(), groups.end(), is_its);
+        if (group != groups.end()) {
+            group->push_back(tensor);
+            continue;
+        }
+        groups.push_back({tensor});
+        firsts.push_back(*tensor);
+    }
+    std::vector<ConstTensors> ordered;
+    for (const auto &[key, unused] :
+         at::native::_group_tensors_by_first_tensors_device_and_dtype({firsts}, false))
+        for (const ConstTensors &group : groups)
+            if (group[0]->scalar_type() == key.second)
+                ordered.push_back(group);
+    return ordered;
+}
+
+at::Tensor norm_of_operators(const ConstTensors &all, double norm_type) {
+    std::vector<at::Tensor> norms;
+    for (const ConstTensors &group : by_dtype(all))
+        for (const at::Tensor *tensor : group)
+            norms.push_back(at::linalg_vector_norm(*tensor, norm_type));
     return at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-at::Tensor norm_of(const std::vector<GradientOf> &of, double norm_type) {
-    std::vector<const at::Tensor *> all;
+ConstTensors their_gradients(const std::vector<GradientOf> &of) {
+    ConstTensors all;
+    all.reserve(of.size());
     for (const GradientOf &g : of)
         all.push_back(&g.grad());
-    const std::optional<at::Tensor> found = total_norm(all, norm_type);
-    return found ? *found : norm_of_operators(all, norm_type);
+    return all;
+}
+
+// The norms, of tensors of one dtype, of which that of all is made; the infinity-norm is one.
+std::optional<std::vector<double>> norms_of_alike(const ConstTensors &of, double norm_type) {
+    if (norm_type == std::numeric_limits<double>::infinity()) {
+        const std::optional<at::Tensor> found = largest(of);
+        return found ? std::optional(std::vector{found->item<double>()}) : std::nullopt;
+    }
+    if (norm_type != 2 || of[0]->scalar_type() != at::kFloat)
+        return norms_by_sums(of, norm_type == 2 ? OF_SQUARES : OF_MAGNITUDES);
+    const std::optional<std::vector<float>> found = norms(of);
+    return found ? std::optional(std::vector<double>(found->begin(), found->end())) : std::nullopt;
 }
 
 // As PyTorch's operators round each of its steps.
@@ -70,8 +126,9 @@ template <typename Number> Number factor_in(double max_norm, Number norm, Langua
 at::Tensor factor_of(double max_norm, const at::Tensor &norm, Language language) {
     if (norm.scalar_type() == at::kFloat)
         return operand(factor_in(max_norm, *norm.const_data_ptr<float>(), language));
-    if (norm.scalar_type() == at::kDouble)
-        return operand(factor_in(max_norm, *norm.const_data_ptr<double>(), language));
+    if (norm.scalar_type() == at::kDouble) // no wrapped number: it may be wider than a gradient
+        return at::scalar_tensor(factor_in(max_norm, *norm.const_data_ptr<double>(), language),
+                                 at::kDouble);
     const at::Tensor divisor = at::add(norm, operand(1e-6));
     const at::Tensor factor =
         language == Language::PYTHON
@@ -82,17 +139,27 @@ at::Tensor factor_of(double max_norm, const at::Tensor &norm, Language language)
 
 } // namespace
 
-std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors,
-                                     double norm_type) {
-    if (norm_type == std::numeric_limits<double>::infinity())
-        return largest(tensors);
-    const auto found = norm_type == 2 ? norms(tensors) : std::nullopt;
+std::optional<at::Tensor> total_norm(const ConstTensors &tensors, double norm_type) {
+    const bool is_ours =
+        norm_type == 2 || norm_type == 1 || norm_type == std::numeric_limits<double>::infinity();
+    if (!is_ours || tensors.empty())
+        return std::nullopt;
+    std::vector<double> norms;
+    for (const ConstTensors &group : by_dtype(tensors)) {
+        const auto found = norms_of_alike(group, norm_type);
+        if (!found)
+            return std::nullopt;
+        norms.insert(norms.end(), found->begin(), found->end());
+    }
+    const at::ScalarType dtype = widest(tensors);
+    const at::Tensor all = at::empty({static_cast<int64_t>(norms.size())}, dtype);
+    for (size_t i = 0; i < norms.size(); i++)
+        put_number(all, i, norms[i]);
+    const auto found = norms_of_alike({&all}, norm_type);
     if (!found)
         return std::nullopt;
-    std::vector<of_norm> total{{found->data(), found->size(), {1, 1}, 0, true}};
-    find_norms(total, norm_in_order());
-    at::Tensor norm = at::empty({}, at::kFloat);
-    *norm.mutable_data_ptr<float>() = total[0].norm;
+    at::Tensor norm = at::empty({}, dtype);
+    put_number(norm, 0, found->at(0));
     return norm;
 }
 
@@ -100,11 +167,15 @@ std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double m
                                  double norm_type, bool error_if_nonfinite, Language language) {
     const c10::AutoGradMode no_grad(false);
     FoundSlots found;
-    const std::vector<GradientOf> of = gradients_alike(params, &found);
+    const std::vector<GradientOf> of = gradients_at_hand(params, &found);
     if (of.empty())
         return std::nullopt;
+    const ConstTensors all = their_gradients(of);
+    if (language == Language::CXX && by_dtype(all).size() > 1)
+        return std::nullopt; // it adds them up in another order
     make_ready(of);
-    const at::Tensor norm = norm_of(of, norm_type);
+    const std::optional<at::Tensor> ours = total_norm(all, norm_type);
+    const at::Tensor norm = ours ? *ours : norm_of_operators(all, norm_type);
     if (error_if_nonfinite && !std::isfinite(norm.item<double>()))
         return std::nullopt; // torch's function says so
     return Clipped{norm, scale_all(of, factor_of(max_norm, norm, language))};
@@ -114,9 +185,9 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
                                    const at::Tensor &norm) {
     const c10::AutoGradMode no_grad(false);
     FoundSlots found;
-    const std::vector<GradientOf> of = gradients_alike(params, &found);
+    const std::vector<GradientOf> of = gradients_at_hand(params, &found);
     if (of.empty() || norm.dim() != 0 || !norm.device().is_cpu() ||
-        norm.scalar_type() != of[0].grad().scalar_type())
+        norm.scalar_type() != widest(their_gradients(of)))
         return std::nullopt;
     make_ready(of);
     return scale_all(of, factor_of(max_norm, norm, Language::PYTHON));
@@ -125,7 +196,7 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
 bool clip_value(const std::vector<at::Tensor> &params, double limit) {
     const c10::AutoGradMode no_grad(false);
     FoundSlots found;
-    const std::vector<GradientOf> of = gradients_alike(params, &found);
+    const std::vector<GradientOf> of = gradients_at_hand(params, &found);
     for (const GradientOf &g : of)
         g.grad().clamp_min_(-limit);
     for (const GradientOf &g : of)
@@ -137,7 +208,7 @@ std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
                                     const at::Tensor &factor) {
     const c10::AutoGradMode no_grad(false);
     FoundSlots found;
-    const std::vector<GradientOf> of = gradients_alike(params, &found);
+    const std::vector<GradientOf> of = gradients_at_hand(params, &found);
     if (of.empty())
         return std::nullopt;
     make_ready(of);

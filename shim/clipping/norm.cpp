@@ -10,6 +10,7 @@
 
 #include "autograd/consumed.h"
 #include "clipping/pending.h"
+#include "clipping/spread.h"
 #include "compat.h"
 #include "floating.h"
 #include "guard.h"
@@ -51,37 +52,9 @@ of_norm item_of(const at::Tensor &grad, float *known, unsigned *n_factors) {
 
 } // namespace
 
-// Each whole: its sum is in PyTorch's order. On several threads the longest come first. All threads
-// compute as this one.
+// Each whole: its sum is in PyTorch's order.
 void find_norms(std::vector<of_norm> &items, of_norm_fn *norm) {
-    constexpr size_t kWorthAThread = 32768;
-    std::vector<of_norm *> order;
-    size_t total = 0;
-    for (of_norm &item : items) {
-        order.push_back(&item);
-        total += item.n;
-    }
-    if (total < kWorthAThread || thread_count() == 1 || of_is_forked())
-        return norm(order.data(), order.size());
-    const auto longer = [](const of_norm *a, const of_norm *b) { return a->n > b->n; };
-    std::stable_sort(order.begin(), order.end(), longer);
-    // Long ones go to threads one by one, the rest by so many at a time.
-    constexpr size_t kAtATime = 8;
-    const auto is_long = [](const of_norm *item) { return item->n >= kWorthAThread; };
-    const size_t n_long = static_cast<size_t>(std::count_if(order.begin(), order.end(), is_long));
-    const size_t n_ranges = n_long + (order.size() - n_long + kAtATime - 1) / kAtATime;
-    std::atomic<size_t> next{0};
-    const unsigned floating = of_floating_now();
-    const auto work = [&](int64_t, int64_t) {
-        const unsigned outside = of_floating_now();
-        of_floating_set(floating);
-        for (size_t range = next++; range < n_ranges; range = next++) {
-            const size_t i = range < n_long ? range : n_long + (range - n_long) * kAtATime;
-            norm(&order[i], range < n_long ? 1 : std::min(kAtATime, order.size() - i));
-        }
-        of_floating_set(outside);
-    };
-    in_parallel(thread_count(), 1, work);
+    spread(items, norm);
 }
 
 std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of) {
@@ -91,6 +64,8 @@ std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &o
     if (of.empty() || !std::all_of(of.begin(), of.end(), [](auto *t) { return can_square(*t); }) ||
         !norms_are_torchs())
         return std::nullopt;
+    items.reserve(of.size());
+    places.reserve(of.size());
     for (size_t i = 0; i < of.size(); i++) {
         unsigned n_factors = 0;
         const of_norm item = item_of(*of[i], &values[i], &n_factors);
@@ -105,18 +80,16 @@ std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &o
     return values;
 }
 
-namespace {
-
-// Where denormal numbers count as zeros, PyTorch's operator sees which is larger.
-bool have_largest(const std::vector<const at::Tensor *> &of) {
-    of_dtype dtype;
-    const auto has_one = [&](const at::Tensor *t) {
+bool are_read_alike(const std::vector<const at::Tensor *> &of, of_dtype *dtype) {
+    const auto is_one = [&](const at::Tensor *t) {
         return can_read(*t) && t->dtype() == of[0]->dtype() &&
-               dtype_of(t->unsafeGetTensorImpl(), &dtype) &&
+               dtype_of(t->unsafeGetTensorImpl(), dtype) &&
                !of_is_scaled(storage_of(t->unsafeGetTensorImpl()));
     };
-    return !of.empty() && of_floating_now() == 0 && std::all_of(of.begin(), of.end(), has_one);
+    return !of.empty() && of_floating_now() == 0 && std::all_of(of.begin(), of.end(), is_one);
 }
+
+namespace {
 
 struct Piece {
     const char *numbers;
@@ -142,7 +115,8 @@ std::vector<Piece> pieces_of(const std::vector<const at::Tensor *> &of, size_t b
 
 std::optional<at::Tensor> largest(const std::vector<const at::Tensor *> &of) {
     static of_largest_fn *const find = of_largest_find(of_isa_detect());
-    if (!have_largest(of))
+    of_dtype dtype;
+    if (!are_read_alike(of, &dtype))
         return std::nullopt;
     const size_t bytes = of[0]->dtype().itemsize();
     const std::vector<Piece> pieces = pieces_of(of, bytes);

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The library's functions that clip and unscale all gradients in one call (shim/clipping): of plain
 parameters on the CPU of which an optimizer in forward mode has some, and no other fused one has
-any, and whose gradients have one dtype. Each returns None, with nothing changed, where that is not
-so."""
+any. Each returns None, with nothing changed, where that is not so."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    if is_compiling() or norm_type not in (2, math.inf) or error_if_nonfinite:
+    if is_compiling() or norm_type not in (1, 2, math.inf) or error_if_nonfinite:
         return stock_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     listed = _listed(tensors)
     norm = one_call.total_norm(listed, float(norm_type))

@@ -103,6 +103,11 @@ def test_where_no_parameter_is_fused_pytorchs_function_is_called(alone):
         nn.utils.clip_grad_norm_(twin.parameters(), TIGHT)
 
 
+def is_left_to_torch(dtype, norm_type):
+    by_default = torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    return by_default and dtype == torch.float32 and norm_type == 2.0
+
+
 def operators_of(run):
     with torch.autograd.profiler.profile() as profile:
         run()
@@ -110,18 +115,53 @@ def operators_of(run):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_operator_finds_an_infinity_norm(alone, dtype):
+@pytest.mark.parametrize("norm_type", (2.0, 1.0, math.inf))
+def test_no_operator_finds_a_norm(alone, dtype, norm_type):
+    """Once the trial is over."""
+    if is_left_to_torch(dtype, norm_type):
+        pytest.skip("PyTorch's norm has other roundings here; its operator is used")
     model, _optimizer, _twin = clipped_net(dtype)
-    grads = [p.grad for p in model.parameters()]
-    by = "aten::linalg_vector_norm"
-    assert by in operators_of(lambda: generated_gradients.stock_get_total_norm(grads, math.inf))
-    assert by not in operators_of(lambda: nn.utils.get_total_norm(grads, math.inf))
     params = list(model.parameters())
-    assert by not in operators_of(lambda: nn.utils.clip_grad_norm_(params, TIGHT, math.inf))
+    grads = [p.grad for p in params]
+    by = "aten::linalg_vector_norm"
+    nn.utils.get_total_norm(grads, norm_type)
+    stock = generated_gradients.stock_get_total_norm
+    assert by in operators_of(lambda: stock(grads, norm_type))
+    assert by not in operators_of(lambda: nn.utils.get_total_norm(grads, norm_type))
+    assert by not in operators_of(lambda: nn.utils.clip_grad_norm_(params, TIGHT, norm_type))
+
+
+def mixed_net():
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.zeros(n)) for n in (33, 70, 1, 3, 5000, 17, 210, 64)]
+    for i, p in enumerate(params):
+        p.data = p.data.to(DTYPES[(3 * i + i // 4) % 4])
+    return nn.ParameterList(params)
+
+
+@WAYS
+@pytest.mark.parametrize("norm_type", (2.0, 1.0, math.inf))
+@pytest.mark.parametrize("double", (True, False), ids=("with float64", "without"))
+def test_mixed_dtypes_are_clipped_in_one_call(request, alone, at_once, norm_type, double):
+    """Parameters without dimensions, too, which a wider factor multiplies in its dtype."""
+    if at_once:
+        request.getfixturevalue("small_gradients_go_at_once")
+    params = [p for p in mixed_net() if double or p.dtype != torch.float64]
+    params += [nn.Parameter(torch.zeros((), dtype=p.dtype)) for p in params[:4]]
+    _optimizer = optfuse.fuse(torch.optim.SGD(params, lr=0.1, foreach=False))
+    for p in params:
+        p.grad = torch.randn(p.shape, dtype=torch.float64).to(p.dtype)
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    for p, q in zip(params, twins, strict=True):
+        q.grad = p.grad.clone()
+    ours = nn.utils.clip_grad_norm_(params, TIGHT, norm_type)
+    assert_same_tensor("norm", ours, generated_gradients.reference(twins, TIGHT, norm_type, None))
+    for p, q in zip(params, twins, strict=True):
+        assert_same_tensor("gradient", p.grad, q.grad)
 
 
 def test_a_function_that_was_imported_before_gains_too(alone):
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+    if is_left_to_torch(torch.float32, 2.0):
         pytest.skip("PyTorch's norm has other roundings here; its function is used")
     model, _optimizer, twin = clipped_net()
     ours = stock_clip_grad_norm_(model.parameters(), TIGHT)
