@@ -12,9 +12,10 @@
  *
  * No exception leaves these functions. Those that return an int give an
  * of_status; on anything but 0 of_error_message() says what happened. Only
- * of_shim_ledger_...() and of_shim_drop_gradients() need the GIL. of_shim_flush() and
- * the functions that only report may be called from any thread at any time; the
- * others, like the optimizer itself, from one thread at a time.
+ * of_shim_ledger_...(), of_shim_are_...() and of_shim_drop_gradients() need the
+ * GIL. of_shim_flush() and the functions that only report may be called from any
+ * thread at any time; the others, like the optimizer itself, from one thread at a
+ * time.
  */
 #ifndef OPTFUSE_SHIM_H
 #define OPTFUSE_SHIM_H
@@ -217,6 +218,10 @@ OF_API void of_shim_seal_consumed(bool sealed);
 /* Whether that is so of this storage, a StorageImpl of PyTorch. */
 OF_API bool of_shim_is_sealed(void *storage);
 
+/* A list of Python's: whether each item is exactly of one of two types; and whether all are
+ * different ones and none is `without`, which nobody says where memory is short. */
+OF_API bool of_shim_are_of(void *list, void *type, void *other);
+OF_API bool of_shim_are_once(void *list, void *without);
 /* From here on a function of Python that is written in C calls `first`, a callable: with self, if
  * it is a method, and with the arguments, before it does anything. What `first` makes of self, or of
  * the arguments of a function, if not None, is used in the place of self, or of the first argument

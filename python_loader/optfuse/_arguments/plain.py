@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = {Tensor, Parameter}
+from optfuse._library.bindings import lib_with_gil
+
+_are_of = lib_with_gil.of_shim_are_of
 
 
 def are_plain(tensors: list[Tensor]) -> bool:
@@ -16,4 +18,4 @@ def are_plain(tensors: list[Tensor]) -> bool:
         return False
     if torch._C._get_tracing_state() is not None:  # torch.jit.trace
         return False
-    return _PLAIN.issuperset(map(type, tensors))
+    return bool(_are_of(tensors, Tensor, Parameter))

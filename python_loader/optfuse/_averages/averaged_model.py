@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from optfuse import _link
 from optfuse._arguments.plain import are_plain
+from optfuse._library.bindings import lib_with_gil
 from optfuse._patches.replacing import replace
 
 stock_update_parameters = AveragedModel.update_parameters
@@ -95,10 +96,17 @@ def _is_usual(kind: type[Module]) -> bool:
     return known
 
 
+def _each_once(found: list[Tensor | None]) -> list[Tensor]:
+    """Without None and what came before, by id: a tensor's hash takes longer."""
+    if lib_with_gil.of_shim_are_once(found, None):
+        return cast(list[Tensor], found)
+    return [*{id(tensor): tensor for tensor in found if tensor is not None}.values()]
+
+
 def _tensors(root: Module) -> tuple[list[Tensor], list[Tensor]] | None:
     """parameters() and buffers(), which take longer; None: a module has its own."""
-    parameters: dict[int, Tensor] = {}  # by id: a tensor's hash takes longer
-    buffers: dict[int, Tensor] = {}
+    parameters: list[Tensor | None] = []
+    buffers: list[Tensor | None] = []
     seen: set[Module] = set()
     left: list[Module | None] = [root]
     while left:
@@ -108,14 +116,11 @@ def _tensors(root: Module) -> tuple[list[Tensor], list[Tensor]] | None:
         if not _is_usual(type(module)):
             return None
         seen.add(module)
-        for p in module._parameters.values():
-            if p is not None:
-                parameters[id(p)] = p
-        if module._buffers:
-            buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
+        parameters += module._parameters.values()
+        buffers += module._buffers.values()
         if module._modules:
             left += reversed(module._modules.values())
-    return [*parameters.values()], [*buffers.values()]
+    return _each_once(parameters), _each_once(buffers)
 
 
 def _can_average(averages: list[Tensor], weights: list[Tensor]) -> bool:

@@ -130,6 +130,8 @@ _WITH_GIL: _Prototypes = {
     "of_shim_ledger_know_state": (None, [_Plan, _Object, _Bool]),
     "of_shim_ledger_note_entry": (None, [_Plan, _Size, _Bool, _Bool]),
     "of_shim_ledger_has_complained": (_Bool, [_Plan]),
+    "of_shim_are_of": (_Bool, [_Object, _Object, _Object]),
+    "of_shim_are_once": (_Bool, [_Object, _Object]),
     "of_shim_call_first": (_Int, [_Object, _Text, _Size, _Bool, _Object]),
 }
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from optfuse._library.releases import TESTED, is_too_old, release_of
 
-ABI = 6  # of the C functions that the loader calls
+ABI = 7  # of the C functions that the loader calls
 PLATFORM = f"linux_{platform.machine()}"
 _STEM = "liboptfuse_torch-"
 INSTALL = f"pip install 'torch=={TESTED[-1]}.*'"

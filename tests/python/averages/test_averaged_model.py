@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from averaged import KINDS, averaged_net, script_of, update
+from averaged import KINDS, averaged_net, averages_of, script_of, update
 from clip_scripts import DTYPES, backward
 from common import (
     adamw,
@@ -174,6 +174,26 @@ def test_frozen_and_tied_weights_and_some_that_are_not_pending():
         yield "average", dict(averaged.state_dict())
 
     same(script)
+
+
+@pytest.mark.parametrize("without", (1, 2))
+def test_layers_without_a_bias(without):
+    """Their parameter of that name is None."""
+
+    def script(wrap):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6, bias=i >= without) for i in range(3)]
+        model = nn.Sequential(*layers, nn.Linear(6, 3))
+        optimizer = wrap(adamw(model.parameters()))
+        averaged = AveragedModel(model, **KINDS["EMA"]())
+        for i in range(3):
+            train(model, optimizer, i)
+            update(wrap, averaged, model)
+        if wrap.fused:
+            assert averages_of(optimizer) == 2 * len([*model.parameters()])
+        yield "average", dict(averaged.state_dict())
+
+    same(script, "forward", prove=False)
 
 
 def test_another_dtype_is_pytorchs():
