@@ -41,8 +41,9 @@ static void run_average(const of_update *update, size_t begin, size_t end) {
     plan->programs[in->dtype]->run(&span, &update->average.program);
 }
 
-void of_run_with(const of_update *update, const void *grad, size_t begin, size_t end,
-                 bool past_caches) {
+static inline __attribute__((always_inline)) void run_with(const of_update *update,
+                                                           const void *grad, size_t begin,
+                                                           size_t end, bool past_caches) {
     const of_inputs *in = &update->in;
     const size_t numel = (size_t)in->numel;
     const size_t offset = begin * of_dtype_size(in->dtype);
@@ -65,9 +66,14 @@ void of_run_with(const of_update *update, const void *grad, size_t begin, size_t
         run_average(update, begin, end);
 }
 
+void of_run_with(const of_update *update, const void *grad, size_t begin, size_t end,
+                 bool past_caches) {
+    run_with(update, grad, begin, end, past_caches);
+}
+
 void of_run_kernel(const of_update *update, size_t begin, size_t end, bool past_caches) {
     const size_t offset = begin * of_dtype_size(update->in.dtype);
-    of_run_with(update, advance(update->in.grad, offset), begin, end, past_caches);
+    run_with(update, advance(update->in.grad, offset), begin, end, past_caches);
 }
 
 /* Chunks [from, to) of one update. */

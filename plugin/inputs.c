@@ -5,16 +5,14 @@
 
 #include "internal.h"
 
-static of_status check_state(const of_plan *plan, const of_inputs *in, unsigned used) {
+static inline of_status check_state(const of_plan *plan, const of_inputs *in, unsigned used) {
     for (size_t i = 0; i < plan->rule->n_state; i++)
         if ((used >> i & 1) && !in->state[i])
             return of_fail(OF_INVALID, "the optimizer state '%s' is missing", plan->rule->state[i]);
     return OF_OK;
 }
 
-static of_status check_state_or_program(const of_plan *plan, const of_inputs *in, unsigned used) {
-    if (!plan->rule->runs_programs)
-        return check_state(plan, in, used);
+static of_status check_program(const of_plan *plan, const of_inputs *in) {
     if (!in->program)
         return of_fail(OF_INVALID, "the update has no program");
     if (in->program->by_host && in->device != OF_CPU)
@@ -22,6 +20,11 @@ static of_status check_state_or_program(const of_plan *plan, const of_inputs *in
     if (in->program->by_host && !plan->host.external)
         return of_fail(OF_INVALID, "the program needs a host that runs its own operators");
     return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);
+}
+
+static inline of_status check_state_or_program(const of_plan *plan, const of_inputs *in,
+                                               unsigned used) {
+    return plan->rule->runs_programs ? check_program(plan, in) : check_state(plan, in, used);
 }
 
 static of_status check_product(const of_plan *plan, const of_inputs *in, unsigned used) {

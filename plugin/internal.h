@@ -72,7 +72,8 @@ struct of_update {
     const void *factors_of_product; /* while it is launched: of_product_host.begin() */
     size_t slot;
     size_t bytes;
-    size_t n_registered; /* how many of in.keys are in the registry; its lock */
+    size_t n_registered; /* how many of in.keys are in the registry; its lock, as of the next */
+    uint32_t places[OF_MAX_KEYS]; /* of their entries, if the table has not changed since */
     int64_t first_chunk; /* position in the flat chunk space of its launch */
     int64_t n_chunks;
     bool pending;  /* in a list of plan->pending; plan->lock, false in the pool */

@@ -141,7 +141,7 @@ static bool goes_with(const of_update *first, of_update *u) {
     if (u->in.device != OF_CPU)
         return of_stream_equal(&u->in.stream, &first->in.stream) && !of_is_missing(u->plan, u);
     return !u->plan->rule->external && first->in.numel < OF_SERIAL_ELEMENTS &&
-           u->in.numel < OF_SERIAL_ELEMENTS && !of_is_missing(u->plan, u);
+           u->in.numel < OF_SERIAL_ELEMENTS && !(u->in.awaits && of_is_missing(u->plan, u));
 }
 
 /* On one thread: what all its updates read and write stays in the core's own cache, so that what is

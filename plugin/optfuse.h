@@ -213,6 +213,7 @@ OF_API unsigned of_scale_factors(const void *key, double factors[2], float *norm
 /* Whether this memory is a gradient that is still to be multiplied. A host may
  * ask in settle(). */
 OF_API bool of_is_scaled(const void *key);
+OF_API bool of_any_scaled(void); /* whether any is; no lock */
 /* Whether an update whose inputs are ready on this stream may be created on this
  * gradient as it is: it is not scaled, or was on the same stream, so that the
  * update can apply the factor itself. Else collect() calls of_access() first. */

@@ -126,14 +126,14 @@ static void clean(table *t) {
 }
 
 /* A table of which a quarter or less is live is only cleaned. */
-static bool make_room_anew(table *t, size_t n) {
+__attribute__((noinline)) static bool make_room_anew(table *t, size_t n) {
     if (!t->entries || (t->live + n) * 4 > t->mask + 1)
         return grow(t);
     clean(t);
     return true;
 }
 
-static bool make_room(table *t, size_t n) {
+static inline bool make_room(table *t, size_t n) {
     return (t->entries && (t->used + n) * 2 <= t->mask + 1) || make_room_anew(t, n);
 }
 
@@ -142,12 +142,23 @@ static void count(int kind, int change) {
         of_count_change(&members[kind], change);
 }
 
+static void note_place(const table *t, const entry *at, of_update *update, size_t i) {
+    update->places[i] = (uint32_t)(at - t->entries);
+}
+
+/* That of a key which the update has entered. A key has one entry, so that this is it also where the
+ * table has been grown or cleaned since. */
+static entry *entry_of(const table *t, const of_update *update, size_t i) {
+    entry *at = &t->entries[update->places[i] & t->mask];
+    return at->key == update->in.keys[i] ? at : seek(t, update->in.keys[i]);
+}
+
 /* All but the first `kept`. */
 static void remove_behind(of_update *update, size_t kept) {
     table *t = &tables[update->kind->index];
+    const table now = *t; /* but for its counts: the compiler keeps it in registers */
     for (size_t i = kept; i < update->n_registered; i++) {
-        const void *key = update->in.keys[i];
-        entry *at = key ? seek(t, key) : NULL;
+        entry *at = update->in.keys[i] ? entry_of(&now, update, i) : NULL;
         if (at && at->update == update)
             take_out(t, at);
     }
@@ -171,11 +182,13 @@ static bool follows(const of_update *update, const of_update *old) {
 /* The first of the n keys that another update has; or n. Those before it are entered. */
 static size_t enter_keys(table *t, of_update *update, size_t n) {
     const void *const *keys = update->in.keys;
+    const table now = *t; /* likewise */
     size_t i = 0;
     for (; i < n; i++) {
         if (!keys[i])
             continue;
-        entry *at = seek(t, keys[i]);
+        entry *at = seek(&now, keys[i]);
+        note_place(&now, at, update, i);
         if (!at->update)
             put(t, at, keys[i], update);
         else if (at->update != update && !follows(update, at->update) && OF_GUARD(rearm))
@@ -240,6 +253,7 @@ bool of_registry_extend(of_update *update, const void *key) {
         entry *at = seek(t, key);
         if ((added = !at->update)) {
             put(t, at, key, update);
+            note_place(t, at, update, in->n_keys);
             in->keys[in->n_keys++] = key;
             update->n_registered++;
         }
@@ -313,6 +327,10 @@ unsigned of_scale_factors(const void *key, double factors[OF_MAX_FACTORS], float
         *norm = at->update->norm;
     pthread_mutex_unlock(&lock);
     return n;
+}
+
+bool of_any_scaled(void) {
+    return of_registry_has_scalings();
 }
 
 bool of_is_scaled(const void *key) {

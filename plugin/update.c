@@ -86,6 +86,8 @@ void of_settle(of_plan *plan, of_list *list, of_list *done) {
     if (OF_ORDER_IS_WEAK)
         order_seals_and_marks(plan, list);
     void (*const settle)(void *, void *, bool) = plan->settle[list->first->kind->index];
+    if (plan->host.begin_settling)
+        plan->host.begin_settling(plan->host.ctx);
     for (of_update *u = list->first; u; u = u->next)
         settle(plan->host.ctx, u->in.references, u->deferred);
     of_registry_remove(list);

@@ -137,6 +137,8 @@ struct Plan {
     // The thread that called step() last: the one that may take marks off the
     // plan's tensors other than at their use.
     std::atomic<pthread_t> stepping{};
+    // While updates of a launch are settled: may_take_marks_off(). The core's lock.
+    bool takes_marks_off = false;
     DeviceScalars scalars;
     // Rules that run programs: what kinds() has found last (traced/operators.cpp), and the slots of
     // each cohort, whose parameters are alike.

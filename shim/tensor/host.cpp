@@ -211,27 +211,41 @@ void unmark_if_its(c10::TensorImpl *impl, const c10::StorageImpl *storage) {
 // a scaling may be pending on it.
 void take_marks_off(const References *refs) {
     const Slot *slot = refs->slot;
+    const size_t n_state = slot->plan->rule->n_state, n = refs->n;
     unmark_if_its(slot->param, refs->storages[0].get());
-    for (size_t i = 0; i < slot->plan->rule->n_state; i++)
-        for (size_t part = 1; part < refs->n; part++)
-            if (refs->tensors[part] == slot->state[i].unsafeGetTensorImpl())
-                unmark_if_its(refs->tensors[part], refs->storages[part].get());
+    for (size_t i = 0, behind = 1; i < n_state; i++) { // parts are in the order of the state
+        size_t part = behind;
+        while (part < n && refs->tensors[part] != slot->state[i].unsafeGetTensorImpl())
+            part++;
+        if (part == n)
+            continue;
+        unmark_if_its(refs->tensors[part], refs->storages[part].get());
+        behind = part + 1;
+    }
     if (refs->average.defined())
         unmark_if_its(refs->average.unsafeGetTensorImpl(), refs->storages[refs->n - 1].get());
 }
 
+void begin_settling(void *ctx) {
+    auto *plan = static_cast<Plan *>(ctx);
+    plan->takes_marks_off = may_take_marks_off(plan);
+}
+
 void lift_seals(const References *refs) {
-    for (size_t i = 0; i < refs->n; i++)
-        if (!of_is_scaled(refs->storages[i].get()) && // else the gradient stays pending
-            !is_promise(refs->storages[i].get()))     // or nobody has computed it yet
-            unseal(refs->storages[i].get());
+    const bool some_scaled = of_any_scaled();
+    for (size_t i = 0; i < refs->n; i++) {
+        c10::StorageImpl *storage = refs->storages[i].get();
+        if (!(some_scaled && of_is_scaled(storage)) && // else the gradient stays pending
+            !is_promise(storage))                      // or nobody has computed it yet
+            unseal(storage);
+    }
 }
 
 void settle(void *, void *opaque, bool was_deferred) {
     References *refs = references_of(opaque);
     if (was_deferred)
         lift_seals(refs);
-    if (was_deferred && !refs->on_gpu && may_take_marks_off(refs->slot->plan))
+    if (was_deferred && !refs->on_gpu && refs->slot->plan->takes_marks_off)
         take_marks_off(refs);
     else if (refs->average.defined())
         refs->slot->marked_average = WeakTensor(refs->average.getIntrusivePtr());
@@ -312,6 +326,7 @@ of_host make_host(Plan *plan) {
     host.commit = commit;
     host.defer = defer;
     host.defer_average = defer_average;
+    host.begin_settling = begin_settling;
     host.settle = settle;
     if (OF_ORDER_IS_WEAK)
         host.unseal = [](void *, void *opaque) { lift_seals(references_of(opaque)); };

@@ -63,7 +63,7 @@ inline double number_after(const c10::TensorImpl *counter) {
 }
 
 // Whether one owner, such as a parameter whose .grad it is, and Python's wrapper hold the tensor.
-inline bool is_held_once(const c10::TensorImpl *impl) {
+[[gnu::always_inline]] inline bool is_held_once(const c10::TensorImpl *impl) {
     auto *counted = const_cast<c10::TensorImpl *>(impl);
     const size_t owners = c10::raw::intrusive_ptr::use_count(counted);
     return owners <= 1 || owners <= 1 + python_references(*impl);

@@ -34,6 +34,12 @@ class Storages {
     // i: 0, or of one that has been put there.
     Pointer &operator[](size_t i) { return at[i]; }
     const Pointer &operator[](size_t i) const { return at[i]; }
+    // The first ones, before any other: make(i) for each.
+    template <class Make> void begin_with(size_t count, Make make) {
+        for (size_t i = 0; i < count; i++)
+            new (&at[i]) Pointer(make(i));
+        n = count;
+    }
     // Puts one behind the others, or into the place of one.
     void put(size_t i, Pointer storage) {
         if (i < n)

@@ -14,25 +14,6 @@
 
 namespace optfuse {
 
-bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
-    switch (impl->dtype().toScalarType()) {
-    case c10::ScalarType::Float:
-        *out = OF_FLOAT32;
-        return true;
-    case c10::ScalarType::Double:
-        *out = OF_FLOAT64;
-        return true;
-    case c10::ScalarType::BFloat16:
-        *out = OF_BFLOAT16;
-        return true;
-    case c10::ScalarType::Half:
-        *out = OF_FLOAT16;
-        return true;
-    default:
-        return false;
-    }
-}
-
 namespace {
 
 // Several elements share one number, as after expand().

@@ -13,7 +13,24 @@ namespace optfuse {
 struct Slot;
 
 // Whether there is a kernel for it.
-bool dtype_of(const c10::TensorImpl *impl, of_dtype *out);
+inline bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
+    switch (impl->dtype().toScalarType()) {
+    case c10::ScalarType::Float:
+        *out = OF_FLOAT32;
+        return true;
+    case c10::ScalarType::Double:
+        *out = OF_FLOAT64;
+        return true;
+    case c10::ScalarType::BFloat16:
+        *out = OF_BFLOAT16;
+        return true;
+    case c10::ScalarType::Half:
+        *out = OF_FLOAT16;
+        return true;
+    default:
+        return false;
+    }
+}
 // OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
 of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
 // In-place updates of inference tensors are allowed in inference mode only.

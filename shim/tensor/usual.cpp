@@ -98,7 +98,8 @@ template <bool on_gpu>
                                                      const Yardstick<on_gpu> &like) {
     if (!like.is_like(g) || is_promise(g) || is_any_on_its_way() || (on_gpu && has_mark(g)))
         return false;
-    launch_marked(g, of_launch_at); // a scaling stays pending: the update applies its factor
+    if (of_any_pending()) // else its mark is an old one
+        launch_marked(g, of_launch_at); // a scaling stays pending: the update applies its factor
     return is_private(storage_of(g), 0) && (in_backward || is_held_once(g));
 }
 
@@ -170,13 +171,14 @@ template <bool on_gpu>
 }
 
 [[gnu::always_inline]] inline void take(const Parts &parts, of_inputs *in, References *refs) {
-    for (size_t i = 0; i < parts.n; i++) {
+    const size_t n = parts.n;
+    refs->storages.begin_with(n, [&](size_t i) {
         c10::StorageImpl *storage = storage_of(parts.at[i]);
         refs->tensors[i] = parts.at[i];
-        refs->storages.put(i, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
         in->keys[i] = storage;
-    }
-    in->n_keys = refs->n = parts.n;
+        return c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+    });
+    in->n_keys = refs->n = n;
 }
 
 [[gnu::always_inline]] inline void fill_in_usual(Slot *slot, const Parts &parts, unsigned used,

@@ -9,7 +9,7 @@ namespace optfuse {
 
 // The memory of a tensor that is about to be written past the dispatcher. Memory that copies on
 // write (torch._lazy_clone) is copied now.
-inline void *written_data_of(const c10::TensorImpl *impl) {
+[[gnu::always_inline]] inline void *written_data_of(const c10::TensorImpl *impl) {
     c10::StorageImpl *storage = storage_of(impl);
     if (!is_own(storage) && OF_GUARD(copy_on_write))
         storage->mutable_data();

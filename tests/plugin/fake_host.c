@@ -281,6 +281,13 @@ static void defer_average(void *ctx, void *opaque, void *average) {
     atomic_store(&((fake_buffer *)average)->marked, true);
 }
 
+static _Thread_local bool settling;
+
+static void begin_settling(void *ctx) {
+    (void)ctx;
+    settling = true;
+}
+
 static void settle(void *ctx, void *opaque, bool was_deferred) {
     fake_host *host = ctx;
     fake_hold *hold = opaque;
@@ -288,6 +295,7 @@ static void settle(void *ctx, void *opaque, bool was_deferred) {
     record(host, "settle", tensor->id);
     require(hold->committed != hold->scaling && !hold->settled, "settle after commit, once");
     require(was_deferred == hold->deferred, "settle knows what was deferred");
+    require(settling || tensor->device != OF_CPU, "settling has begun");
     hold->settled = true;
     if (was_deferred)
         unmark(hold);
@@ -301,6 +309,7 @@ static void release(void *ctx, void *opaque) {
     fake_hold *hold = opaque;
     fake_tensor *tensor = hold->tensor;
     record(host, "release", tensor->id);
+    settling = false;
     require(hold->settled || !hold->committed, "release no committed update before it is settled");
     for (size_t i = 0; i < hold->n_buffers; i++)
         fake_buffer_release(hold->buffers[i]);
@@ -444,6 +453,7 @@ fake_host *fake_host_new(void) {
                             .commit = commit,
                             .defer = defer,
                             .defer_average = defer_average,
+                            .begin_settling = begin_settling,
                             .settle = settle,
                             .release = release,
                             .drop = drop,

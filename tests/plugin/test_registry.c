@@ -54,6 +54,7 @@ START_TEST(no_live_key_is_lost) {
     for (size_t i = 0; i < n_live; i++)
         of_registry_remove_one(&updates[i]);
     ck_assert(!of_any_pending());
+    ck_assert_uint_eq(count_found(n_live), 0);
 }
 END_TEST
 
