@@ -14,6 +14,8 @@ static bool is_of(of_object *object, const of_object *type, const of_object *oth
 }
 
 bool of_shim_are_of(void *list, void *type, void *other) {
+    if (!of_python_find())
+        return false;
     const ssize_t n = of_interpreter.list_size(list);
     ssize_t i = 0;
     while (i < n && is_of(of_interpreter.list_item(list, i), type, other))
@@ -32,6 +34,8 @@ static bool is_new(of_object **seen, size_t mask, of_object *object) {
 }
 
 bool of_shim_are_once(void *list, void *without) {
+    if (!of_python_find())
+        return false;
     const ssize_t n = of_interpreter.list_size(list);
     size_t size = 16;
     while (size < 2 * (size_t)(n < 0 ? 0 : n))
