@@ -45,6 +45,12 @@ CONTROLS = {
 }
 
 
+def patience(device: str) -> float:
+    """By which limits are multiplied: no machine is lent where a CPU plays the GPU, and other work
+    may be beside."""
+    return 5.0 if device == "cpu" else 1.0
+
+
 @dataclass
 class Plan:
     root: Path
@@ -65,6 +71,10 @@ class Plan:
             "PYTHONUNBUFFERED": "1",  # who is ended at its time limit leaves what it found
             "TORCHINDUCTOR_COMPILE_THREADS": "2",  # a process, and several run at once
         }
+
+    @property
+    def patience(self) -> float:
+        return patience(self.device)
 
     @property
     def on_gpu(self) -> bool:

@@ -287,7 +287,7 @@ def one_process():
             dist.destroy_process_group()
 
 
-def python(code, timeout=120, fresh=False, **env):
+def python(code, timeout=600, fresh=False, **env):
     """Runs code in another interpreter beside the tests; its CompletedProcess.
     fresh: one that has imported nothing yet, not even torch."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
@@ -305,7 +305,7 @@ def python(code, timeout=120, fresh=False, **env):
     )
 
 
-def python_ok(code, timeout=120, fresh=False, **env):
+def python_ok(code, timeout=600, fresh=False, **env):
     """The same, and it must succeed without a word on stderr; its stdout."""
     done = python(code, timeout, fresh, **env)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"

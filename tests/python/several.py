@@ -26,7 +26,7 @@ def finished(command, **options):
     return again(lambda: subprocess.run(command, capture_output=True, text=True, **options))
 
 
-def torchrun(*words, cwd, timeout=180, **variables):
+def torchrun(*words, cwd, timeout=600, **variables):
     """`torchrun WORDS`: a CompletedProcess. The launcher and the processes that it starts are
     interpreters that look as if they had been started."""
     usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -60,7 +60,7 @@ def started(output, script, *arguments):
     return forked_python.into(request, output, f"{output}.errors")
 
 
-def run_script(arguments, cwd=".", first="", timeout=180, **variables):
+def run_script(arguments, cwd=".", first="", timeout=600, **variables):
     """The script's subprocess.CompletedProcess."""
     code = forked_python.script(*arguments, first=first)
     asked = forked_python.coded(code, cwd, {**os.environ, **variables}, ends_soon=True)

@@ -78,7 +78,7 @@ torch.set_num_threads(2)
 (torch.ones(400000) * 2).sum()  # starts threads, which a child has not
 child = os.fork()
 if child == 0:
-    signal.alarm(60)
+    signal.alarm(300)
     model = torch.nn.Linear(6, 3)
     optimizer = optfuse.fuse(torch.optim.AdamW(model.parameters()))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

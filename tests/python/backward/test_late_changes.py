@@ -435,7 +435,7 @@ def local_state_of_dtensor(optimizer):
 def test_late_writes_to_dtensors(write):
     with one_process():
         mesh = init_device_mesh("cpu", (1,))
-        # distribute_tensor() sends a message, and gloo's thread has the memory for a while after it.
+        # distribute_tensor() sends a message; gloo's thread has the memory for a while after it.
         p = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False))
         optimizer = optfuse.fuse(adamw([p]), mode="backward")
         for i in range(3):

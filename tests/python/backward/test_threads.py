@@ -13,7 +13,7 @@ from common import adamw, assert_same, everything, loss_of, net, same, sgd, weig
 import optfuse
 
 STEPS = 3
-SECONDS = 60  # until a thread that waits for another one gives up
+SECONDS = 300  # until a thread that waits for another one gives up
 
 
 class Turns:

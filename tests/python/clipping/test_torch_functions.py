@@ -410,7 +410,7 @@ torch.set_num_threads(2)
 (torch.ones(400000) * 2).sum()  # starts threads, which a child has not
 child = os.fork()
 if child == 0:
-    signal.alarm(60)
+    signal.alarm(300)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))  # 49,152 numbers, none large
     optimizer = optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1))
     for p in model.parameters():

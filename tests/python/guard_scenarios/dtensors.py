@@ -44,8 +44,8 @@ def a_gradient_whose_memory_a_hook_has_kept_is_left_to_step():
 
 
 def sharded(tensor, mesh):
-    """distribute_tensor() sends a message; gloo's thread has the memory for a while after it, and what
-    is not private does not wait."""
+    """distribute_tensor() sends a message; gloo's thread has the memory for a while after it, and
+    what is not private does not wait."""
     return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
 
 

@@ -24,7 +24,7 @@ def played():
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
     play_all = "from guard_scenarios.player import main\nmain()"
-    done = python(play_all, timeout=500, OPTFUSE_LIBRARY=library)
+    done = python(play_all, timeout=2500, OPTFUSE_LIBRARY=library)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -15,7 +15,7 @@ from hazard.play import MODES, judge
 from hazard.programs import generate
 from hazard.shrink import shrink
 
-SECONDS = 60  # more is a hang
+SECONDS = 300  # more is a hang
 CHUNK = 200  # programs for each child
 
 
