@@ -12,7 +12,8 @@
  * another one before marks do.
  *
  * Where the system refuses that, marks stay: whoever meets one asks the registry, whose locks and
- * counts order all three. Only such an alias is not ordered then. */
+ * counts order all three. Only such an alias is not ordered then; nor is it, on any processor, by an
+ * update that runs operators, which find no address behind a seal: theirs go before. */
 #ifndef OPTFUSE_FENCE_H
 #define OPTFUSE_FENCE_H
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // recompute.cpp: see recompute.h. The parameters that are updated already get the mark of pending
-// updates as long as a forward pass is made once more, so that whoever uses one comes to
-// first_use.cpp, which refuses it.
+// updates, so that whoever uses one comes to first_use.cpp, which refuses it. Nobody takes a mark off
+// while such a pass is made; it goes with the next use of the parameter behind all of them.
 #include "autograd/recompute.h"
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -20,10 +21,12 @@ namespace {
 
 struct Early {
     at::Tensor param;
-    std::string label;
+    const Plan *plan; // its optimizer is kept by who makes the pass
 };
 
-// The parameters that got the mark for each pass that this thread makes, one inside of the other.
+std::atomic<int> passes_now{0}; // of all threads
+
+// For each of the passes that this thread makes, one inside of the other.
 std::vector<std::vector<Early>> &early_here() {
     thread_local std::vector<std::vector<Early>> all;
     return all;
@@ -33,19 +36,30 @@ void add_early(const Plan &plan, std::vector<Early> *early) {
     if (plan.mode != OF_BACKWARD || of_plan_unconfirmed(plan.core) == 0)
         return;
     for (const Slot *slot : plan.slots)
-        if (of_plan_is_updated(plan.core, slot->index) && !has_mark(slot->param))
-            early->push_back({reference_to(slot->param), slot->label});
+        if (of_plan_is_updated(plan.core, slot->index))
+            early->push_back({reference_to(slot->param), &plan});
+}
+
+std::string label_of(const Early &early) {
+    for (const Slot *slot : early.plan->slots)
+        if (slot->param == early.param.unsafeGetTensorImpl())
+            return slot->label;
+    return "a parameter";
 }
 
 } // namespace
 
-const std::string *updated_too_early(const c10::TensorImpl *impl) {
+std::string updated_too_early(const c10::TensorImpl *impl) {
     for (const std::vector<Early> &pass : early_here())
         for (const Early &early : pass)
             if (storage_of(early.param.unsafeGetTensorImpl()) == storage_of(impl))
-                return &early.label;
-    return nullptr;
+                return label_of(early);
+    return {};
 }
+
+bool is_recomputing_here() { return !early_here().empty(); }
+
+bool any_recomputes() { return passes_now.load(std::memory_order_relaxed) != 0; }
 
 } // namespace optfuse
 
@@ -55,6 +69,7 @@ void of_shim_begin_recompute(of_shim_plan *const *plans, size_t n) {
     std::vector<optfuse::Early> early;
     for (size_t i = 0; i < n; i++)
         optfuse::add_early(*optfuse::plan_of(plans[i]), &early);
+    optfuse::passes_now++;
     for (const optfuse::Early &one : early)
         optfuse::mark(one.param.unsafeGetTensorImpl());
     optfuse::early_here().push_back(std::move(early));
@@ -63,10 +78,8 @@ void of_shim_begin_recompute(of_shim_plan *const *plans, size_t n) {
 void of_shim_end_recompute(void) {
     if (optfuse::early_here().empty())
         return;
-    const std::vector<optfuse::Early> early = std::move(optfuse::early_here().back());
     optfuse::early_here().pop_back();
-    for (const optfuse::Early &one : early)
-        optfuse::unmark(one.param.unsafeGetTensorImpl());
+    optfuse::passes_now--;
 }
 
 } // extern "C"

@@ -11,7 +11,12 @@
 namespace optfuse {
 
 // While this thread makes a forward pass once more: the label of the parameter with this memory that
-// backward fusion has updated since step(). Else null.
-const std::string *updated_too_early(const c10::TensorImpl *impl);
+// backward fusion has updated since step(). Else empty.
+std::string updated_too_early(const c10::TensorImpl *impl);
+
+bool is_recomputing_here();
+
+// Whether any thread does: marks stay meanwhile.
+bool any_recomputes();
 
 } // namespace optfuse

@@ -4,6 +4,7 @@
  * and of its instances, an attribute of a module, and what a script has imported from there long
  * ago. So the record is changed, and no name. */
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "optfuse.h"
@@ -89,6 +90,21 @@ static of_object *with_first(of_object *tuple, of_object *item) {
     return other;
 }
 
+/* Likewise of an array: values of keywords are behind the n that are counted. */
+static of_object *call_stock_on_array(const changed *f, of_object *other, of_object *self,
+                                      of_object *const *values, void *n, void *names) {
+    const size_t all =
+        (size_t)n + (f->kind & KEYWORDS && names ? (size_t)of_interpreter.tuple_size(names) : 0);
+    of_object **const others = n ? malloc(all * sizeof *others) : NULL;
+    if (!others)
+        return f->stock(self, (void *)values, n, names);
+    memcpy(others, values, all * sizeof *others);
+    others[0] = other;
+    of_object *const result = f->stock(self, others, n, names);
+    free(others);
+    return result;
+}
+
 /* The function, with `other` in the place of its first argument; NULL or None: with that. */
 static of_object *call_stock(const changed *f, of_object *other, of_object *self, void *a, void *b,
                              void *c) {
@@ -98,6 +114,8 @@ static of_object *call_stock(const changed *f, of_object *other, of_object *self
         return f->stock(other, a, b, c);
     if ((f->kind & ~KEYWORDS) == ONE)
         return f->stock(self, other, b, c);
+    if ((f->kind & ~KEYWORDS) == ARRAY)
+        return call_stock_on_array(f, other, self, a, b, c);
     if ((f->kind & ~KEYWORDS) != TUPLE || of_interpreter.tuple_size(a) == 0)
         return f->stock(self, a, b, c);
     of_object *const others = with_first(a, other);

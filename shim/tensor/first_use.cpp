@@ -56,13 +56,20 @@ of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
          std::exchange(raised_in_python, nullptr));
 }
 
-void refuse_if_too_early(const char *op, const c10::TensorImpl *impl) {
-    const std::string *label = updated_too_early(impl);
-    if (label == nullptr)
+bool reads_no_numbers(const std::string &op) {
+    const std::string tail = "_like";
+    return op.compare(0, 10, "aten::new_") == 0 ||
+           (op.size() > tail.size() && op.compare(op.size() - tail.size(), tail.size(), tail) == 0);
+}
+
+// Before anything is launched: an update may be pending behind its gradient.
+void refuse_if_too_early(const std::string &op, const c10::TensorImpl *impl) {
+    const std::string label = updated_too_early(impl);
+    if (label.empty() || reads_no_numbers(op))
         return;
-    fail("optfuse: " + std::string(op) + " reads " + *label +
-         " in a block that activation checkpointing computes once more inside backward(), but its "
-         "gradient was complete before, and backward fusion has already updated it.\n"
+    fail("optfuse: " + op + " reads " + label +
+         " in a block that activation checkpointing computes once more inside backward(), but the "
+         "parameter's gradient was complete before, and backward fusion has already updated it.\n"
          "Read it outside of the block and give it to the block as an argument, or use "
          "optfuse.fuse(optimizer, mode=\"forward\")");
 }
@@ -76,15 +83,15 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
         return answer_consumed(op, impl, is_target);
     if (is_promise(impl) && makes_alias(op))
         return Answer::PASS; // a promise, too
+    if (is_recomputing_here())
+        refuse_if_too_early(op, impl);
     const bool stranger = called_by_stranger();
     const of_accessed accessed = access_without_gil(impl, stranger);
     if (accessed == OF_ACCESS_FAILED)
         raise_failure(op);
-    if (accessed == OF_NOTHING_PENDING)
-        refuse_if_too_early(op, impl);
     // While a GPU may still run the update, other streams have to come here, too. The
     // key set is no atomic: only the threads that train write it.
-    if (!stranger && accessed != OF_IN_FLIGHT && !of_marks_stay())
+    if (!stranger && accessed != OF_IN_FLIGHT && !of_marks_stay() && !any_recomputes())
         unmark(impl);
     return Answer::PASS;
 }
@@ -141,7 +148,7 @@ void note_stepping_thread() { steps_here = true; }
 
 bool may_take_marks_off(const Plan *plan) {
     return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&
-           !called_by_engine() && !of_marks_stay();
+           !called_by_engine() && !of_marks_stay() && !any_recomputes();
 }
 
 int register_first_use() {

@@ -28,12 +28,21 @@ def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
 
     @functools.wraps(backward)
     def backward_in_between(ctx: Any, *grads: Any) -> Any:
-        kept = begin()
+        function = ctx.run_function
+
+        def marked(*arguments: Any) -> Any:
+            kept = begin()
+            try:
+                return function(*arguments)
+            finally:
+                lib.of_shim_end_recompute()
+                del kept
+
+        ctx.run_function = marked
         try:
             return backward(ctx, *grads)
         finally:
-            lib.of_shim_end_recompute()
-            del kept
+            ctx.run_function = function
 
     replace(nested, "backward", staticmethod(backward_in_between))
     hooks = getattr(checkpoint, "_recomputation_hook", None)
@@ -42,9 +51,14 @@ def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
     enter, leave = hooks.__enter__, hooks.__exit__
 
     @functools.wraps(enter)
-    def begin_and_enter(self: Any) -> Any:
-        self._optfuse_optimizers = begin()
-        return enter(self)
+    def enter_and_begin(self: Any) -> Any:
+        entered = enter(self)
+        try:
+            self._optfuse_optimizers = begin()
+        except BaseException:
+            leave(self, None, None, None)
+            raise
+        return entered
 
     @functools.wraps(leave)
     def leave_and_end(self: Any, *error: Any) -> Any:
@@ -54,5 +68,5 @@ def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
             lib.of_shim_end_recompute()
             del self._optfuse_optimizers
 
-    replace(hooks, "__enter__", begin_and_enter)
+    replace(hooks, "__enter__", enter_and_begin)
     replace(hooks, "__exit__", leave_and_end)

@@ -77,8 +77,20 @@ def _like(tensor: Any = None, *_: Any, **__: Any) -> Tensor | None:
 def _exported(tensor: Any = None, *values: Any, **named: Any) -> Tensor | None:
     """For a function that gives memory away for as long as somebody keeps it: an alias, which is
     seen as another user of the memory. PyTorch 2.13 gives away the tensor itself."""
+    if "data" in named:
+        raise Error(
+            "optfuse: torch exports this tensor by DLPack; give it by position, not as data="
+        )
     _launch("access")(tensor, *values, **named)
-    return tensor.detach() if type(tensor) in (Tensor, torch.nn.Parameter) else None
+    if not isinstance(tensor, Tensor) or _is_python(tensor):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+def _is_python(tensor: Tensor) -> bool:
+    """Whether a class of Python answers its operators."""
+    return torch._C._dispatch_keys(tensor).has(torch._C._parse_dispatch_key("Python"))
 
 
 def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) -> None:

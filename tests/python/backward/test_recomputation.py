@@ -2,9 +2,11 @@
 """Activation checkpointing computes blocks once more inside backward. A weight that such a block
 reads past autograd may have been updated by then, and stock would still read the old one."""
 
+import threading
+
 import pytest
 import torch
-from common import adamw, batch, everything, refused, same
+from common import adamw, batch, everything, refused, same, sgd
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +92,94 @@ def test_after_the_error_weights_can_be_used():
     with torch.no_grad():
         assert model(batch(0)[0]).isfinite().all()
         checkpoint(model.block, batch(0)[0], use_reentrant=False)
+
+
+@reentrant_or_not
+def test_an_update_that_waits_for_others_is_not_made_by_the_block(reentrant):
+    """So small ones go together, behind the pass on a CPU: the block reads the old weight."""
+    same(script_of("detach", reentrant), "backward")
+
+
+def test_threads_that_compute_blocks_again_at_once():
+    """Each is refused what it reads, whether another one has begun before or ends in between."""
+    body, head = nn.Linear(6, 6), nn.Linear(6, 6)
+    optimizer = optfuse.fuse(sgd(head.parameters()), mode="backward", bucket_bytes=1)
+    head(batch(3)[0]).square().sum().backward()
+    optimizer.step()  # a thread that steps takes marks off where it finds nothing pending
+    optimizer.zero_grad()
+    inside, go_on = threading.Event(), threading.Event()
+    twice = [0, 0]
+
+    def waits(h):
+        twice[0] += 1
+        if twice[0] == 2:
+            inside.set()
+            assert go_on.wait(300)
+        return h + linear(body(h), head.weight.detach())
+
+    def reads(h):
+        return h + linear(body(h), head.weight.detach())
+
+    def again(loss):
+        refused(loss.backward, "already updated it")
+        twice[1] += 1
+
+    x = [batch(i)[0].requires_grad_() for i in range(2)]
+    losses = [
+        checkpoint(block, one, use_reentrant=False).square().sum()
+        for block, one in zip((waits, reads), x, strict=True)
+    ]
+    head(batch(2)[0]).square().sum().backward()
+    other = threading.Thread(target=again, args=losses[:1])
+    other.start()
+    assert inside.wait(300)
+    again(losses[1])
+    head.weight.detach()  # by a thread that computes nothing again
+    go_on.set()
+    other.join()
+    assert twice[1] == 2
+
+
+def test_a_block_that_is_not_begun_leaves_nothing():
+    model = Model("detach", False)
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
+    loss = loss_of(model, 0)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"),
+        pytest.raises(RuntimeError, match="no hooks here"),
+    ):
+        loss.backward()
+    with torch.no_grad():
+        assert model(batch(0)[0]).isfinite().all()
+    assert optfuse.summary(optimizer).created > 0
+
+
+@reentrant_or_not
+def test_other_uses_inside_of_a_block(reentrant):
+    """A tensor like the weight has none of its numbers, and a hook runs behind the block."""
+
+    def script(wrap):
+        layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        optimizer = wrap(adamw(layers.parameters()))
+        head = layers[2]
+
+        def block(h):
+            h = layers[1](h) + torch.ones_like(head.weight)[0] + head.weight.new_ones(6)
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad + 0 * head.weight.detach()[0])
+            return h.tanh()
+
+        for i in range(4):
+            optimizer.zero_grad()
+            h = checkpoint(block, layers[0](batch(i)[0]), use_reentrant=reentrant)
+            loss = head(h).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+            del loss, h
+        yield from everything(layers, optimizer)
+
+    same(script, "backward", bucket_bytes=1)
 
 
 @pytest.mark.parametrize("bucket_bytes", (0, 1))

@@ -115,12 +115,19 @@ def test_parameters_that_need_no_gradient(export, mode):
     same(script, mode, prove=False)
 
 
+class Named(Parameter):
+    pass
+
+
+@pytest.mark.parametrize("kind", (Parameter, Named))
 @pytest.mark.parametrize("mode", ("forward", "backward"))
-def test_parameters_by_a_capsule(mode):
+def test_parameters_by_a_capsule(mode, kind):
     """PyTorch's older function does not ask whether a tensor needs a gradient."""
 
     def script(wrap):
         model = net()
+        for layer in (model[0], model[2]):
+            layer.weight = kind(layer.weight.detach())
         optimizer = wrap(adamw(model.parameters()))
         kept = [torch.from_dlpack(to_dlpack(p)) for p in model.parameters()]
         for i in range(4):
@@ -131,6 +138,13 @@ def test_parameters_by_a_capsule(mode):
         yield from everything(model, optimizer)
 
     same(script, mode, prove=False)
+
+
+def test_a_tensor_by_its_name_is_refused():
+    model = net()
+    optfuse.fuse(adamw(model.parameters()))
+    with pytest.raises(optfuse.Error, match="by position"):
+        torch._C._to_dlpack_versioned(data=model[0].weight.detach())
 
 
 @exports
