@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from common import adamw, batch, everything, refused, same, sgd
+from on_device import DEVICE
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -95,12 +96,19 @@ def test_after_the_error_weights_can_be_used():
 
 
 @reentrant_or_not
-def test_an_update_that_waits_for_others_is_not_made_by_the_block(reentrant):
-    """So small ones go together, behind the pass on a CPU: the block reads the old weight."""
-    same(script_of("detach", reentrant), "backward")
+def test_an_update_that_waits_for_others(reentrant):
+    """On a CPU so small ones are made together behind the pass, and the block reads the old weight;
+    on a GPU the block would launch it."""
+    if DEVICE:
+        model = Model("detach", reentrant)
+        optimizer = optfuse.fuse(adamw(model.parameters()), "backward")
+        refused(loss_of(model, 0).backward, "checkpointing", "already updated it")
+        assert optfuse.summary(optimizer).created > 0
+    else:
+        same(script_of("detach", reentrant), "backward")
 
 
-def test_threads_that_compute_blocks_again_at_once():
+def test_blocks_computed_again_in_two_threads_at_once():
     """Each is refused what it reads, whether another one has begun before or ends in between."""
     body, head = nn.Linear(6, 6), nn.Linear(6, 6)
     optimizer = optfuse.fuse(sgd(head.parameters()), mode="backward", bucket_bytes=1)
