@@ -5,6 +5,7 @@ whether step() goes another way by them. Kernels look at nothing of it."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections import deque
@@ -165,9 +166,40 @@ def draws(stock: type[Optimizer]) -> bool:
     return _draw(_names(_functions(stock)) - _ON_TENSORS)
 
 
+_SWAPS = ("SWAP", "ROT_TWO", "ROT_THREE")  # before an attribute that `+=` changes
+
+
+@functools.cache
+def writes_elsewhere(stock: type[Optimizer]) -> bool:
+    """Whether the class's code may write into what a run has no copy of: globals, variables of
+    closures, attributes of what is no argument, and the defaults of groups."""
+    functions = list(_functions(stock))
+    return "defaults" in _names(functions) or any(map(_writes_elsewhere, functions))
+
+
+def _writes_elsewhere(function: types.FunctionType) -> bool:
+    free, last = function.__code__.co_freevars, "LOAD_FAST"
+    for one in dis.get_instructions(function):
+        name = one.opname
+        if name in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
+            name == "STORE_DEREF" and one.argval in free
+        ):
+            return True
+        if name == "LOAD_GLOBAL" and _may_be_filled(function.__globals__.get(one.argval)):
+            return True
+        if name == "STORE_ATTR" and not ("LOAD_FAST" in last or last in _SWAPS):
+            return True  # of what is no variable of this function
+        last = name
+    return False
+
+
 def _draw(names: set[str]) -> bool:
     random = any(name.startswith("rand") or "random" in name for name in names)
     return random or not _DRAWING.isdisjoint(names)
+
+
+def _may_be_filled(x: Any) -> bool:
+    return isinstance(x, (list, dict, set, deque, bytearray))
 
 
 def _arguments(function: types.FunctionType) -> tuple[str, ...]:

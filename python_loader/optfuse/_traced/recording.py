@@ -5,17 +5,18 @@ make of options and attributes."""
 from __future__ import annotations
 
 import types
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import repeat
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._own_step import twin
-from optfuse._own_step.looks import draws
+from optfuse._own_step.looks import draws, writes_elsewhere
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.cohorts import Cohort, kind_of_shape, mark_of
@@ -25,6 +26,11 @@ from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
 
 State = dict[Tensor, Entry]
+_UNCHANGING = (
+    *twin.CONSTANT,
+    *(twin.OwnMethod, types.ModuleType, types.BuiltinFunctionType, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 _LEFT = twin.HIDDEN.union(twin.COUNTERS, ("defaults",))  # nothing that step() writes into
 
 
@@ -156,23 +162,34 @@ class Recording:
         cohort.recorded = recorded
         self.names += recorded.names[len(self.names) :]
         self.shaped |= recorded.shaped()
-        self._take_settings(cohort.group, attributes, given, recorded)
+        _must_keep_entries(entry, recorded.entry)
+        untouched = _with_own_containers(given, optimizer.param_groups[cohort.group])
+        self._take_settings(cohort.group, attributes, untouched, recorded)
         may = cohort.replay is None and self._can_play(param)
         may = may and cohort.is_worth_learning(before, self.by_shape[cohort.group])
-        if may and not self._must_run_once():
+        if may and not self._must_run_once(optimizer.param_groups[cohort.group]):
             self._learn_replay(optimizer, param, cohort, recorded)
 
     def _can_play(self, param: Tensor) -> bool:
         """Elsewhere modes of Python see operators, too."""
         return self._making == "none" and param.device.type == "cpu"
 
-    def _must_run_once(self) -> bool:
+    def _must_run_once(self, options: Group) -> bool:
         """Whether a step() that is run again, as one that was played in vain, could leave
         something twice: in a generator of random numbers, or in an attribute without a copy."""
-        return draws(self._stock) or any(
-            _may_be_written(value)
-            for name, value in self.before.items()
-            if name not in self.promise.attributes and name not in _LEFT
+        return (
+            draws(self._stock)
+            or writes_elsewhere(self._stock)
+            or any(
+                _may_be_written(value)
+                for name, value in self.before.items()
+                if name not in self.promise.attributes and name not in _LEFT
+            )
+            or any(
+                _is_shared(value)
+                for name, value in options.items()
+                if name not in self.promise.options and name not in twin.NOT_OPTIONS
+            )
         )
 
     def _learn_replay(
@@ -254,9 +271,21 @@ class Recording:
 
 
 def _may_be_written(value: Any) -> bool:
-    kinds = list, dict, set, bytearray, deque
-    own = hasattr(value, "__dict__") and not callable(value)
-    return isinstance(value, kinds) or (own and not isinstance(value, types.ModuleType))
+    """Whether a run could leave something in it."""
+    if type(value) in (tuple, frozenset):
+        return any(map(_may_be_written, value))
+    if isinstance(value, types.FunctionType):
+        return bool(value.__closure__ or value.__dict__)
+    return not isinstance(value, _UNCHANGING)
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether options_of() gives each run this object, and a run could leave something in it."""
+    if type(value) in (list, tuple):
+        return any(map(_is_shared, value))
+    if type(value) is dict:
+        return any(map(_is_shared, value.values()))
+    return not isinstance(value, Tensor) and _may_be_written(value)
 
 
 def _strides(param: Tensor) -> tuple[int, ...] | None:
@@ -280,6 +309,22 @@ def _must_keep(
             place = difference("", after.get(name), before.get(name))
             if place is not None:
                 raise Untraceable(f"it changes the {what} {name!r}, as it did not in the trial")
+
+
+def _must_keep_entries(before: Entry | None, after: Entry | None) -> None:
+    names = list(before or ())
+    if list(after or ())[: len(names)] != names:
+        raise Untraceable(
+            "it takes something out of its state or puts it there in another order, as it did not "
+            "in the trial"
+        )
+
+
+def _with_own_containers(options: Group, group: Group) -> Group:
+    """The options that a run was given, but the group's own in the place of what it may have
+    filled."""
+    filled = [k for k, v in options.items() if isinstance(v, (list, dict, set)) and k in group]
+    return {**options, **{k: group[k] for k in filled}} if filled else options
 
 
 def _must_agree(

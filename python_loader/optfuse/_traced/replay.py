@@ -114,7 +114,7 @@ class Run:
             and next(iter(after["state"]), param) is param
             and param.of_grad is self._grad
             and requires_grad_of(param)
-            and not requires_grad_of(self._grad)
+            and not any(map(requires_grad_of, (self._grad, *self._given.values())))
         )
 
     def _with_places(self, made: Entry) -> Entry | None:

@@ -2,6 +2,7 @@
 """A traced step() that does what it did before is played by the library; whatever a later step
 does otherwise is seen, and has the bits of the class alone."""
 
+import itertools
 import math
 import random
 
@@ -314,9 +315,27 @@ class DropsGradient(Replayed):
             p.grad = None
 
 
+class Forgets(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        if "v" not in state:
+            state["v"] = torch.zeros_like(p)
+        p.sub_(state["v"].add_(grad), alpha=0.01)
+        if is_late:
+            del state["v"]
+
+
+class TurnsGradientsOn(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        p.sub_(grad, alpha=0.01)
+        if is_late:
+            state["v"].requires_grad_(True)
+
+
 @pytest.mark.parametrize(
     ("make", "untraced"),
     (
+        (Forgets, 1),
+        (TurnsGradientsOn, STEPS - LATER),
         (Notes, STEPS - LATER),
         (Option, 1),
         (DropsGradient, STEPS - LATER),
@@ -349,7 +368,89 @@ class Appends(Replayed):
             p.sub_(grad, alpha=0.01 * len(self.seen))
 
 
-@pytest.mark.parametrize("make", (Draws, Appends))
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+    def __repr__(self):
+        return f"{self.n}"
+
+
+class CountsInAnOption(Replayed):
+    def __init__(self, params):
+        super().__init__(params, counter=Slotted())
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            group["counter"].n += 1
+            p.sub_(grad, alpha=0.01 * group["counter"].n)
+
+
+class CountsInAnAttribute(Replayed):
+    def __init__(self, params):
+        super().__init__(params)
+        self.counter = Slotted()
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            self.counter.n += 1
+            p.sub_(grad, alpha=0.01 * self.counter.n)
+
+
+class TakesFromAnAttribute(Replayed):
+    def __init__(self, params):
+        super().__init__(params)
+        self.numbers = itertools.count(1)
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            p.sub_(grad, alpha=0.01 * next(self.numbers))
+
+
+class CountsInDefaults(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            self.defaults["n"] = self.defaults.get("n", 0) + 1
+            p.sub_(grad, alpha=0.01 * self.defaults["n"])
+
+
+COUNTED = [0]
+
+
+class CountsInAGlobal(Replayed):
+    def __init__(self, params):
+        super().__init__(params)
+        COUNTED[0] = 0
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            COUNTED[0] += 1
+            p.sub_(grad, alpha=0.01 * COUNTED[0])
+
+
+TWICE = (Draws, Appends, CountsInAnOption, CountsInAnAttribute, TakesFromAnAttribute)
+TWICE += (CountsInDefaults, CountsInAGlobal)
+
+
+class FillsAnOption(Replayed):
+    def __init__(self, params):
+        super().__init__(params, seen=[0])
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            group["seen"].append(state["n"])
+        p.sub_(grad, alpha=0.01 * len(group["seen"]))
+
+
+def test_a_list_that_a_step_fills_is_seen():
+    """Other parameters read it, so that there is no way but to refuse."""
+    with pytest.raises(optfuse.Error, match="does not treat parameters independently"):
+        trained(FillsAnOption, "forward")
+
+
+@pytest.mark.parametrize("make", TWICE)
 def test_a_step_that_may_leave_something_twice_is_not_run_twice(make):
     traced = compare(make, "forward", ((31,),))
     assert not traced.untraced and traced._cohorts[0].learned == 0
