@@ -56,7 +56,7 @@ struct Kept {
     }
 };
 
-// What dX hands on to its dW in one pass. A graph that is kept may have several under way: of other
+// Passed on by dX to its dW in one pass. A graph that is kept may have several under way: of other
 // threads, or one inside of another.
 struct HandedOn {
     int64_t pass = -1;

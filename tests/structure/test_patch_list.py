@@ -149,10 +149,11 @@ def test_what_the_shim_uses_that_is_private_is_listed() -> None:
     assert {(entry.name, entry.file) for entry in PRIVATE} == used_by_the_shim()
 
 
-def test_the_shim_registers_one_fallback_two_operators_and_a_way_of_its_own_past_it() -> None:
+def test_the_shim_registers_one_fallback_two_operators_and_ways_of_its_own_past_it() -> None:
     places = {name(p): FALLBACK.findall(p.read_text("utf-8")) for p in sources("shim")}
     assert {path: found for path, found in places.items() if found} == {
         "shim/averages/averages.cpp": ["m.impl("],
+        "shim/clipping/operators.cpp": ["m.impl("] * 2,
         "shim/layers/tap.cpp": ['->impl("linear"', '->impl("conv2d"'],
         "shim/tensor/first_use.cpp": ["registerFallback("],
     }

@@ -14,15 +14,25 @@ from torch.utils import checkpoint
 from optfuse._library.bindings import lib
 from optfuse._patches.replacing import replace
 
+Begin = Callable[[], object]  # returns what lives until the end
+
 
 def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
     """Once per process. plans_of: the optimizers in backward mode, and their plans."""
 
-    def begin() -> Iterable[object]:
+    def begin() -> object:
         kept, plans = plans_of()
         lib.of_shim_begin_recompute((ctypes.c_void_p * len(plans))(*plans), len(plans))
         return kept
 
+    _mark_in_nested_backward(begin)
+    hooks = getattr(checkpoint, "_recomputation_hook", None)
+    if hooks is not None:  # else the list of patches warns
+        _mark_in_hooks(hooks, begin)
+
+
+def _mark_in_nested_backward(begin: Begin) -> None:
+    """For reentrant checkpoints: in the block alone, not in the backward pass that follows it."""
     nested = checkpoint.CheckpointFunction
     backward = nested.backward
 
@@ -45,9 +55,9 @@ def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
             ctx.run_function = function
 
     replace(nested, "backward", staticmethod(backward_in_between))
-    hooks = getattr(checkpoint, "_recomputation_hook", None)
-    if hooks is None:  # the list of patches warns
-        return
+
+
+def _mark_in_hooks(hooks: Any, begin: Begin) -> None:
     enter, leave = hooks.__enter__, hooks.__exit__
 
     @functools.wraps(enter)

@@ -285,8 +285,8 @@ def test_asgd_with_counters_that_a_checkpoint_has_made_float64():
     same(script)
 
 
-# What backward mode did not compare at step() once: each of these then ended with other bits than
-# stock's, in silence. Of 300 such programs that change groups or state in between 68 did.
+# Changes that backward mode did not compare at step() once: each program then ended with other bits
+# than stock's, in silence. Of 300 such programs that change groups or state in between 68 did.
 LATE = {
     "a scale that is set late": (
         ("mlp in float64", {"kind": "Adam", "options": {"lr": 0.1, "betas": (0.0, 0.5)}}),

@@ -125,8 +125,8 @@ class _Call:
         return output
 
     def _called(self) -> nn.Module | None:
-        """Whose __call__() this is. A replica that nn.DataParallel makes has all attributes of its
-        module, this one as well, and other weights."""
+        """The module whose __call__() this is. A replica that nn.DataParallel makes has all
+        attributes of its module, this one as well, and other weights."""
         caller = sys._getframe(2).f_locals.get("self")
         is_its = isinstance(caller, nn.Module) and caller.__dict__.get(_CALL) is self
         return caller if is_its else self._module()
