@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Optimizers whose step() is traced."""
 
+import types
 from typing import Any
 from unittest import mock
 
@@ -89,17 +90,17 @@ def a_step_with_another_operand_is_not_taken_for_the_one_before():
     pair.assert_same()
 
 
-_kept: dict[str, Tensor] = {}
+_kept = types.SimpleNamespace()
 
 
 class KeepsOne(Base):
-    """One step keeps the gradient, and the next one uses it."""
+    """One step keeps the gradient where nobody looks, and the next one uses it."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: Any) -> None:
         state["n"] = state.get("n", 0) + 1
         if state["n"] == 50:
-            _kept[group["who"]] = grad
-        source = _kept[group["who"]] if state["n"] == 51 else grad
+            setattr(_kept, group["who"], grad)
+        source = getattr(_kept, group["who"]) if state["n"] == 51 else grad
         p.add_(source, alpha=-group["lr"])
 
 
