@@ -15,11 +15,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "cuda/cuda_kernels.h"
-
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Launches are described in cuda/cuda_kernels.h, which whoever fills them in or reads them includes. */
+typedef struct of_cuda_update of_cuda_update;
+typedef struct of_cuda_entry of_cuda_entry;
 
 /* A stream of a device. `id` is the host's name for it. */
 typedef struct of_stream {

@@ -3,6 +3,7 @@
  * and set of scalars go in one call of the host. */
 #include <string.h>
 
+#include "cuda/cuda_kernels.h"
 #include "internal.h"
 
 enum { CALL_ENTRIES = 512 }; /* and step counters, in one call of the host, on the stack */

@@ -8,6 +8,7 @@
 
 #include <atomic>
 
+#include "cuda/cuda_kernels.h"
 #include "optfuse.h"
 
 namespace optfuse {

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/cuda_kernels.h"
 #include "fixture.h"
 #include "scale.h"
 
