@@ -12,8 +12,8 @@
  * another one before marks do.
  *
  * Where the system refuses that, marks stay: whoever meets one asks the registry, whose locks and
- * counts order all three. Only such an alias is not ordered then; nor is it, on any processor, by an
- * update that runs operators, which find no address behind a seal: theirs go before. */
+ * counts order all three. An alias made during step() is not ordered then. An update that runs
+ * operators lifts its seals before it writes, so such aliases of it are ordered on no processor. */
 #ifndef OPTFUSE_FENCE_H
 #define OPTFUSE_FENCE_H
 

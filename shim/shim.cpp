@@ -10,10 +10,10 @@
 
 #include "autograd/backward.h"
 #include "autograd/consumed.h"
+#include "autograd/recompute.h"
 #include "clipping/pending.h"
 #include "compat.h"
 #include "error.h"
-#include "fence.h"
 #include "gpu/device.h"
 #include "guard.h"
 #include "plan.h"
@@ -44,7 +44,8 @@ bool clean(c10::TensorImpl *impl) {
     const bool is_certain = !of_any_pending() && !optfuse::is_any_on_its_way();
     if (!is_certain && optfuse::use_memory(impl, false) >= OF_IN_FLIGHT)
         return false;
-    optfuse::unmark(impl);
+    if (!optfuse::any_recomputes())
+        optfuse::unmark(impl);
     return true;
 }
 
@@ -192,7 +193,7 @@ bool gradients_are_kept(optfuse::Plan *plan) {
 // of a marked one costs a look-up. The marks stand for nothing if nothing in the process is pending
 // or in flight, and after backward nothing of this plan is.
 void take_marks_off(const optfuse::Plan *plan) {
-    if (plan->mode != OF_BACKWARD || of_any_pending() || of_marks_stay())
+    if (plan->mode != OF_BACKWARD || of_any_pending() || optfuse::marks_stay())
         return;
     for (const optfuse::Slot *slot : plan->slots)
         if (optfuse::has_mark(slot->param))

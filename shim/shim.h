@@ -208,8 +208,9 @@ OF_API bool of_shim_is_profiled(void);
 OF_API bool of_shim_inputs_are_profiled(void);
 /* From here to of_shim_end_recompute() on the same thread a forward pass is made once more, inside of
  * backward: an operator that gets a parameter which one of these plans has updated since step()
- * raises. The caller keeps the optimizers alive meanwhile. Pairs may be nested. */
-OF_API void of_shim_begin_recompute(of_shim_plan *const *plans, size_t n);
+ * raises. The caller keeps the optimizers alive meanwhile, and no other thread changes their groups.
+ * Pairs may be nested; after an error nothing has begun. */
+OF_API int of_shim_begin_recompute(of_shim_plan *const *plans, size_t n);
 OF_API void of_shim_end_recompute(void);
 /* Whether C++ code that asks for the address of a consumed gradient gets an error, which is the
  * default, or a null pointer. */
@@ -219,7 +220,7 @@ OF_API void of_shim_seal_consumed(bool sealed);
 OF_API bool of_shim_is_sealed(void *storage);
 
 /* A list of Python's: whether each item is exactly of one of two types; and whether all are
- * different ones and none is `without`, which nobody says where memory is short. */
+ * different ones and none is `without` (false where memory is short, too). */
 OF_API bool of_shim_are_of(void *list, void *type, void *other);
 OF_API bool of_shim_are_once(void *list, void *without);
 /* From here on a function of Python that is written in C calls `first`, a callable: with self, if

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -65,14 +66,20 @@ bool any_recomputes() { return passes_now.load(std::memory_order_relaxed) != 0; 
 
 extern "C" {
 
-void of_shim_begin_recompute(of_shim_plan *const *plans, size_t n) {
-    std::vector<optfuse::Early> early;
-    for (size_t i = 0; i < n; i++)
-        optfuse::add_early(*optfuse::plan_of(plans[i]), &early);
+int of_shim_begin_recompute(of_shim_plan *const *plans, size_t n) {
+    try {
+        std::vector<optfuse::Early> early;
+        for (size_t i = 0; i < n; i++)
+            optfuse::add_early(*optfuse::plan_of(plans[i]), &early);
+        optfuse::early_here().push_back(std::move(early));
+    } catch (const std::exception &e) {
+        of_set_error("%s", e.what());
+        return OF_REFUSED;
+    }
     optfuse::passes_now++;
-    for (const optfuse::Early &one : early)
+    for (const optfuse::Early &one : optfuse::early_here().back())
         optfuse::mark(one.param.unsafeGetTensorImpl());
-    optfuse::early_here().push_back(std::move(early));
+    return OF_OK;
 }
 
 void of_shim_end_recompute(void) {

@@ -8,6 +8,8 @@
 
 #include <string>
 
+#include "fence.h"
+
 namespace optfuse {
 
 // While this thread makes a forward pass once more: the label of the parameter with this memory that
@@ -16,7 +18,10 @@ std::string updated_too_early(const c10::TensorImpl *impl);
 
 bool is_recomputing_here();
 
-// Whether any thread does: marks stay meanwhile.
+// Whether any thread does.
 bool any_recomputes();
+
+// Whether marks behind which nothing is pending have to stay for now.
+inline bool marks_stay() { return of_marks_stay() || any_recomputes(); }
 
 } // namespace optfuse

@@ -146,6 +146,11 @@ struct WeightTask final : Task {
         if (by.waits)
             use.known.layer->user.done(use.known.layer->user.ctx, use.known.layer->number);
     }
+    struct Ending { // also where its product raises
+        const WeightTask &task;
+        const HandedOn &by;
+        ~Ending() { task.end(by); }
+    };
     void forget() {
         for (const HandedOn &by : std::exchange(handed_on, {}))
             end(by);
@@ -169,13 +174,13 @@ struct WeightTask final : Task {
         const int64_t pass = torch::autograd::get_current_graph_task_id();
         const auto is_its = [pass](const HandedOn &by) { return by.pass == pass; };
         const auto found = std::find_if(handed_on.begin(), handed_on.end(), is_its);
-        if (found == handed_on.end()) { // somebody has called this node itself
-            run(grads[0], {}, out);
-            return out;
+        HandedOn by; // nothing, where somebody has called this node itself
+        if (found != handed_on.end()) {
+            by = std::move(*found);
+            handed_on.erase(found);
         }
-        run(grads[0], *found, out);
-        end(*found);
-        handed_on.erase(found);
+        const Ending ending{*this, by};
+        run(grads[0], by, out);
         return out;
     }
     void run(const at::Tensor &g, const HandedOn &by, variable_list &out) {

@@ -78,7 +78,7 @@ enum class Given { DONE, COMPUTED_ALREADY, CHANGED };
 
 // From here on the storage has this memory, with the product's numbers. Another thread may have
 // come first; and one that comes now takes the memory for granted as soon as the storage is no
-// promise any more, so the seal goes before.
+// promise any more, so the seal goes before, and behind the numbers.
 Given give_memory(c10::StorageImpl *storage, const SharedProduct &product, c10::DataPtr &&memory) {
     c10::DataPtr before; // dies unlocked
     const std::lock_guard<std::mutex> guard(promises().lock);
@@ -87,6 +87,7 @@ Given give_memory(c10::StorageImpl *storage, const SharedProduct &product, c10::
         return Given::COMPUTED_ALREADY;
     if (promise->product != product)
         return Given::CHANGED;
+    of_order_marks();
     if (!of_is_pending(storage)) // else the update's launch takes the seal off
         unseal(storage);
     before = storage->set_data_ptr(std::move(memory));

@@ -17,7 +17,6 @@
 #include "autograd/recompute.h"
 #include "compat.h"
 #include "error.h"
-#include "fence.h"
 #include "guard.h"
 #include "plan.h"
 #include "promises/operators.h"
@@ -91,7 +90,7 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
         raise_failure(op);
     // While a GPU may still run the update, other streams have to come here, too. The
     // key set is no atomic: only the threads that train write it.
-    if (!stranger && accessed != OF_IN_FLIGHT && !of_marks_stay() && !any_recomputes())
+    if (!stranger && accessed != OF_IN_FLIGHT && !marks_stay())
         unmark(impl);
     return Answer::PASS;
 }
@@ -148,7 +147,7 @@ void note_stepping_thread() { steps_here = true; }
 
 bool may_take_marks_off(const Plan *plan) {
     return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) != 0 &&
-           !called_by_engine() && !of_marks_stay() && !any_recomputes();
+           !called_by_engine() && !marks_stay();
 }
 
 int register_first_use() {

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from optfuse._library.bindings import lib
+from optfuse._library.bindings import check, lib
 from optfuse._patches.replacing import replace
 
 Begin = Callable[[], object]  # returns what lives until the end
@@ -22,7 +22,7 @@ def install(plans_of: Callable[[], tuple[Iterable[object], list[int]]]) -> None:
 
     def begin() -> object:
         kept, plans = plans_of()
-        lib.of_shim_begin_recompute((ctypes.c_void_p * len(plans))(*plans), len(plans))
+        check(lib.of_shim_begin_recompute((ctypes.c_void_p * len(plans))(*plans), len(plans)))
         return kept
 
     _mark_in_nested_backward(begin)

@@ -111,7 +111,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_isa": (_Text, [_Plan, _Int]),
     "of_shim_is_profiled": (_Bool, []),
     "of_shim_inputs_are_profiled": (_Bool, []),
-    "of_shim_begin_recompute": (None, [_Plans, _Size]),
+    "of_shim_begin_recompute": (ctypes.c_int, [_Plans, _Size]),
     "of_shim_end_recompute": (None, []),
     "of_shim_seal_consumed": (None, [_Bool]),
     "of_shim_is_sealed": (_Bool, [ctypes.c_void_p]),
