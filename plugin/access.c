@@ -111,7 +111,7 @@ of_accessed of_launch_at(const void *key, bool foreign) {
 }
 
 of_accessed of_multiply_at(const void *key, bool foreign) {
-    return of_registry_has_scalings() ? access_kind(OF_SCALINGS, key, foreign)
+    return of_any_scaled() ? access_kind(OF_SCALINGS, key, foreign)
                                       : OF_NOTHING_PENDING;
 }
 
@@ -120,7 +120,7 @@ of_accessed of_access(const void *key, bool foreign) {
     if (!of_any_pending())
         return OF_NOTHING_PENDING;
     const of_accessed updated = access_kind(OF_UPDATES, key, foreign);
-    if (updated == OF_ACCESS_FAILED || !OF_GUARD(unread) || !of_registry_has_scalings())
+    if (updated == OF_ACCESS_FAILED || !OF_GUARD(unread) || !of_any_scaled())
         return updated;
     const of_accessed scaled = access_kind(OF_SCALINGS, key, foreign);
     return scaled > updated ? scaled : updated;

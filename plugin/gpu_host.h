@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-/* Launches are described in cuda/cuda_kernels.h, which whoever fills them in or reads them includes. */
+/* cuda/cuda_kernels.h has their members. */
 typedef struct of_cuda_update of_cuda_update;
 typedef struct of_cuda_entry of_cuda_entry;
 

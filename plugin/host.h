@@ -188,7 +188,8 @@ typedef struct of_host {
      * plan's lock. The references keep its memory and its program until release(), and settle()
      * lifts this, too. */
     void (*defer_average)(void *ctx, void *references, void *average);
-    /* optional: comes before the settle() of a launch's updates on the CPU, on the same thread. */
+    /* optional: comes before the settle() calls that end a launch, on the same thread; not where
+     * updates stay in flight on a device. */
     void (*begin_settling)(void *ctx);
     /* The kernel has run (was_deferred: after defer() returned true): lifts
      * what defer() did, marks the gradient as consumed in backward mode. */

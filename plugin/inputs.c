@@ -106,7 +106,7 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     if (in->device != OF_CPU)
         return OF_OK;
     update->kernel = plan->kernels[in->dtype];
-    if (of_registry_has_scalings())
+    if (of_any_scaled())
         update->n_factors = of_scale_factors(in->grad_key, update->factors, &update->norm);
     return OF_OK;
 }

@@ -72,7 +72,7 @@ struct of_update {
     const void *factors_of_product; /* while it is launched: of_product_host.begin() */
     size_t slot;
     size_t bytes;
-    size_t n_registered; /* how many of in.keys are in the registry; its lock, as of the next */
+    size_t n_registered; /* how many of in.keys are in the registry, whose lock guards this and `places` */
     uint32_t places[OF_MAX_KEYS]; /* of their entries, if the table has not changed since */
     int64_t first_chunk; /* position in the flat chunk space of its launch */
     int64_t n_chunks;
@@ -269,8 +269,7 @@ void of_registry_keep_first(of_update *update); /* the parameter's key, of an up
 void of_registry_take(int kind, const void *key);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(int kind, const void *key);
-bool of_registry_has_updates(void); /* no lock, as for the next */
-bool of_registry_has_scalings(void);
+bool of_registry_has_updates(void); /* no lock */
 bool of_registry_has(const void *key);
 /* Whether this update is in flight, and still the last that has this key. */
 bool of_registry_is_in_flight(const void *key, const of_update *update);

@@ -77,7 +77,7 @@ typedef struct of_counts {
     uint64_t at_once;   /* launched where they were created: not private, eager, large enough */
     uint64_t at_use;    /* launched by of_access() */
     uint64_t at_close;  /* launched with a bucket, by flush or by the next step */
-    uint64_t in_step;   /* backward mode: created by step(), not in backward */
+    uint64_t in_step;   /* ran in step(): not left pending, or, in backward mode, not in backward */
     uint64_t pending;   /* now */
     uint64_t launches;  /* parallel regions or single calls */
     uint64_t averages;  /* that were written with their updates */
@@ -213,7 +213,7 @@ OF_API unsigned of_scale_factors(const void *key, double factors[2], float *norm
 /* Whether this memory is a gradient that is still to be multiplied. A host may
  * ask in settle(). */
 OF_API bool of_is_scaled(const void *key);
-OF_API bool of_any_scaled(void); /* whether any is; no lock */
+OF_API bool of_any_scaled(void); /* whether any memory is; no lock */
 /* Whether an update whose inputs are ready on this stream may be created on this
  * gradient as it is: it is not scaled, or was on the same stream, so that the
  * update can apply the factor itself. Else collect() calls of_access() first. */

@@ -308,6 +308,8 @@ void of_plan_counts(of_plan *plan, of_counts *out) {
     *out = plan->counts;
     out->pending = plan->pending[OF_UPDATES].count;
     out->past_caches = of_goes_past_caches_now(plan);
+    if (plan->mode != OF_BACKWARD)
+        out->in_step = out->at_once;
     out->in_flight = 0;
     for (size_t i = 0; i < plan->n_queues; i++)
         out->in_flight += plan->queues[i].count;

@@ -45,7 +45,7 @@ bool of_registry_has_updates(void) {
     return has_any(OF_UPDATES);
 }
 
-bool of_registry_has_scalings(void) {
+bool of_any_scaled(void) {
     return has_any(OF_SCALINGS);
 }
 
@@ -146,8 +146,8 @@ static void note_place(const table *t, const entry *at, of_update *update, size_
     update->places[i] = (uint32_t)(at - t->entries);
 }
 
-/* That of a key which the update has entered. A key has one entry, so that this is it also where the
- * table has been grown or cleaned since. */
+/* The entry of a key that the update has entered. A key has one: if the noted place still has the key,
+ * it is that, also after grow() and clean(). */
 static entry *entry_of(const table *t, const of_update *update, size_t i) {
     entry *at = &t->entries[update->places[i] & t->mask];
     return at->key == update->in.keys[i] ? at : seek(t, update->in.keys[i]);
@@ -182,7 +182,7 @@ static bool follows(const of_update *update, const of_update *old) {
 /* The first of the n keys that another update has; or n. Those before it are entered. */
 static size_t enter_keys(table *t, of_update *update, size_t n) {
     const void *const *keys = update->in.keys;
-    const table now = *t; /* likewise */
+    const table now = *t; /* but for its counts: the compiler keeps it in registers */
     size_t i = 0;
     for (; i < n; i++) {
         if (!keys[i])
@@ -317,7 +317,7 @@ unsigned of_scale_factors(const void *key, double factors[OF_MAX_FACTORS], float
     unsigned n = 0;
     factors[0] = factors[1] = 1.0;
     *norm = NAN;
-    if (!key || !of_registry_has_scalings())
+    if (!key || !of_any_scaled())
         return 0;
     pthread_mutex_lock(&lock);
     const entry *at = find(OF_SCALINGS, key);
@@ -329,14 +329,10 @@ unsigned of_scale_factors(const void *key, double factors[OF_MAX_FACTORS], float
     return n;
 }
 
-bool of_any_scaled(void) {
-    return of_registry_has_scalings();
-}
-
 bool of_is_scaled(const void *key) {
     double factors[OF_MAX_FACTORS];
     float norm;
-    return of_registry_has_scalings() && of_scale_factors(key, factors, &norm) != 0;
+    return of_any_scaled() && of_scale_factors(key, factors, &norm) != 0;
 }
 
 bool of_registry_has(const void *key) {
@@ -368,7 +364,7 @@ bool of_registry_waits_elsewhere(const void *key, const of_plan *plan) {
 
 bool of_registry_add_factor(const void *key, double factor) {
     bool added = false;
-    if (!of_registry_has_scalings())
+    if (!of_any_scaled())
         return false;
     pthread_mutex_lock(&lock);
     const entry *at = find(OF_SCALINGS, key);

@@ -66,7 +66,7 @@ static const of_kind scaling_kind = {.index = OF_SCALINGS,
 /* The scaling of this gradient, pending or in flight, with its plan's lock held and
  * a reference to it; or NULL. */
 static of_update *lock_scaling(const void *key) {
-    of_update *scaling = of_registry_has_scalings() ? of_registry_find(OF_SCALINGS, key) : NULL;
+    of_update *scaling = of_any_scaled() ? of_registry_find(OF_SCALINGS, key) : NULL;
     if (!scaling)
         return NULL;
     pthread_mutex_lock(&scaling->plan->lock);

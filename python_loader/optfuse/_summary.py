@@ -173,8 +173,6 @@ def _promised(plan: int) -> Iterator[PromisedLayer]:
 def _counts_of(link: Link) -> Counts:
     counts = Counts()
     check(lib.of_shim_counts(link.plan, ctypes.byref(counts)))
-    if link.mode == FORWARD:
-        counts.in_step = counts.at_once
     return counts
 
 

@@ -13,7 +13,6 @@
 #include "clipping/pending.h"
 #include "compat.h"
 #include "error.h"
-#include "fence.h"
 #include "floating.h"
 #include "gpu/place.h"
 #include "guard.h"
@@ -259,7 +258,7 @@ const of_scaling_host scaling_host = {sizeof(of_scaling_host),
                                       collect_gradient,
                                       defer_scaling,
                                       settle_scaling,
-                                      OF_ORDER_IS_WEAK ? unseal_scaled : nullptr,
+                                      unseal_scaled,
                                       is_alive,
                                       keep,
                                       share_factor};

@@ -38,8 +38,8 @@ double rounded_to(double number, of_dtype dtype) {
     }
 }
 
-// A root of a double that is a float is that of the float, rounded once more to a float: there are
-// more than twice as many bits.
+// The root of a float, computed in double and rounded to float, is the float root: double has more than
+// twice the bits of float.
 double norm_of_sum(double sum, of_dtype dtype, of_terms terms) {
     const double norm = terms == OF_SQUARES ? std::sqrt(sum) : sum;
     return rounded_to(dtype == OF_FLOAT64 ? norm : static_cast<double>(static_cast<float>(norm)),

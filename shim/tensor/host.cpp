@@ -15,7 +15,6 @@
 #include "clipping/pending.h"
 #include "compat.h"
 #include "external/apply.h"
-#include "fence.h"
 #include "gpu/device.h"
 #include "guard.h"
 #include "matrix/mkl.h"
@@ -328,8 +327,7 @@ of_host make_host(Plan *plan) {
     host.defer_average = defer_average;
     host.begin_settling = begin_settling;
     host.settle = settle;
-    if (OF_ORDER_IS_WEAK)
-        host.unseal = [](void *, void *opaque) { lift_seals(references_of(opaque)); };
+    host.unseal = [](void *, void *opaque) { lift_seals(references_of(opaque)); };
     host.release = release;
     host.drop = drop;
     host.parallel_for = parallel_for;

@@ -258,7 +258,7 @@ START_TEST(counts_tell_where_updates_went) {
     of_counts c = counts(f);
     ck_assert_uint_eq(c.created, 4);
     ck_assert_uint_eq(c.at_once, 1);
-    ck_assert_uint_eq(c.in_step, 0);
+    ck_assert_uint_eq(c.in_step, 1);
     ck_assert_uint_eq(c.at_use, 1);
     ck_assert_uint_eq(c.pending, 2);
     of_plan_flush(f->plan);
