@@ -189,9 +189,9 @@ class Rule:
     def _refuse_other_precisions(self, group: Group) -> None:
         """Raises optfuse.Error for an option that is no double. (docs/numerics.md has tensors as
         learning rates.)"""
+        is_negated_alone = not (self.lr_makes_scalars or self.as_made)
         for key, i in self._where:
             value = group[key] if i is None else group[key][i]
-            is_negated_alone = not (self.lr_makes_scalars or self.as_made)
             if key == "lr" and (isinstance(value, Tensor) or is_negated_alone):
                 continue
             if _is_of_other_precision(value):

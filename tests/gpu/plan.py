@@ -73,10 +73,6 @@ class Plan:
         }
 
     @property
-    def patience(self) -> float:
-        return patience(self.device)
-
-    @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 

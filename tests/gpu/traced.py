@@ -105,8 +105,8 @@ def groups_of(on: On, dtype: torch.dtype) -> tuple[list[dict[str, Any]], list[st
     return groups, none
 
 
-def is_traced(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
-    """Whether a step that applies the formulas of these groups is."""
+def step_is_traced(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
+    """Takes a step that applies the formulas of these groups: whether it was traced."""
     traced: Any = link_of(optimizer).traced
     before = traced.untraced
     for group in groups:
@@ -134,11 +134,11 @@ def each_operator(on: On, dtype: torch.dtype) -> None:
     for at in range(0, len(groups), TOGETHER):
         optimizer: Any = optfuse.fuse(EachOperator(groups[at : at + TOGETHER]))
         every = optimizer.param_groups
-        if is_traced(optimizer, every):
+        if step_is_traced(optimizer, every):
             differ += differing(optimizer, every)
             continue
         for group in every:  # one of them runs by the class itself, and all others with it
-            if is_traced(optimizer, [group]):
+            if step_is_traced(optimizer, [group]):
                 differ += differing(optimizer, [group])
             else:
                 untraced.append(NAMES[group["formula"]])

@@ -59,8 +59,8 @@ def link(row: Row) -> str:
 
 
 def line(row: Row, found: Found | None) -> str:
-    if row.why or found is None:
-        return f"| {row.title} | no result: {row.why} | | | | | | |"
+    if found is None:
+        return f"| {row.title} | not run yet | | | | | | |"
     cells = [row.title, found["package"] or "-", ", ".join(found["optimizers"])]
     cells += [min(found["steps"], found["losses"])]  # a wrapper's step() was counted, too
     cells += [outcome(found["modes"]["forward"]), backward(row, found["modes"])]

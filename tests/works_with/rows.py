@@ -25,8 +25,7 @@ class Remedy:
 @dataclass(frozen=True)
 class Row:
     """packages: what pip installs; the version of the first is written down
-    differs: why backward mode trains otherwise
-    why: there is no result, because"""
+    differs: why backward mode trains otherwise"""
 
     title: str
     packages: str = ""
@@ -35,7 +34,6 @@ class Row:
     remedy: Remedy | None = None
     recipe: str = ""
     differs: str = ""
-    why: str = ""
 
 
 DIGITS = "scikit-learn"

@@ -9,7 +9,7 @@ import dis
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -153,10 +153,10 @@ def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
     return frozenset(names.union(*map(_arguments, functions)))
 
 
-def reads_option(stock: type[Optimizer], defaults: Container[str]) -> Callable[[str], bool]:
+def reads_option(stock: type[Optimizer], optimizer: Optimizer) -> Callable[[str], bool]:
     """Whether the class's code may read an option of this name. PyTorch's code, in which nobody
     looks for names, reads those with a default."""
-    read = names_read(stock)
+    read, defaults = names_read(stock), frozenset(optimizer.__dict__.get("defaults", ()))
     return lambda name: read is None or name in read or name in defaults
 
 

@@ -38,7 +38,7 @@ class Noted:
         """but: attributes that updates change."""
         self._but = but
         self._read = names_read(stock)
-        self._reads_option = reads_option(stock, frozenset(optimizer.__dict__.get(_DEFAULTS, ())))
+        self._reads_option = reads_option(stock, optimizer)
         self._options = [self._options_of(group) for group in optimizer.param_groups]
         self._attributes = self._attributes_of(optimizer)
 

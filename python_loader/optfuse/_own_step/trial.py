@@ -129,7 +129,8 @@ def _refuse(stock: type[Optimizer], why: str) -> None:
 
 def refuse_compiled_lists(stock: type[Optimizer], trial: Trial) -> None:
     """Before anything is compiled: code for a list of parameters would be compiled for each
-    parameter by itself, and torch._dynamo.config.recompile_limit ends that with an error."""
+    parameter by itself, and torch._dynamo.config.recompile_limit ends that with an error. Runs one
+    step() on copies, uncompiled. Raises CompiledError."""
     names = trial.compiled_lists()
     if names and guard("independent"):
         raise CompiledError(

@@ -45,7 +45,7 @@ class Tried:
     """The least that trials have begun with."""
 
     def __init__(self, optimizer: Optimizer, stock: type[Optimizer], promise: Promise) -> None:
-        self._may_read = reads_option(stock, frozenset(optimizer.__dict__.get("defaults", ())))
+        self._may_read = reads_option(stock, optimizer)
         self._looks: list[Looks] = []  # of what step() does not change
         self._changes: Counter[Place] = Counter()  # of whole numbers among that
         self._least: dict[Place, float] = {}

@@ -397,9 +397,9 @@ class Ledger:
         lib_with_gil.of_shim_ledger_know_state(self.plan, optimizer, False)
         lib.of_shim_restart_count(self.plan)
 
-    def look_at_modes(self, optimizer: Optimizer, in_backward: bool) -> bool:
+    def look_at_modes(self, optimizer: Optimizer, in_backward: bool) -> None:
         """Before updates are made, while a dispatch mode is at work."""
-        return saved_tensors.tell_of_writes(optimizer, in_backward)
+        saved_tensors.tell_of_writes(optimizer, in_backward)
 
     def prepare(self, optimizer: Optimizer, same_groups: bool, in_backward: bool) -> bool:
         """After options and state were told. Whether the next step has something to do here."""

@@ -18,10 +18,10 @@ _IN_BACKWARD = (
 )
 
 
-def tell_of_writes(optimizer: Optimizer, in_backward: bool) -> bool:
-    """Before updates are made, while a dispatch mode is at work. Whether it is that one."""
+def tell_of_writes(optimizer: Optimizer, in_backward: bool) -> None:
+    """Before updates are made, while a dispatch mode is at work, which may be that one."""
     if not getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
-        return False
+        return
     if in_backward:
         raise Error(_IN_BACKWARD)
     state = optimizer.__dict__["state"]
@@ -30,7 +30,6 @@ def tell_of_writes(optimizer: Optimizer, in_backward: bool) -> bool:
         for param in params:
             if param.grad is not None:
                 _write_nothing(param, *state.get(param, {}).values())
-    return True
 
 
 def _write_nothing(*values: object) -> None:
