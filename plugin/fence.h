@@ -30,9 +30,6 @@ enum { OF_ORDER_IS_WEAK = 0 };
 enum { OF_ORDER_IS_WEAK = 1 };
 #endif
 
-/* Has every thread of the process pass a full fence, this one, too; false: the system refuses. */
-bool of_fence_all(void);
-
 void of_fence_or_keep_marks(void);
 bool of_has_no_fence(void);
 

@@ -11,7 +11,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "fence.h"
+#include "membarrier.h"
 
 /* The first member of what is on a stack. */
 typedef struct of_link {

@@ -3,6 +3,7 @@
  * stay where the system refuses that. The linker puts the function below in the place of
  * syscall(). */
 #include "fence.h"
+#include "membarrier.h"
 
 #include <errno.h>
 #include <linux/membarrier.h>
