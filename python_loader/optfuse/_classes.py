@@ -21,15 +21,14 @@ from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard, lib
 from optfuse._link import Link, link_of
 from optfuse._options import LINK, MADE, Options, is_fused
 from optfuse._own_step.register import check_promise
+from optfuse._own_step.settings import Promise
 from optfuse._own_step.updates import running
-from optfuse._refuse import check_group, refuse_untraceable
-from optfuse._rules import OWN, RULES, Group, Rule
+from optfuse._refuse import check_group, check_params
+from optfuse._rules import Group, Rule
 from optfuse._scheduler import rewrap
 from optfuse._traced.rule import TracedRule
-from optfuse._traced.standin import Untraceable
-from optfuse._traced.trial import try_first, try_traced
-from optfuse._trials import products, stock_trial
-from optfuse._trials.rule_choice import other_counters, why_not_tried
+from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
+from optfuse._updaters.choice import updater_class, updater_of
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -48,12 +47,13 @@ class _Fused:
         try:
             link = link_of(optimizer)
             groups = optimizer.param_groups
+            check_params(groups[-1:], first=len(groups) - 1)
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
             if link.rule.external:
                 link.ledger.take_promise(optimizer, check_promise(optimizer, link.stock))
             if isinstance(link.rule, TracedRule):
-                link.ledger.take_promise(optimizer, _try_again(optimizer, link).promise)
+                link.ledger.take_promise(optimizer, _try_again(optimizer, link))
             link.ledger.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
@@ -101,29 +101,38 @@ class _Fused:
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
-        try_with_stock(link.stock, twin.param_groups)  # options may have become others since
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
-        become_fused(twin, options, link.rule if isinstance(link.rule, TracedRule) else None)
+        become_fused(twin, options, _rule_of_copy(twin, link))
         link_of(twin).ledger.watch_as(link.ledger, twin)
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin
 
 
-def _try_again(optimizer: Optimizer, link: Link) -> TracedRule:
-    """With a group that was added."""
+def _try_again(optimizer: Optimizer, link: Link) -> Promise | None:
+    """With a group that was added. The changes that the class makes beside updating."""
     link.flush()  # the trial copies state
     twin = link.stock.__new__(link.stock)
     hidden = (LINK, _AMP)
     twin.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in hidden}
-    return try_to_trace(twin, link.mode == BACKWARD)
+    rule = tried_rule(twin, link.mode == BACKWARD)
+    return updater_class(rule).promised(twin, link.stock, rule)
+
+
+def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
+    """Options may have become others since the original was fused; of a traced class they are in
+    each step's programs."""
+    if isinstance(link.rule, TracedRule):
+        return replace(link.rule, promise=link.ledger.updater.promise)
+    try_with_stock(link.stock, twin.param_groups, _fuse_small)
+    return rule_of(twin)
 
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     """A group is added to others that the class's own step() need not update."""
-    if rule is OWN or isinstance(rule, TracedRule):
+    if rule.is_own or isinstance(rule, TracedRule):
         return
-    try_with_stock(stock, [group])
+    try_with_stock(stock, [group], _fuse_small)
     why = why_not_tried(rule, stock, [group], {})
     if why:
         raise Error(
@@ -149,7 +158,7 @@ def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
     state = optimizer.__dict__["state"]
     if other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
         become_stock(optimizer)
-        become_fused(optimizer, link.options)
+        become_fused(optimizer, link.options, rule_of(optimizer))
 
 
 class _FusedOwn(_Fused):
@@ -200,41 +209,18 @@ def _methods(cls: type) -> dict[str, Any]:
     return found
 
 
-def try_with_stock(stock: type[Optimizer], groups: list[Group]) -> bool:
-    """Tries whether our update has the bits of the class's own step(), where that is not known;
-    once for each kind of parameters. False: it was known of all."""
-    rule = RULES.get(stock)
-    if rule is None or not any(stock_trial.kinds(rule, stock, groups)):
-        return False
-
-    def fuse_for_trial(small: Optimizer) -> Optimizer:
-        products.make(rule, small.param_groups)
-        on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
-        return become_fused(small, Options(), rule.on_gpus() if on_gpu else rule)
-
-    stock_trial.make(stock, groups, rule, fuse_for_trial)
-    if not stock_trial.verdicts(rule, stock, groups):
-        products.make(rule, groups)
-    return True
+def tried_rule(optimizer: Optimizer, in_backward: bool) -> Rule:
+    """The rule by which an optimizer that is not fused has its class's bits on this machine, with
+    this torch. Raises optfuse.Error if there is none."""
+    return updater_of(type(optimizer)).tried(optimizer, _fuse_small, in_backward)
 
 
-def try_to_trace(optimizer: Optimizer, in_backward: bool = False) -> TracedRule:
-    """The traced rule by which an optimizer of no known class is fused. Raises optfuse.Error if it
-    can't be."""
-    stock = type(optimizer)
-    try:
-        rule = try_traced(
-            optimizer, stock, lambda small, rule: become_fused(small, Options(), rule)
-        )
-        if in_backward:
-            try_first(optimizer, stock, rule)
-        return rule
-    except Untraceable as error:
-        refuse_untraceable(stock, str(error))
+def _fuse_small(small: Optimizer, rule: Rule) -> Optimizer:
+    """For a trial."""
+    return become_fused(small, Options(), rule)
 
 
-def become_fused(optimizer: OptimizerT, options: Options, rule: Rule | None = None) -> OptimizerT:
-    """rule: another than its own, for a trial of it."""
+def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> OptimizerT:
     stock = type(optimizer)
     link = Link(optimizer, options, rule)
     if options.delays:

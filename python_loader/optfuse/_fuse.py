@@ -24,13 +24,7 @@ from optfuse._arguments.check import (
 from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
 from optfuse._arguments.old_keywords import with_old_keywords
 from optfuse._arguments.wrappers import returns_the_wrapper
-from optfuse._classes import (
-    become_fused,
-    become_stock,
-    give_up_unasked,
-    try_to_trace,
-    try_with_stock,
-)
+from optfuse._classes import become_fused, become_stock, give_up_unasked, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import Reduction, check_model, reduction_of
@@ -39,18 +33,10 @@ from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
 from optfuse._link import link_of
 from optfuse._options import AUTO, OFF, Options, is_disabled, is_fused, products_asked
-from optfuse._refuse import (
-    check_class,
-    check_eager,
-    check_optimizer,
-    check_params,
-    may_be_traced,
-)
-from optfuse._rules import RULES
+from optfuse._refuse import check_class, check_eager, check_group, check_params
+from optfuse._rules import RULES, Rule
 from optfuse._scheduler import check_step
-from optfuse._traced.rule import TracedRule
 from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
-from optfuse._trials.rule_choice import rule_of
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -119,37 +105,23 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    traced = _checked_rule(optimizer, mode, strict)
+    check_class(optimizer)
     check_step(optimizer)
+    check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
     options = replace(_options(optimizer, mode, eager, bucket_bytes), strict=strict)
     if not options.delays:
         options = replace(options, products=products or products_asked())
-    differ = _try_on_machine(optimizer, traced, strict)
+    _process.start()
+    rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
+    for index, group in enumerate(optimizer.param_groups):
+        check_group(rule, group, index, strict)
+    differ = _try_on_gpus(rule, optimizer, strict)
     if mode.ddp is not None:
         options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
-    become_fused(optimizer, options, traced)
+    become_fused(optimizer, options, rule)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
     link_of(optimizer).ledger.watch(optimizer)
     return optimizer
-
-
-def _checked_rule(
-    optimizer: Optimizer, mode: Forward | Backward, strict: bool
-) -> TracedRule | None:
-    """The program of a class without a rule. Raises optfuse.Error for what can't be fused."""
-    check_class(optimizer)
-    traced = None
-    if may_be_traced(type(optimizer)):
-        check_params(optimizer)  # else the trial could fail at what one of them is
-        _process.start()
-        traced = try_to_trace(optimizer, in_backward=isinstance(mode, Backward))
-    check_optimizer(optimizer, strict, traced)
-    if isinstance(mode, Backward) and kfac_of(optimizer) is not None:
-        raise Error(
-            "optfuse: kfac() preconditions the gradients of this optimizer before step(), and in "
-            'backward mode they are used up by then; use mode="forward"'
-        )
-    return traced
 
 
 def _options(
@@ -158,6 +130,11 @@ def _options(
     """All but the reduction, which changes its model."""
     chosen = tuple(check_eager(eager, optimizer))
     if isinstance(mode, Backward):
+        if kfac_of(optimizer) is not None:
+            raise Error(
+                "optfuse: kfac() preconditions the gradients of this optimizer before step(), and "
+                'in backward mode they are used up by then; use mode="forward"'
+            )
         options = Options(
             BACKWARD, chosen, bucket_bytes, mode.side_stream, accumulate=mode.accumulate
         )
@@ -181,13 +158,8 @@ def _reduction_kind(mode: Forward | Backward) -> type[Reduction]:
     return Reduction if isinstance(mode, Backward) else AwaitedLater
 
 
-def _try_on_machine(optimizer: Optimizer, traced: TracedRule | None, strict: bool) -> list[str]:
-    """Tries what only this machine and this torch can tell. Returns the dtypes and GPUs whose
-    bits differ from stock's."""
-    _process.start()
-    if try_with_stock(type(optimizer), optimizer.param_groups):
-        check_optimizer(optimizer, strict)  # by the rule that it has now
-    rule = traced or rule_of(optimizer)
+def _try_on_gpus(rule: Rule, optimizer: Optimizer, strict: bool) -> list[str]:
+    """The dtypes and GPUs on which a rule's kernels have other bits than fused=True."""
     if rule is not RULES.get(type(optimizer)) or rule.external:
         return []
     differ = gpu_bits_differ(rule, optimizer.param_groups, optimizer.state)

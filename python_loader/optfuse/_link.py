@@ -25,8 +25,7 @@ from optfuse._own_step import updates
 from optfuse._patches import compiled
 from optfuse._rules import Rule
 from optfuse._traced.updates import Traced
-from optfuse._trials.rule_choice import rule_of, why_own_step
-from optfuse._updaters.choice import promise_of
+from optfuse._updaters.choice import updater_class
 from optfuse._updaters.ledger import Ledger
 from optfuse._updaters.slots import params_of
 
@@ -45,24 +44,22 @@ class Link:
     unasked: Callable[[], None] | None = None  # run fused it: whom to tell
     delayed: Delayed | None = None  # parameters whose updates arrive late
 
-    def __init__(self, optimizer: Optimizer, options: Options, rule: Rule | None = None) -> None:
-        """rule: another than the optimizer's own, for a trial of it."""
+    def __init__(self, optimizer: Optimizer, options: Options, rule: Rule) -> None:
         self.stock = type(optimizer)
-        self._why_own_step = () if rule else tuple(why_own_step(optimizer))
-        self.rule = rule or rule_of(optimizer)
-        promise = promise_of(optimizer, self.stock, self.rule)
+        self.rule = rule
+        promise = updater_class(rule).promised(optimizer, self.stock, rule)
         self.options = options
         self.mode = options.mode
         self.max_grad_norm = options.max_grad_norm
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
-        self.plan = _new_plan(self.rule, options)
+        self.plan = _new_plan(rule, options)
         self._optimizer = weakref.ref(optimizer)
         self._free = weakref.finalize(optimizer, updates.free_plan, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         if options.reduction is not None:
             options.reduction.add(self)
         try:
-            of_plan = self.plan, self._free, options, self.rule
+            of_plan = self.plan, self._free, options, rule
             self.ledger = Ledger(*of_plan, optimizer, promise)
             links[self.plan] = self
             params = chain.from_iterable(map(params_of, optimizer.param_groups))
@@ -108,7 +105,7 @@ class Link:
 
     @property
     def own_step_because(self) -> tuple[str, ...]:
-        return self.ledger.updater.own_step_because or self._why_own_step
+        return self.ledger.updater.own_step_because or self.rule.because
 
     def slot_of(self, param: Tensor) -> int | None:
         return self.ledger.slots.number_of(param) if self._free.alive else None

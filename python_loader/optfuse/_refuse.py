@@ -17,13 +17,17 @@ from optfuse._dtensor.local_tensors import is_dtensor, local_of, why_not
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import Error
 from optfuse._own_step.reach import inner_optimizer, span_of
-from optfuse._own_step.register import INDEPENDENT, is_registered
-from optfuse._rules import RULES, Rule
-from optfuse._trials.rule_choice import rule_of
+from optfuse._own_step.register import INDEPENDENT
+from optfuse._rules import RULES, Group, Rule
 
 _REGISTER = (
     "If its step() treats each parameter by itself, say so with optfuse.register(cls, "
     "per_parameter=True); else use the optimizer as it is"
+)
+_COMMUNICATES = (
+    "it is a DTensor, and this optimizer is updated by PyTorch's operators and not by kernels; on "
+    "a DTensor these may communicate, and processes would not do so in the same order. Keep the "
+    "optimizer as it is"
 )
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -31,11 +35,6 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def _public_name(cls: type[Optimizer]) -> str:
     module = optim if cls.__module__ == optim.__name__ else torch.optim
     return f"{module.__name__}.{cls.__name__}"
-
-
-def may_be_traced(stock: type[Optimizer]) -> bool:
-    """Whether optfuse has to find out what its step() does."""
-    return not (stock in RULES or stock in INDEPENDENT or is_registered(stock))
 
 
 def check_class(optimizer: Optimizer) -> None:
@@ -108,8 +107,9 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
             f"the one that optfuse reproduces bit for bit. Build the optimizer with "
             f"{rule.reference} and a number as lr, or pass strict=False"
         )
-    for i, param in enumerate(group["params"]):
-        check_param(param, label(group, index, i), rule)
+    for i, param in enumerate(group["params"]) if rule.external else ():
+        if is_dtensor(param):
+            raise Error(f"optfuse: can't fuse {label(group, index, i)}: {_COMMUNICATES}")
     if rule.external and group.get("foreach"):
         _check_apart(group, index)
 
@@ -128,17 +128,14 @@ def _check_apart(group: dict[str, Any], index: int) -> None:
             )
 
 
-def check_param(param: Tensor, name: str, rule: Rule | None = None) -> None:
-    """rule: the one that would update it, where that is known."""
-    reason = _why_not(param)
-    if reason is None and rule is not None and rule.external and is_dtensor(param):
-        reason = (
-            "it is a DTensor, and this optimizer is updated by PyTorch's operators and not by "
-            "kernels; on a DTensor these may communicate, and processes would not do so in the "
-            "same order. Keep the optimizer as it is"
-        )
-    if reason is not None:
-        raise Error(f"optfuse: can't fuse {name}: {reason}")
+def check_params(groups: list[Group], first: int = 0) -> None:
+    """Raises optfuse.Error for parameters that nothing here updates. first: the groups' number
+    in errors."""
+    for index, group in enumerate(groups, first):
+        for i, param in enumerate(group["params"]):
+            reason = _why_not(param)
+            if reason is not None:
+                raise Error(f"optfuse: can't fuse {label(group, index, i)}: {reason}")
 
 
 def _why_not(param: Tensor) -> str | None:
@@ -178,20 +175,6 @@ def _why_foreign(param: Tensor) -> str | None:
             "DeepSpeed's optimizer, or shard the model with torch.distributed.fsdp.fully_shard"
         )
     return None
-
-
-def check_params(optimizer: Optimizer) -> None:
-    for index, group in enumerate(optimizer.param_groups):
-        for i, param in enumerate(group["params"]):
-            check_param(param, label(group, index, i))
-
-
-def check_optimizer(optimizer: Optimizer, strict: bool, rule: Rule | None = None) -> None:
-    """rule: another than that of its class."""
-    check_class(optimizer)
-    rule = rule or rule_of(optimizer)
-    for index, group in enumerate(optimizer.param_groups):
-        check_group(rule, group, index, strict)
 
 
 def check_eager(eager: Iterable[Tensor], optimizer: Optimizer) -> list[Tensor]:

@@ -157,6 +157,7 @@ class Rule:
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
     entries: tuple[tuple[str, ...], ...] = ()
+    because: tuple[str, ...] = ()  # why the class's own step() updates, where kernels might
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
     _lengths: dict[str, int] = field(init=False, repr=False, compare=False)
 
@@ -225,6 +226,11 @@ class Rule:
         if not self.external:
             wanted |= {"fused": self.reference == "fused=True", "foreach": False}
         return {flag: value for flag, value in wanted.items() if flag in group}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether only the class's own step() updates."""
+        return self.name == OWN.name
 
     @property
     def reads_scale(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import SGD
 
 from optfuse import _process
 from optfuse._classes import become_fused
@@ -20,6 +21,7 @@ from optfuse._library.bindings import Counts, check, lib
 from optfuse._link import link_of
 from optfuse._options import Options
 from optfuse._patches import listed, replacing
+from optfuse._rules import RULES
 
 SIZE = 20_000  # elements, above what small updates wait for
 _KEEP = "use one of the releases above, or don't fuse"
@@ -95,7 +97,7 @@ def _use_pending(use: Callable[[Tensor], Any]) -> tuple[int, float]:
     """Updates that were pending, and what the use saw of a parameter of 1 that an update makes
     0.5."""
     param = torch.nn.Parameter(torch.ones(SIZE, device="cpu", dtype=torch.float32))
-    optimizer = become_fused(torch.optim.SGD([param], lr=0.5), Options())
+    optimizer = become_fused(SGD([param], lr=0.5), Options(), RULES[SGD])
     param.grad = torch.ones_like(param)
     optimizer.step()
     counts = Counts()

@@ -4,6 +4,8 @@ bits for all of its parameters, else OWN."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +16,36 @@ from torch.optim import Optimizer
 from optfuse._dtensor.local_tensors import has_holes
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._rules import OWN, RULES, Group, Rule
-from optfuse._trials import stock_trial
+from optfuse._trials import products, stock_trial
+
+FuseBy = Callable[[Optimizer, Rule], Optimizer]  # fuses a small copy by a rule, for a trial
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """The rule for an optimizer that is not fused; OWN if there are no kernels for all
-    of its parameters."""
+    """The rule for an optimizer that is not fused; OWN, and why, if there are no kernels for
+    all of its parameters."""
     rule = RULES.get(type(optimizer), OWN)
-    if why_own_step(optimizer):
-        return OWN
+    why = _why_own_step(optimizer)
+    if why:
+        return replace(OWN, because=tuple(why))
     return rule.on_gpus() if rule.tried and _any_on_gpu(optimizer.param_groups) else rule
+
+
+def try_with_stock(stock: type[Optimizer], groups: list[Group], fuse: FuseBy) -> None:
+    """Tries whether our update has the bits of the class's own step(), where that is not known;
+    once for each kind of parameters."""
+    rule = RULES.get(stock)
+    if rule is None or not any(stock_trial.kinds(rule, stock, groups)):
+        return
+
+    def fuse_for_trial(small: Optimizer) -> Optimizer:
+        products.make(rule, small.param_groups)
+        on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
+        return fuse(small, rule.on_gpus() if on_gpu else rule)
+
+    stock_trial.make(stock, groups, rule, fuse_for_trial)
+    if not stock_trial.verdicts(rule, stock, groups):
+        products.make(rule, groups)
 
 
 def _is_narrow_with_holes(param: Tensor) -> bool:
@@ -35,7 +57,7 @@ def _any_on_gpu(groups: list[Group]) -> bool:
     return any(is_gpu(p.device) for group in groups for p in group["params"])
 
 
-def why_own_step(optimizer: Optimizer) -> list[str]:
+def _why_own_step(optimizer: Optimizer) -> list[str]:
     """Why an optimizer with another update does without it."""
     stock, groups = type(optimizer), optimizer.param_groups
     if stock not in RULES:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from optfuse._gpu import is_on_gpu
 from optfuse._rules import Rule
 from optfuse._scalars import DeviceScalars
+from optfuse._trials.rule_choice import FuseBy, rule_of, try_with_stock
 from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters import entries
 from optfuse._updaters.mixed_state import MixedState
@@ -28,6 +29,11 @@ class Kernels(Updater):
         self._rule = rule
         self._scalars = DeviceScalars(plan, rule.scales)
         self._mixed = MixedState(plan, rule, strict)
+
+    @classmethod
+    def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> Rule:
+        try_with_stock(type(optimizer), optimizer.param_groups, fuse)
+        return rule_of(optimizer)
 
     @property
     def gpu_bits_differ(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -86,7 +86,7 @@ class Ledger:
         optimizer: Optimizer,
         promise: Promise | None,
     ) -> None:
-        """free: frees the plan when the optimizer dies. promise: as promise_of() says."""
+        """free: frees the plan when the optimizer dies. promise: as Updater.promised() says."""
         self.plan = plan
         self._free = free
         self._wanted = options

@@ -15,9 +15,10 @@ from optfuse._library.bindings import Error, guard, lib_with_gil
 from optfuse._own_step import updates
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.reach import reachable
+from optfuse._own_step.register import check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.steady import Steady, why_unsteady
-from optfuse._rules import OWN, Rule
+from optfuse._rules import Rule
 from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import CHANGED_GROUPS, Entry, Inputs, Updater
@@ -45,6 +46,10 @@ class OwnStep(Updater):
         self._plan = plan
         self._in_backward = in_backward
 
+    @classmethod
+    def promised(cls, optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Promise:
+        return check_promise(optimizer, stock)
+
     @property
     def promise(self) -> Promise:  # type: ignore[override]
         return self._own.promise
@@ -57,7 +62,7 @@ class OwnStep(Updater):
         return f"{self._rule.reference}, on one parameter at a time"
 
     def tried_on_cpu(self) -> int:
-        return 0 if self._rule is OWN else unknown_dtypes(self._rule)
+        return 0 if self._rule.is_own else unknown_dtypes(self._rule)
 
     def is_tried(self) -> bool:
         return self._rule.tried or bool(self.tried_on_cpu())

@@ -12,9 +12,12 @@ from optfuse._library import bindings
 from optfuse._library.bindings import Error, lib, lib_with_gil
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
+from optfuse._refuse import refuse_untraceable
 from optfuse._traced import updates
 from optfuse._traced.rule import TracedRule
 from optfuse._traced.standin import Untraceable
+from optfuse._traced.trial import try_first, try_traced
+from optfuse._trials.rule_choice import FuseBy
 from optfuse._updaters import entries
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import CHANGED_GROUPS, Entry, Inputs, Updater
@@ -41,6 +44,21 @@ class Traced(Updater):
         self._n_state = len(rule.state)
         self._in_backward = in_backward
         self.has_no_options = not in_backward
+
+    @classmethod
+    def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> TracedRule:
+        stock = type(optimizer)
+        try:
+            rule = try_traced(optimizer, stock, fuse)
+            if in_backward:
+                try_first(optimizer, stock, rule)
+            return rule
+        except Untraceable as error:
+            refuse_untraceable(stock, str(error))
+
+    @classmethod
+    def promised(cls, optimizer: Optimizer, stock: type[Optimizer], rule: TracedRule) -> Promise:  # type: ignore[override]
+        return rule.promise  # found when the class was traced
 
     @property
     def promise(self) -> Promise:  # type: ignore[override]

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
+from optfuse._rules import Rule
 from optfuse._traced.updates import Traced
+from optfuse._trials.rule_choice import FuseBy, rule_of
 from optfuse._updaters.slots import Groups, Slots
 
 Entry = dict[str, Any]
@@ -42,6 +44,19 @@ class Updater:
     asks = True  # begin() and end() have something to do
     has_no_options = False  # updates don't read the numbers of groups
     may_share_state = False  # two parameters may have a tensor of their state in common
+
+    @classmethod
+    def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> Rule:
+        """The rule by which updates have the bits of the class's step() on this machine, with this
+        torch, found out on small copies where that is not known. Raises optfuse.Error if there is
+        none. optimizer: one that is not fused."""
+        return rule_of(optimizer)
+
+    @classmethod
+    def promised(cls, optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Promise | None:
+        """The changes that the class makes beside updating parameters; None: none. Raises
+        optfuse.Error if its updates can't be made one by one. optimizer: one that is not fused."""
+        return None
 
     def described(self) -> str:
         """In a line of the summary; empty: nothing is to be said."""
