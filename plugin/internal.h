@@ -28,6 +28,7 @@
 #include <stdatomic.h>
 
 #include "fail.h"
+#include "fence.h"
 #include "guard.h"
 #include "lock_free.h"
 #include "optfuse.h"
