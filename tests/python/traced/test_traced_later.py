@@ -355,3 +355,41 @@ def test_parameters_without_dimensions_are_resumed(cls, shapes, mode):
     traced = link_of(ours[2]).traced
     assert not traced.untraced
     assert set(traced.recording.names) >= {"exp_avg"} or "square" in traced.recording.names
+
+
+class CountsWhereAsked(torch.optim.Optimizer):
+    """Changes an option of those groups only that ask for it."""
+
+    def __init__(self, params, counts=False):
+        super().__init__(params, {"lr": 0.1, "counts": counts, "seen": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group["counts"]:
+                group["seen"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / (1 + group["seen"]))
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_copy_knows_what_an_added_group_has_shown(mode):
+    def train(optimizer):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.zero_grad()
+        sum(p.square().sum() for p in params).backward()
+        optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    def script(wrap):
+        torch.manual_seed(0)
+        optimizer = wrap(CountsWhereAsked([nn.Parameter(torch.randn(7))]))
+        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(5))], "counts": True})
+        yield "weights", train(optimizer)
+        twin = copy.deepcopy(optimizer)
+        for _ in range(3):
+            yield "weights of the copy", train(twin)
+        yield "options", [group["seen"] for group in twin.param_groups]
+
+    same(script, mode)
