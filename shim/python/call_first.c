@@ -93,11 +93,13 @@ static of_object *with_first(of_object *tuple, of_object *item) {
 /* Likewise of an array: values of keywords are behind the n that are counted. */
 static of_object *call_stock_on_array(const changed *f, of_object *other, of_object *self,
                                       of_object *const *values, void *n, void *names) {
+    if (!n)
+        return f->stock(self, (void *)values, n, names);
     const size_t all =
         (size_t)n + (f->kind & KEYWORDS && names ? (size_t)of_interpreter.tuple_size(names) : 0);
-    of_object **const others = n ? malloc(all * sizeof *others) : NULL;
+    of_object **const others = malloc(all * sizeof *others);
     if (!others)
-        return f->stock(self, (void *)values, n, names);
+        return of_interpreter.no_memory();
     memcpy(others, values, all * sizeof *others);
     others[0] = other;
     of_object *const result = f->stock(self, others, n, names);

@@ -7,16 +7,13 @@
 #include <cstring>
 #include <string>
 
+#include "arguments.h"
 #include "error.h"
 #include "plan.h"
 #include "shim.h"
 
 namespace optfuse {
 namespace {
-
-Plan &plan_at(int64_t address) {
-    return *reinterpret_cast<Plan *>(address);
-}
 
 // Whether a step() may update its parameter. whole: gradients are still to come, and every
 // parameter that requires one may get one.
