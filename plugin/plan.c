@@ -232,7 +232,8 @@ static of_status put_group(of_plan *plan, size_t index, const double *hyper) {
         plan->n_groups++;
     }
     of_group *group = &plan->groups[index];
-    memcpy(group->hyper, hyper, plan->rule->n_hyper * sizeof *hyper);
+    if (plan->rule->n_hyper > 0) /* else it may be NULL, which memcpy() does not take */
+        memcpy(group->hyper, hyper, plan->rule->n_hyper * sizeof *hyper);
     group->used = plan->rule->state_used(group->hyper);
     group->prepared[OF_CPU].step = group->prepared[OF_CUDA].step = 0;
     return OF_OK;
