@@ -29,7 +29,7 @@ extern "C" {
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters; and of an
  * average. */
-enum { OF_ABI_VERSION = 17, OF_MAX_KEYS = 4 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 18, OF_MAX_KEYS = 4 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {
@@ -77,8 +77,14 @@ typedef struct of_inputs {
                             On the CPU only, not of what is exclusive or run by the host */
     int64_t rows;        /* of that product, of numel / rows elements each */
     int64_t panel_rows;  /* how many are computed at a time; whole cache lines of elements */
-    bool in_backward; /* set before collect(): created inside backward, so that the gradient
-                         may go with it; else by step() */
+    /* Set before collect(): */
+    unsigned used;    /* bit i: state[i] is needed */
+    bool in_backward; /* created inside backward, so that the gradient may go with it; else by
+                         step() */
+    /* When collect() comes: the rest, but for the references, is what its last call for this tensor
+     * has left here. Set by collect(): it may come so the next time; and if it came so this time,
+     * all that is no address, key or count is still the same, such as the number of elements. */
+    bool again;
     bool exclusive;   /* others may see the parameter's memory: launch this
                          update by itself, in the order of the slots, between
                          its commit() and the next slot's; never defer it */
@@ -168,9 +174,10 @@ typedef struct of_host {
      * nothing that a user can see. If it returns OF_FOUND_INPUTS it has taken
      * the references that keep every pointer in *in valid until
      * release(in->references); else it keeps nothing. *in comes zeroed
-     * but for in->references and in->in_backward. OF_FOUND_NOTHING inside backward also
-     * says that the update is left to step(), because others may see the parameter's or the
-     * gradient's memory and would miss when stock changes it. */
+     * but for in->references, in->used and in->in_backward, or with in->again.
+     * OF_FOUND_NOTHING inside backward also says that the update is left to step(),
+     * because others may see the parameter's or the gradient's memory and would miss when
+     * stock changes it. */
     of_found (*collect)(void *ctx, void *tensor, of_inputs *in);
     /* optional: collect() comes next for these, one after the other, so that the host can
      * have their records fetched together. Changes nothing and can't fail. */

@@ -6,13 +6,14 @@
 #include "internal.h"
 
 static inline of_status check_state(const of_plan *plan, const of_inputs *in, unsigned used) {
-    for (size_t i = 0; i < plan->rule->n_state; i++)
-        if ((used >> i & 1) && !in->state[i])
+    unsigned left = used & ((1u << plan->rule->n_state) - 1);
+    for (size_t i = 0; left; i++, left >>= 1)
+        if ((left & 1) && !in->state[i])
             return of_fail(OF_INVALID, "the optimizer state '%s' is missing", plan->rule->state[i]);
     return OF_OK;
 }
 
-static of_status check_program(const of_plan *plan, const of_inputs *in) {
+static __attribute__((noinline)) of_status check_program(const of_plan *plan, const of_inputs *in) {
     if (!in->program)
         return of_fail(OF_INVALID, "the update has no program");
     if (in->program->by_host && in->device != OF_CPU)
@@ -22,12 +23,11 @@ static of_status check_program(const of_plan *plan, const of_inputs *in) {
     return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);
 }
 
-static inline of_status check_state_or_program(const of_plan *plan, const of_inputs *in,
-                                               unsigned used) {
-    return plan->rule->runs_programs ? check_program(plan, in) : check_state(plan, in, used);
+static inline of_status check_state_or_program(const of_plan *plan, const of_inputs *in) {
+    return plan->rule->runs_programs ? check_program(plan, in) : check_state(plan, in, in->used);
 }
 
-static of_status check_product(const of_plan *plan, const of_inputs *in, unsigned used) {
+static __attribute__((noinline)) of_status check_product(const of_plan *plan, const of_inputs *in) {
     const bool by_host = plan->rule->external || (in->program && in->program->by_host);
     if (!plan->host.product || in->device != OF_CPU || in->exclusive || by_host || !in->param)
         return of_fail(OF_INVALID, "a gradient that is a product is of a parameter on the CPU, of "
@@ -38,19 +38,23 @@ static of_status check_product(const of_plan *plan, const of_inputs *in, unsigne
         (size_t)(in->numel / in->rows * in->panel_rows) * of_dtype_size(in->dtype) % line != 0)
         return of_fail(OF_INVALID, "a product of %lld rows, %lld at a time, can't have %lld elements",
                        (long long)in->rows, (long long)in->panel_rows, (long long)in->numel);
-    return check_state_or_program(plan, in, used);
+    return check_state_or_program(plan, in);
 }
 
-static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned used) {
+static inline of_status check_numbers(const of_inputs *in) {
     if (in->numel < 0 || in->n_keys > OF_MAX_KEYS || !(in->count.step >= 1))
         return of_fail(OF_INVALID,
                        "bad inputs of an update: %lld elements, %zu keys, step %g (first is 1)",
                        (long long)in->numel, in->n_keys, in->count.step);
+    return OF_OK;
+}
+
+static of_status check_kind(const of_plan *plan, const of_inputs *in) {
     if ((unsigned)in->dtype >= OF_DTYPE_COUNT || (unsigned)in->device > OF_CUDA)
         return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
                        (int)in->device);
     if (plan->rule->external)
-        return in->product ? check_product(plan, in, used) : OF_OK;
+        return OF_OK;
     if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.gpu)
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
@@ -59,36 +63,54 @@ static of_status check_inputs(const of_plan *plan, const of_inputs *in, unsigned
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s with bfloat16 state",
                        plan->rule->name, of_dtype_name(in->dtype),
                        in->device == OF_CPU ? "cpu" : "cuda");
+    return OF_OK;
+}
+
+static __attribute__((noinline)) of_status complete_kind(const of_plan *plan, of_update *update) {
+    const of_inputs *in = &update->in;
+    if (check_kind(plan, in) != OF_OK)
+        return OF_INVALID;
+    update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
+    update->kernel = in->device == OF_CPU ? plan->kernels[in->dtype] : NULL;
+    return OF_OK;
+}
+
+static inline of_status check_memory(const of_plan *plan, const of_inputs *in) {
+    if (plan->rule->external)
+        return in->product ? check_product(plan, in) : OF_OK;
     if (in->numel == 0)
         return OF_OK;
     if (in->product)
-        return check_product(plan, in, used);
+        return check_product(plan, in);
     if (!in->param || (!in->grad && !in->exclusive)) /* commit() may make a dense copy */
         return of_fail(OF_INVALID, "the parameter or its gradient has elements but no memory");
-    return check_state_or_program(plan, in, used);
+    return check_state_or_program(plan, in);
 }
 
-static void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
+/* Updates on a device are told apart by all bytes. */
+static __attribute__((noinline)) void prepare_scalars(const of_rule *rule, of_group *group,
+                                                      of_update *update) {
     of_count *count = &update->in.count;
-    const bool on_cpu = update->in.device == OF_CPU;
     of_prepared *prepared = &group->prepared[update->in.device];
-    if (rule->n_counters || prepared->step != count->step) { /* counters: of a parameter's own */
-        /* Updates on a device are told apart by all bytes. */
-        memset(prepared->scalars, 0, sizeof prepared->scalars);
-        (on_cpu ? rule->prepare : rule->prepare_gpu)(group->hyper, count, prepared->scalars);
-        prepared->step = count->step;
-    }
-    memcpy(update->scalars, prepared->scalars,
-           on_cpu ? rule->scalars_size : OF_MAX_HYPER * sizeof(double));
+    memset(prepared->scalars, 0, sizeof prepared->scalars);
+    (update->in.device == OF_CPU ? rule->prepare : rule->prepare_gpu)(group->hyper, count,
+                                                                      prepared->scalars);
+    prepared->step = count->step;
 }
 
-of_status of_update_complete(of_plan *plan, of_update *update) {
+static inline void fill_scalars(const of_rule *rule, of_group *group, of_update *update) {
+    of_prepared *prepared = &group->prepared[update->in.device];
+    if (rule->n_counters || prepared->step != update->in.count.step) /* those are each one's own */
+        prepare_scalars(rule, group, update);
+    memcpy(update->scalars, prepared->scalars,
+           update->in.device == OF_CPU ? rule->scalars_size : OF_MAX_HYPER * sizeof(double));
+}
+
+of_status of_update_complete(of_plan *plan, of_group *group, of_update *update, bool again) {
     of_inputs *in = &update->in;
-    of_group *group = &plan->groups[plan->slots[update->slot].group];
-    of_status status = check_inputs(plan, in, group->used);
-    if (status != OF_OK)
-        return status;
-    update->bytes = (size_t)in->numel * of_dtype_size(in->dtype);
+    if (check_numbers(in) != OF_OK || (!again && complete_kind(plan, update) != OF_OK) ||
+        check_memory(plan, in) != OF_OK)
+        return OF_INVALID;
     if (in->device != OF_CPU && plan->mode == OF_FORWARD) /* else the plan's lock is held */
         of_scaling_share(plan, update);
     const bool runs_program = plan->rule->runs_programs;
@@ -103,10 +125,7 @@ of_status of_update_complete(of_plan *plan, of_update *update) {
     } else {
         fill_scalars(plan->rule, group, update);
     }
-    if (in->device != OF_CPU)
-        return OF_OK;
-    update->kernel = plan->kernels[in->dtype];
-    if (of_any_scaled())
+    if (in->device == OF_CPU && of_any_scaled())
         update->n_factors = of_scale_factors(in->grad_key, update->factors, &update->norm);
     return OF_OK;
 }

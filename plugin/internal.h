@@ -29,6 +29,7 @@
 
 #include "fail.h"
 #include "fence.h"
+#include "floating.h"
 #include "guard.h"
 #include "lock_free.h"
 #include "optfuse.h"
@@ -83,7 +84,7 @@ struct of_update {
      * with plan->lock held. */
     atomic_bool in_flight;
     of_update *next_in_flight;
-    atomic_size_t holders; /* the list of what is to be released, and a queue */
+    atomic_size_t holders; /* the list of what is to be released, a queue, and a slot */
     bool counted;          /* its step counter on the device is that of this update */
     bool gone;             /* a scaling whose gradient nobody has any more */
     /* The factors of a scaling; or of an update whose gradient has one. Those of a scaling
@@ -103,6 +104,8 @@ typedef struct of_slot {
     void *tensor;
     size_t group;
     bool eager;
+    of_update
+        *own; /* the record of its last update, of which it is a holder; or NULL. As `spare` */
     /* Backward mode, plan->lock: since the last step(); and in which pass it waits, or NULL. */
     bool updated;
     of_pass *waits_in;
@@ -238,6 +241,18 @@ static inline void of_list_remove(of_list *list, of_update *update) {
     list->bytes -= update->bytes;
 }
 
+/* Before collect(): all but the inputs. */
+static inline void of_update_clear(of_update *update) {
+    update->in.references = update + 1;
+    update->counted = false;
+    update->gone = false;
+    update->n_factors = 0;
+    update->factors[0] = update->factors[1] = 1.0;
+    update->reader = NULL;
+    update->average.program = NULL;
+    update->floating = of_floating_now();
+}
+
 /* From here on files are in the order in which they may call: each those above it.
  * tests/structure computes who calls whom from the objects. */
 
@@ -257,9 +272,9 @@ typedef enum of_added { OF_ADDED, OF_ADD_CONFLICT, OF_ADD_NO_MEMORY } of_added;
 /* Enters the first n keys, all or none. On a conflict *key is taken by another
  * update, *own, or by one of another plan (*own is NULL). */
 of_added of_registry_add(of_update *update, size_t n, const void **key, of_update **own);
-/* Enters all keys of this update and of those behind it in its list, up to the first that is not
- * fit, meets a conflict or finds no room; returns that one, or NULL. */
-of_update *of_registry_add_run(of_update *first, bool is_fit(const of_update *));
+/* Enters all keys of this update and of those behind it in its list, up to `end` (NULL: all) or the
+ * first that meets a conflict or finds no room; returns that one. */
+of_update *of_registry_add_run(of_update *first, const of_update *end);
 /* One more key of an update that has entered all it has; false: no room, or another has it. */
 bool of_registry_extend(of_update *update, const void *key);
 void of_registry_remove(of_list *list); /* not an empty one */
@@ -284,7 +299,6 @@ void of_registry_unlock(void);
 /* update.c: the pool, and ends */
 of_update *of_pool_take(of_plan *plan); /* NULL: no memory, error is set */
 void of_pool_give(of_plan *plan, of_update *update);
-void of_inputs_clear(of_update *update); /* before collect() */
 void of_pool_free(of_plan *plan);
 /* Launched: plan->lock held. */
 void of_settle(of_plan *plan, of_list *list, of_list *done);
@@ -384,8 +398,9 @@ of_accessed of_multiply_at(const void *key, bool foreign); /* as of_launch_at():
 void of_scaling_share(of_plan *plan, of_update *update);
 void of_launch_readers(of_plan *plan); /* what must come before scalings, without the lock */
 
-/* inputs.c: completes what collect() left open, or sets the error: kernel, scalars. */
-of_status of_update_complete(of_plan *plan, of_update *update);
+/* inputs.c: completes what collect() left open, or sets the error: kernel, scalars. again: but for
+ * addresses, keys and counts the inputs are those for which it did so before. */
+of_status of_update_complete(of_plan *plan, of_group *group, of_update *update, bool again);
 
 /* flush.c */
 of_status of_plan_launch(of_plan *plan); /* what is pending, but no scaling */

@@ -60,6 +60,15 @@ static inline bool of_last_lets_go(atomic_size_t *holders) {
     return atomic_load_explicit(holders, memory_order_acquire) == 1 || of_was_last(holders);
 }
 
+/* One holder more, if the caller is the only one: nobody else can add one then. What the others did
+ * has happened before, since each gave back by a release. */
+static inline bool of_hold_alone(atomic_size_t *holders) {
+    const bool alone = atomic_load_explicit(holders, memory_order_acquire) == 1;
+    if (alone)
+        atomic_store_explicit(holders, 2, memory_order_relaxed);
+    return alone;
+}
+
 /* A stack onto which many push and which one empties: no head can come back meanwhile under the
  * same address, since nobody takes a single record off. A push releases what was written to the
  * record, and each later push, being a read and a write in one, carries that on to who acquires. */

@@ -43,20 +43,25 @@ static bool is_captured_step(const of_plan *plan, const of_update *update) {
     return plan->mode == OF_FORWARD && update->in.stream.capture != 0 && OF_GUARD(capture);
 }
 
-static bool may_wait(const of_update *update) {
-    const of_plan *plan = update->plan;
+static bool may_wait(const of_plan *plan, const of_update *update) {
     return !plan->stopped && !plan->slots[update->slot].eager && update->in.n_keys != 0 &&
            !is_captured_step(plan, update);
 }
 
 /* An exclusive one is created later, and for a gradient that is on its way the lock may be let
  * go. */
-static bool is_fit_for_run(const of_update *update) {
-    return !update->in.exclusive && !update->in.awaits && may_wait(update);
+static bool is_fit_for_run(const of_plan *plan, const of_update *update) {
+    return !update->in.exclusive && !update->in.awaits && may_wait(plan, update);
 }
 
+/* At most so many are looked at, since each conflict among them begins another run. */
+enum { LONGEST_RUN = 64 };
+
 of_update *of_enter_run(of_update *first) {
-    of_update *end = of_registry_add_run(first, is_fit_for_run);
+    const of_update *behind = first;
+    for (int n = 0; n < LONGEST_RUN && behind && is_fit_for_run(first->plan, behind); n++)
+        behind = behind->next;
+    of_update *end = of_registry_add_run(first, behind);
     return end == first ? first->next : end;
 }
 
@@ -65,7 +70,7 @@ of_update *of_enter_run(of_update *first) {
 of_entered of_enter_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done,
                             const void **key) {
     if (update->n_registered != update->in.n_keys || !update->in.n_keys) {
-        if (!may_wait(update))
+        if (!may_wait(plan, update))
             return OF_NOT_ENTERED;
         const of_entered entered = enter(plan, update, update->in.n_keys, batch, done, key);
         if (entered != OF_ENTERED)

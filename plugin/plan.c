@@ -197,8 +197,11 @@ static bool empty(of_plan *plan) {
     pthread_mutex_unlock(&plan->lock);
     pthread_rwlock_unlock(&plan->layout);
     of_updates_release(plan, &done);
-    for (size_t i = 0; i < n_slots; i++)
+    for (size_t i = 0; i < n_slots; i++) {
+        if (slots[i].own)
+            of_update_drop(slots[i].own);
         plan->host.drop(plan->host.ctx, slots[i].tensor);
+    }
     free(slots);
     return drained;
 }

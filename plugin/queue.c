@@ -43,7 +43,7 @@ bool of_queue_add(of_plan *plan, of_update *update) {
             of_plan_fail(plan);
         return false;
     }
-    atomic_store_explicit(&update->holders, 2, memory_order_relaxed);
+    of_retain(&update->holders);
     update->next_in_flight = NULL;
     if (queue->last)
         queue->last->next_in_flight = update;

@@ -79,9 +79,12 @@ static entry *find(int kind, const void *key) {
 
 /* Into an entry where nothing is. */
 static void put(table *t, entry *at, const void *key, of_update *update) {
-    t->used += !at->key;
+    if (!at->key) {
+        at->key = key;
+        t->used++;
+    }
+    at->update = update;
     t->live++;
-    *at = (entry){key, update};
 }
 
 /* The key stays. */
@@ -142,14 +145,21 @@ static void count(int kind, int change) {
         of_count_change(&members[kind], change);
 }
 
-static void note_place(const table *t, const entry *at, of_update *update, size_t i) {
+/* Where the update's key is, or belongs. */
+static entry *find_place(const table *t, of_update *update, size_t i) {
+    entry *at = seek(t, update->in.keys[i]);
     update->places[i] = (uint32_t)(at - t->entries);
+    return at;
+}
+
+static entry *place_of(const table *t, const of_update *update, size_t i) {
+    return &t->entries[update->places[i] & t->mask];
 }
 
 /* The entry of a key that the update has entered. A key has one: if the noted place still has the key,
  * it is that, also after grow() and clean(). */
 static entry *entry_of(const table *t, const of_update *update, size_t i) {
-    entry *at = &t->entries[update->places[i] & t->mask];
+    entry *at = place_of(t, update, i);
     return at->key == update->in.keys[i] ? at : seek(t, update->in.keys[i]);
 }
 
@@ -179,16 +189,14 @@ static bool follows(const of_update *update, const of_update *old) {
            of_stream_equal(&old->in.stream, &update->in.stream);
 }
 
-/* The first of the n keys that another update has; or n. Those before it are entered. */
-static size_t enter_keys(table *t, of_update *update, size_t n) {
+/* From the i-th on; the first of the n keys that another update has, or n. */
+static __attribute__((noinline)) size_t enter_other_keys(table *t, of_update *update, size_t i,
+                                                         size_t n) {
     const void *const *keys = update->in.keys;
-    const table now = *t; /* but for its counts: the compiler keeps it in registers */
-    size_t i = 0;
     for (; i < n; i++) {
-        if (!keys[i])
+        entry *at = keys[i] ? find_place(t, update, i) : NULL;
+        if (!at)
             continue;
-        entry *at = seek(&now, keys[i]);
-        note_place(&now, at, update, i);
         if (!at->update)
             put(t, at, keys[i], update);
         else if (at->update != update && !follows(update, at->update) && OF_GUARD(rearm))
@@ -199,9 +207,26 @@ static size_t enter_keys(table *t, of_update *update, size_t n) {
     return i;
 }
 
+/* The first of the n keys that another update has; or n. Those before it are entered. Mostly all
+ * are where those of the record's last update were, and nothing is there. */
+static size_t enter_keys(table *t, of_update *update, size_t n) {
+    const void *const *keys = update->in.keys;
+    const table now = *t; /* but for its counts: the compiler keeps it in registers */
+    size_t i = 0;
+    for (; i < n; i++) {
+        entry *at = place_of(&now, update, i);
+        if (!keys[i] || at->key != keys[i] || at->update)
+            break;
+        at->update = update;
+    }
+    t->live += i;
+    return i == n ? n : enter_other_keys(t, update, i, n);
+}
+
 /* *change: of the number of members. */
-static of_added add_keys(table *t, of_update *update, size_t n, const void **key, of_update **own,
-                         int *change) {
+static inline __attribute__((always_inline)) of_added add_keys(table *t, of_update *update,
+                                                               size_t n, const void **key,
+                                                               of_update **own, int *change) {
     const bool was_in = update->n_registered != 0;
     const size_t entered = enter_keys(t, update, n);
     update->n_registered = n;
@@ -230,13 +255,13 @@ of_added of_registry_add(of_update *update, size_t n, const void **key, of_updat
     return result;
 }
 
-of_update *of_registry_add_run(of_update *first, bool is_fit(const of_update *)) {
+of_update *of_registry_add_run(of_update *first, const of_update *end) {
     const void *key = NULL;
     of_update *own = NULL, *u = first;
     table *t = &tables[OF_UPDATES];
     int change = 0;
     pthread_mutex_lock(&lock);
-    while (u && is_fit(u) && make_room(t, u->in.n_keys) &&
+    while (u != end && make_room(t, u->in.n_keys) &&
            add_keys(t, u, u->in.n_keys, &key, &own, &change) == OF_ADDED)
         u = u->next;
     count(OF_UPDATES, change);
@@ -250,11 +275,11 @@ bool of_registry_extend(of_update *update, const void *key) {
     bool added = false;
     pthread_mutex_lock(&lock);
     if (in->n_keys < OF_MAX_KEYS && update->n_registered == in->n_keys && make_room(t, 1)) {
-        entry *at = seek(t, key);
+        in->keys[in->n_keys] = key;
+        entry *at = find_place(t, update, in->n_keys);
         if ((added = !at->update)) {
             put(t, at, key, update);
-            note_place(t, at, update, in->n_keys);
-            in->keys[in->n_keys++] = key;
+            in->n_keys++;
             update->n_registered++;
         }
     }

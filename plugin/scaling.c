@@ -171,7 +171,8 @@ static of_status scale_slot(of_plan *plan, size_t slot, double factor, float nor
     pthread_mutex_unlock(&plan->lock);
     if (!update)
         return OF_NO_MEMORY;
-    of_inputs_clear(update);
+    update->in = (of_inputs){0};
+    of_update_clear(update);
     update->slot = slot;
     update->kind = &scaling_kind;
     void *tensor = plan->slots[slot].tensor;

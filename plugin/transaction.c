@@ -14,31 +14,55 @@ void of_name_only(of_named *named, size_t slot) {
     of_name(named, slot);
 }
 
-/* Asks the host for one slot's inputs. Appends *update to the list and takes
- * it from the caller if there is something to update. */
-static of_status collect_slot(of_plan *plan, of_update **update, bool in_backward, of_list *created,
-                              of_named *lacking) {
-    of_update *u = *update;
-    of_inputs_clear(u);
-    u->kind = &of_update_kind;
-    u->in.in_backward = in_backward;
-    switch (plan->host.collect(plan->host.ctx, plan->slots[u->slot].tensor, &u->in)) {
-    case OF_FOUND_NOTHING:
-        return OF_OK;
-    case OF_FOUND_NEEDS_STATE:
-        of_name(lacking, u->slot);
-        return OF_OK;
-    case OF_FOUND_ERROR:
-        return OF_INVALID;
-    case OF_FOUND_INPUTS:
-        break;
+/* The record of a slot, with what its last update has left there; or, where there is none or it is
+ * in use, one of the pool. */
+static of_update *take_record(of_plan *plan, const of_slot *slot) {
+    of_update *own = slot->own;
+    return own && of_hold_alone(&own->holders) ? own : of_pool_take(plan);
+}
+
+static void keep_record(of_slot *slot, of_update *update) {
+    if (slot->own)
+        return;
+    slot->own = update;
+    of_retain(&update->holders);
+}
+
+/* Cleared, or as the host may find it again. */
+static void prepare(of_update *u, bool is_own, unsigned used, bool in_backward) {
+    const bool again =
+        is_own && u->in.again && u->in.used == used && u->in.in_backward == in_backward;
+    if (!again) {
+        u->kind = &of_update_kind;
+        u->in = (of_inputs){.used = used, .in_backward = in_backward};
     }
-    u->bytes = 0;
+    of_update_clear(u);
+}
+
+/* Asks the host for one slot's inputs. Appends to `created` if there is something to update. */
+static of_status collect_slot(of_plan *plan, size_t index, bool in_backward, of_list *created,
+                              of_named *lacking) {
+    of_slot *slot = &plan->slots[index];
+    of_group *group = &plan->groups[slot->group];
+    of_update *u = take_record(plan, slot);
+    if (!u)
+        return OF_NO_MEMORY;
+    u->slot = index;
+    prepare(u, u == slot->own, group->used, in_backward);
+    const bool again = u->in.again;
+    const of_found found = plan->host.collect(plan->host.ctx, slot->tensor, &u->in);
+    if (found != OF_FOUND_INPUTS) {
+        u->in.again = false;
+        of_update_drop(u);
+        if (found == OF_FOUND_NEEDS_STATE)
+            of_name(lacking, index);
+        return found == OF_FOUND_ERROR ? OF_INVALID : OF_OK;
+    }
+    keep_record(slot, u);
     if (!in_backward && u->in.device != OF_CPU)
         u->in.stream = u->in.ready; /* nothing runs beside step() */
     of_list_append(created, u);
-    *update = NULL;
-    return of_update_complete(plan, u);
+    return of_update_complete(plan, group, u, again && u->in.again);
 }
 
 static bool is_chosen(const of_plan *plan, const of_chosen *of, size_t slot) {
@@ -67,24 +91,16 @@ static void prefetch_next(const of_plan *plan, const of_chosen *of, size_t i) {
 
 of_status of_collect_all(of_plan *plan, const of_chosen *of, of_list *created, of_named *named) {
     of_status status = OF_OK;
-    of_update *update = NULL;
     for (size_t i = 0; i < of->n && status == OF_OK; i++) {
         const size_t slot = slot_at(of, i);
         if (i % PREFETCHED == 0)
             prefetch_next(plan, of, i);
         if (!is_chosen(plan, of, slot))
             continue;
-        if (!update && !(update = of_pool_take(plan))) {
-            of_name_only(named, slot);
-            return OF_NO_MEMORY;
-        }
-        update->slot = slot;
-        status = collect_slot(plan, &update, of->slots != NULL, created, named);
+        status = collect_slot(plan, slot, of->slots != NULL, created, named);
         if (status != OF_OK)
             of_name_only(named, slot);
     }
-    if (update)
-        of_pool_give(plan, update);
     if (status == OF_OK && named->n)
         return of_fail(OF_NEEDS_STATE, "%zu parameters have a gradient but no optimizer state yet",
                        named->n);

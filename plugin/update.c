@@ -2,19 +2,7 @@
 /* update.c: update records, from the pool they come from to their end. */
 #include <stdlib.h>
 
-#include "floating.h"
 #include "internal.h"
-
-void of_inputs_clear(of_update *update) {
-    update->in = (of_inputs){.references = update + 1};
-    update->counted = false;
-    update->gone = false;
-    update->n_factors = 0;
-    update->factors[0] = update->factors[1] = 1.0;
-    update->reader = NULL;
-    update->average.program = NULL;
-    update->floating = of_floating_now();
-}
 
 _Static_assert(offsetof(of_update, pooled) == 0, "links are cast to their records");
 

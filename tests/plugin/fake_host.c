@@ -144,7 +144,26 @@ static fake_hold *new_hold(fake_tensor *tensor, of_inputs *in) {
     return hold;
 }
 
+/* Inputs that come again must be those of the tensor's last update. Others come empty, and may come
+ * again if nothing is special about them. */
+static void look_whether_again(fake_tensor *tensor, of_inputs *in) {
+    const bool came = in->again;
+    const bool plain = tensor->device == OF_CPU && !tensor->awaits && !tensor->product &&
+                       !tensor->program && !tensor->exclusive && !tensor->mixed;
+    const bool same = came && plain && in->numel == tensor->numel && in->dtype == tensor->dtype &&
+                      in->n_keys == 2 + tensor->n_state;
+    require(came ? in->param == tensor->collected : !in->param && !in->numel && !in->n_keys,
+            "inputs come empty, or as they were left");
+    if (came && !same)
+        *in = (of_inputs){.references = in->references, .in_backward = in->in_backward};
+    in->again = came ? same : plain;
+    in->n_keys = 0;
+    tensor->again += same;
+    tensor->collected = tensor->param->data;
+}
+
 static void fill(fake_tensor *tensor, of_inputs *in) {
+    look_whether_again(tensor, in);
     fake_hold *hold = new_hold(tensor, in);
     hold_buffer(hold, tensor->param, in);
     hold_buffer(hold, tensor->grad, in);

@@ -40,6 +40,8 @@ typedef struct fake_tensor {
     bool exclusive;   /* to be launched by itself */
     bool owned;       /* a plan has it */
     int prefetched;   /* calls of prefetch() with it */
+    const void *collected; /* the parameter's memory, as the last collect() has found it */
+    int again;             /* calls of collect() that found the inputs of the last one */
     int drops;
     int finished; /* calls of finished() with it */
     double step;               /* updates committed */

@@ -163,6 +163,32 @@ struct Holders : rl::test_suite<Holders, 2> {
     }
 };
 
+// A slot keeps its record, which a list and a queue hold, too. The slot takes it again when they
+// have let go of it.
+struct Kept : rl::test_suite<Kept, 3> {
+    atomic_size_t holders;
+    std::array<Plain<int>, 2> memory;
+
+    void before() {
+        holders.store(3, rl::mo_relaxed, $);
+        for (auto &one : memory)
+            one = 0;
+    }
+    void thread(unsigned i) {
+        if (i < 2) {
+            memory[i] = 1;
+            RL_ASSERT(!of_last_lets_go(&holders));
+        } else if (of_hold_alone(&holders)) {
+            for (auto &one : memory) {
+                RL_ASSERT(one == 1);
+                one = 2;
+            }
+            RL_ASSERT(!of_last_lets_go(&holders));
+        }
+    }
+    void after() { RL_ASSERT(holders.load(rl::mo_relaxed, $) == 1); }
+};
+
 // Three threads push, one of them after it has emptied the stack; nothing is lost, and each record
 // is as it was pushed.
 struct Stack : rl::test_suite<Stack, 3> {
@@ -276,9 +302,10 @@ struct Named {
     bool (*holds)();
 };
 const Named SUITES[] = {
-    {"count", holds<Count>},     {"references", holds<References>}, {"retain", holds<Retain>},
-    {"holders", holds<Holders>}, {"stack", holds<Stack>},           {"marks", holds<Marks>},
-    {"kept marks", holds<MarksWithoutFence>},
+    {"count", holds<Count>},   {"references", holds<References>},
+    {"retain", holds<Retain>}, {"holders", holds<Holders>},
+    {"kept", holds<Kept>},     {"stack", holds<Stack>},
+    {"marks", holds<Marks>},   {"kept marks", holds<MarksWithoutFence>},
 };
 
 void orders_as_written() {
@@ -336,7 +363,7 @@ int main() {
     const Weakened weakened[] = {
         {"acquire made relaxed",
          [] { acquire_order = rl::mo_relaxed; },
-         {"count", "holders", "stack", "marks", "kept marks"}},
+         {"count", "holders", "kept", "stack", "marks", "kept marks"}},
         {"release made relaxed",
          [] { release_order = rl::mo_relaxed; },
          {"count", "stack", "kept marks"}},
@@ -345,7 +372,7 @@ int main() {
         {"no fence before marks go", [] { fence_before_marks = false; }, {"marks"}},
         {"acq_rel made acquire",
          [] { both_order = rl::mo_acquire; },
-         {"references", "retain", "holders"}},
+         {"references", "retain", "holders", "kept"}},
         {"acq_rel made release",
          [] { both_order = rl::mo_release; },
          {"references", "retain", "holders"}},

@@ -42,6 +42,86 @@ START_TEST(step_again_with_the_same_gradient_applies_it_twice) {
 }
 END_TEST
 
+/* Whether the last step() came with the inputs of the one before it. */
+static bool came_again(fixture *f, twin *t) {
+    const int before = t->tensor->again;
+    backward(t);
+    step(f);
+    return t->tensor->again != before;
+}
+
+START_TEST(inputs_come_again_as_the_last_update_left_them) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    twin *a = add(f, 10);
+    twin *b = add(f, 10);
+    ck_assert(!came_again(f, a));
+    ck_assert(came_again(f, a));
+    ck_assert(!came_again(f, b));
+    ck_assert(came_again(f, a));
+    ck_assert(came_again(f, b));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(inputs_come_empty_where_collect_has_found_none) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    twin *t = add(f, 10);
+    ck_assert(!came_again(f, t));
+    fake_set_grad(t->tensor, NULL);
+    step(f);
+    ck_assert(!came_again(f, t));
+    ck_assert(came_again(f, t));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(inputs_of_another_kind_do_not_come_again) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    twin *t = add(f, 10);
+    ck_assert(!came_again(f, t));
+    t->tensor->exclusive = true;
+    ck_assert(!came_again(f, t));
+    ck_assert(!came_again(f, t));
+    t->tensor->exclusive = false;
+    ck_assert(!came_again(f, t));
+    ck_assert(came_again(f, t));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(inputs_of_backward_do_not_come_again_in_step) {
+    fixture *f = setup(OF_BACKWARD, OF_BUCKET_NONE);
+    twin *t = add(f, 10);
+    for (int i = 0; i < 2; i++) {
+        gradient(f, t);
+        step(f);
+    }
+    ck_assert_int_eq(t->tensor->again, 1);
+    ck_assert(!came_again(f, t));
+    ck_assert(came_again(f, t));
+    teardown(f);
+}
+END_TEST
+
+START_TEST(inputs_that_come_again_are_checked) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    twin *t = add(f, 10);
+    ck_assert(!came_again(f, t));
+    t->tensor->mixed = true;
+    backward(t);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_INVALID);
+    t->tensor->mixed = false;
+    ck_assert(!came_again(f, t));
+    t->tensor->step = -1;
+    backward(t);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_INVALID);
+    ck_assert_int_eq(t->tensor->again, 1);
+    ck_assert_str_eq(of_error_message(), "bad inputs of an update: 10 elements, 4 keys, step 0 "
+                                         "(first is 1)");
+    teardown_unchecked(f);
+}
+END_TEST
+
 START_TEST(parameter_without_gradient_is_left_alone) {
     fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 10);
@@ -187,6 +267,11 @@ int main(void) {
     tcase_add_test(tests, life_of_an_update_in_order);
     tcase_add_test(tests, step_again_launches_what_is_still_pending_first);
     tcase_add_test(tests, step_again_with_the_same_gradient_applies_it_twice);
+    tcase_add_test(tests, inputs_come_again_as_the_last_update_left_them);
+    tcase_add_test(tests, inputs_come_empty_where_collect_has_found_none);
+    tcase_add_test(tests, inputs_of_another_kind_do_not_come_again);
+    tcase_add_test(tests, inputs_of_backward_do_not_come_again_in_step);
+    tcase_add_test(tests, inputs_that_come_again_are_checked);
     tcase_add_test(tests, parameter_without_gradient_is_left_alone);
     tcase_add_test(tests, missing_state_is_reported_before_anything_changes);
     tcase_add_test(tests, failed_step_changes_nothing);
