@@ -57,8 +57,7 @@ void place_scaling(const c10::TensorImpl *g, of_inputs *in, References *refs) {
     in->device = OF_CUDA;
     in->grad = in->param;
     in->ready = in->stream = current_stream(g->device().index());
-    refs->on_gpu = true;
-    refs->stream = refs->ready = in->stream;
+    refs->on_gpu.emplace(OnGpu{in->stream, in->ready, {}});
     refs->slot->plan->scalars.give_factor(in, refs);
 }
 
@@ -101,8 +100,8 @@ of_found collect_gradient(void *, void *tensor, of_inputs *in) {
 }
 
 void share_factor(void *, void *to, const void *from) {
-    static_cast<References *>(to)->scalars[FACTOR] =
-        static_cast<const References *>(from)->scalars[FACTOR];
+    static_cast<References *>(to)->on_gpu->scalars[FACTOR] =
+        static_cast<const References *>(from)->on_gpu->scalars[FACTOR];
 }
 
 // From here on the references hold the gradient's memory weakly.

@@ -113,14 +113,12 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *
                    : refuse(slot, "", "is on the CPU, but others on a GPU were updated in backward",
                             " with the grad_scale or found_inf that was set, which the CPU's "
                             "updates obey with mode=\"forward\" only");
-    refs->on_gpu = true;
     in->device = OF_CUDA;
     in->ready = current_stream(p->device().index());
     in->stream = in->ready;
     if (plan->beside && refs->consumes)
         in->stream.id = side_stream(in->ready.device);
-    refs->stream = in->stream;
-    refs->ready = in->ready;
+    refs->on_gpu.emplace(OnGpu{in->stream, in->ready, {}});
     if (check_counting(slot, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     plan->scalars.give(slot->group, in, refs);

@@ -46,9 +46,9 @@ void DeviceScalars::give(size_t group, of_inputs *in, References *refs) {
         return;
     const std::lock_guard<std::mutex> guard(lock);
     if (group < lr.size())
-        in->lr_at = copy_of(lr[group], in->ready, &refs->scalars[0]);
-    in->grad_scale_at = copy_of(grad_scale, in->ready, &refs->scalars[1]);
-    in->found_inf_at = copy_of(found_inf, in->ready, &refs->scalars[2]);
+        in->lr_at = copy_of(lr[group], in->ready, &refs->on_gpu->scalars[0]);
+    in->grad_scale_at = copy_of(grad_scale, in->ready, &refs->on_gpu->scalars[1]);
+    in->found_inf_at = copy_of(found_inf, in->ready, &refs->on_gpu->scalars[2]);
 }
 
 void DeviceScalars::set_factor(at::Tensor by) {
@@ -60,7 +60,7 @@ void DeviceScalars::set_factor(at::Tensor by) {
 
 void DeviceScalars::give_factor(of_inputs *in, References *refs) {
     const std::lock_guard<std::mutex> guard(lock);
-    at::Tensor &keep = refs->scalars[FACTOR];
+    at::Tensor &keep = refs->on_gpu->scalars[FACTOR];
     for (const auto &[stream, known] : factors)
         if (stream.device == in->stream.device && stream.id == in->stream.id)
             keep = known;

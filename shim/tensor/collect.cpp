@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// collect.cpp: looks up what one update needs. Nothing that a user can see
-// changes here, and everything that can fail happens here.
+// collect.cpp: looks up what one update needs, whatever is special about its tensors (usual.cpp has
+// the others). Nothing that a user can see changes here, and everything that can fail happens here.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -8,7 +8,6 @@
 
 #include <c10/core/DefaultDtype.h>
 
-#include "autograd/backward.h"
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
@@ -27,7 +26,7 @@
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
-#include "tensor/usual.h"
+#include "tensor/special.h"
 #include "tensor/written.h"
 
 namespace optfuse {
@@ -337,19 +336,19 @@ of_found fill_in_references(const Plan *plan, Slot *slot, const at::Tensor &grad
     return found;
 }
 
-of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
-    c10::TensorImpl *p = slot->param;
-    const at::Tensor &grad = gradient_of(p);
-    if (!grad.defined())
-        return OF_FOUND_NOTHING;
-    if (in->in_backward) {
-        const of_found found = look_in_backward(slot, p, grad);
-        if (found != OF_FOUND_INPUTS)
-            return found;
-    }
-    if (collect_usual(slot, p, grad, in))
-        return OF_FOUND_INPUTS;
-    c10::TensorImpl *g = grad.unsafeGetTensorImpl();
+void clear_inputs(of_inputs *in) {
+    const of_inputs before = *in;
+    *in = {};
+    in->references = before.references;
+    in->used = before.used;
+    in->in_backward = before.in_backward;
+}
+
+} // namespace
+
+of_found collect_special(Plan *plan, Slot *slot, const at::Tensor &grad, of_inputs *in) {
+    c10::TensorImpl *p = slot->param, *g = grad.unsafeGetTensorImpl();
+    clear_inputs(in);
     if (is_consumed(g))
         return OF_GUARD(consumed_twice)
                    ? refuse(slot, "the gradient of ", "has already been applied and freed",
@@ -358,9 +357,7 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
                    : OF_FOUND_NOTHING;
     if (check_tensors(plan, slot, p, g, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    const unsigned used = plan->rule->runs_programs
-                              ? slot->program->state()
-                              : of_plan_state_used(plan->core, slot->index);
+    const unsigned used = plan->rule->runs_programs ? slot->program->state() : in->used;
     if (state_is_missing(slot, used))
         return in->in_backward && plan->leaves_stateless ? OF_FOUND_NOTHING : OF_FOUND_NEEDS_STATE;
     in->mixed = is_mixed(slot, p, used);
@@ -368,14 +365,6 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
         prepare_gpu(slot, p, in->dtype, in->mixed) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     return fill_in_references(plan, slot, grad, used, in);
-}
-
-} // namespace
-
-of_found collect(void *ctx, void *tensor, of_inputs *in) {
-    Slot *slot = static_cast<Slot *>(tensor);
-    return attempt("preparing the update of ", slot->label, OF_FOUND_ERROR,
-                   [&] { return look_up(static_cast<Plan *>(ctx), slot, in); });
 }
 
 } // namespace optfuse

@@ -41,20 +41,25 @@ const c10::DeleterFnPtr cpu_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter(
 void record_all(References *refs) {
     for (size_t i = 0; i < refs->n; i++)
         if (refs->storages[i]) // else a gradient that nobody has any more
-            record_on_stream(refs->storages[i].get(), refs->stream);
+            record_on_stream(refs->storages[i].get(), refs->on_gpu->stream);
     if (const Special *special = refs->special.get())
         for (const at::Tensor *tensor : {&special->shared_grad, &special->copy})
             if (tensor->defined())
-                record_on_stream(storage_of(tensor->unsafeGetTensorImpl()), refs->stream);
-    for (const at::Tensor &scalar : refs->scalars)
+                record_on_stream(storage_of(tensor->unsafeGetTensorImpl()), refs->on_gpu->stream);
+    for (const at::Tensor &scalar : refs->on_gpu->scalars)
         if (scalar.defined())
-            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), refs->stream);
+            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), refs->on_gpu->stream);
 }
 
 namespace {
 
 References *references_of(void *refs) {
     return static_cast<References *>(refs);
+}
+
+// Memory that is about to be written past the dispatcher, from an element on.
+template <class Number> Number *number_at(const c10::TensorImpl *impl) {
+    return static_cast<Number *>(written_memory(storage_of(impl))) + impl->storage_offset();
 }
 
 void advance_step(Slot *slot) {
@@ -66,19 +71,19 @@ void advance_step(Slot *slot) {
     if (!impl->is_cpu())
         return; // counted by the launch
     if (impl->dtype().toScalarType() == c10::ScalarType::Double)
-        *static_cast<double *>(written_data_of(impl)) += 1;
+        *number_at<double>(impl) += 1;
     else
-        *static_cast<float *>(written_data_of(impl)) += 1;
+        *number_at<float>(impl) += 1;
 }
 
 void write_number(const c10::TensorImpl *impl, bool single, double number) {
     if (single)
-        *static_cast<float *>(written_data_of(impl)) = static_cast<float>(number);
+        *number_at<float>(impl) = static_cast<float>(number);
     else
-        *static_cast<double *>(written_data_of(impl)) = number;
+        *number_at<double>(impl) = number;
 }
 
-void write_counters(const Slot *slot, const of_count &count) {
+[[gnu::noinline]] void write_counters(const Slot *slot, const of_count &count) {
     for (size_t i = 0; i < slot->plan->rule->n_counters; i++) {
         c10::TensorImpl *impl = slot->counters[i].unsafeGetTensorImpl();
         if (!is_gpu(impl->device())) // else the launch does it
@@ -96,7 +101,8 @@ void write_counters(const Slot *slot, const of_count &count) {
 void commit(void *, of_inputs *in) {
     References *refs = references_of(in->references);
     advance_step(refs->slot);
-    write_counters(refs->slot, in->count);
+    if (refs->slot->plan->rule->n_counters != 0)
+        write_counters(refs->slot, in->count);
     if (OF_GUARD(version))
         refs->slot->param->bump_version();
     refs->committed = true;
@@ -158,8 +164,7 @@ void defer_average(void *, void *opaque, void *opaque_average) {
     References *refs = references_of(opaque);
     const auto *deferred = static_cast<const DeferredAverage *>(opaque_average);
     c10::TensorImpl *impl = deferred->average.unsafeGetTensorImpl();
-    refs->average = deferred->average;
-    refs->average_program = deferred->program;
+    refs->behind.emplace(Behind{deferred->average, deferred->program});
     const size_t part = refs->n++;
     refs->tensors[part] = impl;
     refs->storages.put(part, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(impl)));
@@ -221,8 +226,9 @@ void take_marks_off(const References *refs) {
         unmark_if_its(refs->tensors[part], refs->storages[part].get());
         behind = part + 1;
     }
-    if (refs->average.defined())
-        unmark_if_its(refs->average.unsafeGetTensorImpl(), refs->storages[refs->n - 1].get());
+    if (refs->behind)
+        unmark_if_its(refs->behind->average.unsafeGetTensorImpl(),
+                      refs->storages[refs->n - 1].get());
 }
 
 void begin_settling(void *ctx) {
@@ -246,12 +252,12 @@ void settle(void *, void *opaque, bool was_deferred) {
         lift_seals(refs);
     if (was_deferred && !refs->on_gpu && refs->slot->plan->takes_marks_off)
         take_marks_off(refs);
-    else if (refs->average.defined())
-        refs->slot->marked_average = WeakTensor(refs->average.getIntrusivePtr());
+    else if (refs->behind)
+        refs->slot->marked_average = WeakTensor(refs->behind->average.getIntrusivePtr());
     if (refs->on_gpu && was_deferred)
         record_all(refs);
     else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner
-        record_on_stream(storage_of(refs->grad), refs->ready);
+        record_on_stream(storage_of(refs->grad), refs->on_gpu->ready);
     if (refs->consumes) {
         consume_gradient(refs);
         note_versions(*refs->slot);

@@ -15,11 +15,14 @@ of_host make_host(Plan *plan);
 // The CPU reference that this build of ATen computes with.
 void fill_reference(of_plan_options *options);
 
-// collect.cpp
+// usual.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);
+
+// collect.cpp
 // Launches another optimizer's update of the same memory, before the memory is judged and used.
 // Behind most marks no update is pending.
-void launch_others(const c10::TensorImpl *impl, decltype(&of_access) launch = of_access);
+[[gnu::noinline]] void launch_others(const c10::TensorImpl *impl,
+                                     decltype(&of_access) launch = of_access);
 
 // prefetch.cpp
 void prefetch(void *ctx, void *const *tensors, size_t n);

@@ -47,11 +47,12 @@ inline bool is_own(const c10::DataPtr &data) {
 }
 
 // The number of the update that comes after a step counter's, in its own precision, as stock counts.
-inline double number_after(const c10::TensorImpl *counter) {
-    const void *data = data_of(counter);
+[[gnu::always_inline]] inline double number_after(const c10::TensorImpl *counter) {
+    const void *memory = address(storage_of(counter));
+    const int64_t at = counter->storage_offset();
     return counter->dtype().toScalarType() == c10::ScalarType::Double
-               ? *static_cast<const double *>(data) + 1
-               : static_cast<double>(*static_cast<const float *>(data) + 1.0f);
+               ? static_cast<const double *>(memory)[at] + 1
+               : static_cast<double>(static_cast<const float *>(memory)[at] + 1.0f);
 }
 
 // Only one tensor and `held` references of ours know this storage.

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -18,7 +19,7 @@ namespace optfuse {
 struct Program;
 struct Slot;
 
-enum { FACTOR = 3 }; // of References::scalars
+enum { FACTOR = 3 }; // of OnGpu::scalars
 
 // Storages of the parts of an update. Most have few: other places are neither made nor destroyed.
 class Storages {
@@ -74,6 +75,18 @@ struct Special {
     Proxies proxies; // a deferred update's
 };
 
+// An average that is made behind the update: what is kept until it is.
+struct Behind {
+    at::Tensor average;
+    std::shared_ptr<const Program> program;
+};
+
+struct OnGpu {
+    of_stream stream;      // where the update runs if it was deferred,
+    of_stream ready;       // and if not
+    at::Tensor scalars[4]; // device scalars that it reads: copies, and the factor
+};
+
 struct References {
     Slot *slot = nullptr;
     // The update runs inside backward, and the gradient is replaced after it. What
@@ -90,13 +103,8 @@ struct References {
     at::Tensor old_grad, old_consumed;  // replaced by settle(), dropped by release()
     std::unique_ptr<Special> special;   // or null
     std::shared_ptr<const Program> program; // of a rule that runs programs
-    // Made behind the update: what is kept until it is.
-    at::Tensor average;
-    std::shared_ptr<const Program> average_program;
-    bool on_gpu = false;
-    of_stream stream = {};  // on a GPU: where the update runs if it was deferred,
-    of_stream ready = {};   // and if not
-    at::Tensor scalars[4];  // device scalars that it reads: copies, and the factor
+    std::optional<Behind> behind;
+    std::optional<OnGpu> on_gpu;
 
     Special &make_special() {
         if (!special)

@@ -31,6 +31,13 @@ inline bool dtype_of(const c10::TensorImpl *impl, of_dtype *out) {
         return false;
     }
 }
+// And back.
+inline c10::ScalarType type_of(of_dtype dtype) {
+    constexpr c10::ScalarType kTypes[] = {c10::ScalarType::Float, c10::ScalarType::Double,
+                                          c10::ScalarType::BFloat16, c10::ScalarType::Half};
+    static_assert(OF_FLOAT32 == 0 && OF_FLOAT64 == 1 && OF_BFLOAT16 == 2 && OF_FLOAT16 == 3);
+    return kTypes[dtype];
+}
 // OF_FOUND_ERROR and the message, or OF_FOUND_INPUTS
 of_found refuse(const Slot *slot, const char *which, const char *what, const std::string &detail);
 // In-place updates of inference tensors are allowed in inference mode only.

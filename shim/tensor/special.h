@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// usual.h: the inputs of the update that nearly every parameter has.
+// special.h: the inputs of an update where something is special about one of its tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,12 +8,11 @@
 
 namespace optfuse {
 
+struct Plan;
 struct Slot;
 
-// Does all of collect()'s work for a slot of a rule with kernels whose tensors are dense, laid out
-// alike and alone in memory that PyTorch has allocated. False, with nothing taken: something is
-// special about one of them, and collect.cpp knows what that means. May launch what is pending on
-// the tensors; throws where that fails.
-bool collect_usual(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in);
+// Does all of collect()'s work, for whatever tensors; refuses those that can't be updated. Nothing
+// of what is in *in counts. Throws where something that is pending on the tensors fails.
+of_found collect_special(Plan *plan, Slot *slot, const at::Tensor &grad, of_inputs *in);
 
 } // namespace optfuse
