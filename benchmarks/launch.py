@@ -31,13 +31,13 @@ WHOLE = "step, fused=True"
 HOOK = ("backward, backward fusion", "backward, no optimizer")
 DETACH = ("detach, pending", "detach, nothing pending")
 PARTS = (
-    Part("gradient hook, above the update", (*HOOK, "flush"), 0.13),
-    Part("gradient hook, with the update", HOOK, 0.17),
+    Part("gradient hook, above the update", (*HOOK, "flush"), 0.125),
+    Part("gradient hook, with the update", HOOK, 0.165),
     Part("first use by detach, above the update", (*DETACH, "flush"), 0.01),
-    Part("first use by detach, with the update", DETACH, 0.034),
-    Part("first use by view, with the update", ("view, pending", "view, nothing pending"), 0.034),
-    Part("step() in forward mode, in C", ("step in C",), 0.057),
-    Part("step() in forward mode, in all", ("step",), 0.07),
+    Part("first use by detach, with the update", DETACH, 0.033),
+    Part("first use by view, with the update", ("view, pending", "view, nothing pending"), 0.033),
+    Part("step() in forward mode, in C", ("step in C",), 0.047),
+    Part("step() in forward mode, in all", ("step",), 0.059),
     Part("step() in backward mode, in all", ("step, backward fusion",), 0.022),
     Part("zero_grad() in forward mode", ("zero_grad",), 0.022),
     Part("zero_grad() in backward mode", ("zero_grad, backward fusion",), 0.005),
@@ -45,11 +45,11 @@ PARTS = (
     Part("torch's clip_grad_norm_ in forward mode", ("clip",), 0.063),
     Part("GradScaler.unscale_() in forward mode", ("unscale",), 0.07),
     Part("GradScaler.unscale_() with fused=True", ("unscale, fused=True",)),
-    Part("GradScaler.step() in forward mode", ("scaled step",), 0.078),
+    Part("GradScaler.step() in forward mode", ("scaled step",), 0.069),
     Part("GradScaler.step() with fused=True", ("scaled step, fused=True",)),
     Part("GradScaler.update()", ("scaler's update",)),
     Part("update_parameters() of an average, in forward mode", ("average",), 0.08),
-    Part("the update itself, launched by flush()", ("flush",), 0.041),
+    Part("the update itself, launched by flush()", ("flush",), 0.04),
     Part("step() of fused=True, with the update", (WHOLE,)),
 )
 
