@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Forward fusion: what step() collects, refuses and takes a snapshot of. */
+#include <string.h>
+
 #include "fixture.h"
 
 START_TEST(life_of_an_update_in_order) {
@@ -97,6 +99,30 @@ START_TEST(inputs_of_backward_do_not_come_again_in_step) {
         step(f);
     }
     ck_assert_int_eq(t->tensor->again, 1);
+    ck_assert(!came_again(f, t));
+    ck_assert(came_again(f, t));
+    teardown(f);
+}
+END_TEST
+
+static void set_amsgrad(fixture *f, double yes) {
+    const of_rule *rule = of_plan_rule(f->plan);
+    size_t i = 0;
+    while (strcmp(rule->hyper[i], "amsgrad") != 0)
+        i++;
+    f->hyper[0][i] = yes;
+    ck_assert_int_eq(of_plan_set_group(f->plan, 0, f->hyper[0], rule->n_hyper), OF_OK);
+}
+
+START_TEST(inputs_do_not_come_again_for_options_that_need_other_state) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    twin *t = add(f, 10);
+    ck_assert(!came_again(f, t));
+    set_amsgrad(f, 1);
+    backward(t);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_INVALID);
+    ck_assert_str_eq(of_error_message(), "the optimizer state 'max_exp_avg_sq' is missing");
+    set_amsgrad(f, 0);
     ck_assert(!came_again(f, t));
     ck_assert(came_again(f, t));
     teardown(f);
@@ -271,6 +297,7 @@ int main(void) {
     tcase_add_test(tests, inputs_come_empty_where_collect_has_found_none);
     tcase_add_test(tests, inputs_of_another_kind_do_not_come_again);
     tcase_add_test(tests, inputs_of_backward_do_not_come_again_in_step);
+    tcase_add_test(tests, inputs_do_not_come_again_for_options_that_need_other_state);
     tcase_add_test(tests, inputs_that_come_again_are_checked);
     tcase_add_test(tests, parameter_without_gradient_is_left_alone);
     tcase_add_test(tests, missing_state_is_reported_before_anything_changes);

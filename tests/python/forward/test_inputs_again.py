@@ -102,7 +102,7 @@ def test_momentum_that_comes_and_goes(mode):
         model = net()
         optimizer = wrap(sgd(model.parameters()))
         for i in range(STEPS):
-            optimizer.param_groups[0]["momentum"] = 0.0 if i % 3 == 1 else 0.9
+            optimizer.param_groups[0]["momentum"] = 0.0 if i % 3 == 0 else 0.9
             yield "loss", train(model, optimizer, i)
         yield from everything(model, optimizer)
 
