@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -19,7 +20,14 @@ from torch.optim import Optimizer
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._library.bindings import guard
 from optfuse._own_step.reach import reachable
-from optfuse._own_step.twin import attributes_of, own_attributes, own_options, step_of
+from optfuse._own_step.twin import (
+    CONSTANT,
+    OwnMethod,
+    attributes_of,
+    own_attributes,
+    own_options,
+    step_of,
+)
 
 _PLAIN = (Tensor, Parameter)  # torch.nn.Buffer() makes a Tensor
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -167,39 +175,92 @@ def draws(stock: type[Optimizer]) -> bool:
 
 
 _SWAPS = ("SWAP", "ROT_TWO", "ROT_THREE")  # before an attribute that `+=` changes
+_COPIES = ("COPY", "DUP_TOP")  # of the object that has it
+_WRITERS = {"defaults", "globals"}
+_UNCHANGING = (
+    *CONSTANT,
+    *(OwnMethod, types.ModuleType, type, staticmethod, classmethod, property),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @functools.cache
 def writes_elsewhere(stock: type[Optimizer]) -> bool:
     """Whether the class's code may write into what a run has no copy of: globals, variables of
-    closures, attributes of what is no argument, and the defaults of groups."""
+    closures, values of arguments that are left out, attributes of classes and of what is no
+    argument, and the defaults of groups."""
     functions = list(_functions(stock))
-    return "defaults" in _names(functions) or any(map(_writes_elsewhere, functions))
+    names = _names(functions)
+    of_classes = [
+        value
+        for cls in stock.__mro__
+        if cls not in (Optimizer, object)
+        for name, value in vars(cls).items()
+        if name in names
+    ]
+    return (
+        not names.isdisjoint(_WRITERS)
+        or any(map(_is_filled, of_classes))
+        or any(map(_writes_elsewhere, functions))
+    )
+
+
+def may_be_written(value: Any) -> bool:
+    """Whether a run could leave something in it."""
+    if type(value) in (tuple, frozenset):
+        return any(map(may_be_written, value))
+    if isinstance(value, types.FunctionType):
+        return bool(value.__closure__ or value.__dict__) or _writes_elsewhere(value)
+    if isinstance(value, types.BuiltinFunctionType):  # a method of a list, perhaps
+        return not isinstance(value.__self__, (types.ModuleType, type, type(None)))
+    return not isinstance(value, _UNCHANGING)
+
+
+def _is_filled(value: Any) -> bool:
+    """The same of what code of the class names: functions are looked at themselves."""
+    return not isinstance(value, (types.FunctionType, _CACHED)) and may_be_written(value)
 
 
 def _writes_elsewhere(function: types.FunctionType) -> bool:
-    free, last = function.__code__.co_freevars, "LOAD_FAST"
-    for one in dis.get_instructions(function):
+    left_out = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    held = map(_content_of, function.__closure__ or ())
+    return (
+        any(map(_is_filled, left_out))
+        or any(map(_is_filled, held))
+        or any(_code_writes(code, function) for code in _codes([function]))
+    )
+
+
+def _code_writes(code: types.CodeType, function: types.FunctionType) -> bool:
+    free = function.__code__.co_freevars
+    steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    for i, one in enumerate(steps):
         name = one.opname
         if name in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
             name == "STORE_DEREF" and one.argval in free
         ):
             return True
-        if name == "LOAD_GLOBAL" and _may_be_filled(function.__globals__.get(one.argval)):
+        if name == "LOAD_GLOBAL" and _is_filled(function.__globals__.get(one.argval)):
             return True
-        if name == "STORE_ATTR" and not ("LOAD_FAST" in last or last in _SWAPS):
+        if name == "STORE_ATTR" and "LOAD_FAST" not in _owner(steps, i):
             return True  # of what is no variable of this function
-        last = name
     return False
+
+
+def _owner(steps: list[dis.Instruction], i: int) -> str:
+    """The name of the instruction that gives the object whose attribute is stored at i."""
+    if steps[i - 1].opname not in _SWAPS:
+        return steps[i - 1].opname
+    for k in range(i - 1, 0, -1):
+        is_read = steps[k].opname == "LOAD_ATTR" and steps[k].argval == steps[i].argval
+        if is_read and steps[k - 1].opname in _COPIES:
+            return steps[k - 2].opname
+    return ""
 
 
 def _draw(names: set[str]) -> bool:
     random = any(name.startswith("rand") or "random" in name for name in names)
     return random or not _DRAWING.isdisjoint(names)
-
-
-def _may_be_filled(x: Any) -> bool:
-    return isinstance(x, (list, dict, set, deque, bytearray))
 
 
 def _arguments(function: types.FunctionType) -> tuple[str, ...]:
@@ -243,13 +304,15 @@ def _content_of(cell: types.CellType) -> Any:
 def _names(functions: Iterable[types.FunctionType]) -> set[str]:
     """Names and strings in their code."""
     found: set[str] = set()
+    for code in _codes(functions):
+        found.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))
+    return found
+
+
+def _codes(functions: Iterable[types.FunctionType]) -> Iterator[types.CodeType]:
+    """Their code, and that of the functions in it."""
     todo = [f.__code__ for f in functions]
     while todo:
         code = todo.pop()
-        found.update(code.co_names)
-        for x in code.co_consts:
-            if isinstance(x, str):
-                found.add(x)
-            elif isinstance(x, types.CodeType):
-                todo.append(x)
-    return found
+        yield code
+        todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]

@@ -4,19 +4,17 @@ make of options and attributes."""
 
 from __future__ import annotations
 
-import types
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import repeat
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._own_step import twin
-from optfuse._own_step.looks import draws, writes_elsewhere
+from optfuse._own_step.looks import draws, may_be_written, writes_elsewhere
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.cohorts import Cohort, kind_of_shape, mark_of
@@ -26,11 +24,6 @@ from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
 
 State = dict[Tensor, Entry]
-_UNCHANGING = (
-    *twin.CONSTANT,
-    *(twin.OwnMethod, types.ModuleType, types.BuiltinFunctionType, type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 _LEFT = twin.HIDDEN.union(twin.COUNTERS, ("defaults",))  # nothing that step() writes into
 
 
@@ -181,7 +174,7 @@ class Recording:
             draws(self._stock)
             or writes_elsewhere(self._stock)
             or any(
-                _may_be_written(value)
+                may_be_written(value)
                 for name, value in self.before.items()
                 if name not in self.promise.attributes and name not in _LEFT
             )
@@ -270,22 +263,13 @@ class Recording:
             self.after.options[i] = changed
 
 
-def _may_be_written(value: Any) -> bool:
-    """Whether a run could leave something in it."""
-    if type(value) in (tuple, frozenset):
-        return any(map(_may_be_written, value))
-    if isinstance(value, types.FunctionType):
-        return bool(value.__closure__ or value.__dict__)
-    return not isinstance(value, _UNCHANGING)
-
-
 def _is_shared(value: Any) -> bool:
     """Whether options_of() gives each run this object, and a run could leave something in it."""
     if type(value) in (list, tuple):
         return any(map(_is_shared, value))
     if type(value) is dict:
         return any(map(_is_shared, value.values()))
-    return not isinstance(value, Tensor) and _may_be_written(value)
+    return not isinstance(value, Tensor) and may_be_written(value)
 
 
 def _strides(param: Tensor) -> tuple[int, ...] | None:

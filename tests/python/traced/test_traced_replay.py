@@ -430,6 +430,93 @@ class CountsInAGlobal(Replayed):
             p.sub_(grad, alpha=0.01 * COUNTED[0])
 
 
+class Counter(Slotted):
+    def more(self):
+        self.n += 1
+        return self.n
+
+
+GLOBAL, NUMBERS = Counter(), iter(())
+
+
+def adds_to_a_global(optimizer):
+    GLOBAL.n += 1
+    return GLOBAL.n
+
+
+def calls_a_method_of_a_global(optimizer):
+    return GLOBAL.more()
+
+
+def takes_from_a_global(optimizer):
+    return next(NUMBERS)
+
+
+def takes_within(optimizer):
+    def count():
+        GLOBAL.n += 1
+        return GLOBAL.n
+
+    return count()
+
+
+def adds_to_the_class(optimizer):
+    type(optimizer).total += 1
+    return optimizer.total
+
+
+def adds_to_a_list_of_the_class(optimizer):
+    optimizer.totals.append(1)
+    return len(optimizer.totals)
+
+
+def adds_to_what_is_left_out(optimizer, totals=[]):  # noqa: B006
+    totals.append(1)
+    return len(totals)
+
+
+def in_a_closure(totals):
+    def adds_to_a_closure(optimizer):
+        totals.append(1)
+        return len(totals)
+
+    return adds_to_a_closure
+
+
+CLOSED = []
+ELSEWHERE = (adds_to_a_global, calls_a_method_of_a_global, takes_from_a_global, takes_within)
+ELSEWHERE += (adds_to_the_class, adds_to_a_list_of_the_class, adds_to_what_is_left_out)
+ELSEWHERE += (in_a_closure(CLOSED), None)  # None: by an attribute
+
+
+class Counts(Replayed):
+    """Outside of the optimizer, where no trial comes."""
+
+    total, totals = 0, []
+
+    def later(self, p, grad, state, group, is_late):
+        if is_late:
+            p.sub_(grad, alpha=0.01 * self.more(self))
+
+
+class CallsAnAttribute(Counts):
+    """Whose code is none of the class's."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.more = adds_to_a_global
+
+
+def from_0(count):
+    global NUMBERS
+    GLOBAL.n, NUMBERS = 0, itertools.count(1)
+    for totals in (CLOSED, Counts.totals, *(getattr(count, "__defaults__", None) or ())):
+        totals.clear()
+    if count is None:
+        return CallsAnAttribute
+    return type("Counts", (Counts,), {"more": staticmethod(count), "total": 0})
+
+
 TWICE = (Draws, Appends, CountsInAnOption, CountsInAnAttribute, TakesFromAnAttribute)
 TWICE += (CountsInDefaults, CountsInAGlobal)
 
@@ -453,6 +540,12 @@ def test_a_list_that_a_step_fills_is_seen():
 @pytest.mark.parametrize("make", TWICE)
 def test_a_step_that_may_leave_something_twice_is_not_run_twice(make):
     traced = compare(make, "forward", ((31,),))
+    assert not traced.untraced and traced._cohorts[0].learned == 0
+
+
+@pytest.mark.parametrize("count", ELSEWHERE)
+def test_a_step_that_counts_elsewhere_is_not_run_twice(count):
+    traced = compare(lambda params: from_0(count)(params), "forward", ((31,),))
     assert not traced.untraced and traced._cohorts[0].learned == 0
 
 
