@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import math
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -166,6 +167,16 @@ def reads_option(stock: type[Optimizer], optimizer: Optimizer) -> Callable[[str]
     looks for names, reads those with a default."""
     read, defaults = names_read(stock), frozenset(optimizer.__dict__.get("defaults", ()))
     return lambda name: read is None or name in read or name in defaults
+
+
+@functools.cache
+def numbers_in(stock: type[Optimizer]) -> list[float]:
+    """Numbers with which the class's code may compare an option, in order."""
+    functions = list(_functions(stock))
+    named = (f.__globals__.get(name) for f in functions for name in _names([f]))
+    constants = (x for code in _codes(functions) for x in code.co_consts)
+    found = [x for x in (*named, *constants) if type(x) in (int, float)]
+    return sorted({0, 1, math.inf, -math.inf, *found})
 
 
 @functools.cache

@@ -6,6 +6,7 @@ these, another trial has to come first."""
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._own_step.looks import reads_option
+from optfuse._own_step.looks import numbers_in, reads_option
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.twin import Entry, attributes_of, own_attributes, own_options, unbound
 
@@ -31,21 +32,12 @@ def _number(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) else None
 
 
-def _look_of(value: Any, name: str = "") -> tuple[Any, ...]:
-    """Floats that are not 0 lead the same way; rates of 0 are none in a trial."""
-    if type(value) is float:
-        return float, value == 0 and name != "lr"
-    if type(value) in (tuple, list):
-        return type(value), *map(_look_of, value)
-    is_plain = type(value) in (bool, int, str, type(None))
-    return (type(value), value) if is_plain else (type(value),)
-
-
 class Tried:
     """The least that trials have begun with."""
 
     def __init__(self, optimizer: Optimizer, stock: type[Optimizer], promise: Promise) -> None:
         self._may_read = reads_option(stock, optimizer)
+        self._bounds = numbers_in(stock)
         self._looks: list[Looks] = []  # of what step() does not change
         self._changes: Counter[Place] = Counter()  # of whole numbers among that
         self._least: dict[Place, float] = {}
@@ -125,9 +117,21 @@ class Tried:
         return looks
 
     def _look(self, place: Place, value: Any) -> tuple[Any, ...]:
+        """Numbers lead the same way between two with which the class's code may compare them; a
+        trial changes rates by itself."""
+        if type(value) is float:
+            return float, *(self._between(value) if place[1] != "lr" else ())
+        if type(value) in (tuple, list):
+            return type(value), *(self._look((place[0], ""), item) for item in value)
         if type(value) is int and self._changes[place] >= MOST:
-            return (int,)
-        return _look_of(value, place[1])
+            return int, *self._between(value)
+        is_plain = type(value) in (bool, int, str, type(None))
+        return (type(value), value) if is_plain else (type(value),)
+
+    def _between(self, x: float) -> tuple[int, int]:
+        if x != x:
+            return -1, -1
+        return bisect_left(self._bounds, x), bisect_right(self._bounds, x)
 
     def _count_changes(self, looks: Looks) -> None:
         last = self._looks[-1] if self._looks else looks

@@ -3,6 +3,7 @@
 it back to what came before, or changes its options, another trial comes first."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -243,6 +244,39 @@ def test_attributes_and_lists_that_couple_are_refused(make, what, mode):
         optimizer.param_groups[0]["flags"][0] = True
     refused(lambda: train(model, optimizer, 1), "independently", way_out="unfuse")
     optfuse.register(BySettings, per_parameter=False)
+
+
+class ByLimits(Early):
+    """Of the kind that means: no limit."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0] |= {"most": math.inf, "norm": -1.0, "pair": (2.0, 1), "every": -9}
+
+    def steps(self, group, p):
+        limited = group["most"] < math.inf or group["norm"] > 0 or group["every"] > 0
+        return 1 if limited or group["pair"][0] < 0.75 else COUPLED_STEPS + 1
+
+
+class TracedByLimits(ByLimits):
+    pass
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("option", "value"), [("most", 2.0), ("norm", 2.0), ("pair", (0.5, 1)), ("every", 3)]
+)
+@pytest.mark.parametrize("make", [ByLimits, TracedByLimits])
+def test_a_number_on_the_other_side_of_one_in_the_code_is_tried(make, option, value, mode):
+    optfuse.register(ByLimits)
+    model = net()
+    optimizer = optfuse.fuse(make(model.parameters()), mode=mode)
+    for i in range(4):  # more of them are not tried, if they are on the same side
+        train(model, optimizer, i)
+        optimizer.param_groups[0]["every"] += 1 if option == "every" else 0
+    optimizer.param_groups[0][option] = value
+    refused(lambda: train(model, optimizer, 4), "independently", way_out="unfuse")
+    optfuse.register(ByLimits, per_parameter=False)
 
 
 class WaitsForState(Early):
