@@ -12,8 +12,8 @@
 
 namespace optfuse {
 
-// While this thread makes a forward pass once more: the label of the parameter with this memory that
-// backward fusion has updated since step(). Else empty.
+// While this thread makes a forward pass once more: the name of the parameter or state with this
+// memory that backward fusion has updated since step(). Else empty.
 std::string updated_too_early(const c10::TensorImpl *impl);
 
 bool is_recomputing_here();

@@ -9,6 +9,7 @@ import torch
 from common import adamw, batch, everything, refused, same, sgd
 from on_device import DEVICE
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -75,6 +76,54 @@ def test_a_weight_that_is_updated_already_is_refused(read, reentrant):
     refused(loss_of(model, 0).backward, "checkpointing", "already updated it")
     assert optfuse.summary(optimizer).created > 0
     same(script_of(read, reentrant), "forward")
+
+
+#: Parts of a layer's state, as a block may read them.
+STATE = {
+    "momentum": lambda entry: entry["exp_avg"].norm(),
+    "step": lambda entry: entry["step"].item(),
+    "a raw address": lambda entry: entry["exp_avg_sq"].data_ptr(),
+}
+
+
+@reentrant_or_not
+@pytest.mark.parametrize("read", STATE)
+def test_state_that_is_written_already_is_refused(read, reentrant):
+    model = Model("norm", reentrant)
+
+    def block(h):
+        STATE[read](optimizer.state[model.head.weight])
+        return model.body(h).tanh()
+
+    model.block = block
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    refused(loss_of(model, 0).backward, "the state of ", "already updated it")
+
+
+@pytest.mark.parametrize("read", ("sum", "to_local"))
+def test_a_dtensor_that_is_updated_already_is_refused(read, gloo):
+    """Its operators look at no mark of the local tensor."""
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def whole(tensor):
+        return distribute_tensor(tensor.detach(), mesh, [Replicate()])
+
+    first, body, head = (nn.Parameter(whole(torch.eye(6))) for _ in range(3))
+    optimizer = optfuse.fuse(adamw([first, body, head]), mode="backward", bucket_bytes=1)
+
+    def block(h):
+        with torch.no_grad():
+            getattr(head, read)()
+        return linear(h, body).tanh()
+
+    h = checkpoint(block, linear(whole(batch(0)[0]), first), use_reentrant=False)
+    refused(linear(h, head).square().mean().backward, "checkpointing", "already updated it")
+    assert optfuse.summary(optimizer).created > 0
 
 
 def test_the_error_names_the_parameter():
@@ -271,3 +320,21 @@ def test_a_hook_reads_the_new_weight():
     head(h.tanh()).square().mean().backward()
     optimizer.step()
     assert torch.equal(seen[0], head.weight) and not torch.equal(seen[0], before)
+
+
+def test_a_thread_of_a_block_reads_the_new_weight():
+    """Likewise: who looks from another thread is not known to be of the block."""
+    model, seen = Model("norm", False), []
+
+    def block(h):
+        thread = threading.Thread(target=lambda: seen.append(model.head.weight.detach().clone()))
+        thread.start()
+        thread.join()
+        return model.body(h).tanh()
+
+    model.block = block
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    before, again = seen
+    assert torch.equal(again, model.head.weight) and not torch.equal(again, before)
