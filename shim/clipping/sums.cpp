@@ -3,6 +3,7 @@
 // than float32, whose pass (norm.cpp) multiplies by pending factors on the way.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#include <c10/util/TypeCast.h>
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +33,7 @@ double rounded_to(double number, of_dtype dtype) {
     case OF_BFLOAT16:
         return static_cast<double>(static_cast<float>(c10::BFloat16(single)));
     case OF_FLOAT16:
-        return static_cast<double>(static_cast<float>(c10::Half(single)));
+        return static_cast<double>(static_cast<float>(c10::convert<c10::Half>(single)));
     default:
         return static_cast<double>(single);
     }
@@ -101,7 +102,7 @@ void put_number(const at::Tensor &into, size_t i, double number) {
         static_cast<c10::BFloat16 *>(at)[i] = static_cast<float>(number);
         break;
     case at::kHalf:
-        static_cast<c10::Half *>(at)[i] = static_cast<float>(number);
+        static_cast<c10::Half *>(at)[i] = c10::convert<c10::Half>(static_cast<float>(number));
         break;
     default:
         static_cast<float *>(at)[i] = static_cast<float>(number);
