@@ -26,6 +26,8 @@ PACKAGES = [*emulation.PACKAGES, "python3"]
 WHEELS = [bootstrap.TORCH, "nvidia-cuda-runtime>=13.0,<13.1", "nvidia-cuda-cupti>=13.0,<13.1"]
 WHEELS += ["filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy"]
 WHEELS += ["typing-extensions"]
+# QEMU is slow where threads spin.
+THREADS = ["OMP_NUM_THREADS=2", "OMP_WAIT_POLICY=passive"]
 GLIBC = range(17, 29)  # minor versions that wheels may name
 # The processor that torch reads of, an Arm Neoverse V1; without it torch fails at once.
 CPUINFO = """processor\t: 0
@@ -55,8 +57,9 @@ def command(*arguments: str) -> list[str]:
         "PYTHONPATH": f"{package}:{SITE}",
         "PYTHONHOME": str(ROOT / "usr"),
     }
-    variables |= {"OPTFUSE_LIBRARY": str(LIBRARY), "OMP_NUM_THREADS": "2"}
-    told = [word for name, text in variables.items() for word in ("-E", f"{name}={text}")]
+    variables |= {"OPTFUSE_LIBRARY": str(LIBRARY)}
+    told = [*(f"{name}={text}" for name, text in variables.items()), *THREADS]
+    told = [word for text in told for word in ("-E", text)]
     return ["qemu-aarch64-static", "-L", str(ROOT), *told, str(interpreter()), *arguments]
 
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/ScalarOps.h>
+#include <ATen/Version.h>
 #include <torch/torch.h>
 #include <torch/version.h>
 
@@ -51,8 +52,12 @@ void adam(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &
                          o.weight_decay(), o.eps(), o.amsgrad(), false);
 }
 
-struct AdamW {
-    static constexpr bool has_16_bits = true;
+// The dtypes in which optfuse has the bits of the operators below.
+struct AllDtypes {
+    static bool has(torch::Dtype) { return true; }
+};
+
+struct AdamW : AllDtypes {
     using Class = optim::AdamW;
     using Options = optim::AdamWOptions;
     using Entry = optim::AdamWParamState;
@@ -64,8 +69,7 @@ struct AdamW {
     }
 };
 
-struct Adam {
-    static constexpr bool has_16_bits = true;
+struct Adam : AllDtypes {
     using Class = optim::Adam;
     using Options = optim::AdamOptions;
     using Entry = optim::AdamParamState;
@@ -77,8 +81,7 @@ struct Adam {
     }
 };
 
-struct SGD {
-    static constexpr bool has_16_bits = true;
+struct SGD : AllDtypes {
     using Class = optim::SGD;
     using Options = optim::SGDOptions;
     using Entry = optim::SGDParamState;
@@ -105,7 +108,9 @@ struct SGD {
 
 struct Adagrad {
     // Newer operators round otherwise in 16 bits.
-    static constexpr bool has_16_bits = TORCH_VERSION_MINOR <= 13;
+    static bool has(torch::Dtype dtype) {
+        return TORCH_VERSION_MINOR <= 13 || torch::elementSize(dtype) > 2;
+    }
     using Class = optim::Adagrad;
     using Options = optim::AdagradOptions;
     using Entry = optim::AdagradParamState;
@@ -133,8 +138,14 @@ struct Adagrad {
     }
 };
 
+// Whether PyTorch runs one of its two sets of kernels for SVE.
+inline bool takes_sve() {
+    return at::get_cpu_capability().rfind("SVE", 0) == 0;
+}
+
 struct RMSprop {
-    static constexpr bool has_16_bits = true;
+    // add() rounds otherwise there.
+    static bool has(torch::Dtype dtype) { return dtype != torch::kHalf || !takes_sve(); }
     using Class = optim::RMSprop;
     using Options = optim::RMSpropOptions;
     using Entry = optim::RMSpropParamState;

@@ -3,6 +3,7 @@
 #include "optfuse.hpp"
 
 #include "common.h"
+#include "reference.h"
 #include "tests.h"
 
 #include <optional>
@@ -61,6 +62,12 @@ void refuse_other_bits() {
         optfuse::fuse(opt, strict);
     torch::optim::Adagrad wide({torch::ones({3})});
     optfuse::fuse(wide, strict);
+    torch::optim::RMSprop half({torch::ones({3}, torch::kHalf)});
+    if (reference::takes_sve())
+        expect_error("RMSprop in float16 beside SVE", "set ATEN_CPU_CAPABILITY=default before",
+                     [&] { optfuse::fuse(half); });
+    else
+        optfuse::fuse(half);
 }
 
 void refuse_other_builds() {

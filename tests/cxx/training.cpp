@@ -18,15 +18,15 @@ using torch::Tensor;
 // Several kinds of layers and all dtypes; a parameter that never gets a gradient, and one that
 // gets its first one late.
 struct NetImpl : torch::nn::Module {
-    explicit NetImpl(bool has_16_bits) {
+    explicit NetImpl(bool (&has)(torch::Dtype)) {
         register_module("words", words);
         register_module("conv", conv);
         register_module("wide", wide);
         wide->to(torch::kFloat64);
         register_module("narrow", narrow);
-        narrow->to(has_16_bits ? torch::kBFloat16 : torch::kFloat32);
-        const auto dtype = has_16_bits ? torch::kHalf : torch::kFloat32;
-        half = register_parameter("half", torch::randn({40}).to(dtype));
+        const auto or_wider = [&](torch::Dtype it) { return has(it) ? it : torch::kFloat32; };
+        narrow->to(or_wider(torch::kBFloat16));
+        half = register_parameter("half", torch::randn({40}).to(or_wider(torch::kHalf)));
         late = register_parameter("late", torch::randn({17, 3}));
         idle = register_parameter("idle", torch::randn({5}));
     }
@@ -63,7 +63,7 @@ template <typename Rule> struct Fused {
     }
 
     optfuse::Mode mode;
-    Net net{Rule::has_16_bits};
+    Net net{Rule::has};
     typename Rule::Class opt;
     optfuse::Fused fused = optfuse::fuse(opt, mode);
 };
@@ -94,7 +94,7 @@ template <typename Rule> struct Stock {
             }
     }
 
-    Net net{Rule::has_16_bits};
+    Net net{Rule::has};
     std::vector<typename Rule::Entry> entries;
     std::vector<Tensor> counters;
 };
