@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Guards of clipping and of loss scaling."""
 
-import os
-import subprocess
-import sys
-
 import torch
-from common import assert_same, loss_of, snapshot, train
+from common import assert_same, loss_of, python, snapshot, train
 from torch import nn
 
 import optfuse
@@ -89,8 +85,7 @@ for n in range(1, 1000):
     bad += bool(optfuse.clip_grad_norm_([p], 1.0) != stock)
 print(bad)
 """
-    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONWARNINGS": "ignore"}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    out = python(code, ATEN_CPU_CAPABILITY="default")  # read at the first operator
     if out.returncode != 0:
         raise RuntimeError(out.stderr)
     assert int(out.stdout) == 0, f"{out.stdout.strip()} of 999 norms differ"
