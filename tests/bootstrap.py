@@ -7,6 +7,7 @@ nothing and takes a moment: stamps in .venv say what was done."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -43,6 +44,9 @@ FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow
 # heavyball, with what it imports, is for tests/python/own_step/test_heavyball.py.
 ALONE = ["timm>=1.0.20", "heavyball==3.2.1", "opt_einsum>=3.4.0"]
 VISION = VENV / "torchvision"
+INSTALL = [str(PYTHON), "-m", "pip", "install"]
+# Python compiles modules when they are first imported; most of these never are.
+INSTALL_QUICKLY = [*INSTALL, "--no-compile"]
 # Where no GPU can run them, the kernels are compiled for one chip only.
 CHIPS = "default" if Path("/dev/nvidiactl").exists() else "90"
 C_OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.[ch]*"))
@@ -62,7 +66,8 @@ def fail(message: str) -> None:
 def environment() -> dict[str, str]:
     """This process's environment with .venv first and no settings of ours."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("OPTFUSE_")}
-    for name in ("PYTHONPATH", "PYTHONHOME"):
+    # The last, since pip has compiled nothing: each process would compile all that it imports.
+    for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"):
         kept.pop(name, None)
     kept["VIRTUAL_ENV"] = str(VENV)
     kept["PATH"] = os.pathsep.join([str(VENV / "bin"), kept.get("PATH", os.defpath)])
@@ -97,6 +102,7 @@ def torch_of_caller() -> tuple[str, Path] | None:
     return (version.group(1), package.parent) if version else None
 
 
+@functools.cache
 def describe_base() -> dict[str, str]:
     """The Python and the torch that .venv is to stand on."""
     python = os.path.realpath(sys.executable)  # by whatever name it was called
@@ -139,9 +145,15 @@ def run(command: list[str], quiet: bool = True) -> None:
         fail(f"`{' '.join(command)}` failed with status {done.returncode}{todo}")
 
 
+def is_inside() -> bool:
+    """Called by the environment's own Python: all of the base is there already."""
+    return Path(sys.prefix).resolve() == VENV.resolve()
+
+
 def make_venv() -> None:
-    if Path(sys.prefix).resolve() == VENV.resolve():
-        return  # called from inside: it is there already
+    """Without torch."""
+    if is_inside():
+        return
     base = describe_base()
     stamp = json.dumps(base, sort_keys=True)
     if PYTHON.exists() and read_stamp("stamp-base") == stamp:
@@ -152,6 +164,15 @@ def make_venv() -> None:
             "this Python can't make virtual environments (Debian, Ubuntu: apt install python3-venv)"
         )
     run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+    write_stamp("stamp-base", stamp)
+
+
+def install_torch() -> None:
+    """Or a link to the calling Python's."""
+    base = describe_base()
+    stamp = json.dumps(base, sort_keys=True)
+    if is_inside() or read_stamp("stamp-torch") == stamp:
+        return
     if base["torch"]:
         say(f"using torch {base['torch']} of {base['python']}")
         # Not system-site-packages: the caller may itself be a virtual environment.
@@ -160,19 +181,17 @@ def make_venv() -> None:
     else:
         why = "" if ASKED else "this Python has no supported torch: "
         say(f"{why}installing {TORCH} with pip, as it is configured")
-        run([str(PYTHON), "-m", "pip", "install", "--progress-bar", "off", TORCH], quiet=False)
-    write_stamp("stamp-base", stamp)
+        run([*INSTALL_QUICKLY, "--progress-bar", "off", TORCH], quiet=False)
+    write_stamp("stamp-torch", stamp)
 
 
-def install_requirements() -> None:
-    stamp = "\n".join(TOOLS + PACKAGES)
-    if read_stamp("stamp-requirements") == stamp:
+def install_listed(name: str, packages: list[str], *options: str) -> None:
+    stamp = "\n".join(packages)
+    if read_stamp(f"stamp-{name}") == stamp:
         return
-    say(f"installing {', '.join(TOOLS + PACKAGES)}")
-    install = [str(PYTHON), "-m", "pip", "install", "--quiet"]
-    run([*install, "--ignore-installed", *TOOLS])
-    run([*install, *PACKAGES])
-    write_stamp("stamp-requirements", stamp)
+    say(f"installing {', '.join(packages)}")
+    run([*INSTALL_QUICKLY, "--quiet", *options, *packages])
+    write_stamp(f"stamp-{name}", stamp)
 
 
 def torchvision_for(torch: str) -> str:
@@ -196,7 +215,7 @@ def install_frameworks() -> None:
         return
     say(f"installing {', '.join([*FRAMEWORKS, *ALONE])}, torchvision")
     started = time.monotonic()
-    install = [str(PYTHON), "-m", "pip", "install", "--quiet"]
+    install = [*INSTALL_QUICKLY, "--quiet"]
     kept = VENV / "torch-is-kept"
     torch = installed_torch()
     kept.write_text(f"torch=={torch}\n", encoding="utf-8")
@@ -232,18 +251,25 @@ def install_package() -> None:
         return
     say("building and installing optfuse: pip install --no-build-isolation .")
     started = time.monotonic()
-    install = [str(PYTHON), "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
+    install = [*INSTALL, "--no-build-isolation", "--no-deps"]
     settings = (f"build-dir={INSTALLED}", f"setup-args=-Dcudaarch={CHIPS}")
     run([*install, *(f"--config-settings={setting}" for setting in settings), "."])
     write_stamp("stamp-package", stamp)
     say(f"installed in {time.monotonic() - started:.0f} s")
 
 
-def prepare(frameworks: bool = False) -> Path:
-    """Makes all of it; returns the Python to use. frameworks: those of docs/recipes.md, too."""
+def prepare_tools() -> None:
+    """As far as a build needs it that sees no torch."""
     check_machine()
     make_venv()
-    install_requirements()
+    install_listed("tools", TOOLS, "--ignore-installed")
+
+
+def prepare(frameworks: bool = False) -> Path:
+    """Makes all of it; returns the Python to use. frameworks: those of docs/recipes.md, too."""
+    prepare_tools()
+    install_torch()
+    install_listed("packages", PACKAGES)
     with ThreadPoolExecutor(max_workers=1) as beside:  # one loads, the other compiles
         loading = beside.submit(install_frameworks) if frameworks else None
         install_package()
