@@ -7,7 +7,9 @@ other, but has not read the environment when it imported torch. One that is to l
 it had just been started is made so by as_started.py. Python takes its modules apart at its end,
 which costs as much as many a script: end_soon() does without. As a program it is the process
 that forks: each connection brings one request and the files of the child, and gets
-the child's id and, when it has ended, its status."""
+the child's id and, when it has ended, its status and the seconds of processors that it took.
+A child may fork in its turn: tests/run has one for each section's tests (tests/warm.py), whose
+address is in the environment."""
 
 import atexit
 import contextlib
@@ -36,21 +38,32 @@ sys.argv, sys.path[0] = {arguments!r}, {folder!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 MOST = 2**17  # bytes of a request
+GIVEN = "FORKED_PYTHON"  # names a process that forks already
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # read when torch is imported
+
+
+def begin(name, python, environment):
+    """Starts a process that forks; it listens, and ends when its input does."""
+    command = [str(python), __file__, name]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    made = subprocess.Popen(command, env=environment, **pipes)
+    made.stdout.readline()
+    return made
+
+
+def address_of(name):
+    return f"\0{name}"  # of no file
 
 
 @functools.cache
 def server():
     """The address of the process that forks."""
-    address = f"\0{__name__}-{os.getpid()}"  # of no file
-    made = subprocess.Popen(
-        [sys.executable, __file__, address[1:]],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    made.stdout.readline()  # it listens
+    if given := os.environ.get(GIVEN):
+        return address_of(given)
+    name = f"{__name__}-{os.getpid()}"
+    made = begin(name, sys.executable, os.environ | ONE_THREAD)
     atexit.register(end, made, os.getpid())
-    return address
+    return address_of(name)
 
 
 def end(made, starter):
@@ -87,8 +100,8 @@ class Child:
     """As subprocess.Popen(), of files."""
 
     def __init__(self, request, files, address=None):
-        """request: of coded() or started(). files: stdin, stdout and stderr."""
-        self.args, self.returncode = request, None
+        """request: of coded(), started() or serving(). files: stdin, stdout and stderr."""
+        self.args, self.returncode, self.seconds = request, None, 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(address or server())
         socket.send_fds(self._socket, [json.dumps(request).encode()], files)
@@ -98,7 +111,8 @@ class Child:
         if self.returncode is None:
             if not select.select([self._socket], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = os.waitstatus_to_exitcode(int(self._socket.recv(MOST)))
+            status, seconds = self._socket.recv(MOST).split()
+            self.returncode, self.seconds = os.waitstatus_to_exitcode(int(status)), float(seconds)
             self._socket.close()
         return self.returncode
 
@@ -124,6 +138,11 @@ def started(arguments, cwd, env):
     words = [str(word) for word in arguments]
     asked = {"arguments": words, "cwd": str(cwd), "env": env, "parent": os.getpid()}
     return {**asked, "unbuffered": False, "session": False}
+
+
+def serving(name, cwd, env):
+    """A process that forks, as begin()'s."""
+    return {"name": name, "cwd": str(cwd), "env": env}
 
 
 def into(request, out, err):
@@ -158,7 +177,8 @@ def serve(address):
             return None
         for ended in running.keys() & set(ready):
             child, connection = running.pop(ended)
-            tell(connection, os.waitpid(child, 0)[1])
+            _, status, usage = os.wait4(child, 0)
+            tell(connection, f"{status} {usage.ru_utime + usage.ru_stime}")
             connection.close()
             os.close(ended)
         if listening not in ready:
@@ -179,9 +199,9 @@ def serve(address):
         tell(connection, child)
 
 
-def tell(connection, number):
+def tell(connection, what):
     with contextlib.suppress(OSError):  # nobody waits for it any more
-        connection.send(str(number).encode())
+        connection.send(str(what).encode())
 
 
 def become(request, files):
@@ -209,15 +229,19 @@ if __name__ == "__main__":
 
     # From Python 3.12 on, in children that fork, too: that it works is what they show.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    address = f"\0{sys.argv[1]}"
-    if asked := serve(address):
+    request = {"name": sys.argv[1]}
+    while "name" in request:
+        address = address_of(request["name"])
+        asked = serve(address)
+        if not asked:
+            os._exit(0)
         request, files = asked
         become(request, files)
-        if "code" in request:
-            sys.path[0], sys.argv = "", ["-c"]
-            code, main = compile(request["code"], "<string>", "exec"), fresh_main()
-            if request["ends_soon"]:
-                end_soon(lambda: exec(code, main))
-            exec(code, main)
-        else:
-            end_soon(lambda: as_started.run(request, address))
+    if "code" in request:
+        sys.path[0], sys.argv = "", ["-c"]
+        code, main = compile(request["code"], "<string>", "exec"), fresh_main()
+        if request["ends_soon"]:
+            end_soon(lambda: exec(code, main))
+        exec(code, main)
+    else:
+        end_soon(lambda: as_started.run(request, address))
