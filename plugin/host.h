@@ -81,9 +81,11 @@ typedef struct of_inputs {
     unsigned used;    /* bit i: state[i] is needed */
     bool in_backward; /* created inside backward, so that the gradient may go with it; else by
                          step() */
-    /* When collect() comes: the rest, but for the references, is what its last call for this tensor
-     * has left here. Set by collect(): it may come so the next time; and if it came so this time,
-     * all that is no address, key or count is still the same, such as the number of elements. */
+    /* When collect() comes: the rest, but for the references, is what an earlier call for this
+     * tensor has left here, and the core since. Set by collect(), of inputs on the CPU without
+     * product, factor or counters, that nothing is awaited for: they may come so the next time;
+     * and if they came so this time, all that is no address, key or count is still the same, such
+     * as the number of elements. */
     bool again;
     bool exclusive;   /* others may see the parameter's memory: launch this
                          update by itself, in the order of the slots, between

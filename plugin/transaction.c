@@ -62,7 +62,10 @@ static of_status collect_slot(of_plan *plan, size_t index, bool in_backward, of_
     if (!in_backward && u->in.device != OF_CPU)
         u->in.stream = u->in.ready; /* nothing runs beside step() */
     of_list_append(created, u);
-    return of_update_complete(plan, group, u, again && u->in.again);
+    const of_status status = of_update_complete(plan, group, u, again && u->in.again);
+    if (status != OF_OK)
+        u->in.again = false; /* all of it has to be looked at anew */
+    return status;
 }
 
 static bool is_chosen(const of_plan *plan, const of_chosen *of, size_t slot) {

@@ -148,6 +148,19 @@ START_TEST(inputs_that_come_again_are_checked) {
 }
 END_TEST
 
+START_TEST(inputs_that_were_refused_do_not_come_again) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    twin *t = add(f, 10);
+    t->tensor->step = -1;
+    backward(t);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_INVALID);
+    t->tensor->step = 0;
+    ck_assert(!came_again(f, t));
+    check_twin(t);
+    teardown(f);
+}
+END_TEST
+
 START_TEST(parameter_without_gradient_is_left_alone) {
     fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
     twin *a = add(f, 10);
@@ -299,6 +312,7 @@ int main(void) {
     tcase_add_test(tests, inputs_of_backward_do_not_come_again_in_step);
     tcase_add_test(tests, inputs_do_not_come_again_for_options_that_need_other_state);
     tcase_add_test(tests, inputs_that_come_again_are_checked);
+    tcase_add_test(tests, inputs_that_were_refused_do_not_come_again);
     tcase_add_test(tests, parameter_without_gradient_is_left_alone);
     tcase_add_test(tests, missing_state_is_reported_before_anything_changes);
     tcase_add_test(tests, failed_step_changes_nothing);

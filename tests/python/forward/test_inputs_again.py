@@ -7,6 +7,7 @@ import torch
 from common import Fused, adamw, assert_same, everything, net, run, same, sgd, train
 
 import optfuse
+from optfuse._options import is_fused
 
 STEPS = 6
 
@@ -126,3 +127,39 @@ def test_a_parameter_of_another_size_or_dtype(dtype):
         yield "state", dict(optimizer.state[p])
 
     same(script)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+def test_a_counter_that_was_refused(mode, dtype):
+    """The next update looks at everything: nothing was found out about its parameter yet."""
+
+    def script(wrap):
+        p = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        optimizer = wrap(adamw([p]))
+        for i in range(STEPS):
+            if i == STEPS // 2:
+                optfuse.flush()
+                for tensor in (p, *optimizer.state[p].values()):
+                    tensor.data = tensor.detach().to(tensor.dtype if tensor.dim() == 0 else dtype)
+                refuse_counter(p, optimizer)
+            optimizer.zero_grad()
+            p.square().sum().backward()
+            optimizer.step()
+        yield "weights", p
+        yield "state", dict(optimizer.state[p])
+
+    def refuse_counter(p, optimizer):
+        if not is_fused(optimizer):
+            return
+        counter = optimizer.state[p]["step"]
+        before = counter.clone()
+        for number in (-3.0, float("nan")):
+            counter.fill_(number)
+            optimizer.zero_grad()
+            with pytest.raises(optfuse.Error, match="bad inputs of an update"):
+                p.square().sum().backward()
+                optimizer.step()
+        counter.copy_(before)
+
+    same(script, mode)
