@@ -247,7 +247,7 @@ def test_attributes_and_lists_that_couple_are_refused(make, what, mode):
 
 
 class ByLimits(Early):
-    """Of the kind that means: no limit."""
+    """A number that means: no limit."""
 
     def __init__(self, params):
         super().__init__(params)

@@ -500,7 +500,7 @@ class Counts(Replayed):
 
 
 class CallsAnAttribute(Counts):
-    """Whose code is none of the class's."""
+    """The code of an attribute is none of the class's."""
 
     def __init__(self, params):
         super().__init__(params)
