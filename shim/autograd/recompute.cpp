@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // recompute.cpp: see recompute.h. The parameters that are updated already, and their state, get the
-// mark of pending updates, so that whoever uses one comes to first_use.cpp, which refuses it. Nobody
-// takes a mark off while such a pass is made; it goes with the next use of the tensor behind all of
-// them.
+// mark of pending updates, so that whoever uses one comes to first_use.cpp, which refuses it.
+// Nobody takes a mark off while such a pass is made; it goes with the next use of the tensor behind
+// all of them.
 #include "autograd/recompute.h"
 
 #include <ATen/core/Tensor.h>
