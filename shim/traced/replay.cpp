@@ -355,7 +355,10 @@ bool of_shim_played(of_shim_replay *handle, double *numbers) {
 }
 
 void of_shim_replay_free(of_shim_replay *handle) {
-    delete reinterpret_cast<optfuse::Replay *>(handle);
+    auto *replay = reinterpret_cast<optfuse::Replay *>(handle);
+    if (optfuse::running == replay) // an interrupt came between two lines of Python
+        optfuse::running = nullptr;
+    delete replay;
 }
 
 TORCH_LIBRARY_FRAGMENT(optfuse, m) {

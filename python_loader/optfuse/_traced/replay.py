@@ -93,8 +93,8 @@ class Run:
         tape.taken = []
         given = None if entry is None else {k: standins.get(k, v) for k, v in entry.items()}
         done = None
-        lib_with_gil.of_shim_play(self._address)
         try:
+            lib_with_gil.of_shim_play(self._address)
             done = step_on.step_alone(attributes, options, self._param, given)
         except Exception:
             pass  # it is recorded anew, which says what is wrong
