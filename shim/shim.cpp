@@ -3,7 +3,9 @@
 #include <ATen/record_function.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +29,8 @@
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
+#include "traced/programs.h"
 
 using optfuse::plan_of;
 
@@ -216,6 +220,39 @@ bool has_lost_hooks(const optfuse::Plan *plan) {
     return false;
 }
 
+bool takes_roots(const optfuse::Slot *slot) {
+    static const std::set<std::string> with_roots = {"adadelta", "adan", "nadam", "radam", "rmsprop"};
+    const auto is_root = [](const of_instruction &by) { return by.operation == OF_OPERATOR_sqrt; };
+    const optfuse::Program *program = slot->program.get();
+    if (program != nullptr)
+        return std::any_of(program->code.begin(), program->code.end(), is_root);
+    return with_roots.count(slot->plan->rule->name) != 0;
+}
+
+// Parameters of so many elements PyTorch shares out: in its fused kernels all, and square roots
+// earlier than its other operators.
+int64_t shared_out_from(const optfuse::Slot *slot) {
+    const of_rule *rule = slot->plan->rule;
+    if (!rule->op_by_op && !rule->external)
+        return 1;
+    return takes_roots(slot) ? 2048 : optfuse::kSharedOut;
+}
+
+// Stock's step() sets this thread's number of threads, by which the products of matrices that come
+// later round (tensor/parallel.h).
+bool sets_threads(const optfuse::Slot *slot) {
+    return slot->param->device().is_cpu() && slot->param->grad().defined() &&
+           slot->param->numel() >= shared_out_from(slot);
+}
+
+void set_threads_as_stock(const optfuse::Plan *plan) {
+    thread_local bool is_set = false;
+    if (is_set || std::none_of(plan->slots.begin(), plan->slots.end(), sets_threads))
+        return;
+    is_set = true;
+    optfuse::set_threads_as_operators(optfuse::kSharedOut);
+}
+
 } // namespace
 
 int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n_needs) {
@@ -231,6 +268,7 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     const int status = of_plan_step(plan->core, needs, capacity, n_needs);
     if (status != OF_OK)
         return status;
+    set_threads_as_stock(plan);
     plan->steps->fetch_add(1, std::memory_order_release);
     take_marks_off(plan);
     return status;

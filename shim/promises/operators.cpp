@@ -20,6 +20,7 @@
 #include "promises/layer.h"
 #include "promises/promise.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
@@ -137,6 +138,8 @@ bool answer_with_promise(const char *op, Stack *stack, size_t n) {
         !is_in_backward() || at::GradMode::is_enabled())
         return false;
     at::Tensor answer;
+    // Of any size PyTorch shares out casts and gradients of embeddings.
+    const bool is_sum = n == kArgumentsOfAdd;
     if (n == kArgumentsOfTo && std::strcmp(op, "aten::to") == 0)
         answer = cast_of(*stack);
     else if (n == kArgumentsOfAdd && std::strcmp(op, "aten::add") == 0)
@@ -147,6 +150,7 @@ bool answer_with_promise(const char *op, Stack *stack, size_t n) {
         answer = gradient_of_embedding(*stack);
     if (!answer.defined())
         return false;
+    set_threads_as_operators(is_sum ? answer.numel() : kSharedOut);
     torch::jit::drop(*stack, n);
     stack->emplace_back(std::move(answer));
     return true;

@@ -9,9 +9,10 @@ import threading
 
 import pytest
 import torch
-from common import batch, everything, python_ok, same, sgd
+from common import adamw, batch, everything, python_ok, same, sgd
 from optim_classes import build
 from torch import nn
+from traced_classes import AdaBelief
 
 import optfuse
 
@@ -105,3 +106,69 @@ def test_a_thread_keeps_its_number_of_threads(mode):
         yield from everything(model, optimizer)
 
     same(script, mode, prove=False)
+
+
+def in_its_own_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("name", ("AdamW", "SGD", "RMSprop", "Adamax", "AdaBelief"))
+@pytest.mark.parametrize("width", (40, 200))
+def test_a_loop_in_a_thread_of_its_own_rounds_as_stocks(mode, name, width):
+    """Stock's step() is what sets the number of threads there, of most classes and sizes."""
+
+    def script(wrap):
+        torch.set_num_threads(1)
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        make = {"AdamW": adamw, "SGD": sgd, "AdaBelief": AdaBelief}.get(name)
+        make = make or (lambda params: getattr(torch.optim, name)(params, foreach=False))
+        optimizer = wrap(make(model.parameters()))
+
+        def work():
+            for i in range(4):
+                optimizer.zero_grad()
+                x = batch(i, inputs=width, outputs=width)[0]
+                model(x).square().mean().backward()
+                optimizer.step()
+
+        in_its_own_thread(work)
+        yield from everything(model, optimizer)
+
+    same(script, mode, prove=False)
+
+
+def product(seed):
+    """It rounds by the number of threads."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 132, generator=random) @ torch.randn(132, 132, generator=random)
+
+
+@pytest.mark.parametrize("passes", (1, 2))
+def test_promises_set_the_number_of_threads_as_the_operators_that_they_replace(passes, monkeypatch):
+    """In one pass the gradient of an embedding, in two the sum of a layer's gradients."""
+    monkeypatch.setenv("OPTFUSE_PRODUCTS", "force")
+
+    def script(wrap):
+        torch.set_num_threads(1)
+        model = nn.Embedding(30, 4) if passes == 1 else nn.Linear(40, 1000)
+        optimizer = wrap(sgd(model.parameters()))
+        x = torch.tensor([3, 5, 3]) if passes == 1 else torch.ones(3, 40)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs = [model(x) for _ in range(passes)]
+        found = []
+
+        def work():
+            for y in outputs:
+                y.backward(torch.ones_like(y))
+            found.append(product(1))
+
+        in_its_own_thread(work)
+        optimizer.step()
+        yield "a product behind it", found
+
+    same(script, prove=False)
