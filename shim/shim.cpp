@@ -221,7 +221,8 @@ bool has_lost_hooks(const optfuse::Plan *plan) {
 }
 
 bool takes_roots(const optfuse::Slot *slot) {
-    static const std::set<std::string> with_roots = {"adadelta", "adan", "nadam", "radam", "rmsprop"};
+    static const std::set<std::string> with_roots = {"adadelta", "adan", "nadam", "radam",
+                                                     "rmsprop"};
     const auto is_root = [](const of_instruction &by) { return by.operation == OF_OPERATOR_sqrt; };
     const optfuse::Program *program = slot->program.get();
     if (program != nullptr)
