@@ -230,20 +230,18 @@ bool takes_roots(const optfuse::Slot *slot) {
     return with_roots.count(slot->plan->rule->name) != 0;
 }
 
-// Parameters of so many elements PyTorch shares out: in its fused kernels all, and square roots
-// earlier than its other operators.
-int64_t shared_out_from(const optfuse::Slot *slot) {
-    const of_rule *rule = slot->plan->rule;
-    if (!rule->op_by_op && !rule->external)
-        return 1;
-    return takes_roots(slot) ? 2048 : optfuse::kSharedOut;
-}
-
 // Stock's step() sets this thread's number of threads, by which the products of matrices that come
-// later round (tensor/parallel.h).
+// later round (tensor/parallel.h): PyTorch shares out what its fused kernels do, whatever its size,
+// and square roots earlier than its other operators.
 bool sets_threads(const optfuse::Slot *slot) {
-    return slot->param->device().is_cpu() && slot->param->grad().defined() &&
-           slot->param->numel() >= shared_out_from(slot);
+    constexpr int64_t kRootsSharedOut = 2048;
+    if (!slot->param->device().is_cpu() || !slot->param->grad().defined())
+        return false;
+    const of_rule *rule = slot->plan->rule;
+    const int64_t n = slot->param->numel();
+    if (!rule->op_by_op && !rule->external)
+        return n > 0;
+    return n >= optfuse::kSharedOut || (n >= kRootsSharedOut && takes_roots(slot));
 }
 
 void set_threads_as_stock(const optfuse::Plan *plan) {
