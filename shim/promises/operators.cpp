@@ -138,7 +138,7 @@ bool answer_with_promise(const char *op, Stack *stack, size_t n) {
         !is_in_backward() || at::GradMode::is_enabled())
         return false;
     at::Tensor answer;
-    // Of any size PyTorch shares out casts and gradients of embeddings.
+    // PyTorch shares out casts and embeddings' gradients of any size, sums of large tensors only.
     const bool is_sum = n == kArgumentsOfAdd;
     if (n == kArgumentsOfTo && std::strcmp(op, "aten::to") == 0)
         answer = cast_of(*stack);
