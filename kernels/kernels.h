@@ -156,6 +156,7 @@ typedef struct of_rule {
     bool external;
     /* The reference on the CPU is PyTorch's operators, one after the other. */
     bool op_by_op;
+    int n_roots; /* square roots among these; not of a program */
     /* The formula is a program (program.h) that comes with each update and says which state it
      * uses; it is all that the scalars hold. */
     bool runs_programs;

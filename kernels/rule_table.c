@@ -21,12 +21,12 @@
 #define OF_KERNELS(rule)                                                                           \
     .scalars_size = sizeof(rule##_scalars), .state_used = rule##_state_used,                       \
     .prepare = rule##_prepare
-#define OF_IS_FUSED(rule) OF_KERNELS(rule)
-#define OF_IS_OP_BY_OP(rule) OF_KERNELS(rule), .op_by_op = true
-#define OF_IS_PROGRAM(rule)                                                                        \
+#define OF_IS_FUSED(rule, RULE) OF_KERNELS(rule)
+#define OF_IS_OP_BY_OP(rule, RULE) OF_KERNELS(rule), .op_by_op = true, .n_roots = RULE##_ROOTS
+#define OF_IS_PROGRAM(rule, RULE)                                                                  \
     .scalars_size = sizeof(rule##_scalars), .state_used = no_state_used,                           \
     .prepare = prepare_nothing, .op_by_op = true, .runs_programs = true
-#define OF_IS_EXTERNAL(rule)                                                                       \
+#define OF_IS_EXTERNAL(rule, RULE)                                                                 \
     .state_used = no_state_used, .prepare = prepare_nothing, .external = true
 #define OF_GPU_FUSED(form) NULL
 #define OF_GPU_OP_BY_OP(form) form##_prepare
@@ -66,7 +66,7 @@ const of_rule of_rules[] = {
      .n_hyper = RULE##_N_OPTIONS,                                                                  \
      .counters = rule##_counters,                                                                  \
      .n_counters = RULE##_N_COUNTERS,                                                              \
-     OF_IS_##cpu(rule),                                                                            \
+     OF_IS_##cpu(rule, RULE),                                                                      \
      .prepare_gpu = OF_GPU_##gpu(form),                                                            \
      .counts = OF_##steps != OF_UNCOUNTED,                                                         \
      .counts_on_gpu = OF_##steps == OF_COUNTED_ON_GPU},

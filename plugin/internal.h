@@ -104,8 +104,7 @@ typedef struct of_slot {
     void *tensor;
     size_t group;
     bool eager;
-    of_update
-        *own; /* the record of its last update, of which it is a holder; or NULL. As `spare` */
+    of_update *own; /* its last update's record, which it holds, too; or NULL. As `spare` */
     /* Backward mode, plan->lock: since the last step(); and in which pass it waits, or NULL. */
     bool updated;
     of_pass *waits_in;

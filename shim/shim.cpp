@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -221,13 +220,11 @@ bool has_lost_hooks(const optfuse::Plan *plan) {
 }
 
 bool takes_roots(const optfuse::Slot *slot) {
-    static const std::set<std::string> with_roots = {"adadelta", "adan", "nadam", "radam",
-                                                     "rmsprop"};
     const auto is_root = [](const of_instruction &by) { return by.operation == OF_OPERATOR_sqrt; };
     const optfuse::Program *program = slot->program.get();
     if (program != nullptr)
         return std::any_of(program->code.begin(), program->code.end(), is_root);
-    return with_roots.count(slot->plan->rule->name) != 0;
+    return slot->plan->rule->n_roots > 0;
 }
 
 // Stock's step() sets this thread's number of threads, by which the products of matrices that come
