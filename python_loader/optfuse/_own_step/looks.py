@@ -187,7 +187,8 @@ def draws(stock: type[Optimizer]) -> bool:
 
 _SWAPS = ("SWAP", "ROT_TWO", "ROT_THREE")  # before an attribute that `+=` changes
 _COPIES = ("COPY", "DUP_TOP")  # of the object that has it
-_WRITERS = {"defaults", "globals"}
+_WRITERS = {"defaults", "globals", "vars", "setattr", "delattr", "__dict__", "__setattr__"}
+_OF_CLASS = {"type", "__class__"}  # a variable may then be the class
 _UNCHANGING = (
     *CONSTANT,
     *(OwnMethod, types.ModuleType, type, staticmethod, classmethod, property),
@@ -253,20 +254,29 @@ def _code_writes(code: types.CodeType, function: types.FunctionType) -> bool:
             return True
         if name == "LOAD_GLOBAL" and _is_filled(function.__globals__.get(one.argval)):
             return True
-        if name == "STORE_ATTR" and "LOAD_FAST" not in _owner(steps, i):
-            return True  # of what is no variable of this function
+        if name == "STORE_ATTR" and not _is_of_variable(_owner(steps, i), function, code):
+            return True
     return False
 
 
-def _owner(steps: list[dis.Instruction], i: int) -> str:
-    """The name of the instruction that gives the object whose attribute is stored at i."""
+def _is_of_variable(
+    owner: dis.Instruction | None, function: types.FunctionType, code: types.CodeType
+) -> bool:
+    """Whether the instruction gives a variable of this function that is not its class."""
+    if owner is None or "LOAD_FAST" not in owner.opname:
+        return False
+    return _OF_CLASS.isdisjoint(code.co_names) or owner.argval in _arguments(function)
+
+
+def _owner(steps: list[dis.Instruction], i: int) -> dis.Instruction | None:
+    """The instruction that gives the object whose attribute is stored at i."""
     if steps[i - 1].opname not in _SWAPS:
-        return steps[i - 1].opname
+        return steps[i - 1]
     for k in range(i - 1, 0, -1):
         is_read = steps[k].opname == "LOAD_ATTR" and steps[k].argval == steps[i].argval
         if is_read and steps[k - 1].opname in _COPIES:
-            return steps[k - 2].opname
-    return ""
+            return steps[k - 2]
+    return None
 
 
 def _draw(names: set[str]) -> bool:

@@ -465,6 +465,17 @@ def adds_to_the_class(optimizer):
     return optimizer.total
 
 
+def adds_to_a_variable_that_is_the_class(optimizer):
+    cls = type(optimizer)
+    cls.total += 1
+    return optimizer.total
+
+
+def sets_by_name(optimizer):
+    setattr(type(optimizer), "total", optimizer.total + 1)  # noqa: B010
+    return optimizer.total
+
+
 def adds_to_a_list_of_the_class(optimizer):
     optimizer.totals.append(1)
     return len(optimizer.totals)
@@ -486,6 +497,7 @@ def in_a_closure(totals):
 CLOSED = []
 ELSEWHERE = (adds_to_a_global, calls_a_method_of_a_global, takes_from_a_global, takes_within)
 ELSEWHERE += (adds_to_the_class, adds_to_a_list_of_the_class, adds_to_what_is_left_out)
+ELSEWHERE += (adds_to_a_variable_that_is_the_class, sets_by_name)
 ELSEWHERE += (in_a_closure(CLOSED), None)  # None: by an attribute
 
 
