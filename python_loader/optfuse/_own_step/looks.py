@@ -187,7 +187,7 @@ def draws(stock: type[Optimizer]) -> bool:
 
 _SWAPS = ("SWAP", "ROT_TWO", "ROT_THREE")  # before an attribute that `+=` changes
 _COPIES = ("COPY", "DUP_TOP")  # of the object that has it
-_WRITERS = {"defaults", "globals", "vars", "setattr", "delattr", "__dict__", "__setattr__"}
+_WRITERS = {"defaults", "globals"}
 _OF_CLASS = {"type", "__class__"}  # a variable may then be the class
 _UNCHANGING = (
     *CONSTANT,
@@ -245,6 +245,8 @@ def _writes_elsewhere(function: types.FunctionType) -> bool:
 
 def _code_writes(code: types.CodeType, function: types.FunctionType) -> bool:
     free = function.__code__.co_freevars
+    if "setattr" in code.co_names and not _OF_CLASS.isdisjoint(code.co_names):
+        return True
     steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
     for i, one in enumerate(steps):
         name = one.opname
