@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Guards of training under DistributedDataParallel, here of one process."""
+"""Guards of training under DistributedDataParallel, here of one process. Models are made in
+functions of their own: one that outlives its group ends it under the GIL, for which PyTorch's
+own threads may be waiting then."""
 
 import threading
 
@@ -22,32 +24,42 @@ import optfuse
 from guard_scenarios.registry import Pair, guards, must_raise
 
 
+def refuse_an_unknown_model():
+    pair = Pair(mode="backward")
+    model = DDP(pair.ours)
+    must_raise(lambda: model(batch(0)[0]).sum().backward(), "backward of a DDP model")
+    pair.assert_same()  # it was refused before an update
+
+
 @guards("ddp")
 def a_data_parallel_model_is_refused():
     with one_process():
-        pair = Pair(mode="backward")
-        model = DDP(pair.ours)
-        must_raise(lambda: model(batch(0)[0]).sum().backward(), "backward of a DDP model")
-        pair.assert_same()  # it was refused before an update
+        refuse_an_unknown_model()
+
+
+def trained_with(hook, iterate, fuse):
+    """The weights after three iterations with this communication hook."""
+    torch.manual_seed(0)
+    model = net()
+    wrapped = DDP(model)
+    optimizer = adamw(model.parameters())
+    fuse(optimizer, wrapped, hook)
+    for i in range(3):
+        iterate(wrapped, optimizer, i)
+    return weights(model)
 
 
 def compare(hook, iterate, mode, **options):
     """Three iterations with this communication hook, fused in this mode and stock's."""
-    trained = []
+
+    def ours(optimizer, wrapped, hook):
+        fuse_with(optimizer, mode, ddp=optfuse.DDPModel(wrapped, (None, hook)), **options)
+
+    def stock(_, wrapped, hook):
+        wrapped.register_comm_hook(None, hook)
+
     with one_process():
-        for is_fused in (True, False):
-            torch.manual_seed(0)
-            model = net()
-            wrapped = DDP(model)
-            optimizer = adamw(model.parameters())
-            if is_fused:
-                ddp = optfuse.DDPModel(wrapped, (None, hook))
-                fuse_with(optimizer, mode, ddp=ddp, **options)
-            else:
-                wrapped.register_comm_hook(None, hook)
-            for i in range(3):
-                iterate(wrapped, optimizer, i)
-            trained.append(weights(model))
+        trained = [trained_with(hook, iterate, fuse) for fuse in (ours, stock)]
     assert_same("weights", *trained)
 
 
@@ -103,20 +115,22 @@ class Skips(nn.Module):
         return self.last(x) if self.uses == 1 else x
 
 
+def trained_with_skips(is_fused):
+    torch.manual_seed(0)
+    model = Skips()
+    wrapped = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=True)
+    optimizer = adamw(model.parameters())
+    if is_fused:
+        optfuse.fuse(optimizer, bucket_bytes=1)  # no neighbour's use launches it
+    train(wrapped, optimizer, 0)
+    if is_fused and optfuse.summary(optimizer).pending == 0:
+        raise RuntimeError("no update is pending: the scenario would prove nothing")
+    train(wrapped, optimizer, 1)
+    return weights(model)
+
+
 @guards("bucket")
 def a_gradient_is_not_overwritten_under_its_update():
-    trained = []
     with one_process():
-        for is_fused in (True, False):
-            torch.manual_seed(0)
-            model = Skips()
-            wrapped = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=True)
-            optimizer = adamw(model.parameters())
-            if is_fused:
-                optfuse.fuse(optimizer, bucket_bytes=1)  # no neighbour's use launches it
-            train(wrapped, optimizer, 0)
-            if is_fused and optfuse.summary(optimizer).pending == 0:
-                raise RuntimeError("no update is pending: the scenario would prove nothing")
-            train(wrapped, optimizer, 1)
-            trained.append(weights(model))
+        trained = [trained_with_skips(is_fused) for is_fused in (True, False)]
     assert_same("weights", *trained)
