@@ -5,6 +5,7 @@ after rank 1 has ended.
 python ending.py FOLDER RANK stock|fused [destroy]"""
 
 import datetime
+import gc
 import os
 import sys
 import time
@@ -21,10 +22,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import optfuse
 
 
-def main(folder, rank, way, *ends):
-    store = dist.FileStore(f"{folder}/store", 2)
-    timeout = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+def trained(rank, way):
+    """The model and its optimizer. What DDP makes of the model ends here: PyTorch can deadlock
+    where that outlives its group, in stock's job, too."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=0.0002)  # which gives rank 1 the weights of rank 0
     optimizer, hook = adamw(model.parameters()), (Network(0.05), over)
@@ -36,7 +36,16 @@ def main(folder, rank, way, *ends):
         optimizer.zero_grad()
         loss_of(wrapped, 10 * rank + i).backward()
         optimizer.step()
+    return model, optimizer
+
+
+def main(folder, rank, way, *ends):
+    store = dist.FileStore(f"{folder}/store", 2)
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    model, _optimizer = trained(rank, way)
     if "destroy" in ends:
+        gc.collect()
         dist.destroy_process_group()
     if rank == 0:
         time.sleep(1.0)
