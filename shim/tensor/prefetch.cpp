@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // prefetch.cpp: asks the processor for the records of several parameters at the same time.
-// A parameter has some thirty cache lines, unused since its last update; without a prefetch
-// the update would wait for one line after the other.
+// A parameter has some thirty cache lines beside its slot, unused since its last update; without
+// a prefetch the update would wait for one line after the other.
 #include "plan.h"
 #include "tensor/gradient.h"
 #include "tensor/host.h"
@@ -39,13 +39,6 @@ template <class Visit> void each_other(const Slot *slot, Visit visit) {
         visit(slot->step.unsafeGetTensorImpl());
 }
 
-// The rest of it is read only where something is special.
-void fetch_slot(const UsualSlot *slot) {
-#pragma GCC unroll 4
-    for (size_t i = 0; i < sizeof *slot; i += OF_CACHE_LINE)
-        __builtin_prefetch(reinterpret_cast<const char *>(slot) + i, 1);
-}
-
 template <class Visit> void each(void *const *tensors, size_t n, Visit visit) {
     for (size_t i = 0; i < n; i++)
         visit(static_cast<const Slot *>(tensors[i]));
@@ -55,7 +48,6 @@ template <class Visit> void each(void *const *tensors, size_t n, Visit visit) {
 
 // Each pass follows pointers in what the one before it has asked for.
 void prefetch(void *, void *const *tensors, size_t n) {
-    each(tensors, n, fetch_slot);
     each(tensors, n, [](const Slot *slot) {
         fetch_tensor(slot->param);
         if (slot->consumed.defined())
