@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// usual.cpp: collect(): what one update needs, for most parameters: those of a rule with kernels
-// whose tensors are dense, laid out alike and alone in memory that PyTorch has allocated. Where a
-// model is many small tensors, the checks take longer than the updates; here one comparison with
-// the parameter answers several of them. collect.cpp has the others.
+// usual.cpp: collect(): what one update needs, for most parameters: those of a rule or a program
+// with kernels whose tensors are dense, laid out alike and alone in memory that PyTorch has
+// allocated. Where a model is many small tensors, the checks take longer than the updates; here one
+// comparison with the parameter answers several of them. collect.cpp has the others.
 #include <c10/core/TensorOptions.h>
 
 #include <new>
@@ -89,13 +89,19 @@ bool fill_in_kind(const c10::TensorImpl *p, of_inputs *in) {
     return dtype_of(p, &in->dtype);
 }
 
+// Kernels run its program, which reads the gradient only.
+[[gnu::noinline]] bool has_usual_program(const Slot *slot) {
+    return slot->program && !has_parts(slot) && !writes_gradient(slot);
+}
+
 // Nobody has asked for more than an update of its parameter, which has memory.
 bool is_usual_slot(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const Plan *plan = slot->plan;
     const of_rule *rule = plan->rule;
-    return storage_of(p) != nullptr && !rule->external && !rule->runs_programs &&
-           rule->n_counters == 0 && !plan->scalars.scale_gradients() && slot->aliases.empty() &&
-           !slot->gradient_is_known && !slot->reduced &&
+    return storage_of(p) != nullptr && !rule->external &&
+           (!rule->runs_programs || has_usual_program(slot)) && rule->n_counters == 0 &&
+           !plan->scalars.scale_gradients() && slot->aliases.empty() && !slot->gradient_is_known &&
+           !slot->reduced &&
            (slot->tried == ANYWHERE || is_tried(slot, p, dtype));
 }
 
@@ -215,6 +221,17 @@ template <bool on_gpu>
         take_gradient(refs);
 }
 
+// The state that the update uses, a bit each.
+unsigned used_by(const Slot *slot, const of_inputs *in) {
+    return slot->plan->rule->runs_programs ? slot->program->state() : in->used;
+}
+
+// Each update may be of another program: such inputs do not come again.
+[[gnu::noinline]] void take_program(const Slot *slot, of_inputs *in) {
+    static_cast<References *>(in->references)->program = slot->program;
+    in->program = &slot->program->core;
+}
+
 // The parameter has usual keys. False: nothing is taken, and *in is of no use.
 template <bool on_gpu>
 [[gnu::always_inline]] inline bool take_all(Slot *slot, c10::TensorImpl *p, c10::TensorImpl *g,
@@ -231,13 +248,15 @@ template <bool on_gpu>
     if (!put_gradient(g, like, in, &parts))
         return false;
     size_t n = STATE, i = 0;
-    for (unsigned left = in->used; left != 0; left >>= 1, i++)
+    for (unsigned left = used_by(slot, in); left != 0; left >>= 1, i++)
         if ((left & 1u) != 0 &&
             !put_state(n++, slot->state[i].unsafeGetTensorImpl(), like, in, &in->state[i], &parts))
             return false;
     if (!find_step(slot, like, in, &parts, &n))
         return false;
     take(parts, n, slot, in);
+    if (slot->plan->rule->runs_programs)
+        take_program(slot, in);
     return true;
 }
 
@@ -267,7 +286,7 @@ bool collect_usual(Slot *slot, const at::Tensor &grad, of_inputs *in) {
         return collect_on_gpu(slot, p, g, in);
     if (!take_all<false>(slot, p, g, in))
         return false;
-    in->again = true;
+    in->again = in->program == nullptr;
     return true;
 }
 
