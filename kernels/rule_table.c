@@ -86,6 +86,12 @@ const of_rule *of_rule_find(const char *name) {
     return NULL;
 }
 
+bool of_rule_takes_roots(const of_rule *rule, const double *hyper, double step) {
+    if (strcmp(rule->name, "radam") == 0)
+        return radam_rectification(hyper[radam_beta2], step) != 0.0;
+    return rule->n_roots > 0;
+}
+
 const char *of_rule_mixed(const of_rule *rule) {
     return strcmp(rule->name, "adam") == 0 ? "adam_mixed" : NULL;
 }

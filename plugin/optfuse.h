@@ -115,6 +115,10 @@ OF_API void of_plan_release(of_plan *plan);
 OF_API of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper,
                                    size_t n_hyper);
 
+/* Copies the hyper-parameters of a group, as many doubles as the rule has; zeros: there is no such
+ * group. */
+OF_API void of_plan_get_group(of_plan *plan, size_t group, double *hyper);
+
 /* Adds a slot for one parameter. The plan owns `tensor` from here on, also on
  * failure, and gives it back through drop(). eager: never left pending. */
 OF_API of_status of_plan_add_slot(of_plan *plan, void *tensor, size_t group, bool eager,

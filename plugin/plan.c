@@ -252,6 +252,16 @@ of_status of_plan_set_group(of_plan *plan, size_t group, const double *hyper, si
     return status;
 }
 
+void of_plan_get_group(of_plan *plan, size_t group, double *hyper) {
+    const size_t bytes = plan->rule->n_hyper * sizeof *hyper;
+    pthread_rwlock_rdlock(&plan->layout);
+    if (group < plan->n_groups)
+        memcpy(hyper, plan->groups[group].hyper, bytes);
+    else
+        memset(hyper, 0, bytes);
+    pthread_rwlock_unlock(&plan->layout);
+}
+
 /* Threads that hold plan->lock alone read slots, too. */
 static bool make_room(of_plan *plan) {
     size_t capacity = plan->slots_capacity ? plan->slots_capacity * 2 : 16;

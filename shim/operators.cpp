@@ -18,6 +18,7 @@
 #include "tensor/exchange.h"
 #include "tensor/memory.h"
 #include "tensor/references.h"
+#include "tensor/threads.h"
 
 namespace optfuse {
 namespace {
@@ -325,5 +326,6 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("exchange(Tensor(a!)[] a, Tensor(b!)[] b, int[] in_place) -> ()", optfuse::exchange);
     m.def("access(Tensor tensor) -> ()", optfuse::access);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch);
+    m.def("would_set_threads() -> bool", optfuse::would_set_threads);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);
 }

@@ -28,7 +28,7 @@
 #include "tensor/first_use.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
-#include "tensor/parallel.h"
+#include "tensor/threads.h"
 #include "traced/programs.h"
 
 using optfuse::plan_of;
@@ -224,7 +224,21 @@ bool takes_roots(const optfuse::Slot *slot) {
     const optfuse::Program *program = slot->program.get();
     if (program != nullptr)
         return std::any_of(program->code.begin(), program->code.end(), is_root);
-    return slot->plan->rule->n_roots > 0;
+    const of_rule *rule = slot->plan->rule;
+    if (rule->n_roots == 0)
+        return false;
+    double hyper[OF_MAX_HYPER];
+    of_plan_get_group(slot->plan->core, slot->group, hyper);
+    const bool counts = slot->step.defined() && slot->step.is_cpu(); // this step, too
+    const c10::TensorImpl *counter = slot->step.unsafeGetTensorImpl();
+    return of_rule_takes_roots(rule, hyper, counts ? optfuse::number_after(counter) - 1 : 1);
+}
+
+// Between float32 and bfloat16, which PyTorch shares out whatever the size: Muon to bfloat16, and
+// Adafactor from it.
+bool casts(const optfuse::Slot *slot) {
+    const bool is_muon = slot->plan->native == optfuse::muon;
+    return slot->param->dtype() == (is_muon ? at::kFloat : at::kBFloat16);
 }
 
 // Stock's step() sets this thread's number of threads, by which the products of matrices that come
@@ -238,15 +252,28 @@ bool sets_threads(const optfuse::Slot *slot) {
     const int64_t n = slot->param->numel();
     if (!rule->op_by_op && !rule->external)
         return n > 0;
+    if (slot->plan->native != nullptr)
+        return n >= (casts(slot) ? 1 : optfuse::kSquaresSharedOut); // norms
     return n >= optfuse::kSharedOut || (n >= kRootsSharedOut && takes_roots(slot));
 }
 
 void set_threads_as_stock(const optfuse::Plan *plan) {
     thread_local bool is_set = false;
+    optfuse::set_owed_threads();
     if (is_set || std::none_of(plan->slots.begin(), plan->slots.end(), sets_threads))
         return;
     is_set = true;
     optfuse::set_threads_as_operators(optfuse::kSharedOut);
+}
+
+// Nobody knows at which sizes a class's own step() sets this thread's number: the first one that
+// could does it here. Those that come later do no more than that.
+of_status set_threads_as_own_step(const optfuse::Plan *plan) {
+    thread_local bool is_first = true;
+    if (!plan->rule->external || plan->mode != OF_FORWARD || !is_first)
+        return OF_OK;
+    is_first = false;
+    return optfuse::would_set_threads() ? of_plan_flush(plan->core) : OF_OK;
 }
 
 } // namespace
@@ -265,6 +292,9 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     if (status != OF_OK)
         return status;
     set_threads_as_stock(plan);
+    const int launched = set_threads_as_own_step(plan);
+    if (launched != OF_OK)
+        return launched;
     plan->steps->fetch_add(1, std::memory_order_release);
     take_marks_off(plan);
     return status;

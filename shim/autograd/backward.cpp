@@ -22,6 +22,7 @@
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
 #include "tensor/references.h"
+#include "tensor/threads.h"
 
 namespace optfuse {
 
@@ -110,6 +111,7 @@ class EndOfPass {
     EndOfPass(const EndOfPass &) = delete;
     EndOfPass &operator=(const EndOfPass &) = delete;
     void run() {
+        const KeepThreads as_before;
         size_t at = OF_NO_SLOT;
         const bool waited = !plan->reduces || is_closed(plan.get()) ||
                             plan->owner->await_reduction(plan.get());
@@ -201,6 +203,7 @@ void say_ready(const Plan *plan, of_pass *pass, size_t slot) {
 } // namespace
 
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
+    const KeepThreads as_before;
     const Pass pass = pass_under_way(plan, slot, param);
     const bool later = slot < plan->slots.size() && plan->slots[slot]->reduced && OF_GUARD(reduced);
     if (pass && !later)
@@ -259,6 +262,7 @@ void give_part(const at::Tensor &param, const at::Tensor &bucket, int64_t offset
 
 void gradients_are_complete(const std::shared_ptr<Plan> &plan, const std::vector<size_t> &slots,
                             const at::Tensor &param) {
+    const KeepThreads as_before;
     const Pass pass = pass_under_way(plan, slots.empty() ? OF_NO_SLOT : slots.front(), param);
     if (!pass)
         return;

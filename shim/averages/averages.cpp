@@ -21,6 +21,7 @@
 #include "python/gil.h"
 #include "tensor/memory.h"
 #include "tensor/refuse.h"
+#include "tensor/threads.h"
 #include "tensor/written.h"
 
 namespace optfuse {
@@ -153,6 +154,8 @@ int64_t average(const std::vector<at::Tensor> &averages, const std::vector<at::T
             of.push_back(params[i]);
         }
     average_by_operators(now, of, how);
+    for (const at::Tensor &each : averages)
+        set_threads_as_operators(each.numel());
     return static_cast<int64_t>(params.size() - now.size());
 }
 

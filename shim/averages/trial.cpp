@@ -9,6 +9,7 @@
 #include "tensor/host.h"
 #include "tensor/plain_mode.h"
 #include "tensor/refuse.h"
+#include "tensor/threads.h"
 #include "tensor/trial_numbers.h"
 
 namespace optfuse {
@@ -79,7 +80,9 @@ bool is_averaged_alike(const Averaging &how, at::ScalarType dtype) {
     std::atomic<int> &verdict =
         verdicts[static_cast<size_t>(how.formula)][static_cast<size_t>(dtype)];
     if (verdict == NOT_TRIED)
-        verdict = are_all_equal(how.formula, dtype) ? ALIKE : OTHERWISE;
+        on_another_thread([&verdict, formula = how.formula, dtype] {
+            verdict = are_all_equal(formula, dtype) ? ALIKE : OTHERWISE;
+        });
     return verdict == ALIKE;
 }
 

@@ -17,6 +17,7 @@
 #include "tensor/memory.h"
 #include "tensor/parallel.h"
 #include "tensor/refuse.h"
+#include "tensor/threads.h"
 
 namespace optfuse {
 namespace {
@@ -57,12 +58,20 @@ void find_norms(std::vector<of_norm> &items, of_norm_fn *norm) {
     spread(items, norm);
 }
 
+void set_threads_as_norms(const std::vector<const at::Tensor *> &of, of_terms terms) {
+    const bool is_in_vectors = terms == OF_SQUARES && of[0]->scalar_type() != at::kHalf;
+    for (const at::Tensor *tensor : of)
+        set_threads_as_operators(tensor->numel(), is_in_vectors ? kSquaresSharedOut : kSharedOut);
+}
+
 std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of) {
     std::vector<float> values(of.size());
     std::vector<of_norm> items;
     std::vector<size_t> places;
-    if (of.empty() || !std::all_of(of.begin(), of.end(), [](auto *t) { return can_square(*t); }) ||
-        !norms_are_torchs())
+    if (of.empty() || !std::all_of(of.begin(), of.end(), [](auto *t) { return can_square(*t); }))
+        return std::nullopt;
+    set_threads_as_norms(of, OF_SQUARES);
+    if (!norms_are_torchs())
         return std::nullopt;
     items.reserve(of.size());
     places.reserve(of.size());
@@ -118,6 +127,7 @@ std::optional<at::Tensor> largest(const std::vector<const at::Tensor *> &of) {
     of_dtype dtype;
     if (!are_read_alike(of, &dtype))
         return std::nullopt;
+    set_threads_as_norms(of, OF_MAGNITUDES);
     const size_t bytes = of[0]->dtype().itemsize();
     const std::vector<Piece> pieces = pieces_of(of, bytes);
     std::vector<char> found(pieces.size() * bytes);

@@ -11,6 +11,7 @@
 #include "guard.h"
 #include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
+#include "tensor/threads.h"
 #include "tensor/trial_numbers.h"
 
 namespace optfuse {
@@ -101,8 +102,11 @@ bool norms_are_torchs() {
     if (tried_with != thread_count()) {
         if (of_is_forked() && thread_count() > 1)
             return false; // PyTorch's threads, which the trial would ask for, may hang here
-        PlainMode plain;
-        of_norm_fn *norm = find_order();
+        of_norm_fn *norm = nullptr;
+        on_another_thread([&norm] {
+            const PlainMode plain;
+            norm = find_order();
+        });
         found_equal = norm != nullptr;
         if (norm != nullptr)
             in_order = norm;

@@ -38,6 +38,8 @@ int64_t wait_from(int64_t numel);
 extern const of_scaling_host scaling_host;
 
 // norm.cpp
+// As PyTorch's operator on tensors of one dtype that can be read here.
+void set_threads_as_norms(const std::vector<const at::Tensor *> &of, of_terms terms);
 // The 2-norms of float32 tensors; none if one of them can't be read here, or if norms_are_torchs()
 // says no.
 std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of);

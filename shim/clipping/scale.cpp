@@ -24,6 +24,7 @@
 #include "tensor/memory.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
+#include "tensor/threads.h"
 #include "tensor/written.h"
 
 namespace optfuse {
@@ -269,6 +270,8 @@ int64_t wait_from(int64_t numel) {
 void make_ready(const std::vector<GradientOf> &of) {
     for (const GradientOf &g : of) {
         await_gradient(g.grad());
+        if (g.grad().defined() && g.grad().device().is_cpu())
+            set_threads_as_operators(g.grad().numel());
         // An update that writes to the gradient: by an optimizer's own code, by a program, or of
         // another parameter that has the same memory.
         if (g.grad().defined())

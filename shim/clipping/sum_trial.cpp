@@ -12,6 +12,7 @@
 #include "guard.h"
 #include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
+#include "tensor/threads.h"
 #include "tensor/trial_numbers.h"
 
 namespace optfuse {
@@ -144,8 +145,10 @@ std::optional<size_t> rounded_in_order(of_dtype dtype, of_terms terms) {
     if (verdict / kFindings != threads) {
         if (of_is_forked() && threads > 1)
             return std::nullopt; // as of norms_are_torchs()
-        PlainMode plain;
-        verdict = threads * kFindings + find_rounding(dtype, terms);
+        on_another_thread([&verdict, threads, dtype, terms] {
+            const PlainMode plain;
+            verdict = threads * kFindings + find_rounding(dtype, terms);
+        });
     }
     const size_t found = verdict % kFindings;
     return found == 0 ? std::nullopt : std::optional<size_t>(kRoundedBy[found - 1]);

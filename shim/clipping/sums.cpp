@@ -114,6 +114,7 @@ std::optional<std::vector<double>> norms_by_sums(const std::vector<const at::Ten
     of_dtype dtype;
     if (!are_read_alike(of, &dtype) || (dtype == OF_FLOAT32 && terms == OF_SQUARES))
         return std::nullopt;
+    set_threads_as_norms(of, terms);
     const std::optional<size_t> rounded_by = rounded_in_order(dtype, terms);
     if (!rounded_by)
         return std::nullopt;

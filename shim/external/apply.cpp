@@ -30,6 +30,7 @@
 #include "tensor/overlap.h"
 #include "tensor/references.h"
 #include "tensor/refuse.h"
+#include "tensor/threads.h"
 #include "tensor/written.h"
 
 namespace optfuse {
@@ -255,8 +256,16 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
 
 namespace {
 
+// Stock's operators run on the thread of step().
+bool steps_elsewhere(const Plan *plan) {
+    return pthread_equal(plan->stepping.load(std::memory_order_relaxed), pthread_self()) == 0;
+}
+
 bool apply(void *, of_inputs *in, const double *hyper) {
     References *refs = static_cast<References *>(in->references);
+    std::optional<KeepThreads> as_before;
+    if (steps_elsewhere(refs->slot->plan))
+        as_before.emplace();
     for (size_t i = 0; i < refs->n; i++)
         unseal(refs->storages[i].get());
     return attempt("the update of ", refs->slot->label, false,

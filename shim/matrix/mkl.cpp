@@ -27,6 +27,11 @@ int SerialMkl::threads() {
     return found == nullptr ? 0 : found();
 }
 
+void SerialMkl::forget_threads() {
+    if (set_threads() != nullptr)
+        set_threads()(0);
+}
+
 bool SerialMkl::is_possible() {
     return set_threads() != nullptr;
 }

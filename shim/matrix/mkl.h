@@ -18,8 +18,9 @@ class SerialMkl {
     ~SerialMkl();
     SerialMkl(const SerialMkl &) = delete;
     SerialMkl &operator=(const SerialMkl &) = delete;
-    static bool is_possible(); // whether there is MKL
-    static int threads();      // that it would use here without one; 0: there is no MKL
+    static bool is_possible();    // whether there is MKL
+    static int threads();         // that it would use here without one; 0: there is no MKL
+    static void forget_threads(); // the number of this thread: the process's from here on
 
   private:
     const bool outermost;

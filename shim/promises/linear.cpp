@@ -9,11 +9,13 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 
 #include "guard.h"
 #include "matrix/mkl.h"
 #include "tensor/memory.h"
+#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse {
@@ -94,11 +96,38 @@ bool can_multiply_16_bits(at::ScalarType dtype) {
     }
 }
 
+void copy_strided(char *to, const char *from, int64_t n, int64_t stride, size_t bytes) {
+    if (stride == 1) {
+        std::memcpy(to, from, static_cast<size_t>(n) * bytes);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++)
+        std::memcpy(to + static_cast<size_t>(i) * bytes,
+                    from + i * stride * static_cast<int64_t>(bytes), bytes);
+}
+
+// The rows of a matrix one after the other. An operator would set this thread's number of threads
+// (tensor/threads.h).
+void copy_rows(const at::Tensor &t, char *to) {
+    constexpr int64_t kWorthAThread = 1 << 15;
+    const auto bytes = static_cast<int64_t>(t.element_size());
+    const int64_t columns = t.size(1), row = columns * bytes;
+    const auto *from = static_cast<const char *>(data_of(t.unsafeGetTensorImpl()));
+    in_parallel(t.size(0), kWorthAThread / std::max<int64_t>(columns, 1) + 1,
+                [&](int64_t begin, int64_t end) {
+                    for (int64_t i = begin; i < end; i++)
+                        copy_strided(to + i * row, from + i * t.stride(0) * bytes, columns,
+                                     t.stride(1), static_cast<size_t>(bytes));
+                });
+}
+
 at::Tensor kept_copy(const at::Tensor &t) {
     const PlainMode plain;
     if (t.is_contiguous() && !OF_GUARD(factors_copied))
         return t.detach();
-    return at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous)).copy_(t);
+    at::Tensor copy = at::empty(t.sizes(), t.options().memory_format(at::MemoryFormat::Contiguous));
+    copy_rows(t, static_cast<char *>(data_of(copy.unsafeGetTensorImpl())));
+    return copy;
 }
 
 // 16 bits are cast to 32 under autocast.

@@ -20,8 +20,8 @@
 #include "promises/layer.h"
 #include "promises/promise.h"
 #include "tensor/memory.h"
-#include "tensor/parallel.h"
 #include "tensor/plain_mode.h"
+#include "tensor/threads.h"
 
 namespace optfuse {
 namespace {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "promises/product.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <c10/util/TypeCast.h>
 
 #include <cstdlib>
 #include <exception>
@@ -14,7 +15,6 @@
 #include "error.h"
 #include "floating.h"
 #include "optfuse.h"
-#include "tensor/plain_mode.h"
 
 namespace optfuse {
 namespace {
@@ -89,9 +89,23 @@ class Floating {
     const unsigned outside = of_floating_now();
 };
 
-// Rows of a panel, as PyTorch's operators take them.
-at::Tensor tensor_of(void *panel, const WeightProduct &product, int64_t rows) {
-    return at::from_blob(panel, {rows, product.columns()}, at::TensorOptions(product.dtype()));
+// As PyTorch's operators, which would set this thread's number of threads (tensor/threads.h).
+template <typename From, typename To> void cast_from(const From *from, To *to, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        to[i] = c10::convert<To>(from[i]);
+}
+
+// a += b, rounded as PyTorch's operator.
+template <typename Number> void add_to(Number *a, const Number *b, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        a[i] = c10::convert<Number>(static_cast<at::opmath_type<Number>>(a[i]) +
+                                    static_cast<at::opmath_type<Number>>(b[i]));
+}
+
+void add_numbers(void *to, const void *from, at::ScalarType dtype, int64_t n) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dtype, "add_numbers", [&] {
+        add_to(static_cast<scalar_t *>(to), static_cast<const scalar_t *>(from), n);
+    });
 }
 
 class CastProduct final : public WeightProduct {
@@ -104,8 +118,7 @@ class CastProduct final : public WeightProduct {
     void fill(int64_t first, int64_t end, void *out) const override {
         const Room room(from_->panel_bytes());
         from_->compute(first, end, room.memory());
-        const PlainMode plain;
-        tensor_of(out, *this, end - first).copy_(tensor_of(room.memory(), *from_, end - first));
+        cast_numbers(room.memory(), from_->dtype(), out, dtype(), (end - first) * columns());
     }
 
     const SharedProduct from_;
@@ -128,15 +141,24 @@ class SumProduct final : public WeightProduct {
     void fill(int64_t first, int64_t end, void *out) const override {
         terms[0]->compute(first, end, out);
         const Room room(panel_bytes());
-        const PlainMode plain;
         for (size_t i = 1; i < terms.size(); i++) {
             terms[i]->compute(first, end, room.memory());
-            tensor_of(out, *this, end - first).add_(tensor_of(room.memory(), *this, end - first));
+            add_numbers(out, room.memory(), dtype(), (end - first) * columns());
         }
     }
 };
 
 } // namespace
+
+void cast_numbers(const void *from, at::ScalarType is, void *to, at::ScalarType becomes,
+                  int64_t n) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, is, "cast_numbers", [&] {
+        const auto *numbers = static_cast<const scalar_t *>(from);
+        AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, becomes, "cast_numbers", [&] {
+            cast_from(numbers, static_cast<scalar_t *>(to), n);
+        });
+    });
+}
 
 SharedProduct cast_product(SharedProduct product, at::ScalarType dtype) {
     return std::make_shared<const CastProduct>(std::move(product), dtype);
@@ -176,7 +198,8 @@ void WeightProduct::compute_all(void *out) const {
     std::exception_ptr failure; // threads of a parallel region must not throw
     each_panel([&](int64_t first, int64_t end) {
         try {
-            compute(first, end, static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes());
+            compute(first, end,
+                    static_cast<char *>(out) + static_cast<size_t>(first) * row_bytes());
         } catch (...) {
             const std::lock_guard<std::mutex> guard(lock);
             failure = std::current_exception();

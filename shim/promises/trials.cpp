@@ -66,7 +66,15 @@ struct Asked {
     const at::Tensor &dy, &x;
     at::ScalarType dtype; // of the parameter's gradient
 
-    at::Tensor whole() const { return dy.t().mm(x).to(dtype); }
+    at::Tensor whole() const {
+        const at::Tensor product = dy.t().mm(x);
+        if (dtype == product.scalar_type())
+            return product;
+        at::Tensor cast = at::empty(product.sizes(), at::TensorOptions(dtype));
+        cast_numbers(data_of(product.unsafeGetTensorImpl()), product.scalar_type(),
+                     data_of(cast.unsafeGetTensorImpl()), dtype, product.numel());
+        return cast;
+    }
     SharedProduct by_panels() const {
         SharedProduct found = std::make_shared<const LinearProduct>(dy, x);
         return dtype == x.scalar_type() ? found : cast_product(std::move(found), dtype);

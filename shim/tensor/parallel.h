@@ -17,16 +17,6 @@ inline int thread_count() {
     return omp_get_max_threads();
 }
 
-// Tensors of so many elements PyTorch's elementwise operators share out (GRAIN_SIZE).
-constexpr int64_t kSharedOut = 1 << 15;
-
-// Where ours stands in the place of such an operator, on the thread on which stock would call it:
-// what comes later on this thread then rounds as in stock.
-inline void set_threads_as_operators(int64_t numel) {
-    if (numel >= kSharedOut)
-        at::get_num_threads();
-}
-
 // Calls work(begin, end) for contiguous ranges of [0, n), one for each thread, none of fewer than
 // `least`, and returns when all are done. It must not throw.
 template <class Work> void in_parallel(int64_t n, int64_t least, const Work &work) {

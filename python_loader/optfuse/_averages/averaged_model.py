@@ -151,7 +151,9 @@ def _average_all(averaged: AveragedModel, model: Module, averaging: Averaging) -
 @functools.cache
 def _are_as_here() -> bool:
     """Whether this PyTorch averages by the formulas above: it is asked once, on a few numbers."""
-    weights = [torch.linspace(i - 3, 2, 7, dtype=torch.float32, device="cpu") for i in range(4)]
+    # torch.linspace() would set this thread's number of threads.
+    numbers = [[(i - 3) + (5 - i) * k / 6 for k in range(7)] for i in range(4)]
+    weights = [torch.tensor(n, dtype=torch.float32, device="cpu") for n in numbers]
     model = ParameterList([weights[0]])
     for kind in _OWN_KINDS:
         theirs, ours = (AveragedModel(model, device="cpu", **kind) for _ in range(2))

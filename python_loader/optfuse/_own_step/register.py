@@ -21,6 +21,7 @@ from optfuse._own_step.steady_trial import try_steady
 from optfuse._own_step.trial import CompiledError, DependentError, name_of, try_promise
 from optfuse._own_step.twin import HIDDEN, Group, attributes_of, own_options, step_of
 from optfuse._rules import RULES
+from optfuse._trials.own_thread import sets_no_threads
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _registered: dict[type[Optimizer], bool] = {}  # whether for subclasses of Tensor, too
@@ -118,6 +119,7 @@ def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     return _known[stock, kind]
 
 
+@sets_no_threads
 def _try_either(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     """A class may treat parameters independently of each other after the first steps only."""
     try:

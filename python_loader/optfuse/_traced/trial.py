@@ -36,6 +36,7 @@ from optfuse._traced.rule import TracedRule, traced_rule
 from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._traced.updates import Traced
 from optfuse._trials.compare import deep_copy, difference
+from optfuse._trials.own_thread import sets_no_threads
 from optfuse._trials.random_state import random_as_it_was
 
 Fuse = Callable[[Optimizer, TracedRule], Optimizer]
@@ -63,6 +64,7 @@ def try_traced(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse) -> Trac
     return _try(optimizer, stock, fuse, traced_rule(promise, everything))
 
 
+@sets_no_threads
 def try_first(optimizer: Optimizer, stock: type[Optimizer], rule: TracedRule) -> None:
     """A trial is on contiguous copies, and its gradients come by step(): in backward mode, where
     the class's own step() can't take a step instead, raises Untraceable for what can't be traced of
@@ -73,6 +75,7 @@ def try_first(optimizer: Optimizer, stock: type[Optimizer], rule: TracedRule) ->
             Traced(0, stock, rule.promise, rule.made, in_backward=True).check(optimizer)
 
 
+@sets_no_threads
 def _try(optimizer: Optimizer, stock: type[Optimizer], fuse: Fuse, rule: TracedRule) -> TracedRule:
     random = torch.Generator().manual_seed(0)
     with random_as_it_was(), warnings.catch_warnings():

@@ -17,6 +17,7 @@ from optfuse._dtensor.local_tensors import has_holes
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._rules import OWN, RULES, Group, Rule
 from optfuse._trials import products, stock_trial
+from optfuse._trials.own_thread import sets_no_threads
 
 FuseBy = Callable[[Optimizer, Rule], Optimizer]  # fuses a small copy by a rule, for a trial
 
@@ -43,7 +44,8 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group], fuse: FuseBy) ->
         on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
         return fuse(small, rule.on_gpus() if on_gpu else rule)
 
-    stock_trial.make(stock, groups, rule, fuse_for_trial)
+    make = sets_no_threads(lambda groups: stock_trial.make(stock, groups, rule, fuse_for_trial))
+    make(groups)
     if not stock_trial.verdicts(rule, stock, groups):
         products.make(rule, groups)
 

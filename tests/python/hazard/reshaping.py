@@ -36,15 +36,13 @@ def new_data(world, index, kind):
     p = world.param(index)
     if kind == "a slice":
         p.data = torch.cat([p.data.reshape(-1), p.data.new_ones(3)])[: p.numel()].view(p.shape)
-    elif kind == "other strides" and p.dim() == 2:
+    elif kind == "other strides" and p.dim() == 2 and not world.overlapping:
         p.data = p.data.t().contiguous().t()
     else:
         p.data = p.data.clone()
 
 
 def alike(a, b):
-    """Dense: two parameters in one memory are updated one after the other, which
-    the reference does not do with tensors it has to lay out anew."""
     return a.shape == b.shape and a.dtype == b.dtype and is_dense(a) and is_dense(b)
 
 
@@ -58,8 +56,10 @@ def exchange_data(world, first, second):
 
 @action(weight=1, gentle=True, first=INDEX, second=INDEX)
 def tie_data(world, first, second):
+    """Contiguous, as their state is: two parameters in one memory are updated one after the other,
+    which the reference does not do with tensors that it has to lay out anew."""
     a, b = world.param(first), world.param(second)
-    if alike(a, b):
+    if alike(a, b) and a.is_contiguous() and b.is_contiguous():
         a.data = b.data
         world.overlapping = True
 
