@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from optfuse._traced.standin import (
     otherwise,
     tape_of,
 )
+from optfuse._traced.without_data import Blank, plain, results, settings
 
 # Kinds of arguments; shim/traced/parts.cpp reads the same numbers.
 NONE, REGISTER, INT, DOUBLE, BOOL, LIST, NUMBER, STRING, DEVICE, DEFAULT = range(10)
@@ -44,9 +46,54 @@ _WHOLE = {"sum", "mean", "linalg_vector_norm", "norm", "max", "min", "amax", "am
 _WHOLE |= {"any", "all", "_foreach_norm", "prod", "logsumexp"}
 
 
+@dataclass(frozen=True)
+class _Operator:
+    """What calls of an operator need to know of it."""
+
+    name: str
+    overload: str
+    arguments: tuple[str, ...]
+    written: tuple[str, ...]
+    is_mutable: bool
+    gives_one: bool
+    views: bool  # the first argument
+    is_pointwise: bool
+    why_none: str | None  # why it can't be part of a program
+
+
 @functools.cache
-def _overload(func: Any) -> tuple[str, str]:
-    return func._schema.name, func._schema.overload_name
+def _operator(func: Any) -> _Operator:
+    schema = func._schema
+    info = schema.returns[0].alias_info if schema.returns else None
+    return _Operator(
+        schema.name,
+        schema.overload_name,
+        tuple(a.name for a in schema.arguments),
+        tuple(a.name for a in schema.arguments if a.is_write),
+        schema.is_mutable,
+        len(schema.returns) == 1,
+        info is not None and not info.is_write,
+        torch.Tag.pointwise in func.tags,
+        _why_no_program(func),
+    )
+
+
+def _why_no_program(func: Any) -> str | None:
+    schema, tags = func._schema, frozenset(func.tags)
+    if tags & _LOOKS or any(str(r.type) not in ("Tensor", "List[Tensor]") for r in schema.returns):
+        return f"it looks at values of a tensor (operator {func})"
+    if torch.Tag.inplace_view in tags:
+        return f"it changes the shape of a tensor in place (operator {func})"
+    if tags & _UNSEEN:
+        return f"random numbers in step() (operator {func})"
+    # Whole updates of optimizers read and write counters, and what unscales gradients.
+    if schema.name.startswith("aten::_fused_"):
+        return f"it calls PyTorch's fused update ({func}): make it without fused=True"
+    if not schema.name.startswith("aten::"):
+        return f"operator {func} can't be part of a program"
+    if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
+        return f"operator {func} can't be part of a program"
+    return None
 
 
 class _Writer:
@@ -148,42 +195,43 @@ def _note_views(tape: Tape, viewed: Standin | None, made: Iterable[Standin]) -> 
 
 
 def _call_on(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    schema = func._schema
-    _refuse_what_is_no_program(tape, func)
+    operator = _operator(func)
+    if operator.why_none is not None:
+        tape.refuse(operator.why_none)
     if tape.device != CPU:
         tape.refuse(
             f"it calls operator {func}, which no kernel runs; on a GPU programs have elementwise "
             "operators only"
         )
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | options
-    written = [x for a in schema.arguments if a.is_write for x in _standins(given[a.name], tape)]
+    given = dict(zip(operator.arguments, args, strict=False)) | options
+    written = [x for name in operator.written for x in _standins(given[name], tape)]
     writer = _Writer(tape, str(func))
-    for argument in schema.arguments:
-        if argument.name in given:
-            writer.argument(given[argument.name])
+    for name in operator.arguments:
+        if name in given:
+            writer.argument(given[name])
         else:
             writer.code.append(DEFAULT)
     made = None
-    if not schema.is_mutable:
-        is_whole = _is_of_whole(schema, given, writer.operands)
+    if not operator.is_mutable:
+        is_whole = _is_of_whole(operator, given, writer.operands)
         made = _results(tape, func, args, options, writer.operands, is_whole)
     elif not all(map(_is_plain, writer.operands)):
         _try_without_data(tape, func, args, options)  # it may be that shapes don't fit
     for x in written:
         tape.written.add(tape.roots.get(x.register, x.register))
-    _note_views(tape, _viewed(schema, args), _flat(made))
+    _note_views(tape, args[0] if operator.views else None, _flat(made))
     tape.lines.append(
         Call(
-            f"{_overload(func)[0]}.{_overload(func)[1]}",
+            f"{operator.name}.{operator.overload}",
             tuple(writer.code),
-            (*_overload(func), *writer.words),
+            (operator.name, operator.overload, *writer.words),
             tuple(writer.numbers),
-            tuple(x.register for x in writer.operands),
-            tuple(x.register for x in _flat(made)),
+            tuple([x.register for x in writer.operands]),
+            tuple([x.register for x in _flat(made)]),
         )
     )
-    if schema.is_mutable:
-        return args[0] if len(schema.returns) == 1 and "out" not in options else options.get("out")
+    if operator.is_mutable:
+        return args[0] if operator.gives_one and "out" not in options else options.get("out")
     return made
 
 
@@ -245,23 +293,6 @@ class Numbers(TorchDispatchMode):
         return made
 
 
-def _refuse_what_is_no_program(tape: Tape, func: Any) -> None:
-    schema, tags = func._schema, frozenset(func.tags)
-    if tags & _LOOKS or any(str(r.type) not in ("Tensor", "List[Tensor]") for r in schema.returns):
-        tape.refuse(f"it looks at values of a tensor (operator {func})")
-    if torch.Tag.inplace_view in tags:
-        tape.refuse(f"it changes the shape of a tensor in place (operator {func})")
-    if tags & _UNSEEN:
-        tape.refuse(f"random numbers in step() (operator {func})")
-    # Whole updates of optimizers read and write counters, and what unscales gradients.
-    if schema.name.startswith("aten::_fused_"):
-        tape.refuse(f"it calls PyTorch's fused update ({func}): make it without fused=True")
-    if not schema.name.startswith("aten::"):
-        tape.refuse(f"operator {func} can't be part of a program")
-    if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
-        tape.refuse(f"operator {func} can't be part of a program")
-
-
 def _standins(x: Any, tape: Tape) -> Iterable[Standin]:
     """Those that an operator writes into."""
     for one in x if isinstance(x, list | tuple) else [x]:
@@ -271,12 +302,6 @@ def _standins(x: Any, tape: Tape) -> Iterable[Standin]:
         if one.dtype == torch.bool and not one.in_bytes:
             tape.refuse("it writes into a mask")
         yield one
-
-
-def _viewed(schema: Any, args: tuple[Any, ...]) -> Standin | None:
-    """The tensor of which the results are views."""
-    info = schema.returns[0].alias_info if schema.returns else None
-    return args[0] if info is not None and not info.is_write else None
 
 
 def _flat(made: Any) -> list[Standin]:
@@ -298,15 +323,18 @@ def _results(
     is_fixed = is_whole or all(x.is_fixed for x in operands)
     if not operands:  # it makes a tensor, of the parameter's shape if it has looked at that
         is_fixed = not tape.looked_at_shape
-    is_like_param = torch.Tag.pointwise in func.tags and all(map(_is_plain, operands))
+    is_like_param = _operator(func).is_pointwise and all(map(_is_plain, operands))
     if not (is_fixed or is_like_param):
         tape.looked_at_shape = True
     return _like(tape, made, is_fixed)
 
 
 def _try_without_data(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    is_pointwise = _operator(func).is_pointwise
+    blank = tuple([_blank(tape, x, is_pointwise) for x in args])
+    of_options = [(k, _blank(tape, x, is_pointwise)) for k, x in _here(options)]
     try:
-        return func(*_blank(tape, args), **{k: _blank(tape, x) for k, x in _here(options)})
+        return results(func, blank, tuple(of_options), settings())
     except Exception as error:
         tape.refuse(f"operator {func} can't be tried without data: {error}")
 
@@ -316,10 +344,10 @@ def _is_plain(x: Standin) -> bool:
     return x.form is None or x.form == POINT
 
 
-def _is_of_whole(schema: Any, given: dict[str, Any], operands: list[Standin]) -> bool:
+def _is_of_whole(operator: _Operator, given: dict[str, Any], operands: list[Standin]) -> bool:
     """Whether it gives one number, whatever the parameter's shape."""
     return (
-        schema.name.removeprefix("aten::") in _WHOLE
+        operator.name.removeprefix("aten::") in _WHOLE
         and not any(given.get(name) for name in _OF_SOME)
         and all(map(_is_plain, operands))
     )
@@ -330,25 +358,23 @@ def _here(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
         yield name, torch.device("meta") if name == "device" else x
 
 
-def _blank(tape: Tape, x: Any) -> Any:
+def _blank(tape: Tape, x: Any, is_pointwise: bool) -> Any:
     if isinstance(x, Standin):
         return tape.blank(x)
-    if isinstance(x, Given):
-        return x.value
     if isinstance(x, Tensor):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return Blank(tuple(x.shape), None, x.dtype)
     if isinstance(x, list | tuple):
-        return type(x)(_blank(tape, item) for item in x)
-    return x
+        return tuple([_blank(tape, item, is_pointwise) for item in x])
+    return plain(x.value if isinstance(x, Given) else x, is_pointwise)
 
 
 def _like(tape: Tape, made: Any, is_fixed: bool) -> Any:
     if made is None:
         return None
-    if isinstance(made, list | tuple):
+    if not isinstance(made, Blank):
         return type(made)(_like(tape, item, is_fixed) for item in made)
-    form: Form = tuple(made.shape), made.stride()
-    is_params = not is_fixed and form == tape.form()
+    form: Form = made.sizes, made.strides or ()
+    is_params = not is_fixed and form == tape.form
     x = tape.new(made.dtype, None if is_params else form)
     if made.dtype != tape.dtype:
         tape.apart.add(x.register)

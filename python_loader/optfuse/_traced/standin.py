@@ -4,6 +4,7 @@ writes a line on a tape."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import weakref
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from optfuse._traced.given import Given, Place, given_to
+from optfuse._traced.without_data import Blank
 
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
@@ -238,15 +240,14 @@ class Tape:
             self.looked_at_shape = True
         if question is _SIZES:
             return list(self.sizes if x.form is None else x.form[0])
-        return question(self.blank(x), *args)
+        return question(self.blank(x).tensor(), *args)
 
-    def blank(self, x: Standin) -> Tensor:
-        """A tensor like it, which has no memory."""
+    def blank(self, x: Standin) -> Blank:
+        """A tensor like it, without data."""
         sizes, strides = (self.sizes, self.strides) if x.form is None else x.form
-        if strides is None:
-            return torch.empty(sizes, device="meta", dtype=x.dtype)
-        return torch.empty_strided(sizes, strides, device="meta", dtype=x.dtype)
+        return Blank(sizes, strides, x.dtype)
 
+    @functools.cached_property
     def form(self) -> Form:
         """The parameter's."""
         if self.strides is not None:
