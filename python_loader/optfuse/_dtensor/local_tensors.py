@@ -30,6 +30,8 @@ def _class() -> Any:
 
 def is_dtensor(value: Any) -> bool:
     """Whether it is one, and not of a subclass."""
+    if type(value) in _PLAIN:
+        return False
     cls = _class()
     return cls is not None and type(value) is cls
 

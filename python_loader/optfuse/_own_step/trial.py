@@ -372,8 +372,9 @@ class Trial:
         return [((kind, name), v) for kind, values in kinds for name, v in values.items()]
 
     def _copies(self) -> list[tuple[Place, Any, Any]]:
-        """The contents, where each one is, and a copy of it."""
-        return [(place, value, copy.deepcopy(value)) for place, value in self._contents()]
+        """The contents, where each one is, and a copy of it. Numbers can't be written into."""
+        contents = ((place, x) for place, x in self._contents() if type(x) not in twin.CONSTANT)
+        return [(place, value, _copy_of_one(value)) for place, value in contents]
 
     def _tensors_of_state(self) -> list[list[Tensor]]:
         entries = [self._whole.state.get(small.param) or {} for small in self._smalls]
@@ -424,6 +425,11 @@ def _not_own(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes that PyTorch gives to every optimizer."""
     own = twin.own_attributes(attributes)
     return {k: v for k, v in attributes.items() if k not in own}
+
+
+def _copy_of_one(value: Any) -> Any:
+    is_plain = type(value) is Tensor and not value.requires_grad
+    return value.clone() if is_plain else copy.deepcopy(value)
 
 
 def written_of(copies: list[tuple[Place, Any, Any]]) -> frozenset[Place]:

@@ -99,7 +99,7 @@ def _why_no_program(func: Any) -> str | None:
 class _Writer:
     """Writes the arguments of an operator down."""
 
-    def __init__(self, tape: Tape, called: str) -> None:
+    def __init__(self, tape: Tape, called: Any) -> None:
         self._tape = tape
         self._called = called
         self.code: list[int] = []
@@ -205,7 +205,7 @@ def _call_on(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, An
         )
     given = dict(zip(operator.arguments, args, strict=False)) | options
     written = [x for name in operator.written for x in _standins(given[name], tape)]
-    writer = _Writer(tape, str(func))
+    writer = _Writer(tape, func)
     for name in operator.arguments:
         if name in given:
             writer.argument(given[name])
