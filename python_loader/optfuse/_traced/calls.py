@@ -30,7 +30,7 @@ from optfuse._traced.standin import (
     otherwise,
     tape_of,
 )
-from optfuse._traced.without_data import Blank, plain, results, settings
+from optfuse._traced.without_data import ANY_FLOAT, Blank, plain, results, settings
 
 # Kinds of arguments; shim/traced/parts.cpp reads the same numbers.
 NONE, REGISTER, INT, DOUBLE, BOOL, LIST, NUMBER, STRING, DEVICE, DEFAULT = range(10)
@@ -48,7 +48,7 @@ _WHOLE |= {"any", "all", "_foreach_norm", "prod", "logsumexp"}
 
 @dataclass(frozen=True)
 class _Operator:
-    """What calls of an operator need to know of it."""
+    """The facts of an operator that its calls need."""
 
     name: str
     overload: str
@@ -330,9 +330,9 @@ def _results(
 
 
 def _try_without_data(tape: Tape, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    is_pointwise = _operator(func).is_pointwise
-    blank = tuple([_blank(tape, x, is_pointwise) for x in args])
-    of_options = [(k, _blank(tape, x, is_pointwise)) for k, x in _here(options)]
+    any_float = _operator(func).name in ANY_FLOAT
+    blank = tuple([_blank(tape, x, any_float) for x in args])
+    of_options = [(name, _blank(tape, x, any_float)) for name, x in _here(options)]
     try:
         return results(func, blank, tuple(of_options), settings())
     except Exception as error:
@@ -358,14 +358,14 @@ def _here(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
         yield name, torch.device("meta") if name == "device" else x
 
 
-def _blank(tape: Tape, x: Any, is_pointwise: bool) -> Any:
+def _blank(tape: Tape, x: Any, any_float: bool) -> Any:
     if isinstance(x, Standin):
         return tape.blank(x)
     if isinstance(x, Tensor):
         return Blank(tuple(x.shape), None, x.dtype)
     if isinstance(x, list | tuple):
-        return tuple([_blank(tape, item, is_pointwise) for item in x])
-    return plain(x.value if isinstance(x, Given) else x, is_pointwise)
+        return tuple([_blank(tape, item, any_float) for item in x])
+    return plain(x.value if isinstance(x, Given) else x, any_float)
 
 
 def _like(tape: Tape, made: Any, is_fixed: bool) -> Any:

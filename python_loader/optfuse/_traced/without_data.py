@@ -6,7 +6,6 @@ depend on, and makes the tensors of it."""
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +34,25 @@ class Plain(NamedTuple):
     type: type
 
 
+# Without data a float that is an argument of these is as good as any other, of others maybe not: it
+# may be out of range. Steps mostly come with other numbers than the steps before.
+ANY_FLOAT = frozenset(
+    f"aten::{name}{end}"
+    for name in ("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "addcdiv")
+    for end in ("", "_")
+)
+_A_FLOAT = Plain(1.0, float)
+
+
 def settings() -> tuple[Any, ...]:
     """The settings of the process on which results depend, or whether there are any."""
     return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 
-def plain(x: Any, is_pointwise: bool) -> Plain:
-    """Where each element is computed from those in the same place, a number changes by no more than
-    its sign, or by being zero, infinite or NaN, what there is without data: errors. Others change
-    at each step."""
-    if isinstance(x, float) and is_pointwise and x and math.isfinite(x):
-        x = math.copysign(1.0, x)
+def plain(x: Any, any_float: bool = False) -> Plain:
+    """any_float: the operator is one of ANY_FLOAT."""
+    if any_float and isinstance(x, float):
+        return _A_FLOAT
     return Plain(x, type(x))
 
 
