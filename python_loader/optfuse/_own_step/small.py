@@ -4,6 +4,7 @@ its class's step() can be tried; and the gradients for that."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -82,8 +83,12 @@ def _kind_of_option(value: Any) -> str:
 
 
 def _kind(param: Tensor) -> tuple[str, ...]:
-    is_large = param.numel() > LARGE
-    return str(param.dtype), str(param.device), str(param.dim()), str(is_large)
+    return _names(param.dtype, param.device, param.dim(), param.numel() > LARGE)
+
+
+@functools.lru_cache(256)
+def _names(*of_param: Any) -> tuple[str, ...]:
+    return tuple(map(str, of_param))
 
 
 def _chosen(params: list[Tensor], state: Any) -> list[int]:

@@ -103,7 +103,7 @@ def _checksum(tensor: Tensor) -> int | None:
         bits = bits.view(-1)
         words = bits.numel() * bits.element_size() // 8 * 8 // bits.element_size()
         head, tail = bits[:words], bits[words:]
-        return hash((int(head.view(torch.int64).sum()), _sum(tail)))
+        return hash((int(head.view(torch.int64).sum()), _sum(tail) if tail.numel() else 0))
     return _sum(bits)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -58,18 +59,20 @@ def given_to(func: Any, call: int, args: Any, options: Any, pinned: set[Place]) 
     """The arguments and options of an operator with a Given for each number. Whole numbers that
     are sizes and the like stay as they are."""
     args, options = list(args), dict(options)
-    for i, argument in enumerate(func._schema.arguments):
-        if not _takes_numbers(str(argument.type)):
-            continue
+    for i, name in _taking_numbers(func):
         if i < len(args):
             args[i] = _given(args[i], call, i, pinned)
-        elif argument.name in options:
-            options[argument.name] = _given(options[argument.name], call, i, pinned)
+        elif name in options:
+            options[name] = _given(options[name], call, i, pinned)
     return tuple(args), options
 
 
-def _takes_numbers(kind: str) -> bool:
-    return any(name in kind for name in ("number", "float", "Tensor"))
+@functools.cache
+def _taking_numbers(func: Any) -> list[tuple[int, str]]:
+    """Arguments by their places and names."""
+    kinds = [(i, a.name, str(a.type)) for i, a in enumerate(func._schema.arguments)]
+    found = ("number", "float", "Tensor")
+    return [(i, name) for i, name, kind in kinds if any(x in kind for x in found)]
 
 
 def _given(value: Any, call: int, argument: int, pinned: set[Place]) -> Any:

@@ -41,6 +41,7 @@ class Recording:
         self.before: dict[str, Any] = {}  # attributes of the optimizer
         self.after = Settings({}, {})  # what this step makes of options and attributes
         self.copies = Copies()
+        self.learns = True  # not at the last of all steps
         self.layout([])
 
     def layout(self, groups: list[Group]) -> None:
@@ -158,7 +159,7 @@ class Recording:
         _must_keep_entries(entry, recorded.entry)
         untouched = _with_own_containers(given, optimizer.param_groups[cohort.group])
         self._take_settings(cohort.group, attributes, untouched, recorded)
-        may = cohort.replay is None and self._can_play(param)
+        may = cohort.replay is None and self.learns and self._can_play(param)
         may = may and cohort.is_worth_learning(before, self.by_shape[cohort.group])
         if may and not self._must_run_once(optimizer.param_groups[cohort.group]):
             self._learn_replay(optimizer, param, cohort, recorded)

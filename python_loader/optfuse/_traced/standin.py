@@ -18,6 +18,8 @@ from torch import Tensor
 from optfuse._traced.given import Given, Place, given_to
 from optfuse._traced.without_data import Blank
 
+_learned_now = torch.ops.optfuse.learned_now.default
+_operators_so_far = torch.ops.optfuse.operators_so_far.default
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
 MOST_OUTCOMES = 4  # of branches on values
@@ -75,7 +77,7 @@ class Learning:
     def given(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The arguments and options of an operator, with a Given for each number, if it is one
         that step() has called itself."""
-        call, name, overload = torch.ops.optfuse.learned_now()
+        call, name, overload = _learned_now()
         schema = func._schema
         if call in self.calls or (name, overload) != (schema.name, schema.overload_name):
             return args, options
@@ -256,7 +258,7 @@ class Tape:
 
 
 def _asked_now(x: Standin) -> tuple[int, int]:
-    return torch.ops.optfuse.operators_so_far(), id(x)
+    return _operators_so_far(), id(x)
 
 
 _LENT = 0.09371  # no number that a step() has
