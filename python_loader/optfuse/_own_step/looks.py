@@ -5,7 +5,6 @@ whether step() goes another way by them. Kernels look at nothing of it."""
 
 from __future__ import annotations
 
-import dis
 import functools
 import math
 import types
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -22,8 +20,6 @@ from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._library.bindings import guard
 from optfuse._own_step.reach import reachable
 from optfuse._own_step.twin import (
-    CONSTANT,
-    OwnMethod,
     attributes_of,
     own_attributes,
     own_options,
@@ -37,10 +33,6 @@ _HOLDS = (*_LISTS, dict, set, frozenset)
 _CACHED = type(functools.lru_cache(len))
 _ALL = {"__dict__", "vars", "dir"}  # names by which code sees all attributes
 _ANY = _ALL | {"getattr", "items", "keys", "values"}  # attributes and options
-_DRAWING = {"bernoulli", "bernoulli_", "normal", "normal_", "uniform", "uniform_", "exponential_"}
-_DRAWING |= {"cauchy_", "geometric_", "log_normal_", "multinomial", "dropout", "choice", "choices"}
-_ON_TENSORS = {"rand_like", "randn_like", "randint_like"}  # operators, which a replay sees
-_DRAWING |= {"shuffle", "sample", "gauss", "betavariate", "time", "perf_counter", "monotonic"}
 
 
 def why_looked_at(optimizer: Optimizer, stock: type, subclasses: bool) -> str | None:
@@ -52,7 +44,7 @@ def why_looked_at(optimizer: Optimizer, stock: type, subclasses: bool) -> str | 
     functions = list(_functions(stock))
     return (
         (None if subclasses else _why_type(params))
-        or _why_attributes(params, _names(functions))
+        or _why_attributes(params, names_of(functions))
         or _why_identity(optimizer, params, functions)
         or _why_position(optimizer, params)
     )
@@ -87,7 +79,7 @@ def _why_identity(
     optimizer: Optimizer, params: list[Tensor], functions: list[types.FunctionType]
 ) -> str | None:
     ids = {id(p) for p in params}
-    known = [f.__globals__.get(name) for f in functions for name in _names([f])]
+    known = [f.__globals__.get(name) for f in functions for name in names_of([f])]
     options = [own_options(group) for group in optimizer.param_groups]
     for place, start in (
         ("an attribute", own_attributes(attributes_of(optimizer))),
@@ -156,7 +148,7 @@ def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
     """Names of attributes and options that the class's code may read, arguments included, as
     options may become those. None: any, as it is not all in Python or looks at all names."""
     functions = list(_functions(stock))
-    names = _names(functions)
+    names = names_of(functions)
     if not isinstance(step_of(stock), types.FunctionType) or not names.isdisjoint(_ANY):
         return None
     return frozenset(names.union(*map(_arguments, functions)))
@@ -173,117 +165,10 @@ def reads_option(stock: type[Optimizer], optimizer: Optimizer) -> Callable[[str]
 def numbers_in(stock: type[Optimizer]) -> list[float]:
     """Numbers with which the class's code may compare an option, in order."""
     functions = list(_functions(stock))
-    named = (f.__globals__.get(name) for f in functions for name in _names([f]))
-    constants = (x for code in _codes(functions) for x in code.co_consts)
+    named = (f.__globals__.get(name) for f in functions for name in names_of([f]))
+    constants = (x for code in codes_of(functions) for x in code.co_consts)
     found = [x for x in (*named, *constants) if type(x) in (int, float)]
     return sorted({0, 1, math.inf, -math.inf, *found})
-
-
-@functools.cache
-def draws(stock: type[Optimizer]) -> bool:
-    """Whether the class's code names functions that draw random numbers, or clocks."""
-    return _draw(_names(_functions(stock)) - _ON_TENSORS)
-
-
-_SWAPS = ("SWAP", "ROT_TWO", "ROT_THREE")  # before an attribute that `+=` changes
-_COPIES = ("COPY", "DUP_TOP")  # of the object that has it
-_WRITERS = {"defaults", "globals"}
-_OF_CLASS = {"type", "__class__"}  # a variable may then be the class
-_UNCHANGING = (
-    *CONSTANT,
-    *(OwnMethod, types.ModuleType, type, staticmethod, classmethod, property),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-
-
-@functools.cache
-def writes_elsewhere(stock: type[Optimizer]) -> bool:
-    """Whether the class's code may write into what a run has no copy of: globals, variables of
-    closures, values of arguments that are left out, attributes of classes and of what is no
-    argument, and the defaults of groups."""
-    functions = list(_functions(stock))
-    names = _names(functions)
-    of_classes = [
-        value
-        for cls in stock.__mro__
-        if cls not in (Optimizer, object)
-        for name, value in vars(cls).items()
-        if name in names
-    ]
-    return (
-        not names.isdisjoint(_WRITERS)
-        or any(map(_is_filled, of_classes))
-        or any(map(_writes_elsewhere, functions))
-    )
-
-
-def may_be_written(value: Any) -> bool:
-    """Whether a run could leave something in it."""
-    if type(value) in (tuple, frozenset):
-        return any(map(may_be_written, value))
-    if isinstance(value, types.FunctionType):
-        return bool(value.__closure__ or value.__dict__) or _writes_elsewhere(value)
-    if isinstance(value, types.BuiltinFunctionType):  # a method of a list, perhaps
-        return not isinstance(value.__self__, (types.ModuleType, type, type(None)))
-    return not isinstance(value, _UNCHANGING)
-
-
-def _is_filled(value: Any) -> bool:
-    """The same of what code of the class names: functions are looked at themselves."""
-    return not isinstance(value, (types.FunctionType, _CACHED)) and may_be_written(value)
-
-
-def _writes_elsewhere(function: types.FunctionType) -> bool:
-    left_out = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    held = map(_content_of, function.__closure__ or ())
-    return (
-        any(map(_is_filled, left_out))
-        or any(map(_is_filled, held))
-        or any(_code_writes(code, function) for code in _codes([function]))
-    )
-
-
-def _code_writes(code: types.CodeType, function: types.FunctionType) -> bool:
-    free = function.__code__.co_freevars
-    if "setattr" in code.co_names and not _OF_CLASS.isdisjoint(code.co_names):
-        return True
-    steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
-    for i, one in enumerate(steps):
-        name = one.opname
-        if name in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
-            name == "STORE_DEREF" and one.argval in free
-        ):
-            return True
-        if name == "LOAD_GLOBAL" and _is_filled(function.__globals__.get(one.argval)):
-            return True
-        if name == "STORE_ATTR" and not _is_of_variable(_owner(steps, i), function, code):
-            return True
-    return False
-
-
-def _is_of_variable(
-    owner: dis.Instruction | None, function: types.FunctionType, code: types.CodeType
-) -> bool:
-    """Whether the instruction gives a variable of this function that is not its class."""
-    if owner is None or "LOAD_FAST" not in owner.opname:
-        return False
-    return _OF_CLASS.isdisjoint(code.co_names) or owner.argval in _arguments(function)
-
-
-def _owner(steps: list[dis.Instruction], i: int) -> dis.Instruction | None:
-    """The instruction that gives the object whose attribute is stored at i."""
-    if steps[i - 1].opname not in _SWAPS:
-        return steps[i - 1]
-    for k in range(i - 1, 0, -1):
-        is_read = steps[k].opname == "LOAD_ATTR" and steps[k].argval == steps[i].argval
-        if is_read and steps[k - 1].opname in _COPIES:
-            return steps[k - 2]
-    return None
-
-
-def _draw(names: set[str]) -> bool:
-    random = any(name.startswith("rand") or "random" in name for name in names)
-    return random or not _DRAWING.isdisjoint(names)
 
 
 def _arguments(function: types.FunctionType) -> tuple[str, ...]:
@@ -310,29 +195,29 @@ def _functions(stock: type) -> Iterator[types.FunctionType]:
             todo.append(value.__dict__.get("__wrapped__"))
         if kind is not types.FunctionType:
             continue
-        todo.extend(map(_content_of, value.__closure__ or ()))
+        todo.extend(map(content_of, value.__closure__ or ()))
         module = value.__globals__.get("__name__") or ""  # that of a wrapper, not of the wrapped
         if module != "torch" and not module.startswith("torch."):
             yield value
-            todo.extend(value.__globals__.get(name) for name in _names([value]))
+            todo.extend(value.__globals__.get(name) for name in names_of([value]))
 
 
-def _content_of(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return None
 
 
-def _names(functions: Iterable[types.FunctionType]) -> set[str]:
+def names_of(functions: Iterable[types.FunctionType]) -> set[str]:
     """Names and strings in their code."""
     found: set[str] = set()
-    for code in _codes(functions):
+    for code in codes_of(functions):
         found.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))
     return found
 
 
-def _codes(functions: Iterable[types.FunctionType]) -> Iterator[types.CodeType]:
+def codes_of(functions: Iterable[types.FunctionType]) -> Iterator[types.CodeType]:
     """Their code, and that of the functions in it."""
     todo = [f.__code__ for f in functions]
     while todo:

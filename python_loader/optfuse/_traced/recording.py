@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._own_step import twin
-from optfuse._own_step.looks import draws, may_be_written, writes_elsewhere
+from optfuse._own_step.elsewhere import draws, may_be_written, writes_elsewhere
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.cohorts import Cohort, kind_of_shape, mark_of
