@@ -36,7 +36,6 @@ _ON_TENSORS = {"rand_like", "randn_like", "randint_like"}  # operators, which a 
 _WRITERS = {"globals", "__globals__", "__builtins__", "f_globals", "__closure__", "cell_contents"}
 _WRITERS |= {"__defaults__", "__kwdefaults__", "exec", "eval", "__import__", "import_module"}
 _WRITERS |= {"print", "open", "input", "breakpoint"}
-_WRITERS |= {"defaults"}
 _OF_CLASS = {"type", "__class__", "__mro__", "__bases__", "__func__", "__subclasses__"}
 _SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "__dict__", "vars"}
 # Where code has these, names don't tell which functions of a class it calls.
@@ -69,6 +68,13 @@ def draws(stock: type[Optimizer]) -> bool:
 def writes_elsewhere(stock: type[Optimizer]) -> bool:
     """Whether code that step() reaches may write into what a run has no copy of."""
     return _reach_of(stock).may_write()
+
+
+@functools.cache
+def names_reached(stock: type[Optimizer]) -> frozenset[str] | None:
+    """The names in code that step() reaches. None: with them it may come to any attribute."""
+    names = _reach_of(stock).names
+    return frozenset(names) if names.isdisjoint(_ANY) else None
 
 
 def may_be_written(value: Any) -> bool:

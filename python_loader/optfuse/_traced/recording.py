@@ -5,7 +5,7 @@ make of options and attributes."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._own_step import twin
-from optfuse._own_step.elsewhere import draws, may_be_written, writes_elsewhere
+from optfuse._own_step.elsewhere import draws, may_be_written, names_reached, writes_elsewhere
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.cohorts import Cohort, kind_of_shape, mark_of
 from optfuse._traced.guide import Inputs, Recorded, like, place_of, record
-from optfuse._traced.replay import learn
+from optfuse._traced.replay import Replay, learn
 from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
 
 State = dict[Tensor, Entry]
-_LEFT = twin.HIDDEN.union(twin.COUNTERS, ("defaults",))  # nothing that step() writes into
+_LEFT = twin.HIDDEN | set(twin.COUNTERS)  # nothing that step() writes into
 
 
 class Recording:
@@ -139,19 +139,18 @@ class Recording:
         return tuple(found)
 
     def _record(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> None:
-        before = cohort.recorded
-        recorded = None
-        if cohort.replay is not None:
-            attributes, given, entry = self._inputs(optimizer, param, cohort)
-            first = dict(attributes), dict(given), entry
-            again = lambda: self._inputs(optimizer, param, cohort)  # noqa: E731
-            recorded = cohort.replay.play(self._twin, first, again)
-            cohort.played += recorded is not None
+        turn, recorded = cohort.turn(), None
+        again = lambda: self._inputs(optimizer, param, cohort)  # noqa: E731
+        inputs = again()
+        if turn.replay is not None:
+            recorded = self._play(turn.replay, inputs, again)
+            turn.played += recorded is not None
+        if recorded is None and turn.replay is not None:
+            turn.replay, inputs = None, again()  # it may have written into those
+        attributes, given, entry = inputs
         if recorded is None:
-            cohort.replay = None
-            attributes, given, entry = self._inputs(optimizer, param, cohort)
             of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
-            of_all = self._making, param.device, lambda: self._inputs(optimizer, param, cohort)
+            of_all = self._making, param.device, again
             recorded = record(self._twin, dict(attributes), dict(given), *of_param, *of_all)
         cohort.recorded = recorded
         self.names += recorded.names[len(self.names) :]
@@ -159,10 +158,12 @@ class Recording:
         _must_keep_entries(entry, recorded.entry)
         untouched = _with_own_containers(given, optimizer.param_groups[cohort.group])
         self._take_settings(cohort.group, attributes, untouched, recorded)
-        may = cohort.replay is None and self.learns and self._can_play(param)
-        may = may and cohort.is_worth_learning(before, self.by_shape[cohort.group])
+        may = turn.is_worth_learning(recorded, self.by_shape[cohort.group])
+        turn.last = recorded.program.structure
+        may = may and self.learns and self._can_play(param)
         if may and not self._must_run_once(optimizer.param_groups[cohort.group]):
-            self._learn_replay(optimizer, param, cohort, recorded)
+            turn.replay = self._learn(optimizer, param, cohort, recorded)
+            turn.learned += 1
 
     def _can_play(self, param: Tensor) -> bool:
         """Elsewhere modes of Python see operators, too."""
@@ -174,33 +175,58 @@ class Recording:
         return (
             draws(self._stock)
             or writes_elsewhere(self._stock)
+            or any(_is_shared(value) for value in self._reached_attributes().values())
             or any(
-                may_be_written(value)
-                for name, value in self.before.items()
-                if name not in self.promise.attributes and name not in _LEFT
-            )
-            or any(
-                _is_shared(value)
+                _is_shared(value, but=Tensor)
                 for name, value in options.items()
                 if name not in self.promise.options and name not in twin.NOT_OPTIONS
             )
         )
 
-    def _learn_replay(
+    def _reached_attributes(self) -> dict[str, Any]:
+        """Those that a run is given themselves and may write into."""
+        reached = names_reached(self._stock)
+        return {
+            name: value
+            for name, value in self.before.items()
+            if type(value) not in twin.CONSTANT
+            and name not in _LEFT
+            and name not in self.promise.attributes
+            and (reached is None or name in reached)
+        }
+
+    def _play(self, replay: Replay, inputs: Inputs, again: Callable[[], Inputs]) -> Recorded | None:
+        """None: it was another step(), or one that writes into lists of the optimizer's."""
+
+        reached = self._reached_attributes()
+
+        def apart(inputs: Inputs) -> Inputs:
+            attributes, given, entry = inputs
+            return {**attributes, **_copied(reached)}, dict(given), entry
+
+        recorded = replay.play(self._twin, apart(inputs), lambda: apart(again()))
+        for name, value in reached.items() if recorded else ():
+            if difference("", recorded.attributes.get(name), value) is not None:
+                return None
+            recorded.attributes[name] = value
+        return recorded
+
+    def _learn(
         self, optimizer: Optimizer, param: Tensor, cohort: Cohort, recorded: Recorded
-    ) -> None:
+    ) -> Replay | None:
         promise = self.promise
 
         def inputs() -> Inputs:
             options = twin.options_of(optimizer.param_groups[cohort.group])
             given = dict(fresh(options, promise.options))
-            attributes = dict(fresh(self.before, promise.attributes))
+            attributes = fresh(self.before, promise.attributes) | _copied(
+                self._reached_attributes()
+            )
             entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
             return attributes, given, entry
 
         of_param = tuple(param.shape), param.dtype, _strides(param)
-        cohort.replay = learn(self._twin, inputs, of_param, self.names, recorded)
-        cohort.learned += 1
+        return learn(self._twin, inputs, of_param, self.names, recorded)
 
     def _inputs(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> Inputs:
         """The attributes, options and state entry of a run, with copies of what it may change."""
@@ -264,13 +290,18 @@ class Recording:
             self.after.options[i] = changed
 
 
-def _is_shared(value: Any) -> bool:
-    """Whether options_of() gives each run this object, and a run could leave something in it."""
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: twin.copied(value) for name, value in values.items()}
+
+
+def _is_shared(value: Any, but: type | tuple[()] = ()) -> bool:
+    """Whether copied() gives each run this object, and a run could leave something in it. but: a
+    kind that has copies of its own."""
     if type(value) in (list, tuple):
-        return any(map(_is_shared, value))
+        return any(_is_shared(x, but) for x in value)
     if type(value) is dict:
-        return any(map(_is_shared, value.values()))
-    return not isinstance(value, Tensor) and may_be_written(value)
+        return any(_is_shared(x, but) for x in value.values())
+    return not isinstance(value, but) and may_be_written(value)
 
 
 def _strides(param: Tensor) -> tuple[int, ...] | None:

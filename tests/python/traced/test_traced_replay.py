@@ -133,6 +133,26 @@ class Alias(Replayed):
         p.detach().add_(grad.detach(), alpha=0.01 if is_late else 0.02)
 
 
+class ReadsLists(Replayed):
+    """The optimizer has a list of each group's first learning rate, as AdaBound has."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.base, self.tables = [1e-3], {"by": {"sign": [(1, -1)]}}
+
+    def later(self, p, grad, state, group, is_late):
+        p.sub_(grad, alpha=self.base[0] * self.tables["by"]["sign"][0][0])
+
+
+class TakesTurns(Replayed):
+    """Two tensors change places, as in PNM."""
+
+    def later(self, p, grad, state, group, is_late):
+        names = ("m", "v") if state["n"] % 2 else ("v", "m")
+        state[names[0]].lerp_(grad, weight=0.01 * state["n"])
+        p.sub_(state[names[1]], alpha=0.01)
+
+
 class OfNorm(Replayed):
     """Calls an operator that no kernel runs, and another one with a number that changes."""
 
@@ -195,7 +215,7 @@ class AsksMore(Replayed):
             p.mul_(0.99)
 
 
-LIKE_BEFORE = (MayAddNoise, Replayed, NewTensor, Foreach, Numbers, Alias)
+LIKE_BEFORE = (MayAddNoise, Replayed, NewTensor, Foreach, Numbers, Alias, ReadsLists, TakesTurns)
 CALLING = (OfNorm, Asks, Lends, ByShape)
 OTHERWISE = (OtherOperator, OtherOperand, OtherPower, OtherSign, OneMore, Swallows, Kinds)
 OTHERWISE += (OtherQuestion, AsksLater, AsksMore)
@@ -529,7 +549,7 @@ def from_0(count):
     return type("Counts", (Counts,), {"more": staticmethod(count), "total": 0})
 
 
-TWICE = (Draws, Appends, CountsInAnOption, CountsInAnAttribute, TakesFromAnAttribute)
+TWICE = (Draws, CountsInAnOption, CountsInAnAttribute, TakesFromAnAttribute)
 TWICE += (CountsInDefaults, CountsInAGlobal)
 
 
@@ -547,6 +567,48 @@ def test_a_list_that_a_step_fills_is_seen():
     """Other parameters read it, so that there is no way but to refuse."""
     with pytest.raises(optfuse.Error, match="does not treat parameters independently"):
         trained(FillsAnOption, "forward")
+
+
+def test_a_list_of_the_optimizer_that_a_late_step_fills_is_filled_once():
+    theirs, _ = trained(Appends, None, ((31,),))
+    ours, _ = trained(Appends, "forward", ((31,),))
+    assert ours.seen == theirs.seen == list(range(LATER + 1, STEPS + 1))
+    compare(Appends, "forward", ((31,),))
+    assert link_of(ours).traced._cohorts[0].played > STEPS / 2
+
+
+@pytest.mark.parametrize("counts", (False, True))
+def test_defaults_are_read_in_steps_that_are_played_and_written_once(counts):
+    class OfDefaults(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 1e-2, "n": 0})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                group["n"] += 1
+                if counts and group["n"] > LATER:
+                    self.defaults["n"] += 1
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=group["lr"] + self.defaults["n"])
+
+    traced = compare(OfDefaults, "forward", ((31,),))
+    assert not traced.untraced and traced._cohorts[0].played > STEPS / 2
+
+
+def test_an_object_in_a_list_of_the_optimizer_is_written_once():
+    class InAList(Replayed):
+        def __init__(self, params):
+            super().__init__(params)
+            self.counters = [(Counter(),)]
+
+        def later(self, p, grad, state, group, is_late):
+            if is_late:
+                p.sub_(grad, alpha=0.01 * self.counters[0][0].more())
+
+    traced = compare(InAList, "forward", ((31,),))
+    assert not traced.untraced and traced._cohorts[0].learned == 0
 
 
 @pytest.mark.parametrize("make", TWICE)
