@@ -105,33 +105,26 @@ class Tried:
         held = [(own_options(group), promise.options) for group in optimizer.param_groups]
         plain = {k: v for k, v in own.items() if type(v) is not list and k != "defaults"}
         held.append((plain, promise.attributes))
-        looks = [
-            {
-                name: self._look((i, name), value)
-                for name, value in values.items()
-                if name not in changing and self._may_read(name)
-            }
-            for i, (values, changing) in enumerate(held)
-        ]
+        looks = []
+        for i, (values, changing) in enumerate(held):
+            read = {k: v for k, v in values.items() if k not in changing and self._may_read(k)}
+            others = {k: v for k, v in read.items() if k in own.get("defaults", ()) and k != "lr"}
+            among = sorted({*self._bounds, *_numbers_among(others.values())})
+            looks.append({name: self._look((i, name), v, among) for name, v in read.items()})
         self._has_lists = any(look[0] is list for each in looks for look in each.values())
         return looks
 
-    def _look(self, place: Place, value: Any) -> tuple[Any, ...]:
-        """Numbers lead the same way between two with which the class's code may compare them; a
-        trial changes rates by itself."""
+    def _look(self, place: Place, value: Any, among: list[float]) -> tuple[Any, ...]:
+        """Numbers lead the same way between two with which the class's code may compare them:
+        those that it names, and the other options. A trial changes rates by itself."""
         if type(value) is float:
-            return float, *(self._between(value) if place[1] != "lr" else ())
+            return float, *(_between(value, among) if place[1] != "lr" else ())
         if type(value) in (tuple, list):
-            return type(value), *(self._look((place[0], ""), item) for item in value)
+            return type(value), *(self._look((place[0], ""), item, among) for item in value)
         if type(value) is int and self._changes[place] >= MOST:
-            return int, *self._between(value)
+            return int, *_between(value, among)
         is_plain = type(value) in (bool, int, str, type(None))
         return (type(value), value) if is_plain else (type(value),)
-
-    def _between(self, x: float) -> tuple[int, int]:
-        if x != x:
-            return -1, -1
-        return bisect_left(self._bounds, x), bisect_right(self._bounds, x)
 
     def _count_changes(self, looks: Looks) -> None:
         last = self._looks[-1] if self._looks else looks
@@ -161,6 +154,20 @@ def _are_alike(now: list[dict[str, Any]], tried: list[dict[str, Any]]) -> bool:
         )
         for options, was in zip(now, tried, strict=True)
     )
+
+
+def _numbers_among(values: Iterable[Any]) -> Iterator[float]:
+    for value in values:
+        if type(value) in (tuple, list):
+            yield from _numbers_among(value)
+        elif type(value) in (int, float) and value == value:
+            yield value
+
+
+def _between(x: float, bounds: list[float]) -> tuple[int, int]:
+    if x != x:
+        return -1, -1
+    return bisect_left(bounds, x), bisect_right(bounds, x)
 
 
 def _numbers_in(held: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, float]]:

@@ -279,6 +279,41 @@ def test_a_number_on_the_other_side_of_one_in_the_code_is_tried(make, option, va
     optfuse.register(ByLimits, per_parameter=False)
 
 
+class ByOthers(Early):
+    """Compares its options with each other."""
+
+    def __init__(self, params):
+        torch.optim.Optimizer.__init__(self, params, dict(self.OPTIONS))
+
+    OPTIONS = {"couples": False, "lr": 0.1, "momentum": 0.5, "limit": 0.75, "pair": (0.25, 2.5)}  # noqa: RUF012
+
+    def steps(self, group, p):
+        limited = group["momentum"] > group["limit"] or group["pair"][0] > group["momentum"]
+        return 1 if limited else COUPLED_STEPS + 1
+
+
+class TracedByOthers(ByOthers):
+    pass
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("momentum", 0.8), ("limit", 0.4), ("momentum", 0.2), ("pair", (0.6, 2.5))],
+)
+@pytest.mark.parametrize("make", [ByOthers, TracedByOthers])
+def test_an_option_on_the_other_side_of_another_one_is_tried(make, option, value, mode):
+    optfuse.register(ByOthers)
+    model = net()
+    optimizer = optfuse.fuse(make(model.parameters()), mode=mode)
+    for i in range(4):
+        train(model, optimizer, i)
+        optimizer.param_groups[0]["momentum"] += 0.01  # on the same side
+    optimizer.param_groups[0][option] = value
+    refused(lambda: train(model, optimizer, 4), "independently", way_out="unfuse")
+    optfuse.register(ByOthers, per_parameter=False)
+
+
 class WaitsForState(Early):
     """Each group together where a parameter has no state; unlike other coupling a steady one."""
 
