@@ -31,8 +31,8 @@ enum class TokenKind : unsigned char { STANDIN, BOOL, INT, DOUBLE, NOTHING, TEXT
 // Part of an argument. Lists come with their length, then their elements.
 struct Token {
     TokenKind kind;
-    int64_t bits; // a stand-in's address, a number's bits, a length
-    std::string text = {};
+    int64_t bits;          // a stand-in's address, a number's bits, a length
+    std::string text = {}; // of a number that is a tensor: its dtype
 
     bool is_number() const { return kind >= TokenKind::BOOL && kind <= TokenKind::DOUBLE; }
     double value() const {
@@ -52,6 +52,7 @@ Token token_of(double x) {
 struct Noted {
     c10::OperatorHandle op;
     c10::impl::LocalDispatchKeySet modes; // of the thread
+    bool with_grad;                       // by the thread's mode
     std::vector<Token> tokens;
     std::vector<size_t> numbers; // of each token its place among all numbers, if it is one
     torch::jit::Stack results;
@@ -81,20 +82,30 @@ void take_for_standin(Replay *replay, const at::Tensor &tensor) {
     replay->standins.push_back(tensor.unsafeGetTensorImpl());
 }
 
-// A number that PyTorch has made a tensor of, for an operator on tensors.
+// A tensor without dimensions that has data: a number for an operator, which PyTorch has made a
+// tensor of, or step().
 bool number_in(const at::Tensor &tensor, Token *token) {
-    if (!tensor.unsafeGetTensorImpl()->is_wrapped_number() || !tensor.is_cpu())
+    const bool is_wrapped = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    if (!tensor.is_cpu() || tensor.key_set().has(c10::DispatchKey::Python) || tensor.dim() != 0 ||
+        tensor.layout() != at::kStrided || tensor.requires_grad() || tensor.is_complex())
         return false;
-    const void *at = tensor.const_data_ptr();
-    if (tensor.scalar_type() == at::kDouble)
-        *token = token_of(*static_cast<const double *>(at));
-    else if (tensor.scalar_type() == at::kLong)
-        *token = Token{TokenKind::INT, *static_cast<const int64_t *>(at)};
-    else if (tensor.scalar_type() == at::kBool)
-        *token = Token{TokenKind::BOOL, *static_cast<const bool *>(at)};
+    const at::Scalar value = tensor.item();
+    if (value.isFloatingPoint())
+        *token = token_of(value.toDouble());
+    else if (value.isBoolean())
+        *token = Token{TokenKind::BOOL, value.toBool()};
     else
-        return false;
+        *token = Token{TokenKind::INT, value.toLong()};
+    if (!is_wrapped)
+        token->text = c10::toString(tensor.scalar_type());
     return true;
+}
+
+// With gradients on, results depend on whether it requires one.
+Token token_of_standin(const at::Tensor &tensor) {
+    const auto address = reinterpret_cast<int64_t>(tensor.unsafeGetTensorImpl());
+    const bool is_followed = c10::GradMode::is_enabled() && tensor.requires_grad();
+    return Token{TokenKind::STANDIN, address | static_cast<int64_t>(is_followed)};
 }
 
 // To take(token, element), until it returns false. False also for what has no token.
@@ -102,11 +113,10 @@ template <typename Take>
 bool each_token(const c10::IValue &value, size_t element, const Take &take) {
     if (value.isTensor()) {
         const at::Tensor &tensor = value.toTensor();
-        const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-        Token token = {TokenKind::STANDIN, reinterpret_cast<int64_t>(impl)};
-        if (!tensor.defined())
-            token = Token{TokenKind::NOTHING, 0};
-        else if (!is_standin(impl) && !number_in(tensor, &token))
+        Token token = {TokenKind::NOTHING, 0};
+        if (tensor.defined() && is_standin(tensor.unsafeGetTensorImpl()))
+            token = token_of_standin(tensor);
+        else if (tensor.defined() && !number_in(tensor, &token))
             return false;
         return take(token, element);
     }
@@ -165,8 +175,9 @@ bool keep_results(Replay *replay, torch::jit::Stack *stack) {
     const size_t n = noted.op.schema().returns().size();
     const auto results = torch::jit::last(*stack, n);
     noted.results.assign(results.begin(), results.end());
-    const auto keep = [replay](const at::Tensor &tensor) {
-        if (!tensor.defined() || !tensor.key_set().has(c10::DispatchKey::Python))
+    const auto keep = [replay, &noted](const at::Tensor &tensor) {
+        if (!tensor.defined() || !tensor.key_set().has(c10::DispatchKey::Python) ||
+            (noted.with_grad && tensor.requires_grad()))
             return false;
         take_for_standin(replay, tensor);
         return true;
@@ -189,7 +200,8 @@ bool learn(Replay *replay, const c10::OperatorHandle &op, c10::DispatchKeySet ke
            torch::jit::Stack *stack, PassOn pass_on) {
     if (replay->depth != 0 || !has_standins(op, *stack))
         return false;
-    Noted noted{op, c10::impl::tls_local_dispatch_key_set(), {}, {}, {}, {}};
+    const bool with_grad = c10::GradMode::is_enabled();
+    Noted noted{op, c10::impl::tls_local_dispatch_key_set(), with_grad, {}, {}, {}, {}};
     const size_t n = op.schema().arguments().size();
     for (size_t i = 0; i < n; i++)
         replay->failed |=
@@ -202,7 +214,6 @@ bool learn(Replay *replay, const c10::OperatorHandle &op, c10::DispatchKeySet ke
                 noted.tokens.push_back(token);
                 return true;
             });
-    replay->failed |= c10::GradMode::is_enabled();
     replay->calls.push_back(std::move(noted));
     replay->depth = 1;
     try {
@@ -225,7 +236,7 @@ bool play(Replay *replay, const c10::OperatorHandle &op, torch::jit::Stack *stac
         return give_up(replay, op, *stack);
     const Noted &noted = replay->calls[replay->next];
     const size_t n = op.schema().arguments().size();
-    if (!(op == noted.op) || c10::GradMode::is_enabled() ||
+    if (!(op == noted.op) || c10::GradMode::is_enabled() != noted.with_grad ||
         !same_modes(noted.modes, c10::impl::tls_local_dispatch_key_set()))
         return give_up(replay, op, *stack);
     size_t at = 0;
@@ -234,7 +245,7 @@ bool play(Replay *replay, const c10::OperatorHandle &op, torch::jit::Stack *stac
             return false;
         const size_t number = noted.numbers[at];
         const Token &known = noted.tokens[at++];
-        if (token.is_number() && replay->is_free[number] != 0) {
+        if (token.is_number() && replay->is_free[number] != 0 && token.text == known.text) {
             replay->values[number] = token.value();
             return true;
         }

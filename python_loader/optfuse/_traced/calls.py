@@ -134,7 +134,7 @@ class _Writer:
         if type(x.value) is not float:
             self.argument(x.pin())
             return
-        self.code.append(DOUBLE)
+        self.code += (DOUBLE,) if x.dtype is None else (NUMBER, DTYPES[x.dtype])
         self.numbers.append(x)
 
     def _operand(self, x: Standin) -> None:
@@ -361,6 +361,8 @@ def _here(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 def _blank(tape: Tape, x: Any, any_float: bool) -> Any:
     if isinstance(x, Standin):
         return tape.blank(x)
+    if isinstance(x, Given) and x.dtype is not None:
+        return Blank((), None, x.dtype)
     if isinstance(x, Tensor):
         return Blank(tuple(x.shape), None, x.dtype)
     if isinstance(x, list | tuple):

@@ -7,6 +7,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 Place = tuple[int, int, int]  # operator, argument, element
 
 
@@ -19,10 +21,11 @@ class Given:
     place: Place
     pinned: set[Place]
     sign: int = 1
+    dtype: torch.dtype | None = None  # of a tensor without dimensions
 
     def times(self, factor: float) -> Given | float:
         if factor in (1.0, -1.0):
-            return Given(self.value, self.place, self.pinned, int(factor) * self.sign)
+            return Given(self.value, self.place, self.pinned, int(factor) * self.sign, self.dtype)
         return factor * float(self)
 
     def now(self) -> float:
@@ -78,6 +81,14 @@ def _taking_numbers(func: Any) -> list[tuple[int, str]]:
 def _given(value: Any, call: int, argument: int, pinned: set[Place]) -> Any:
     if isinstance(value, bool | int | float):
         return Given(value, (call, argument, 0), pinned)
+    if _is_number(value):
+        return Given(float(value), (call, argument, 0), pinned, dtype=value.dtype)
     if isinstance(value, list | tuple) and any(isinstance(x, bool | int | float) for x in value):
         return [Given(x, (call, argument, i), pinned) for i, x in enumerate(value)]
     return value
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a tensor without dimensions that the library reads as a number."""
+    is_plain = type(value) is torch.Tensor and value.ndim == 0 and value.device.type == "cpu"
+    return is_plain and not value.is_complex() and not value.requires_grad

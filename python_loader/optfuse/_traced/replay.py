@@ -57,6 +57,7 @@ class Run:
         self._given = given
         self._keys = list(made or ())
         self._after = _standins_in(made)
+        self._of_data = self._grad, *given.values(), *self._after.values()
 
     def settle(self, recorded: Recorded, free: list[int], n_numbers: int) -> None:
         """recorded: what the whole step() did; free: the numbers of operators that may be others;
@@ -114,7 +115,7 @@ class Run:
             and next(iter(after["state"]), param) is param
             and param.of_grad is self._grad
             and requires_grad_of(param)
-            and not any(map(requires_grad_of, (self._grad, *self._given.values())))
+            and not any(map(requires_grad_of, self._of_data))
         )
 
     def _with_places(self, made: Entry) -> Entry | None:

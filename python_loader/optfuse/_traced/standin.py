@@ -380,7 +380,8 @@ _ANSWERS = {
     "__bool__": lambda x: x.tape.branch(x),
     "__class__": property(_class_of),
     "requires_grad": property(_look_at_requires_grad, lambda x, to: _requires_grad.__set__(x, to)),
-    "data": property(torch._C.TensorBase.data.__get__, _set_data),
+    # PyTorch would not ask the dispatcher, where replays look.
+    "data": property(Tensor.detach, _set_data),
 }
 _Answers: Any = type("_Answers", (), _ANSWERS)
 _make_wrapper = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]

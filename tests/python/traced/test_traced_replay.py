@@ -153,11 +153,50 @@ class TakesTurns(Replayed):
         p.sub_(state[names[1]], alpha=0.01)
 
 
+class NumbersAsTensors(Replayed):
+    """Tensors without dimensions that it makes, one of them of a counter."""
+
+    def later(self, p, grad, state, group, is_late):
+        state["t"] = state.get("t", torch.zeros(())) + 1
+        size = torch.full((), 0.1 + 0.01 * state["n"], dtype=p.dtype)
+        p.sub_(torch.div(size, grad.abs() + 1) * (1 - 0.9 ** state["t"]), alpha=0.01)
+        state["v"].mul_(torch.tensor(0.5)).add_(torch.tensor(state["n"]))
+
+
+class NumbersOfOtherDtypes(NumbersAsTensors):
+    def later(self, p, grad, state, group, is_late):
+        dtype = torch.float64 if is_late else torch.float32
+        p.sub_(grad * torch.full((), 0.1 + 0.01 * state["n"], dtype=dtype))
+
+
+class ByData(Replayed):
+    """As before torch.no_grad(): gradients are on, and .data has none."""
+
+    def step(self):
+        with torch.enable_grad():
+            return Base.step.__wrapped__(self)
+
+    def update(self, p, grad, state, group):
+        super().update(p.data, grad.data, state, group)
+
+    def later(self, p, grad, state, group, is_late):
+        p.data.mul_(1 - 0.001 * state["n"]).sub_(grad.data.abs(), alpha=0.01)
+
+
 class OfNorm(Replayed):
     """Calls an operator that no kernel runs, and another one with a number that changes."""
 
     def later(self, p, grad, state, group, is_late):
         p.sub_(grad / (grad.norm() + 0.1 * state["n"]), alpha=0.01)
+
+
+class OfNormByATensor(Replayed):
+    """Calls an operator with a tensor that is a number, of another dtype from a step on."""
+
+    def later(self, p, grad, state, group, is_late):
+        dtype = torch.float64 if is_late else torch.float32
+        number = torch.full((), 0.1 * state["n"], dtype=dtype)
+        p.sub_(grad / (grad.norm() + number), alpha=0.01)
 
 
 class Asks(Replayed):
@@ -216,9 +255,10 @@ class AsksMore(Replayed):
 
 
 LIKE_BEFORE = (MayAddNoise, Replayed, NewTensor, Foreach, Numbers, Alias, ReadsLists, TakesTurns)
-CALLING = (OfNorm, Asks, Lends, ByShape)
+LIKE_BEFORE += (NumbersAsTensors, ByData)
+CALLING = (OfNorm, OfNormByATensor, Asks, Lends, ByShape)
 OTHERWISE = (OtherOperator, OtherOperand, OtherPower, OtherSign, OneMore, Swallows, Kinds)
-OTHERWISE += (OtherQuestion, AsksLater, AsksMore)
+OTHERWISE += (NumbersOfOtherDtypes, OtherQuestion, AsksLater, AsksMore)
 
 
 def trained(make, mode, shapes=((31,), (7, 5), (20,))):
@@ -351,10 +391,19 @@ class TurnsGradientsOn(Replayed):
             state["v"].requires_grad_(True)
 
 
+class TurnsGradientsOfNewStateOn(Replayed):
+    def later(self, p, grad, state, group, is_late):
+        state["v"] = grad * 0.5
+        p.sub_(state["v"], alpha=0.01)
+        if is_late:
+            state["v"].requires_grad_(True)
+
+
 @pytest.mark.parametrize(
     ("make", "untraced"),
     (
         (Forgets, 1),
+        (TurnsGradientsOfNewStateOn, STEPS - LATER),
         (TurnsGradientsOn, STEPS - LATER),
         (Notes, STEPS - LATER),
         (Option, 1),
@@ -636,11 +685,22 @@ def test_steps_that_take_turns_give_up_learning():
     assert traced._cohorts[0].learned <= 4
 
 
-def test_a_step_with_gradients_on_is_not_played():
-    class Enabled(Replayed):
+def test_gradients_are_on_or_off_as_they_were():
+    class TurnsOn(Replayed):
         def later(self, p, grad, state, group, is_late):
-            with torch.enable_grad():
+            with torch.set_grad_enabled(is_late):
                 state["v"].add_(grad)
 
-    traced = compare(Enabled, "forward")
+    traced = compare(TurnsOn, "forward")
+    assert traced._cohorts[0].learned == 2 and not traced.untraced
+
+
+def test_a_step_whose_results_need_gradients_is_not_played():
+    class Follows(Replayed):
+        def later(self, p, grad, state, group, is_late):
+            with torch.enable_grad():
+                twice = p * 2
+            p.sub_(twice.detach(), alpha=0.01)
+
+    traced = compare(Follows, "forward")
     assert traced._cohorts[0].played == 0
