@@ -59,7 +59,7 @@ _UNCHANGING = (
 @functools.cache
 def draws(stock: type[Optimizer]) -> bool:
     """Whether code that step() reaches names functions that draw random numbers, or clocks."""
-    names = _reach_of(stock).names - _ON_TENSORS
+    names = set(filter(str.isidentifier, _reach_of(stock).names)) - _ON_TENSORS
     random = any(name.startswith("rand") or "random" in name for name in names)
     return random or not _DRAWING.isdisjoint(names)
 
@@ -82,12 +82,17 @@ def may_be_written(value: Any) -> bool:
     if type(value) in (tuple, frozenset):
         return any(map(may_be_written, value))
     if isinstance(value, types.FunctionType):
-        return bool(value.__closure__ or value.__dict__) or _Reach([], [value]).may_write()
+        return bool(value.__closure__ or value.__dict__) or _may_write(value)
     if isinstance(value, type):
         return not _is_pure(value.__module__)
     if isinstance(value, types.BuiltinFunctionType):  # a method of a list, perhaps
         return not _is_pure_builtin(value)
     return not isinstance(value, _UNCHANGING) and type(value).__module__ != "typing"
+
+
+@functools.lru_cache(256)
+def _may_write(function: types.FunctionType) -> bool:
+    return _Reach([], [function]).may_write()
 
 
 def _is_filled(value: Any) -> bool:

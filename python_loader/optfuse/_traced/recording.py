@@ -24,6 +24,7 @@ from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
 
 State = dict[Tensor, Entry]
+MOST_ITEMS = 1000  # of a list or dict that each run gets a copy of
 _LEFT = twin.HIDDEN | set(twin.COUNTERS)  # nothing that step() writes into
 
 
@@ -161,7 +162,8 @@ class Recording:
         may = turn.is_worth_learning(recorded, self.by_shape[cohort.group])
         turn.last = recorded.program.structure
         may = may and self.learns and self._can_play(param)
-        if may and not self._must_run_once(optimizer.param_groups[cohort.group]):
+        options = optimizer.param_groups[cohort.group]
+        if may and not self._must_run_once(options, self._reached_attributes()):
             turn.replay = self._learn(optimizer, param, cohort, recorded)
             turn.learned += 1
 
@@ -169,17 +171,19 @@ class Recording:
         """Elsewhere modes of Python see operators, too."""
         return self._making == "none" and param.device.type == "cpu"
 
-    def _must_run_once(self, options: Group) -> bool:
+    def _must_run_once(self, options: Group, reached: dict[str, Any]) -> bool:
         """Whether a step() that is run again, as one that was played in vain, could leave
         something twice: in a generator of random numbers, or in an attribute without a copy."""
         return (
             draws(self._stock)
             or writes_elsewhere(self._stock)
-            or any(_is_shared(value) for value in self._reached_attributes().values())
+            or any(map(_is_shared, reached.values()))
             or any(
                 _is_shared(value, but=Tensor)
                 for name, value in options.items()
-                if name not in self.promise.options and name not in twin.NOT_OPTIONS
+                if type(value) not in twin.CONSTANT
+                and name not in self.promise.options
+                and name not in twin.NOT_OPTIONS
             )
         )
 
@@ -197,8 +201,9 @@ class Recording:
 
     def _play(self, replay: Replay, inputs: Inputs, again: Callable[[], Inputs]) -> Recorded | None:
         """None: it was another step(), or one that writes into lists of the optimizer's."""
-
         reached = self._reached_attributes()
+        if self._must_run_once(inputs[1], reached):  # since it was learned
+            return None
 
         def apart(inputs: Inputs) -> Inputs:
             attributes, given, entry = inputs
@@ -206,7 +211,7 @@ class Recording:
 
         recorded = replay.play(self._twin, apart(inputs), lambda: apart(again()))
         for name, value in reached.items() if recorded else ():
-            if difference("", recorded.attributes.get(name), value) is not None:
+            if not _is_same(recorded.attributes.get(name), value):
                 return None
             recorded.attributes[name] = value
         return recorded
@@ -294,14 +299,21 @@ def _copied(values: dict[str, Any]) -> dict[str, Any]:
     return {name: twin.copied(value) for name, value in values.items()}
 
 
-def _is_shared(value: Any, but: type | tuple[()] = ()) -> bool:
-    """Whether copied() gives each run this object, and a run could leave something in it. but: a
-    kind that has copies of its own."""
-    if type(value) in (list, tuple):
-        return any(_is_shared(x, but) for x in value)
-    if type(value) is dict:
-        return any(_is_shared(x, but) for x in value.values())
+def _is_shared(value: Any, but: type | tuple[()] = (), depth: int = 0) -> bool:
+    """Whether copied() gives each run this object, and a run could leave something in it; also of
+    what takes too long to copy. but: a kind that has copies of its own."""
+    if type(value) in (list, tuple, dict):
+        items = (*value, *value.values()) if type(value) is dict else value
+        is_large = len(items) > MOST_ITEMS or depth > MOST_ITEMS // 100
+        return is_large or any(_is_shared(x, but, depth + 1) for x in items)
     return not isinstance(value, but) and may_be_written(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of what a run was given a copy: numbers and the like in it are the same objects."""
+    if type(one) is type(other) is list and len(one) == len(other) and all(map(is_, one, other)):
+        return True
+    return difference("", one, other) is None
 
 
 def _strides(param: Tensor) -> tuple[int, ...] | None:

@@ -672,6 +672,39 @@ def test_a_step_that_counts_elsewhere_is_not_run_twice(count):
     assert not traced.untraced and traced._cohorts[0].learned == 0
 
 
+@pytest.mark.parametrize("where", ("an option", "an attribute", "a list that is long"))
+def test_what_it_is_given_late_is_written_once(where):
+    class Takes(Replayed):
+        counter, history = None, ()
+
+        def later(self, p, grad, state, group, is_late):
+            counter = group.get("counter") or self.counter
+            if is_late:
+                p.sub_(grad, alpha=0.01 * (counter.more() if counter else len(self.history)))
+
+    def one(fused):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(30))
+        optimizer = Takes([p])
+        if fused:
+            optfuse.fuse(optimizer)
+        for i in range(STEPS):
+            if i == 20 and where == "an option":
+                optimizer.param_groups[0]["counter"] = Counter()
+            elif i == 20 and where == "an attribute":
+                optimizer.counter = Counter()
+            elif i == 20:
+                optimizer.history = 2000 * [1]
+            p.grad = torch.randn(30)
+            optimizer.step()
+        return optimizer, p
+
+    ours, p = one(True)
+    _, q = one(False)
+    assert_same(p, q, "the parameter")
+    assert link_of(ours).traced._cohorts[0].played < 20
+
+
 class Branches(Replayed):
     """Every third step does more."""
 
