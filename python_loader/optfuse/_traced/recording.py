@@ -98,7 +98,7 @@ class Recording:
 
         def inputs() -> Inputs:
             options = fresh(twin.options_of(optimizer.param_groups[number]), self.promise.options)
-            return dict(fresh(self.before, self.promise.attributes)), options, None
+            return self._apart((fresh(self.before, self.promise.attributes), options, None))
 
         attributes, options, _ = inputs()
         of_param = (tuple(param.shape), param.dtype, None, self.names, _strides(param))
@@ -151,8 +151,9 @@ class Recording:
         attributes, given, entry = inputs
         if recorded is None:
             of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
-            of_all = self._making, param.device, again
-            recorded = record(self._twin, dict(attributes), dict(given), *of_param, *of_all)
+            of_all = self._making, param.device, lambda: self._apart(again())
+            first = self._apart(inputs)[:2]
+            recorded = record(self._twin, *first, *of_param, *of_all)
         cohort.recorded = recorded
         self.names += recorded.names[len(self.names) :]
         self.shaped |= recorded.shaped()
@@ -199,17 +200,24 @@ class Recording:
             and (reached is None or name in reached)
         }
 
+    def _apart(self, inputs: Inputs) -> Inputs:
+        """With copies of the optimizer's lists and dicts, in which every run starts from the same
+        and leaves nothing."""
+        attributes, given, entry = inputs
+        copies = {
+            name: twin.copied(value)
+            for name, value in self._reached_attributes().items()
+            if type(value) in (list, tuple, dict) and not _is_shared(value)
+        }
+        return {**attributes, **copies}, dict(given), entry
+
     def _play(self, replay: Replay, inputs: Inputs, again: Callable[[], Inputs]) -> Recorded | None:
         """None: it was another step(), or one that writes into lists of the optimizer's."""
         reached = self._reached_attributes()
         if self._must_run_once(inputs[1], reached):  # since it was learned
             return None
-
-        def apart(inputs: Inputs) -> Inputs:
-            attributes, given, entry = inputs
-            return {**attributes, **_copied(reached)}, dict(given), entry
-
-        recorded = replay.play(self._twin, apart(inputs), lambda: apart(again()))
+        first = self._apart(inputs)
+        recorded = replay.play(self._twin, first, lambda: self._apart(again()))
         for name, value in reached.items() if recorded else ():
             if not _is_same(recorded.attributes.get(name), value):
                 return None
@@ -224,11 +232,9 @@ class Recording:
         def inputs() -> Inputs:
             options = twin.options_of(optimizer.param_groups[cohort.group])
             given = dict(fresh(options, promise.options))
-            attributes = fresh(self.before, promise.attributes) | _copied(
-                self._reached_attributes()
-            )
+            attributes = fresh(self.before, promise.attributes)
             entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
-            return attributes, given, entry
+            return self._apart((attributes, given, entry))
 
         of_param = tuple(param.shape), param.dtype, _strides(param)
         return learn(self._twin, inputs, of_param, self.names, recorded)
@@ -293,10 +299,6 @@ class Recording:
             if not self.after.attributes:
                 self.after = Settings(after, self.after.options)
             self.after.options[i] = changed
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: twin.copied(value) for name, value in values.items()}
 
 
 def _is_shared(value: Any, but: type | tuple[()] = (), depth: int = 0) -> bool:

@@ -478,13 +478,6 @@ class TakesFromAnAttribute(Replayed):
             p.sub_(grad, alpha=0.01 * next(self.numbers))
 
 
-class CountsInDefaults(Replayed):
-    def later(self, p, grad, state, group, is_late):
-        if is_late:
-            self.defaults["n"] = self.defaults.get("n", 0) + 1
-            p.sub_(grad, alpha=0.01 * self.defaults["n"])
-
-
 COUNTED = [0]
 
 
@@ -599,7 +592,7 @@ def from_0(count):
 
 
 TWICE = (Draws, CountsInAnOption, CountsInAnAttribute, TakesFromAnAttribute)
-TWICE += (CountsInDefaults, CountsInAGlobal)
+TWICE += (CountsInAGlobal,)
 
 
 class FillsAnOption(Replayed):
@@ -623,7 +616,27 @@ def test_a_list_of_the_optimizer_that_a_late_step_fills_is_filled_once():
     ours, _ = trained(Appends, "forward", ((31,),))
     assert ours.seen == theirs.seen == list(range(LATER + 1, STEPS + 1))
     compare(Appends, "forward", ((31,),))
-    assert link_of(ours).traced._cohorts[0].played > STEPS / 2
+    assert link_of(ours).traced.untraced == STEPS - LATER
+
+
+def test_a_list_that_late_steps_fill_once_for_all_parameters_is_filled_once():
+    """Each kind of parameter has a run of step(): one list for all would get an item of each."""
+
+    class FillsOnce(Appends):
+        @torch.no_grad()
+        def step(self):
+            if self.state and next(iter(self.state.values()))["n"] >= LATER:
+                self.seen.append(1)
+            Base.step(self)
+
+        def later(self, p, grad, state, group, is_late):
+            p.sub_(grad, alpha=0.01 * (len(self.seen) + p.dim()))
+
+    theirs, _ = trained(FillsOnce, None)
+    compare(FillsOnce, "forward")
+    ours, _ = trained(FillsOnce, "forward")
+    assert len(ours.seen) == len(theirs.seen) == STEPS - LATER
+    assert link_of(ours).traced.untraced == STEPS - LATER
 
 
 @pytest.mark.parametrize("counts", (False, True))
@@ -643,7 +656,8 @@ def test_defaults_are_read_in_steps_that_are_played_and_written_once(counts):
                         p.sub_(p.grad, alpha=group["lr"] + self.defaults["n"])
 
     traced = compare(OfDefaults, "forward", ((31,),))
-    assert not traced.untraced and traced._cohorts[0].played > STEPS / 2
+    assert traced.untraced == (STEPS - LATER if counts else 0)
+    assert counts or traced._cohorts[0].played > STEPS / 2
 
 
 def test_an_object_in_a_list_of_the_optimizer_is_written_once():
