@@ -98,7 +98,8 @@ class Recording:
 
         def inputs() -> Inputs:
             options = fresh(twin.options_of(optimizer.param_groups[number]), self.promise.options)
-            return self._apart((fresh(self.before, self.promise.attributes), options, None))
+            attributes = fresh(self.before, self.promise.attributes)
+            return _apart((attributes, options, None), self._reached_attributes())
 
         attributes, options, _ = inputs()
         of_param = (tuple(param.shape), param.dtype, None, self.names, _strides(param))
@@ -140,19 +141,19 @@ class Recording:
         return tuple(found)
 
     def _record(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> None:
-        turn, recorded = cohort.turn(), None
+        turn, recorded, reached = cohort.turn(), None, self._reached_attributes()
         again = lambda: self._inputs(optimizer, param, cohort)  # noqa: E731
         inputs = again()
         if turn.replay is not None:
-            recorded = self._play(turn.replay, inputs, again)
+            recorded = self._play(turn.replay, inputs, again, reached)
             turn.played += recorded is not None
         if recorded is None and turn.replay is not None:
             turn.replay, inputs = None, again()  # it may have written into those
         attributes, given, entry = inputs
         if recorded is None:
             of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
-            of_all = self._making, param.device, lambda: self._apart(again())
-            first = self._apart(inputs)[:2]
+            of_all = self._making, param.device, lambda: _apart(again(), reached)
+            first = _apart(inputs, reached)[:2]
             recorded = record(self._twin, *first, *of_param, *of_all)
         cohort.recorded = recorded
         self.names += recorded.names[len(self.names) :]
@@ -164,8 +165,8 @@ class Recording:
         turn.last = recorded.program.structure
         may = may and self.learns and self._can_play(param)
         options = optimizer.param_groups[cohort.group]
-        if may and not self._must_run_once(options, self._reached_attributes()):
-            turn.replay = self._learn(optimizer, param, cohort, recorded)
+        if may and not self._must_run_once(options, reached):
+            turn.replay = self._learn(optimizer, param, cohort, recorded, reached)
             turn.learned += 1
 
     def _can_play(self, param: Tensor) -> bool:
@@ -200,24 +201,18 @@ class Recording:
             and (reached is None or name in reached)
         }
 
-    def _apart(self, inputs: Inputs) -> Inputs:
-        """With copies of the optimizer's lists and dicts, in which every run starts from the same
-        and leaves nothing."""
-        attributes, given, entry = inputs
-        copies = {
-            name: twin.copied(value)
-            for name, value in self._reached_attributes().items()
-            if type(value) in (list, tuple, dict) and not _is_shared(value)
-        }
-        return {**attributes, **copies}, dict(given), entry
-
-    def _play(self, replay: Replay, inputs: Inputs, again: Callable[[], Inputs]) -> Recorded | None:
+    def _play(
+        self,
+        replay: Replay,
+        inputs: Inputs,
+        again: Callable[[], Inputs],
+        reached: dict[str, Any],
+    ) -> Recorded | None:
         """None: it was another step(), or one that writes into lists of the optimizer's."""
-        reached = self._reached_attributes()
         if self._must_run_once(inputs[1], reached):  # since it was learned
             return None
-        first = self._apart(inputs)
-        recorded = replay.play(self._twin, first, lambda: self._apart(again()))
+        first = _apart(inputs, reached)
+        recorded = replay.play(self._twin, first, lambda: _apart(again(), reached))
         for name, value in reached.items() if recorded else ():
             if not _is_same(recorded.attributes.get(name), value):
                 return None
@@ -225,7 +220,12 @@ class Recording:
         return recorded
 
     def _learn(
-        self, optimizer: Optimizer, param: Tensor, cohort: Cohort, recorded: Recorded
+        self,
+        optimizer: Optimizer,
+        param: Tensor,
+        cohort: Cohort,
+        recorded: Recorded,
+        reached: dict[str, Any],
     ) -> Replay | None:
         promise = self.promise
 
@@ -234,7 +234,7 @@ class Recording:
             given = dict(fresh(options, promise.options))
             attributes = fresh(self.before, promise.attributes)
             entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
-            return self._apart((attributes, given, entry))
+            return _apart((attributes, given, entry), reached)
 
         of_param = tuple(param.shape), param.dtype, _strides(param)
         return learn(self._twin, inputs, of_param, self.names, recorded)
@@ -299,6 +299,18 @@ class Recording:
             if not self.after.attributes:
                 self.after = Settings(after, self.after.options)
             self.after.options[i] = changed
+
+
+def _apart(inputs: Inputs, reached: dict[str, Any]) -> Inputs:
+    """With copies of the optimizer's lists and dicts, in which every run starts from the same and
+    leaves nothing."""
+    attributes, given, entry = inputs
+    copies = {
+        name: twin.copied(value)
+        for name, value in reached.items()
+        if type(value) in (list, tuple, dict) and not _is_shared(value)
+    }
+    return {**attributes, **copies}, dict(given), entry
 
 
 def _is_shared(value: Any, but: type | tuple[()] = (), depth: int = 0) -> bool:
