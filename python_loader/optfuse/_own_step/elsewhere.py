@@ -142,7 +142,7 @@ class _Reach:
         )
 
     def _named(self) -> Iterator[tuple[bool, str, Any]]:
-        """What is in the classes."""
+        """The contents of the classes: whether step() may make objects of it, a name, a value."""
         for cls, makes in self._classes.items():
             for base in cls.__mro__ if makes else (cls,):
                 if not _is_pure(base.__module__):
@@ -171,7 +171,7 @@ class _Reach:
             self._todo.append((value.__func__, False))
         elif isinstance(value, (types.FunctionType, _CACHED)):
             self._todo.append((value.__dict__.get("__wrapped__"), is_method))
-            # What a call has kept is the same object for the next one.
+            # A result that is kept is the same object at the next call.
             self._writes |= isinstance(value, _CACHED) and not _is_pure(value.__module__)
         if isinstance(value, types.FunctionType):
             self._take_function(value, is_method)
@@ -211,7 +211,7 @@ class _Reach:
                 self._stores |= not is_self
 
     def _take_named(self, value: Any, steps: list[dis.Instruction], at: int) -> None:
-        """What the instruction at this place gives, or the attribute of a module behind it."""
+        """The value that the instruction at this place gives, or an attribute of this module."""
         while isinstance(value, types.ModuleType):
             at += 1
             pure, is_read = _is_pure(value.__name__), steps[at].opname in _READS

@@ -324,7 +324,7 @@ def _is_shared(value: Any, but: type | tuple[()] = (), depth: int = 0) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Of what a run was given a copy: numbers and the like in it are the same objects."""
+    """Compares with a copy that a run was given, in which numbers are the same objects."""
     if type(one) is type(other) is list and len(one) == len(other) and all(map(is_, one, other)):
         return True
     return difference("", one, other) is None
