@@ -124,6 +124,11 @@ START_TEST(groups_need_the_rules_hyper_parameters_and_an_order) {
     ck_assert_str_eq(of_error_message(), "adam has 8 hyper-parameters, not 3");
     ck_assert_int_eq(of_plan_set_group(f->plan, 3, f->hyper[0], 8), OF_INVALID);
     check_message("group 3: the plan has 2 groups");
+    double found[OF_MAX_HYPER];
+    of_plan_get_group(f->plan, 1, found);
+    ck_assert_mem_eq(found, f->hyper[1], 8 * sizeof *found);
+    of_plan_get_group(f->plan, 3, found);
+    ck_assert_mem_eq(found, ((double[8]){0}), 8 * sizeof *found);
     teardown(f);
 }
 END_TEST
