@@ -69,6 +69,9 @@ def environment() -> dict[str, str]:
     # The last, since pip has compiled nothing: each process would compile all that it imports.
     for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"):
         kept.pop(name, None)
+    # Where meson finds ccache, what another checkout has compiled serves this one.
+    kept.setdefault("CCACHE_BASEDIR", str(ROOT))
+    kept.setdefault("CCACHE_NOHASHDIR", "1")
     kept["VIRTUAL_ENV"] = str(VENV)
     kept["PATH"] = os.pathsep.join([str(VENV / "bin"), kept.get("PATH", os.defpath)])
     return kept
@@ -265,14 +268,19 @@ def prepare_tools() -> None:
     install_listed("tools", TOOLS, "--ignore-installed")
 
 
-def prepare(frameworks: bool = False) -> Path:
-    """Makes all of it; returns the Python to use. frameworks: those of docs/recipes.md, too."""
+def install_packages(frameworks: bool = False) -> None:
+    """What tests and benchmarks import, beside torch. frameworks: those of docs/recipes.md, too."""
+    install_listed("packages", PACKAGES)
+    if frameworks:
+        install_frameworks()
+
+
+def prepare() -> Path:
+    """Makes all of it but the frameworks; returns the Python to use."""
     prepare_tools()
     install_torch()
-    install_listed("packages", PACKAGES)
     with ThreadPoolExecutor(max_workers=1) as beside:  # one loads, the other compiles
-        loading = beside.submit(install_frameworks) if frameworks else None
+        loading = beside.submit(install_packages)
         install_package()
-        if loading:
-            loading.result()
+        loading.result()
     return PYTHON
