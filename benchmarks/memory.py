@@ -21,12 +21,13 @@ from cells import Cell, batches, cells_of, training
 from compare import in_time
 from figures import FUSED, columns, progress, title
 from torch.profiler import ProfilerActivity, profile
-from variants import few_variants, variants
+from variants import variants
 
 import optfuse
 from optfuse._ab.variants import BuildFn, Iteration, Wrap
 
 WARMUP, MEASURED, RESIDENT = 2, 3, 10  # iterations
+SMOKE = (FUSED, "backward fusion")  # a process each
 
 
 def peak_on_gpu(build: BuildFn, wrap: Wrap) -> float:
@@ -91,7 +92,7 @@ def section(chosen: Any) -> dict[str, Any]:
             next(batches(cell))
             measure(chosen, cell, FUSED)
         here = peaks[str(cell)] = {}
-        for name in few_variants() if chosen.smoke else variants(cell.device):
+        for name in SMOKE if chosen.smoke else variants(cell.device):
             progress(f"memory: {cell}, {name}")
             here[name] = measure(chosen, cell, name)
         rows = [(str(cell), "tensors", "", "whole process", "", "faults an iteration")]

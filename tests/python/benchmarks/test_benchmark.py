@@ -4,12 +4,12 @@ and computations from times find the effects that were planted in them."""
 
 import ctypes
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
+import forked_python
 import pytest
 import torch
 
@@ -253,7 +253,8 @@ def test_a_benchmark_that_cant_write_prints_its_summaries_and_raw_rounds(benchma
     program = ROOT / "benchmarks" / "bench.py"
     options = ["--smoke", "--section", "cells", "--rounds", "2", "--threads", "1"]
     options += ["--out", "/proc/nowhere", "--raw", "/dev/full"]
-    done = subprocess.run([sys.executable, program, *options], capture_output=True, text=True)
+    asked = forked_python.started([program, *options], ROOT, dict(os.environ))
+    done = forked_python.run(asked, timeout=600)
     assert done.returncode == 1 and "error: not all could be written" in done.stderr
     summary, raw = done.stdout.split("can't be written (")[1:]
     assert summary.startswith("No such file or directory") and '"against_fused"' in summary
