@@ -52,8 +52,10 @@ of_dtype arrays_dtype(const arrays *a, int i) {
 
 void arrays_create(arrays *a, size_t most_bytes) {
     memset(a, 0, sizeof *a);
-    for (int i = 0; i < N_ARRAYS; i++)
+    for (int i = 0; i < N_ARRAYS; i++) {
         a->areas[i] = guarded_create(most_bytes + 2 * MARGIN);
+        memset(a->areas[i].pages, PATTERN, a->areas[i].bytes);
+    }
 }
 
 void arrays_destroy(arrays *a) {
@@ -80,7 +82,9 @@ void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint
         const size_t size = of_dtype_size(arrays_dtype(a, i));
         const bool present = i < 2 || (state_used >> (i - 2) & 1u);
         const size_t room = a->areas[i].bytes - n * size;
-        memset(a->areas[i].pages, PATTERN, a->areas[i].bytes);
+        if (a->at[i]) /* the rest of the area holds the pattern already */
+            memset(a->at[i], PATTERN, a->placed[i]);
+        a->placed[i] = n * size;
         a->at[i] = present ? a->areas[i].pages + random_offset(room, size, random) : NULL;
     }
 }

@@ -26,6 +26,7 @@ typedef struct arrays {
     size_t n;
     guarded areas[N_ARRAYS];
     unsigned char *at[N_ARRAYS];
+    size_t placed[N_ARRAYS]; /* bytes at `at` that are not the pattern */
 } arrays;
 
 /* That of array i. */
@@ -34,7 +35,8 @@ void arrays_create(arrays *a, size_t most_bytes);
 void arrays_destroy(arrays *a);
 
 /* Places arrays of n elements at random, often touching a guard page. Bit i of
- * state_used says whether state i is present. */
+ * state_used says whether state i is present. What was written beside them before stays: after a
+ * failed arrays_intact() they fail again. */
 void arrays_place(arrays *a, of_dtype dtype, size_t n, unsigned state_used, uint64_t *random);
 /* Places them at multiples of `alignment`, near the guard page at the end;
  * often one of them is an element off. */
