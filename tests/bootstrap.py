@@ -269,7 +269,7 @@ def prepare_tools() -> None:
 
 
 def install_packages(frameworks: bool = False) -> None:
-    """What tests and benchmarks import, beside torch. frameworks: those of docs/recipes.md, too."""
+    """Installs packages that tests and benchmarks import. frameworks: those of docs/recipes.md, too."""
     install_listed("packages", PACKAGES)
     if frameworks:
         install_frameworks()
