@@ -269,7 +269,7 @@ def prepare_tools() -> None:
 
 
 def install_packages(frameworks: bool = False) -> None:
-    """Installs packages that tests and benchmarks import. frameworks: those of docs/recipes.md, too."""
+    """Installs what tests and benchmarks import. frameworks: those of docs/recipes.md, too."""
     install_listed("packages", PACKAGES)
     if frameworks:
         install_frameworks()

@@ -57,7 +57,7 @@ def test_without_a_delay_messages_take_only_what_gloo_does(link):
 
 
 @pytest.mark.slow
-def test_two_processes_train_with_stock_s_bits_behind_the_link(benchmarks):
+def test_two_processes_train_with_stock_s_bits_behind_the_link(forked_ranks):
     import distributed
     from distributed import DDP_VARIANTS, SMOKE, figures
     from link import Network

@@ -122,7 +122,7 @@ def test_resnet_50_of_the_simulation_is_that_of_the_paper(benchmarks):
 
 
 @pytest.mark.slow
-def test_two_processes_train_behind_the_link(benchmarks):
+def test_two_processes_train_behind_the_link(forked_ranks):
     import kfac_rank
     from kfac import figures
     from link import Network
