@@ -110,12 +110,12 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
     for i, param in enumerate(group["params"]) if rule.external else ():
         if is_dtensor(param):
             raise Error(f"optfuse: can't fuse {label(group, index, i)}: {_COMMUNICATES}")
-    if rule.external and group.get("foreach"):
+    if group.get("foreach"):
         _check_apart(group, index)
 
 
 def _check_apart(group: dict[str, Any], index: int) -> None:
-    """foreach=True computes all updates of a group before it makes any of them, which
+    """With foreach=True each operator runs for all parameters of a group before the next one, which
     one parameter at a time is the same only if none reads what another writes."""
     params = group["params"]
     spans = sorted((*span, i) for i, param in enumerate(params) if (span := span_of(param)))

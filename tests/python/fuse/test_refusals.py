@@ -6,7 +6,18 @@ import functools
 
 import pytest
 import torch
-from common import adamw, assert_same, net, python, python_ok, same, sgd, snapshot, train
+from common import (
+    adamw,
+    assert_same,
+    net,
+    python,
+    python_ok,
+    same,
+    sgd,
+    snapshot,
+    train,
+    weights,
+)
 from torch import nn
 
 import optfuse
@@ -195,17 +206,33 @@ def test_names_are_used_where_the_optimizer_has_them():
 
 
 @both_modes
-def test_foreach_over_parameters_that_overlap(mode):
-    """All updates of a step would be computed before any is made."""
+@pytest.mark.parametrize("kind", (torch.optim.Adafactor, torch.optim.AdamW))
+def test_foreach_over_parameters_that_overlap(kind, mode):
+    """Each operator of a step would run for all of them before the next one."""
     flat = torch.zeros(24)
     first, second, apart = (nn.Parameter(part) for part in (flat[:16], flat[15:20], flat[20:]))
-
-    def adafactor(params, foreach):
-        return torch.optim.Adafactor(params, foreach=foreach)
-
-    refused(adafactor([apart, second, first], True), "2 of", "1 of", "overlap", mode=mode)
+    together = kind([apart, second, first], foreach=True)
+    refused(together, "2 of", "1 of", "overlap", mode=mode)
     for params, foreach in (([first, apart], True), ([first, second], False)):
-        optfuse.unfuse(optfuse.fuse(adafactor(params, foreach), mode))
+        optfuse.unfuse(optfuse.fuse(kind(params, foreach=foreach), mode))
+
+
+@both_modes
+def test_foreach_over_parameters_that_overlap_later(mode):
+    """They are updated one after the other."""
+    trained = {}
+    for foreach, fused in ((True, False), (False, False), (True, True)):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = adamw(model.parameters(), fused=False, foreach=foreach)
+        if fused:
+            optfuse.fuse(optimizer, mode)
+        model[2].bias.data = model[0].bias.data
+        train(model, optimizer, 0)
+        trained[foreach, fused] = weights(model)
+    torch.testing.assert_close(trained[True, True], trained[False, False], rtol=0, atol=1e-6)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(trained[True, True], trained[True, False], rtol=0, atol=1e-6)
 
 
 def test_a_group_that_can_not_be_fused_is_not_added():
