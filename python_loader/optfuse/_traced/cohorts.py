@@ -60,14 +60,6 @@ class Cohort:
             self.turns.clear()
         return self.turns.setdefault(id(behind), Turn(behind))
 
-    @property
-    def learned(self) -> int:
-        return sum(turn.learned for turn in self.turns.values())
-
-    @property
-    def played(self) -> int:
-        return sum(turn.played for turn in self.turns.values())
-
 
 @dataclass
 class Kept:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from counters import Meter, kept_by_a_call
 from counters import more as imported
-from test_traced_replay import Replayed, compare
+from replayed import Replayed, compare, learned, played
 
 BY_NUMPY = importlib.import_module("numpy")
 DRAWN = BY_NUMPY.random.default_rng(0)
@@ -281,7 +281,7 @@ def from_0(cls):
 
 def assert_runs_once(cls):
     traced = compare(lambda params: from_0(cls)(params), "forward", ((31,),))
-    assert not traced.untraced and traced._cohorts[0].learned == 0
+    assert not traced.untraced and learned(traced._cohorts[0]) == 0
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -450,4 +450,4 @@ class ReadsOnly(Counts):
 
 def test_code_that_no_step_reaches_does_not_count():
     traced = compare(lambda params: from_0(ReadsOnly)(params), "forward", ((31,),))
-    assert traced._cohorts[0].played > 20
+    assert played(traced._cohorts[0]) > 20
