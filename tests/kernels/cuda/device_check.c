@@ -58,7 +58,7 @@ static void check_instance(batch *b, const of_rule *rule, of_dtype dtype, uint64
     if (only && strcmp(only, name) != 0)
         return;
     for (int i = 0; i < rounds; i++)
-        bad += !round_agrees(b, rule, dtype, i % 10 == 9 || i == rounds - 1, &random);
+        bad += !round_agrees(b, rule, dtype, i % 10 == 9, &random);
     printf("%-4s %s: %d of %d calls differ from the plain C row\n", bad ? "FAIL" : "ok", name, bad,
            rounds);
     failures += bad;
