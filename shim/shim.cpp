@@ -242,7 +242,7 @@ bool casts(const optfuse::Slot *slot) {
 }
 
 // Stock's step() sets this thread's number of threads, by which the products of matrices that come
-// later round (tensor/parallel.h): PyTorch shares out what its fused kernels do, whatever its size,
+// later round (tensor/threads.h): PyTorch shares out what its fused kernels do, whatever its size,
 // and square roots earlier than its other operators.
 bool sets_threads(const optfuse::Slot *slot) {
     constexpr int64_t kRootsSharedOut = 2048;
@@ -266,8 +266,8 @@ void set_threads_as_stock(const optfuse::Plan *plan) {
     optfuse::set_threads_as_operators(optfuse::kSharedOut);
 }
 
-// Nobody knows at which sizes a class's own step() sets this thread's number: the first one that
-// could does it here. Those that come later do no more than that.
+// Nobody knows at which sizes a class's own step() sets this thread's number, so the first one of
+// this thread is not deferred where it could. The number is set once; later ones may wait.
 of_status set_threads_as_own_step(const optfuse::Plan *plan) {
     thread_local bool is_first = true;
     if (!plan->rule->external || plan->mode != OF_FORWARD || !is_first)
