@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -24,10 +25,15 @@ from machine import Machine
 from part import FAILED, NOT_RUN, OK, Command, Part, Ran, Verdict, judge_by_status
 from results import Results
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from on_devices import LAYERS, PROMISES  # noqa: E402
+
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = "9"  # exit status of compute-sanitizer where it found something
 #: Scenarios at a time; each has a thread of its own, and one waits for the GPU.
 PROCESSES = max(3, min(12, 3 * (os.cpu_count() or 1) // 4))
+PROGRAMS = 60  # random ones, of each process
 ALWAYS = {
     "key": "weight read by clone",
     "raw": "state read by torch.save",
@@ -122,9 +128,9 @@ CALLS = ("quick", "full", "deep")
 def sequence(call: str | None) -> list[tuple[Maker, float]]:
     """Parts, and the seconds that are kept for each by those before it."""
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
-    full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0)]
+    full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0), (random_programs, 40.0)]
     deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
-    deep += [(layers, 60.0), (from_ptx, 60.0)]
+    deep += [(layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
     short = [*quick, *full[1:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -231,13 +237,33 @@ def transparency(plan: Plan) -> Part:
     return scenarios(plan, "transparency", "transparency", limit)
 
 
-def layers(plan: Plan) -> Part:
-    """Those tests of layers that the played GPU passes, too; see tests/run."""
-    names = ("kfac/test_kfac", "kfac/test_kfac_training", "reorder/test_reorder")
-    files = [str(plan.root / "tests" / "python" / f"{name}.py") for name in names]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+def on_the_device(plan: Plan, name: str, files: list[str]) -> Part:
+    """Tests of tests/python, which make there whatever they make; see tests/on_devices.py."""
+    paths = [str(plan.root / "tests" / "python" / f"{file}.py") for file in files]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+    if plan.on_gpu and importlib.util.find_spec("xdist"):
+        pytest += ["-n", str(PROCESSES), "--dist", "worksteal"]
     where = {"OPTFUSE_TEST_ON": "cuda"} if plan.on_gpu else {}
-    return Part("K-FAC and another order of backward", [Command(pytest, where)], 150.0, CHECKS)
+    return Part(name, [Command(pytest, where)], 150.0, CHECKS)
+
+
+def layers(plan: Plan) -> Part:
+    return on_the_device(plan, "K-FAC and another order of backward", LAYERS)
+
+
+def promises(plan: Plan) -> Part:
+    return on_the_device(plan, "tests of promises", PROMISES)
+
+
+@on_gpu
+def random_programs(plan: Plan) -> Part:
+    """Seeds that no run before had; run_hazard.py repeats one that failed."""
+    seed, commands = int(time.time()), []
+    where = {"OPTFUSE_TEST_ON": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for i in range(PROCESSES):
+        chosen = ("--programs", str(PROGRAMS), "--seed", str(seed + i * PROGRAMS))
+        commands.append(plan.python("tests/python/run_hazard.py", *chosen, **where))
+    return Part("random programs", commands, 120.0, CHECKS, together=True)
 
 
 @on_gpu

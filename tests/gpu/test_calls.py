@@ -43,7 +43,13 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
             "benchmark against stock",
             "trace of the updates",
         ],
-        "full": ["build", "bits of stock fused=True", "transparency", "negative controls"],
+        "full": [
+            "build",
+            "bits of stock fused=True",
+            "transparency",
+            "negative controls",
+            "random programs",
+        ],
         "deep": [
             "build",
             "compute-sanitizer on the kernels",
@@ -51,6 +57,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
             "large batches",
             "packing of factors",
             "K-FAC and another order of backward",
+            "tests of promises",
             "kernels compiled by the driver",
         ],
     }

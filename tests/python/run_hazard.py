@@ -2,14 +2,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random training programs with stock and with fused optimizers; see hazard/.
 
-python tests/python/run_hazard.py --programs 20000 --seed 1"""
+python tests/python/run_hazard.py --programs 20000 --seed 1
+
+With OPTFUSE_TEST_ON=cuda whatever they make is made on a GPU."""
 
 import argparse
 import sys
 
-from hazard.play import MODES
-from hazard.registry import ACTIONS
-from hazard.runner import explain, prepare, run
+import on_device
+
+on_device.use()
+
+from hazard.play import MODES  # noqa: E402 - imports optfuse
+from hazard.registry import ACTIONS  # noqa: E402
+from hazard.runner import explain, prepare, run  # noqa: E402
 
 ENDS = ("equal", "raised", "outside", "autograd")
 

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tests of tests/python that are run on a device, too: on a GPU that the CPU plays by tests/run,
+on a GPU by tests/gpu/run. See tests/python/on_device.py."""
+
+LAYERS = ["kfac/test_kfac", "kfac/test_kfac_training", "reorder/test_reorder"]
+PROMISES = ["fuse/test_optimizer", "fuse/test_step_hooks", "fuse/test_inputs"]
+PROMISES += ["fuse/test_layouts"]
+PROMISES += ["forward/test_between_steps", "forward/test_reads", "backward/test_backward_mode"]
+PROMISES += ["backward/test_consumed", "backward/test_overwritten", "clipping/test_clip"]
+PROMISES += ["backward/test_recomputation"]
+PROMISES += ["clipping/test_clip_memory", "clipping/test_clip_looks"]
+PROMISES += ["clipping/test_clip_parameters"]
