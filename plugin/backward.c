@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* backward.c: updates inside backward. One runs at once, or joins the open bucket of its
- * device, which is the plan's list of pending updates; those that have waited for each other
- * on the CPU run in one launch. A slot is updated once until the next step(). */
+/* backward.c: updates inside backward. Those of gradients that have waited for each other run
+ * in one launch. A slot is updated once until the next step(). */
 #include "internal.h"
 
 /* With plan->lock held. */
@@ -46,28 +45,6 @@ static bool create_aside(of_plan *plan, of_update *update, of_list *done) {
     return true;
 }
 
-/* On a device. The update that fills the bucket is launched with the bucket and never deferred.
- * An update that fills a bucket by itself doesn't wait for the open one. */
-static void create_in_bucket(of_plan *plan, of_update *update, of_list *done) {
-    of_list batch = {0};
-    of_list *open = &plan->pending[OF_UPDATES];
-    const size_t enough = plan->bucket_bytes[update->in.device];
-    if (create_aside(plan, update, done))
-        return;
-    const bool waits = !update->in.exclusive && update->bytes < enough && !plan->stopped &&
-                       !plan->slots[update->slot].eager;
-    const bool fills = waits && open->bytes + update->bytes >= enough;
-    if (waits && !fills && of_leave_pending(plan, update, &batch, done))
-        return;
-    of_add_to_batch(plan, update, &batch, done);
-    if (!fills || !batch.first) {
-        of_launch(plan, &batch, OF_AT_ONCE, done);
-        return;
-    }
-    of_list_append(open, update);
-    of_launch(plan, open, OF_AT_CLOSE, done);
-}
-
 /* With layout written. */
 static of_status run_together(of_plan *plan, of_list *created, of_list *done) {
     const of_reason reason = created->count > 1 ? OF_AT_CLOSE : OF_AT_ONCE;
@@ -78,10 +55,8 @@ static of_status run_together(of_plan *plan, of_list *created, of_list *done) {
     plan->counts.created += created->count;
     for (of_update *u = created->first, *next; u; u = next) {
         next = u->next;
-        if (u->in.device == OF_CPU)
+        if (u->in.device == OF_CPU || !create_aside(plan, u, done))
             of_add_to_batch(plan, u, &batch, done);
-        else
-            create_in_bucket(plan, u, done);
     }
     *created = (of_list){0};
     of_launch(plan, &batch, reason, done);

@@ -37,6 +37,8 @@ typedef struct of_gpu_host {
     uint32_t struct_size; /* sizeof(of_gpu_host) of the host's build */
     /* The calling thread's current stream of a device. */
     of_stream (*current)(void *ctx, int device);
+    /* Makes another one current. */
+    void (*exchange)(void *ctx, const of_stream *stream);
     /* Adds 1 to n step counters on the stream, unless *found_inf_at is 1. Before the
      * updates that read them. */
     bool (*count)(void *ctx, const of_stream *stream, float *const *steps, size_t n,

@@ -102,8 +102,9 @@ typedef struct of_backward_host {
      * and is not for a pass inside of_plan_add_only(). False after of_set_error(): the pass
      * has not begun. */
     bool (*begin)(void *ctx, bool only_adds);
-    /* Device, number of elements and bytes of the slot's parameter. Under the plan's lock. */
-    of_device (*measure)(void *ctx, void *tensor, int64_t *numel, size_t *bytes);
+    /* Device, number of elements and bytes of the slot's parameter; *on: on a GPU, the current
+     * stream. Under the plan's lock. */
+    of_device (*measure)(void *ctx, void *tensor, int64_t *numel, size_t *bytes, of_stream *on);
     /* Makes the optimizer state of a slot. False after of_set_error(). */
     bool (*make_state)(void *ctx, size_t slot);
 } of_backward_host;

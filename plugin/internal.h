@@ -107,7 +107,7 @@ typedef struct of_slot {
     of_update *own; /* its last update's record, which it holds, too; or NULL. As `spare` */
     /* Backward mode, plan->lock: since the last step(); and in which pass it waits, or NULL. */
     bool updated;
-    of_pass *waits_in;
+    struct of_waiting *waits_in;
 } of_slot;
 
 /* Slot numbers, and room for as many more behind them. */
@@ -116,6 +116,17 @@ typedef struct of_batch {
     size_t n;
     size_t capacity;
 } of_batch;
+
+#define OF_NO_STREAM {.device = -1} /* of the CPU */
+
+/* Gradients that wait for each other before their updates are created: those of one stream, or of
+ * the CPU. */
+typedef struct of_waiting {
+    of_stream on; /* where they are complete */
+    of_batch batch;
+    size_t bytes; /* of their parameters */
+    struct of_waiting *next;
+} of_waiting;
 
 struct of_pass {
     of_plan *plan; /* constant, as are the next three after of_pass_begin() */
@@ -128,8 +139,7 @@ struct of_pass {
     bool begun;    /* the host has said yes */
     bool over;     /* ended or abandoned */
     bool abandoned;
-    of_batch waiting; /* gradients on the CPU whose updates are not created */
-    size_t bytes;     /* of their parameters */
+    of_waiting *waiting; /* one for each stream, perhaps empty */
 };
 
 /* The work that a plan has left running on a stream. */
@@ -432,6 +442,7 @@ of_status of_update_slot(of_plan *plan, size_t slot, size_t *at);
 void of_confirm(of_plan *plan); /* no slot is updated; plan->lock held */
 
 /* pass.c */
+void of_pass_free(of_pass *pass); /* or NULL; nothing waits in it */
 void of_passes_forget(of_plan *plan); /* what waits is left to step(); plan->lock held */
 
 #endif

@@ -160,10 +160,10 @@ OF_API void of_pass_retain(of_pass *pass);
 OF_API void of_pass_release(of_pass *pass);
 OF_API bool of_pass_only_adds(const of_pass *pass);
 /* Says that the gradient of this slot is complete in this pass. Whoever completes gradients
- * calls it once for each, on any thread, also after of_pass_end(). The update runs at once, or
- * waits for its neighbours (a small one: on the CPU before, on a device after it was created),
- * or is left to step(): if the pass only adds or was abandoned, if the host's collect() says so,
- * or if the gradient of another pass waits for the same slot. OF_TWICE: the slot was already
+ * calls it once for each, on any thread, also after of_pass_end(), on a device with the stream as
+ * the current one on which it is complete. The update runs at once, or the gradient waits for its
+ * neighbours (a small one), or is left to step(): if the pass only adds or was abandoned, if the
+ * host's collect() says so, or if the gradient of another pass waits for the same slot. OF_TWICE: the slot was already
  * updated since step(). On a failure *slot_at is the slot that it concerns, perhaps another
  * one that waited, or OF_NO_SLOT; the updates that would have run with it are left to
  * step(). */

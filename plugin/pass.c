@@ -3,8 +3,9 @@
  * which passes only add to the gradients, which gradients wait for each other, and when the
  * gradients of a pass are used together.
  *
- * A small gradient on the CPU waits before its update is created, so that everything is as
- * before step() in stock until then. A pass takes its own gradients only: what another
+ * A small gradient waits before its update is created, so that everything is as before step()
+ * in stock until then. Those of one stream wait for each other: where their updates are
+ * created, that stream is the current one. A pass takes its own gradients only: what another
  * thread's pass has made is not complete for this one. */
 #include <stdlib.h>
 
@@ -21,6 +22,7 @@ static of_pass *find(const of_plan *plan, of_token token) {
 
 static of_pass *make(of_plan *plan, of_token token) {
     of_pass *pass = plan->spare_pass;
+    of_waiting *waiting = pass ? pass->waiting : NULL;
     plan->spare_pass = NULL;
     if (!pass && !(pass = malloc(sizeof *pass)))
         return NULL;
@@ -30,20 +32,39 @@ static of_pass *make(of_plan *plan, of_token token) {
                       .token = token,
                       .only_adds = is_marked || plan->n_passes < plan->passes_a_step,
                       .is_marked = is_marked,
-                      .next = plan->passes};
+                      .next = plan->passes,
+                      .waiting = waiting};
     atomic_init(&pass->refs, 1);
     of_retain(&plan->refs);
     plan->passes = pass;
     return pass;
 }
 
-static of_batch take(of_pass *pass) {
-    of_batch batch = pass->waiting;
-    pass->waiting = (of_batch){0};
-    pass->bytes = 0;
+static of_batch take(const of_plan *plan, of_waiting *waiting) {
+    of_batch batch = waiting->batch;
+    waiting->batch = (of_batch){0};
+    waiting->bytes = 0;
     for (size_t i = 0; i < batch.n; i++)
-        pass->plan->slots[batch.slots[i]].waits_in = NULL;
+        plan->slots[batch.slots[i]].waits_in = NULL;
     return batch;
+}
+
+/* Those of the stream, or NULL. */
+static of_waiting *waiting_on(const of_pass *pass, const of_stream *stream) {
+    of_waiting *waiting = pass->waiting;
+    while (waiting && !of_stream_equal(&waiting->on, stream))
+        waiting = waiting->next;
+    return waiting;
+}
+
+static of_waiting *wait_on(of_pass *pass, const of_stream *stream) {
+    of_waiting *waiting = waiting_on(pass, stream);
+    if (!waiting && (waiting = calloc(1, sizeof *waiting))) {
+        waiting->on = *stream;
+        waiting->next = pass->waiting;
+        pass->waiting = waiting;
+    }
+    return waiting;
 }
 
 static void give_back(of_plan *plan, of_batch *batch) {
@@ -65,8 +86,19 @@ static void leave(of_pass *pass, bool abandoned) {
 }
 
 static void drop_waiting(of_pass *pass) {
-    of_batch batch = take(pass);
-    give_back(pass->plan, &batch);
+    for (of_waiting *waiting = pass->waiting; waiting; waiting = waiting->next) {
+        of_batch batch = take(pass->plan, waiting);
+        give_back(pass->plan, &batch);
+    }
+}
+
+void of_pass_free(of_pass *pass) {
+    for (of_waiting *waiting = pass ? pass->waiting : NULL, *next; waiting; waiting = next) {
+        next = waiting->next;
+        free(waiting->batch.slots);
+        free(waiting);
+    }
+    free(pass);
 }
 
 void of_passes_forget(of_plan *plan) {
@@ -92,14 +124,14 @@ static bool append(of_plan *plan, of_batch *batch, size_t slot) {
 }
 
 /* Both gradients of the slot are left to step(), that of this pass and that which waits. */
-static void remove_from(of_pass *pass, size_t slot) {
-    of_batch *batch = &pass->waiting;
+static void remove_from(of_plan *plan, of_waiting *waiting, size_t slot) {
+    of_batch *batch = &waiting->batch;
     size_t i = 0;
     while (batch->slots[i] != slot)
         i++;
     for (batch->n--; i < batch->n; i++)
         batch->slots[i] = batch->slots[i + 1];
-    pass->plan->slots[slot].waits_in = NULL;
+    plan->slots[slot].waits_in = NULL;
 }
 
 /* Whether this gradient's update runs now and by itself. Else the gradient waits, or is left to
@@ -109,23 +141,26 @@ static void remove_from(of_pass *pass, size_t slot) {
 static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
     of_plan *plan = pass->plan;
     of_slot *slot = &plan->slots[number];
-    const size_t enough = plan->bucket_bytes[OF_CPU];
+    of_stream on = OF_NO_STREAM;
     int64_t numel = 0;
     size_t bytes = 0;
-    if (plan->host.backward->measure(plan->host.ctx, slot->tensor, &numel, &bytes) != OF_CPU ||
-        plan->rule->external || slot->updated || pass->over)
+    if (plan->rule->external || slot->updated || pass->over)
         return true;
     if (slot->waits_in) {
-        remove_from(slot->waits_in, number);
+        remove_from(plan, slot->waits_in, number);
         return false;
     }
-    if (!append(plan, &pass->waiting, number))
+    const of_device device =
+        plan->host.backward->measure(plan->host.ctx, slot->tensor, &numel, &bytes, &on);
+    of_waiting *waiting = wait_on(pass, &on);
+    if (!waiting || !append(plan, &waiting->batch, number))
         return true;
-    slot->waits_in = pass;
-    pass->bytes += bytes;
-    const bool is_small = numel < plan->large && bytes < enough;
-    if (!is_small || pass->bytes >= enough)
-        *batch = take(pass);
+    slot->waits_in = waiting;
+    waiting->bytes += bytes;
+    const size_t enough = plan->bucket_bytes[device];
+    const bool is_small = bytes < enough && (device != OF_CPU || numel < plan->large);
+    if (!is_small || waiting->bytes >= enough)
+        *batch = take(plan, waiting);
     return false;
 }
 
@@ -202,7 +237,7 @@ void of_pass_release(of_pass *pass) {
     if (!plan->spare_pass)
         plan->spare_pass = pass;
     else
-        free(pass);
+        of_pass_free(pass);
     pthread_mutex_unlock(&plan->lock);
     of_plan_unref(plan);
 }
@@ -215,6 +250,24 @@ static of_status run(of_plan *plan, of_batch *batch, size_t *at) {
     of_status status = batch->n ? of_update_batch(plan, batch, at) : OF_OK;
     pthread_mutex_lock(&plan->lock);
     give_back(plan, batch);
+    pthread_mutex_unlock(&plan->lock);
+    return status;
+}
+
+/* As the current stream; the one before waits for it. */
+static of_status run_on(of_plan *plan, const of_stream *stream, of_batch *batch, size_t *at) {
+    const of_gpu_host *gpu = stream->device >= 0 && batch->n > 0 ? plan->host.gpu : NULL;
+    const of_stream before = gpu ? gpu->current(plan->host.ctx, stream->device) : *stream;
+    if (of_stream_equal(&before, stream))
+        return run(plan, batch, at);
+    gpu->exchange(plan->host.ctx, stream);
+    of_status status = run(plan, batch, at);
+    gpu->exchange(plan->host.ctx, &before);
+    pthread_mutex_lock(&plan->lock);
+    if (!of_stream_order(plan, stream, &before)) {
+        of_plan_fail(plan);
+        status = status == OF_OK ? of_plan_health(plan) : status;
+    }
     pthread_mutex_unlock(&plan->lock);
     return status;
 }
@@ -239,12 +292,25 @@ of_status of_pass_ready(of_pass *pass, size_t slot, size_t *slot_at) {
     return status;
 }
 
+/* One stream after the other. */
+static of_status run_all(of_pass *pass, size_t *slot_at) {
+    of_plan *plan = pass->plan;
+    of_status status = OF_OK;
+    pthread_mutex_lock(&plan->lock);
+    for (of_waiting *waiting = pass->waiting; waiting && status == OF_OK; waiting = waiting->next) {
+        of_batch batch = take(plan, waiting);
+        const of_stream on = waiting->on;
+        pthread_mutex_unlock(&plan->lock);
+        status = run_on(plan, &on, &batch, slot_at);
+        pthread_mutex_lock(&plan->lock);
+    }
+    pthread_mutex_unlock(&plan->lock);
+    return status;
+}
+
 of_status of_pass_run(of_pass *pass, size_t *slot_at) {
-    pthread_mutex_lock(&pass->plan->lock);
-    of_batch batch = take(pass);
-    pthread_mutex_unlock(&pass->plan->lock);
     *slot_at = OF_NO_SLOT;
-    return run(pass->plan, &batch, slot_at);
+    return run_all(pass, slot_at);
 }
 
 of_status of_pass_end(of_pass *pass, size_t *slot_at) {
@@ -252,11 +318,10 @@ of_status of_pass_end(of_pass *pass, size_t *slot_at) {
     *slot_at = OF_NO_SLOT;
     pthread_mutex_lock(&plan->lock);
     const bool over = pass->over;
-    of_batch batch = take(pass);
     if (!over)
         leave(pass, false);
     pthread_mutex_unlock(&plan->lock);
-    of_status status = run(plan, &batch, slot_at);
+    of_status status = run_all(pass, slot_at);
     if (status != OF_OK || over || pass->only_adds)
         return status;
     *slot_at = OF_NO_SLOT;

@@ -44,19 +44,13 @@ static void remove_plan(of_plan *plan) {
     pthread_mutex_unlock(&lock);
 }
 
-static void free_pass(of_pass *pass) {
-    if (pass)
-        free(pass->waiting.slots);
-    free(pass);
-}
-
 void of_plan_unref(of_plan *plan) {
     if (!of_was_last(&plan->refs))
         return;
     remove_plan(plan);
     free(plan->queues);
     free(plan->spare_batch.slots);
-    free_pass(plan->spare_pass);
+    of_pass_free(plan->spare_pass);
     of_pool_free(plan);
     pthread_mutex_destroy(&plan->lock);
     pthread_rwlock_destroy(&plan->layout);

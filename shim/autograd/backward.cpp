@@ -13,6 +13,7 @@
 #include "autograd/backward.h"
 #include "compat.h"
 #include "error.h"
+#include "gpu/device.h"
 #include "guard.h"
 #include "layers/beside.h"
 #include "plan.h"
@@ -70,11 +71,14 @@ bool begin(void *ctx, bool only_adds) {
     return false;
 }
 
-of_device measure(void *, void *tensor, int64_t *numel, size_t *bytes) {
+of_device measure(void *, void *tensor, int64_t *numel, size_t *bytes, of_stream *on) {
     const c10::TensorImpl *p = static_cast<Slot *>(tensor)->param;
     *numel = p->numel();
     *bytes = static_cast<size_t>(p->numel()) * p->dtype().itemsize();
-    return p->device().is_cpu() ? OF_CPU : OF_CUDA;
+    if (!is_gpu(p->device()))
+        return OF_CPU;
+    *on = current_stream(p->device().index());
+    return OF_CUDA;
 }
 
 bool make_state(void *ctx, size_t slot) {

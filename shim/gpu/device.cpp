@@ -189,13 +189,15 @@ void finished(void *ctx, void *tensor, const void *key) {
 
 of_stream current(void *, int ordinal) { return current_stream(ordinal); }
 
+void exchange(void *, const of_stream *stream) { guard_impl().exchangeStream(stream_of(*stream)); }
+
 enum { NOT_ASKED = -1 }; // in place of a device
 
 thread_local of_stream *steady_stream = nullptr;
 
 } // namespace
 
-const of_gpu_host gpu_host = {sizeof(of_gpu_host), current, count,       launch,  record,
+const of_gpu_host gpu_host = {sizeof(of_gpu_host), current, exchange,    count,   launch, record,
                               wait,                is_done, synchronize, destroy, finished};
 
 c10::DeviceType gpu_type() {

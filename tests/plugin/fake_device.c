@@ -102,6 +102,11 @@ static of_stream current(void *ctx, int ordinal) {
     return (of_stream){ordinal, device.current, device.capture[device.current]};
 }
 
+static void exchange(void *ctx, const of_stream *stream) {
+    (void)ctx;
+    device.current = (int)stream->id;
+}
+
 static void use_all(const of_cuda_update *update, const of_cuda_entry *entry, int stream) {
     fake_timeline_access(&device.timeline, stream, entry->param, true, "the update");
     if (update->factor_at)
@@ -240,7 +245,7 @@ of_stream fake_home(void) {
 }
 
 void fake_device_attach(fake_host *host) {
-    static const of_gpu_host functions = {sizeof functions, current, count,       launch,
+    static const of_gpu_host functions = {sizeof functions, current, exchange, count,       launch,
                                           record,           wait,    is_done,     synchronize,
                                           destroy,          finished};
     fake_device_reset();

@@ -412,9 +412,11 @@ static bool begin(void *ctx, bool only_adds) {
     return true;
 }
 
-static of_device measure(void *ctx, void *opaque, int64_t *numel, size_t *bytes) {
+static of_device measure(void *ctx, void *opaque, int64_t *numel, size_t *bytes, of_stream *on) {
     const fake_tensor *tensor = opaque;
-    (void)ctx;
+    fake_host *host = ctx;
+    if (tensor->device != OF_CPU)
+        *on = host->table.gpu->current(host, 0);
     *numel = tensor->numel;
     *bytes = tensor->param->bytes;
     return tensor->device;

@@ -280,9 +280,37 @@ START_TEST(backward_is_joined_by_its_caller_and_nothing_stays_in_flight) {
     ck_assert_int_eq(end_pass(f), OF_OK);
     ck_assert_int_eq(device.launches, 1);
     ck_assert_int_eq(device.last_stream, 1);
+    ck_assert_int_eq(device.current, 0);
     ck_assert_uint_eq(counts(f).in_flight, 0);
     step(f);
     for (int i = 0; i < 3; i++)
+        fake_operator(f->twins[i].tensor->param, true, "use");
+    finish(f);
+}
+END_TEST
+
+START_TEST(gradients_of_two_streams_wait_apart) {
+    fixture *f = setup_on_device(OF_BACKWARD, 2000);
+    twin *a = add_on_device(f, 250, 0);
+    twin *b = add_on_device(f, 250, 0);
+    twin *c = add_on_device(f, 250, 0);
+    twin *d = add_on_device(f, 250, 0);
+    device.current = 1;
+    gradient(f, a);
+    device.current = 0;
+    gradient(f, b);
+    ck_assert_int_eq(device.launches, 0);
+    device.current = 1;
+    gradient(f, c);
+    ck_assert_int_eq(device.launches, 1);
+    ck_assert_int_eq(device.last_stream, 1);
+    ck_assert(launched(a) && launched(c) && !launched(b));
+    gradient(f, d);
+    device.current = 0;
+    ck_assert_int_eq(end_pass(f), OF_OK);
+    ck_assert(launched(b) && launched(d));
+    step(f);
+    for (size_t i = 0; i < f->n; i++)
         fake_operator(f->twins[i].tensor->param, true, "use");
     finish(f);
 }
@@ -315,7 +343,7 @@ static void backward_beside(size_t bucket_bytes, int launches) {
 START_TEST(side_stream_waits_for_gradients_and_is_joined) {
     backward_beside(OF_BUCKET_NONE, 4);
     backward_beside(2000, 2);
-    backward_beside(0, 2); /* the use takes one out of the bucket */
+    backward_beside(0, 1);
 }
 END_TEST
 
@@ -486,6 +514,7 @@ int main(void) {
     tcase_add_test(tcase, next_step_on_another_stream_comes_after_what_is_in_flight);
     tcase_add_test(tcase, another_plans_update_in_flight_is_waited_for);
     tcase_add_test(tcase, backward_is_joined_by_its_caller_and_nothing_stays_in_flight);
+    tcase_add_test(tcase, gradients_of_two_streams_wait_apart);
     tcase_add_test(tcase, side_stream_waits_for_gradients_and_is_joined);
     tcase_add_test(tcase, what_others_may_see_stays_off_the_side_stream);
     tcase_add_test(tcase, drain_waits_for_the_device);
