@@ -256,12 +256,14 @@ def give_up_unasked(optimizer: Optimizer) -> None:
 
 def _unscales(optimizer: Optimizer, mode: int) -> bool:
     """Whether GradScaler may leave unscaling and skipping to the update, as it
-    does with stock's fused=True: on GPUs, where the step counters are too."""
-    rule = link_of(optimizer).rule
+    does with stock's fused=True: on GPUs, where the step counters are too. Not where step()
+    clips, before the update: the norm is that of unscaled gradients."""
+    link = link_of(optimizer)
     return (
-        not rule.external
-        and not isinstance(rule, TracedRule)
+        not link.rule.external
+        and not isinstance(link.rule, TracedRule)
         and mode == FORWARD
+        and link.max_grad_norm is None
         and all(
             group.get("fused") and all(is_gpu(p.device) for p in group["params"])
             for group in optimizer.param_groups

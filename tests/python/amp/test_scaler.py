@@ -235,7 +235,7 @@ def test_gradients_that_others_may_see(fold):
     same(script, prove=False, fold=fold)
 
 
-def test_no_gradient_is_written():
+def test_unscaling_writes_no_gradient():
     if not torch.ops.optfuse.norms_are_torchs():
         pytest.skip("PyTorch's norm has other roundings here; its operators read the gradients")
     model = net()

@@ -135,7 +135,7 @@ def test_summary_tells_updates_in_step_from_those_in_backward():
 
 def test_what_fills_a_bucket_runs_before_backward_ends():
     model = nn.Sequential(*(nn.Linear(120, 120) for _ in range(24)))  # 58 kB each
-    optimizer = optfuse.fuse(sgd(model.parameters()), "backward")
+    optimizer = optfuse.fuse(sgd(model.parameters()), "backward", bucket_bytes=400_000)
     created = []
     model[0].register_full_backward_pre_hook(
         lambda *_: created.append(optfuse.summary(optimizer).created)
@@ -300,7 +300,7 @@ CHANGES = {
     "zeroed": lambda model, optimizer: optimizer.zero_grad(),
     "zeroed in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "taken away": lambda model, _: setattr(model[4].weight, "grad", None),
-    "another": lambda model, _: setattr(model[4].bias, "grad", torch.ones(3)),
+    "another": lambda model, _: setattr(model[4].bias, "grad", torch.ones_like(model[4].bias)),
     "clipped": lambda model, _: nn.utils.clip_grad_norm_(model[4].parameters(), 1e-3),
     "a weight": lambda model, _: model[4].weight.data.mul_(0.5),
     "state_dict": lambda _, optimizer: optimizer.state_dict(),
