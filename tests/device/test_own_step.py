@@ -34,6 +34,27 @@ def test_bits_and_order_are_those_of_the_class(make, mode):
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, Tensors])
+def test_backward_makes_state_on_the_default_device(make):
+    """Autograd's thread for a GPU has no default device of its own."""
+
+    def state(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()))
+        for i in range(2):
+            train(model, optimizer, i)
+        return [entry for p in model.parameters() for entry in optimizer.state[p].items()]
+
+    torch.set_default_device(NAME)
+    try:
+        stock, ours = state(lambda o: o), state(lambda o: optfuse.fuse(o, "backward"))
+    finally:
+        torch.set_default_device(None)
+    assert len(stock) == len(ours)
+    for (name, a), (_, b) in zip(stock, ours, strict=True):
+        assert not isinstance(a, torch.Tensor) or a.device == b.device, name
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, Tensors])
 def test_another_stream_that_waited_for_step_sees_the_update(make):
     def script(wrap):
         model = net()

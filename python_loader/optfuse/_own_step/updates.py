@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library.bindings import Error, lib
+from optfuse._library.default_device import DefaultDevice
 from optfuse._own_step import twin
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
@@ -88,6 +89,7 @@ class Own:
         self._after = Settings({}, {})  # what a step makes of copies of those
         self._copies = Copies()
         self.ran = Ran()
+        self._default_device = DefaultDevice()
         self.layout([])
         owns[plan] = self
 
@@ -193,6 +195,10 @@ class Own:
 
     def run(self, slot: int, param: Tensor) -> Entry | None:
         """The update; a state entry that it made, or None."""
+        with self._default_device.here():
+            return self._run(slot, param)
+
+    def _run(self, slot: int, param: Tensor) -> Entry | None:
         entry = self._entries[slot]
         if self.promise.steady is not None:
             self._run_steady(slot, param, entry, self.promise.steady)
