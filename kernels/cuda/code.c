@@ -4,11 +4,6 @@
 
 #include "launch.h"
 
-static const unsigned char inputs_of[] = {
-#define OF_OPERATOR(name, inputs, result) inputs,
-#include "operators.def"
-};
-
 /* In the kernel temporaries begin right behind the last state tensor that the program uses. */
 static unsigned char row_of(const of_program *program, unsigned number) {
     unsigned states = 0;
@@ -33,8 +28,17 @@ static bool fits(const of_instruction *q) {
            q->b < OF_CUDA_REGISTERS && q->c < OF_CUDA_REGISTERS;
 }
 
+/* Rows up to the last that an instruction names; it may name one that it does not read. */
+static unsigned rows_of(const of_instruction *q) {
+    const unsigned char numbers[] = {q->to, q->a, q->b, q->c};
+    unsigned rows = 0;
+    for (unsigned i = 0; i < sizeof numbers; i++)
+        rows = numbers[i] < rows ? rows : numbers[i] + 1u;
+    return rows;
+}
+
 static uint64_t packed(const of_instruction *q) {
-    const unsigned char parts[] = {q->operation, q->to, q->a, q->b, q->c, inputs_of[q->operation]};
+    const unsigned char parts[] = {q->operation, q->to, q->a, q->b, q->c};
     uint64_t word = 0;
     for (unsigned i = 0; i < sizeof parts; i++)
         word |= (uint64_t)parts[i] << 8 * i;
@@ -53,15 +57,17 @@ static void put_numbers(uint64_t *to, of_dtype dtype, const of_instruction *q) {
 }
 
 const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
-                             const of_program *program) {
+                             const of_program *program, unsigned *rows) {
     const size_t words = of_cuda_instruction_words(dtype);
     if (program->n > OF_CUDA_MOST_CODE)
         return "the program has more instructions than the kernels' arguments hold";
+    *rows = 0;
     for (size_t i = 0; i < program->n; i++) {
         const of_instruction q = placed(program, &program->code[i]);
         if (!fits(&q))
             return "the program has more state and temporaries at once than the kernels have "
                    "registers for";
+        *rows = rows_of(&q) > *rows ? rows_of(&q) : *rows;
         table->words[i * words] = packed(&q);
         put_numbers(&table->words[i * words + 1], dtype, &q);
     }

@@ -18,6 +18,7 @@ typedef struct call {
     of_cuda_state state;
     size_t code; /* words of the program before the first entry */
     size_t stride; /* words of an entry */
+    unsigned rows; /* of registers that the program uses; 0: there is none */
     int multiprocessors;
     uint64_t elements; /* of all entries in the table */
     of_cuda_large_table table; /* a small one begins with the same fields */
@@ -70,8 +71,10 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
  * leaves blocks enough for the whole chip. Measured on an H200 (docs/performance.md). */
 static uint32_t chunk_of(const call *c) {
     const size_t size = of_dtype_size(c->update->dtype);
+    const size_t wide = size < sizeof(float) ? sizeof(float) : size;
     const uint64_t wanted = (uint64_t)BLOCKS_EACH * (uint64_t)c->multiprocessors;
-    const uint32_t vectors = (uint32_t)(OF_CUDA_THREADS * VECTOR_BYTES / size);
+    const uint32_t vectors = (uint32_t)(c->rows ? OF_CUDA_ROW_BYTES / wide
+                                                : OF_CUDA_THREADS * VECTOR_BYTES / size);
     const bool two = size != sizeof(float) && c->elements / wanted >= 2 * (uint64_t)vectors;
     if (c->update->chunk)
         return c->update->chunk;
@@ -100,9 +103,10 @@ static of_cuda_status flush(call *c) {
     const size_t words = c->code + common->entries * c->stride;
     const int size = words <= OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ? SMALL : LARGE;
     void *parameters[] = {&c->table};
-    const CUresult result =
-        c->driver->launch((CUfunction)c->kernels->size[size], (unsigned)blocks, 1, 1,
-                          OF_CUDA_THREADS, 1, 1, 0, (CUstream)c->update->stream, parameters, NULL);
+    const unsigned threads = c->rows ? OF_CUDA_PROGRAM_THREADS : OF_CUDA_THREADS;
+    const CUresult result = c->driver->launch(
+        (CUfunction)c->kernels->size[size], (unsigned)blocks, 1, 1, threads, 1, 1,
+        c->rows * OF_CUDA_ROW_BYTES, (CUstream)c->update->stream, parameters, NULL);
     common->entries = 0;
     c->elements = 0;
     return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(c->driver, result, "launch");
@@ -149,12 +153,13 @@ static of_cuda_status add(call *c, const of_cuda_entry *entry) {
 static of_cuda_status put_program(call *c) {
     const of_program *program = c->update->program;
     c->code = 0;
+    c->rows = 0;
     if (!program)
         return c->table.common.runs_programs ? of_cuda_fail(OF_CUDA_INVALID, "no program")
                                              : OF_CUDA_OK;
     if (!c->table.common.runs_programs || program->by_host)
         return of_cuda_fail(OF_CUDA_INVALID, "%s runs no such program", c->update->rule);
-    const char *why = of_cuda_put_code(&c->table, c->update->dtype, program);
+    const char *why = of_cuda_put_code(&c->table, c->update->dtype, program, &c->rows);
     if (why)
         return of_cuda_fail(OF_CUDA_UNSUPPORTED, "%s", why);
     c->code = program->n * of_cuda_instruction_words(c->update->dtype);

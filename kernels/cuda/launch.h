@@ -15,9 +15,10 @@ typedef struct of_cuda_state {
 of_cuda_status of_cuda_rule(const of_cuda_update *update, of_cuda_state *state,
                             of_cuda_common *common, bool early);
 
-/* Puts a program's instructions before the entries. NULL, or why they can't be run on a GPU. */
+/* Puts a program's instructions before the entries, and says how many rows of registers it uses.
+ * NULL, or why they can't be run on a GPU. */
 const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
-                             const of_program *program);
+                             const of_program *program, unsigned *rows);
 
 /* The numbers that entries have on the device become those of the next update. */
 of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_cuda_update *update,

@@ -3,53 +3,53 @@
 // of PyTorch's CUDA operators. The build compiles it once per dtype.
 //
 // Instructions lie before the tensors in the kernel's arguments, where all threads read one at
-// a time without a cost. Each thread has some elements' registers in registers of its own:
-// these can't be counted through, so a switch goes to the one that is meant, and as all threads
-// go there no warp divides.
+// a time without a cost. The registers that they name are rows of shared memory, as many as the
+// program uses: a thread has 32 bytes of each row, which no other thread reads.
 #include "block.cuh"
 
+#ifdef __CUDACC__
+#define OF_SHARED_ROWS(name) extern __shared__ of_vector name[]
+#endif
+
 enum {
-    OF_PACK = sizeof(of_real) == 8 ? 2 : 4, // elements of a thread at once
+    OF_PACK = OF_CUDA_ROW_PART / sizeof(of_real), // elements of a thread at once
+    OF_TOGETHER = OF_PACK < OF_LANES ? int(OF_PACK) : int(OF_LANES), // of them neighbours in memory
+    OF_VECTOR = 16 / sizeof(of_real),                      // and in a row
+    OF_AT_ONCE = 4, // arrays that are on their way from memory together
     OF_INSTRUCTION_WORDS = sizeof(of_real) == 8 ? 3 : 2,
-    OF_ALL_STATE = (1 << OF_MAX_STATE) - 1,
-    OF_BLOCKS = 2 // that a multiprocessor has registers for
+    OF_ALL_STATE = (1 << OF_MAX_STATE) - 1
 };
 
+// Blocks that a multiprocessor has registers for.
+#ifndef OF_BLOCKS
+#define OF_BLOCKS (OF_CUDA_ROW_PART == 16 ? 8 : sizeof(of_real) == 8 ? 10 : 14)
+#endif
+
+typedef of_pack<OF_VECTOR, of_real> of_vector;
+
+// A thread's elements of one register.
 struct of_row {
     of_real lane[OF_PACK];
 };
 
-struct of_file {
-    of_row row[OF_CUDA_REGISTERS];
-};
-
-#define OF_EACH_REGISTER(X)                                                                        \
-    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
-static_assert(OF_CUDA_REGISTERS == 14, "OF_EACH_REGISTER has as many");
-
-OF_DEVICE_FN of_row of_read(const of_file &file, unsigned number) {
-    switch (number) {
-#define OF_CASE(k)                                                                                 \
-    case k:                                                                                        \
-        return file.row[k];
-        OF_EACH_REGISTER(OF_CASE)
-#undef OF_CASE
-    default:
-        return file.row[0];
-    }
+// Vectors of one thread are as far apart as the block has threads: so these meet in no bank.
+OF_DEVICE_FN of_vector *of_at(of_vector *rows, unsigned number) {
+    return rows + number * (OF_CUDA_ROW_BYTES / sizeof(of_vector));
 }
 
-OF_DEVICE_FN void of_write(of_file *file, unsigned number, const of_row &row) {
-    switch (number) {
-#define OF_CASE(k)                                                                                 \
-    case k:                                                                                        \
-        file->row[k] = row;                                                                        \
-        break;
-        OF_EACH_REGISTER(OF_CASE)
-#undef OF_CASE
-    default:
-        break;
-    }
+OF_DEVICE_FN of_row of_get(const of_vector *from) {
+    of_row row;
+#pragma unroll
+    for (int lane = 0; lane < OF_PACK; lane++)
+        row.lane[lane] =
+            from[lane / OF_VECTOR * OF_CUDA_PROGRAM_THREADS].lane[lane % OF_VECTOR];
+    return row;
+}
+
+OF_DEVICE_FN void of_put(of_vector *to, const of_row &row) {
+#pragma unroll
+    for (int lane = 0; lane < OF_PACK; lane++)
+        to[lane / OF_VECTOR * OF_CUDA_PROGRAM_THREADS].lane[lane % OF_VECTOR] = row.lane[lane];
 }
 
 // The number that begins at this half of a word, or at this word.
@@ -57,60 +57,80 @@ OF_DEVICE_FN of_real of_number(const uint64_t *words, int which) {
     return reinterpret_cast<const of_real *>(words)[which];
 }
 
-OF_DEVICE_FN void of_run(const uint64_t *word, unsigned code, of_file *file) {
+// Each operator loads what it reads: all threads of a block go to the same one.
+#define OF_OPERATOR(name, inputs, result)                                                          \
+    case OF_OPERATOR_##name: {                                                                     \
+        const of_row at_a = inputs > 0 ? of_get(from_a) : of_row();                                \
+        const of_row at_b = inputs > 1 ? of_get(from_b) : of_row();                                \
+        const of_row at_c = inputs > 2 ? of_get(from_c) : of_row();                                \
+        _Pragma("unroll") for (int lane = 0; lane < OF_PACK; lane++) {                             \
+            const of_real a = at_a.lane[lane], b = at_b.lane[lane], c = at_c.lane[lane];           \
+            (void)a, (void)b, (void)c;                                                             \
+            to.lane[lane] = result;                                                                \
+        }                                                                                          \
+        break;                                                                                     \
+    }
+
+OF_DEVICE_FN of_row of_operate(unsigned operation, const of_vector *from_a,
+                               const of_vector *from_b, const of_vector *from_c, of_real s,
+                               of_real t) {
+    const of_form form = {true, false};
+    of_row to = {};
+    switch (operation) {
+#include "../operators.def"
+    default:
+        break;
+    }
+    return to;
+}
+
+OF_DEVICE_FN void of_run(const uint64_t *word, unsigned code, of_vector *rows) {
 #pragma unroll 1
-    for (unsigned i = 0; i < code; i++, word += OF_INSTRUCTION_WORDS) {
+    for (; code > 0; code--, word += OF_INSTRUCTION_WORDS) {
         const unsigned first = static_cast<unsigned>(*word);
-        const unsigned second = static_cast<unsigned>(*word >> 32), inputs = second >> 8;
-        const of_row a = of_read(*file, first >> 16 & 255);
-        of_row b = a, c = a, to = a;
-        if (inputs > 1)
-            b = of_read(*file, first >> 24);
-        if (inputs > 2)
-            c = of_read(*file, second & 255);
-        of_operate(first & 255, OF_PACK, to.lane, a.lane, b.lane, c.lane, of_number(word + 1, 0),
-                   of_number(word + 1, 1));
-        of_write(file, first >> 8 & 255, to);
+        const unsigned second = static_cast<unsigned>(*word >> 32);
+        const of_row to =
+            of_operate(first & 255, of_at(rows, first >> 16 & 255), of_at(rows, first >> 24),
+                       of_at(rows, second & 255), of_number(word + 1, 0), of_number(word + 1, 1));
+        of_put(of_at(rows, first >> 8 & 255), to);
     }
 }
 
-// The elements of one thread at once: neighbours, or as far apart as there are threads.
+// What a block takes at once. A thread has N neighbours, N as far from them as those of all threads
+// together, and so on.
 struct of_place {
-    unsigned at, end; // of the block's elements
-    bool packed;
+    uint64_t first; // of the tensor's elements
+    unsigned n;     // fewer than all threads have room for only if N is 1
 };
 
-OF_DEVICE_FN of_row of_load_row(const of_stored *from, const of_place &place) {
+template <int N> OF_DEVICE_FN of_row of_load_row(const of_stored *from, const of_place &place) {
     of_row row;
-    if (place.packed) {
-        const of_pack<OF_PACK> pack = of_load<OF_PACK>(from, place.at);
+    from += place.first + threadIdx.x * N;
 #pragma unroll
-        for (int lane = 0; lane < OF_PACK; lane++)
-            row.lane[lane] = of_widen(pack.lane[lane]);
-        return row;
-    }
+    for (int lane = 0; lane < OF_PACK; lane += N) {
+        const unsigned further = lane * OF_CUDA_PROGRAM_THREADS;
+        of_pack<N> pack = {};
+        if (N > 1 || threadIdx.x + further < place.n)
+            pack = of_load<N>(from, further);
 #pragma unroll
-    for (int lane = 0; lane < OF_PACK; lane++) {
-        const unsigned at = place.at + lane * blockDim.x;
-        row.lane[lane] = at < place.end ? of_widen(from[at]) : (of_real)0;
+        for (int i = 0; i < N; i++)
+            row.lane[lane + i] = of_widen(pack.lane[i]);
     }
     return row;
 }
 
+template <int N>
 OF_DEVICE_FN void of_store_row(of_stored *to, const of_place &place, const of_row &row) {
-    if (place.packed) {
-        of_pack<OF_PACK> pack;
+    to += place.first + threadIdx.x * N;
 #pragma unroll
-        for (int lane = 0; lane < OF_PACK; lane++)
-            pack.lane[lane] = of_narrow(row.lane[lane]);
-        of_store<OF_PACK>(to, place.at, pack);
-        return;
-    }
+    for (int lane = 0; lane < OF_PACK; lane += N) {
+        const unsigned further = lane * OF_CUDA_PROGRAM_THREADS;
+        of_pack<N> pack;
 #pragma unroll
-    for (int lane = 0; lane < OF_PACK; lane++) {
-        const unsigned at = place.at + lane * blockDim.x;
-        if (at < place.end)
-            to[at] = of_narrow(row.lane[lane]);
+        for (int i = 0; i < N; i++)
+            pack.lane[i] = of_narrow(row.lane[lane + i]);
+        if (N > 1 || threadIdx.x + further < place.n)
+            of_store<N>(to, further, pack);
     }
 }
 
@@ -121,62 +141,83 @@ OF_DEVICE_FN void of_scale(of_row *grad, const of_factor &factor) {
             grad->lane[lane] = of_widen(of_narrow(grad->lane[lane] * factor.by));
 }
 
-// The first of the block's elements.
-OF_DEVICE_FN uint64_t of_begin(const of_cuda_common &common, const uint64_t *entry) {
-    return (blockIdx.x - entry[of_words<OF_ALL_STATE>::STRIDE - 1]) * common.chunk;
-}
-
 // The address of an array: an entry begins with the addresses in the order of registers.
-OF_DEVICE_FN of_stored *of_memory(const of_cuda_common &common, const uint64_t *entry, int number) {
-    return reinterpret_cast<of_stored *>(entry[number]) + of_begin(common, entry);
+OF_DEVICE_FN of_stored *of_memory(const uint64_t *entry, int number) {
+    return reinterpret_cast<of_stored *>(entry[number]);
 }
 
-// An address costs two registers: it is made again where it is needed, and the compiler, which
-// would keep it, does not see that it is the same.
-OF_DEVICE_FN unsigned of_again(unsigned entry) {
-#ifdef __CUDA_ARCH__
-    asm volatile("" : "+r"(entry));
-#endif
-    return entry;
-}
-
-OF_DEVICE_FN void of_run_at(const of_cuda_common &common, const uint64_t *words, unsigned entry,
-                            const of_place &place) {
-    of_file file = {};
+template <int N>
+OF_DEVICE_FN void of_load_rows(const of_cuda_common &common, const uint64_t *entry,
+                               const of_place &place, of_vector *rows) {
 #pragma unroll
-    for (int k = 0; k < OF_REGISTER_TEMPORARY; k++)
-        if (common.reads >> k & 1)
-            file.row[k] = of_load_row(of_memory(common, words + entry, k), place);
-    of_scale(&file.row[OF_REGISTER_GRAD], of_factor_of(common));
-    of_run(words, common.code, &file);
-    entry = of_again(entry);
+    for (int first = 0; first < OF_REGISTER_TEMPORARY; first += OF_AT_ONCE) {
+        of_row row[OF_AT_ONCE] = {};
 #pragma unroll
-    for (int k = 0; k < OF_REGISTER_TEMPORARY; k++)
-        if (common.writes >> k & 1)
-            of_store_row(of_memory(common, words + entry, k), place, file.row[k]);
-}
-
-// One thread's part of a block. All threads go round as often: the last time some have none.
-OF_DEVICE_FN void of_run_block(const of_cuda_common &common, const uint64_t *words) {
-    const uint64_t *first = words + common.code * OF_INSTRUCTION_WORDS;
-    const uint64_t *found = of_find<OF_ALL_STATE>(first, common.entries, blockIdx.x);
-    const of_tensor tensor = of_unpack<OF_ALL_STATE>(found);
-    const bool aligned = of_aligned<OF_ALL_STATE>(tensor, OF_PACK * sizeof(of_stored));
-    const uint64_t left = tensor.n - of_begin(common, found);
-    const unsigned end = left < common.chunk ? static_cast<unsigned>(left) : common.chunk;
-    const unsigned round = blockDim.x * OF_PACK;
-#pragma unroll 1
-    for (unsigned at = 0; at < end; at += round) {
-        const bool packed = aligned && end - at >= round;
-        const of_place place = {at + threadIdx.x * (packed ? OF_PACK : 1), end, packed};
-        of_run_at(common, words, static_cast<unsigned>(found - words), place);
+        for (int i = 0; i < OF_AT_ONCE && first + i < OF_REGISTER_TEMPORARY; i++)
+            if (common.reads >> (first + i) & 1)
+                row[i] = of_load_row<N>(of_memory(entry, first + i), place);
+        if (first == 0 && common.reads >> OF_REGISTER_GRAD & 1)
+            of_scale(&row[OF_REGISTER_GRAD], of_factor_of(common));
+#pragma unroll
+        for (int i = 0; i < OF_AT_ONCE && first + i < OF_REGISTER_TEMPORARY; i++)
+            if (common.reads >> (first + i) & 1)
+                of_put(of_at(rows, first + i), row[i]);
     }
 }
 
+template <int N>
+OF_DEVICE_FN void of_store_rows(const of_cuda_common &common, const uint64_t *entry,
+                                const of_place &place, of_vector *rows) {
+#pragma unroll
+    for (int k = 0; k < OF_REGISTER_TEMPORARY; k++)
+        if (common.writes >> k & 1)
+            of_store_row<N>(of_memory(entry, k), place, of_get(of_at(rows, k)));
+}
+
+// One thread's part of a block. All threads go round as often: the last time some have none.
+OF_DEVICE_FN void of_run_block(const of_cuda_common &common, const uint64_t *words,
+                               of_vector *rows) {
+    enum { ROUND = OF_CUDA_PROGRAM_THREADS * OF_PACK };
+    const uint64_t *first = words + common.code * OF_INSTRUCTION_WORDS;
+    const uint64_t *found = of_find<OF_ALL_STATE>(first, common.entries, blockIdx.x);
+    const of_tensor tensor = of_unpack<OF_ALL_STATE>(found);
+    const bool aligned = of_aligned<OF_ALL_STATE>(tensor, OF_TOGETHER * sizeof(of_stored));
+    const uint64_t begin = (blockIdx.x - tensor.first_block) * common.chunk;
+    const uint64_t left = tensor.n - begin;
+    const unsigned end = left < common.chunk ? static_cast<unsigned>(left) : common.chunk;
+#pragma unroll 1
+    for (unsigned at = 0; at < end; at += ROUND) {
+        const of_place place = {begin + at, end - at};
+        const bool packed = aligned && place.n >= ROUND;
+        if (packed)
+            of_load_rows<OF_TOGETHER>(common, found, place, rows);
+        else
+            of_load_rows<1>(common, found, place, rows);
+        of_run(words, common.code, rows);
+        if (packed)
+            of_store_rows<OF_TOGETHER>(common, found, place, rows);
+        else
+            of_store_rows<1>(common, found, place, rows);
+    }
+}
+
+// This thread's part of a row. The address is kept in a register: the compiler, which would make
+// it again at each instruction of a program, does not see that it could.
+OF_DEVICE_FN of_vector *of_my_part(of_vector *rows) {
+    rows += threadIdx.x;
+#ifdef __CUDA_ARCH__
+    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(rows));
+    asm("" : "+r"(address));
+    rows = static_cast<of_vector *>(__cvta_shared_to_generic(address));
+#endif
+    return rows;
+}
+
 #define OF_PROGRAM_KERNEL(rule, used, size)                                                        \
-    extern "C" __global__ void __launch_bounds__(OF_CUDA_THREADS, OF_BLOCKS)                       \
+    extern "C" __global__ void __launch_bounds__(OF_CUDA_PROGRAM_THREADS, OF_BLOCKS)               \
         OF_CUDA_NAME(rule, used, size)(OF_CUDA_ARGUMENT(of_cuda_##size##_table) table) {           \
-        of_run_block(table.common, table.words);                                                   \
+        OF_SHARED_ROWS(rows);                                                                      \
+        of_run_block(table.common, table.words, of_my_part(rows));                                 \
     }
 #define OF_PROGRAM_KERNELS(rule, used)                                                             \
     OF_PROGRAM_KERNEL(rule, used, small) OF_PROGRAM_KERNEL(rule, used, large)

@@ -17,8 +17,16 @@
 #define OF_CUDA_ARGUMENT(table) const table &
 #endif
 
+#ifndef OF_PROGRAM_PART
+#define OF_PROGRAM_PART 32
+#endif
 enum {
     OF_CUDA_THREADS = 256, /* of a block */
+    /* Of a block that runs a program. It has a row of shared memory for each register, of which a
+     * thread has a part. */
+    OF_CUDA_ROW_BYTES = 2048,
+    OF_CUDA_ROW_PART = OF_PROGRAM_PART,
+    OF_CUDA_PROGRAM_THREADS = OF_CUDA_ROW_BYTES / OF_CUDA_ROW_PART,
     /* Elements that a block updates are a multiple of this, so that it begins at a
      * whole cache line where its tensor does. */
     OF_CUDA_CHUNK_UNIT = 64,
@@ -45,8 +53,7 @@ typedef struct of_cuda_common {
 } of_cuda_common;
 
 /* An instruction is two words, or three where numbers are doubles: from its lowest byte on
- * operation, to, a, b, c and how many of these it reads; then s and t in the type of the
- * computation. */
+ * operation, to, a, b and c; then s and t in the type of the computation. */
 enum { OF_CUDA_REGISTERS = OF_REGISTER_STATE + 12, OF_CUDA_MOST_CODE = 256 };
 static inline size_t of_cuda_instruction_words(of_dtype dtype) {
     return dtype == OF_FLOAT64 ? 3 : 2;

@@ -14,6 +14,7 @@
 
 #include "batch.h"
 #include "cuda/table.h"
+#include "host_device.h"
 #include "host_driver.h"
 #include "packing_check.h"
 #include "rules/adam.h"
@@ -262,6 +263,7 @@ static void check_programs(void) {
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && values[0] == -127.0f,
           "every instruction of the largest program runs, in the smaller table or the larger");
     check(host.bytes == sizeof(of_cuda_large_table), "a long program takes the large table");
+    check(host_shared_bytes == 2 * OF_CUDA_ROW_BYTES, "and rows for the registers that it names");
     program.n++;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_UNSUPPORTED && values[0] == -127.0f,
           "a longer one is refused");
@@ -270,6 +272,11 @@ static void check_programs(void) {
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_UNSUPPORTED &&
               strstr(of_cuda_error(), "temporaries"),
           "and one with more registers than the kernel has");
+    code[0].to--;
+    of_program_check(&program);
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK &&
+              host_shared_bytes == OF_CUDA_REGISTERS * OF_CUDA_ROW_BYTES,
+          "all registers of the kernel have rows");
     code[0].to = OF_REGISTER_STATE;
     of_program_check(&program);
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "its state has to be there");

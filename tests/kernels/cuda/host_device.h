@@ -5,6 +5,8 @@
 #ifndef OPTFUSE_TEST_HOST_DEVICE_H
 #define OPTFUSE_TEST_HOST_DEVICE_H
 
+#include <stddef.h>
+
 typedef struct host_index {
     unsigned x;
 } host_index;
@@ -17,6 +19,7 @@ typedef struct host_index {
 #define __shared__ static thread_local
 #define __syncthreads()
 #define OF_PHASE(number) (host_phase == (number))
+#define OF_SHARED_ROWS(name) of_vector *const name = reinterpret_cast<of_vector *>(host_shared)
 #define blockIdx host_block_index
 #define blockDim host_block_size
 #define threadIdx host_thread_index
@@ -28,6 +31,9 @@ extern "C" {
 
 extern HOST_THREAD host_index host_block_index, host_block_size, host_thread_index;
 extern HOST_THREAD unsigned host_phase;
+/* The block's shared memory, as much as the launch has asked for. */
+extern HOST_THREAD unsigned char *host_shared;
+extern HOST_THREAD size_t host_shared_bytes;
 
 #ifdef __cplusplus
 }

@@ -14,8 +14,12 @@
 
 _Thread_local host_index host_block_index, host_block_size, host_thread_index;
 _Thread_local unsigned host_phase;
+_Thread_local unsigned char *host_shared;
+_Thread_local size_t host_shared_bytes;
 
 host_driver host = {.version = 13000, .major = 9, .multiprocessors = 2, .context = true};
+
+enum { MOST_SHARED = 48 << 10 }; /* of a kernel that has not asked for more */
 
 typedef void kernel_fn(const void *table);
 
@@ -190,7 +194,9 @@ static unsigned in_order(unsigned i, unsigned n) {
     return (unsigned)(i * primes[host.order - 2] % n);
 }
 
+/* Shared memory is of no use before it is written: a number that no test has. */
 static void run_block(const kernel_row *row, const void *table, unsigned block, unsigned threads) {
+    memset(host_shared, 0xa5, host_shared_bytes);
     host_block_index.x = block;
     host_block_size.x = threads;
     for (host_phase = 0; host_phase <= row->barriers; host_phase++) {
@@ -208,17 +214,21 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
                             unsigned shared_bytes, CUstream stream, void **parameters,
                             void **extra) {
     const kernel_row *row = (const kernel_row *)function;
-    if (y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || shared_bytes || extra || !x)
+    if (y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || extra || !x ||
+        shared_bytes > MOST_SHARED)
         return CUDA_ERROR_INVALID_VALUE;
     host.launches++;
     if ((size_t)host.fail_launch == host.launches)
         return CUDA_ERROR_LAUNCH_FAILED;
     host.blocks = x;
     host.bytes = row->bytes;
+    host_shared_bytes = shared_bytes;
     host.stream = stream;
-    /* The arguments and no byte more, so that a sanitizer sees what lies beyond. */
+    /* The arguments and no byte more, so that a sanitizer sees what lies beyond. So it is with
+     * shared memory. */
     void *table = malloc(row->bytes);
-    if (!table) {
+    host_shared = malloc(shared_bytes ? shared_bytes : 1);
+    if (!table || !host_shared) {
         perror("launch");
         exit(2);
     }
@@ -230,6 +240,7 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
     if (host.launched)
         host.launched(row->name, table, stream);
     free(table);
+    free(host_shared);
     return CUDA_SUCCESS;
 }
 

@@ -9,9 +9,11 @@
 
 _Thread_local host_index host_block_index, host_block_size, host_thread_index;
 _Thread_local unsigned host_phase;
+_Thread_local unsigned char *host_shared;
+_Thread_local size_t host_shared_bytes;
 
 typedef void kernel(const void *arguments);
-kernel load_if, copy_four, halves, read_argument, circle, swap;
+kernel load_if, copy_four, halves, read_argument, circle, swap, swap_rows;
 
 static int failures;
 
@@ -79,15 +81,15 @@ static void check_addresses(void) {
     check(!runs(circle, argument, sizeof argument), "a loop without an end");
 }
 
-static void each_thread(const void *arguments, unsigned threads) {
+static void each_thread(kernel *run, const void *arguments, unsigned threads) {
     for (unsigned i = 0; i < threads; i++) {
         host_thread_index.x = i;
-        swap(arguments);
+        run(arguments);
     }
 }
 
 /* So many of `threads` go up to the barrier. */
-static bool swaps(unsigned threads, uint64_t some) {
+static bool swaps_by(kernel *run, unsigned threads, uint64_t some) {
     const struct {
         uint32_t *out;
         uint64_t some;
@@ -97,27 +99,47 @@ static bool swaps(unsigned threads, uint64_t some) {
     const bool failed = setjmp(caught) != 0;
     if (!failed) {
         ptx_alone("swap", &arguments, sizeof arguments, words, sizeof words);
-        each_thread(&arguments, threads);
+        each_thread(run, &arguments, threads);
         ptx_met(threads, false);
-        each_thread(&arguments, threads);
+        each_thread(run, &arguments, threads);
         ptx_met(threads, true);
     }
     ptx_now.caught = NULL;
     return !failed;
 }
 
+static bool swaps(unsigned threads, uint64_t some) {
+    return swaps_by(swap, threads, some);
+}
+
+static bool are_swapped(void) {
+    return words[0] == 1 && words[1] == 0 && words[2] == 3 && words[3] == 2;
+}
+
 static void check_barriers(void) {
-    check(swaps(4, 4) && words[0] == 1 && words[1] == 0 && words[2] == 3 && words[3] == 2,
-          "behind a barrier is what all threads did before it");
+    check(swaps(4, 4) && are_swapped(), "behind a barrier is what all threads did before it");
     check(!swaps(4, 3), "a barrier that not all threads reach");
     check(swaps(4, 0), "a block that ends before it");
     check(!swaps(5, 5), "behind the end of the shared memory");
+}
+
+static void check_shared_by_launch(void) {
+    static unsigned char memory[32] __attribute__((aligned(16)));
+    host_shared = memory;
+    host_shared_bytes = 16;
+    memset(words, 0, sizeof words);
+    check(swaps_by(swap_rows, 4, 4) && are_swapped() && memory[12] == 3,
+          "shared memory that the launch gives");
+    check(!swaps_by(swap_rows, 5, 5), "more than the launch gives");
+    host_shared_bytes = 0;
+    check(!swaps_by(swap_rows, 1, 1), "a launch that gives none");
 }
 
 int main(void) {
     check_predicates();
     check_addresses();
     check_barriers();
+    check_shared_by_launch();
     printf(failures ? "%d failures\n" : "all faults are seen\n", failures);
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

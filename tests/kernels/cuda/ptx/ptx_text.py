@@ -12,6 +12,8 @@ HEAD = re.compile(r"(?:\.visible |\.weak )?\.(entry|func)\b(.*?)([;{])", re.DOTA
 POINTER = r"(?:\.ptr (?:\.\w+ )?\.align \d+ )?"
 PARAMETER = re.compile(rf"\.param (?:\.align (\d+) )?\.([bfsu])(\d+) {POINTER}(\w+)(?:\[(\d+)\])?")
 SHARED = re.compile(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\]")
+# Shared memory of which the launch says how much there is.
+DYNAMIC = re.compile(r"^\.extern \.shared \.align \d+ \.b8 (\w+)\[\];$", re.MULTILINE)
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 IGNORED = (".pragma", ".loc")
 
@@ -69,6 +71,7 @@ class Function:
     registers: dict[str, str] = field(default_factory=dict)  # name: type
     shared: dict[str, int] = field(default_factory=dict)  # name: place
     shared_bytes: int = 0
+    dynamic: list[str] = field(default_factory=list)  # names of the launch's shared memory
     body: list[Statement] = field(default_factory=list)
 
 
@@ -151,6 +154,8 @@ def parameters(head: str) -> list[Parameter]:
 def functions(text: str) -> list[Function]:
     """All that have a body."""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
+    dynamic = DYNAMIC.findall(text)
+    text = DYNAMIC.sub("", text)
     found: list[Function] = []
     at = 0
     while match := HEAD.search(text, at):
@@ -165,6 +170,8 @@ def functions(text: str) -> list[Function]:
         made = Function(head[2], match[1] == "entry", parameters(head[3] or ""))
         made.result = parameters(head[1])[0].name if head[1] else ""
         end = end_of(text, at)
+        words = set(re.findall(r"\w+", text[at:end]))
+        made.dynamic = [name for name in dynamic if name in words]
         for line, piece in pieces(text[at : end - 1], text.count("\n", 0, at) + 1):
             add(made, line, piece)
         found.append(made)

@@ -32,6 +32,7 @@ UNKNOWN = {
 }
 REFUSED = {
     "ld.local.u32 %r1, [%rd1];": "no local.read",
+    "ld.shared.u32 %r1, [%r2];": "no shared.read",
     "ld.volatile.global.u32 %r1, [%rd1];": "ld.volatile.global",
     "st.param.u32 [some_param_0], %r1;": "no param.write",
     "ld.global.v4.u32 {%r1, %r2}, [%rd1];": "2 registers",
@@ -39,6 +40,11 @@ REFUSED = {
     "setp.lt.s32 %p1|%p2, %r1, %r2;": "%p1|%p2",
     ".reg .b128 %q<2>;": "unknown registers",
 }
+# Only shared memory of one kind begins at 0.
+BOTH = """.extern .shared .align 16 .b8 rows[];
+""" + KERNEL.format(line="""	.shared .align 4 .b8 place[16];
+	mov.u32 %r1, rows;
+	ld.shared.u32 %r2, [place];""")
 
 
 def compiled(text: str) -> str:
@@ -55,13 +61,14 @@ def main() -> None:
     for line, name in UNKNOWN.items():
         if name not in compiled(translated(KERNEL.format(line=line))):
             wrong.append(f"not unknown: {line}")
-    for line, why in REFUSED.items():
+    refused = {KERNEL.format(line=line): why for line, why in REFUSED.items()}
+    for text, why in {**refused, BOTH: "no shared.read"}.items():
         try:
-            translated(KERNEL.format(line=line))
-            wrong.append(f"not refused: {line}")
+            translated(text)
+            wrong.append(f"not refused: {text}")
         except PtxError as error:
             if why not in str(error):
-                wrong.append(f"{line}: {error}")
+                wrong.append(f"{text}: {error}")
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

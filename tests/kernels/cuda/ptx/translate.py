@@ -59,6 +59,8 @@ class Writer:
             return f"{int(text) % 2**64:#x}u"
         if text in function.shared:
             return str(function.shared[text])
+        if text in function.dynamic:
+            return "0u"
         if function.kernel and text in self.places:
             return f"(u64)(uintptr_t)ptx_now.arguments + {self.places[text]}"
         if not function.kernel or re.fullmatch(r"\w+", text):
@@ -72,15 +74,16 @@ class Writer:
         return f"{self.operand(match[1])} + {int(match[2] or 0) % 2**64:#x}u"
 
     def checked(self, space: str, address: str, size: int, line: int) -> str:
-        shared = self.function.shared_bytes
+        shared, dynamic = self.function.shared_bytes, self.function.dynamic
         match space:
             case "global.read" | "global.write":
                 return f"ptx_global({address}, {size}, {str('write' in space).lower()}, {line})"
             case "param.read":
                 return f"ptx_argument({address}, {size}, {line})"
-            case "shared.read" | "shared.write" if shared:
-                name = f"{self.function.name}_shared"
-                return f"ptx_shared({name}, {shared}, (u32)({address}), {size}, {line})"
+            case "shared.read" | "shared.write" if bool(shared) != bool(dynamic):
+                name = f"{self.function.name}_shared, {shared}"
+                memory = name if shared else "host_shared, host_shared_bytes"
+                return f"ptx_shared({memory}, (u32)({address}), {size}, {line})"
         raise PtxError(f"{self.function.name}, line {line}: no {space}")
 
     def access(self, one: Instruction) -> str:
