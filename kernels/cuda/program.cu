@@ -15,14 +15,15 @@ enum {
     OF_PACK = OF_CUDA_ROW_PART / sizeof(of_real), // elements of a thread at once
     OF_TOGETHER = OF_PACK < OF_LANES ? int(OF_PACK) : int(OF_LANES), // of them neighbours in memory
     OF_VECTOR = 16 / sizeof(of_real),                      // and in a row
-    OF_AT_ONCE = 4, // arrays that are on their way from memory together
+    OF_AT_ONCE = 5, // arrays that are on their way from memory together
     OF_INSTRUCTION_WORDS = sizeof(of_real) == 8 ? 3 : 2,
     OF_ALL_STATE = (1 << OF_MAX_STATE) - 1
 };
+static_assert(OF_REGISTER_TEMPORARY % OF_AT_ONCE == 0, "no array is behind the last");
 
 // Blocks that a multiprocessor has registers for.
 #ifndef OF_BLOCKS
-#define OF_BLOCKS (OF_CUDA_ROW_PART == 16 ? 8 : sizeof(of_real) == 8 ? 10 : 14)
+#define OF_BLOCKS (OF_CUDA_ROW_PART == 16 ? 9 : 16)
 #endif
 
 typedef of_pack<OF_VECTOR, of_real> of_vector;
@@ -151,15 +152,17 @@ OF_DEVICE_FN void of_load_rows(const of_cuda_common &common, const uint64_t *ent
                                const of_place &place, of_vector *rows) {
 #pragma unroll
     for (int first = 0; first < OF_REGISTER_TEMPORARY; first += OF_AT_ONCE) {
+        if (!(common.reads >> first))
+            return;
         of_row row[OF_AT_ONCE] = {};
 #pragma unroll
-        for (int i = 0; i < OF_AT_ONCE && first + i < OF_REGISTER_TEMPORARY; i++)
+        for (int i = 0; i < OF_AT_ONCE; i++)
             if (common.reads >> (first + i) & 1)
                 row[i] = of_load_row<N>(of_memory(entry, first + i), place);
         if (first == 0 && common.reads >> OF_REGISTER_GRAD & 1)
             of_scale(&row[OF_REGISTER_GRAD], of_factor_of(common));
 #pragma unroll
-        for (int i = 0; i < OF_AT_ONCE && first + i < OF_REGISTER_TEMPORARY; i++)
+        for (int i = 0; i < OF_AT_ONCE; i++)
             if (common.reads >> (first + i) & 1)
                 of_put(of_at(rows, first + i), row[i]);
     }
