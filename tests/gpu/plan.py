@@ -130,7 +130,7 @@ def sequence(call: str | None) -> list[tuple[Maker, float]]:
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
     full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0), (random_programs, 40.0)]
     deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
-    deep += [(layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
+    deep += [(traced_times, 30.0), (layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
     short = [*quick, *full[1:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -270,6 +270,11 @@ def random_programs(plan: Plan) -> Part:
 def packing(plan: Plan) -> Part:
     command = plan.python("tests/gpu/packing.py", "--device", plan.device)
     return Part("packing of factors", [command], 45, MEASURED, judge_last)
+
+
+def traced_times(plan: Plan) -> Part:
+    command = plan.python("tests/gpu/traced_times.py", "--device", plan.device)
+    return Part("times of traced classes", [command], 60, MEASURED, judge_last)
 
 
 def controls(plan: Plan) -> Part:

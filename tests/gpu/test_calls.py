@@ -56,6 +56,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
             "sizes of blocks and buckets",
             "large batches",
             "packing of factors",
+            "times of traced classes",
             "K-FAC and another order of backward",
             "tests of promises",
             "kernels compiled by the driver",

@@ -50,13 +50,13 @@ BLOCK = {3: (0, 1, 0, 1, 1), 7: (0, 1, 0, 1, 1), 0: (0,) * 5, 1: (0, 0, 1, 0, 0)
 # Operations of asgd_next.cu beside its power, with rcp last: three products are powers that need
 # none.
 NEXT = (0, 5, 2, 0, 1, 2)
-# Operations of program.cu, with rcp last: for each element, all operators of operators.def and one
-# product with the factor of clipping; and once, for numbers. The inverse root is counted on its
-# own.
-PROGRAM, PROGRAM_ONCE = (10, 13, 5, 4, 1, 2), (0, 0, 1, 0, 0, 0)
+# Operations of program.cu, with rcp last: for each element, all operators of operators.def and two
+# products with the factor of clipping, for vectors and for single elements; and once, for numbers.
+# The inverse root is counted on its own.
+PROGRAM, PROGRAM_ONCE = (10, 14, 5, 4, 1, 2), (0, 0, 1, 0, 0, 0)
 # Operations of packing.cu: products in a sum, and barriers.
 PACKING = {"add": (1, 0), "merge": (2, 0), "unpack": (0, 1)}
-PROGRAM_LANES = {"float32": 4, "float64": 2, "bfloat16": 4, "float16": 4}
+PROGRAM_LANES = {"float32": 8, "float64": 4, "bfloat16": 8, "float16": 8}
 SCALARS = 12  # roundings of a kernel's scalars to float, at most; there are more elements
 # Where powers are in double, as CUDA's library has them in PyTorch (kernels/cuda/meson.build).
 CONTRACTED = ("adam-float64", "adam_mixed-float32")

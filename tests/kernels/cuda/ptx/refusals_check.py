@@ -42,9 +42,11 @@ REFUSED = {
 }
 # Only shared memory of one kind begins at 0.
 BOTH = """.extern .shared .align 16 .b8 rows[];
-""" + KERNEL.format(line="""	.shared .align 4 .b8 place[16];
+""" + KERNEL.format(
+    line="""	.shared .align 4 .b8 place[16];
 	mov.u32 %r1, rows;
-	ld.shared.u32 %r2, [place];""")
+	ld.shared.u32 %r2, [place];"""
+)
 
 
 def compiled(text: str) -> str:
