@@ -13,18 +13,13 @@
 
 enum {
     OF_PACK = OF_CUDA_ROW_PART / sizeof(of_real), // elements of a thread at once
-    OF_TOGETHER = OF_PACK < OF_LANES ? int(OF_PACK) : int(OF_LANES), // of them neighbours in memory
-    OF_VECTOR = 16 / sizeof(of_real),                      // and in a row
+    OF_VECTOR = 16 / sizeof(of_real),             // of them neighbours in a row
     OF_AT_ONCE = 5, // arrays that are on their way from memory together
     OF_INSTRUCTION_WORDS = sizeof(of_real) == 8 ? 3 : 2,
-    OF_ALL_STATE = (1 << OF_MAX_STATE) - 1
+    OF_ALL_STATE = (1 << OF_MAX_STATE) - 1,
+    OF_BLOCKS = 16 // that a multiprocessor has registers for
 };
 static_assert(OF_REGISTER_TEMPORARY % OF_AT_ONCE == 0, "no array is behind the last");
-
-// Blocks that a multiprocessor has registers for.
-#ifndef OF_BLOCKS
-#define OF_BLOCKS (OF_CUDA_ROW_PART == 16 ? 9 : 16)
-#endif
 
 typedef of_pack<OF_VECTOR, of_real> of_vector;
 
@@ -97,11 +92,11 @@ OF_DEVICE_FN void of_run(const uint64_t *word, unsigned code, of_vector *rows) {
     }
 }
 
-// What a block takes at once. A thread has N neighbours, N as far from them as those of all threads
-// together, and so on.
+// A block takes so many elements at once. A thread has N neighbours of them, the next N as far on
+// as all threads have together, and so on. If N is more than 1 all threads have all of theirs.
 struct of_place {
     uint64_t first; // of the tensor's elements
-    unsigned n;     // fewer than all threads have room for only if N is 1
+    unsigned n;
 };
 
 template <int N> OF_DEVICE_FN of_row of_load_row(const of_stored *from, const of_place &place) {
@@ -184,7 +179,7 @@ OF_DEVICE_FN void of_run_block(const of_cuda_common &common, const uint64_t *wor
     const uint64_t *first = words + common.code * OF_INSTRUCTION_WORDS;
     const uint64_t *found = of_find<OF_ALL_STATE>(first, common.entries, blockIdx.x);
     const of_tensor tensor = of_unpack<OF_ALL_STATE>(found);
-    const bool aligned = of_aligned<OF_ALL_STATE>(tensor, OF_TOGETHER * sizeof(of_stored));
+    const bool aligned = of_aligned<OF_ALL_STATE>(tensor, 16);
     const uint64_t begin = (blockIdx.x - tensor.first_block) * common.chunk;
     const uint64_t left = tensor.n - begin;
     const unsigned end = left < common.chunk ? static_cast<unsigned>(left) : common.chunk;
@@ -193,12 +188,12 @@ OF_DEVICE_FN void of_run_block(const of_cuda_common &common, const uint64_t *wor
         const of_place place = {begin + at, end - at};
         const bool packed = aligned && place.n >= ROUND;
         if (packed)
-            of_load_rows<OF_TOGETHER>(common, found, place, rows);
+            of_load_rows<OF_LANES>(common, found, place, rows);
         else
             of_load_rows<1>(common, found, place, rows);
         of_run(words, common.code, rows);
         if (packed)
-            of_store_rows<OF_TOGETHER>(common, found, place, rows);
+            of_store_rows<OF_LANES>(common, found, place, rows);
         else
             of_store_rows<1>(common, found, place, rows);
     }

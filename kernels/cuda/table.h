@@ -17,15 +17,12 @@
 #define OF_CUDA_ARGUMENT(table) const table &
 #endif
 
-#ifndef OF_PROGRAM_PART
-#define OF_PROGRAM_PART 32
-#endif
 enum {
     OF_CUDA_THREADS = 256, /* of a block */
-    /* Of a block that runs a program. It has a row of shared memory for each register, of which a
-     * thread has a part. */
+    /* A block that runs a program has a row of shared memory for each register, and each of its
+     * threads a part of all rows. */
     OF_CUDA_ROW_BYTES = 2048,
-    OF_CUDA_ROW_PART = OF_PROGRAM_PART,
+    OF_CUDA_ROW_PART = 32,
     OF_CUDA_PROGRAM_THREADS = OF_CUDA_ROW_BYTES / OF_CUDA_ROW_PART,
     /* Elements that a block updates are a multiple of this, so that it begins at a
      * whole cache line where its tensor does. */
