@@ -2,16 +2,22 @@
 /* capture.c: what is known of graphs that are being captured. */
 #include "driver.h"
 
-of_cuda_status of_cuda_capture(void *stream, uint64_t *id) {
+of_cuda_status of_cuda_capture(int device, void *stream, uint64_t *id) {
     of_cuda_status status;
     CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+    CUdevice entered = 0;
     cuuint64_t graph = 0;
     const of_driver *driver = of_driver_open(&status);
     *id = 0;
     if (!driver)
         return status;
-    const CUresult result =
-        driver->capture_info((CUstream)stream, &capturing, &graph, NULL, NULL, NULL);
+    CUresult result = driver->capture_info((CUstream)stream, &capturing, &graph, NULL, NULL, NULL);
+    if (result == CUDA_ERROR_INVALID_CONTEXT) { /* a thread that has done nothing with CUDA yet */
+        status = of_driver_enter(driver, device, &entered);
+        if (status != OF_CUDA_OK)
+            return status;
+        result = driver->capture_info((CUstream)stream, &capturing, &graph, NULL, NULL, NULL);
+    }
     /* Asked of the legacy default stream while another one is capturing: it
      * can't be captured itself. */
     if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)

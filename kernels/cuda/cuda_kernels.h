@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 10 };
+enum { OF_CUDA_ABI_VERSION = 11 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -129,8 +129,8 @@ OF_CUDA_API of_cuda_status of_cuda_prepare_packing(of_dtype dtype, int device);
 /* Launches one on packing->stream. The bits are those of the CPU's rows. */
 OF_CUDA_API of_cuda_status of_cuda_pack(const of_cuda_packing *packing);
 
-/* The graph that is being captured on the stream; 0: none. */
-OF_CUDA_API of_cuda_status of_cuda_capture(void *stream, uint64_t *id);
+/* The graph that is being captured on the stream of this device; 0: none. */
+OF_CUDA_API of_cuda_status of_cuda_capture(int device, void *stream, uint64_t *id);
 
 /* While a graph is captured somewhere in the process, CUDA forbids other threads
  * calls such as asking for an event, and spoils the capture. Between relax(true)

@@ -41,7 +41,8 @@ constexpr uint64_t UNKNOWN = UINT64_MAX; // what the driver says where it fails
 uint64_t capture_of(const c10::Stream &stream) {
     uint64_t id = 0;
     const CudaLibrary *library = cuda_library();
-    if (library != nullptr && library->capture(stream.native_handle(), &id) != OF_CUDA_OK)
+    if (library != nullptr && library->capture(stream.device_index(), stream.native_handle(),
+                                               &id) != OF_CUDA_OK)
         return UNKNOWN;
     return id;
 }

@@ -348,13 +348,19 @@ static void check_capture(void) {
     uint64_t id = 99;
     host.captured = &captured;
     host.graph = 5;
-    bool right = of_cuda_capture(&captured, &id) == OF_CUDA_OK && id == 5;
-    right = right && of_cuda_capture(&other, &id) == OF_CUDA_OK && id == 0;
+    bool right = of_cuda_capture(0, &captured, &id) == OF_CUDA_OK && id == 5;
+    right = right && of_cuda_capture(0, &other, &id) == OF_CUDA_OK && id == 0;
     host.implicit = true;
     id = 99;
-    right = right && of_cuda_capture(&other, &id) == OF_CUDA_OK && id == 0;
+    right = right && of_cuda_capture(0, &other, &id) == OF_CUDA_OK && id == 0;
     host.graph = 0;
     check(right, "only the captured stream has a graph");
+
+    host.graph = 5;
+    host_context = false;
+    right = of_cuda_capture(0, &captured, &id) == OF_CUDA_OK && id == 5 && host_context;
+    host.graph = 0;
+    check(right, "a thread without a context gets the device's");
 
     host.mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
     of_cuda_relax(true);
@@ -385,12 +391,12 @@ static void check_contexts(void) {
     const double hyper[OF_MAX_HYPER] = {0.1};
     of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
     const of_cuda_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
-    host.context = false;
+    host_context = false;
     host.retained = 0;
-    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context,
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host_context,
           "without a context the device's own is used");
-    host.context = false;
-    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host.context && host.retained <= 1,
+    host_context = false;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host_context && host.retained <= 1,
           "which a second thread does not retain again");
     host.launches = 0;
     update.device = 1;

@@ -17,7 +17,8 @@ _Thread_local unsigned host_phase;
 _Thread_local unsigned char *host_shared;
 _Thread_local size_t host_shared_bytes;
 
-host_driver host = {.version = 13000, .major = 9, .multiprocessors = 2, .context = true};
+host_driver host = {.version = 13000, .major = 9, .multiprocessors = 2};
+_Thread_local bool host_context;
 
 enum { MOST_SHARED = 48 << 10 }; /* of a kernel that has not asked for more */
 
@@ -122,18 +123,18 @@ static CUresult host_device_get(CUdevice *device, int ordinal) {
 }
 
 static CUresult host_current(CUcontext *context) {
-    *context = host.context ? (CUcontext)&host : NULL;
+    *context = host_context ? (CUcontext)&host : NULL;
     return CUDA_SUCCESS;
 }
 
 static CUresult host_set_current(CUcontext context) {
-    host.context = context == (CUcontext)&host;
+    host_context = context == (CUcontext)&host;
     return CUDA_SUCCESS;
 }
 
 static CUresult host_context_device(CUdevice *device) {
     *device = host.device_now ? host.device_now() : host.device;
-    return host.context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+    return host_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 static CUresult host_retain(CUcontext *context, CUdevice device) {
@@ -250,6 +251,8 @@ static CUresult host_capture_info(CUstream stream, CUstreamCaptureStatus *status
     const cuuint64_t given = (void *)stream == host.captured ? host.graph : 0;
     const cuuint64_t found = host.graph_of ? host.graph_of(stream) : given;
     const bool captured = found != 0;
+    if (!host_context)
+        return CUDA_ERROR_INVALID_CONTEXT;
     if (graph || dependencies || n_dependencies)
         return CUDA_ERROR_INVALID_VALUE;
     if (!captured && host.implicit)

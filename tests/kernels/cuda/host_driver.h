@@ -13,7 +13,6 @@ typedef struct host_driver {
     int major;   /* the chip's compute capability */
     int multiprocessors;
     bool missing;
-    bool context; /* whether one is current */
     int device;   /* whose context is current */
     int (*device_now)(void); /* instead; NULL: it is the one above */
     int retained; /* how often a primary context was */
@@ -42,6 +41,9 @@ typedef struct host_driver {
 
 enum { HOST_ORDERS = 5 };
 
+#ifndef __cplusplus
+extern _Thread_local bool host_context; /* whether one is current; at first none is */
+#endif
 extern host_driver host;
 
 #endif
