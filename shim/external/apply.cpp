@@ -238,6 +238,8 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     in->grad = data_of(grad.unsafeGetTensorImpl());
     const Overlap written =
         in->in_backward ? Overlap() : overlap_of_gradient(slot, grad.unsafeGetTensorImpl());
+    if (check_on_gpu(slot, written) == OF_FOUND_ERROR)
+        return OF_FOUND_ERROR;
     in->exclusive = special.as_is || frozen || written.before ||
                     (OF_GUARD(privacy) && !is_private(storage_of(p), 1)) ||
                     !take_all_parts(slot, grad, in, refs);

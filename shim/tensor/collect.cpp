@@ -285,7 +285,8 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     in->param = written_data_of(p);
     take_part(refs, in, p);
     const Overlap written = written_to_gradient(slot, p, grad, in->in_backward);
-    if (look_who_shares(slot, p, g, used, dense, written, in) == OF_FOUND_ERROR)
+    if (check_on_gpu(slot, written) == OF_FOUND_ERROR ||
+        look_who_shares(slot, p, g, used, dense, written, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     if (in->exclusive || refs->consumes)
         refs->param = reference_to(p);

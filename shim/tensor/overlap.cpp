@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "gpu/device.h"
 #include "plan.h"
 #include "tensor/gradient.h"
 #include "tensor/memory.h"
@@ -89,6 +90,14 @@ of_found refuse_between(const Slot *slot) {
     return refuse(slot, "the gradient of ",
                   "shares memory with several other parameters or their state",
                   ", which are updated before and after it: put its clone() there");
+}
+
+of_found check_on_gpu(const Slot *slot, const Overlap &written) {
+    if (!is_gpu(slot->param->device()) || !written.is_any())
+        return OF_FOUND_INPUTS;
+    return refuse(slot, "the gradient of ", "shares memory with another parameter or its state",
+                  ", and on a GPU PyTorch updates both in one launch, which reads the gradient "
+                  "before or after: put its clone() there");
 }
 
 } // namespace optfuse

@@ -33,6 +33,7 @@ struct Overlap {
     bool gradient = false;     // a program writes a gradient there
     // The update has to read what those before it have written.
     bool is_before() const { return before || gradient; }
+    bool is_any() const { return is_before() || behind; }
 };
 Overlap overlap_of(const Slot *slot, const c10::TensorImpl *tensor);
 // Whether other slots write state there.
@@ -41,5 +42,7 @@ bool is_in_other_state(const Slot *slot, const c10::TensorImpl *tensor);
 Overlap overlap_of_gradient(const Slot *slot, const c10::TensorImpl *gradient);
 // OF_FOUND_ERROR: the update would have to come after some of these, and before others.
 of_found refuse_between(const Slot *slot);
+// OF_FOUND_ERROR if there are any on a GPU, where PyTorch updates all parameters at once.
+of_found check_on_gpu(const Slot *slot, const Overlap &written);
 
 } // namespace optfuse

@@ -5,7 +5,7 @@ which this device computes by the plain C rows of that reference."""
 import fakecuda
 import pytest
 import torch
-from common import adamw, sgd
+from common import adamw, refused, sgd
 from fakecuda import NAME
 from legal import legal, loss_of, net, settle, to_host, train
 
@@ -52,6 +52,25 @@ def test_every_optimizer(make, mode):
 def test_every_dtype(dtype, mode):
     legal(loop(adamw, dtype), mode)
     legal(loop(sgd, dtype), mode)
+
+
+@pytest.mark.parametrize("reader, owner", [(0, 2), (2, 0)])
+@pytest.mark.parametrize("make", [sgd, torch.optim.Rprop, torch.optim.Adafactor])
+def test_a_gradient_that_is_another_parameter_is_refused(make, reader, owner):
+    """PyTorch's kernels for many tensors read it before or after the other update."""
+    params = [torch.nn.Parameter(torch.full((6, 6), i + 1.0, device=NAME)) for i in range(3)]
+    optimizer = optfuse.fuse(make(params))
+    for borrows in (False, True):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if borrows:
+            params[reader].grad = params[owner].detach()
+            before = [p.detach().clone() for p in params]
+            refused(optimizer.step, "shares memory with another parameter", way_out="clone()")
+            assert all(map(torch.equal, before, params))
+            params[reader].grad = params[owner].detach().clone()
+        optimizer.step()
+    assert not any(map(torch.equal, before, params))
 
 
 @pytest.mark.parametrize("mode", MODES)
