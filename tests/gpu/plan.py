@@ -128,10 +128,11 @@ CALLS = ("quick", "full", "deep")
 def sequence(call: str | None) -> list[tuple[Maker, float]]:
     """Parts, and the seconds that are kept for each by those before it."""
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
-    full = [(bits, 150.0), (transparency, 100.0), (controls, 45.0), (random_programs, 40.0)]
+    full = [(operators, 60.0), (bits, 150.0), (transparency, 100.0), (controls, 45.0)]
+    full += [(random_programs, 40.0)]
     deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
     deep += [(traced_times, 30.0), (layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
-    short = [*quick, *full[1:]]
+    short = [*quick, *full[2:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
 
@@ -218,8 +219,8 @@ def sanitizers(plan: Plan) -> Part:
     return Part(name, commands, 240, CHECKS, judge_sanitizers, together=True)
 
 
-def scenarios(plan: Plan, part: str, title: str, limit: float) -> Part:
-    processes = PROCESSES if plan.on_gpu else 1
+def scenarios(plan: Plan, part: str, title: str, limit: float, most: int = PROCESSES) -> Part:
+    processes = min(most, PROCESSES) if plan.on_gpu else 1
     commands = []
     for i in range(processes):
         where = str(plan.scratch / f"{part}-{i}.json")
@@ -230,6 +231,12 @@ def scenarios(plan: Plan, part: str, title: str, limit: float) -> Part:
 def bits(plan: Plan) -> Part:
     limit = 120.0 if plan.quick else 280.0
     return scenarios(plan, "bits", "bits of stock fused=True", limit)
+
+
+@on_gpu
+def operators(plan: Plan) -> Part:
+    """Four scenarios, each in a process of its own."""
+    return scenarios(plan, "operators", "operators of programs", 120.0, most=4)
 
 
 def transparency(plan: Plan) -> Part:

@@ -23,6 +23,7 @@ import harness
 import memory
 import own_rules  # noqa: F401
 import products  # noqa: F401
+import program_operators  # noqa: F401
 import reads  # noqa: F401
 import streams  # noqa: F401
 import torch
@@ -32,6 +33,7 @@ from harness import FAILED, On, Outcome, Scenario, play
 
 PARTS = {
     "bits": ("bits", "traced", "products", "own_rules"),  # the longest last
+    "operators": ("program_operators",),
     "transparency": ("reads", "training", "streams", "graphs", "memory"),
 }
 ODD = "no scenario was run"

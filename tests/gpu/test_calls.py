@@ -45,6 +45,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
         ],
         "full": [
             "build",
+            "operators of programs",
             "bits of stock fused=True",
             "transparency",
             "negative controls",

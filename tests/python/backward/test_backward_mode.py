@@ -50,8 +50,8 @@ def test_the_update_runs_inside_backward():
 
 def test_layers_are_updated_while_backward_still_runs():
     """The last layer's weight is new when the gradient reaches the first, and its bias, which
-    on the CPU waits for the next weight."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    waits for the next weight. A weight fills a bucket on a GPU, too."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
     optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward")
     seen, created = [], []
 
@@ -60,7 +60,7 @@ def test_layers_are_updated_while_backward_still_runs():
         created.append(optfuse.summary(optimizer).created)
 
     model[0].register_full_backward_pre_hook(look)
-    model(torch.ones(2, 256)).sum().backward()
+    model(torch.ones(2, 1024)).sum().backward()
     (updated,) = seen
     assert updated[2] and all(updated[4:]), updated
     assert created[0] >= 21, f"{created} of 11 weights and their biases, but for the last of these"

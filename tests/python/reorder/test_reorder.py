@@ -57,8 +57,8 @@ def test_backward_runs_in_the_order_of_the_schedule(name):
 
 def test_updates_of_backward_fusion_follow_their_dw():
     torch.manual_seed(0)
-    model = mlp(width=160)  # larger than what waits for its neighbours
-    optimizer = optfuse.fuse(sgd(model.parameters()), mode="backward")
+    model = mlp(width=160)
+    optimizer = optfuse.fuse(sgd(model.parameters()), mode="backward", bucket_bytes=1)
     with optfuse.reorder(model, "reverse_first", k=2):
         for i in range(2):
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
