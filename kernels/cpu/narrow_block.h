@@ -6,8 +6,10 @@
 #define OPTFUSE_CPU_NARROW_BLOCK_H
 
 #include "narrow.h"
+#include "stored.h"
 
-#if defined(__AVX2__)
+/* It takes a tenth of a second to read, and 16-bit types alone need it. */
+#if defined(OF_IS_NARROW) && defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -19,6 +21,7 @@
 
 enum { OF_BLOCK = 16 };
 
+#ifdef OF_IS_NARROW
 #if defined(__AVX512F__)
 
 /* For each of 16 floats, the number of the word in its upper half. */
@@ -110,5 +113,6 @@ OF_BLOCK_FN void of_float16_narrow_block(uint16_t *to, const float *from) {
 OF_BLOCK_LOOPS(bfloat16)
 OF_BLOCK_LOOPS(float16)
 
+#endif
 #endif
 #endif

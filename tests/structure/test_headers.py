@@ -15,6 +15,7 @@ from tree import CC, CXX, INCLUDES, ROOT, WARNINGS, name, output, sources
 HEADERS = [path for path in sources("kernels", "plugin", "shim") if path.suffix in (".h", ".hpp")]
 # Macros that the build defines for the headers that are compiled once per instance.
 INSTANCE = ["-DOF_DTYPE=float32", "-DOF_DTYPE_FLOAT32", "-DOF_ISA=baseline"]
+NARROW = ["-DOF_DTYPE=bfloat16", "-DOF_DTYPE_BFLOAT16", "-DOF_ISA=baseline"]
 LOOP = ["-DOF_RULE=adam", '-DOF_RULE_HEADER="../rules/adam.h"', *INSTANCE]
 OP_BY_OP = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1",
          "-DOF_N_STATE=3", *INSTANCE]  # fmt: skip
@@ -27,6 +28,7 @@ MACROS = {
     "kernels/cpu/cell.h": INSTANCE,
     "kernels/cpu/memory.h": INSTANCE,
     "kernels/cpu/narrow_array.h": INSTANCE,
+    "kernels/cpu/narrow_block.h": NARROW,
     "kernels/cpu/stored.h": INSTANCE,
     "kernels/cpu/op_by_op_instance.h": OP_BY_OP,
     "kernels/cpu/op_by_op_numbers.h": OP_BY_OP,
