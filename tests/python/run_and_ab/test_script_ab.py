@@ -124,19 +124,15 @@ def test_a_script_that_draws_from_the_clock_is_not_reproducible():
 
 
 @pytest.fixture(scope="module")
-def shown():
-    """A comparison of weights that differ: what is printed, and what a terminal was shown. Its
-    Pythons are started, as a user's are."""
+def shown(tmp_path_factory):
+    """A comparison of weights that differ: what is printed, and what a terminal was shown."""
     ours, theirs = pty.openpty()
-    done = subprocess.Popen(
-        [sys.executable, *AB, "--rounds", "1", "--modes", "forward", "mlp.py", "other weights"],
-        cwd=HERE / "ab_scripts",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        text=True,
-    )
+    words = [*AB, "--rounds", "1", "--modes", "forward", "mlp.py", "other weights"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    asked = forked_python.started(words, HERE / "ab_scripts", environment)
+    out = tmp_path_factory.mktemp("shown") / "out"
+    with open(os.devnull) as stdin, open(out, "w") as stdout:
+        done = forked_python.Child(asked, [stdin.fileno(), stdout.fileno(), theirs])
     os.close(theirs)
     seen = b""
     while True:
@@ -145,7 +141,8 @@ def shown():
         except OSError:  # the other end is closed
             break
     os.close(ours)
-    printed = done.communicate()[0]
+    done.wait()
+    printed = out.read_text()
     assert done.returncode == 1, printed + seen.decode()
     return printed, seen
 
