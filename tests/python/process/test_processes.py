@@ -101,7 +101,10 @@ def test_small_updates_in_a_forked_child(mode):
         "import os, sys, torch, optfuse\n"
         "from torch import nn\n"
         "torch.set_num_threads(2)\n"
+        "threads = lambda: len(os.listdir('/proc/self/task'))\n"
+        "before = threads()\n"
         "torch.randn(4_000_000).mul_(2).sum()\n"
+        "assert threads() > before, 'there is nothing to lose'\n"
         "def train(wrap):\n"
         "    torch.manual_seed(0)\n"
         "    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(80)))\n"
@@ -117,6 +120,5 @@ def test_small_updates_in_a_forked_child(mode):
         "    os._exit(train(fused) != train(lambda optimizer: optimizer))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n",
         timeout=300,
-        fresh=True,
     )
     assert out.strip() == "0"
