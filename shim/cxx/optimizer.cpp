@@ -24,7 +24,7 @@ namespace {
 
 // From functions of shim.h.
 void check_status(int status) {
-    check(static_cast<of_status>(status));
+    optfuse::check(static_cast<of_status>(status));
 }
 
 std::string label_of(const at::Tensor &param, size_t group, size_t index) {

@@ -29,20 +29,20 @@ MatrixKind kind_of(const at::Tensor &x, const Polynomial &p) {
 
 std::mutex table_lock; // nothing else is done under it
 
-std::map<MatrixKind, std::string> &table() { // why not by cuBLAS; empty: by it
-    static auto *verdicts = new std::map<MatrixKind, std::string>; // until the process ends
-    return *verdicts;
+std::map<MatrixKind, std::string> &verdicts() { // why not by cuBLAS; empty: by it
+    static auto *only = new std::map<MatrixKind, std::string>; // until the process ends
+    return *only;
 }
 
 void remember(const MatrixKind &kind, const std::string &why) {
     const std::lock_guard<std::mutex> guard(table_lock);
-    table()[kind] = why;
+    verdicts()[kind] = why;
 }
 
 std::optional<std::string> verdict(const MatrixKind &kind) {
     const std::lock_guard<std::mutex> guard(table_lock);
-    const auto found = table().find(kind);
-    return found == table().end() ? std::nullopt : std::optional(found->second);
+    const auto found = verdicts().find(kind);
+    return found == verdicts().end() ? std::nullopt : std::optional(found->second);
 }
 
 std::string why_not(const MatrixKind &kind) {
