@@ -144,7 +144,7 @@ def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
 
 def _refuse_late_load(link: Link) -> None:
     """Stock's step() would update what is loaded."""
-    if link.ledger.is_unconfirmed() and guard("late_load"):
+    if link.ledger.updater.is_unconfirmed() and guard("late_load"):
         raise Error(
             "optfuse: load_state_dict() between backward() and step(): backward fusion has "
             "already updated with the old state. Nothing was loaded; call load_state_dict() "
@@ -239,7 +239,7 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> Optimiz
 def become_stock(optimizer: Optimizer) -> None:
     """Launches what is pending first."""
     link = link_of(optimizer)
-    link.close(optimizer)
+    link.close()
     del optimizer.__dict__[LINK], optimizer.__dict__[_AMP]
     optimizer.__dict__.update(link.saved)
     optimizer.__class__ = link.stock

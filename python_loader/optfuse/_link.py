@@ -19,7 +19,7 @@ from optfuse._backward import consumed_gradients
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._gpu import is_gpu
 from optfuse._library import bindings
-from optfuse._library.bindings import BACKWARD, LEFT, Error, check, lib, lib_with_gil
+from optfuse._library.bindings import BACKWARD, LEFT, check, lib, lib_with_gil
 from optfuse._options import FORCED, LINK, OFF, Delayed, Options
 from optfuse._own_step import updates
 from optfuse._patches import compiled
@@ -28,6 +28,7 @@ from optfuse._traced.updates import Traced
 from optfuse._updaters.choice import updater_class
 from optfuse._updaters.ledger import Ledger
 from optfuse._updaters.slots import params_of
+from optfuse._updaters.updater import OfPlan
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 
@@ -53,14 +54,14 @@ class Link:
         self.max_grad_norm = options.max_grad_norm
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
         self.plan = _new_plan(rule, options)
-        self._optimizer = weakref.ref(optimizer)
+        self.kept = weakref.ref(optimizer)  # the optimizer, if it still exists
         self._free = weakref.finalize(optimizer, updates.free_plan, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         if options.reduction is not None:
             options.reduction.add(self)
         try:
-            of_plan = self.plan, self._free, options, rule
-            self.ledger = Ledger(*of_plan, optimizer, promise)
+            of_plan = OfPlan(self.plan, self.stock, rule, options, promise)
+            self.ledger = Ledger(of_plan, self._free, optimizer)
             links[self.plan] = self
             params = chain.from_iterable(map(params_of, optimizer.param_groups))
             self.ledger.rebuild(optimizer, params)
@@ -68,7 +69,7 @@ class Link:
             self._free()
             raise
 
-    def close(self, optimizer: Optimizer) -> None:
+    def close(self) -> None:
         """Launches what is pending and gives the parameters back."""
         self.ledger.refuse_in_backward("unfuse()")
         self.flush()
@@ -88,30 +89,13 @@ class Link:
         confirmed = [p for slot, p in enumerate(params) if not is_ahead(slot)]
         consumed_gradients.drop([*confirmed, *map(local_of, confirmed)])
 
-    def kept(self) -> Optimizer | None:
-        """The optimizer, if it still exists."""
-        return self._optimizer()
-
-    def optimizer(self) -> Optimizer:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise Error("optfuse: the optimizer no longer exists")
-        return optimizer
-
     @property
     def traced(self) -> Traced | None:
         """The programs, if the class is traced."""
         return self.ledger.updater.traced
 
-    @property
-    def own_step_because(self) -> tuple[str, ...]:
-        return self.ledger.updater.own_step_because or self.rule.because
-
     def slot_of(self, param: Tensor) -> int | None:
         return self.ledger.slots.number_of(param) if self._free.alive else None
-
-    def label(self, slot: int) -> str:
-        return self.ledger.slots.labels[slot]
 
     # ---- what the ledger in the library does
 
@@ -133,16 +117,11 @@ class Link:
 
     # ---- backward mode
 
-    def await_reduction(self) -> None:
-        """At the end of a backward pass, before its last updates."""
-        if self.options.reduction is not None:
-            self.options.reduction.finish()
-
     def apply(self, slot: int) -> None:
         """One update by the class's own step(). Under the plan's lock."""
         param = self.ledger.slots.params[slot]
         made = updates.apply(self.plan, slot, param)
-        optimizer = self._optimizer()
+        optimizer = self.kept()
         if optimizer is None:
             return
         state = optimizer.__dict__["state"]
@@ -162,7 +141,7 @@ class Link:
     def flush(self, drain: bool = False) -> None:
         """Launches what is pending and takes the mark off every tensor, but for
         those that a GPU may still be working on; drain: waits for it first."""
-        optimizer = self._optimizer()  # keeps the parameters alive meanwhile
+        optimizer = self.kept()  # keeps the parameters alive meanwhile
         if optimizer is not None:
             self.ledger.marked &= not bindings.flush(self.plan, drain)
 

@@ -106,7 +106,11 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
 
     @functools.wraps(swap)
     def swap_and_rebuild(a: Tensor, b: Tensor) -> None:
-        concerned = [link for link in list(links.values()) if link.ledger.knows(a, b)]
+        concerned = [
+            link
+            for link in list(links.values())
+            if link.slot_of(a) is not None or link.slot_of(b) is not None
+        ]
         for link in concerned:
             link.flush()
             if link.mode == BACKWARD:
@@ -115,22 +119,21 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
             swap(a, b)
         finally:
             for link in concerned:
-                link.ledger.rebuild(link.optimizer())
+                if (optimizer := link.kept()) is not None:
+                    link.ledger.rebuild(optimizer)
 
     return swap_and_rebuild
 
 
 def _answer(plan: int, event: int, slot: int) -> int:
     link = links.get(plan)
-    if event == EVENT_APPLY and link is not None:
+    if event != EVENT_APPLY:  # a backward pass ends, before its last updates
+        if link is not None and link.options.reduction is not None:
+            link.options.reduction.finish()
+    elif link is not None:
         link.apply(slot)
-        return DONE
-    if event == EVENT_APPLY:
+    else:
         updates.apply(plan, slot, None)
-        return DONE
-    if link is None:
-        return DONE
-    link.await_reduction()
     return DONE
 
 

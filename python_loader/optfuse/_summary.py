@@ -225,7 +225,7 @@ def summary(optimizer: Optimizer) -> Summary:
         reference=f"torch's {link.rule.reference} on " + " and ".join(_kinds(params)),
         reference_differs=tuple(i for i, group in enumerate(groups) if link.rule.difference(group)),
         gpu_bits_differ=tuple(sorted({*link.gpu_bits_differ, *updater.gpu_bits_differ})),
-        own_step_because=link.own_step_because,
+        own_step_because=updater.own_step_because or link.rule.because,
         traced=updater.described(),
         products_because=tuple(products.reasons(link.rule, groups)),
         isa={
@@ -259,7 +259,7 @@ def explain(optimizer: Optimizer) -> str:
     if not is_fused(optimizer):
         return f"{name}: not fused, OPTFUSE_DISABLE is set"
     link = link_of(optimizer)
-    lines = [f"{name}: {link.ledger.updater.explained(link.label)}"]
+    lines = [f"{name}: {link.ledger.updater.explained(link.ledger.label)}"]
     for layer in _promised(link.plan):
         because = f", {layer.because}" if layer.because else ""
         lines.append(

@@ -88,8 +88,9 @@ class Gradients:
 def _refuse_backward(link: _link.Link, slot: int) -> None:
     if link.mode == BACKWARD and guard("clip"):
         raise Error(
-            f"optfuse: clipping and unscaling need all gradients at once, but {link.label(slot)} "
-            "belongs to an optimizer in backward mode, whose updates don't wait for them; "
+            "optfuse: clipping and unscaling need all gradients at once, but "
+            f"{link.ledger.label(slot)} belongs to an optimizer in backward mode, whose updates "
+            "don't wait for them; "
             'use optfuse.fuse(optimizer, mode="forward")'
         )
 

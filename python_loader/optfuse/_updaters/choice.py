@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from optfuse._library.bindings import BACKWARD
-from optfuse._options import Options
 from optfuse._own_step.register import is_registered
-from optfuse._own_step.settings import Promise
 from optfuse._rules import RULES, Rule
 from optfuse._traced.rule import TracedRule
 from optfuse._updaters.kernels import Kernels
@@ -28,15 +25,3 @@ def updater_class(rule: Rule) -> type[Updater]:
     if isinstance(rule, TracedRule):
         return Traced
     return OwnStep if rule.external else Kernels
-
-
-def updater_for(
-    stock: type[Optimizer], plan: int, rule: Rule, promise: Promise | None, options: Options
-) -> Updater:
-    """promise: as Updater.promised() says."""
-    in_backward = options.mode == BACKWARD
-    if isinstance(rule, TracedRule):
-        return Traced(stock, plan, rule, in_backward)
-    if promise is not None:
-        return OwnStep(stock, plan, rule, promise, in_backward)
-    return Kernels(stock, plan, rule, options.strict)

@@ -12,11 +12,10 @@ from optfuse._gpu import is_on_gpu
 from optfuse._rules import Rule
 from optfuse._scalars import DeviceScalars
 from optfuse._trials.rule_choice import FuseBy, rule_of, try_with_stock
-from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters import entries
 from optfuse._updaters.mixed_state import MixedState
 from optfuse._updaters.slots import Slots
-from optfuse._updaters.updater import Entry, Updater
+from optfuse._updaters.updater import Entry, OfPlan, Updater
 
 
 class Kernels(Updater):
@@ -24,11 +23,10 @@ class Kernels(Updater):
 
     asks = False
 
-    def __init__(self, stock: type[Optimizer], plan: int, rule: Rule, strict: bool) -> None:
-        self._stock = stock
-        self._rule = rule
-        self._scalars = DeviceScalars(plan, rule.scales)
-        self._mixed = MixedState(plan, rule, strict)
+    def __init__(self, of_plan: OfPlan) -> None:
+        super().__init__(of_plan)
+        self._scalars = DeviceScalars(self._plan, self._rule.scales)
+        self._mixed = MixedState(self._plan, self._rule, of_plan.options.strict)
 
     @classmethod
     def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> Rule:
@@ -45,12 +43,6 @@ class Kernels(Updater):
 
     def explained(self, label: Callable[[int], str]) -> str:
         return f"the rule {self._rule.name!r}, whose formula is in kernels/rules of the source"
-
-    def tried_on_cpu(self) -> int:
-        return unknown_dtypes(self._rule)
-
-    def is_tried(self) -> bool:
-        return self._rule.tried or bool(self.tried_on_cpu())
 
     def tell_entry(
         self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
@@ -77,9 +69,6 @@ class Kernels(Updater):
         if number >= 0:
             return self._rule.options[number].partition(".")[0]
         return self._scalars.changed_option(then, group)
-
-    def changed_attribute(self, optimizer: Optimizer) -> None:
-        return None  # updates read none
 
     def prepare(self, optimizer: Optimizer, same_groups: bool) -> bool:
         self._mixed.try_new(optimizer)

@@ -24,19 +24,18 @@ from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._late import Used
 from optfuse._library import bindings
 from optfuse._library.bindings import BACKWARD, Error, Trait, check, guard, lib, lib_with_gil
-from optfuse._options import Options
 from optfuse._own_step import hand_set_scale
 from optfuse._own_step.register import INDEPENDENT, check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.tried import Tried
 from optfuse._own_step.twin import step_of
 from optfuse._patches.profiling import has_hooks_before
-from optfuse._rules import Group, Rule
+from optfuse._rules import Group
 from optfuse._trials.stock_trial import flags_of
 from optfuse._updaters import saved_tensors
-from optfuse._updaters.choice import updater_for
+from optfuse._updaters.choice import updater_class
 from optfuse._updaters.slots import Slots, Tensors
-from optfuse._updaters.updater import Entry
+from optfuse._updaters.updater import Entry, OfPlan
 
 ledgers: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
 _CONSTANT = {bool, int, float, complex, str, type(None)}
@@ -78,31 +77,25 @@ class Ledger:
     kept_values: Iterable[Any] = ()
 
     def __init__(
-        self,
-        plan: int,
-        free: weakref.finalize[..., Optimizer],
-        options: Options,
-        rule: Rule,
-        optimizer: Optimizer,
-        promise: Promise | None,
+        self, of_plan: OfPlan, free: weakref.finalize[..., Optimizer], optimizer: Optimizer
     ) -> None:
-        """free: frees the plan when the optimizer dies. promise: as Updater.promised() says."""
-        self.plan = plan
+        """free: frees the plan when the optimizer dies."""
+        self.plan = of_plan.plan
         self._free = free
-        self._wanted = options
-        self.mode = options.mode
-        self.rule = rule
-        self._stock = type(optimizer)
-        self.slots = Slots(plan, [])
+        self._wanted = of_plan.options
+        self.mode = self._wanted.mode
+        self.rule = of_plan.rule
+        self._stock = of_plan.stock
+        self.slots = Slots(self.plan, [])
         self._flags: list[tuple[Any, ...]] = []  # of each group, when it was fused
         self._tried: Iterable[Tensor] = ()
         self.order = _shared_state.Order()
         self.used = Used()
         self._then: tuple[Any, dict[int, Entry]] = (None, {})  # of kept_entries
-        self.updater = updater_for(self._stock, plan, rule, promise, options)
-        ledgers[plan] = self
+        self.updater = updater_class(self.rule)(of_plan)
+        ledgers[self.plan] = self
         known = weakref.ref(optimizer), weakref.ref(self)
-        lib_with_gil.of_shim_ledger_open(plan, *known, loss_scale.running)
+        lib_with_gil.of_shim_ledger_open(self.plan, *known, loss_scale.running)
 
     @torch._dynamo.disable(recursive=False)  # type: ignore[untyped-decorator]
     def ask(self, name: str, optimizer: Optimizer, *arguments: Any) -> Any:
@@ -133,10 +126,6 @@ class Ledger:
         if self.updater.counts_together:
             return lib.of_shim_unconfirmed(self.plan)  # type: ignore[no-any-return]
         return lib.of_shim_is_updated(self.plan, slot)  # type: ignore[no-any-return]
-
-    def is_unconfirmed(self) -> bool:
-        """Whether backward fusion has made updates that no step() has confirmed."""
-        return self.mode == BACKWARD and lib.of_shim_unconfirmed(self.plan)
 
     # ---- parameters
 
@@ -171,7 +160,7 @@ class Ledger:
         self.updater.layout(groups)
         if self.mode == BACKWARD:
             slots.attach()
-        if self.is_unconfirmed():
+        if self.updater.is_unconfirmed():
             self.updater.take_over(optimizer)
         else:
             self.adopt_state(optimizer)
@@ -208,10 +197,6 @@ class Ledger:
                 f"optfuse: {what} inside backward(), while backward fusion is updating "
                 "parameters; do it before or after"
             )
-
-    def knows(self, *tensors: Tensor) -> bool:
-        """Whether one of them is a parameter."""
-        return any(tensor is param for tensor in tensors for param in self.slots.params)
 
     def are_replaced(self, optimizer: Optimizer) -> bool:
         return self.slots.sharded is not None and self.slots.sharded.are_replaced()
@@ -322,14 +307,14 @@ class Ledger:
 
     def _begin(self, optimizer: Optimizer, in_backward: bool, same_state: bool) -> bool:
         if not in_backward and hand_set_scale.has_scale(optimizer, self.rule):
-            if not self.is_unconfirmed():
+            if not self.updater.is_unconfirmed():
                 self._step_scaled(optimizer)
                 return False
             if guard("late_scale"):
                 raise Error(_LATE_SCALE)
         if not self._is_tried(optimizer, in_backward, bool(same_state)):
             return False
-        if self.updater.begin(optimizer, self, in_backward, bool(same_state)):
+        if self.updater.begin(optimizer, self.slots, in_backward, bool(same_state)):
             return True
         if not in_backward:
             self._leave(optimizer)
@@ -362,7 +347,7 @@ class Ledger:
         promise = self.updater.promise
         if self.tried is None or promise is None or promise.steady is not None:
             return True
-        if not in_backward and self.is_unconfirmed():
+        if not in_backward and self.updater.is_unconfirmed():
             return True  # late changes are refused
         if same_state and self.tried.counts:
             same_state = self.updater.holds_counters()
@@ -412,7 +397,7 @@ class Ledger:
         """The updates of this step are certain; not done: it failed."""
         if self.slots.sharded is not None:
             self.slots.sharded.take_back(bool(done))
-        self.updater.end(optimizer, self, bool(done))
+        self.updater.end(optimizer, self.slots, bool(done))
 
     def step_failed(self, optimizer: Optimizer, text: str) -> None:
         """Raises, with the exception of the class's own step() as the cause."""

@@ -19,9 +19,8 @@ from optfuse._own_step.register import check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.steady import Steady, why_unsteady
 from optfuse._rules import Rule
-from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters.slots import Groups, Slots
-from optfuse._updaters.updater import CHANGED_GROUPS, Entry, Inputs, Updater
+from optfuse._updaters.updater import CHANGED_GROUPS, Entry, OfPlan, Updater
 
 _UNSTEADY = (
     "optfuse: backward fusion has updated parameters of this optimizer one by one, and now {}, so "
@@ -38,13 +37,11 @@ class OwnStep(Updater):
     _unsteady: str | None = None  # why the last backward pass has left all to step()
     may_share_state = True
 
-    def __init__(
-        self, stock: type[Optimizer], plan: int, rule: Rule, promise: Promise, in_backward: bool
-    ) -> None:
-        self._rule = rule
-        self._own = updates.Own(plan, stock, promise, rule.entries)
-        self._plan = plan
-        self._in_backward = in_backward
+    def __init__(self, of_plan: OfPlan) -> None:
+        super().__init__(of_plan)
+        assert of_plan.promise is not None
+        own = self._plan, self._stock, of_plan.promise, self._rule.entries
+        self._own = updates.Own(*own)
 
     @classmethod
     def promised(cls, optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Promise:
@@ -62,10 +59,7 @@ class OwnStep(Updater):
         return f"{self._rule.reference}, on one parameter at a time"
 
     def tried_on_cpu(self) -> int:
-        return 0 if self._rule.is_own else unknown_dtypes(self._rule)
-
-    def is_tried(self) -> bool:
-        return self._rule.tried or bool(self.tried_on_cpu())
+        return 0 if self._rule.is_own else super().tried_on_cpu()
 
     def clear(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         if self._own.ran.slots:
@@ -91,13 +85,13 @@ class OwnStep(Updater):
         return self._own.noted
 
     def begin(
-        self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
+        self, optimizer: Optimizer, slots: Slots, in_backward: bool, same_state: bool
     ) -> bool:
         steady = self.promise.steady
         if steady is not None:
             if not self._is_steady(optimizer, steady, in_backward):
                 return False
-            self._know_maps(optimizer, steady, inputs.slots)
+            self._know_maps(optimizer, steady, slots)
         bindings.flush(self._plan)  # what is pending keeps its own options
         own = self._own
         own.begin(optimizer, self._in_backward)
@@ -136,7 +130,7 @@ class OwnStep(Updater):
         times = "once" if self.own_steps == 1 else f"{self.own_steps} times"
         self.own_step_because = (f"{times} its updates were of all parameters at once: {why}",)
 
-    def end(self, optimizer: Optimizer, inputs: Inputs, done: bool) -> None:
+    def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         if done:
             self._own.advance(optimizer)
 

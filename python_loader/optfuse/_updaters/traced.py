@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library import bindings
-from optfuse._library.bindings import Error, lib, lib_with_gil
+from optfuse._library.bindings import Error, lib_with_gil
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
 from optfuse._refuse import refuse_untraceable
@@ -20,7 +20,7 @@ from optfuse._traced.trial import try_first, try_traced
 from optfuse._trials.rule_choice import FuseBy
 from optfuse._updaters import entries
 from optfuse._updaters.slots import Groups, Slots
-from optfuse._updaters.updater import CHANGED_GROUPS, Entry, Inputs, Updater
+from optfuse._updaters.updater import CHANGED_GROUPS, Entry, OfPlan, Updater
 
 _UNTRACEABLE = (
     "optfuse: this step() of {} can't be traced: {}. Nothing was updated. Use "
@@ -34,16 +34,13 @@ class Traced(Updater):
 
     counts_together = True
 
-    def __init__(
-        self, stock: type[Optimizer], plan: int, rule: TracedRule, in_backward: bool
-    ) -> None:
-        of_class = stock, rule.promise, rule.made
-        self.traced: updates.Traced = updates.Traced(plan, *of_class, in_backward)
-        self._plan = plan
-        self._stock = stock
-        self._n_state = len(rule.state)
-        self._in_backward = in_backward
-        self.has_no_options = not in_backward
+    def __init__(self, of_plan: OfPlan) -> None:
+        super().__init__(of_plan)
+        rule = of_plan.rule
+        assert isinstance(rule, TracedRule)
+        of_class = self._stock, rule.promise, rule.made
+        self.traced: updates.Traced = updates.Traced(self._plan, *of_class, self._in_backward)
+        self.has_no_options = not self._in_backward
 
     @classmethod
     def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> TracedRule:
@@ -76,11 +73,14 @@ class Traced(Updater):
 
     # ---- parameters
 
+    def tried_on_cpu(self) -> int:
+        return 0
+
     def is_tried(self) -> bool:
         return True
 
     def clear(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        if self._is_unconfirmed():
+        if self.is_unconfirmed():
             raise Error(CHANGED_GROUPS)
         self.traced.abandon(optimizer, params)
 
@@ -95,7 +95,7 @@ class Traced(Updater):
         entry = {} if entry is None else entry
         tensors = tuple(map(entry.get, self.traced.state_names()))  # type: ignore[arg-type]
         counters = self.traced.counters_of(entry)
-        found = entries.Found(tensors, self._n_state, None, counters)
+        found = entries.Found(tensors, len(self._rule.state), None, counters)
         return entries.tell(slots, slot, found, fresh, flushed)
 
     def make_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
@@ -110,12 +110,11 @@ class Traced(Updater):
         return self.traced.holds_counters()
 
     def begin(
-        self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
+        self, optimizer: Optimizer, slots: Slots, in_backward: bool, same_state: bool
     ) -> bool:
-        params = inputs.slots.params
         try:
-            if in_backward or not (self.traced.begun and self._is_unconfirmed()):
-                self.traced.begin(optimizer, params, in_backward, same_state)
+            if in_backward or not (self.traced.begun and self.is_unconfirmed()):
+                self.traced.begin(optimizer, slots.params, in_backward, same_state)
         except Untraceable as error:
             if self._in_backward:
                 raise self._refusal(error) from error
@@ -123,14 +122,14 @@ class Traced(Updater):
             return False
         return True
 
-    def end(self, optimizer: Optimizer, inputs: Inputs, done: bool) -> None:
+    def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         if not self.traced.begun:
             return
         if done:
-            self._advance(optimizer, inputs.slots.params)
+            self._advance(optimizer, slots.params)
         elif not self._in_backward:
             bindings.flush(self._plan)
-            self.traced.abandon(optimizer, inputs.slots.params)
+            self.traced.abandon(optimizer, slots.params)
             lib_with_gil.of_shim_ledger_know_state(self._plan, optimizer, False)
 
     def _advance(self, optimizer: Optimizer, params: list[Tensor]) -> None:
@@ -142,10 +141,6 @@ class Traced(Updater):
         has_complained = ledger.of_shim_ledger_has_complained(self._plan)
         if has_complained or not kept:
             ledger.of_shim_ledger_know_state(self._plan, optimizer, not has_complained)
-
-    def _is_unconfirmed(self) -> bool:
-        """Whether backward fusion has made updates that no step() has confirmed."""
-        return self._in_backward and lib.of_shim_unconfirmed(self._plan)
 
     def _refusal(self, error: Untraceable) -> Error:
         return Error(_UNTRACEABLE.format(self._stock.__qualname__, error))

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._library.bindings import BACKWARD, lib
+from optfuse._options import Options
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
 from optfuse._rules import Rule
 from optfuse._traced.updates import Traced
 from optfuse._trials.rule_choice import FuseBy, rule_of
+from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters.slots import Groups, Slots
 
 Entry = dict[str, Any]
@@ -24,11 +27,14 @@ CHANGED_GROUPS = (
 )
 
 
-class Inputs(Protocol):
-    """The ledger of an optimizer."""
+class OfPlan(NamedTuple):
+    """The data by which the updater of a plan is made."""
 
     plan: int
-    slots: Slots
+    stock: type[Optimizer]
+    rule: Rule
+    options: Options
+    promise: Promise | None  # as Updater.promised() says
 
 
 class Updater:
@@ -44,6 +50,12 @@ class Updater:
     asks = True  # begin() and end() have something to do
     has_no_options = False  # updates don't read the numbers of groups
     may_share_state = False  # two parameters may have a tensor of their state in common
+
+    def __init__(self, of_plan: OfPlan) -> None:
+        self._stock = of_plan.stock
+        self._plan = of_plan.plan
+        self._rule = of_plan.rule
+        self._in_backward = of_plan.options.mode == BACKWARD
 
     @classmethod
     def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> Rule:
@@ -71,11 +83,11 @@ class Updater:
     def tried_on_cpu(self) -> int:
         """A bit for each dtype whose updates must pass a trial on the CPU, in the library's
         order."""
-        return 0
+        return unknown_dtypes(self._rule)
 
     def is_tried(self) -> bool:
         """Whether updates must pass a trial for some dtype or device."""
-        return bool(self.tried_on_cpu())
+        return self._rule.tried or bool(self.tried_on_cpu())
 
     def clear(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         """The library is about to be told of all parameters anew. params: those that there were.
@@ -86,6 +98,10 @@ class Updater:
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Updates from before the library was told anew are still to be confirmed."""
+
+    def is_unconfirmed(self) -> bool:
+        """Whether backward fusion has made updates that no step() has confirmed."""
+        return self._in_backward and lib.of_shim_unconfirmed(self._plan)
 
     # ---- options and state
 
@@ -127,7 +143,7 @@ class Updater:
         return False
 
     def begin(
-        self, optimizer: Optimizer, inputs: Inputs, in_backward: bool, same_state: bool
+        self, optimizer: Optimizer, slots: Slots, in_backward: bool, same_state: bool
     ) -> bool:
         """Comes before the library is told of options and state for this step, or at the first
         complete gradient of a backward pass. same_state: the library knows it. False: no updates
@@ -138,7 +154,7 @@ class Updater:
         """Comes after it. Whether the next step needs it, too, whatever the options are."""
         return False
 
-    def end(self, optimizer: Optimizer, inputs: Inputs, done: bool) -> None:
+    def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         """The updates of this step are certain; not done: it failed."""
 
     def failure(self) -> BaseException | None:

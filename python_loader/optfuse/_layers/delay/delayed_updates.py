@@ -295,7 +295,7 @@ def _delays(state: Mapping[str, Any]) -> dict[int, int]:
 def _label(link: Link, param: Tensor) -> str:
     slot = link.slot_of(param)
     assert slot is not None
-    return link.label(slot)
+    return link.ledger.label(slot)
 
 
 @checked(optimizer=FUSED)
