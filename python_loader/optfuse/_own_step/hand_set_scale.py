@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._dtensor.local_tensors import has_holes
 from optfuse._library.bindings import Error, guard
 from optfuse._own_step.twin import step_of
 from optfuse._rules import Rule
@@ -65,14 +66,4 @@ def _check_memory(optimizer: Optimizer) -> None:
 def _lie_alike(tensor: Tensor, param: Tensor) -> bool:
     if tensor.is_contiguous() and param.is_contiguous():
         return True
-    return tensor.stride() == param.stride() and _is_dense(tensor)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Without holes and overlaps, in whatever order of dimensions."""
-    elements = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != elements:
-            return False
-        elements *= size
-    return True
+    return tensor.stride() == param.stride() and not has_holes(tensor)
