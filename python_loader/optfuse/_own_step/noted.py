@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from optfuse._library.bindings import guard
 from optfuse._own_step.looks import names_read, reads_option
+from optfuse._own_step.settings import differing
 from optfuse._own_step.twin import (
     SHARED,
     Group,
@@ -22,7 +23,6 @@ from optfuse._own_step.twin import (
     shared_state,
     unbound,
 )
-from optfuse._trials.compare import difference
 
 _FEW = 1024  # numbers in a tensor
 _LISTS = (list, tuple, deque)
@@ -44,10 +44,10 @@ class Noted:
 
     def changed_option(self, number: int, group: Group) -> str | None:
         """The first in which a group differs from what group `number` was."""
-        return _first_difference(self._options_of(group), self._options[number])
+        return next(differing(self._options[number], self._options_of(group)), None)
 
     def changed_attribute(self, optimizer: Optimizer) -> str | None:
-        return _first_difference(self._attributes_of(optimizer), self._attributes)
+        return next(differing(self._attributes, self._attributes_of(optimizer)), None)
 
     def _options_of(self, group: Group) -> dict[str, Any]:
         own = own_options(group).items()
@@ -63,14 +63,6 @@ class Noted:
             and name not in self._but
             and (read is None or name in read or name == SHARED)
         }
-
-
-def _first_difference(now: dict[str, Any], then: dict[str, Any]) -> str | None:
-    for name in {**then, **now}:
-        is_missing = (name in now) != (name in then)
-        if is_missing or difference("", now.get(name), then.get(name)) is not None:
-            return name
-    return None
 
 
 def _noted(value: Any) -> Any:

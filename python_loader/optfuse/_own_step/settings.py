@@ -73,13 +73,14 @@ class Change:
 
 def changes(before: Settings, after: Settings) -> Iterator[Change]:
     """The changes between two settings, in the groups that `after` has."""
-    yield from map(Change, _differing(before.attributes, after.attributes))
+    yield from map(Change, differing(before.attributes, after.attributes))
     for i, options in after.options.items():
-        for name in _differing(before.options[i], options):
+        for name in differing(before.options[i], options):
             yield Change(name, i)
 
 
-def _differing(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+def differing(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+    """The names under which two dicts differ."""
     for name in {**a, **b}:
         missing = (name in a) != (name in b)
         if missing or difference("", a.get(name), b.get(name)) is not None:
